@@ -25,14 +25,14 @@ using namespace quantmoe;
 
 extern "C" int qm_cuda_plan_router(const qm_cuda_router_problem* problem, const qm_cuda_device* device,
                                    qm_cuda_router_plan* plan, char* err) {
-  const qm_router& r = problem->router;
-  QM_TRY(check_node("MoERouter", &r, err));
-  QM_TRY(validate_size("hidden_size", r.hidden_size, 1, kMostColumns, err));
-  const qm_cuda_routing_problem routing{routing_of(r), QM_F32, 0};
+  const qm_router& router = problem->router;
+  QM_TRY(check_node("MoERouter", &router, err));
+  QM_TRY(validate_size("hidden_size", router.hidden_size, 1, kMostColumns, err));
+  const qm_cuda_routing_problem routing{routing_of(router), QM_F32, 0};
   QM_TRY(qm_cuda_validate_routing(&routing, err));
   QM_TRY(validate_type("hidden_states", problem->type, err));
   QM_TRY(validate_size("rows of hidden_states", problem->tokens, 0, kMostRows, err));
-  const bool words = r.hidden_size % 8 == 0, few = problem->tokens <= kRouterFew;
+  const bool words = router.hidden_size % 8 == 0, few = problem->tokens <= kRouterFew;
   *plan = qm_cuda_router_plan{};
   plan->path = words && few && device->sm >= 90 && router_tiles_of(routing.routing) <= kRouterMostTiles ? kRouterCluster
                : words && !few                                                                          ? kRouterTiles

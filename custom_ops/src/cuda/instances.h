@@ -53,19 +53,19 @@ constexpr auto instances_of([[maybe_unused]] FormatSizes f) {
 }
 
 // Whether a plan means the row.
-constexpr bool means(const qm_cuda_step& g, const Instance& row) {
+constexpr bool means(const qm_cuda_step& step, const Instance& row) {
   if (row.kernel == ProductKernel::kDense) {
-    const int tokens = 8 * row.n_tiles, width = 8 * g.n_tiles;
-    return g.panels == row.panels && width % 16 == 0 && width >= linear_least(tokens) && width <= tokens;
+    const int tokens = 8 * row.n_tiles, width = 8 * step.n_tiles;
+    return step.panels == row.panels && width % 16 == 0 && width >= linear_least(tokens) && width <= tokens;
   }
-  if (row.kernel == ProductKernel::kSpan ? g.warps_k != 0 : g.warps_k == 0) return false;
-  if (row.kernel == ProductKernel::kMmaWhole && g.warps_k != 1) return false;
-  return g.panels == row.panels && g.n_tiles == row.n_tiles && (row.stages == 0 || g.stages == row.stages);
+  if (row.kernel == ProductKernel::kSpan ? step.warps_k != 0 : step.warps_k == 0) return false;
+  if (row.kernel == ProductKernel::kMmaWhole && step.warps_k != 1) return false;
+  return step.panels == row.panels && step.n_tiles == row.n_tiles && (row.stages == 0 || step.stages == row.stages);
 }
 // The row that a plan means; there is false: none.
-constexpr Instance instance_of(const FormatSizes& f, int path, Product product, const qm_cuda_step& g) {
-  for (const Instance& row : instances_of(f))
-    if (row.there && row.path == path && row.product == product && means(g, row)) return row;
+constexpr Instance instance_of(const FormatSizes& sizes, int path, Product product, const qm_cuda_step& step) {
+  for (const Instance& row : instances_of(sizes))
+    if (row.there && row.path == path && row.product == product && means(step, row)) return row;
   return {};
 }
 
@@ -76,17 +76,17 @@ constexpr int threads_of(int path, int panels) {
                                                         : kThreads;
 }
 // Dynamic shared memory of a block.
-constexpr int shared_bytes_of(const Instance& row, const FormatSizes& f) {
+constexpr int shared_bytes_of(const Instance& row, const FormatSizes& sizes) {
   const int tokens = 8 * row.n_tiles;
   switch (row.kernel) {
     case ProductKernel::kSpan:
-      return f.span_bytes;
+      return sizes.span_bytes;
     case ProductKernel::kWgmma:
-      return wgmma_sizes_of(tokens, f.bits, f.lane_bytes, row.product == Product::kDown).shared_bytes;
+      return wgmma_sizes_of(tokens, sizes.bits, sizes.lane_bytes, row.product == Product::kDown).shared_bytes;
     case ProductKernel::kFp8:
       return kFp8SharedBytes;
     case ProductKernel::kDense:
-      return linear_sizes_of(tokens, f.bits, f.zero_bytes).shared_bytes;
+      return linear_sizes_of(tokens, sizes.bits, sizes.zero_bytes).shared_bytes;
     case ProductKernel::kMma:
     case ProductKernel::kMmaWhole:
     case ProductKernel::kDownDecode:
@@ -95,8 +95,8 @@ constexpr int shared_bytes_of(const Instance& row, const FormatSizes& f) {
   }
   // Rings and sums, which lie over the ring where a stage has two units of K, and in moe_down_decode of floats.
   const bool list = row.kernel == ProductKernel::kLinearDecode || row.kernel == ProductKernel::kDownDecode;
-  const bool over = row.units == 2 || (list && f.bits == 16);
-  const int ring = row.stages * stage_bytes(row.panels, row.n_tiles, f.bits, f.lane_bytes, row.units);
+  const bool over = row.units == 2 || (list && sizes.bits == 16);
+  const int ring = row.stages * stage_bytes(row.panels, row.n_tiles, sizes.bits, sizes.lane_bytes, row.units);
   return kWarps * (ring + (over ? 0 : row.panels * row.n_tiles * 512));
 }
 // Blocks of the mma.sync kernels that a multiprocessor's registers hold.

@@ -99,16 +99,16 @@ struct WgmmaSizes {
   int panels, stages, result_row_bytes, shared_bytes;
 };
 constexpr WgmmaSizes wgmma_sizes_of(int tokens, int bits, int lane_bytes, bool down) {
-  WgmmaSizes s{};
-  s.panels = tokens == 24 ? 4 : 2;
-  s.result_row_bytes = (down ? 128 : 64) * s.panels + 16;  // of a token; padded against bank conflicts
-  const int stage = tokens * 128 + 8 * s.panels * (128 * bits + 8 * lane_bytes);
-  const int rest = 1024 + 2 * tokens * s.result_row_bytes;  // 1024: to align the first stage
+  WgmmaSizes sizes{};
+  sizes.panels = tokens == 24 ? 4 : 2;
+  sizes.result_row_bytes = (down ? 128 : 64) * sizes.panels + 16;  // of a token; padded against bank conflicts
+  const int stage = tokens * 128 + 8 * sizes.panels * (128 * bits + 8 * lane_bytes);
+  const int rest = 1024 + 2 * tokens * sizes.result_row_bytes;  // 1024: to align the first stage
   const int static_stage = wgmma_static_bytes(tokens, 1) - wgmma_static_bytes(tokens, 0);
-  s.stages =
+  sizes.stages =
       (wgmma_shared_limit(tokens) - rest - wgmma_static_bytes(tokens, 0)) / (stage + static_stage);  // all that fit
-  s.shared_bytes = rest + s.stages * stage;
-  return s;
+  sizes.shared_bytes = rest + sizes.stages * stage;
+  return sizes;
 }
 
 // Of linear_wgmma.cuh, for tiles of up to 64, 128 or 256 tokens: panels of a block; blocks a multiprocessor; stages of
@@ -121,16 +121,16 @@ constexpr int linear_scale_bytes(int bits) { return bits == 16 ? 0 : 64; }
 // Tokens whose results are in shared memory at a time.
 constexpr int linear_result_tokens(int tokens) { return tokens == 64 ? 64 : 128; }
 constexpr LinearSizes linear_sizes_of(int tokens, int bits, int zero_bytes) {
-  LinearSizes s{};
-  s.panels = tokens == 128 ? 16 : 8;
-  s.blocks = tokens == 64 ? 2 : 1;
+  LinearSizes sizes{};
+  sizes.panels = tokens == 128 ? 16 : 8;
+  sizes.blocks = tokens == 64 ? 2 : 1;
   const int panel = 128 * bits + linear_scale_bytes(bits) + (zero_bytes > 0 ? kLinearZeroBytes : 0);
-  const int stage = tokens * 128 + s.panels * panel;
-  const int rest = 1024 + s.panels * 32 * linear_result_tokens(tokens);  // 1024: to align
-  s.stages = ((s.blocks == 2 ? 115712 : 230400) - 1024 - rest) / stage;
-  while (s.stages * stage % 1024) --s.stages;  // results are aligned, too
-  s.shared_bytes = rest + s.stages * stage;
-  return s;
+  const int stage = tokens * 128 + sizes.panels * panel;
+  const int rest = 1024 + sizes.panels * 32 * linear_result_tokens(tokens);  // 1024: to align
+  sizes.stages = ((sizes.blocks == 2 ? 115712 : 230400) - 1024 - rest) / stage;
+  while (sizes.stages * stage % 1024) --sizes.stages;  // results are aligned, too
+  sizes.shared_bytes = rest + sizes.stages * stage;
+  return sizes;
 }
 // Tokens of a product are a multiple of 16, at least this.
 constexpr int linear_least(int tokens) { return tokens == 64 ? 16 : tokens == 128 ? 80 : 144; }
@@ -152,13 +152,13 @@ inline int32_t most_tiles(int64_t pairs, int64_t experts, int n_tiles) {
 }
 
 // The layer whose w2 a linear's weights are.
-inline qm_moe moe_of(const qm_linear& l) {
+inline qm_moe moe_of(const qm_linear& linear) {
   qm_moe moe{};
-  moe.op_version = l.op_version;
+  moe.op_version = linear.op_version;
   moe.num_experts = 1;
-  moe.hidden_size = l.out_features;
-  moe.intermediate_size = l.in_features;
-  moe.w13 = moe.w2 = l.w;
+  moe.hidden_size = linear.out_features;
+  moe.intermediate_size = linear.in_features;
+  moe.w13 = moe.w2 = linear.w;
   return moe;
 }
 
@@ -167,16 +167,17 @@ constexpr size_t kSlotAlignment = 256;
 inline size_t second_at(const MarlinRow& w13) { return align_up(w13.bytes, kSlotAlignment); }
 
 // False when the attributes do not describe a row.
-inline bool marlin_row_of(const qm_moe& m, int projection, MarlinRow* row) {
+inline bool marlin_row_of(const qm_moe& moe, int projection, MarlinRow* row) {
   if (projection != 13 && projection != 2) return false;
-  const qm_projection& w = projection == 13 ? m.w13 : m.w2;
-  if (!is_value("format", w.format) || !is_value("scale_type", w.scale_type) || m.hidden_size <= 0 ||
-      m.intermediate_size <= 0 || !is_marlin_group(w.group_size) || ((w.zero_points | w.pre_scale) & ~1) ||
-      w.perm < 0 || w.perm > (projection == 13 && m.gated ? 2 : 1))
+  const qm_projection& weights = projection == 13 ? moe.w13 : moe.w2;
+  if (!is_value("format", weights.format) || !is_value("scale_type", weights.scale_type) || moe.hidden_size <= 0 ||
+      moe.intermediate_size <= 0 || !is_marlin_group(weights.group_size) ||
+      ((weights.zero_points | weights.pre_scale) & ~1) || weights.perm < 0 ||
+      weights.perm > (projection == 13 && moe.gated ? 2 : 1))
     return false;
   const bool first = projection == 13;
-  *row = marlin_row(w, first ? m.intermediate_size : m.hidden_size, first ? m.hidden_size : m.intermediate_size,
-                    first && m.gated ? 2 : 1);
+  *row = marlin_row(weights, first ? moe.intermediate_size : moe.hidden_size,
+                    first ? moe.hidden_size : moe.intermediate_size, first && moe.gated ? 2 : 1);
   return true;
 }
 

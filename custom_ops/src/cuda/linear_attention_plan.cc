@@ -26,40 +26,41 @@ int validate_call(const char* input, int32_t type, int64_t batch, int64_t tokens
 using namespace quantmoe;
 
 extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* err) {
-  const qm_conv& c = problem->conv;
-  QM_TRY(check_conv(c, err));
-  if (c.channels % 2)
-    return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", c.channels);
-  if (c.x_size % 2) return fail(err, QM_UNSUPPORTED, "x_size is %d, the CUDA kernel takes even numbers", c.x_size);
-  if (c.width < kLeastConvWidth || c.width > kMostConvWidth)
-    return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", c.width, kLeastConvWidth,
+  const qm_conv& conv = problem->conv;
+  QM_TRY(check_conv(conv, err));
+  if (conv.channels % 2)
+    return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", conv.channels);
+  if (conv.x_size % 2)
+    return fail(err, QM_UNSUPPORTED, "x_size is %d, the CUDA kernel takes even numbers", conv.x_size);
+  if (conv.width < kLeastConvWidth || conv.width > kMostConvWidth)
+    return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", conv.width, kLeastConvWidth,
                 kMostConvWidth);
   return validate_call("x", problem->type, problem->batch, problem->tokens, problem->tokens / kConvTokens, err);
 }
 
 extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm_cuda_device* device,
                                   qm_cuda_delta_plan* plan, char* err) {
-  const qm_delta& d = problem->delta;
-  QM_TRY(check_delta(d, err));
-  for (const int size : {d.k_head_size, d.v_head_size})
+  const qm_delta& delta = problem->delta;
+  QM_TRY(check_delta(delta, err));
+  for (const int size : {delta.k_head_size, delta.v_head_size})
     if (size != 64 && size != 128)
       return fail(err, QM_UNSUPPORTED, "k_head_size is %d and v_head_size %d, the CUDA kernels take 64 and 128",
-                  d.k_head_size, d.v_head_size);
-  if (d.decay_per_key && (d.a_size % 4 || d.a_offset % 4))
-    return fail(err, QM_UNSUPPORTED, "a_size is %d and a_offset %d, the CUDA kernels take multiples of 4", d.a_size,
-                d.a_offset);
-  QM_TRY(validate_call("qkv", problem->type, problem->batch, problem->tokens, d.num_v_heads, err));
+                  delta.k_head_size, delta.v_head_size);
+  if (delta.decay_per_key && (delta.a_size % 4 || delta.a_offset % 4))
+    return fail(err, QM_UNSUPPORTED, "a_size is %d and a_offset %d, the CUDA kernels take multiples of 4", delta.a_size,
+                delta.a_offset);
+  QM_TRY(validate_call("qkv", problem->type, problem->batch, problem->tokens, delta.num_v_heads, err));
   const bool few = problem->tokens <= kFewDeltaTokens;
   *plan = qm_cuda_delta_plan{};
-  plan->columns = few && device->sm < 90 ? d.v_head_size : kFewDeltaColumns;
-  plan->cluster = few ? d.v_head_size / plan->columns : 1;
+  plan->columns = few && device->sm < 90 ? delta.v_head_size : kFewDeltaColumns;
+  plan->cluster = few ? delta.v_head_size / plan->columns : 1;
   plan->chunked =
-      problem->tokens >= kLeastChunkedTokens && !d.decay_per_key && device->shared_bytes > kDeltaScanShared + 1024;
-  int64_t floats = few ? 0 : problem->batch * problem->tokens * d.num_v_heads * d.v_head_size;
+      problem->tokens >= kLeastChunkedTokens && !delta.decay_per_key && device->shared_bytes > kDeltaScanShared + 1024;
+  int64_t floats = few ? 0 : problem->batch * problem->tokens * delta.num_v_heads * delta.v_head_size;
   if (plan->chunked) {
     plan->columns = kDeltaScanColumns;
     const int64_t chunks = std::min<int64_t>(kMostDeltaChunks, (problem->tokens + kDeltaTokens - 1) / kDeltaTokens);
-    floats += problem->batch * chunks * d.num_v_heads * kDeltaMade;
+    floats += problem->batch * chunks * delta.num_v_heads * kDeltaMade;
   }
   plan->workspace_bytes = static_cast<uint64_t>(floats) * 4;
   return QM_OK;

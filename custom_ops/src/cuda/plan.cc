@@ -61,8 +61,8 @@ qm_cuda_step round_step(int64_t rows, int columns, int packed) {
   return step;
 }
 // Of 64 columns of packed activations.
-int packed_columns(const qm_projection& w, const MarlinRow& row) {
-  return row.units * packed_unit_bytes(kind_of(w)) / 2;
+int packed_columns(const qm_projection& weights, const MarlinRow& row) {
+  return row.units * packed_unit_bytes(kind_of(weights)) / 2;
 }
 
 // moe_gather.
@@ -85,7 +85,7 @@ qm_cuda_step quantize_step(int64_t rows, int64_t columns) {
 
 // A layer's call.
 struct PlannedLayer {
-  const qm_cuda_problem& p;
+  const qm_cuda_problem& problem;
   const qm_cuda_device& device;
   MarlinRow w13{}, w2{};
   int64_t pairs;
@@ -93,41 +93,41 @@ struct PlannedLayer {
   bool fp8, wgmma;  // fp8: on wgmma, too
   qm_cuda_step gate_up, down;
 
-  PlannedLayer(const qm_cuda_problem& problem, const qm_cuda_device& device_) : p(problem), device(device_) {
-    marlin_row_of(p.moe, 13, &w13);
-    marlin_row_of(p.moe, 2, &w2);
-    pairs = p.tokens * p.top_k;
-    const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && decode_fits({device, p.moe.w13, w13}) &&
-                        decode_fits({device, p.moe.w2, w2});
-    const bool floats = kind_of(p.moe.w13) == WeightKind::kFloat || kind_of(p.moe.w2) == WeightKind::kFloat;
-    const bool many = !decode && device.sm == 90 && p.moe.gated && mean() > 5 && !floats;
-    fp8 = many && takes_fp8(p.moe.w13) && takes_fp8(p.moe.w2);
-    wgmma = many && (fp8 || addresses(pairs, std::max(w13.columns, p.moe.intermediate_size)));
+  PlannedLayer(const qm_cuda_problem& problem_, const qm_cuda_device& device_) : problem(problem_), device(device_) {
+    marlin_row_of(problem.moe, 13, &w13);
+    marlin_row_of(problem.moe, 2, &w2);
+    pairs = problem.tokens * problem.top_k;
+    const bool decode = problem.tokens <= kDecodeTokens && pairs <= kDecodePairs &&
+                        decode_fits({device, problem.moe.w13, w13}) && decode_fits({device, problem.moe.w2, w2});
+    const bool floats = kind_of(problem.moe.w13) == WeightKind::kFloat || kind_of(problem.moe.w2) == WeightKind::kFloat;
+    const bool many = !decode && device.sm == 90 && problem.moe.gated && mean() > 5 && !floats;
+    fp8 = many && takes_fp8(problem.moe.w13) && takes_fp8(problem.moe.w2);
+    wgmma = many && (fp8 || addresses(pairs, std::max(w13.columns, problem.moe.intermediate_size)));
     path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
     choose_products();
   }
 
   // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
   double mean() const {
-    return static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
+    return static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, problem.moe.num_experts));
   }
   bool decodes() const { return path == QM_CUDA_DECODE; }
   bool combines() const { return !decodes() || down.warps_k == 0; }
   // Rounded x is stored as wgmma reads it.
-  bool rounds_stored() const { return path == QM_CUDA_WGMMA && !p.moe.w13.perm; }
-  int64_t sorted_rows() const { return fp8 ? fp8_rows(pairs, p.local_experts) : pairs; }
+  bool rounds_stored() const { return path == QM_CUDA_WGMMA && !problem.moe.w13.perm; }
+  int64_t sorted_rows() const { return fp8 ? fp8_rows(pairs, problem.local_experts) : pairs; }
   int64_t hidden_columns() const {
-    return fp8 ? fp8_groups(w2.units) * 128 : wgmma ? w2.units * 64 : w13.panels * (p.moe.gated ? 8 : 16);
+    return fp8 ? fp8_groups(w2.units) * 128 : wgmma ? w2.units * 64 : w13.panels * (problem.moe.gated ? 8 : 16);
   }
 
   void choose_products() {
-    const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
-    const ProductWeights of_gate_up{device, p.moe.w13, w13}, of_down{device, p.moe.w2, w2};
+    const int64_t most_experts = std::min<int64_t>(pairs, problem.local_experts);
+    const ProductWeights of_gate_up{device, problem.moe.w13, w13}, of_down{device, problem.moe.w2, w2};
     ProductLoad gate_up_load{path, Product::kGateUp, most_experts, mean(), 4};
     gate_up = choose_gemm(of_gate_up, gate_up_load);
     const ProductLoad down_load{path, Product::kDown, most_experts, mean(), gate_up.n_tiles};
     down = choose_gemm(of_down, down_load);
-    if (decodes() && p.tokens >= kSpanDownTokens)
+    if (decodes() && problem.tokens >= kSpanDownTokens)
       if (const qm_cuda_step span = choose_span(of_down, down_load); span.warps_k == 0) down = span;
     if (down.n_tiles < gate_up.n_tiles && path == QM_CUDA_STREAM) {  // both take the same list of tiles
       gate_up_load.most_tiles = down.n_tiles;
@@ -140,66 +140,67 @@ struct PlannedLayer {
 struct Buffers {
   uint64_t hidden, rounded, packed_hidden, gathered, partial, prepared;
 };
-Buffers allocate(const PlannedLayer& l, qm_cuda_plan* plan) {
-  const qm_moe& m = l.p.moe;
-  const uint64_t pairs = l.pairs, rows = l.sorted_rows();
+Buffers allocate(const PlannedLayer& layer, qm_cuda_plan* plan) {
+  const qm_moe& moe = layer.problem.moe;
+  const uint64_t pairs = layer.pairs, rows = layer.sorted_rows();
   Workspace workspace;
-  Buffers b{};
-  b.hidden = workspace.take(rows * l.hidden_columns() * 2);
-  if (rounds_input(m.w13) && (m.w13.perm || !l.wgmma))
-    b.rounded = workspace.take((rounds_pairs(m) ? pairs : l.p.tokens) *
-                               (l.gate_up.packed ? packed_columns(m.w13, l.w13) : m.hidden_size) * 2);
-  if (l.down.packed) b.packed_hidden = workspace.take(pairs * packed_columns(m.w2, l.w2) * 2);
-  if (m.w13.perm) b.gathered = workspace.take(pairs * l.w13.columns * 2);
-  if (l.combines()) b.partial = workspace.take(pairs * m.hidden_size * (l.wgmma ? 2 * l.down.warps_k : 4));
-  if (!l.decodes()) {
-    const bool shared = l.down.n_tiles == l.gate_up.n_tiles;
-    plan->max_tiles = most_tiles(l.pairs, l.p.local_experts, l.gate_up.n_tiles);
-    plan->down_max_tiles = most_tiles(l.pairs, l.p.local_experts, l.down.n_tiles);
+  Buffers buffers{};
+  buffers.hidden = workspace.take(rows * layer.hidden_columns() * 2);
+  if (rounds_input(moe.w13) && (moe.w13.perm || !layer.wgmma))
+    buffers.rounded = workspace.take((rounds_pairs(moe) ? pairs : layer.problem.tokens) *
+                                     (layer.gate_up.packed ? packed_columns(moe.w13, layer.w13) : moe.hidden_size) * 2);
+  if (layer.down.packed) buffers.packed_hidden = workspace.take(pairs * packed_columns(moe.w2, layer.w2) * 2);
+  if (moe.w13.perm) buffers.gathered = workspace.take(pairs * layer.w13.columns * 2);
+  if (layer.combines())
+    buffers.partial = workspace.take(pairs * moe.hidden_size * (layer.wgmma ? 2 * layer.down.warps_k : 4));
+  if (!layer.decodes()) {
+    const bool shared = layer.down.n_tiles == layer.gate_up.n_tiles;
+    plan->max_tiles = most_tiles(layer.pairs, layer.problem.local_experts, layer.gate_up.n_tiles);
+    plan->down_max_tiles = most_tiles(layer.pairs, layer.problem.local_experts, layer.down.n_tiles);
     uint64_t tiles = plan->max_tiles + 1ull;
-    if (!shared || !l.device.multiprocessors) tiles += plan->down_max_tiles + 1ull;
+    if (!shared || !layer.device.multiprocessors) tiles += plan->down_max_tiles + 1ull;
     plan->tiles = workspace.take(kTileBytes * tiles);
     plan->down_tiles = shared ? plan->tiles : plan->tiles + kTileBytes * (plan->max_tiles + 1ull);
     plan->sorted_pairs = workspace.take(8 * rows);
-    if (l.fp8) plan->positions = workspace.take(4 * pairs);
-    const bool by_pair = m.w13.perm || (rounds_input(m.w13) && rounds_pairs(m));
-    if (l.fp8)  // codes and scales of x, then of h
-      b.prepared = workspace.take(132 * rows * std::max(fp8_groups(l.w13.units), fp8_groups(l.w2.units)));
-    else if (l.wgmma)
-      b.prepared = workspace.take((by_pair ? pairs : l.p.tokens) * l.w13.units * 128);
+    if (layer.fp8) plan->positions = workspace.take(4 * pairs);
+    const bool by_pair = moe.w13.perm || (rounds_input(moe.w13) && rounds_pairs(moe));
+    if (layer.fp8)  // codes and scales of x, then of h
+      buffers.prepared = workspace.take(132 * rows * std::max(fp8_groups(layer.w13.units), fp8_groups(layer.w2.units)));
+    else if (layer.wgmma)
+      buffers.prepared = workspace.take((by_pair ? pairs : layer.problem.tokens) * layer.w13.units * 128);
   }
-  if (l.p.slots) {
-    plan->where = workspace.take(16 * l.p.local_experts);
-    plan->copies = workspace.take(kCopyBytes * (l.p.local_experts + 1));
+  if (layer.problem.slots) {
+    plan->where = workspace.take(16 * layer.problem.local_experts);
+    plan->copies = workspace.take(kCopyBytes * (layer.problem.local_experts + 1));
   }
   plan->workspace_bytes = workspace.end;
-  return b;
+  return buffers;
 }
 
 // resolve_experts and fill_experts. The first product waits before it lets down start, so down finds all copies, too.
-void append_cache(const PlannedLayer& l, StepRows* x, qm_cuda_plan* plan) {
+void append_cache(const PlannedLayer& layer, StepRows* x, qm_cuda_plan* plan) {
   qm_cuda_step resolve{}, fill{};
   resolve.grid = 1;
   resolve.block = kRouteThreads;
-  resolve.shared_bytes = to_int(4 * (l.p.local_experts + l.p.slots));
+  resolve.shared_bytes = to_int(4 * (layer.problem.local_experts + layer.problem.slots));
   append(plan, QM_CUDA_RESOLVE, resolve, x, *x);
-  fill.grid = std::max(l.device.multiprocessors, 1);
+  fill.grid = std::max(layer.device.multiprocessors, 1);
   fill.block = kFillThreads;
   append(plan, QM_CUDA_FILL, fill, x, *x);
 }
 
 // moe_route, whose blocks after the first cluster bring x into the order in which wgmma reads it, unless it is.
-void append_route(const PlannedLayer& l, const Buffers& b, StepRows* x, qm_cuda_plan* plan) {
+void append_route(const PlannedLayer& layer, const Buffers& buffers, StepRows* x, qm_cuda_plan* plan) {
   qm_cuda_step step{};
-  const bool on_wgmma = l.fp8 || l.path == QM_CUDA_WGMMA;  // sm_90a, which has clusters
-  const bool ordered = l.gate_up.warps_k == 0 || l.down.warps_k == 0;
-  step.cluster = on_wgmma && l.pairs > kRouteThreads ? 8 : 1;
+  const bool on_wgmma = layer.fp8 || layer.path == QM_CUDA_WGMMA;  // sm_90a, which has clusters
+  const bool ordered = layer.gate_up.warps_k == 0 || layer.down.warps_k == 0;
+  step.cluster = on_wgmma && layer.pairs > kRouteThreads ? 8 : 1;
   step.block = kRouteThreads;
-  step.shared_bytes = to_int(l.p.local_experts * 12 + (ordered ? l.pairs * 4 : 0));
+  step.shared_bytes = to_int(layer.problem.local_experts * 12 + (ordered ? layer.pairs * 4 : 0));
   StepRows out = *x;
   int64_t prepare_blocks = 0;
-  if (l.path == QM_CUDA_WGMMA && x->at != b.prepared) {
-    out = {b.prepared, x->count, l.w13.units * 64};
+  if (layer.path == QM_CUDA_WGMMA && x->at != buffers.prepared) {
+    out = {buffers.prepared, x->count, layer.w13.units * 64};
     prepare_blocks = ceil_div(ceil_div(out.count * out.columns / 32, kRouteThreads), step.cluster) * step.cluster;
   }
   step.grid = step.cluster + to_int(prepare_blocks);
@@ -208,54 +209,58 @@ void append_route(const PlannedLayer& l, const Buffers& b, StepRows* x, qm_cuda_
 }
 
 // h, as gate_up wrote it, to what down multiplies.
-void append_hidden(const PlannedLayer& l, const Buffers& b, StepRows* h, qm_cuda_plan* plan) {
-  const qm_projection& w = l.p.moe.w2;
-  if (l.fp8) {
+void append_hidden(const PlannedLayer& layer, const Buffers& buffers, StepRows* hidden, qm_cuda_plan* plan) {
+  const qm_projection& weights = layer.problem.moe.w2;
+  if (layer.fp8) {
     // Where a block of gate_up has all it takes to know the scales, it has quantized h.
-    if (w.activation_format == k_activation_format_fp8_token)
-      append(plan, QM_CUDA_QUANTIZE_HIDDEN, quantize_step(h->count, h->columns), h, {b.prepared, h->count, h->columns});
-  } else if (rounds_input(w)) {
-    const bool packed = l.down.packed;
-    append(plan, QM_CUDA_ROUND_HIDDEN, round_step(l.pairs, packed ? l.w2.units * 64 : to_int(h->columns), packed), h,
-           packed ? StepRows{b.packed_hidden, l.pairs, packed_columns(w, l.w2)} : *h);
+    if (weights.activation_format == k_activation_format_fp8_token)
+      append(plan, QM_CUDA_QUANTIZE_HIDDEN, quantize_step(hidden->count, hidden->columns), hidden,
+             {buffers.prepared, hidden->count, hidden->columns});
+  } else if (rounds_input(weights)) {
+    const bool packed = layer.down.packed;
+    append(plan, QM_CUDA_ROUND_HIDDEN,
+           round_step(layer.pairs, packed ? layer.w2.units * 64 : to_int(hidden->columns), packed), hidden,
+           packed ? StepRows{buffers.packed_hidden, layer.pairs, packed_columns(weights, layer.w2)} : *hidden);
   }
 }
 
-void append_steps(const PlannedLayer& l, const Buffers& b, qm_cuda_plan* plan) {
-  const qm_moe& m = l.p.moe;
-  const int64_t tokens = l.p.tokens;
-  StepRows x{QM_CUDA_CALLERS, tokens, m.hidden_size};
-  if (l.p.slots) append_cache(l, &x, plan);
-  if (rounds_input(m.w13) && !l.fp8) {
-    const bool stored = l.rounds_stored(), packed = l.gate_up.packed;
-    const int values = stored || packed ? l.w13.units * 64 : m.hidden_size;
-    const StepRows out{stored ? b.prepared : b.rounded, rounds_pairs(m) ? l.pairs : tokens,
-                       packed ? packed_columns(m.w13, l.w13) : values};
+void append_steps(const PlannedLayer& layer, const Buffers& buffers, qm_cuda_plan* plan) {
+  const qm_moe& moe = layer.problem.moe;
+  const int64_t tokens = layer.problem.tokens;
+  StepRows x{QM_CUDA_CALLERS, tokens, moe.hidden_size};
+  if (layer.problem.slots) append_cache(layer, &x, plan);
+  if (rounds_input(moe.w13) && !layer.fp8) {
+    const bool stored = layer.rounds_stored(), packed = layer.gate_up.packed;
+    const int values = stored || packed ? layer.w13.units * 64 : moe.hidden_size;
+    const StepRows out{stored ? buffers.prepared : buffers.rounded, rounds_pairs(moe) ? layer.pairs : tokens,
+                       packed ? packed_columns(moe.w13, layer.w13) : values};
     append(plan, QM_CUDA_ROUND, round_step(out.count, values, packed), &x, out);
   }
-  if (m.w13.perm) append(plan, QM_CUDA_GATHER, gather_step(l.pairs), &x, {b.gathered, l.pairs, l.w13.columns});
-  if (!l.decodes()) append_route(l, b, &x, plan);
-  if (l.fp8)
-    append(plan, QM_CUDA_QUANTIZE, quantize_step(tokens, x.columns), &x, {b.prepared, l.sorted_rows(), x.columns});
-  append(plan, QM_CUDA_GATE_UP, l.gate_up, &x, {b.hidden, l.sorted_rows(), l.hidden_columns()});
-  append_hidden(l, b, &x, plan);
-  const bool combines = l.combines();
-  append(plan, QM_CUDA_DOWN, l.down, &x,
-         {combines ? b.partial : QM_CUDA_CALLERS, combines ? l.pairs : tokens, m.hidden_size});
+  if (moe.w13.perm)
+    append(plan, QM_CUDA_GATHER, gather_step(layer.pairs), &x, {buffers.gathered, layer.pairs, layer.w13.columns});
+  if (!layer.decodes()) append_route(layer, buffers, &x, plan);
+  if (layer.fp8)
+    append(plan, QM_CUDA_QUANTIZE, quantize_step(tokens, x.columns), &x,
+           {buffers.prepared, layer.sorted_rows(), x.columns});
+  append(plan, QM_CUDA_GATE_UP, layer.gate_up, &x, {buffers.hidden, layer.sorted_rows(), layer.hidden_columns()});
+  append_hidden(layer, buffers, &x, plan);
+  const bool combines = layer.combines();
+  append(plan, QM_CUDA_DOWN, layer.down, &x,
+         {combines ? buffers.partial : QM_CUDA_CALLERS, combines ? layer.pairs : tokens, moe.hidden_size});
   if (combines) {
     qm_cuda_step step{};
     step.block = kCombineThreads;
     step.grid = to_int(tokens);
-    step.grid_y = to_int(ceil_div(m.hidden_size, 8 * kCombineThreads));
-    step.warps_k = l.wgmma ? l.down.warps_k : 1;
-    append(plan, QM_CUDA_COMBINE, step, &x, {QM_CUDA_CALLERS, tokens, m.hidden_size});
+    step.grid_y = to_int(ceil_div(moe.hidden_size, 8 * kCombineThreads));
+    step.warps_k = layer.wgmma ? layer.down.warps_k : 1;
+    append(plan, QM_CUDA_COMBINE, step, &x, {QM_CUDA_CALLERS, tokens, moe.hidden_size});
   }
   // The router's weight multiplies x when it is first written or read, or what down has.
-  for (qm_cuda_step* s = plan->steps; s < plan->steps + plan->step_count; ++s) {
-    s->weighted = m.apply_router_weight_on_input
-                      ? s->kind == QM_CUDA_ROUND || s->kind == QM_CUDA_QUANTIZE || s->kind == QM_CUDA_GATE_UP
-                      : s->kind == QM_CUDA_DOWN;
-    if (s->weighted) break;
+  for (qm_cuda_step* step = plan->steps; step < plan->steps + plan->step_count; ++step) {
+    step->weighted = moe.apply_router_weight_on_input ? step->kind == QM_CUDA_ROUND || step->kind == QM_CUDA_QUANTIZE ||
+                                                            step->kind == QM_CUDA_GATE_UP
+                                                      : step->kind == QM_CUDA_DOWN;
+    if (step->weighted) break;
   }
 }
 
@@ -306,32 +311,32 @@ extern "C" size_t qm_cuda_linear_row_bytes(const qm_linear* linear) {
 
 extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_device* device,
                                    qm_cuda_plan* plan, char* err) {
-  const qm_linear& l = problem->linear;
+  const qm_linear& linear = problem->linear;
   QM_TRY(validate_linear(*problem, *device, err));
   *plan = qm_cuda_plan{};
-  MarlinRow w{};
-  marlin_row_of(moe_of(l), 2, &w);
-  const ProductWeights weights{*device, l.w, w};
+  MarlinRow row{};
+  marlin_row_of(moe_of(linear), 2, &row);
+  const ProductWeights weights{*device, linear.w, row};
   const int64_t rows = problem->rows;
-  const bool floats = kind_of(l.w) == WeightKind::kFloat;
+  const bool floats = kind_of(linear.w) == WeightKind::kFloat;
   const bool decode =
       rows <= kDecodeTokens && (floats ? choose_linear_decode(weights).shared_bytes > 0 : decode_fits(weights));
-  const bool dense = !decode && device->sm == 90 && (!packs(device->sm, l.w) || rows > 64);
+  const bool dense = !decode && device->sm == 90 && (!packs(device->sm, linear.w) || rows > 64);
   plan->path = decode ? QM_CUDA_DECODE : dense ? QM_CUDA_DENSE : QM_CUDA_STREAM;
   const qm_cuda_step product = choose_linear(weights, plan->path, rows);
   if (plan->path == QM_CUDA_STREAM) plan->max_tiles = to_int(ceil_div(rows, 8 * product.n_tiles));
 
   Workspace workspace;
-  StepRows x{QM_CUDA_CALLERS, rows, l.in_features};
-  if (rounds_input(l.w)) {
-    const int columns = product.packed ? packed_columns(l.w, w) : l.in_features;
-    append(plan, QM_CUDA_ROUND, round_step(rows, product.packed ? w.units * 64 : l.in_features, product.packed), &x,
-           {workspace.take(static_cast<uint64_t>(rows) * columns * 2), rows, columns});
+  StepRows x{QM_CUDA_CALLERS, rows, linear.in_features};
+  if (rounds_input(linear.w)) {
+    const int columns = product.packed ? packed_columns(linear.w, row) : linear.in_features;
+    append(plan, QM_CUDA_ROUND, round_step(rows, product.packed ? row.units * 64 : linear.in_features, product.packed),
+           &x, {workspace.take(static_cast<uint64_t>(rows) * columns * 2), rows, columns});
   }
-  if (l.w.perm)
+  if (linear.w.perm)
     append(plan, QM_CUDA_GATHER, gather_step(rows), &x,
-           {workspace.take(static_cast<uint64_t>(rows) * l.in_features * 2), rows, w.columns});
-  append(plan, QM_CUDA_LINEAR, product, &x, {QM_CUDA_CALLERS, rows, l.out_features});
+           {workspace.take(static_cast<uint64_t>(rows) * linear.in_features * 2), rows, row.columns});
+  append(plan, QM_CUDA_LINEAR, product, &x, {QM_CUDA_CALLERS, rows, linear.out_features});
   plan->workspace_bytes = workspace.end;
   return QM_OK;
 }

@@ -30,81 +30,81 @@ bool takes_zero_points(int32_t format) {
 }
 
 // Floats, which are what the activations are.
-int validate_floats(const qm_projection& w, const char* name, int type, char* err) {
-  if (w.format != (type == QM_F16 ? k_format_f16 : k_format_bf16))
+int validate_floats(const qm_projection& weights, const char* name, int type, char* err) {
+  if (weights.format != (type == QM_F16 ? k_format_f16 : k_format_bf16))
     return fail(err, QM_UNSUPPORTED,
                 "%s_format is %s and activations are %s; the CUDA kernels multiply floats of one type", name,
-                enum_name("format", w.format), type == QM_F16 ? "float16" : "bfloat16");
+                enum_name("format", weights.format), type == QM_F16 ? "float16" : "bfloat16");
   const struct {
     const char* name;
     int value, want;
-  } plain[] = {{"group_size", w.group_size, -1},
-               {"block_n", w.block_n, 1},
-               {"zero_points", w.zero_points, 0},
-               {"perm", w.perm, 0},
-               {"pre_scale", w.pre_scale, 0}};
-  for (const auto& p : plain)
-    if (p.value != p.want)
-      return fail(err, QM_UNSUPPORTED, "%s_%s is %d, the CUDA kernels take %d for floats", name, p.name, p.value,
-                  p.want);
-  if (w.scale_type != k_scale_type_f32)
+  } plain[] = {{"group_size", weights.group_size, -1},
+               {"block_n", weights.block_n, 1},
+               {"zero_points", weights.zero_points, 0},
+               {"perm", weights.perm, 0},
+               {"pre_scale", weights.pre_scale, 0}};
+  for (const auto& attribute : plain)
+    if (attribute.value != attribute.want)
+      return fail(err, QM_UNSUPPORTED, "%s_%s is %d, the CUDA kernels take %d for floats", name, attribute.name,
+                  attribute.value, attribute.want);
+  if (weights.scale_type != k_scale_type_f32)
     return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take f32 for floats", name,
-                enum_name("scale_type", w.scale_type));
-  if (w.activation_format != k_activation_format_none)
+                enum_name("scale_type", weights.scale_type));
+  if (weights.activation_format != k_activation_format_none)
     return fail(err, QM_UNSUPPORTED, "%s_activation_format is %s, the CUDA kernels take none for floats", name,
-                enum_name("activation_format", w.activation_format));
-  return validate_flag(w.bias, name, "_bias", err);
+                enum_name("activation_format", weights.activation_format));
+  return validate_flag(weights.bias, name, "_bias", err);
 }
 
-int validate_layout(const qm_projection& w, const char* name, char* err) {
-  if (w.layout == k_layout_marlin && w.layout_version == kMarlinVersion) return QM_OK;
+int validate_layout(const qm_projection& weights, const char* name, char* err) {
+  if (weights.layout == k_layout_marlin && weights.layout_version == kMarlinVersion) return QM_OK;
   return fail(err, QM_INVALID, "%s_layout is %s version %d, the CUDA kernels read marlin version %d: %s", name,
-              enum_name("layout", w.layout), w.layout_version, kMarlinVersion,
-              w.layout != k_layout_marlin         ? "export with --target cuda"
-              : w.layout_version > kMarlinVersion ? "a later quantmoe wrote it"
-                                                  : "export the model again");
+              enum_name("layout", weights.layout), weights.layout_version, kMarlinVersion,
+              weights.layout != k_layout_marlin         ? "export with --target cuda"
+              : weights.layout_version > kMarlinVersion ? "a later quantmoe wrote it"
+                                                        : "export the model again");
 }
 
 // name: of the projection, the prefix of its attributes; type: of the activations; most_orders: that its perm may say.
-int validate_weights(const qm_projection& w, const char* name, int type, int most_orders, char* err) {
-  QM_TRY(validate_layout(w, name, err));
-  if (FloatFacts::is(w)) return validate_floats(w, name, type, err);
-  const char *format = enum_name("format", w.format), *scales = enum_name("scale_type", w.scale_type);
-  if (!takes_format(w.format))
+int validate_weights(const qm_projection& weights, const char* name, int type, int most_orders, char* err) {
+  QM_TRY(validate_layout(weights, name, err));
+  if (FloatFacts::is(weights)) return validate_floats(weights, name, type, err);
+  const char *format = enum_name("format", weights.format), *scales = enum_name("scale_type", weights.scale_type);
+  if (!takes_format(weights.format))
     return fail(err, QM_UNSUPPORTED, "%s_format is %s, the CUDA kernels take %s", name, format,
                 enum_names("format", takes_format).c_str());
-  if (w.zero_points != 0 && !(w.zero_points == 1 && takes_zero_points(w.format)))
+  if (weights.zero_points != 0 && !(weights.zero_points == 1 && takes_zero_points(weights.format)))
     return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with %s", name,
-                w.zero_points, enum_names("format", takes_zero_points).c_str());
-  if (w.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
-  const auto taken = [&](int32_t type) { return takes_scales(w, type); };
-  const char* instead = is_integer(w.format) ? ": export with --scales bf16" : "";
-  if (!taken(w.scale_type))
+                weights.zero_points, enum_names("format", takes_zero_points).c_str());
+  if (weights.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, weights.block_n);
+  const auto taken = [&](int32_t type) { return takes_scales(weights, type); };
+  const char* instead = is_integer(weights.format) ? ": export with --scales bf16" : "";
+  if (!taken(weights.scale_type))
     return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take %s for %s%s", name, scales,
-                enum_names("scale_type", taken).c_str(), format, w.scale_type == k_scale_type_f32 ? instead : "");
-  const int g = w.group_size;
-  if (const int of_format = group_size_of(w); of_format && g != of_format)
-    return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take %d for %s with %s scales", name, g,
+                enum_names("scale_type", taken).c_str(), format, weights.scale_type == k_scale_type_f32 ? instead : "");
+  const int group = weights.group_size;
+  if (const int of_format = group_size_of(weights); of_format && group != of_format)
+    return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take %d for %s with %s scales", name, group,
                 of_format, format, scales);
-  else if (!of_format && g != -1 && g != 32 && (g < 64 || g & (g - 1)))
+  else if (!of_format && group != -1 && group != 32 && (group < 64 || group & (group - 1)))
     return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take -1, 32 and powers of two from 64",
-                name, g);
-  if (w.scale_type == k_scale_type_f32 && g == 32)
+                name, group);
+  if (weights.scale_type == k_scale_type_f32 && group == 32)
     return fail(err, QM_UNSUPPORTED,
                 "%s_scale_type is f32 with group_size 32, the CUDA kernels take f32 scales of groups of 64 and more: "
                 "export with --scales bf16",
                 name);
-  if (w.pre_scale != 0 && w.pre_scale != 1)
-    return fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
-  if (w.perm < 0 || w.perm > most_orders)
-    return fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 to %d", name, w.perm, most_orders);
-  return validate_flag(w.bias, name, "_bias", err);
+  if (weights.pre_scale != 0 && weights.pre_scale != 1)
+    return fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, weights.pre_scale);
+  if (weights.perm < 0 || weights.perm > most_orders)
+    return fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 to %d", name, weights.perm, most_orders);
+  return validate_flag(weights.bias, name, "_bias", err);
 }
 
 // Parts of a row are found by 32-bit offsets.
-int validate_row(const qm_moe& m, int projection, const char* name, char* err) {
+int validate_row(const qm_moe& moe, int projection, const char* name, char* err) {
   MarlinRow row{};
-  marlin_row_of(m, projection, &row);
+  marlin_row_of(moe, projection, &row);
   if (row.bytes > UINT32_MAX)
     return fail(err, QM_UNSUPPORTED, "%s has rows of %llu bytes, the CUDA kernels take less than 2^32", name,
                 static_cast<unsigned long long>(row.bytes));
@@ -122,55 +122,59 @@ int validate_machine(int type, const char* what, const qm_cuda_device& device, c
 
 }  // namespace
 
-int validate_moe(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
-  const qm_moe& m = p.moe;
-  QM_TRY(check_node("QuantMoE", &m, err));
-  QM_TRY(validate_machine(p.type, "hidden_states are", device, err));
-  if (p.id_bytes != 4 && p.id_bytes != 8)
-    return fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
-  if (m.hidden_size <= 0 || m.hidden_size % 8)
-    return fail(err, QM_UNSUPPORTED, "hidden_size is %d, the CUDA kernels take positive multiples of 8", m.hidden_size);
-  if (m.intermediate_size <= 0)
-    return fail(err, QM_INVALID, "intermediate_size is %d, expected a positive number", m.intermediate_size);
-  if (p.local_experts <= 0 || p.local_experts > kMaxExperts)
+int validate_moe(const qm_cuda_problem& problem, const qm_cuda_device& device, char* err) {
+  const qm_moe& moe = problem.moe;
+  QM_TRY(check_node("QuantMoE", &moe, err));
+  QM_TRY(validate_machine(problem.type, "hidden_states are", device, err));
+  if (problem.id_bytes != 4 && problem.id_bytes != 8)
+    return fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", problem.id_bytes);
+  if (moe.hidden_size <= 0 || moe.hidden_size % 8)
+    return fail(err, QM_UNSUPPORTED, "hidden_size is %d, the CUDA kernels take positive multiples of 8",
+                moe.hidden_size);
+  if (moe.intermediate_size <= 0)
+    return fail(err, QM_INVALID, "intermediate_size is %d, expected a positive number", moe.intermediate_size);
+  if (problem.local_experts <= 0 || problem.local_experts > kMaxExperts)
     return fail(err, QM_UNSUPPORTED, "w13 has %lld experts, the CUDA kernels take 1 to %lld",
-                static_cast<long long>(p.local_experts), static_cast<long long>(kMaxExperts));
-  if (m.expert_offset < 0 || m.expert_offset + p.local_experts > m.num_experts)
-    return fail(err, QM_INVALID, "experts [%d, %lld) are not inside num_experts = %d", m.expert_offset,
-                static_cast<long long>(m.expert_offset + p.local_experts), m.num_experts);
-  if (p.tokens < 0 || p.top_k <= 0 || p.tokens > INT32_MAX / 2 / p.top_k)
+                static_cast<long long>(problem.local_experts), static_cast<long long>(kMaxExperts));
+  if (moe.expert_offset < 0 || moe.expert_offset + problem.local_experts > moe.num_experts)
+    return fail(err, QM_INVALID, "experts [%d, %lld) are not inside num_experts = %d", moe.expert_offset,
+                static_cast<long long>(moe.expert_offset + problem.local_experts), moe.num_experts);
+  if (problem.tokens < 0 || problem.top_k <= 0 || problem.tokens > INT32_MAX / 2 / problem.top_k)
     return fail(err, QM_INVALID, "topk_ids is [%lld, %lld], expected at least [0, 1] and at most %d ids",
-                static_cast<long long>(p.tokens), static_cast<long long>(p.top_k), INT32_MAX / 2);
-  if (p.slots < 0 || p.slots > p.local_experts || p.staging < 0 || (p.staging && !p.slots))
-    return fail(err, QM_INVALID, "a cache has %d slots and %d rows of staging for %lld experts", p.slots, p.staging,
-                static_cast<long long>(p.local_experts));
-  if (p.slots && (p.local_experts > kMaxCached))
+                static_cast<long long>(problem.tokens), static_cast<long long>(problem.top_k), INT32_MAX / 2);
+  if (problem.slots < 0 || problem.slots > problem.local_experts || problem.staging < 0 ||
+      (problem.staging && !problem.slots))
+    return fail(err, QM_INVALID, "a cache has %d slots and %d rows of staging for %lld experts", problem.slots,
+                problem.staging, static_cast<long long>(problem.local_experts));
+  if (problem.slots && (problem.local_experts > kMaxCached))
     return fail(err, QM_UNSUPPORTED, "a cache is for %lld experts, the CUDA kernels take up to %lld",
-                static_cast<long long>(p.local_experts), static_cast<long long>(kMaxCached));
-  QM_TRY(validate_flag(m.gated, "", "gated", err));
-  QM_TRY(validate_flag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
-  QM_TRY(check_activation(m, err));
+                static_cast<long long>(problem.local_experts), static_cast<long long>(kMaxCached));
+  QM_TRY(validate_flag(moe.gated, "", "gated", err));
+  QM_TRY(validate_flag(moe.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
+  QM_TRY(check_activation(moe, err));
   for (int which : {13, 2}) {
     const char* name = which == 13 ? "w13" : "w2";
-    const int orders = which == 13 && m.gated ? 2 : 1;
-    QM_TRY(validate_weights(which == 13 ? m.w13 : m.w2, name, p.type, orders, err));
-    QM_TRY(validate_row(m, which, name, err));
+    const int orders = which == 13 && moe.gated ? 2 : 1;
+    QM_TRY(validate_weights(which == 13 ? moe.w13 : moe.w2, name, problem.type, orders, err));
+    QM_TRY(validate_row(moe, which, name, err));
   }
-  return check_marlin_layer(m.w13, m.w2, err);
+  return check_marlin_layer(moe.w13, moe.w2, err);
 }
 
-int validate_linear(const qm_cuda_linear_problem& p, const qm_cuda_device& device, char* err) {
-  const qm_linear& l = p.linear;
-  QM_TRY(check_node("QuantLinear", &l, err));
-  QM_TRY(validate_machine(p.type, "x is", device, err));
-  if (l.in_features <= 0 || l.in_features % 8)
-    return fail(err, QM_UNSUPPORTED, "in_features is %d, the CUDA kernels take positive multiples of 8", l.in_features);
-  if (l.out_features <= 0)
-    return fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
-  if (p.rows < 0 || p.rows > INT32_MAX / 2)
-    return fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(p.rows), INT32_MAX / 2);
-  QM_TRY(validate_weights(l.w, "w", p.type, 1, err));
-  return validate_row(moe_of(l), 2, "w", err);
+int validate_linear(const qm_cuda_linear_problem& problem, const qm_cuda_device& device, char* err) {
+  const qm_linear& linear = problem.linear;
+  QM_TRY(check_node("QuantLinear", &linear, err));
+  QM_TRY(validate_machine(problem.type, "x is", device, err));
+  if (linear.in_features <= 0 || linear.in_features % 8)
+    return fail(err, QM_UNSUPPORTED, "in_features is %d, the CUDA kernels take positive multiples of 8",
+                linear.in_features);
+  if (linear.out_features <= 0)
+    return fail(err, QM_INVALID, "out_features is %d, expected a positive number", linear.out_features);
+  if (problem.rows < 0 || problem.rows > INT32_MAX / 2)
+    return fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(problem.rows),
+                INT32_MAX / 2);
+  QM_TRY(validate_weights(linear.w, "w", problem.type, 1, err));
+  return validate_row(moe_of(linear), 2, "w", err);
 }
 
 }  // namespace quantmoe
@@ -178,8 +182,8 @@ int validate_linear(const qm_cuda_linear_problem& p, const qm_cuda_device& devic
 using namespace quantmoe;
 
 extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, char* err) {
-  const qm_routing& r = problem->routing;
-  QM_TRY(check_routing(r, {kMaxRoutedExperts, false, "the CUDA kernel takes"}, err));
+  const qm_routing& routing = problem->routing;
+  QM_TRY(check_routing(routing, {kMaxRoutedExperts, false, "the CUDA kernel takes"}, err));
   if (problem->type < QM_F32 || problem->type > QM_BF16)
     return fail(err, QM_INVALID, "type is %d, the CUDA kernel takes %d to %d", problem->type, QM_F32, QM_BF16);
   if (problem->tokens < 0 || problem->tokens > INT32_MAX)
