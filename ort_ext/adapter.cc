@@ -187,8 +187,8 @@ void MoENode::check_file(const OrtKernelInfo* info, size_t input, const ExpertLa
   std::unique_ptr<char, decltype(release)> buffer(nullptr, release);
   int64_t room = 0;
   try {
-    check_identity(info, input, verify, [&](size_t at, size_t size) {
-      const int64_t first = tensor.offset + static_cast<int64_t>(at), bytes = static_cast<int64_t>(size);
+    check_identity(info, input, verify, [&](size_t from, size_t size) {
+      const int64_t first = tensor.offset + static_cast<int64_t>(from), bytes = static_cast<int64_t>(size);
       const int64_t needed = align_up(first % kPage + bytes, kPage);
       if (needed > room) {
         room = std::max(needed, 2 * kPage);

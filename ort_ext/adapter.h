@@ -212,26 +212,27 @@ OrtValue* Kernel::get_output(OrtKernelContext* context, size_t index, const Shap
 void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) const {
   char error[QM_ERROR_SIZE];
   int64_t version = 0;  // op_version, the first attribute
-  for (size_t i = 0; const qm_attribute* a = qm_attribute_at(op_.name, i); ++i) {
-    if (i > 0 && a->since > version) continue;
-    const std::string missing = std::string("attribute ") + a->name + " of kind " + a->kind + " is required";
+  for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op_.name, i); ++i) {
+    if (i > 0 && attribute->since > version) continue;
+    const std::string missing =
+        std::string("attribute ") + attribute->name + " of kind " + attribute->kind + " is required";
     int status;
-    if (a->kind == 'i') {
+    if (attribute->kind == 'i') {
       int64_t value;
-      check(api_->KernelInfoGetAttribute_int64(info, a->name, &value), missing);
+      check(api_->KernelInfoGetAttribute_int64(info, attribute->name, &value), missing);
       if (i == 0) version = value;
       status = i == 0 ? qm_set_version(op_.name, attributes, value, error)
-                      : qm_set_int(op_.name, attributes, a->name, value, error);
-    } else if (a->kind == 'f') {
+                      : qm_set_int(op_.name, attributes, attribute->name, value, error);
+    } else if (attribute->kind == 'f') {
       float value;
-      check(api_->KernelInfoGetAttribute_float(info, a->name, &value), missing);
-      status = qm_set_float(op_.name, attributes, a->name, value, error);
+      check(api_->KernelInfoGetAttribute_float(info, attribute->name, &value), missing);
+      status = qm_set_float(op_.name, attributes, attribute->name, value, error);
     } else {
       size_t size = 0;
-      check(api_->KernelInfoGetAttribute_string(info, a->name, nullptr, &size), missing);
+      check(api_->KernelInfoGetAttribute_string(info, attribute->name, nullptr, &size), missing);
       std::string value(size, '\0');
-      check(api_->KernelInfoGetAttribute_string(info, a->name, value.data(), &size), missing);
-      status = qm_set_string(op_.name, attributes, a->name, value.c_str(), error);
+      check(api_->KernelInfoGetAttribute_string(info, attribute->name, value.data(), &size), missing);
+      status = qm_set_string(op_.name, attributes, attribute->name, value.c_str(), error);
     }
     if (status) fail(error);
   }
@@ -291,13 +292,13 @@ void Kernel::check_identity(const OrtKernelInfo* info, size_t input, bool verify
 }
 
 Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidden_size) const {
-  Tokens t{get_input(context, QuantMoE_hidden_states),
-           get_input(context, QuantMoE_topk_ids),
-           get_input(context, QuantMoE_topk_weights),
-           {},
-           0};
-  t.shape = shape_of(t.hidden_states);
-  const Shape &x = t.shape, ids = shape_of(t.topk_ids), weights = shape_of(t.topk_weights);
+  Tokens tokens{get_input(context, QuantMoE_hidden_states),
+                get_input(context, QuantMoE_topk_ids),
+                get_input(context, QuantMoE_topk_weights),
+                {},
+                0};
+  tokens.shape = shape_of(tokens.hidden_states);
+  const Shape &x = tokens.shape, ids = shape_of(tokens.topk_ids), weights = shape_of(tokens.topk_weights);
   if (x.empty() || x.back() != hidden_size)
     fail("hidden_states has shape " + text_of(x) + ", expected [.., hidden_size " + std::to_string(hidden_size) + "]");
   if (ids.size() != x.size() || !std::equal(x.begin(), x.end() - 1, ids.begin()) || ids.back() < 1)
@@ -305,8 +306,8 @@ Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidd
          text_of(x));
   if (weights != ids)
     fail("topk_weights has shape " + text_of(weights) + ", expected that of topk_ids " + text_of(ids));
-  t.top_k = ids.back();
-  return t;
+  tokens.top_k = ids.back();
+  return tokens;
 }
 
 int64_t elements(const Shape& shape) {
@@ -353,48 +354,49 @@ void Kernel::check_shape(const OrtKernelContext* context, int32_t input, const S
          text_of(expected) + " (-1: any size)");
 }
 
-Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, const qm_attention& a) const {
-  AttentionShapes s{};
+Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, const qm_attention& node) const {
+  AttentionShapes shapes{};
   const Shape qkv = shape_of(get_input(context, CachedAttention_qkv));
   const Shape past = shape_of(get_input(context, CachedAttention_past_key));
   const Shape mask = shape_of(get_input(context, CachedAttention_attention_mask));
   const auto check = [&](int32_t input, const Shape& expected) { check_shape(context, input, expected); };
-  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size, n = a.key_split;
-  const int64_t key_width = n ? n : d, value_width = n ? d - n : v;
-  check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + (n ? 0 : groups * v)});
-  s.batch = qkv[0];
-  s.tokens = qkv[1];
-  const int64_t tail = cache_tail(a);
-  check(CachedAttention_past_key, {s.batch, groups, -1, key_width + tail});
-  check(CachedAttention_past_value, {s.batch, groups, past[2], value_width + tail});
-  check(CachedAttention_rows, {s.batch, 3});
-  check(CachedAttention_attention_mask, {s.batch, -1});
+  const int64_t heads = node.num_heads, groups = node.kv_num_heads, size = node.head_size, v_size = node.v_head_size,
+                split = node.key_split;
+  const int64_t key_width = split ? split : size, value_width = split ? size - split : v_size;
+  check(CachedAttention_qkv, {-1, -1, (heads + groups) * size + (split ? 0 : groups * v_size)});
+  shapes.batch = qkv[0];
+  shapes.tokens = qkv[1];
+  const int64_t tail = cache_tail(node);
+  check(CachedAttention_past_key, {shapes.batch, groups, -1, key_width + tail});
+  check(CachedAttention_past_value, {shapes.batch, groups, past[2], value_width + tail});
+  check(CachedAttention_rows, {shapes.batch, 3});
+  check(CachedAttention_attention_mask, {shapes.batch, -1});
   for (const int32_t table : {CachedAttention_cos, CachedAttention_sin})
-    check(table, {s.batch, s.tokens, a.rotary_size / 2});
+    check(table, {shapes.batch, shapes.tokens, node.rotary_size / 2});
   const auto weights = [&](int64_t all) {
-    return a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : all * d;
+    return node.qk_norm == k_qk_norm_none ? 0 : node.qk_norm == k_qk_norm_head ? size : all * size;
   };
   check(CachedAttention_q_norm, {weights(heads)});
   check(CachedAttention_k_norm, {weights(groups)});
   check(CachedAttention_sinks, {heads});
-  s.past_slots = past[2];
-  s.slots = std::max(past[2], mask[1]);
-  s.output = {s.batch, s.tokens, heads * v};
-  s.key = {s.batch, groups, s.slots, key_width + tail};
-  s.value = {s.batch, groups, s.slots, value_width + tail};
-  return s;
+  shapes.past_slots = past[2];
+  shapes.slots = std::max(past[2], mask[1]);
+  shapes.output = {shapes.batch, shapes.tokens, heads * v_size};
+  shapes.key = {shapes.batch, groups, shapes.slots, key_width + tail};
+  shapes.value = {shapes.batch, groups, shapes.slots, value_width + tail};
+  return shapes;
 }
 
-void Kernel::check_caches(const qm_attention& a) const {
+void Kernel::check_caches(const qm_attention& node) const {
   constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   const auto type = op_.other_type;
   const auto text = [](auto type) { return type == kInt8 ? "int8" : type == kUint8 ? "uint8" : "floats"; };
-  const auto wanted = a.cache_format == k_cache_format_none       ? ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED
-                      : a.cache_format == k_cache_format_fp8_e4m3 ? kUint8
-                                                                  : kInt8;
+  const auto wanted = node.cache_format == k_cache_format_none       ? ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED
+                      : node.cache_format == k_cache_format_fp8_e4m3 ? kUint8
+                                                                     : kInt8;
   if (text(type) != text(wanted))
     fail(std::string("past_key is of ") + text(type) + ", caches of cache_format " +
-         enum_name("cache_format", a.cache_format) + " are of " + text(wanted));
+         enum_name("cache_format", node.cache_format) + " are of " + text(wanted));
 }
 
 template <class Sizes, class Tensors>

@@ -148,22 +148,23 @@ void expect_rows(const Constant& tensor, const char* what, int64_t rows, int64_t
 
 qm_projection projection_of(int64_t bits, int64_t group, ONNXTensorElementDataType scales, bool zero_points, bool bias,
                             bool int8) {
-  qm_projection p{};
-  p.format = bits == 4 ? k_format_int4 : k_format_int8;
-  p.group_size = static_cast<int32_t>(group);
-  p.block_n = 1;
-  p.scale_type = scales == kFloat ? k_scale_type_f32 : k_scale_type_f16;
-  p.zero_points = zero_points;
-  p.bias = bias;
-  p.activation_format = int8 ? k_activation_format_int8_token_asym : k_activation_format_none;
-  p.layout = k_layout_cpu_panel;
-  p.layout_version = 1;
-  return p;
+  qm_projection projection{};
+  projection.format = bits == 4 ? k_format_int4 : k_format_int8;
+  projection.group_size = static_cast<int32_t>(group);
+  projection.block_n = 1;
+  projection.scale_type = scales == kFloat ? k_scale_type_f32 : k_scale_type_f16;
+  projection.zero_points = zero_points;
+  projection.bias = bias;
+  projection.activation_format = int8 ? k_activation_format_int8_token_asym : k_activation_format_none;
+  projection.layout = k_layout_cpu_panel;
+  projection.layout_version = 1;
+  return projection;
 }
 
-void find_row(Matrix& m) {
+void find_row(Matrix& matrix) {
   char error[QM_ERROR_SIZE];
-  if (qm_panel_row_of(&m.projection, m.n, m.k, m.halves, &m.row, error)) throw Unclaimed(error);
+  if (qm_panel_row_of(&matrix.projection, matrix.n, matrix.k, matrix.halves, &matrix.row, error))
+    throw Unclaimed(error);
 }
 
 qm_type type_of(const Reader& node) {
@@ -183,72 +184,74 @@ int64_t bits_of(const Reader& node, const char* name) {
 }
 
 void read_linear(const Reader& node, Activations activations, Claim& claim) {
-  Matrix m;
+  Matrix matrix;
   const int64_t bits = bits_of(node, "bits"), group = node.size("block_size");
-  m.k = node.size("K");
-  m.n = node.size("N");
+  matrix.k = node.size("K");
+  matrix.n = node.size("N");
   if (node.integer("weight_prepacked", 0)) throw Unclaimed("its weights are packed for another provider");
   node.absent(4, 4, "g_idx");
-  const int64_t blocks = ceil_div(m.k, group);
+  const int64_t blocks = ceil_div(matrix.k, group);
   const auto type = node.type(0);
-  m.code_row = blocks * (group * bits / 8);
-  m.codes = node.constant(1, "B", kByte, true);
-  m.scales = node.constant(2, "scales", type, true);
-  m.zero_points = node.constant(3, "zero_points", kByte, false);
-  m.bias = node.constant(5, "bias", type, false);
-  expect_shape(m.codes, "B", {m.n, blocks, group * bits / 8});
-  expect_rows(m.scales, "scales", m.n, blocks);
-  if (m.zero_points) expect_rows(m.zero_points, "zero_points", m.n, ceil_div(blocks * bits, 8));
-  if (m.bias) expect_shape(m.bias, "bias", {m.n});
+  matrix.code_row = blocks * (group * bits / 8);
+  matrix.codes = node.constant(1, "B", kByte, true);
+  matrix.scales = node.constant(2, "scales", type, true);
+  matrix.zero_points = node.constant(3, "zero_points", kByte, false);
+  matrix.bias = node.constant(5, "bias", type, false);
+  expect_shape(matrix.codes, "B", {matrix.n, blocks, group * bits / 8});
+  expect_rows(matrix.scales, "scales", matrix.n, blocks);
+  if (matrix.zero_points) expect_rows(matrix.zero_points, "zero_points", matrix.n, ceil_div(blocks * bits, 8));
+  if (matrix.bias) expect_shape(matrix.bias, "bias", {matrix.n});
   const bool int8 = wants_int8(activations, node.integer("accuracy_level", 0));
-  m.projection = projection_of(bits, group, type, bool(m.zero_points), bool(m.bias), int8);
-  find_row(m);
-  qm_linear& l = claim.linear;
+  matrix.projection = projection_of(bits, group, type, bool(matrix.zero_points), bool(matrix.bias), int8);
+  find_row(matrix);
+  qm_linear& linear = claim.linear;
   char error[QM_ERROR_SIZE];
-  const int64_t shape[2] = {1, m.row.row_bytes / 4};
-  if (qm_set_version("QuantLinear", &l, 1, error)) throw Unclaimed(error);
-  l.in_features = static_cast<int32_t>(m.k);
-  l.out_features = static_cast<int32_t>(m.n);
-  l.w = m.projection;
-  if (qm_linear_validate(&l, shape, error)) throw Unclaimed(error);
+  const int64_t shape[2] = {1, matrix.row.row_bytes / 4};
+  if (qm_set_version("QuantLinear", &linear, 1, error)) throw Unclaimed(error);
+  linear.in_features = static_cast<int32_t>(matrix.k);
+  linear.out_features = static_cast<int32_t>(matrix.n);
+  linear.w = matrix.projection;
+  if (qm_linear_validate(&linear, shape, error)) throw Unclaimed(error);
   claim.inputs = {node.running(0, "A", true)};
-  claim.weights = {m};
+  claim.weights = {matrix};
 }
 
 // One of QMoE's two projections, whose inputs are codes, scales, bias from `first` on, and zero points.
 Matrix read_experts(const Reader& node, size_t first, size_t zero_points, const char* name, int halves, int64_t bits,
                     int64_t group, bool int8) {
-  Matrix m;
-  const std::string fc = name;
+  Matrix matrix;
+  const std::string prefix = name;
   const auto type = node.type(0);
-  m.codes = node.constant(first, (fc + "_experts_weights").c_str(), kByte, true);
-  expect(m.codes.shape.size() == 3, m.codes, (fc + "_experts_weights").c_str(), "three dimensions");
-  m.experts = m.codes.shape[0];
-  m.code_row = m.codes.shape[2];
-  m.halves = halves;
-  const int64_t rows = m.codes.shape[1];
-  m.n = rows / halves;
-  m.k = m.code_row * 8 / bits;
-  expect(m.experts > 0 && m.n > 0 && m.k > 0 && rows % halves == 0, m.codes, (fc + "_experts_weights").c_str(),
-         "experts, rows of gate and up, columns");
-  m.scales = node.constant(first + 1, (fc + "_scales").c_str(), type, true);
-  m.bias = node.constant(first + 2, (fc + "_experts_bias").c_str(), type, false);
-  m.zero_points = node.constant(zero_points, (fc + "_zero_points").c_str(), kByte, false);
-  const int64_t blocks = group > 0 ? m.k / group : 1;
-  if (group > 0 && m.k % group) throw Unclaimed("block_size does not divide the input features");
+  matrix.codes = node.constant(first, (prefix + "_experts_weights").c_str(), kByte, true);
+  expect(matrix.codes.shape.size() == 3, matrix.codes, (prefix + "_experts_weights").c_str(), "three dimensions");
+  matrix.experts = matrix.codes.shape[0];
+  matrix.code_row = matrix.codes.shape[2];
+  matrix.halves = halves;
+  const int64_t rows = matrix.codes.shape[1];
+  matrix.n = rows / halves;
+  matrix.k = matrix.code_row * 8 / bits;
+  expect(matrix.experts > 0 && matrix.n > 0 && matrix.k > 0 && rows % halves == 0, matrix.codes,
+         (prefix + "_experts_weights").c_str(), "experts, rows of gate and up, columns");
+  matrix.scales = node.constant(first + 1, (prefix + "_scales").c_str(), type, true);
+  matrix.bias = node.constant(first + 2, (prefix + "_experts_bias").c_str(), type, false);
+  matrix.zero_points = node.constant(zero_points, (prefix + "_zero_points").c_str(), kByte, false);
+  const int64_t blocks = group > 0 ? matrix.k / group : 1;
+  if (group > 0 && matrix.k % group) throw Unclaimed("block_size does not divide the input features");
   const bool wide = group > 0;
-  expect(m.scales.shape == Shape{m.experts, rows, blocks} || (blocks == 1 && m.scales.shape == Shape{m.experts, rows}),
-         m.scales, (fc + "_scales").c_str(), text_of({m.experts, rows, blocks}));
-  if (m.zero_points) {
-    if (!wide || blocks == 1) throw Unclaimed(fc + "_zero_points are of whole rows");
-    const Shape shape{m.experts, rows, ceil_div(blocks * bits, 8)};
-    expect(m.zero_points.shape == shape, m.zero_points, (fc + "_zero_points").c_str(), text_of(shape));
+  expect(matrix.scales.shape == Shape{matrix.experts, rows, blocks} ||
+             (blocks == 1 && matrix.scales.shape == Shape{matrix.experts, rows}),
+         matrix.scales, (prefix + "_scales").c_str(), text_of({matrix.experts, rows, blocks}));
+  if (matrix.zero_points) {
+    if (!wide || blocks == 1) throw Unclaimed(prefix + "_zero_points are of whole rows");
+    const Shape shape{matrix.experts, rows, ceil_div(blocks * bits, 8)};
+    expect(matrix.zero_points.shape == shape, matrix.zero_points, (prefix + "_zero_points").c_str(), text_of(shape));
   }
-  if (m.bias)
-    expect(m.bias.shape == Shape{m.experts, rows}, m.bias, (fc + "_experts_bias").c_str(), text_of({m.experts, rows}));
-  m.projection = projection_of(bits, wide ? group : -1, type, bool(m.zero_points), bool(m.bias), int8);
-  find_row(m);
-  return m;
+  if (matrix.bias)
+    expect(matrix.bias.shape == Shape{matrix.experts, rows}, matrix.bias, (prefix + "_experts_bias").c_str(),
+           text_of({matrix.experts, rows}));
+  matrix.projection = projection_of(bits, wide ? group : -1, type, bool(matrix.zero_points), bool(matrix.bias), int8);
+  find_row(matrix);
+  return matrix;
 }
 
 // The activation function of the core that computes QMoE's.
@@ -395,15 +398,15 @@ class Packer {
     if (bias_) rows.bias.resize(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) {
       const int64_t own = m_.interleaved ? (first + i) * m_.halves + half : half * m_.n + first + i;
-      const int64_t at = expert * m_.n * m_.halves + own;
-      unpack(codes_ + at * m_.code_row, m_.k, four, rows.codes.data() + i * m_.k);
+      const int64_t stored = expert * m_.n * m_.halves + own;
+      unpack(codes_ + stored * m_.code_row, m_.k, four, rows.codes.data() + i * m_.k);
       std::memcpy(rows.scales.data() + static_cast<size_t>(i * groups) * width,
-                  scales_ + static_cast<size_t>(at * groups) * width, static_cast<size_t>(groups) * width);
-      if (zeros_) unpack(zeros_ + at * zero_row, groups, four, rows.zero_points.data() + i * groups);
+                  scales_ + static_cast<size_t>(stored * groups) * width, static_cast<size_t>(groups) * width);
+      if (zeros_) unpack(zeros_ + stored * zero_row, groups, four, rows.zero_points.data() + i * groups);
       if (bias_)
         rows.bias[static_cast<size_t>(i)] = m_.bias.type == kFloat
-                                                ? static_cast<const float*>(bias_)[at]
-                                                : static_cast<float>(static_cast<const Half*>(bias_)[at]);
+                                                ? static_cast<const float*>(bias_)[stored]
+                                                : static_cast<float>(static_cast<const Half*>(bias_)[stored]);
     }
     qm_pack_source source{};
     source.format = m_.projection.format;
@@ -427,16 +430,16 @@ class Packer {
  private:
   static constexpr int64_t kRows = 256;  // a multiple of every panel's rows
 
-  static void unpack(const uint8_t* from, int64_t count, bool four, uint8_t* to) {
+  static void unpack(const uint8_t* from, int64_t count, bool four, uint8_t* codes) {
     if (!four) {
-      std::memcpy(to, from, static_cast<size_t>(count));
+      std::memcpy(codes, from, static_cast<size_t>(count));
       return;
     }
     for (int64_t i = 0; i + 1 < count; i += 2) {
-      to[i] = from[i / 2] & 15;
-      to[i + 1] = from[i / 2] >> 4;
+      codes[i] = from[i / 2] & 15;
+      codes[i + 1] = from[i / 2] >> 4;
     }
-    if (count % 2) to[count - 1] = from[count / 2] & 15;
+    if (count % 2) codes[count - 1] = from[count / 2] & 15;
   }
 
   const Matrix& m_;
@@ -487,15 +490,16 @@ Claim read_claim(const GraphApi& api, const OrtNode* node, Activations activatio
   return claim;
 }
 
-std::string identity_of(const GraphApi& api, const Matrix& m, const std::filesystem::path& folder) {
+std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::filesystem::path& folder) {
   Blake3 sum;
   const auto add = [&](const std::string& text) { sum.update(text.data(), text.size()); };
-  const qm_projection& p = m.projection;
+  const qm_projection& projection = matrix.projection;
   add("panels 1 ");
-  for (const int64_t number : {int64_t{p.format}, int64_t{p.group_size}, int64_t{p.scale_type}, m.experts, m.n, m.k,
-                               int64_t{m.halves}, int64_t{m.interleaved}})
+  for (const int64_t number :
+       {int64_t{projection.format}, int64_t{projection.group_size}, int64_t{projection.scale_type}, matrix.experts,
+        matrix.n, matrix.k, int64_t{matrix.halves}, int64_t{matrix.interleaved}})
     add(std::to_string(number) + " ");
-  for (const Constant* tensor : {&m.codes, &m.scales, &m.zero_points, &m.bias}) {
+  for (const Constant* tensor : {&matrix.codes, &matrix.scales, &matrix.zero_points, &matrix.bias}) {
     add("\n");
     if (!*tensor) continue;
     const std::string file = file_identity(api, *tensor, folder);
@@ -508,25 +512,25 @@ std::string identity_of(const GraphApi& api, const Matrix& m, const std::filesys
   return sum.hex();
 }
 
-void pack_matrix(const GraphApi& api, const Matrix& m, const Put& put) {
+void pack_matrix(const GraphApi& api, const Matrix& matrix, const Put& put) {
   constexpr int64_t kAtOnce = 64 << 20;  // bytes
-  const Packer packer(api, m);
-  const int64_t experts = std::clamp<int64_t>(kAtOnce / m.row.row_bytes, 1, m.experts);
-  std::vector<char> rows(static_cast<size_t>(experts * m.row.row_bytes));
-  for (int64_t first = 0; first < m.experts; first += experts) {
-    const int64_t count = std::min(experts, m.experts - first);
+  const Packer packer(api, matrix);
+  const int64_t experts = std::clamp<int64_t>(kAtOnce / matrix.row.row_bytes, 1, matrix.experts);
+  std::vector<char> rows(static_cast<size_t>(experts * matrix.row.row_bytes));
+  for (int64_t first = 0; first < matrix.experts; first += experts) {
+    const int64_t count = std::min(experts, matrix.experts - first);
     std::fill(rows.begin(), rows.end(), '\0');
     std::atomic<bool> failed{false};  // of memory: nothing may be thrown through another thread
     parallel(qm_cpus(0, ""), qm_parallel_threads, nullptr, count * packer.chunks(), [&](int, int64_t task) {
       try {
         packer.pack(first + task / packer.chunks(), task % packer.chunks(),
-                    rows.data() + task / packer.chunks() * m.row.row_bytes);
+                    rows.data() + task / packer.chunks() * matrix.row.row_bytes);
       } catch (const std::exception&) {
         failed = true;
       }
     });
     if (failed) throw std::runtime_error("quantmoe: no memory for packing weights");
-    put(rows.data(), static_cast<size_t>(count * m.row.row_bytes));
+    put(rows.data(), static_cast<size_t>(count * matrix.row.row_bytes));
   }
 }
 

@@ -588,11 +588,11 @@ void CudaGather::run(OrtKernelContext* context) const {
   const size_t row = static_cast<size_t>(shape.back()) * size, ranks = static_cast<size_t>(gather_.world);
   const bool several = gather_.axis < 0 && part > row;
   const Scratch scratch = scratch_of(context, several ? ranks * part : 0);
-  char* const to = static_cast<char*>(several ? scratch.get() : data_of(y));
-  enqueue([&](const Communicator& all) { all.gather(data_of(x), to, count, op_.type(), stream); });
+  char* const parts = static_cast<char*>(several ? scratch.get() : data_of(y));
+  enqueue([&](const Communicator& all) { all.gather(data_of(x), parts, count, op_.type(), stream); });
   for (size_t rank = 0; several && rank < ranks; ++rank)
     if (const cudaError_t e =
-            cudaMemcpy2DAsync(static_cast<char*>(data_of(y)) + rank * row, ranks * row, to + rank * part, row, row,
+            cudaMemcpy2DAsync(static_cast<char*>(data_of(y)) + rank * row, ranks * row, parts + rank * part, row, row,
                               part / row, cudaMemcpyDeviceToDevice, stream))
       throw std::runtime_error(node_ + ": CUDA: " + cudaGetErrorString(e));
 }

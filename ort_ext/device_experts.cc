@@ -78,9 +78,9 @@ void DeviceExperts::unlock_rows() {
 // Where the device reads `bytes` at `data`.
 const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
   const Mapping mapping(data);
-  const auto at = reinterpret_cast<uintptr_t>(data);
-  const size_t offset = static_cast<size_t>(mapping.offset) + (at - mapping.begin);
-  if (!mapping.path.empty() && at + bytes <= mapping.end) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const size_t offset = static_cast<size_t>(mapping.offset) + (address - mapping.begin);
+  if (!mapping.path.empty() && address + bytes <= mapping.end) {
     for (const Locked& locked : locked_)
       if (locked.identity == mapping.identity) return locked.device + offset;
     size_t size = 0;
@@ -144,19 +144,19 @@ std::string DeviceExperts::start() {
     experts += static_cast<size_t>(layer.experts);
   }
   int64_t given = bytes_of("quantmoe.gpu_memory", settings_.gpu_memory, true);
-  std::string of = "quantmoe.gpu_memory";
+  std::string source = "quantmoe.gpu_memory";
   if (given < 0) {
     const int64_t wanted = bytes_of("quantmoe.reserve", settings_.reserve);
     const int64_t reserve = wanted < 0 ? int64_t{1} << 30 : wanted;
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "the device's free memory");
-    of = std::to_string(free) + " bytes free less " + std::to_string(reserve);
+    source = std::to_string(free) + " bytes free less " + std::to_string(reserve);
     given = std::max<int64_t>(0, static_cast<int64_t>(free) - reserve);
   }
   const auto budget = static_cast<size_t>(given);
   if (budget < one)
-    throw std::runtime_error("quantmoe.experts = " + settings_.experts + ": " + of + " is " + std::to_string(budget) +
-                             ", expected at least the " + std::to_string(one) +
+    throw std::runtime_error("quantmoe.experts = " + settings_.experts + ": " + source + " is " +
+                             std::to_string(budget) + ", expected at least the " + std::to_string(one) +
                              " bytes of one expert of each layer; see quantmoe.gpu_memory and quantmoe.reserve");
   resident_ = budget >= all;
   if (resident_) {
@@ -165,14 +165,14 @@ std::string DeviceExperts::start() {
       const size_t second = align_up(first, size_t{256});
       const size_t bytes = layer.row_bytes[1] * static_cast<size_t>(layer.experts);
       allocate(second + bytes, "a layer's experts", &layer.memory);
-      auto* const to = static_cast<char*>(layer.memory);
-      check(cudaMemcpy(to, layer.host[0], first, cudaMemcpyDefault), "copying experts");
-      check(cudaMemcpy(to + second, layer.host[1], bytes, cudaMemcpyDefault), "copying experts");
+      auto* const memory = static_cast<char*>(layer.memory);
+      check(cudaMemcpy(memory, layer.host[0], first, cudaMemcpyDefault), "copying experts");
+      check(cudaMemcpy(memory + second, layer.host[1], bytes, cudaMemcpyDefault), "copying experts");
     }
     unlock_rows();  // nothing reads them from now on
     started_ = true;
     return "experts = " + settings_.experts + ": all " + std::to_string(experts) +
-           " experts are in the device's memory (" + std::to_string(all) + " bytes; " + of + ")";
+           " experts are in the device's memory (" + std::to_string(all) + " bytes; " + source + ")";
   }
   if (ram_) lock_ram();
   // A prompt asks for all experts of a layer: an eighth is for what it copies for itself.
@@ -195,7 +195,7 @@ std::string DeviceExperts::start() {
   started_ = true;
   return "experts = " + settings_.experts + ": device memory for " + std::to_string(slots) + " of " +
          std::to_string(experts) + " experts, and " + std::to_string(staging) +
-         " bytes for what a call copies for itself (" + of + ")" +
+         " bytes for what a call copies for itself (" + source + ")" +
          (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "");
 }
 
@@ -223,12 +223,12 @@ void DeviceExperts::lock_ram() {
 
 // Reads the experts that tokens ask for and the device does not have, and tells where they are.
 void DeviceExperts::read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream) {
-  const Layer& l = layers_[static_cast<size_t>(layer)];
+  const Layer& own = layers_[static_cast<size_t>(layer)];
   const auto pairs = static_cast<size_t>(problem.tokens * problem.top_k), width = static_cast<size_t>(problem.id_bytes);
   std::vector<char> asked(pairs * width);
-  std::vector<int32_t> slot_of(static_cast<size_t>(l.experts));
+  std::vector<int32_t> slot_of(static_cast<size_t>(own.experts));
   check(cudaMemcpyAsync(asked.data(), ids, asked.size(), cudaMemcpyDeviceToHost, stream), "ids");
-  check(cudaMemcpyAsync(slot_of.data(), static_cast<const char*>(l.state) + QM_CUDA_SLOT_OF, 4 * slot_of.size(),
+  check(cudaMemcpyAsync(slot_of.data(), static_cast<const char*>(own.state) + QM_CUDA_SLOT_OF, 4 * slot_of.size(),
                         cudaMemcpyDeviceToHost, stream),
         "a cache's state");
   check(cudaStreamSynchronize(stream), "the launches before");
@@ -244,15 +244,15 @@ void DeviceExperts::read_missing(int layer, const qm_cuda_problem& problem, cons
       id = narrow;
     }
     id -= problem.moe.expert_offset;
-    if (id >= 0 && id < l.experts && !slot_of[static_cast<size_t>(id)]) wanted[static_cast<size_t>(id)] = true;
+    if (id >= 0 && id < own.experts && !slot_of[static_cast<size_t>(id)]) wanted[static_cast<size_t>(id)] = true;
   }
   std::vector<int64_t> missing;
   for (size_t e = 0; e < wanted.size(); ++e)
     if (wanted[e]) missing.push_back(static_cast<int64_t>(e));
   lease_.emplace(*ram_, layer);
-  lease_->read_all(missing, rows_, rows_ + l.experts);
+  lease_->read_all(missing, rows_, rows_ + own.experts);
   for (const int64_t e : missing)
-    for (const void** const row : {rows_ + e, rows_ + l.experts + e})
+    for (const void** const row : {rows_ + e, rows_ + own.experts + e})
       *row = ram_device_ + (static_cast<const char*>(*row) - ram_->memory());
 }
 
@@ -281,20 +281,20 @@ DeviceExperts::Turn::~Turn() {
 }
 
 void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_tensors* tensors) const {
-  const Layer& l = all_.layers_[static_cast<size_t>(layer)];
+  const Layer& own = all_.layers_[static_cast<size_t>(layer)];
   if (all_.resident_) {
-    tensors->w13 = l.memory;
-    tensors->w2 =
-        static_cast<const char*>(l.memory) + align_up(l.row_bytes[0] * static_cast<size_t>(l.experts), size_t{256});
+    tensors->w13 = own.memory;
+    tensors->w2 = static_cast<const char*>(own.memory) +
+                  align_up(own.row_bytes[0] * static_cast<size_t>(own.experts), size_t{256});
     return;
   }
-  problem->slots = l.slots;
-  problem->staging = l.staging;
-  tensors->w13 = l.host[0];
-  tensors->w2 = l.host[1];
-  tensors->slots = l.memory;
+  problem->slots = own.slots;
+  problem->staging = own.staging;
+  tensors->w13 = own.host[0];
+  tensors->w2 = own.host[1];
+  tensors->slots = own.memory;
   tensors->staging = all_.staging_;
-  tensors->cache_state = l.state;
+  tensors->cache_state = own.state;
   if (!all_.ram_) return;
   tensors->w13 = tensors->w2 = nullptr;
   all_.read_missing(layer, *problem, tensors->topk_ids, stream_);

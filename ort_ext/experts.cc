@@ -169,36 +169,36 @@ void DataFile::check_unchanged() const {
     throw std::runtime_error(path_ + " was written to since the session was created");
 }
 
-void DataFile::read(int64_t at, int64_t size, char* to) const {
-  const int64_t lead = at % kPage, all = align_up(lead + size, kPage);
+void DataFile::read(int64_t offset, int64_t size, char* out) const {
+  const int64_t lead = offset % kPage, all = align_up(lead + size, kPage);
   int64_t done = 0;  // from the page's beginning
   // A direct read that ends early is completed by others, which have no alignment to keep.
   if (direct_ >= 0) {
-    ssize_t n;
-    do n = pread(direct_, to - lead, static_cast<size_t>(all), at - lead);
-    while (n < 0 && errno == EINTR);
-    if (n < 0 && errno != EINVAL)  // EINVAL: this file system has other alignments, or none
-      throw std::runtime_error(std::to_string(size) + " bytes at " + std::to_string(at) + " of " + path_ + ": " +
+    ssize_t count;
+    do count = pread(direct_, out - lead, static_cast<size_t>(all), offset - lead);
+    while (count < 0 && errno == EINTR);
+    if (count < 0 && errno != EINVAL)  // EINVAL: this file system has other alignments, or none
+      throw std::runtime_error(std::to_string(size) + " bytes at " + std::to_string(offset) + " of " + path_ + ": " +
                                words(errno));
-    done = std::clamp<int64_t>(n - lead, 0, size);
+    done = std::clamp<int64_t>(count - lead, 0, size);
   }
-  if (done < size) read_buffered(at + done, size - done, to + done);
+  if (done < size) read_buffered(offset + done, size - done, out + done);
   check_unchanged();
 }
 
-void DataFile::read_buffered(int64_t at, int64_t size, char* to) const {
-  const int64_t begin = at;
+void DataFile::read_buffered(int64_t offset, int64_t size, char* out) const {
+  const int64_t begin = offset;
   while (size > 0) {
-    const ssize_t n = pread(buffered_, to, static_cast<size_t>(size), at);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0)
-      throw std::runtime_error(std::to_string(size) + " bytes at " + std::to_string(at) + " of " + path_ + ": " +
-                               (n < 0 ? words(errno) : "the file ends before them"));
-    at += n;
-    to += n;
-    size -= n;
+    const ssize_t count = pread(buffered_, out, static_cast<size_t>(size), offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0)
+      throw std::runtime_error(std::to_string(size) + " bytes at " + std::to_string(offset) + " of " + path_ + ": " +
+                               (count < 0 ? words(errno) : "the file ends before them"));
+    offset += count;
+    out += count;
+    size -= count;
   }
-  (void)posix_fadvise(buffered_, begin, at - begin, POSIX_FADV_DONTNEED);
+  (void)posix_fadvise(buffered_, begin, offset - begin, POSIX_FADV_DONTNEED);
 }
 
 ExpertLayer::Tensor Experts::find(const void* data, int64_t rows, int64_t row_bytes) {
@@ -293,7 +293,7 @@ std::string Experts::start() {
     return disk() ? "experts = auto: the model is not loaded by its path, and stays in memory" : "";
   }
   budget_ = bytes_of("quantmoe.ram", settings_.ram, true);
-  std::string of = "quantmoe.ram";
+  std::string source = "quantmoe.ram";
   if (budget_ < 0) {
     // The rest of the model is read, too, and the caches of the first tokens are not there yet.
     int64_t reserve = bytes_of("quantmoe.reserve", settings_.reserve);
@@ -304,16 +304,16 @@ std::string Experts::start() {
     }
     const int64_t available = available_memory();
     budget_ = std::max<int64_t>(0, available - reserve);
-    of = std::to_string(available) + " bytes available less " + std::to_string(reserve);
+    source = std::to_string(available) + " bytes available less " + std::to_string(reserve);
   }
   if (settings_.experts == "auto" && budget_ >= bytes) {
     started_ = true;
     return "experts = auto: all " + std::to_string(experts) + " experts fit and stay mapped (" + std::to_string(bytes) +
-           " bytes; " + of + ")";
+           " bytes; " + source + ")";
   }
   const int64_t count = std::min(experts, budget_ / slot_bytes_);
   if (count < 1)
-    throw std::runtime_error("quantmoe.ram = auto has " + of + " in reserve, expected at least the " +
+    throw std::runtime_error("quantmoe.ram = auto has " + source + " in reserve, expected at least the " +
                              std::to_string(slot_bytes_) +
                              " bytes of one expert; set quantmoe.ram or quantmoe.reserve");
   const auto size = static_cast<size_t>(count * slot_bytes_);
@@ -332,7 +332,7 @@ std::string Experts::start() {
   started_ = true;
   mapped_ = false;
   return "experts = " + settings_.experts + ": memory for " + std::to_string(count) + " of " + std::to_string(experts) +
-         " experts (" + std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + of + ")";
+         " experts (" + std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + source + ")";
 }
 
 char* Experts::memory_of(int32_t slot, int tensor) const {
@@ -340,23 +340,23 @@ char* Experts::memory_of(int32_t slot, int tensor) const {
 }
 
 const void* Experts::row_of(int32_t slot, int tensor) const {
-  const Slot& s = slots_[slot];
-  const ExpertLayer::Tensor& t = layers_[s.layer].tensors[tensor];
-  return memory_of(slot, tensor) + (t.offset + s.expert * t.row_bytes) % DataFile::kPage;
+  const Slot& held = slots_[slot];
+  const ExpertLayer::Tensor& t = layers_[held.layer].tensors[tensor];
+  return memory_of(slot, tensor) + (t.offset + held.expert * t.row_bytes) % DataFile::kPage;
 }
 
 void Experts::link(int32_t slot, bool last) {
-  Slot& s = slots_[slot];
-  s.before = last ? newest_ : -1;
-  s.after = last ? -1 : oldest_;
-  (s.before < 0 ? oldest_ : slots_[s.before].after) = slot;
-  (s.after < 0 ? newest_ : slots_[s.after].before) = slot;
+  Slot& held = slots_[slot];
+  held.before = last ? newest_ : -1;
+  held.after = last ? -1 : oldest_;
+  (held.before < 0 ? oldest_ : slots_[held.before].after) = slot;
+  (held.after < 0 ? newest_ : slots_[held.after].before) = slot;
 }
 
 void Experts::unlink(int32_t slot) {
-  Slot& s = slots_[slot];
-  (s.before < 0 ? oldest_ : slots_[s.before].after) = s.after;
-  (s.after < 0 ? newest_ : slots_[s.after].before) = s.before;
+  Slot& held = slots_[slot];
+  (held.before < 0 ? oldest_ : slots_[held.before].after) = held.after;
+  (held.after < 0 ? newest_ : slots_[held.after].before) = held.before;
 }
 
 // The slot of an expert, which is being read where it has none yet; -1 where no slot is free.
@@ -371,30 +371,30 @@ int32_t Experts::pin(int layer, int64_t expert) {
   ++misses_;
   slot = oldest_;
   unlink(slot);
-  Slot& s = slots_[slot];
-  if (s.expert >= 0) map_[s.layer][s.expert] = -1;
-  s = {};
-  s.layer = layer;
-  s.expert = static_cast<int32_t>(expert);
-  s.pins = 2;
+  Slot& held = slots_[slot];
+  if (held.expert >= 0) map_[held.layer][held.expert] = -1;
+  held = {};
+  held.layer = layer;
+  held.expert = static_cast<int32_t>(expert);
+  held.pins = 2;
   for (int i : {0, 1}) {
-    const ExpertLayer::Tensor& t = layers_[layer].tensors[i];
-    int64_t at = t.offset + expert * t.row_bytes;
-    const int64_t end = at + t.row_bytes, begin = at / DataFile::kPage * DataFile::kPage;
-    for (int64_t next; at < end; at = next, ++s.reads) {
-      next = std::min(end, (at / DataFile::kPage + kPiece / DataFile::kPage) * DataFile::kPage);
-      reads_.push_back({slot, t.file.get(), at, next - at, memory_of(slot, i) + (at - begin)});
+    const ExpertLayer::Tensor& tensor = layers_[layer].tensors[i];
+    int64_t from = tensor.offset + expert * tensor.row_bytes;
+    const int64_t end = from + tensor.row_bytes, begin = from / DataFile::kPage * DataFile::kPage;
+    for (int64_t next; from < end; from = next, ++held.reads) {
+      next = std::min(end, (from / DataFile::kPage + kPiece / DataFile::kPage) * DataFile::kPage);
+      reads_.push_back({slot, tensor.file.get(), from, next - from, memory_of(slot, i) + (from - begin)});
     }
-    bytes_read_ += t.row_bytes;
+    bytes_read_ += tensor.row_bytes;
   }
   wanted_.notify_all();
   return slot;
 }
 
 void Experts::unpin(int32_t slot) {
-  Slot& s = slots_[slot];
-  if (--s.pins) return;
-  link(slot, !s.failed);
+  Slot& held = slots_[slot];
+  if (--held.pins) return;
+  link(slot, !held.failed);
   done_.notify_all();
 }
 
@@ -407,18 +407,19 @@ bool Experts::read_one(Lock& lock) {
   lock.unlock();
   try {
     read.file->read(read.at, read.size, read.to);
-  } catch (const std::exception& e) {
-    error = e.what();
+  } catch (const std::exception& why) {
+    error = why.what();
   }
   lock.lock();
-  Slot& s = slots_[read.slot];
-  if (error != "" && !s.failed) {
-    s.failed = true;
-    s.error = "expert " + std::to_string(s.expert) + ": " + error;
-    map_[s.layer][s.expert] = -1;  // the next run reads it again, although other pieces of this read may be under way
+  Slot& held = slots_[read.slot];
+  if (error != "" && !held.failed) {
+    held.failed = true;
+    held.error = "expert " + std::to_string(held.expert) + ": " + error;
+    // The next run reads it again, although other pieces of this read may be under way.
+    map_[held.layer][held.expert] = -1;
   }
-  if (--s.reads == 0) {
-    if (s.failed) s.expert = -1;
+  if (--held.reads == 0) {
+    if (held.failed) held.expert = -1;
     unpin(read.slot);
     done_.notify_all();
   }
@@ -473,9 +474,9 @@ size_t Experts::Lease::wait(Lock& lock, size_t enough, const void** w13, const v
   const size_t count = pins_.size() - first_;
   size_t ready = 0;
   while (ready < count) {
-    const Slot& s = all_.slots_[pins_[first_ + ready].slot];
-    if (s.failed) throw std::runtime_error(s.error);
-    if (s.reads == 0) {
+    const Slot& held = all_.slots_[pins_[first_ + ready].slot];
+    if (held.failed) throw std::runtime_error(held.error);
+    if (held.reads == 0) {
       ++ready;
     } else if (ready >= enough) {
       break;

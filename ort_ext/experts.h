@@ -51,7 +51,7 @@ class DataFile {
   int64_t bytes() const { return bytes_; }
   // Reads bytes [at, at + size) to `to`, which is as far from a multiple of kPage as `at`. Bytes around them, to
   // multiples of kPage, may be written too. Throws for fewer bytes, and for a file that was changed.
-  void read(int64_t at, int64_t size, char* to) const;
+  void read(int64_t offset, int64_t size, char* out) const;
   static constexpr int64_t kPage = 4096;
 
  private:

@@ -134,7 +134,7 @@ void Group::add(int32_t rank, void* y) const {
   const int64_t own = parts_[0]->count / (parts_[0]->scattered ? static_cast<int64_t>(parts_.size()) : 1);
   const int64_t begin = parts_[0]->scattered ? rank * own : 0, end = begin + own;
   const auto half = [](const void* x, int64_t i) { return static_cast<const uint16_t*>(x)[i]; };
-  auto* const to = static_cast<uint16_t*>(y);
+  auto* const sums = static_cast<uint16_t*>(y);
   switch (parts_[0]->type) {
     case QM_F32:
       return add(
@@ -143,11 +143,11 @@ void Group::add(int32_t rank, void* y) const {
     case QM_F16:
       return add(
           begin, end, [half](const void* x, int64_t i) { return half_to_float(half(x, i)); },
-          [to](int64_t i, float sum) { to[i] = float_to_half(sum); });
+          [sums](int64_t i, float sum) { sums[i] = float_to_half(sum); });
     case QM_BF16:
       return add(
           begin, end, [half](const void* x, int64_t i) { return bfloat_to_float(half(x, i)); },
-          [to](int64_t i, float sum) { to[i] = float_to_bfloat(sum); });
+          [sums](int64_t i, float sum) { sums[i] = float_to_bfloat(sum); });
   }
 }
 

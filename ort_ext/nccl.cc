@@ -145,9 +145,9 @@ std::vector<std::string> Communicator::exchange(const std::string& card) const {
   must(cudaMalloc(&device, all));
   std::unique_ptr<void, cudaError_t (*)(void*)> owned(device, cudaFree);
   must(cudaMemcpyAsync(device, cards.data(), all, cudaMemcpyHostToDevice, end_));
-  const char* const at = static_cast<const char*>(device) + (own - cards.data());
+  const char* const sent = static_cast<const char*>(device) + (own - cards.data());
   const Nccl& nccl = Nccl::get();
-  nccl.check(nccl.all_gather(at, device, Watch::kCardSize, kInt8, comm_, end_), "ncclAllGather");
+  nccl.check(nccl.all_gather(sent, device, Watch::kCardSize, kInt8, comm_, end_), "ncclAllGather");
   must(cudaMemcpyAsync(cards.data(), device, all, cudaMemcpyDeviceToHost, end_));
   const auto end = std::chrono::steady_clock::now() + place_.group.patience();
   cudaError_t state;

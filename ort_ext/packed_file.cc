@@ -206,13 +206,13 @@ std::unique_ptr<PackedWeights> pack_in_memory(const std::vector<PackedEntry>& en
 void write_packed(const std::filesystem::path& file, const std::vector<PackedEntry>& entries, const Pack& pack) {
   NewFile out(file);
   std::vector<Row> rows(entries.size());
-  uint64_t end = sizeof(Header) + rows.size() * sizeof(Row), at = aligned(end);
+  uint64_t end = sizeof(Header) + rows.size() * sizeof(Row), next = aligned(end);
   for (size_t i = 0; i < entries.size(); ++i) {
     Row& row = rows[i];
-    row.at = at;
+    row.at = next;
     row.bytes = entries[i].bytes;
-    if (row.bytes) end = at + row.bytes;
-    at = aligned(at + row.bytes);
+    if (row.bytes) end = next + row.bytes;
+    next = aligned(next + row.bytes);
     out.seek(row.at);
     Sums sums(row.bytes);
     pack(i, [&](const void* data, size_t bytes) {
@@ -223,15 +223,15 @@ void write_packed(const std::filesystem::path& file, const std::vector<PackedEnt
     put(row.all, sums.all(), kDigits);
     put(row.samples, sums.samples(), kSampleDigits);
   }
-  if (at > end) {  // the last page is whole
-    out.seek(at - 1);
+  if (next > end) {  // the last page is whole
+    out.seek(next - 1);
     out.write("", 1);
   }
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   header.version = kVersion;
   header.count = static_cast<uint32_t>(rows.size());
-  header.file_bytes = at;
+  header.file_bytes = next;
   put(header.sum, sum_of(header, rows.data()), kDigits);
   out.seek(0);
   out.write(&header, sizeof header);
