@@ -29,21 +29,22 @@ bool in_place(const qm_attention_call& call, const void* past, const void* prese
 }
 int lanes_of(const qm_attention_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
 
-AttentionPlan plan_of(const AttentionContext& a) {
+AttentionPlan plan_of(const AttentionContext& context) {
   AttentionPlan plan{};
-  const int64_t lanes = lanes_of(a.call), groups = a.call.batch * a.node.kv_num_heads;
-  plan.tiles = ceil_div(a.call.tokens, a.tile_tokens());
-  const int64_t limit = a.node.sliding_window ? a.node.sliding_window + a.tile_tokens()
-                        : a.node.chunk_size   ? a.node.chunk_size + a.tile_tokens()
-                                              : a.call.slots;
-  plan.blocks = std::min(ceil_div(a.call.slots, kAttentionBlock), ceil_div(limit, kAttentionBlock) + 1);
-  const int64_t rows = a.heads() * std::min(a.tile_tokens(), a.call.tokens);
-  const int64_t parts = groups * plan.tiles * plan.blocks * rows * a.part_floats() * 4;
+  const int64_t lanes = lanes_of(context.call), groups = context.call.batch * context.node.kv_num_heads;
+  plan.tiles = ceil_div(context.call.tokens, context.tile_tokens());
+  const int64_t limit = context.node.sliding_window ? context.node.sliding_window + context.tile_tokens()
+                        : context.node.chunk_size   ? context.node.chunk_size + context.tile_tokens()
+                                                    : context.call.slots;
+  plan.blocks = std::min(ceil_div(context.call.slots, kAttentionBlock), ceil_div(limit, kAttentionBlock) + 1);
+  const int64_t rows = context.heads() * std::min(context.tile_tokens(), context.call.tokens);
+  const int64_t parts = groups * plan.tiles * plan.blocks * rows * context.part_floats() * 4;
   plan.split = lanes > 1 && groups * plan.tiles < 2 * lanes && parts <= kMaxPartBytes;
-  plan.counters_at = a.node.qk_norm == k_qk_norm_row ? align_up(a.call.batch * a.call.tokens * 4, 64) : 0;
+  plan.counters_at =
+      context.node.qk_norm == k_qk_norm_row ? align_up(context.call.batch * context.call.tokens * 4, 64) : 0;
   plan.parts_at = plan.counters_at + (plan.split ? align_up(groups * plan.tiles * 4, 64) : 0);
   plan.scratch_at = plan.parts_at + (plan.split ? parts : 0);
-  plan.bytes = plan.scratch_at + lanes * a.scratch_floats() * 4;
+  plan.bytes = plan.scratch_at + lanes * context.scratch_floats() * 4;
   return plan;
 }
 
@@ -68,7 +69,7 @@ class AttentionRun {
   }
   int64_t count_of(int64_t b) const { return a_.call.rows[3 * b + 1]; }
   void copy(const void* past, void* present, int64_t width, int64_t task) const;
-  void append_tokens(int64_t b, int64_t first, float* scratch) const;
+  void append_tokens(int64_t batch_row, int64_t first, float* scratch) const;
   AttentionTile tile_at(int64_t index) const;
   void whole(const AttentionTile& tile, float* scratch) const;
   void blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const;
@@ -87,7 +88,8 @@ class AttentionRun {
 
 // One group's slots of a cache that is not in place: what was in it, and zeros after the new tokens.
 void AttentionRun::copy(const void* past, void* present, int64_t width, int64_t task) const {
-  const int64_t b = task / a_.node.kv_num_heads, before = a_.slot(b, 0), used = before + count_of(b);
+  const int64_t batch_row = task / a_.node.kv_num_heads, before = a_.slot(batch_row, 0),
+                used = before + count_of(batch_row);
   const int64_t slot = a_.slot_bytes(width);
   uint8_t* const to = static_cast<uint8_t*>(present) + task * a_.call.slots * slot;
   if (before)
@@ -97,14 +99,14 @@ void AttentionRun::copy(const void* past, void* present, int64_t width, int64_t 
 }
 
 // New tokens first .. of row b into the cache; zeros are the output of those that do not count.
-void AttentionRun::append_tokens(int64_t b, int64_t first, float* scratch) const {
+void AttentionRun::append_tokens(int64_t batch_row, int64_t first, float* scratch) const {
   const int64_t width = int64_t{a_.node.num_heads} * a_.node.v_head_size * element_size(a_.call.type);
-  for (int64_t s = first; s < std::min(first + kTokensPerTask, a_.call.tokens); ++s) {
-    const int64_t token = s - a_.call.rows[3 * b];
-    if (token >= 0 && token < count_of(b))
-      kernel_.append(a_, b, token, scratch);
+  for (int64_t index = first; index < std::min(first + kTokensPerTask, a_.call.tokens); ++index) {
+    const int64_t token = index - a_.call.rows[3 * batch_row];
+    if (token >= 0 && token < count_of(batch_row))
+      kernel_.append(a_, batch_row, token, scratch);
     else
-      std::memset(static_cast<uint8_t*>(a_.call.output) + (b * a_.call.tokens + s) * width, 0,
+      std::memset(static_cast<uint8_t*>(a_.call.output) + (batch_row * a_.call.tokens + index) * width, 0,
                   static_cast<size_t>(width));
   }
 }
@@ -179,11 +181,12 @@ void AttentionRun::attend() const {
 }
 
 int check_rows(const qm_attention_call& call, char* err) {
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1], past = call.rows[3 * b + 2];
+  for (int64_t batch_row = 0; batch_row < call.batch; ++batch_row) {
+    const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
+                  past = call.rows[3 * batch_row + 2];
     const auto refuse = [&](const char* what, int64_t limit) {
       return fail(err, QM_INVALID, "rows[%lld] is [%lld, %lld, %lld] (first token, tokens, tokens before): %s %lld",
-                  (long long)b, (long long)begin, (long long)count, (long long)past, what, (long long)limit);
+                  (long long)batch_row, (long long)begin, (long long)count, (long long)past, what, (long long)limit);
     };
     if (begin < 0 || count < 0 || past < 0) return refuse("expected numbers of at least", 0);
     if (begin + count > call.tokens) return refuse("the call's tokens are", call.tokens);

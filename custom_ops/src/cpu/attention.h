@@ -53,33 +53,35 @@ inline float sum_lanes(float (&lanes)[16]) {
   return lanes[0];
 }
 
-// 1 / sqrt(mean of squares + epsilon) of n numbers.
-float inverse_norm(const qm_attention& node, qm_type type, const uint8_t* x, int64_t n) {
+// 1 / sqrt(mean of squares + epsilon) of a token's features.
+float inverse_norm(const qm_attention& node, qm_type type, const uint8_t* x, int64_t features) {
   constexpr int64_t kPiece = 256;
   float lanes[16] = {}, piece[kPiece];
   const int64_t element = type == QM_F32 ? 4 : 2;
-  for (int64_t at = 0; at < n; at += kPiece) {
-    const int64_t count = std::min(kPiece, n - at);
-    to_float(type, x + at * element, count, piece);
+  for (int64_t first = 0; first < features; first += kPiece) {
+    const int64_t count = std::min(kPiece, features - first);
+    to_float(type, x + first * element, count, piece);
     int64_t i = 0;
     for (; i + 16 <= count; i += 16)
       for (int j = 0; j < 16; ++j) lanes[j] = fma(piece[i + j], piece[i + j], lanes[j]);
     for (int j = 0; i < count; ++i, ++j) lanes[j] = fma(piece[i], piece[i], lanes[j]);
   }
-  return 1.0f / std::sqrt(sum_lanes(lanes) / static_cast<float>(n) + node.norm_epsilon);
+  return 1.0f / std::sqrt(sum_lanes(lanes) / static_cast<float>(features) + node.norm_epsilon);
 }
 
 // One head's query or key, normed and turned, to y [D]. row_scale: of qk_norm row; weights: of this head.
-void turn(const AttentionContext& a, const uint8_t* x, int64_t token, const float* weights, float row_scale, float* y) {
-  const qm_attention& node = a.node;
+void turn(const AttentionContext& context, const uint8_t* x, int64_t token, const float* weights, float row_scale,
+          float* y) {
+  const qm_attention& node = context.node;
   static_assert(count_values("qk_norm") == 3, "the ifs below");
-  to_float(a.call.type, x, node.head_size, y);
+  to_float(context.call.type, x, node.head_size, y);
   if (node.qk_norm != k_qk_norm_none) {
-    const float scale = node.qk_norm == k_qk_norm_row ? row_scale : inverse_norm(node, a.call.type, x, node.head_size);
+    const float scale =
+        node.qk_norm == k_qk_norm_row ? row_scale : inverse_norm(node, context.call.type, x, node.head_size);
     for (int64_t i = 0; i < node.head_size; ++i) y[i] = y[i] * scale * weights[i];
   }
   const int64_t half = node.rotary_size / 2;
-  const float *cos = a.call.cos + token * half, *sin = a.call.sin + token * half;
+  const float *cos = context.call.cos + token * half, *sin = context.call.sin + token * half;
   const auto rotate = [&](float& x, float& other, int64_t i) {
     const float first = x, second = other;
     x = first * cos[i] - second * sin[i];
@@ -101,78 +103,82 @@ inline float widened(const qm_attention& node) { return node.cache_format == k_c
 inline float score_factor(const qm_attention& node) { return node.scale * node.k_scale * widened(node); }
 inline float value_factor(const qm_attention& node) { return node.v_scale * widened(node); }
 
-// A head's key or value [n] into the cache.
-void store_head(const AttentionContext& a, float scale, const float* x, int64_t n, uint8_t* to) {
+// A head's key or value [width] into the cache.
+void store_head(const AttentionContext& context, float scale, const float* x, int64_t width, uint8_t* out) {
   static_assert(count_values("cache_format") == 4, "the cases below");
   const auto code = [](float x, float least, float most) {
     const float clamped = x < least ? least : x > most ? most : x;
     return static_cast<uint8_t>(static_cast<int32_t>(x != x ? 0.0f : round_half_even(clamped)));
   };
-  switch (a.node.cache_format) {
+  switch (context.node.cache_format) {
     case k_cache_format_int8:
-      for (int64_t i = 0; i < n; ++i) to[i] = code(x[i] / scale, -128.0f, 127.0f);
+      for (int64_t i = 0; i < width; ++i) out[i] = code(x[i] / scale, -128.0f, 127.0f);
       return;
     case k_cache_format_fp8_e4m3:
-      for (int64_t i = 0; i < n; ++i) {
+      for (int64_t i = 0; i < width; ++i) {
         const float number = x[i] / scale;
         const int magnitude = float_to_half(round_e4m3(number) * 0x1p-8f) >> 7 & 0x7f;
         const int sign = static_cast<int>(bit_cast<uint32_t>(number) >> 24 & 0x80);  // rounding loses that of a zero
-        to[i] = static_cast<uint8_t>(number != number ? 0x7f : magnitude | sign);
+        out[i] = static_cast<uint8_t>(number != number ? 0x7f : magnitude | sign);
       }
       return;
     case k_cache_format_int8_token: {
-      const float most = largest_magnitude(x, n),
+      const float most = largest_magnitude(x, width),
                   own = bit_cast<uint32_t>(most) < 0x7f800000u ? most / 127.0f : bit_cast<float>(0x7fc00000u);
       const float divisor = own > 0.0f ? own : kInfinity;
-      for (int64_t i = 0; i < n; ++i) to[i] = code(own > 0.0f ? x[i] / divisor : 0.0f, -127.0f, 127.0f);
-      std::memcpy(to + n, &own, 4);
+      for (int64_t i = 0; i < width; ++i) out[i] = code(own > 0.0f ? x[i] / divisor : 0.0f, -127.0f, 127.0f);
+      std::memcpy(out + width, &own, 4);
       return;
     }
     default:
-      return from_float(a.call.cache_type, x, n, to);
+      return from_float(context.call.cache_type, x, width, out);
   }
 }
 
-void append(const AttentionContext& a, int64_t b, int64_t token, float* y) {
-  const qm_attention& node = a.node;
-  const qm_attention_call& call = a.call;
-  const int64_t d = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
+void append(const AttentionContext& context, int64_t batch_row, int64_t token, float* y) {
+  const qm_attention& node = context.node;
+  const qm_attention_call& call = context.call;
+  const int64_t head_size = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
   const int64_t element = call.type == QM_F32 ? 4 : 2;
-  const int64_t key_width = a.key_width(), value_width = a.value_width();
-  const int64_t at = b * call.tokens + call.rows[3 * b] + token, slot = a.slot(b, token);
-  const uint8_t* const q = static_cast<const uint8_t*>(call.qkv) + at * a.qkv_width() * element;
-  const uint8_t *const k = q + node.num_heads * d * element, *const values = k + groups * d * element;
+  const int64_t key_width = context.key_width(), value_width = context.value_width();
+  const int64_t position = batch_row * call.tokens + call.rows[3 * batch_row] + token,
+                slot = context.slot(batch_row, token);
+  const uint8_t* const q = static_cast<const uint8_t*>(call.qkv) + position * context.qkv_width() * element;
+  const uint8_t *const k = q + node.num_heads * head_size * element, *const values = k + groups * head_size * element;
   float row_scale = 1.0f;
   if (node.qk_norm == k_qk_norm_row) {
-    a.q_scales[at] = inverse_norm(node, call.type, q, node.num_heads * d);
-    row_scale = inverse_norm(node, call.type, k, groups * d);
+    context.q_scales[position] = inverse_norm(node, call.type, q, node.num_heads * head_size);
+    row_scale = inverse_norm(node, call.type, k, groups * head_size);
   }
-  for (int64_t g = 0; g < groups; ++g) {
-    turn(a, k + g * d * element, at, weights_of(node, call.k_norm, g), row_scale, y);
-    const int64_t to = (b * groups + g) * call.slots + slot;
-    store_head(a, node.k_scale, y, key_width, static_cast<uint8_t*>(call.present_key) + to * a.slot_bytes(key_width));
-    if (!node.key_split) to_float(call.type, values + g * v * element, v, y);
-    store_head(a, node.v_scale, node.key_split ? y + key_width : y, value_width,
-               static_cast<uint8_t*>(call.present_value) + to * a.slot_bytes(value_width));
+  for (int64_t group = 0; group < groups; ++group) {
+    turn(context, k + group * head_size * element, position, weights_of(node, call.k_norm, group), row_scale, y);
+    const int64_t row = (batch_row * groups + group) * call.slots + slot;
+    store_head(context, node.k_scale, y, key_width,
+               static_cast<uint8_t*>(call.present_key) + row * context.slot_bytes(key_width));
+    if (!node.key_split) to_float(call.type, values + group * v * element, v, y);
+    store_head(context, node.v_scale, node.key_split ? y + key_width : y, value_width,
+               static_cast<uint8_t*>(call.present_value) + row * context.slot_bytes(value_width));
   }
 }
 
 template <class Isa>
-void queries(const AttentionContext& a, const AttentionTile& tile, float* scratch) {
-  const qm_attention& node = a.node;
-  const int64_t d = node.head_size, rows = tile.tokens * a.heads(), element = a.call.type == QM_F32 ? 4 : 2;
-  float* const y = scratch + a.keys_at();
+void queries(const AttentionContext& context, const AttentionTile& tile, float* scratch) {
+  const qm_attention& node = context.node;
+  const int64_t head_size = node.head_size, rows = tile.tokens * context.heads(),
+                element = context.call.type == QM_F32 ? 4 : 2;
+  float* const y = scratch + context.keys_at();
   for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
     const int64_t first = panel_row<Isa>(rows, panel), count = panel_row<Isa>(rows, panel + 1) - first;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t head = tile.group * a.heads() + (first + i) % a.heads();
-      const int64_t token = tile.token + (first + i) / a.heads();
-      const int64_t at = tile.b * a.call.tokens + a.call.rows[3 * tile.b] + token;
-      const uint8_t* const x = static_cast<const uint8_t*>(a.call.qkv) + (at * a.qkv_width() + head * d) * element;
-      const float row_scale = node.qk_norm == k_qk_norm_row ? a.q_scales[at] : 1.0f;
-      turn(a, x, at, weights_of(node, a.call.q_norm, head), row_scale, y);
-      float* const panels = scratch + a.queries_at() + first * d;
-      for (int64_t f = 0; f < d; ++f) panels[f * count + i] = y[f];
+      const int64_t head = tile.group * context.heads() + (first + i) % context.heads();
+      const int64_t token = tile.token + (first + i) / context.heads();
+      const int64_t position = tile.b * context.call.tokens + context.call.rows[3 * tile.b] + token;
+      const uint8_t* const x =
+          static_cast<const uint8_t*>(context.call.qkv) + (position * context.qkv_width() + head * head_size) * element;
+      const float row_scale = node.qk_norm == k_qk_norm_row ? context.q_scales[position] : 1.0f;
+      turn(context, x, position, weights_of(node, context.call.q_norm, head), row_scale, y);
+      float* const panels = scratch + context.queries_at() + first * head_size;
+      for (int64_t f = 0; f < head_size; ++f) panels[f * count + i] = y[f];
     }
   }
 }
@@ -193,23 +199,23 @@ struct Ahead {
 
 // out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kBytes for each feature.
 template <class Isa, int R, int K, int kBytes>
-void products(const float* q, const float* keys, int64_t d, float scale, float* out, const Ahead& ahead) {
+void products(const float* q, const float* keys, int64_t features, float scale, float* out, const Ahead& ahead) {
   typename Isa::Vector sum[R][K];
   QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = Isa::zero();
-  for (int64_t f = 0; f < d; ++f, q += R, keys += 16) {
+  for (int64_t f = 0; f < features; ++f, q += R, keys += 16) {
     fetch<kBytes>(f < ahead.split ? ahead.keys + f * kBytes : ahead.others + (f - ahead.split) * kBytes);
     QM_EACH(k, K) {
-      const typename Isa::Vector x = Isa::load(keys + k * d * 16);
+      const typename Isa::Vector x = Isa::load(keys + k * features * 16);
       QM_EACH(r, R) sum[r][k] = Isa::multiply_add(q[r], x, sum[r][k]);
     }
   }
   QM_EACH(r, R) QM_EACH(k, K) Isa::store(out + r * kScoreStride + k * 16, Isa::multiply(scale, sum[r][k]));
 }
 
-// acc[r][v] += p[r][slot] * values[slot][v] for slots ascending, 16 V values; fetches as many from `ahead` on where the
-// values are the cache.
+// acc[r][v] += weights[r][slot] * values[slot][v] for slots ascending, 16 V values; fetches as many from `ahead` on
+// where the values are the cache.
 template <class Isa, int R, int V, bool kCache, class C>
-void add_values(const float* p, const C* values, int64_t stride, int64_t slots, float* acc, int64_t acc_stride,
+void add_values(const float* weights, const C* values, int64_t stride, int64_t slots, float* acc, int64_t acc_stride,
                 const C* ahead) {
   typename Isa::Vector sum[R][V];
   QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = Isa::load(acc + r * acc_stride + v * 16);
@@ -217,22 +223,22 @@ void add_values(const float* p, const C* values, int64_t stride, int64_t slots, 
     if constexpr (kCache) fetch<V * 16 * sizeof(C)>(ahead + slot * V * 16);
     QM_EACH(v, V) {
       const typename Isa::Vector x = Isa::load(values + v * 16);
-      QM_EACH(r, R) sum[r][v] = Isa::multiply_add(p[r * kScoreStride + slot], x, sum[r][v]);
+      QM_EACH(r, R) sum[r][v] = Isa::multiply_add(weights[r * kScoreStride + slot], x, sum[r][v]);
     }
   }
   QM_EACH(r, R) QM_EACH(v, V) Isa::store(acc + r * acc_stride + v * 16, sum[r][v]);
 }
 template <class Isa, bool kCache, class C>
-void add_values(int64_t rows, const float* p, const C* values, int64_t stride, int64_t width, int64_t slots, float* acc,
-                int64_t acc_stride) {
+void add_values(int64_t rows, const float* weights, const C* values, int64_t stride, int64_t width, int64_t slots,
+                float* acc, int64_t acc_stride) {
   with_rows<Isa::kRows>(rows, [&](auto r) {
     constexpr int R = decltype(r)::value, V = R == 1 ? 4 : R == 2 ? 2 * Isa::kVectors : Isa::kVectors;
     int64_t v = 0;
     for (; v + 16 * V <= width; v += 16 * V)
-      add_values<Isa, R, V, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
+      add_values<Isa, R, V, kCache>(weights, values + v, stride, slots, acc + v, acc_stride,
                                     values + kAttentionBlock * (stride + v));
     for (; v < width; v += 16)
-      add_values<Isa, R, 1, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
+      add_values<Isa, R, 1, kCache>(weights, values + v, stride, slots, acc + v, acc_stride,
                                     values + kAttentionBlock * (stride + v));
   });
 }
@@ -241,35 +247,35 @@ struct SlotRange {
   int64_t begin, end;
 };
 // What the tile's token sees of a block, counted from the block's first slot; begin >= end: nothing.
-inline SlotRange seen(const AttentionContext& a, const AttentionTile& tile, int64_t token, int64_t block) {
-  const int64_t p = a.slot(tile.b, tile.token + token), first = block * kAttentionBlock;
-  return {std::max<int64_t>(0, a.first_slot(p) - first), std::min(kAttentionBlock, p + 1 - first)};
+inline SlotRange seen(const AttentionContext& context, const AttentionTile& tile, int64_t token, int64_t block) {
+  const int64_t p = context.slot(tile.b, tile.token + token), first = block * kAttentionBlock;
+  return {std::max<int64_t>(0, context.first_slot(p) - first), std::min(kAttentionBlock, p + 1 - first)};
 }
 
 // Scores to weights; the largest score to part[0], the sum of the weights to part[1].
-void soften(float softcap, SlotRange range, float* s, float* part) {
+void soften(float softcap, SlotRange range, float* scores, float* part) {
   const int64_t first = range.begin / 16 * 16, last = align_up(range.end, 16);
   if (softcap != 0.0f)
-    for (int64_t i = first; i < last; ++i) s[i] = softcap * tanh_f32(s[i] / softcap);
-  std::fill(s + first, s + range.begin, -kInfinity);
-  std::fill(s + range.end, s + last, -kInfinity);
+    for (int64_t i = first; i < last; ++i) scores[i] = softcap * tanh_f32(scores[i] / softcap);
+  std::fill(scores + first, scores + range.begin, -kInfinity);
+  std::fill(scores + range.end, scores + last, -kInfinity);
   constexpr int kTops = 64;  // vectors that do not wait for each other
   float tops[kTops], sums[16] = {};
   std::fill(tops, tops + kTops, -kInfinity);
   const auto larger = [](float a, float b) { return a > b ? a : b; };
-  int64_t at = first;
-  for (; at + kTops <= last; at += kTops)
-    for (int j = 0; j < kTops; ++j) tops[j] = larger(s[at + j], tops[j]);
-  for (; at < last; at += 16)
-    for (int j = 0; j < 16; ++j) tops[j] = larger(s[at + j], tops[j]);
+  int64_t slot = first;
+  for (; slot + kTops <= last; slot += kTops)
+    for (int j = 0; j < kTops; ++j) tops[j] = larger(scores[slot + j], tops[j]);
+  for (; slot < last; slot += 16)
+    for (int j = 0; j < 16; ++j) tops[j] = larger(scores[slot + j], tops[j]);
   for (int width = kTops / 2; width > 0; width /= 2)
     for (int j = 0; j < width; ++j) tops[j] = larger(tops[j + width], tops[j]);
   const float top = tops[0];
   for (int64_t i = first; i < last; i += 16) {
     for (int j = 0; j < 16; ++j) {
-      const float weight = exp_f32(s[i + j] - top);
-      s[i + j] = s[i + j] == -kInfinity ? 0.0f : weight;
-      sums[j] += s[i + j];
+      const float weight = exp_f32(scores[i + j] - top);
+      scores[i + j] = scores[i + j] == -kInfinity ? 0.0f : weight;
+      sums[j] += scores[i + j];
     }
   }
   part[0] = top;
@@ -337,9 +343,9 @@ void score(const AttentionContext& context, SlotRange all, const Block<C>& cache
 
 // Adds the values of the block's slots, a panel of rows at once where all of them see a slot.
 template <class Isa, bool kCache, class C>
-void add_block(const AttentionContext& a, const AttentionTile& tile, int64_t block, const C* values, int64_t stride,
-               const float* scores, float* parts) {
-  const int64_t rows = tile.tokens * a.heads(), width = a.padded_values(), part = a.part_floats();
+void add_block(const AttentionContext& context, const AttentionTile& tile, int64_t block, const C* values,
+               int64_t stride, const float* scores, float* parts) {
+  const int64_t rows = tile.tokens * context.heads(), width = context.padded_values(), part = context.part_floats();
   for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
     const int64_t row = panel_row<Isa>(rows, panel), end = panel_row<Isa>(rows, panel + 1);
     const auto add = [&](int64_t first, int64_t count, int64_t begin, int64_t until) {
@@ -349,25 +355,25 @@ void add_block(const AttentionContext& a, const AttentionTile& tile, int64_t blo
     };
     SlotRange common{0, kAttentionBlock};
     for (int64_t r = row; r < end; ++r) {
-      const SlotRange range = seen(a, tile, r / a.heads(), block);
+      const SlotRange range = seen(context, tile, r / context.heads(), block);
       common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
     }
     if (common.begin >= common.end) common = {kAttentionBlock, kAttentionBlock};
     for (int64_t r = row; r < end; ++r) {
-      const SlotRange range = seen(a, tile, r / a.heads(), block);
+      const SlotRange range = seen(context, tile, r / context.heads(), block);
       add(r, 1, range.begin, std::min(range.end, common.begin));
     }
     add(row, end - row, common.begin, common.end);
-    for (int64_t r = row; r < end; ++r) add(r, 1, common.end, seen(a, tile, r / a.heads(), block).end);
+    for (int64_t r = row; r < end; ++r) add(r, 1, common.end, seen(context, tile, r / context.heads(), block).end);
   }
 }
 
 // Multiplies scores or weights of slots by the scales that int8_token has after their codes.
-void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, SlotRange range, float* s) {
+void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, SlotRange range, float* scores) {
   for (int64_t i = range.begin; i < range.end; ++i) {
     float own;
     std::memcpy(&own, rows + i * pitch + width, 4);
-    s[i] = s[i] * own;
+    scores[i] = scores[i] * own;
   }
 }
 
@@ -399,13 +405,13 @@ void block_of(const AttentionContext& context, const AttentionTile& tile, int64_
   }
   if (all.begin >= all.end) return;
   score<Isa>(context, all, cache, rows, scratch);
-  for (int64_t r = 0; r < rows; ++r) {
-    const SlotRange range = seen(context, tile, r / context.heads(), block);
-    std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
+  for (int64_t row = 0; row < rows; ++row) {
+    const SlotRange range = seen(context, tile, row / context.heads(), block);
+    std::fill(parts + row * part + 16, parts + (row + 1) * part, 0.0f);
     if (range.begin >= range.end) continue;
-    float* const row_scores = scores + r * kScoreStride;
+    float* const row_scores = scores + row * kScoreStride;
     if (tails) scale_slots(reinterpret_cast<const uint8_t*>(keys), key_pitch, head_size, range, row_scores);
-    soften(context.node.softcap, range, row_scores, parts + r * part);
+    soften(context.node.softcap, range, row_scores, parts + row * part);
     if (tails) scale_slots(reinterpret_cast<const uint8_t*>(values), pitch, v_head_size, range, row_scores);
   }
   if (v_head_size == width && panel_count<Isa>(rows) <= 2 && !context.node.key_split)
@@ -423,26 +429,28 @@ void block_of(const AttentionContext& context, const AttentionTile& tile, int64_
   add_block<Isa, false>(context, tile, block, static_cast<const float*>(wide), width, scores, parts);
 }
 template <class Isa>
-void block(const AttentionContext& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
+void block(const AttentionContext& context, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   static_assert(count_values("cache_format") == 4, "the ifs below");
-  if (a.node.cache_format == k_cache_format_fp8_e4m3) return block_of<Isa, E4m3>(a, tile, block, scratch, parts);
-  if (a.node.cache_format != k_cache_format_none) return block_of<Isa, int8_t>(a, tile, block, scratch, parts);
-  if (a.call.cache_type == QM_F32) return block_of<Isa, float>(a, tile, block, scratch, parts);
-  block_of<Isa, uint16_t>(a, tile, block, scratch, parts);
+  if (context.node.cache_format == k_cache_format_fp8_e4m3)
+    return block_of<Isa, E4m3>(context, tile, block, scratch, parts);
+  if (context.node.cache_format != k_cache_format_none)
+    return block_of<Isa, int8_t>(context, tile, block, scratch, parts);
+  if (context.call.cache_type == QM_F32) return block_of<Isa, float>(context, tile, block, scratch, parts);
+  block_of<Isa, uint16_t>(context, tile, block, scratch, parts);
 }
 
-void begin(const AttentionContext& a, const AttentionTile& tile, float* parts) {
-  for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += a.part_floats()) {
-    parts[0] = a.call.sinks[tile.group * a.heads() + r % a.heads()];
+void begin(const AttentionContext& context, const AttentionTile& tile, float* parts) {
+  for (int64_t row = 0; row < tile.tokens * context.heads(); ++row, parts += context.part_floats()) {
+    parts[0] = context.call.sinks[tile.group * context.heads() + row % context.heads()];
     parts[1] = 1.0f;
-    std::fill(parts + 16, parts + a.part_floats(), 0.0f);
+    std::fill(parts + 16, parts + context.part_floats(), 0.0f);
   }
 }
 
-void merge(const AttentionContext& a, const AttentionTile& tile, int64_t block, const float* parts, float* into) {
-  const int64_t part = a.part_floats();
-  for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += part, into += part) {
-    const SlotRange range = seen(a, tile, r / a.heads(), block);
+void merge(const AttentionContext& context, const AttentionTile& tile, int64_t block, const float* parts, float* into) {
+  const int64_t part = context.part_floats();
+  for (int64_t row = 0; row < tile.tokens * context.heads(); ++row, parts += part, into += part) {
+    const SlotRange range = seen(context, tile, row / context.heads(), block);
     if (range.begin >= range.end) continue;
     const float top = parts[0] > into[0] ? parts[0] : into[0];
     const float before = exp_f32(into[0] - top), here = exp_f32(parts[0] - top);
@@ -452,15 +460,16 @@ void merge(const AttentionContext& a, const AttentionTile& tile, int64_t block, 
   }
 }
 
-void finish(const AttentionContext& a, const AttentionTile& tile, float* parts) {
-  const int64_t v = a.node.v_head_size, element = a.call.type == QM_F32 ? 4 : 2;
-  const float factor = value_factor(a.node);
-  for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += a.part_floats()) {
+void finish(const AttentionContext& context, const AttentionTile& tile, float* parts) {
+  const int64_t v = context.node.v_head_size, element = context.call.type == QM_F32 ? 4 : 2;
+  const float factor = value_factor(context.node);
+  for (int64_t row = 0; row < tile.tokens * context.heads(); ++row, parts += context.part_floats()) {
     scale(1.0f / parts[1] * factor, parts + 16, v);
-    const int64_t token = tile.b * a.call.tokens + a.call.rows[3 * tile.b] + tile.token + r / a.heads();
-    const int64_t head = tile.group * a.heads() + r % a.heads();
-    from_float(a.call.type, parts + 16, v,
-               static_cast<uint8_t*>(a.call.output) + (token * a.node.num_heads + head) * v * element);
+    const int64_t token =
+        tile.b * context.call.tokens + context.call.rows[3 * tile.b] + tile.token + row / context.heads();
+    const int64_t head = tile.group * context.heads() + row % context.heads();
+    from_float(context.call.type, parts + 16, v,
+               static_cast<uint8_t*>(context.call.output) + (token * context.node.num_heads + head) * v * element);
   }
 }
 

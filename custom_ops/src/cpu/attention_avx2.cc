@@ -50,9 +50,9 @@ struct Avx2Vectors {
 
   // 8 features of 8 keys, to columns of 16.
   template <class C>
-  static void transpose_eight(const C* const* rows, int64_t at, float* out) {
+  static void transpose_eight(const C* const* rows, int64_t feature, float* out) {
     __m256 x[8], y[8];
-    for (int i = 0; i < 8; ++i) x[i] = load_half(rows[i] + at);
+    for (int i = 0; i < 8; ++i) x[i] = load_half(rows[i] + feature);
     for (int i = 0; i < 8; i += 2) {
       y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
       y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);

@@ -51,11 +51,11 @@ struct Avx512Vectors {
   }
 
   // 4 x 4 blocks of 4 x 4 numbers: the blocks' insides, then the blocks.
-  static void transpose(const float* const* rows, int64_t at, float* out) {
+  static void transpose(const float* const* rows, int64_t feature, float* out) {
     __m512 x[16];
     for (int i = 0; i < 16; i += 4)
-      transpose_quarters(load(rows[i] + at), load(rows[i + 1] + at), load(rows[i + 2] + at), load(rows[i + 3] + at),
-                         x + i);
+      transpose_quarters(load(rows[i] + feature), load(rows[i + 1] + feature), load(rows[i + 2] + feature),
+                         load(rows[i + 3] + feature), x + i);
     for (int i = 0; i < 4; ++i) {  // quarter q of x[4 j + i]: column 4 q + i of rows 4 j ..
       const __m512 even = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88), odd = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
       const __m512 more = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88),
@@ -70,8 +70,8 @@ struct Avx512Vectors {
   // As 16-bit numbers, half as many vectors: row i and row i + 8 are the halves of one. Each 128 bits are 8 x 8 of
   // them.
   template <class C>
-  static void transpose(const C* const* rows, int64_t at, float* out) {
-    const auto half = [&](int i) { return load_short(rows[i] + at); };
+  static void transpose(const C* const* rows, int64_t feature, float* out) {
+    const auto half = [&](int i) { return load_short(rows[i] + feature); };
     __m512i x[8], y[8];
     for (int i = 0; i < 8; ++i) x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(half(i)), half(i + 8), 1);
     for (int i = 0; i < 4; ++i) {

@@ -52,9 +52,9 @@ struct NeonVectors {
 
   // 4 features of 4 keys, to columns of 16.
   template <class C>
-  static void transpose_four(const C* const* rows, int64_t at, float* out) {
-    const float32x4x2_t a = vtrnq_f32(load_four(rows[0] + at), load_four(rows[1] + at));
-    const float32x4x2_t b = vtrnq_f32(load_four(rows[2] + at), load_four(rows[3] + at));
+  static void transpose_four(const C* const* rows, int64_t feature, float* out) {
+    const float32x4x2_t a = vtrnq_f32(load_four(rows[0] + feature), load_four(rows[1] + feature));
+    const float32x4x2_t b = vtrnq_f32(load_four(rows[2] + feature), load_four(rows[3] + feature));
     for (int i = 0; i < 2; ++i) {
       vst1q_f32(out + i * 16, vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i])));
       vst1q_f32(out + (i + 2) * 16, vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i])));

@@ -67,36 +67,36 @@ void column_tile(const PanelMatrix& matrix, const ColumnPanels<V>& panels, const
   constexpr int P = V::panels_of(M), S = 16 / V::kRows;  // panels; vectors of a column
   constexpr int kBytes = code_bits(kFormat) / 8, kColumns = V::kColumnBytes / 16 / kBytes;  // of a step
   constexpr int kStep = kFormat == k_format_fp8_e4m3 ? V::kColumns : 1;
-  const int m = kWhole ? M : tokens;
+  const int tile_tokens = kWhole ? M : tokens;
 #define QM_EACH_COLUMN \
   _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s)
   for (int panel = 0; panel < panels.count; panel += P) {
     const float* x = reinterpret_cast<const float*>(tile) + first;
     Floats acc[M][P][S], partial[M][P][S];
     QM_EACH_TOKEN QM_EACH_COLUMN acc[i][v][s] = V::broadcast(0.0f);
-    for (int64_t b = 0; b < matrix.blocks; ++b) {
+    for (int64_t block = 0; block < matrix.blocks; ++block) {
       QM_EACH_TOKEN QM_EACH_COLUMN partial[i][v][s] = V::broadcast(0.0f);
-      int64_t offset = b * matrix.block_bytes;
+      int64_t offset = block * matrix.block_bytes;
       const int64_t end = offset + matrix.codes_bytes;
       do {
         _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) {
           const uint8_t* const at = panels.panel[panel + v] + offset;
           V::prefetch(at, V::kColumnBytes, panels.ahead);
-          _Pragma("GCC unroll 8") for (int c = 0; c < kColumns; c += kStep) {
-            Floats w[kStep][S];
+          _Pragma("GCC unroll 8") for (int column = 0; column < kColumns; column += kStep) {
+            Floats weights[kStep][S];
             if constexpr (kStep == 2)
-              V::e4m3_columns(at + 16 * c, w[0][0], w[1][0]);
+              V::e4m3_columns(at + 16 * column, weights[0][0], weights[1][0]);
             else
-              _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s) w[0][s] =
-                  load_numbers<V, kFormat>(at + (16 * c + s * V::kRows) * kBytes);
+              _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s) weights[0][s] =
+                  load_numbers<V, kFormat>(at + (16 * column + s * V::kRows) * kBytes);
             _Pragma("GCC unroll 2") for (int j = 0; j < kStep; ++j) QM_EACH_TOKEN {
-              const auto number = V::number(x + (c + j) * m + i);
+              const auto number = V::number(x + (column + j) * tile_tokens + i);
               _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s) partial[i][v][s] =
-                  V::fma(number, w[j][s], partial[i][v][s]);
+                  V::fma(number, weights[j][s], partial[i][v][s]);
             }
           }
         }
-        x += kColumns * m;
+        x += kColumns * tile_tokens;
         offset += V::kColumnBytes;
       } while (offset != end);
       QM_EACH_COLUMN {
@@ -130,19 +130,19 @@ constexpr auto column_tiles(std::integer_sequence<int, M...>) {
 template <class V, int kMost, bool kWhole>
 void multiply_columns(const PanelProduct& product) {
   static constexpr auto kTiles = column_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
-  const PanelMatrix& p = *product.matrix;
-  const auto* const tiles = kTiles.of[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2];
+  const PanelMatrix& matrix = *product.matrix;
+  const auto* const tiles = kTiles.of[matrix.format == k_format_fp8_e4m3 ? 0 : matrix.format == k_format_bf16 ? 1 : 2];
   constexpr int kWidth = V::panels_of(1);
   for (int64_t panel = 0; panel < product.panel_count; panel += kWidth) {
-    ColumnPanels<V> g(product, panel, kWidth);
-    for (int64_t t = 0; t < product.tile_count; ++t, g.ahead = 0) {
-      const TokenTile& tile = product.tiles[t];
+    ColumnPanels<V> panels(product, panel, kWidth);
+    for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index, panels.ahead = 0) {
+      const TokenTile& tile = product.tiles[tile_index];
       for (int first = 0, passes = static_cast<int>(ceil_div(tile.m, kMost)); passes > 0; --passes) {  // even ones
         const int count = static_cast<int>(ceil_div(tile.m - first, passes));
-        tiles[count - 1](p, g, tile.data, tile.m, first, product.row_stride);
+        tiles[count - 1](matrix, panels, tile.data, tile.m, first, product.row_stride);
         first += count;
       }
-      g.advance(tile.m * product.row_stride);
+      panels.advance(tile.m * product.row_stride);
     }
   }
 }

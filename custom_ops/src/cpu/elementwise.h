@@ -8,31 +8,31 @@
 namespace quantmoe {
 namespace {
 
-void to_float(qm_type type, const void* source, int64_t n, float* out) {
+void to_float(qm_type type, const void* source, int64_t count, float* out) {
   const uint16_t* bits = static_cast<const uint16_t*>(source);
   if (type == QM_F32) {
-    std::memcpy(out, source, static_cast<size_t>(n) * 4);
+    std::memcpy(out, source, static_cast<size_t>(count) * 4);
   } else if (type == QM_F16) {
-    for (int64_t i = 0; i < n; ++i) out[i] = half_to_float(bits[i]);
+    for (int64_t i = 0; i < count; ++i) out[i] = half_to_float(bits[i]);
   } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = bfloat_to_float(bits[i]);
+    for (int64_t i = 0; i < count; ++i) out[i] = bfloat_to_float(bits[i]);
   }
 }
 
-void from_float(qm_type type, const float* source, int64_t n, void* out) {
+void from_float(qm_type type, const float* source, int64_t count, void* out) {
   uint16_t* bits = static_cast<uint16_t*>(out);
   if (type == QM_F32) {
     float* values = static_cast<float*>(out);
-    for (int64_t i = 0; i < n; ++i) values[i] = source[i] != source[i] ? bit_cast<float>(0x7fc00000u) : source[i];
+    for (int64_t i = 0; i < count; ++i) values[i] = source[i] != source[i] ? bit_cast<float>(0x7fc00000u) : source[i];
   } else if (type == QM_F16) {
-    for (int64_t i = 0; i < n; ++i) bits[i] = float_to_half(source[i]);
+    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_half(source[i]);
   } else {
-    for (int64_t i = 0; i < n; ++i) bits[i] = float_to_bfloat(source[i]);
+    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_bfloat(source[i]);
   }
 }
 
-void scale(float factor, float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+void scale(float factor, float* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
 // q is __restrict: as a character pointer it could alias everything, and no loop would vectorise.
@@ -72,18 +72,18 @@ bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, 
   const float range = high - low;
   const float inverse = range == 0.0f ? 1.0f : 255.0f / range;
   *step = inverse == 0.0f ? 0.0f : 1.0f / inverse;
-  const float a = low * inverse, b = high * inverse;
+  const float scaled_low = low * inverse, scaled_high = high * inverse;
   if (!(range < INFINITY && inverse < INFINITY)) {
     *step = 1.0f;
     return range < INFINITY;  // a range below 255 / FLT_MAX is zero
   }
-  const float from_low = -128.0f + a, from_high = 127.0f + b;
-  float zero = from_low + from_high > 0.0f ? -128.0f - a : 127.0f - b;
+  const float from_low = -128.0f + scaled_low, from_high = 127.0f + scaled_high;
+  float zero = from_low + from_high > 0.0f ? -128.0f - scaled_low : 127.0f - scaled_high;
   zero = zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero;
-  const int32_t z = static_cast<int32_t>(round_half_even(zero));
-  *zero_point = z;
+  const int32_t rounded_zero = static_cast<int32_t>(round_half_even(zero));
+  *zero_point = rounded_zero;
   for (i = 0; i < k; ++i) {
-    const int32_t value = static_cast<int32_t>(round_half_even(x[i] * inverse)) + z;
+    const int32_t value = static_cast<int32_t>(round_half_even(x[i] * inverse)) + rounded_zero;
     q[i] = static_cast<int8_t>(value > 127 ? 127 : value < -128 ? -128 : value);
   }
   return true;
@@ -105,71 +105,71 @@ inline float clamp_to(float x, float limit) { return x > limit ? limit : x < -li
 
 // Ungated layers pass up as gate and get act(up) by ignoring the second operand.
 template <bool kGated>
-void activate_as(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h) {
+void activate_as(const qm_moe& moe, const float* gate, const float* up, int64_t count, float* h) {
   const float alpha = moe.swiglu_alpha, limit = moe.swiglu_limit;
   const auto times = [](float a, float u) { return kGated ? a * u : a; };
   static_assert(count_values("activation") == 6, "a case for each");
   switch (moe.activation) {
     case k_activation_silu:
-      return map(gate, up, n, h, [=](float g, float u) { return times(silu_f32(g), u); });
+      return map(gate, up, count, h, [=](float g, float u) { return times(silu_f32(g), u); });
     case k_activation_gelu:
-      return map(gate, up, n, h,
+      return map(gate, up, count, h,
                  [=](float g, float u) { return times(0.5f * g * (1.0f + erf_f32(g * 0.707106781f)), u); });
     case k_activation_gelu_tanh:
-      return map(gate, up, n, h, [=](float g, float u) {
+      return map(gate, up, count, h, [=](float g, float u) {
         const float inner = 0.797884561f * fma(0.044715f * g * g, g, g);
         return times(0.5f * g * (1.0f + tanh_f32(inner)), u);
       });
     case k_activation_relu2:
-      return map(gate, up, n, h, [=](float g, float u) {
+      return map(gate, up, count, h, [=](float g, float u) {
         const float positive = g < 0.0f ? 0.0f : g;
         return times(positive * positive, u);
       });
     case k_activation_swiglu_oai:
-      return map(gate, up, n, h, [=](float g, float u) {
+      return map(gate, up, count, h, [=](float g, float u) {
         g = g > limit ? limit : g;
         return g * sigmoid_f32(alpha * g) * (clamp_to(u, limit) + 1.0f);
       });
     case k_activation_swiglu_step:
-      return map(gate, up, n, h, [=](float g, float u) {
+      return map(gate, up, count, h, [=](float g, float u) {
         const float s = silu_f32(g);
         return (s > limit ? limit : s) * clamp_to(u, limit);
       });
   }
 }
 
-void activate(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h) {
-  gate ? activate_as<true>(moe, gate, up, n, h) : activate_as<false>(moe, up, up, n, h);
+void activate(const qm_moe& moe, const float* gate, const float* up, int64_t count, float* h) {
+  gate ? activate_as<true>(moe, gate, up, count, h) : activate_as<false>(moe, up, up, count, h);
 }
 
-void accumulate(float weight, const float* x, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; ++i) y[i] = fma(weight, x[i], y[i]);
+void accumulate(float weight, const float* x, int64_t count, float* y) {
+  for (int64_t i = 0; i < count; ++i) y[i] = fma(weight, x[i], y[i]);
 }
 
-// Interleaves m rows of 4-byte pieces, in the order of the output: a tile is larger than L1, so its lines are written
+// Interleaves rows of 4-byte pieces, in the order of the output: a tile is larger than L1, so its lines are written
 // once.
-inline void interleave(const uint8_t* const* rows, int m, int64_t bytes, uint8_t* __restrict out) {
-  for (int64_t at = 0; at < bytes; at += 4, out += 4 * m)
-    for (int i = 0; i < m; ++i) std::memcpy(out + 4 * i, rows[i] + at, 4);
+inline void interleave(const uint8_t* const* rows, int count, int64_t bytes, uint8_t* __restrict out) {
+  for (int64_t at = 0; at < bytes; at += 4, out += 4 * count)
+    for (int i = 0; i < count; ++i) std::memcpy(out + 4 * i, rows[i] + at, 4);
 }
 
-void pack_tile(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
+void pack_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens, uint8_t* out) {
   const uint8_t* sources[kMaxTileRows];
-  for (int i = 0; i < m; ++i)
+  for (int i = 0; i < tokens; ++i)
     sources[i] = quantized ? reinterpret_cast<const uint8_t*>(rows[i].q) : reinterpret_cast<const uint8_t*>(rows[i].x);
-  interleave(sources, m, quantized ? p.kp : 4 * p.kp, out);
+  interleave(sources, tokens, quantized ? matrix.kp : 4 * matrix.kp, out);
   if (!quantized) return;
-  int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
-  for (int i = 0; i < m; ++i)
-    for (int64_t b = 0; b < p.groups(); ++b) sums[b * m + i] = rows[i].sums[b];
-  float* steps = reinterpret_cast<float*>(sums + p.groups() * m);
-  if (p.stepped) {
-    for (int i = 0; i < m; ++i)
-      for (int64_t b = 0; b < p.groups(); ++b) steps[b * m + i] = rows[i].steps[b];
+  int32_t* sums = reinterpret_cast<int32_t*>(out + matrix.kp * tokens);
+  for (int i = 0; i < tokens; ++i)
+    for (int64_t group = 0; group < matrix.groups(); ++group) sums[group * tokens + i] = rows[i].sums[group];
+  float* steps = reinterpret_cast<float*>(sums + matrix.groups() * tokens);
+  if (matrix.stepped) {
+    for (int i = 0; i < tokens; ++i)
+      for (int64_t group = 0; group < matrix.groups(); ++group) steps[group * tokens + i] = rows[i].steps[group];
     return;
   }
-  int32_t* zero_points = reinterpret_cast<int32_t*>(steps + m);
-  for (int i = 0; i < m; ++i) {
+  int32_t* zero_points = reinterpret_cast<int32_t*>(steps + tokens);
+  for (int i = 0; i < tokens; ++i) {
     steps[i] = rows[i].step;
     zero_points[i] = rows[i].zero_point;
   }
@@ -178,17 +178,18 @@ void pack_tile(const PanelMatrix& p, bool quantized, const ActivationRow* rows, 
 // For kernels whose codes are unsigned, offset by 8, 128 or (e2m1) 12: the sums become what a dot product starts at,
 // -offset * sum. With zero points that depends on the weights' row: the sums become two 16-bit factors, sum % 128 and
 // sum / 128, which one multiply-add of pairs with -zero and -128 * zero turns into it.
-inline void pack_tile_offset(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
-  pack_tile(p, quantized, rows, m, out);
+inline void pack_tile_offset(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
+                             uint8_t* out) {
+  pack_tile(matrix, quantized, rows, tokens, out);
   if (!quantized) return;
-  int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
-  if (p.zero_points) {
-    for (int64_t i = 0; i < p.groups() * m; ++i)
+  int32_t* sums = reinterpret_cast<int32_t*>(out + matrix.kp * tokens);
+  if (matrix.zero_points) {
+    for (int64_t i = 0; i < matrix.groups() * tokens; ++i)
       sums[i] = static_cast<int32_t>((sums[i] & 127) | static_cast<uint32_t>(sums[i] >> 7) << 16);
     return;
   }
-  const int32_t offset = is_e2m1(p.format) ? 12 : p.bits == 4 ? 8 : 128;
-  for (int64_t i = 0; i < p.groups() * m; ++i) sums[i] *= -offset;
+  const int32_t offset = is_e2m1(matrix.format) ? 12 : matrix.bits == 4 ? 8 : 128;
+  for (int64_t i = 0; i < matrix.groups() * tokens; ++i) sums[i] *= -offset;
 }
 
 #define QM_ELEMENTWISE(pack) \

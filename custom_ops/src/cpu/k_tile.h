@@ -33,17 +33,17 @@ namespace {
 template <int n>
 using Number = std::integral_constant<int, n>;
 
-// f(Number<0>) to f(Number<7>): the fours of columns of 32.
+// body(Number<0>) to body(Number<7>): the fours of columns of 32.
 template <class F>
-[[gnu::always_inline]] inline void for_fours(F f) {
-  f(Number<0>{});
-  f(Number<1>{});
-  f(Number<2>{});
-  f(Number<3>{});
-  f(Number<4>{});
-  f(Number<5>{});
-  f(Number<6>{});
-  f(Number<7>{});
+[[gnu::always_inline]] inline void for_fours(F body) {
+  body(Number<0>{});
+  body(Number<1>{});
+  body(Number<2>{});
+  body(Number<3>{});
+  body(Number<4>{});
+  body(Number<5>{});
+  body(Number<6>{});
+  body(Number<7>{});
 }
 
 // Codes of columns 4j to 4j + 3 of a chunk. kHigh: their bits beyond 4.
@@ -81,15 +81,15 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
             int first, float* out, int64_t row_stride) {
   using Levels = LevelsAt<V, kHigh>;
   constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;  // bytes; fours of columns of a group
-  const int m = kWhole ? M : tokens;
+  const int tile_tokens = kWhole ? M : tokens;
   const uint8_t* x = tile + 4 * first;
-  const uint8_t* starts = tile + matrix.kp * m + 4 * first;
+  const uint8_t* starts = tile + matrix.kp * tile_tokens + 4 * first;
   typename V::Floats acc[M];
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
-  for (int64_t b = 0; b < matrix.blocks; ++b) {
-    const uint8_t* chunk = panel + b * matrix.block_bytes + 4 * row;
-    const Levels levels(panel + b * matrix.block_bytes + matrix.codes_bytes, row);
-    for (int c = 0; c < 8; ++c, chunk += kChunk) {
+  for (int64_t block = 0; block < matrix.blocks; ++block) {
+    const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
+    const Levels levels(panel + block * matrix.block_bytes + matrix.codes_bytes, row);
+    for (int chunk_index = 0; chunk_index < 8; ++chunk_index, chunk += kChunk) {
       V::prefetch(chunk, kChunk, ahead);
       typename V::Sums sums[M];
       for_fours([&](auto four) __attribute__((always_inline)) {
@@ -100,12 +100,12 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
             else
               sums[i] = V::start(reinterpret_cast<const int32_t*>(starts)[i]);
           }
-        const typename V::Bytes w = load_codes<V, kHigh, j>(chunk);
-        QM_EACH_TOKEN V::dot(sums[i], w, x + 4 * i);
-        x += 4 * m;
+        const typename V::Bytes codes = load_codes<V, kHigh, j>(chunk);
+        QM_EACH_TOKEN V::dot(sums[i], codes, x + 4 * i);
+        x += 4 * tile_tokens;
         if constexpr ((j + 1) % V::template kDots<kHigh> == 0) QM_EACH_TOKEN V::settle(sums[i]);
         if constexpr ((j + 1) % kWidth == 0) {
-          const int64_t group = c * 8 / kWidth + j / kWidth;
+          const int64_t group = chunk_index * 8 / kWidth + j / kWidth;
           const typename V::Floats scale = levels.scale(group);
           QM_EACH_TOKEN acc[i] = V::fma(V::floats(sums[i]), scale, acc[i]);
           if constexpr (Levels::kMinima) {
@@ -113,13 +113,13 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
             QM_EACH_TOKEN acc[i] =
                 V::negative_fma(V::broadcast(reinterpret_cast<const float*>(starts) + i), minimum, acc[i]);
           }
-          starts += 4 * m;
+          starts += 4 * tile_tokens;
         }
       });
     }
   }
   const float* steps = reinterpret_cast<const float*>(starts);
-  const int32_t* zero_points = reinterpret_cast<const int32_t*>(starts + 4 * m);
+  const int32_t* zero_points = reinterpret_cast<const int32_t*>(starts + 4 * tile_tokens);
   const typename V::Floats row_sums = V::load_floats(panel + matrix.tail() + 4 * row);
   const typename V::Floats bias = V::load_floats(panel + matrix.biases() + 4 * row);
   QM_EACH_TOKEN {
@@ -129,39 +129,39 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
   }
 }
 
-// The same of float activations, x f32 [kp][m].
+// The same of float activations, x f32 [kp][tokens].
 template <class V, int M, int kHigh, bool kWhole>
 void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile,
                   int tokens, int first, float* out, int64_t row_stride) {
   using Levels = LevelsAt<V, kHigh>;
   constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;
-  const int m = kWhole ? M : tokens;
+  const int tile_tokens = kWhole ? M : tokens;
   const float* x = reinterpret_cast<const float*>(tile) + first;
   typename V::Floats acc[M];
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
-  for (int64_t b = 0; b < matrix.blocks; ++b) {
-    const uint8_t* chunk = panel + b * matrix.block_bytes + 4 * row;
-    const Levels levels(panel + b * matrix.block_bytes + matrix.codes_bytes, row);
-    for (int c = 0; c < 8; ++c, chunk += kChunk) {
+  for (int64_t block = 0; block < matrix.blocks; ++block) {
+    const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
+    const Levels levels(panel + block * matrix.block_bytes + matrix.codes_bytes, row);
+    for (int chunk_index = 0; chunk_index < 8; ++chunk_index, chunk += kChunk) {
       V::prefetch(chunk, kChunk, ahead);
       typename V::Floats part[M], scale, minimum;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
         if constexpr (j % kWidth == 0) {
-          const int64_t group = c * 8 / kWidth + j / kWidth;
+          const int64_t group = chunk_index * 8 / kWidth + j / kWidth;
           QM_EACH_TOKEN part[i] = V::broadcast(0.0f);
           scale = levels.scale(group);
           if constexpr (Levels::kMinima) minimum = levels.minimum(group);
         }
         const typename V::Bytes codes = load_codes<V, kHigh, j>(chunk);
         const auto column = [&](auto byte) __attribute__((always_inline)) {
-          typename V::Floats w = V::template column<decltype(byte)::value>(codes);
+          typename V::Floats weight = V::template column<decltype(byte)::value>(codes);
           if constexpr (Levels::kMinima)
-            w = V::fma_less(w, scale, minimum);
+            weight = V::fma_less(weight, scale, minimum);
           else
-            w = V::multiply(V::add(w, V::broadcast(-32.0f)), scale);
-          QM_EACH_TOKEN part[i] = V::fma(V::broadcast(x + i), w, part[i]);
-          x += m;
+            weight = V::multiply(V::add(weight, V::broadcast(-32.0f)), scale);
+          QM_EACH_TOKEN part[i] = V::fma(V::broadcast(x + i), weight, part[i]);
+          x += tile_tokens;
         };
         column(Number<0>{});
         column(Number<1>{});
@@ -192,17 +192,18 @@ constexpr auto k_tiles(std::integer_sequence<int, M...>) {
 template <class V, int kMost, bool kWhole>
 void multiply_k(const PanelProduct& product) {
   static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
-  const PanelMatrix& p = *product.matrix;
-  const KTile* const tiles = kTiles.of[product.quantized][p.bits - 4];
+  const PanelMatrix& matrix = *product.matrix;
+  const KTile* const tiles = kTiles.of[product.quantized][matrix.bits - 4];
   for (int64_t panel = 0; panel < product.panel_count; ++panel) {
-    float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * p.nr;
-    for (int64_t t = 0; t < product.tile_count; ++t) {
-      const TokenTile& tile = product.tiles[t];
-      for (int row = 0; row < p.nr; row += V::kRows)
+    float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * matrix.nr;
+    for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
+      const TokenTile& tile = product.tiles[tile_index];
+      for (int row = 0; row < matrix.nr; row += V::kRows)
         for (int first = 0; first < tile.m; first += kMost) {
           const int count = tile.m - first < kMost ? tile.m - first : kMost;
-          tiles[count - 1](p, product.panels + panel * p.stride, row, t == 0 && row == 0 && first == 0 ? p.stride : 0,
-                           tile.data, tile.m, first, out, product.row_stride);
+          tiles[count - 1](matrix, product.panels + panel * matrix.stride, row,
+                           tile_index == 0 && row == 0 && first == 0 ? matrix.stride : 0, tile.data, tile.m, first, out,
+                           product.row_stride);
         }
       out += tile.m * product.row_stride;
     }
@@ -211,14 +212,15 @@ void multiply_k(const PanelProduct& product) {
 
 // pack_tile's sums become what a tile starts from: codes of 6 bits are 32 more than their values; of the others
 // minima take the sums as floats.
-inline void pack_k_tile(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
-  pack_tile(p, quantized, rows, m, out);
+inline void pack_k_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
+                        uint8_t* out) {
+  pack_tile(matrix, quantized, rows, tokens, out);
   if (!quantized) return;
-  uint8_t* const sums = out + p.kp * m;
-  for (int64_t i = 0; i < p.groups() * m; ++i) {
+  uint8_t* const sums = out + matrix.kp * tokens;
+  for (int64_t i = 0; i < matrix.groups() * tokens; ++i) {
     int32_t sum;
     std::memcpy(&sum, sums + 4 * i, 4);
-    if (p.format == k_format_q6_k) {
+    if (matrix.format == k_format_q6_k) {
       sum *= -32;
       std::memcpy(sums + 4 * i, &sum, 4);
     } else {

@@ -36,8 +36,8 @@ struct TokenTile {
   int m;
 };
 // Bytes of one row within a tile, so that tiles of any m lie back to back at row * tile_row_bytes.
-inline int64_t tile_row_bytes(const PanelMatrix& p, bool quantized) {
-  return quantized ? p.kp + 4 * p.groups() + (p.stepped ? 4 * p.groups() : 8) : 4 * p.kp;
+inline int64_t tile_row_bytes(const PanelMatrix& matrix, bool quantized) {
+  return quantized ? matrix.kp + 4 * matrix.groups() + (matrix.stepped ? 4 * matrix.groups() : 8) : 4 * matrix.kp;
 }
 
 struct PanelProduct {

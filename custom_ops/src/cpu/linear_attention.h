@@ -77,8 +77,8 @@ void convolution(const ConvContext& conv, int64_t batch_row, int64_t first, floa
   const int64_t size = x_of(conv.node).size;
   const Bits* const x = static_cast<const Bits*>(call.x) + batch_row * tokens * size + first;
   Bits* const y = static_cast<Bits*>(call.y) + batch_row * tokens * channels + first;
-  for (int64_t t = 0; t < tokens; ++t)
-    if (t < begin || t >= begin + count) std::fill_n(y + t * channels, slice, Bits{});
+  for (int64_t token = 0; token < tokens; ++token)
+    if (token < begin || token >= begin + count) std::fill_n(y + token * channels, slice, Bits{});
   if (past != present)
     for (int64_t i = 0; i < window - std::max<int64_t>(1, count); ++i)
       std::fill_n(slots + conv.slot(i), slice * before, Bits{});
@@ -96,19 +96,19 @@ void convolution(const ConvContext& conv, int64_t batch_row, int64_t first, floa
     for (int64_t c = 0; c < slice; ++c) bits[c] = call.rows[3 * batch_row + 2] ? past[c * before + j] : Bits{};
     to_float(call.type, bits, slice, ring + j * kConvChannels);
   }
-  for (int64_t t = 0; t < count; ++t) {
+  for (int64_t token = 0; token < count; ++token) {
     const float* rows[kMaxConvWidth];
-    for (int64_t j = 0; j < width; ++j) rows[j] = ring + (t + j) % width * kConvChannels;
-    for (int64_t c = 0; t + kConvAhead < count && c < slice; c += 64 / sizeof(Bits)) {
-      __builtin_prefetch(x + (begin + t + kConvAhead) * size + c, 0, 2);
-      __builtin_prefetch(y + (begin + t + kConvAhead) * channels + c, 1, 2);
+    for (int64_t j = 0; j < width; ++j) rows[j] = ring + (token + j) % width * kConvChannels;
+    for (int64_t c = 0; token + kConvAhead < count && c < slice; c += 64 / sizeof(Bits)) {
+      __builtin_prefetch(x + (begin + token + kConvAhead) * size + c, 0, 2);
+      __builtin_prefetch(y + (begin + token + kConvAhead) * channels + c, 1, 2);
     }
-    to_float(call.type, x + (begin + t) * size, slice, ring + (t + before) % width * kConvChannels);
+    to_float(call.type, x + (begin + token) * size, slice, ring + (token + before) % width * kConvChannels);
     convolve(width, rows, weights, bias, slice, out);
     static_assert(count_values("conv_activation") == 2, "the if below");
     if (conv.node.activation == k_conv_activation_silu)
       for (int64_t c = 0; c < slice; ++c) out[c] = silu_f32(out[c]);
-    from_float(call.type, out, slice, y + (begin + t) * channels);
+    from_float(call.type, out, slice, y + (begin + token) * channels);
   }
   // The bits of the last inputs, after each of the window's tokens; past, which may be present's memory, is read until
   // the last.
@@ -180,28 +180,28 @@ struct Head {
   }
 };
 
-// Operands and values of n tokens, from the first-th on.
-void prepare(const Head& h, int64_t first, int64_t n) {
-  const qm_delta& node = h.d.node;
-  const qm_delta_call& call = h.d.call;
+// Operands and values of `count` tokens, from the first-th on.
+void prepare(const Head& head, int64_t first, int64_t count) {
+  const qm_delta& node = head.d.node;
+  const qm_delta_call& call = head.d.call;
   const int64_t k = node.k_head_size, v = node.v_head_size, decays = node.decay_per_key ? k : 1;
-  const float rate = exp_f32(call.a_log[h.head]);
-  for (int64_t i = 0; i < n; ++i) {
-    float* const key = h.operands(i);
-    float *const decay = key + h.d.padded_keys(), *const decayed_key = decay + h.d.padded_keys();
-    float *const query = decayed_key + h.d.padded_keys(), *const scalars = query + h.d.padded_keys();
-    to_float(call.type, h.query(first + i), k, query);
-    to_float(call.type, h.key(first + i), k, key);
-    to_float(call.type, h.value(first + i), v, h.values(i));
+  const float rate = exp_f32(call.a_log[head.head]);
+  for (int64_t i = 0; i < count; ++i) {
+    float* const key = head.operands(i);
+    float *const decay = key + head.d.padded_keys(), *const decayed_key = decay + head.d.padded_keys();
+    float *const query = decayed_key + head.d.padded_keys(), *const scalars = query + head.d.padded_keys();
+    to_float(call.type, head.query(first + i), k, query);
+    to_float(call.type, head.key(first + i), k, key);
+    to_float(call.type, head.value(first + i), v, head.values(i));
     const float q_norm = 1.0f / std::sqrt(dot_lanes(query, query, k) + node.l2_epsilon);
     const float k_norm = 1.0f / std::sqrt(dot_lanes(key, key, k) + node.l2_epsilon);
     for (int64_t j = 0; j < k; ++j) query[j] = query[j] * q_norm * node.scale;
     for (int64_t j = 0; j < k; ++j) key[j] = key[j] * k_norm;
     scalars[1] = dot_lanes(query, key, k);
-    to_float(call.type, h.of(call.b, first + i, b_of(node), h.head), 1, scalars);
+    to_float(call.type, head.of(call.b, first + i, b_of(node), head.head), 1, scalars);
     scalars[0] = node.beta_scale * sigmoid_f32(scalars[0]);
-    to_float(call.type, h.of(call.a, first + i, a_of(node), h.head * decays), decays, decay);
-    for (int64_t j = 0; j < decays; ++j) decay[j] = decay_f32(rate, decay[j] + call.dt_bias[h.head * decays + j]);
+    to_float(call.type, head.of(call.a, first + i, a_of(node), head.head * decays), decays, decay);
+    for (int64_t j = 0; j < decays; ++j) decay[j] = decay_f32(rate, decay[j] + call.dt_bias[head.head * decays + j]);
     if (decays == 1) std::fill(decay, decay + k, decay[0]);
     for (int64_t j = 0; j < k; ++j) decayed_key[j] = key[j] * decay[j];
     for (int64_t j = 0; j < k; ++j) query[j] = query[j] * decay[j];
@@ -227,17 +227,17 @@ struct Lines {
 };
 
 // What the i-th token of a head reads and writes; queries and keys, or the rest.
-Lines lines_of(const Head& h, int64_t i, bool rest) {
-  const int64_t element = h.d.call.type == QM_F32 ? 4 : 2, k = h.d.node.k_head_size * element;
-  const int64_t v = h.d.node.v_head_size * element;
+Lines lines_of(const Head& head, int64_t i, bool rest) {
+  const int64_t element = head.d.call.type == QM_F32 ? 4 : 2, k = head.d.node.k_head_size * element;
+  const int64_t v = head.d.node.v_head_size * element;
   Lines lines;
   if (!rest) {
-    lines.add(h.query(i), k);
-    lines.add(h.key(i), k);
+    lines.add(head.query(i), k);
+    lines.add(head.key(i), k);
   } else {
-    lines.add(h.value(i), v);
-    lines.add(h.z(i), v);
-    lines.add(h.y(i), v);
+    lines.add(head.value(i), v);
+    lines.add(head.z(i), v);
+    lines.add(head.y(i), v);
   }
   return lines;
 }
@@ -246,91 +246,93 @@ Lines lines_of(const Head& h, int64_t i, bool rest) {
 // next token's operands, where there is one; `lines` come into L2. kLast: no NaN has a payload, and rows from `ahead`
 // on come into L2.
 template <class Isa, int V, bool kUpdate, bool kMultiply, bool kLast>
-inline void pass(const float* from, int64_t from_stride, State to, int64_t k, const Operands& token,
-                 const typename Isa::Vector (&delta)[V], const Operands& next, typename Isa::Vector (&m)[V],
-                 typename Isa::Vector (&o)[V], const float* ahead = nullptr, const Lines* lines = nullptr) {
-  if (kMultiply) QM_EACH(v, V) m[v] = o[v] = Isa::zero();
-  for (int64_t i = 0; i < k; ++i, from += from_stride, to.at += to.stride) {
-    typename Isa::Vector s[V];
-    QM_EACH(v, V) s[v] = Isa::load(from + v * 16);
-    if (kLast) QM_EACH(v, V) __builtin_prefetch(ahead + i * to.stride + v * 16, 0, 2);
+inline void pass(const float* from, int64_t from_stride, State state, int64_t k, const Operands& token,
+                 const typename Isa::Vector (&delta)[V], const Operands& next, typename Isa::Vector (&recalled)[V],
+                 typename Isa::Vector (&outputs)[V], const float* ahead = nullptr, const Lines* lines = nullptr) {
+  if (kMultiply) QM_EACH(v, V) recalled[v] = outputs[v] = Isa::zero();
+  for (int64_t i = 0; i < k; ++i, from += from_stride, state.at += state.stride) {
+    typename Isa::Vector row[V];
+    QM_EACH(v, V) row[v] = Isa::load(from + v * 16);
+    if (kLast) QM_EACH(v, V) __builtin_prefetch(ahead + i * state.stride + v * 16, 0, 2);
     if (kUpdate && kMultiply && i % Lines::kRows == 0 && i < lines->count * Lines::kRows)
       __builtin_prefetch(lines->at[i / Lines::kRows], 0, 2);
     if (kUpdate) {
-      QM_EACH(v, V) s[v] = Isa::multiply_add(token.key[i], delta[v], Isa::multiply(token.decay[i], s[v]));
-      QM_EACH(v, V) Isa::store(to.at + v * 16, kLast ? Isa::without_payload(s[v]) : s[v]);
+      QM_EACH(v, V) row[v] = Isa::multiply_add(token.key[i], delta[v], Isa::multiply(token.decay[i], row[v]));
+      QM_EACH(v, V) Isa::store(state.at + v * 16, kLast ? Isa::without_payload(row[v]) : row[v]);
     }
     if (kMultiply) {
-      QM_EACH(v, V) m[v] = Isa::multiply_add(next.decayed_key[i], s[v], m[v]);
-      QM_EACH(v, V) o[v] = Isa::multiply_add(next.decayed_query[i], s[v], o[v]);
+      QM_EACH(v, V) recalled[v] = Isa::multiply_add(next.decayed_key[i], row[v], recalled[v]);
+      QM_EACH(v, V) outputs[v] = Isa::multiply_add(next.decayed_query[i], row[v], outputs[v]);
     }
   }
 }
 
-// Columns from c on, 16 V of them, of a state as it is between two tokens.
+// Columns from `column` on, 16 V of them, of a state as it is between two tokens.
 template <class Isa, int V>
-void save(const Head& h, State state, int64_t c, float* slot) {
-  const int64_t v = h.d.node.v_head_size, n = std::min<int64_t>(16 * V, v - c);
-  for (int64_t i = 0; i < h.d.node.k_head_size; ++i, state.at += state.stride) {
+void save(const Head& head, State state, int64_t column, float* slot) {
+  const int64_t v = head.d.node.v_head_size, width = std::min<int64_t>(16 * V, v - column);
+  for (int64_t i = 0; i < head.d.node.k_head_size; ++i, state.at += state.stride) {
     float columns[16 * V];
     QM_EACH(j, V) Isa::store(columns + j * 16, Isa::without_payload(Isa::load(state.at + j * 16)));
-    std::copy_n(columns, n, slot + i * v + c);
+    std::copy_n(columns, width, slot + i * v + column);
   }
 }
 
-// n tokens, from the first-th on, over 16 V columns of a state, from column c on: values to outputs. ahead: null, or
-// the tokens are the last, and what pass brings into L2.
+// `count` tokens, from the first-th on, over 16 V columns of a state, from `column` on: values to outputs. ahead: null,
+// or the tokens are the last, and what pass brings into L2.
 template <class Isa, int V>
-void slab(const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t first, int64_t n,
-          const float* ahead) {
-  const int64_t k = h.d.node.k_head_size;
-  typename Isa::Vector m[V], o[V], delta[V];
-  Operands token = h.read(0);
-  pass<Isa, V, false, true, false>(from, from_stride, {}, k, token, delta, token, m, o);
-  for (int64_t i = 0; i < n; ++i) {
+void slab(const Head& head, const float* from, int64_t from_stride, State state, int64_t column, int64_t first,
+          int64_t count, const float* ahead) {
+  const int64_t k = head.d.node.k_head_size;
+  typename Isa::Vector recalled[V], outputs[V], delta[V];
+  Operands token = head.read(0);
+  pass<Isa, V, false, true, false>(from, from_stride, {}, k, token, delta, token, recalled, outputs);
+  for (int64_t i = 0; i < count; ++i) {
     QM_EACH(v, V) {
-      delta[v] = Isa::multiply(token.beta, Isa::multiply_add(-1.0f, m[v], Isa::load(h.values(i) + c + v * 16)));
-      Isa::store(h.outputs(i) + c + v * 16, Isa::multiply_add(token.product, delta[v], o[v]));
+      delta[v] =
+          Isa::multiply(token.beta, Isa::multiply_add(-1.0f, recalled[v], Isa::load(head.values(i) + column + v * 16)));
+      Isa::store(head.outputs(i) + column + v * 16, Isa::multiply_add(token.product, delta[v], outputs[v]));
     }
-    if (i + 1 < n) {
-      const Operands next = h.read(i + 1);
+    if (i + 1 < count) {
+      const Operands next = head.read(i + 1);
       const int64_t later = first + kDeltaTokens + i;
-      const Lines lines = later < h.d.call.rows[3 * h.b + 1] ? lines_of(h, later, c > 0) : Lines();
-      pass<Isa, V, true, true, false>(from, from_stride, to, k, token, delta, next, m, o, nullptr, &lines);
+      const Lines lines = later < head.d.call.rows[3 * head.b + 1] ? lines_of(head, later, column > 0) : Lines();
+      pass<Isa, V, true, true, false>(from, from_stride, state, k, token, delta, next, recalled, outputs, nullptr,
+                                      &lines);
       token = next;
     } else if (ahead) {
-      pass<Isa, V, true, false, true>(from, from_stride, to, k, token, delta, token, m, o, ahead);
+      pass<Isa, V, true, false, true>(from, from_stride, state, k, token, delta, token, recalled, outputs, ahead);
     } else {
-      pass<Isa, V, true, false, false>(from, from_stride, to, k, token, delta, token, m, o);
+      pass<Isa, V, true, false, false>(from, from_stride, state, k, token, delta, token, recalled, outputs);
     }
-    if (float* const slot = h.slot(first + i)) save<Isa, V>(h, to, c, slot);
-    from = to.at;
-    from_stride = to.stride;
+    if (float* const slot = head.slot(first + i)) save<Isa, V>(head, state, column, slot);
+    from = state.at;
+    from_stride = state.stride;
   }
 }
 template <class Isa, int V = Isa::kSlab>
-void slab(int64_t vectors, const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t first,
-          int64_t n, const float* ahead) {
-  if (vectors >= V) return slab<Isa, V>(h, from, from_stride, to, c, first, n, ahead);
-  if constexpr (V > 1) slab<Isa, V - 1>(vectors, h, from, from_stride, to, c, first, n, ahead);
+void slab(int64_t vectors, const Head& head, const float* from, int64_t from_stride, State state, int64_t column,
+          int64_t first, int64_t count, const float* ahead) {
+  if (vectors >= V) return slab<Isa, V>(head, from, from_stride, state, column, first, count, ahead);
+  if constexpr (V > 1) slab<Isa, V - 1>(vectors, head, from, from_stride, state, column, first, count, ahead);
 }
 
-// Outputs of n tokens, from the first-th on, normed and gated, to y.
-void gate(const Head& h, int64_t first, int64_t n) {
-  const qm_delta& node = h.d.node;
+// Outputs of `count` tokens, from the first-th on, normed and gated, to y.
+void gate(const Head& head, int64_t first, int64_t count) {
+  const qm_delta& node = head.d.node;
   const int64_t v = node.v_head_size;
-  float* const z = h.values(0);
+  float* const z = head.values(0);
   static_assert(count_values("output_gate") == 2, "the if below");
-  for (int64_t i = 0; i < n; ++i) {
-    float* const o = h.outputs(i);
-    const float r = 1.0f / std::sqrt(dot_lanes(o, o, v) / static_cast<float>(v) + node.norm_epsilon);
-    to_float(h.d.call.type, h.z(first + i), v, z);
+  for (int64_t i = 0; i < count; ++i) {
+    float* const output = head.outputs(i);
+    const float norm = 1.0f / std::sqrt(dot_lanes(output, output, v) / static_cast<float>(v) + node.norm_epsilon);
+    to_float(head.d.call.type, head.z(first + i), v, z);
     if (node.gate == k_output_gate_silu)
       for (int64_t j = 0; j < v; ++j) z[j] = silu_f32(z[j]);
     else
       for (int64_t j = 0; j < v; ++j) z[j] = sigmoid_f32(z[j]);
-    for (int64_t j = 0; j < v; ++j) o[j] = o[j] * r * h.d.call.norm[j] * z[j];
-    from_float(h.d.call.type, o, v, h.y(first + i));
+    for (int64_t j = 0; j < v; ++j) output[j] = output[j] * norm * head.d.call.norm[j] * z[j];
+    from_float(head.d.call.type, output, v, head.y(first + i));
   }
 }
 
@@ -363,30 +365,30 @@ void delta(const DeltaContext& context, int64_t batch_row, int64_t v_head, const
       body(c, std::min<int64_t>(Isa::kSlab, (context.padded_values() - c) / 16));
   };
   const auto copy = [&](bool in) {
-    each_slab([&](int64_t c, int64_t vectors) {
-      const int64_t n = std::min(16 * vectors, value_size - c);
+    each_slab([&](int64_t column, int64_t vectors) {
+      const int64_t columns = std::min(16 * vectors, value_size - column);
       for (int64_t i = 0; i < key_size; ++i) {
-        float* const inside = head.state() + key_size * c + i * 16 * vectors;
+        float* const inside = head.state() + key_size * column + i * 16 * vectors;
         if (!in) {
-          std::copy_n(inside, n, present + i * value_size + c);
+          std::copy_n(inside, columns, present + i * value_size + column);
         } else {
-          std::copy_n(past + i * value_size + c, n, inside);
-          std::fill(inside + n, inside + 16 * vectors, 0.0f);
+          std::copy_n(past + i * value_size + column, columns, inside);
+          std::fill(inside + columns, inside + 16 * vectors, 0.0f);
         }
       }
     });
   };
   if (!here && !zeros) copy(true);
   for (int64_t first = 0; first < count; first += kDeltaTokens) {
-    const int64_t n = std::min(kDeltaTokens, count - first);
-    const bool last = first + n == count;
-    prepare(head, first, n);
+    const int64_t tokens = std::min(kDeltaTokens, count - first);
+    const bool last = first + tokens == count;
+    prepare(head, first, tokens);
     each_slab([&](int64_t c, int64_t vectors) {
       const State to = here ? State{present + c, value_size} : State{head.state() + key_size * c, 16 * vectors};
       const float* const from = here && !zeros ? past + c : to.at;
-      slab<Isa>(vectors, head, from, to.stride, to, c, first, n, !last ? nullptr : here ? ahead + c : from);
+      slab<Isa>(vectors, head, from, to.stride, to, c, first, tokens, !last ? nullptr : here ? ahead + c : from);
     });
-    gate(head, first, n);
+    gate(head, first, tokens);
   }
   if (!here) copy(false);
 }

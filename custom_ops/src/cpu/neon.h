@@ -94,10 +94,10 @@ struct Unit {
 #endif
 
 template <int kBits>
-inline void store_row(const NeonGroup& g, int64_t offset, const float32x4_t y[2]) {
-  vst1q_f32(g.to[0] + offset, y[0]);
-  if (kBits == 4) vst1q_f32(g.to[0] + offset + 4, y[1]);
-  if (kBits == 8 && g.both) vst1q_f32(g.to[1] + offset, y[1]);
+inline void store_row(const NeonGroup& panels, int64_t offset, const float32x4_t y[2]) {
+  vst1q_f32(panels.to[0] + offset, y[0]);
+  if (kBits == 4) vst1q_f32(panels.to[0] + offset + 4, y[1]);
+  if (kBits == 8 && panels.both) vst1q_f32(panels.to[1] + offset, y[1]);
 }
 
 // Written out so that arrays indexed by u live in registers.
@@ -106,22 +106,22 @@ inline void store_row(const NeonGroup& g, int64_t offset, const float32x4_t y[2]
 // What groups have: nothing (scales belong to rows), scales, zero points as well, or steps of the activations as well.
 enum class Groups { kNone, kScales, kZeroPoints, kSteps };
 
-// Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block. One long function: what its end
-// stores are the registers that its loops add to.
+// Rows [first, first + kUnits * kRows) of a tile of `tokens`. kParts: groups of a block. One long function: what its
+// end stores are the registers that its loops add to.
 template <int kUnits, class C, Groups kGroups, int kParts>
-void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_t* tile, int m, int first,
+void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_t* tile, int tokens, int first,
                     int64_t row_stride) {
   constexpr int kV = Unit::kVectors;
   constexpr bool kSums = kGroups == Groups::kZeroPoints, kSteps = kGroups == Groups::kSteps;
   const int8_t* x = reinterpret_cast<const int8_t*>(tile) + 8 * first;
-  const int64_t next = 8 * m;  // bytes from 8 columns to the next 8
-  const int32_t* of_group = reinterpret_cast<const int32_t*>(tile + matrix.kp * m) + first;  // sums or steps
+  const int64_t next = 8 * tokens;  // bytes from 8 columns to the next 8
+  const int32_t* of_group = reinterpret_cast<const int32_t*>(tile + matrix.kp * tokens) + first;  // sums or steps
   int32x4_t dot[kUnits][4];
   float32x4_t acc[kUnits][kV];
   QM_EACH_UNIT for (float32x4_t& sum : acc[u]) sum = vdupq_n_f32(0.0f);
-  const auto chunk = [&](const int8_t* at, auto weights) {
+  const auto chunk = [&](const int8_t* from, auto weights) {
     int8x16_t row[kUnits];
-    QM_EACH_UNIT row[u] = Unit::load(at + 8 * Unit::kRows * u);
+    QM_EACH_UNIT row[u] = Unit::load(from + 8 * Unit::kRows * u);
     for (int j = 0; j < 4; ++j) {
       const int8x16_t w = weights(j);
       QM_EACH_UNIT dot[u][j] = Unit::dot(dot[u][j], row[u], w);
@@ -144,25 +144,26 @@ void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const ui
       }
       // Two groups of 16 columns are the low and the high nibbles of 128 bytes, or their halves.
       const bool low = part == 0, high = part == kParts - 1;
-      const uint8_t *w = block.panel[0], *other = block.panel[1], *const end = w + matrix.codes_bytes;
+      const uint8_t *bytes = block.panel[0], *other = block.panel[1], *const end = bytes + matrix.codes_bytes;
       do {
         if constexpr (C::kBits == 4) {
           for (int s = 0; s < 2; ++s) {
             int8x16_t codes[4];
-            for (int j = 0; j < 4; ++j) codes[j] = vreinterpretq_s8_u8(vld1q_u8(w + 64 * s + 16 * j));
+            for (int j = 0; j < 4; ++j) codes[j] = vreinterpretq_s8_u8(vld1q_u8(bytes + 64 * s + 16 * j));
             if (low) chunk(x + s * next, [&](int j) { return C::low(codes[j]); });
             if (high) chunk(x + (s + 2) * next, [&](int j) { return C::high(codes[j]); });
           }
         } else {
           for (int i = low ? 0 : 2; i < (high ? 4 : 2); ++i)
-            chunk(x + i * next,
-                  [&](int j) { return vreinterpretq_s8_u8(vld1q_u8((j < 2 ? w : other) + 32 * i + 16 * (j % 2))); });
+            chunk(x + i * next, [&](int j) {
+              return vreinterpretq_s8_u8(vld1q_u8((j < 2 ? bytes : other) + 32 * i + 16 * (j % 2)));
+            });
         }
         if (high) x += 4 * next;
         if constexpr (kUnits > 2) asm("" : "+r"(x));  // gcc would keep and spill a pointer for each of the loads
-        w += 128;
+        bytes += 128;
         other += 128;
-      } while (kParts == 1 && w != end);
+      } while (kParts == 1 && bytes != end);
       if constexpr (kGroups != Groups::kNone) {
         float32x4_t eight[2], scales[kV];
         int32x4_t sums[kV];
@@ -179,15 +180,15 @@ void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const ui
               acc[u][v] = vfmaq_f32(acc[u][v], sum, scales[v]);
           }
         }
-        if constexpr (kSums || kSteps) of_group += m;
+        if constexpr (kSums || kSteps) of_group += tokens;
       }
     }
     block.panel[0] += matrix.block_bytes;
     block.panel[1] += matrix.block_bytes;
   } while (block.panel[0] != end_of_blocks);
   const int32_t* negative_zero_points =
-      reinterpret_cast<const int32_t*>(tile + (matrix.kp + (kSums ? 4 * matrix.groups() : 0)) * m);
-  const int32_t* steps = negative_zero_points + m;
+      reinterpret_cast<const int32_t*>(tile + (matrix.kp + (kSums ? 4 * matrix.groups() : 0)) * tokens);
+  const int32_t* steps = negative_zero_points + tokens;
   float32x4_t row_sums[kV], scales[kV], biases[kV];
   const auto tail = [&](int64_t offset, float32x4_t out[kV]) {
     float32x4_t eight[2];
@@ -199,20 +200,20 @@ void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const ui
   tail(matrix.biases(), biases);
   QM_EACH_UNIT {
     const int i = first + u * Unit::kRows;
-    const bool second = Unit::kRows == 2 && i + 1 < m;
-    const int32x4_t z = Unit::broadcast(negative_zero_points + i, second);
+    const bool second = Unit::kRows == 2 && i + 1 < tokens;
+    const int32x4_t zero_points = Unit::broadcast(negative_zero_points + i, second);
     const float32x4_t step = vreinterpretq_f32_s32(Unit::broadcast(steps + i, second));
     int32x4_t sums[kV];
     float32x4_t y[kV], rows[Unit::kRows][2];
     Unit::reduce(dot[u], sums);
     for (int v = 0; v < kV; ++v) {
       if constexpr (kGroups == Groups::kNone) {
-        const int32x4_t product = vmlaq_s32(sums[v], vreinterpretq_s32_f32(row_sums[v]), z);
+        const int32x4_t product = vmlaq_s32(sums[v], vreinterpretq_s32_f32(row_sums[v]), zero_points);
         y[v] = vmulq_f32(vcvtq_f32_s32(product), vmulq_f32(scales[v], step));
       } else if constexpr (kSteps) {
         y[v] = vmulq_f32(acc[u][v], scales[v]);
       } else {
-        y[v] = vfmaq_f32(acc[u][v], row_sums[v], vcvtq_f32_s32(z));
+        y[v] = vfmaq_f32(acc[u][v], row_sums[v], vcvtq_f32_s32(zero_points));
         if (C::kMultiplied) y[v] = vmulq_f32(y[v], scales[v]);
         y[v] = vmulq_f32(y[v], step);
       }
@@ -224,9 +225,9 @@ void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const ui
   }
 }
 
-// Float activations, x f32 [kp][m]: rows [first, first + kRows) of a tile of m, two columns of 8 weight rows at a time.
+// Float activations, x f32 [kp][tokens]: rows [first, first + kRows) of a tile, two columns of 8 weight rows at a time.
 template <int kRows, class C, int kParts>
-void float_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_t* tile, int m, int first,
+void float_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_t* tile, int tokens, int first,
                 int64_t row_stride) {
   static constexpr uint8_t kFirstColumns[16] = {0, 8, 16, 24, 32, 40, 48, 56, 1, 9, 17, 25, 33, 41, 49, 57};
   const uint8x16_t first_columns = vld1q_u8(kFirstColumns);
@@ -235,10 +236,10 @@ void float_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_
   for (auto& row : acc) row[0] = row[1] = vdupq_n_f32(0.0f);
   int16x8_t offsets = vdupq_n_s16(0);
   const auto columns = [&](const int8x16x4_t& weights) {  // the next 8
-    for (int c = 0; c < 8; c += 2) {
-      const int8x16_t two = vqtbl4q_s8(weights, vaddq_u8(first_columns, vdupq_n_u8(static_cast<uint8_t>(c))));
+    for (int pair = 0; pair < 8; pair += 2) {
+      const int8x16_t two = vqtbl4q_s8(weights, vaddq_u8(first_columns, vdupq_n_u8(static_cast<uint8_t>(pair))));
       const int16x8_t column[2] = {vaddw_s8(offsets, vget_low_s8(two)), vaddw_high_s8(offsets, two)};
-      for (int i = 0; i < 2; ++i, x += m) {
+      for (int i = 0; i < 2; ++i, x += tokens) {
         const float32x4_t w[2] = {to_float<C>(vmovl_s16(vget_low_s16(column[i]))),
                                   to_float<C>(vmovl_high_s16(column[i]))};
         for (int r = 0; r < kRows; ++r)
@@ -246,20 +247,21 @@ void float_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_
       }
     }
   };
-  int64_t b = 0;
+  int64_t block = 0;
   do {
-    const int64_t base = b * matrix.block_bytes;
+    const int64_t base = block * matrix.block_bytes;
     for (int group = 0; group < kParts; ++group) {
       for (auto& row : part) row[0] = row[1] = vdupq_n_f32(0.0f);
       if constexpr (!C::kMultiplied)
         offsets = load_offsets<C>(matrix, panels, base + matrix.zeros() + group * matrix.nr);
       int8x16x4_t codes;
       if constexpr (C::kBits == 4) {
-        for (int64_t c = 0; c < matrix.codes_bytes; c += 128)
+        for (int64_t offset = 0; offset < matrix.codes_bytes; offset += 128)
           for (int high = group; high < (kParts == 2 ? group + 1 : 2); ++high)
             for (int s = 0; s < 2; ++s) {
               for (int j = 0; j < 4; ++j) {
-                const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(panels.panel[0] + base + c + 64 * s + 16 * j));
+                const int8x16_t bytes =
+                    vreinterpretq_s8_u8(vld1q_u8(panels.panel[0] + base + offset + 64 * s + 16 * j));
                 codes.val[j] = high ? C::high(bytes) : C::low(bytes);
               }
               columns(codes);
@@ -276,23 +278,25 @@ void float_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_
         float32x4_t scales[2];
         load_scales<C>(matrix, panels, base + matrix.codes_bytes + group * matrix.nr * scale_size(matrix.scale_type),
                        scales);
-        for (int r = 0; r < kRows; ++r)
-          for (int half = 0; half < 2; ++half) acc[r][half] = vfmaq_f32(acc[r][half], part[r][half], scales[half]);
+        for (int row = 0; row < kRows; ++row)
+          for (int half = 0; half < 2; ++half)
+            acc[row][half] = vfmaq_f32(acc[row][half], part[row][half], scales[half]);
       }
     }
-  } while (++b < matrix.blocks);
+  } while (++block < matrix.blocks);
   float32x4_t scales[2], biases[2];
   load_rows<C::kBits>(panels, matrix.tail() + 4 * matrix.nr, scales);
   load_rows<C::kBits>(panels, matrix.biases(), biases);
-  for (int r = 0; r < kRows; ++r) {
+  for (int row = 0; row < kRows; ++row) {
     float32x4_t y[2];
     for (int half = 0; half < 2; ++half) {
-      y[half] = acc[r][half];
+      y[half] = acc[row][half];
       if (C::kMultiplied) y[half] = vmulq_f32(y[half], scales[half]);
-      if (!matrix.grouped) y[half] = vmulq_f32(part[r][half], vmulq_n_f32(scales[half], C::kBits == 4 ? 16.0f : 1.0f));
+      if (!matrix.grouped)
+        y[half] = vmulq_f32(part[row][half], vmulq_n_f32(scales[half], C::kBits == 4 ? 16.0f : 1.0f));
       y[half] = vaddq_f32(y[half], biases[half]);
     }
-    store_row<C::kBits>(panels, (first + r) * row_stride, y);
+    store_row<C::kBits>(panels, (first + row) * row_stride, y);
   }
 }
 
@@ -308,73 +312,74 @@ template <class C, int kParts>
 constexpr NeonRowsFunction kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, float_rows<2, C, kParts>,
                                                     float_rows<3, C, kParts>, float_rows<4, C, kParts>};
 // Whether tiles have the sums of q over groups: where codes have zero points, and in groups of 16, which may.
-inline bool has_sums(const PanelMatrix& p) { return is_integer(p.format) && !p.plain(); }
+inline bool has_sums(const PanelMatrix& matrix) { return is_integer(matrix.format) && !matrix.plain(); }
 
 template <class C>
-const NeonRowsFunction* integer_rows(const PanelMatrix& p, bool quantized) {
-  if (!quantized) return p.parts == 2 ? kFloatRows<C, 2> : kFloatRows<C, 1>;
-  if (p.parts == 2) return kQuantizedRows<C, Groups::kZeroPoints, 2>;
-  return has_sums(p) ? kQuantizedRows<C, Groups::kZeroPoints, 1>
-         : p.grouped ? kQuantizedRows<C, Groups::kScales, 1>
-                     : kQuantizedRows<C, Groups::kNone, 1>;
+const NeonRowsFunction* integer_rows(const PanelMatrix& matrix, bool quantized) {
+  if (!quantized) return matrix.parts == 2 ? kFloatRows<C, 2> : kFloatRows<C, 1>;
+  if (matrix.parts == 2) return kQuantizedRows<C, Groups::kZeroPoints, 2>;
+  return has_sums(matrix) ? kQuantizedRows<C, Groups::kZeroPoints, 1>
+         : matrix.grouped ? kQuantizedRows<C, Groups::kScales, 1>
+                          : kQuantizedRows<C, Groups::kNone, 1>;
 }
-inline const NeonRowsFunction* rows_of(const PanelMatrix& p, bool quantized) {
-  switch (p.format) {
+inline const NeonRowsFunction* rows_of(const PanelMatrix& matrix, bool quantized) {
+  switch (matrix.format) {
     case k_format_int4:
-      return integer_rows<NeonInt4>(p, quantized);
+      return integer_rows<NeonInt4>(matrix, quantized);
     case k_format_int8:
-      return integer_rows<NeonInt8>(p, quantized);
+      return integer_rows<NeonInt8>(matrix, quantized);
     default:
-      if (!quantized) return p.parts == 2 ? kFloatRows<NeonE2m1, 2> : kFloatRows<NeonE2m1, 1>;
-      if (p.stepped) return kQuantizedRows<NeonE2m1, Groups::kSteps, 2>;
-      return p.parts == 2 ? kQuantizedRows<NeonE2m1, Groups::kScales, 2> : kQuantizedRows<NeonE2m1, Groups::kScales, 1>;
+      if (!quantized) return matrix.parts == 2 ? kFloatRows<NeonE2m1, 2> : kFloatRows<NeonE2m1, 1>;
+      if (matrix.stepped) return kQuantizedRows<NeonE2m1, Groups::kSteps, 2>;
+      return matrix.parts == 2 ? kQuantizedRows<NeonE2m1, Groups::kScales, 2>
+                               : kQuantizedRows<NeonE2m1, Groups::kScales, 1>;
   }
 }
 
 void multiply(const PanelProduct& product) {
-  const PanelMatrix& p = *product.matrix;
-  if (is_k(p.format)) return multiply_k<NeonLanes, kMaxUnits, false>(product);
-  if (p.columns) return multiply_columns<NeonLanes, kMaxUnits, false>(product);
-  const NeonRowsFunction* const rows = rows_of(p, product.quantized);
-  const int unit = product.quantized ? Unit::kRows : 1, step = p.nr == 4 ? 2 : 1;
+  const PanelMatrix& matrix = *product.matrix;
+  if (is_k(matrix.format)) return multiply_k<NeonLanes, kMaxUnits, false>(product);
+  if (matrix.columns) return multiply_columns<NeonLanes, kMaxUnits, false>(product);
+  const NeonRowsFunction* const rows = rows_of(matrix, product.quantized);
+  const int unit = product.quantized ? Unit::kRows : 1, step = matrix.nr == 4 ? 2 : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += step) {
-    NeonGroup g;
-    g.both = panel + step <= product.panel_count;
+    NeonGroup panels;
+    panels.both = panel + step <= product.panel_count;
     for (int i = 0; i < 2; ++i) {
-      const int64_t index = panel + (step == 2 && g.both ? i : 0);
-      g.panel[i] = product.panels + index * p.stride;
-      g.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
+      const int64_t index = panel + (step == 2 && panels.both ? i : 0);
+      panels.panel[i] = product.panels + index * matrix.stride;
+      panels.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * matrix.nr;
     }
-    for (int64_t t = 0; t < product.tile_count; ++t) {
-      const TokenTile& tile = product.tiles[t];
+    for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
+      const TokenTile& tile = product.tiles[tile_index];
       // Its rows split evenly into passes of at most kMaxUnits units.
       int units = (tile.m + unit - 1) / unit, passes = (units + kMaxUnits - 1) / kMaxUnits, first = 0;
       for (; passes > 0; --passes) {
-        const int n = (units + passes - 1) / passes;
-        rows[n - 1](p, g, tile.data, tile.m, first, product.row_stride);
-        units -= n;
-        first += n * unit;
+        const int count = (units + passes - 1) / passes;
+        rows[count - 1](matrix, panels, tile.data, tile.m, first, product.row_stride);
+        units -= count;
+        first += count * unit;
       }
-      for (float*& to : g.to) to += tile.m * product.row_stride;
+      for (float*& to : panels.to) to += tile.m * product.row_stride;
     }
   }
 }
 
-void pack_rows(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
-  if (is_k(p.format)) return pack_k_tile(p, quantized, rows, m, out);
-  if (!quantized) return pack_tile(p, quantized, rows, m, out);
-  for (int i = 0; i < m; ++i)
-    for (int64_t k = 0; k < p.kp; k += 8) std::memcpy(out + k * m + 8 * i, rows[i].q + k, 8);
-  out += p.kp * m;
-  if (p.stepped || has_sums(p)) {
-    for (int64_t group = 0; group < p.groups(); ++group)
-      for (int i = 0; i < m; ++i, out += 4)
-        std::memcpy(out, p.stepped ? static_cast<const void*>(rows[i].steps + group) : rows[i].sums + group, 4);
+void pack_rows(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens, uint8_t* out) {
+  if (is_k(matrix.format)) return pack_k_tile(matrix, quantized, rows, tokens, out);
+  if (!quantized) return pack_tile(matrix, quantized, rows, tokens, out);
+  for (int i = 0; i < tokens; ++i)
+    for (int64_t k = 0; k < matrix.kp; k += 8) std::memcpy(out + k * tokens + 8 * i, rows[i].q + k, 8);
+  out += matrix.kp * tokens;
+  if (matrix.stepped || has_sums(matrix)) {
+    for (int64_t group = 0; group < matrix.groups(); ++group)
+      for (int i = 0; i < tokens; ++i, out += 4)
+        std::memcpy(out, matrix.stepped ? static_cast<const void*>(rows[i].steps + group) : rows[i].sums + group, 4);
   }
-  if (p.stepped) return;
+  if (matrix.stepped) return;
   int32_t* negative_zero_points = reinterpret_cast<int32_t*>(out);
-  float* steps = reinterpret_cast<float*>(out + 4 * m);
-  for (int i = 0; i < m; ++i) {
+  float* steps = reinterpret_cast<float*>(out + 4 * tokens);
+  for (int i = 0; i < tokens; ++i) {
     negative_zero_points[i] = -rows[i].zero_point;
     steps[i] = rows[i].step;
   }

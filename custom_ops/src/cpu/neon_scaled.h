@@ -19,10 +19,10 @@ struct NeonGroup {
 
 // The eight 4-byte values, one a row, at a panel offset.
 template <int kBits>
-inline void load_rows(const NeonGroup& g, int64_t offset, float32x4_t out[2]) {
+inline void load_rows(const NeonGroup& panels, int64_t offset, float32x4_t out[2]) {
   const int64_t second = kBits == 4 ? 16 : 0;
-  out[0] = vreinterpretq_f32_u8(vld1q_u8(g.panel[0] + offset));
-  out[1] = vreinterpretq_f32_u8(vld1q_u8(g.panel[kBits == 8] + offset + second));
+  out[0] = vreinterpretq_f32_u8(vld1q_u8(panels.panel[0] + offset));
+  out[1] = vreinterpretq_f32_u8(vld1q_u8(panels.panel[kBits == 8] + offset + second));
 }
 
 // A struct for each code says what its 16 bytes are to an int8 product: 2^kFraction times its value.
@@ -74,34 +74,34 @@ inline void widen_e8m0(uint8x8_t codes, float32x4_t out[2]) {
 
 // The eight numbers of a byte or of two, one a row, at a panel offset.
 template <int kBits>
-inline uint8x8_t load_rows8(const NeonGroup& g, int64_t offset) {
-  if constexpr (kBits == 4) return vld1_u8(g.panel[0] + offset);
-  const uint32_t* const at[2] = {reinterpret_cast<const uint32_t*>(g.panel[0] + offset),
-                                 reinterpret_cast<const uint32_t*>(g.panel[1] + offset)};
+inline uint8x8_t load_rows8(const NeonGroup& panels, int64_t offset) {
+  if constexpr (kBits == 4) return vld1_u8(panels.panel[0] + offset);
+  const uint32_t* const at[2] = {reinterpret_cast<const uint32_t*>(panels.panel[0] + offset),
+                                 reinterpret_cast<const uint32_t*>(panels.panel[1] + offset)};
   return vreinterpret_u8_u32(vld1_lane_u32(at[1], vld1_dup_u32(at[0]), 1));
 }
 template <int kBits>
-inline uint16x8_t load_rows16(const NeonGroup& g, int64_t offset) {
-  if constexpr (kBits == 4) return vreinterpretq_u16_u8(vld1q_u8(g.panel[0] + offset));
-  return vreinterpretq_u16_u8(vcombine_u8(vld1_u8(g.panel[0] + offset), vld1_u8(g.panel[1] + offset)));
+inline uint16x8_t load_rows16(const NeonGroup& panels, int64_t offset) {
+  if constexpr (kBits == 4) return vreinterpretq_u16_u8(vld1q_u8(panels.panel[0] + offset));
+  return vreinterpretq_u16_u8(vcombine_u8(vld1_u8(panels.panel[0] + offset), vld1_u8(panels.panel[1] + offset)));
 }
 
 template <class C>
-inline void load_scales(const PanelMatrix& p, const NeonGroup& g, int64_t offset, float32x4_t out[2]) {
+inline void load_scales(const PanelMatrix& matrix, const NeonGroup& panels, int64_t offset, float32x4_t out[2]) {
   if constexpr (C::kMultiplied) {
-    const uint8x8_t codes = load_rows8<C::kBits>(g, offset);
-    return p.scale_type == k_scale_type_e4m3 ? widen_e4m3(codes, out) : widen_e8m0(codes, out);
+    const uint8x8_t codes = load_rows8<C::kBits>(panels, offset);
+    return matrix.scale_type == k_scale_type_e4m3 ? widen_e4m3(codes, out) : widen_e8m0(codes, out);
   }
-  if (p.scale_type == k_scale_type_f32) return load_rows<C::kBits>(g, offset, out);
-  const uint16x8_t bits = load_rows16<C::kBits>(g, offset);
-  p.scale_type == k_scale_type_f16 ? widen_f16(bits, out) : widen_bf16(bits, out);
+  if (matrix.scale_type == k_scale_type_f32) return load_rows<C::kBits>(panels, offset, out);
+  const uint16x8_t bits = load_rows16<C::kBits>(panels, offset);
+  matrix.scale_type == k_scale_type_f16 ? widen_f16(bits, out) : widen_bf16(bits, out);
 }
 
 // What the zero points add to the values that C multiplies with.
 template <class C>
-inline int16x8_t load_offsets(const PanelMatrix& p, const NeonGroup& g, int64_t offset) {
-  if (!p.zero_points) return vdupq_n_s16(0);
-  const uint16x8_t middle_minus = vsubl_u8(vdup_n_u8(C::kBits == 4 ? 8 : 128), load_rows8<C::kBits>(g, offset));
+inline int16x8_t load_offsets(const PanelMatrix& matrix, const NeonGroup& panels, int64_t offset) {
+  if (!matrix.zero_points) return vdupq_n_s16(0);
+  const uint16x8_t middle_minus = vsubl_u8(vdup_n_u8(C::kBits == 4 ? 8 : 128), load_rows8<C::kBits>(panels, offset));
   return vshlq_n_s16(vreinterpretq_s16_u16(middle_minus), C::kFraction);
 }
 

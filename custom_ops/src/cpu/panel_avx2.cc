@@ -50,64 +50,64 @@ struct Avx2Rows : Avx2Lanes {
 
   // One dword of each row of vector v.
   template <int kBits>
-  static Integers load_dwords(const Group& g, int v, int64_t offset, bool odd) {
-    const uint8_t* const at = g.panel[v] + offset;
-    const Floats x = as_floats(load(at)), y = as_floats(load(kBits == 4 ? at + 32 : g.panel[1] + offset));
+  static Integers load_dwords(const Group& panels, int v, int64_t offset, bool odd) {
+    const uint8_t* const at = panels.panel[v] + offset;
+    const Floats x = as_floats(load(at)), y = as_floats(load(kBits == 4 ? at + 32 : panels.panel[1] + offset));
     return as_integers(odd ? _mm256_shuffle_ps(x, y, 0xdd) : _mm256_shuffle_ps(x, y, 0x88));
   }
 
   // 8 dwords of vector v in row order, and 8 numbers of 16 or 8 bits.
   template <int kBits>
-  static Integers load_tail(const Group& g, int v, int64_t offset) {
-    if constexpr (kBits == 4) return load(g.panel[v] + offset);
-    return _mm256_set_m128i(load_half(g.panel[1] + offset), load_half(g.panel[0] + offset));
+  static Integers load_tail(const Group& panels, int v, int64_t offset) {
+    if constexpr (kBits == 4) return load(panels.panel[v] + offset);
+    return _mm256_set_m128i(load_half(panels.panel[1] + offset), load_half(panels.panel[0] + offset));
   }
   template <int kBits>
-  static __m128i load_rows16(const Group& g, int v, int64_t offset) {
-    if constexpr (kBits == 4) return load_half(g.panel[v] + offset);
-    return _mm_unpacklo_epi64(load_quarter(g.panel[0] + offset), load_quarter(g.panel[1] + offset));
+  static __m128i load_rows16(const Group& panels, int v, int64_t offset) {
+    if constexpr (kBits == 4) return load_half(panels.panel[v] + offset);
+    return _mm_unpacklo_epi64(load_quarter(panels.panel[0] + offset), load_quarter(panels.panel[1] + offset));
   }
   template <int kBits>
-  static __m128i load_rows8(const Group& g, int v, int64_t offset) {
-    if constexpr (kBits == 4) return load_quarter(g.panel[v] + offset);
-    return _mm_unpacklo_epi32(_mm_loadu_si32(g.panel[0] + offset), _mm_loadu_si32(g.panel[1] + offset));
+  static __m128i load_rows8(const Group& panels, int v, int64_t offset) {
+    if constexpr (kBits == 4) return load_quarter(panels.panel[v] + offset);
+    return _mm_unpacklo_epi32(_mm_loadu_si32(panels.panel[0] + offset), _mm_loadu_si32(panels.panel[1] + offset));
   }
 
   // In lane order.
   template <int kBits>
-  static Floats load_scales(const Group& g, int v, int64_t offset, int32_t scale_type) {
-    if (scale_type == k_scale_type_f32) return rows(as_floats(load_tail<kBits>(g, v, offset)));
-    const __m128i bits = load_rows16<kBits>(g, v, offset);
+  static Floats load_scales(const Group& panels, int v, int64_t offset, int32_t scale_type) {
+    if (scale_type == k_scale_type_f32) return rows(as_floats(load_tail<kBits>(panels, v, offset)));
+    const __m128i bits = load_rows16<kBits>(panels, v, offset);
     if (scale_type == k_scale_type_f16) return rows(_mm256_cvtph_ps(bits));
     return rows(as_floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)));
   }
   template <class C>
-  static Floats load_group_scales(const PanelMatrix& p, const Group& g, int v, int64_t offset) {
-    if (p.scale_type == k_scale_type_e4m3) return rows(e4m3_to_float(load_rows8<C::kBits>(g, v, offset)));
-    if (p.scale_type == k_scale_type_e8m0) return rows(e8m0_to_float(load_rows8<C::kBits>(g, v, offset)));
-    return load_scales<C::kBits>(g, v, offset, p.scale_type);
+  static Floats load_group_scales(const PanelMatrix& matrix, const Group& panels, int v, int64_t offset) {
+    if (matrix.scale_type == k_scale_type_e4m3) return rows(e4m3_to_float(load_rows8<C::kBits>(panels, v, offset)));
+    if (matrix.scale_type == k_scale_type_e8m0) return rows(e8m0_to_float(load_rows8<C::kBits>(panels, v, offset)));
+    return load_scales<C::kBits>(panels, v, offset, matrix.scale_type);
   }
   template <int kBits>
-  static Integers load_zeros(const Group& g, int v, int64_t offset) {
-    return _mm256_permute4x64_epi64(_mm256_cvtepu8_epi32(load_rows8<kBits>(g, v, offset)), 0xd8);
+  static Integers load_zeros(const Group& panels, int v, int64_t offset) {
+    return _mm256_permute4x64_epi64(_mm256_cvtepu8_epi32(load_rows8<kBits>(panels, v, offset)), 0xd8);
   }
 
   // y: vector v in row order.
   template <int kBits>
-  static void store_rows(const Group& g, int v, int64_t offset, Floats y) {
+  static void store_rows(const Group& panels, int v, int64_t offset, Floats y) {
     if constexpr (kBits == 4) {
-      if (v < g.count) _mm256_storeu_ps(g.to[v] + offset, y);
+      if (v < panels.count) _mm256_storeu_ps(panels.to[v] + offset, y);
     } else {
-      _mm_storeu_ps(g.to[0] + offset, _mm256_castps256_ps128(y));
-      if (g.count > 1) _mm_storeu_ps(g.to[1] + offset, _mm256_extractf128_ps(y, 1));
+      _mm_storeu_ps(panels.to[0] + offset, _mm256_castps256_ps128(y));
+      if (panels.count > 1) _mm_storeu_ps(panels.to[1] + offset, _mm256_extractf128_ps(y, 1));
     }
   }
 
   // 128 bytes of each panel that come later: hardware prefetchers stop at the end of a page. One row of int4 from
   // memory takes 0.83 times as long with them, one of bf16 0.79 times.
   template <int kBits>
-  static void prefetch_group(const Group& g, int64_t offset) {
-    for (const uint8_t* panel : g.panel) {
+  static void prefetch_group(const Group& panels, int64_t offset) {
+    for (const uint8_t* panel : panels.panel) {
       _mm_prefetch(reinterpret_cast<const char*>(panel + offset + kNear), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(panel + offset + kNear + 64), _MM_HINT_T0);
     }
@@ -163,23 +163,24 @@ struct Avx2Rows : Avx2Lanes {
   template <int kBits>
   static constexpr int kStep = 32;
   template <int M, class C>
-  [[gnu::always_inline]] static void dot_step(const Group& g, int64_t offset, const uint8_t* x,
+  [[gnu::always_inline]] static void dot_step(const Group& panels, int64_t offset, const uint8_t* x,
                                               Integers (&dot)[M][kVectors<C::kBits>]) {
     Integers sum[M][2];
     QM_EACH_TOKEN sum[i][0] = sum[i][1] = _mm256_setzero_si256();
-    prefetch_group<C::kBits>(g, offset);
+    prefetch_group<C::kBits>(panels, offset);
     if constexpr (C::kBits == 4) {
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) {
         const int64_t from = offset + c / 2 * 64;
-        const Integers a = flip(load_dwords<4>(g, 0, from, c % 2)), d = flip(load_dwords<4>(g, 1, from, c % 2));
+        const Integers a = flip(load_dwords<4>(panels, 0, from, c % 2)),
+                       d = flip(load_dwords<4>(panels, 1, from, c % 2));
         multiply4(low_nibbles(a), low_nibbles(d), x + 4 * c * M, sum);
         multiply4(high_nibbles(a), high_nibbles(d), x + (4 * c + 16) * M, sum);
       }
     } else {
 #pragma GCC unroll 8
       for (int c = 0; c < 8; ++c) {
-        const Integers a = flip8(load_dwords<8>(g, 0, offset + c / 2 * 32, c % 2));
+        const Integers a = flip8(load_dwords<8>(panels, 0, offset + c / 2 * 32, c % 2));
         multiply4(low_nibbles(a), high_nibbles(a), x + 4 * c * M, sum);
       }
     }
@@ -189,81 +190,83 @@ struct Avx2Rows : Avx2Lanes {
   // One token and all its vectors at a time keeps 16 registers enough for any code; sums widen every 16 columns, where
   // 8 pairs of at most 2 * 24 * 128 stay below 2^15 (e2m1), and 2 * 15 * 128 (integers, a nibble at a time).
   template <int M, class C>
-  [[gnu::always_inline]] static void dot_part(const Group& g, int64_t offset, int part, const uint8_t* x,
+  [[gnu::always_inline]] static void dot_part(const Group& panels, int64_t offset, int part, const uint8_t* x,
                                               Integers (&dot)[M][kVectors<C::kBits>]) {
     Integers sum[M][2];
     QM_EACH_TOKEN sum[i][0] = sum[i][1] = _mm256_setzero_si256();
     x += 16 * part * M;
     if (C::kBits == 8) offset += 64 * part;
-    for (int d = 0; d < 4; ++d) {  // 4 columns
-      const int64_t from = offset + d / 2 * (C::kBits == 4 ? 64 : 32);
+    for (int dword = 0; dword < 4; ++dword) {  // 4 columns
+      const int64_t from = offset + dword / 2 * (C::kBits == 4 ? 64 : 32);
       if constexpr (C::kBits == 4) {
-        Integers a = load_dwords<4>(g, 0, from, d % 2), e = load_dwords<4>(g, 1, from, d % 2);
+        Integers first = load_dwords<4>(panels, 0, from, dword % 2),
+                 second = load_dwords<4>(panels, 1, from, dword % 2);
         if (part) {
-          a = _mm256_srli_epi32(a, 4);
-          e = _mm256_srli_epi32(e, 4);
+          first = _mm256_srli_epi32(first, 4);
+          second = _mm256_srli_epi32(second, 4);
         }
-        multiply4(C::low(a), C::low(e), x + 4 * d * M, sum);
+        multiply4(C::low(first), C::low(second), x + 4 * dword * M, sum);
       } else {
-        const Integers a = flip8(load_dwords<8>(g, 0, from, d % 2));
-        multiply4(low_nibbles(a), high_nibbles(a), x + 4 * d * M, sum);
+        const Integers first = flip8(load_dwords<8>(panels, 0, from, dword % 2));
+        multiply4(low_nibbles(first), high_nibbles(first), x + 4 * dword * M, sum);
       }
     }
     widen<M, C::kBits>(sum, dot);
   }
   template <int M, class C>
-  [[gnu::always_inline]] static void dot_chunk(const Group& g, int64_t offset, const uint8_t* x,
+  [[gnu::always_inline]] static void dot_chunk(const Group& panels, int64_t offset, const uint8_t* x,
                                                Integers (&dot)[M][kVectors<C::kBits>]) {
-    for (int part = 0; part < 2; ++part) dot_part<M, C>(g, offset, part, x, dot);
+    for (int part = 0; part < 2; ++part) dot_part<M, C>(panels, offset, part, x, dot);
   }
 
   // A code is the sign extension of its bits. 8-bit: 8 columns; 4-bit: a chunk's 32, the low nibbles first.
   template <int kBits, class Column>
-  [[gnu::always_inline]] static void signed_columns(const Group& g, int64_t offset, const Column& column) {
+  [[gnu::always_inline]] static void signed_columns(const Group& panels, int64_t offset, const Column& column) {
     constexpr int kNibbles = kBits == 4 ? 2 : 1, V = kVectors<kBits>;
 #pragma GCC unroll 2
     for (int shift = 28; shift > 28 - 4 * kNibbles; shift -= 4)
 #pragma GCC unroll 4
-      for (int c = 0; c < 2 * kNibbles; ++c) {
-        Integers w[V];
-        for (int v = 0; v < V; ++v) w[v] = load_dwords<kBits>(g, v, offset + c / 2 * 64, c % 2);
+      for (int dword = 0; dword < 2 * kNibbles; ++dword) {
+        Integers dwords[V];
+        for (int v = 0; v < V; ++v) dwords[v] = load_dwords<kBits>(panels, v, offset + dword / 2 * 64, dword % 2);
 #pragma GCC unroll 4
         for (int byte = 0; byte < 4; ++byte) {
           Floats value[V];
           for (int v = 0; v < V; ++v)
-            value[v] =
-                floats(_mm256_srai_epi32(_mm256_slli_epi32(w[v], (kBits == 4 ? shift : 24) - 8 * byte), 32 - kBits));
+            value[v] = floats(
+                _mm256_srai_epi32(_mm256_slli_epi32(dwords[v], (kBits == 4 ? shift : 24) - 8 * byte), 32 - kBits));
           column(value);
         }
       }
   }
   template <class C, class Column, class Next>
-  [[gnu::always_inline]] static void columns(const Group& g, int64_t offset, const Column& column, const Next& next) {
+  [[gnu::always_inline]] static void columns(const Group& panels, int64_t offset, const Column& column,
+                                             const Next& next) {
     constexpr int V = kVectors<C::kBits>;
     const Floats magnitudes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
 #pragma GCC unroll 2
     for (int part = 0; part < 2; ++part) {  // unrolled, or the sums are in memory at next()
       if (part == 1) next();
-      for (int c = 0; c < 16; c += 4) {
-        const int64_t from = offset + (C::kBits == 4 ? c / 8 * 64 : (part * 2 + c / 8) * 32);
-        Integers w[V];
+      for (int first = 0; first < 16; first += 4) {
+        const int64_t from = offset + (C::kBits == 4 ? first / 8 * 64 : (part * 2 + first / 8) * 32);
+        Integers dwords[V];
         for (int v = 0; v < V; ++v) {
-          w[v] = load_dwords<C::kBits>(g, v, from, c / 4 % 2);
-          if (C::kBits == 8) w[v] = flip8(w[v]);
-          if (C::kBits == 4 && !C::kMultiplied) w[v] = flip(w[v]);
-          if (C::kBits == 4 && part) w[v] = _mm256_srli_epi32(w[v], 4);
+          dwords[v] = load_dwords<C::kBits>(panels, v, from, first / 4 % 2);
+          if (C::kBits == 8) dwords[v] = flip8(dwords[v]);
+          if (C::kBits == 4 && !C::kMultiplied) dwords[v] = flip(dwords[v]);
+          if (C::kBits == 4 && part) dwords[v] = _mm256_srli_epi32(dwords[v], 4);
         }
         for (int byte = 0; byte < 4; ++byte) {
           Floats value[V];
           for (int v = 0; v < V; ++v) {
-            const Integers code = _mm256_and_si256(w[v], integers(C::kBits == 4 ? 15 : 255));
+            const Integers code = _mm256_and_si256(dwords[v], integers(C::kBits == 4 ? 15 : 255));
             if constexpr (C::kMultiplied) {
               const Integers sign = _mm256_slli_epi32(_mm256_and_si256(code, integers(8)), 28);
               value[v] = _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, code), as_floats(sign));
             } else {
               value[v] = floats(code);
             }
-            w[v] = _mm256_srli_epi32(w[v], 8);
+            dwords[v] = _mm256_srli_epi32(dwords[v], 8);
           }
           column(value);
         }

@@ -55,78 +55,80 @@ struct Avx512Rows : Avx512Lanes {
     return as_integers(_mm512_shuffle_ps(as_floats(x), as_floats(y), 0xdd));
   }
   template <int kBits>
-  static Integers load_half(const Group& g, int half, int64_t offset) {
-    if constexpr (kBits == 4) return load(g.panel[half] + offset);
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[2 * half] + offset));
+  static Integers load_half(const Group& panels, int half, int64_t offset) {
+    if constexpr (kBits == 4) return load(panels.panel[half] + offset);
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panels.panel[2 * half] + offset));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low),
-                              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[2 * half + 1] + offset)), 1);
+                              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panels.panel[2 * half + 1] + offset)),
+                              1);
   }
 
   // 8 dwords or 8 16-bit values of a half's rows.
   template <int kBits>
-  static __m256i load_rows32(const Group& g, int half, int64_t offset) {
-    if constexpr (kBits == 4) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[half] + offset));
-    return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset),
-                               reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset));
+  static __m256i load_rows32(const Group& panels, int half, int64_t offset) {
+    if constexpr (kBits == 4) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panels.panel[half] + offset));
+    return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(panels.panel[2 * half + 1] + offset),
+                               reinterpret_cast<const __m128i*>(panels.panel[2 * half] + offset));
   }
   template <int kBits>
-  static __m128i load_rows16(const Group& g, int half, int64_t offset) {
-    if constexpr (kBits == 4) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
-    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset)),
-                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset)));
+  static __m128i load_rows16(const Group& panels, int half, int64_t offset) {
+    if constexpr (kBits == 4) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(panels.panel[half] + offset));
+    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(panels.panel[2 * half] + offset)),
+                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(panels.panel[2 * half + 1] + offset)));
   }
 
   // 16 dwords in lane order, of the tail, too: sums stay in it until the store.
   template <int kBits>
-  static Integers load_tail(const Group& g, int, int64_t offset) {
+  static Integers load_tail(const Group& panels, int, int64_t offset) {
     const Integers order = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    const Integers both = _mm512_inserti64x4(_mm512_castsi256_si512(load_rows32<kBits>(g, 0, offset)),
-                                             load_rows32<kBits>(g, 1, offset), 1);
+    const Integers both = _mm512_inserti64x4(_mm512_castsi256_si512(load_rows32<kBits>(panels, 0, offset)),
+                                             load_rows32<kBits>(panels, 1, offset), 1);
     return _mm512_permutexvar_epi32(order, both);
   }
   static Floats rows(Floats v) { return v; }
   // Sixteen bytes, one a row, in lane order.
   template <int kBits>
-  static __m128i load_lanes8(const Group& g, int64_t offset) {
+  static __m128i load_lanes8(const Group& panels, int64_t offset) {
     const auto rows = [&](int half) {
-      if constexpr (kBits == 4) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
-      return _mm_unpacklo_epi32(_mm_loadu_si32(g.panel[2 * half] + offset),
-                                _mm_loadu_si32(g.panel[2 * half + 1] + offset));
+      if constexpr (kBits == 4) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(panels.panel[half] + offset));
+      return _mm_unpacklo_epi32(_mm_loadu_si32(panels.panel[2 * half] + offset),
+                                _mm_loadu_si32(panels.panel[2 * half + 1] + offset));
     };
     return _mm_unpacklo_epi16(rows(0), rows(1));
   }
   template <int kBits>
-  static Integers load_zeros(const Group& g, int, int64_t offset) {
-    return _mm512_cvtepu8_epi32(load_lanes8<kBits>(g, offset));
+  static Integers load_zeros(const Group& panels, int, int64_t offset) {
+    return _mm512_cvtepu8_epi32(load_lanes8<kBits>(panels, offset));
   }
   template <int kBits>
-  static Floats load_scales(const Group& g, int, int64_t offset, int32_t scale_type) {
-    if (scale_type == k_scale_type_f32) return as_floats(load_tail<kBits>(g, 0, offset));
-    const __m128i x = load_rows16<kBits>(g, 0, offset), y = load_rows16<kBits>(g, 1, offset);
+  static Floats load_scales(const Group& panels, int, int64_t offset, int32_t scale_type) {
+    if (scale_type == k_scale_type_f32) return as_floats(load_tail<kBits>(panels, 0, offset));
+    const __m128i x = load_rows16<kBits>(panels, 0, offset), y = load_rows16<kBits>(panels, 1, offset);
     const __m256i lanes = _mm256_set_m128i(_mm_unpackhi_epi32(x, y), _mm_unpacklo_epi32(x, y));
     if (scale_type == k_scale_type_f16) return _mm512_cvtph_ps(lanes);
     return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(lanes), 16));
   }
   template <class C>
-  static Floats load_group_scales(const PanelMatrix& p, const Group& g, int, int64_t offset) {
-    if (p.scale_type == k_scale_type_e4m3) return _mm512_cvtph_ps(e4m3_to_half(load_lanes8<C::kBits>(g, offset)));
-    if (p.scale_type == k_scale_type_e8m0) return e8m0_to_float(load_lanes8<C::kBits>(g, offset));
-    return load_scales<C::kBits>(g, 0, offset, p.scale_type);
+  static Floats load_group_scales(const PanelMatrix& matrix, const Group& panels, int, int64_t offset) {
+    if (matrix.scale_type == k_scale_type_e4m3)
+      return _mm512_cvtph_ps(e4m3_to_half(load_lanes8<C::kBits>(panels, offset)));
+    if (matrix.scale_type == k_scale_type_e8m0) return e8m0_to_float(load_lanes8<C::kBits>(panels, offset));
+    return load_scales<C::kBits>(panels, 0, offset, matrix.scale_type);
   }
 
   // 16 lanes to their rows: 8 of X to the first panel's place, 8 of Y to the second's (nr = 4: two places each).
   template <int kBits>
-  static void store_rows(const Group& g, int, int64_t offset, Floats y) {
+  static void store_rows(const Group& panels, int, int64_t offset, Floats y) {
     const Integers order = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
     const Floats rows = _mm512_permutexvar_ps(order, y);
     if constexpr (kBits == 4) {
-      _mm256_storeu_ps(g.to[0] + offset, _mm512_castps512_ps256(rows));
-      if (g.count > 1) _mm256_storeu_ps(g.to[1] + offset, _mm512_extractf32x8_ps(rows, 1));
+      _mm256_storeu_ps(panels.to[0] + offset, _mm512_castps512_ps256(rows));
+      if (panels.count > 1) _mm256_storeu_ps(panels.to[1] + offset, _mm512_extractf32x8_ps(rows, 1));
     } else {
-      _mm_storeu_ps(g.to[0] + offset, _mm512_castps512_ps128(rows));
-      if (g.count > 1) _mm_storeu_ps(g.to[1] + offset, _mm512_extractf32x4_ps(rows, 1));
-      if (g.count > 2) _mm_storeu_ps(g.to[2] + offset, _mm512_extractf32x4_ps(rows, 2));
-      if (g.count > 3) _mm_storeu_ps(g.to[3] + offset, _mm512_extractf32x4_ps(rows, 3));
+      _mm_storeu_ps(panels.to[0] + offset, _mm512_castps512_ps128(rows));
+      if (panels.count > 1) _mm_storeu_ps(panels.to[1] + offset, _mm512_extractf32x4_ps(rows, 1));
+      if (panels.count > 2) _mm_storeu_ps(panels.to[2] + offset, _mm512_extractf32x4_ps(rows, 2));
+      if (panels.count > 3) _mm_storeu_ps(panels.to[3] + offset, _mm512_extractf32x4_ps(rows, 3));
     }
   }
 
@@ -136,16 +138,16 @@ struct Avx512Rows : Avx512Lanes {
   // streams that hardware prefetchers lose at every panel's end.
   static constexpr int64_t kNear = 512;
   template <int kBits, int kBytes = 128>
-  static void prefetch_group(const Group& g, int64_t offset) {
+  static void prefetch_group(const Group& panels, int64_t offset) {
     constexpr int kPanels = kBits == 4 ? 2 : 4;
     if constexpr (kPanels == 2)
       _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
           _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
-              _mm_prefetch(reinterpret_cast<const char*>(g.panel[i] + kNear + offset + at), _MM_HINT_T0);
-    if (!g.ahead) return;
+              _mm_prefetch(reinterpret_cast<const char*>(panels.panel[i] + kNear + offset + at), _MM_HINT_T0);
+    if (!panels.ahead) return;
     _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
         _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(g.panel[i] + g.ahead + offset + at), _MM_HINT_T1);
+            _mm_prefetch(reinterpret_cast<const char*>(panels.panel[i] + panels.ahead + offset + at), _MM_HINT_T1);
   }
 
   // Where M is 4, 8 or 16 a compiler that knows would address x by another variable, as an index, and a vpdpbusd with
@@ -181,48 +183,50 @@ struct Avx512Rows : Avx512Lanes {
   template <int kBits>
   static constexpr int kStep = kBits == 4 ? 32 : 8;
   template <int M, class C>
-  [[gnu::always_inline]] static void dot_step(const Group& g, int64_t offset, const uint8_t* x, Integers (&dot)[M][1]) {
+  [[gnu::always_inline]] static void dot_step(const Group& panels, int64_t offset, const uint8_t* x,
+                                              Integers (&dot)[M][1]) {
     if constexpr (C::kBits == 4) {
-      prefetch_group<4>(g, offset);
-      dot_chunk<M, C>(g, offset, x, dot);
+      prefetch_group<4>(panels, offset);
+      dot_chunk<M, C>(panels, offset, x, dot);
     } else {
-      if (offset & 32) prefetch_group<8, 64>(g, offset);  // a line is two steps
-      dot_eight<M>(g, offset, x, dot);
+      if (offset & 32) prefetch_group<8, 64>(panels, offset);  // a line is two steps
+      dot_eight<M>(panels, offset, x, dot);
     }
   }
 
   // dot += 8 columns of 32 bytes of 8-bit codes.
   template <int M>
-  [[gnu::always_inline]] static void dot_eight(const Group& g, int64_t offset, const uint8_t* x,
+  [[gnu::always_inline]] static void dot_eight(const Group& panels, int64_t offset, const uint8_t* x,
                                                Integers (&dot)[M][1]) {
-    const Integers a = load_half<8>(g, 0, offset), c = load_half<8>(g, 1, offset);
-    const Integers w0 = flip8(even_dwords(a, c));
+    const Integers first = load_half<8>(panels, 0, offset), second = load_half<8>(panels, 1, offset);
+    const Integers w0 = flip8(even_dwords(first, second));
     QM_EACH_TOKEN dot4(dot[i][0], w0, x + 4 * i);
-    const Integers w1 = flip8(odd_dwords(a, c));
+    const Integers w1 = flip8(odd_dwords(first, second));
     QM_EACH_TOKEN dot4(dot[i][0], w1, x + 4 * M + 4 * i);
   }
 
   // dot += the 32 columns of 128 bytes.
   template <int M, class C>
-  [[gnu::always_inline]] static void dot_chunk(const Group& g, int64_t offset, const uint8_t* x,
+  [[gnu::always_inline]] static void dot_chunk(const Group& panels, int64_t offset, const uint8_t* x,
                                                Integers (&dot)[M][1]) {
     if constexpr (C::kBits == 8) {
-      dot_part<M, C>(g, offset, 0, x, dot);
-      dot_part<M, C>(g, offset, 1, x, dot);
+      dot_part<M, C>(panels, offset, 0, x, dot);
+      dot_part<M, C>(panels, offset, 1, x, dot);
     } else {
 #pragma GCC unroll 2
-      for (int s = 0; s < 2; ++s) {
-        const Integers a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
-        const Integers even = even_dwords(a, c), odd = odd_dwords(a, c);
-        const uint8_t* at = x + 8 * s * M;
+      for (int line = 0; line < 2; ++line) {
+        const Integers first = load_half<4>(panels, 0, offset + 64 * line),
+                       second = load_half<4>(panels, 1, offset + 64 * line);
+        const Integers even = even_dwords(first, second), odd = odd_dwords(first, second);
+        const uint8_t* from = x + 8 * line * M;
         const Integers w0 = C::low(even);
-        QM_EACH_TOKEN dot4(dot[i][0], w0, at + 4 * i);
+        QM_EACH_TOKEN dot4(dot[i][0], w0, from + 4 * i);
         const Integers w1 = C::low(odd);
-        QM_EACH_TOKEN dot4(dot[i][0], w1, at + 4 * M + 4 * i);
+        QM_EACH_TOKEN dot4(dot[i][0], w1, from + 4 * M + 4 * i);
         const Integers w2 = C::low(_mm512_srli_epi32(even, 4));
-        QM_EACH_TOKEN dot4(dot[i][0], w2, at + 16 * M + 4 * i);
+        QM_EACH_TOKEN dot4(dot[i][0], w2, from + 16 * M + 4 * i);
         const Integers w3 = C::low(_mm512_srli_epi32(odd, 4));
-        QM_EACH_TOKEN dot4(dot[i][0], w3, at + 20 * M + 4 * i);
+        QM_EACH_TOKEN dot4(dot[i][0], w3, from + 20 * M + 4 * i);
       }
     }
   }
@@ -230,14 +234,15 @@ struct Avx512Rows : Avx512Lanes {
   // dot += the 16 columns of one nibble (part) of 128 bytes, or 16 columns of 64 bytes of 8-bit codes. Inlined, or the
   // sums are in memory: clang 22 would not for many rows, and nvfp4 took 2.3 times as long.
   template <int M, class C>
-  [[gnu::always_inline]] static void dot_part(const Group& g, int64_t offset, int part, const uint8_t* x,
+  [[gnu::always_inline]] static void dot_part(const Group& panels, int64_t offset, int part, const uint8_t* x,
                                               Integers (&dot)[M][1]) {
     x += 16 * part * M;
 #pragma GCC unroll 2
-    for (int s = 0; s < 2; ++s, x += 8 * M) {
+    for (int line = 0; line < 2; ++line, x += 8 * M) {
       if constexpr (C::kBits == 4) {
-        const Integers a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
-        Integers even = even_dwords(a, c), odd = odd_dwords(a, c);
+        const Integers first = load_half<4>(panels, 0, offset + 64 * line),
+                       second = load_half<4>(panels, 1, offset + 64 * line);
+        Integers even = even_dwords(first, second), odd = odd_dwords(first, second);
         if (part) {
           even = _mm512_srli_epi32(even, 4);
           odd = _mm512_srli_epi32(odd, 4);
@@ -247,7 +252,7 @@ struct Avx512Rows : Avx512Lanes {
         const Integers w1 = C::low(odd);
         QM_EACH_TOKEN dot4(dot[i][0], w1, x + 4 * M + 4 * i);
       } else {
-        dot_eight<M>(g, offset + 64 * part + 32 * s, x, dot);
+        dot_eight<M>(panels, offset + 64 * part + 32 * line, x, dot);
       }
     }
   }
@@ -255,13 +260,14 @@ struct Avx512Rows : Avx512Lanes {
   // Values come out of a table of 16 entries (4 bits: the low nibbles of 128 bytes, next(), the high ones) or a sign
   // extension (8 bits).
   template <class Column, class Next>
-  [[gnu::always_inline]] static void columns4(const Group& g, int64_t offset, Floats values, const Column& column,
+  [[gnu::always_inline]] static void columns4(const Group& panels, int64_t offset, Floats values, const Column& column,
                                               const Next& next) {
     Integers dwords[4];  // columns 0..3, 4..7, 8..11, 12..15 in the low nibbles, 16 more in the high ones
-    for (int s = 0; s < 2; ++s) {
-      const Integers a = load_half<4>(g, 0, offset + 64 * s), d = load_half<4>(g, 1, offset + 64 * s);
-      dwords[2 * s] = even_dwords(a, d);
-      dwords[2 * s + 1] = odd_dwords(a, d);
+    for (int line = 0; line < 2; ++line) {
+      const Integers first = load_half<4>(panels, 0, offset + 64 * line),
+                     second = load_half<4>(panels, 1, offset + 64 * line);
+      dwords[2 * line] = even_dwords(first, second);
+      dwords[2 * line + 1] = odd_dwords(first, second);
     }
     for (int nibble = 0; nibble < 2; ++nibble) {
       if (nibble == 1) next();
@@ -273,12 +279,12 @@ struct Avx512Rows : Avx512Lanes {
     }
   }
   template <int kBits, class Column>
-  [[gnu::always_inline]] static void signed_columns(const Group& g, int64_t offset, const Column& column) {
+  [[gnu::always_inline]] static void signed_columns(const Group& panels, int64_t offset, const Column& column) {
     if constexpr (kBits == 4) {
-      columns4(g, offset, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1), column, [] {});
+      columns4(panels, offset, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1), column, [] {});
     } else {
-      const Integers a = load_half<8>(g, 0, offset), d = load_half<8>(g, 1, offset);
-      for (Integers dword : {even_dwords(a, d), odd_dwords(a, d)})
+      const Integers first = load_half<8>(panels, 0, offset), second = load_half<8>(panels, 1, offset);
+      for (Integers dword : {even_dwords(first, second), odd_dwords(first, second)})
         for (int byte = 3; byte >= 0; --byte) {
           Floats w[1] = {floats(_mm512_srai_epi32(_mm512_slli_epi32(dword, 8 * byte), 24))};
           column(w);
@@ -286,14 +292,16 @@ struct Avx512Rows : Avx512Lanes {
     }
   }
   template <class C, class Column, class Next>
-  [[gnu::always_inline]] static void columns(const Group& g, int64_t offset, const Column& column, const Next& next) {
+  [[gnu::always_inline]] static void columns(const Group& panels, int64_t offset, const Column& column,
+                                             const Next& next) {
     if constexpr (C::kBits == 4) {
-      columns4(g, offset, C::values(), column, next);
+      columns4(panels, offset, C::values(), column, next);
     } else {
-      for (int c = 0; c < 4; ++c) {
-        if (c == 2) next();
-        const Integers a = load_half<8>(g, 0, offset + 32 * c), d = load_half<8>(g, 1, offset + 32 * c);
-        for (Integers dword : {even_dwords(a, d), odd_dwords(a, d)})
+      for (int line = 0; line < 4; ++line) {
+        if (line == 2) next();
+        const Integers first = load_half<8>(panels, 0, offset + 32 * line),
+                       second = load_half<8>(panels, 1, offset + 32 * line);
+        for (Integers dword : {even_dwords(first, second), odd_dwords(first, second)})
           for (int byte = 0; byte < 4; ++byte) {
             Floats w[1] = {floats(_mm512_and_si512(_mm512_srli_epi32(flip8(dword), 8 * byte), integers(255)))};
             column(w);

@@ -55,10 +55,10 @@ constexpr Family kInt4Channelwise = QM_KAI_FAMILY(QM_KAI_CHANNELWISE, qai8dxp1x8
 constexpr Family kInt8Channelwise =
     QM_KAI_FAMILY(QM_KAI_CHANNELWISE, qai8dxp1x8_qsi8cxp4x8_1x4_neon_dotprod, qai8dxp4x8_qsi8cxp4x8_16x4_neon_i8mm);
 
-const Family* family(const PanelMatrix& p, bool quantized) {
-  if (!quantized || !p.plain()) return nullptr;
-  if (!p.grouped) return p.bits == 4 ? &kInt4Channelwise : &kInt8Channelwise;
-  return p.bits == 4 && p.scale_type == k_scale_type_bf16 ? &kInt4Groups : nullptr;
+const Family* family(const PanelMatrix& matrix, bool quantized) {
+  if (!quantized || !matrix.plain()) return nullptr;
+  if (!matrix.grouped) return matrix.bits == 4 ? &kInt4Channelwise : &kInt8Channelwise;
+  return matrix.bits == 4 && matrix.scale_type == k_scale_type_bf16 ? &kInt4Groups : nullptr;
 }
 
 // KleidiAI promises no stable layout: what is linked must have the geometry and the panel sizes this file was written
@@ -75,7 +75,9 @@ bool layout_is_ours() {
     for (int i = 0; i < 2; ++i)
       if (f.mr[i]() != (i ? 4 : 1) || f.nr[i]() != static_cast<size_t>(p.nr) || f.kr[i]() / f.sr[i]() != 8)
         return false;
-  const auto equal = [](size_t offset, const PanelMatrix& p) { return offset == static_cast<size_t>(p.stride); };
+  const auto equal = [](size_t offset, const PanelMatrix& matrix) {
+    return offset == static_cast<size_t>(matrix.stride);
+  };
   return equal(kai_get_rhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4c32p8x8_4x8x32_neon_i8mm(8, 192, 64),
                grouped) &&
          equal(kai_get_rhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4cxp8x8_8x8x32_neon_i8mm(8, 96), int4) &&
@@ -83,30 +85,31 @@ bool layout_is_ours() {
          kai_get_lhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4cxp8x8_8x8x32_neon_i8mm(8, 96) == 8 * (96 + 8);
 }
 
-void pack_fours(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
-  if (!family(p, quantized)) return panel_neon_i8mm.pack_tile(p, quantized, rows, m, out);
-  const int fours = m / 4 * 4;
-  for (int i = 0; i < fours; i += 4) panel_neon_i8mm.pack_tile(p, true, rows + i, 4, out + i * (p.kp + 8));
-  if (m > fours) panel_neon_i8mm.pack_tile(p, true, rows + fours, m - fours, out + fours * (p.kp + 8));
+void pack_fours(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens, uint8_t* out) {
+  if (!family(matrix, quantized)) return panel_neon_i8mm.pack_tile(matrix, quantized, rows, tokens, out);
+  const int fours = tokens / 4 * 4;
+  for (int i = 0; i < fours; i += 4) panel_neon_i8mm.pack_tile(matrix, true, rows + i, 4, out + i * (matrix.kp + 8));
+  if (tokens > fours)
+    panel_neon_i8mm.pack_tile(matrix, true, rows + fours, tokens - fours, out + fours * (matrix.kp + 8));
 }
 
 void multiply_fours(const PanelProduct& product) {
-  const PanelMatrix& p = *product.matrix;
-  const Family* f = family(p, product.quantized);
-  if (!f) return panel_neon_i8mm.multiply(product);
+  const PanelMatrix& matrix = *product.matrix;
+  const Family* ours = family(matrix, product.quantized);
+  if (!ours) return panel_neon_i8mm.multiply(product);
   // Panels of one half are not adjacent when gate and up alternate: one call a panel then.
   const int64_t panels = product.halves == 1 ? product.panel_count : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += panels) {
-    const uint8_t* w = product.panels + panel * p.stride;
-    float* y = product.out + panel % product.halves * product.half_stride + panel / product.halves * p.nr;
-    for (int64_t t = 0; t < product.tile_count; ++t) {
-      const TokenTile& tile = product.tiles[t];
+    const uint8_t* weights = product.panels + panel * matrix.stride;
+    float* y = product.out + panel % product.halves * product.half_stride + panel / product.halves * matrix.nr;
+    for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
+      const TokenTile& tile = product.tiles[tile_index];
       const int fours = tile.m / 4 * 4, rest = tile.m - fours;
-      if (fours) f->run[1](p, fours, panels * p.nr, tile.data, w, y, product.row_stride);
-      const TokenTile left{tile.data + fours * (p.kp + 8), rest};
+      if (fours) ours->run[1](matrix, fours, panels * matrix.nr, tile.data, weights, y, product.row_stride);
+      const TokenTile left{tile.data + fours * (matrix.kp + 8), rest};
       float* to = y + fours * product.row_stride;
-      if (rest == 1) f->run[0](p, 1, panels * p.nr, left.data, w, to, product.row_stride);
-      if (rest > 1) panel_neon_i8mm.multiply({&p, true, w, panels, &left, 1, to, product.row_stride, 0, 1});
+      if (rest == 1) ours->run[0](matrix, 1, panels * matrix.nr, left.data, weights, to, product.row_stride);
+      if (rest > 1) panel_neon_i8mm.multiply({&matrix, true, weights, panels, &left, 1, to, product.row_stride, 0, 1});
       y += tile.m * product.row_stride;
     }
   }

@@ -7,9 +7,9 @@ namespace {
 // One row wastes half of each matrix product: with a scale every 32 columns or less the dot products take fewer
 // instructions (tests/arm/instructions.py).
 void multiply_rows(const PanelProduct& product) {
-  const PanelMatrix& p = *product.matrix;
+  const PanelMatrix& matrix = *product.matrix;
   const bool one = product.tile_count == 1 && product.tiles[0].m == 1;
-  if (one && product.quantized && p.grouped && p.group() <= 32) return panel_neon_dotprod.multiply(product);
+  if (one && product.quantized && matrix.grouped && matrix.group() <= 32) return panel_neon_dotprod.multiply(product);
   multiply(product);
 }
 

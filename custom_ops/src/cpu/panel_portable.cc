@@ -13,8 +13,8 @@ T load(const uint8_t* at, int64_t index) {
 }
 
 // Scale or zero point i of the nr * parts that end a block.
-float load_scale(const PanelMatrix& p, const uint8_t* scales, int i) {
-  switch (p.scale_type) {
+float load_scale(const PanelMatrix& matrix, const uint8_t* scales, int i) {
+  switch (matrix.scale_type) {
     case k_scale_type_f32:
       return load<float>(scales, i);
     case k_scale_type_f16:
@@ -32,50 +32,50 @@ float load_scale(const PanelMatrix& p, const uint8_t* scales, int i) {
 struct GroupLevels {
   float scale, minimum;
 };
-GroupLevels load_levels(const PanelMatrix& p, const uint8_t* panel, int64_t group, int r) {
-  const uint8_t* at = panel + group / p.parts * p.block_bytes + p.codes_bytes;
-  const bool minima = p.format != k_format_q6_k;
-  const uint8_t* const codes = at + (minima ? 64 : 32) + group % p.parts * 16;
+GroupLevels load_levels(const PanelMatrix& matrix, const uint8_t* panel, int64_t group, int row) {
+  const uint8_t* block = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
+  const bool minima = matrix.format != k_format_q6_k;
+  const uint8_t* const codes = block + (minima ? 64 : 32) + group % matrix.parts * 16;
   const auto product = [&](const uint8_t* of_block, const uint8_t* of_group) {
-    return half_to_float(load<uint16_t>(of_block, r)) * static_cast<float>(load<int8_t>(of_group, r));
+    return half_to_float(load<uint16_t>(of_block, row)) * static_cast<float>(load<int8_t>(of_group, row));
   };
-  return {product(at, codes), minima ? product(at + 32, codes + 16 * p.parts) : 0.0f};
+  return {product(block, codes), minima ? product(block + 32, codes + 16 * matrix.parts) : 0.0f};
 }
 
 // Values of row r of a panel of FORMAT.md 2.10: integers to `values`, weights to `floats`.
-void decode_k(const PanelMatrix& p, const uint8_t* panel, int r, int32_t* values, float* floats) {
-  for (int64_t k = 0; k < p.kp; ++k) {
+void decode_k(const PanelMatrix& matrix, const uint8_t* panel, int row, int32_t* values, float* floats) {
+  for (int64_t k = 0; k < matrix.kp; ++k) {
     const int column = static_cast<int>(k % 32), quad = column / 4;
-    const uint8_t* chunk =
-        panel + k / p.block * p.block_bytes + k % p.block / 32 * (p.codes_bytes / 8) + 4 * r + column % 4;
+    const uint8_t* chunk = panel + k / matrix.block * matrix.block_bytes +
+                           k % matrix.block / 32 * (matrix.codes_bytes / 8) + 4 * row + column % 4;
     const int nibble = chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15;
-    const int high = p.bits == 5   ? chunk[256] >> quad & 1
-                     : p.bits == 6 ? chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3
-                                   : 0;
-    values[k] = (nibble | high << 4) - (p.bits == 6 ? 32 : 0);
-    const GroupLevels levels = load_levels(p, panel, k / p.group(), r);
+    const int high = matrix.bits == 5   ? chunk[256] >> quad & 1
+                     : matrix.bits == 6 ? chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3
+                                        : 0;
+    values[k] = (nibble | high << 4) - (matrix.bits == 6 ? 32 : 0);
+    const GroupLevels levels = load_levels(matrix, panel, k / matrix.group(), row);
     floats[k] = fma(static_cast<float>(values[k]), levels.scale, -levels.minimum);
   }
 }
 
 // Values of row r of a panel, columns [0, kp), as FORMAT.md 2.8 scales them: integers to `values`, others to `floats`.
-void decode(const PanelMatrix& p, const uint8_t* panel, int r, int32_t* values, float* floats) {
-  for (int64_t k = 0; k < p.kp; ++k) {
-    const uint8_t* block = panel + k / p.block * p.block_bytes;
-    const int64_t column = k % p.block, chunk = column / 32 * 32, i = column % 32;
-    if (p.columns) {
-      const uint8_t* at = block + (column * 16 + r) * p.bits / 8;
-      floats[k] = p.format == k_format_fp8_e4m3 ? e4m3_scaled(*at)
-                  : p.format == k_format_bf16   ? bfloat_to_float(load<uint16_t>(at, 0))
-                                                : half_to_float(load<uint16_t>(at, 0));
+void decode(const PanelMatrix& matrix, const uint8_t* panel, int row, int32_t* values, float* floats) {
+  for (int64_t k = 0; k < matrix.kp; ++k) {
+    const uint8_t* block = panel + k / matrix.block * matrix.block_bytes;
+    const int64_t column = k % matrix.block, chunk = column / 32 * 32, i = column % 32;
+    if (matrix.columns) {
+      const uint8_t* at = block + (column * 16 + row) * matrix.bits / 8;
+      floats[k] = matrix.format == k_format_fp8_e4m3 ? e4m3_scaled(*at)
+                  : matrix.format == k_format_bf16   ? bfloat_to_float(load<uint16_t>(at, 0))
+                                                     : half_to_float(load<uint16_t>(at, 0));
       continue;
     }
-    const uint8_t byte = p.bits == 4 ? block[chunk * p.nr / 2 + (i / 8 % 2 * p.nr + r) * 8 + i % 8]
-                                     : block[column / 8 * 8 * p.nr + r * 8 + i % 8];
+    const uint8_t byte = matrix.bits == 4 ? block[chunk * matrix.nr / 2 + (i / 8 % 2 * matrix.nr + row) * 8 + i % 8]
+                                          : block[column / 8 * 8 * matrix.nr + row * 8 + i % 8];
     const int nibble = i < 16 ? byte & 15 : byte >> 4;
-    const int64_t part = column / p.group();
-    const int zero = p.zero_points ? block[p.zeros() + part * p.nr + r] : p.bits == 4 ? 8 : 128;
-    values[k] = is_e2m1(p.format) ? kE2m1Doubled[nibble] : (p.bits == 4 ? nibble ^ 8 : byte ^ 0x80) - zero;
+    const int64_t part = column / matrix.group();
+    const int zero = matrix.zero_points ? block[matrix.zeros() + part * matrix.nr + row] : matrix.bits == 4 ? 8 : 128;
+    values[k] = is_e2m1(matrix.format) ? kE2m1Doubled[nibble] : (matrix.bits == 4 ? nibble ^ 8 : byte ^ 0x80) - zero;
     floats[k] = static_cast<float>(values[k]);
   }
 }
@@ -93,57 +93,58 @@ struct RowSums {
 };
 
 // Row r of a panel, decoded, times token i.
-RowSums multiply_row(const PanelMatrix& p, bool quantized, const uint8_t* panel, int r, const TileParts& tile, int i,
-                     const int32_t* values, const float* floats) {
+RowSums multiply_row(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile,
+                     int i, const int32_t* values, const float* floats) {
   RowSums sum{};
-  for (int64_t group = 0; group < p.groups(); ++group) {
+  for (int64_t group = 0; group < matrix.groups(); ++group) {
     sum.partial = 0.0f;
     sum.dot = 0;
-    for (int64_t k = group * p.group(); k < (group + 1) * p.group(); ++k) {
+    for (int64_t k = group * matrix.group(); k < (group + 1) * matrix.group(); ++k) {
       if (quantized)
         sum.dot += values[k] * static_cast<int8_t>(tile.data[(k & ~3) * tile.m + 4 * i + (k & 3)]);
       else
         sum.partial = fma(load<float>(tile.data, k * tile.m + i), floats[k], sum.partial);
     }
     const float of_group = quantized ? static_cast<float>(sum.dot) : sum.partial;
-    if (is_k(p.format)) {
-      const GroupLevels levels = load_levels(p, panel, group, r);
+    if (is_k(matrix.format)) {
+      const GroupLevels levels = load_levels(matrix, panel, group, row);
       const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, group * tile.m + i));
       sum.acc = quantized ? fma(-levels.minimum, of_tokens, fma(of_group, levels.scale, sum.acc)) : sum.acc + of_group;
       continue;
     }
-    const uint8_t* scales = panel + group / p.parts * p.block_bytes + p.codes_bytes;
-    const float scale = p.grouped ? load_scale(p, scales, static_cast<int>(group % p.parts * p.nr) + r) : 0.0f;
-    if (p.stepped)
+    const uint8_t* scales = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
+    const float scale =
+        matrix.grouped ? load_scale(matrix, scales, static_cast<int>(group % matrix.parts * matrix.nr) + row) : 0.0f;
+    if (matrix.stepped)
       sum.acc = fma(of_group * scale, load<float>(tile.steps, group * tile.m + i), sum.acc);
     else
-      sum.acc = p.grouped ? fma(of_group, scale, sum.acc) : sum.partial;
+      sum.acc = matrix.grouped ? fma(of_group, scale, sum.acc) : sum.partial;
   }
   return sum;
 }
 
 // The output of row r and token i.
-float finish_row(const PanelMatrix& p, bool quantized, const uint8_t* panel, int r, const TileParts& tile, int i,
+float finish_row(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile, int i,
                  const RowSums& sum) {
-  const uint8_t* tail = panel + p.tail();
-  const float bias = load<float>(panel + p.biases(), r);
-  const float scale = load<float>(tail, p.nr + r);  // where the tail has them: of channelwise rows, multipliers
-  if (!quantized || p.stepped) {
+  const uint8_t* tail = panel + matrix.tail();
+  const float bias = load<float>(panel + matrix.biases(), row);
+  const float scale = load<float>(tail, matrix.nr + row);  // where the tail has them: of channelwise rows, multipliers
+  if (!quantized || matrix.stepped) {
     float y = sum.acc;
-    if (!p.grouped) y = y * (scale * (p.bits == 4 ? 16.0f : 1.0f));
-    if (p.multiplied()) y = y * scale;
+    if (!matrix.grouped) y = y * (scale * (matrix.bits == 4 ? 16.0f : 1.0f));
+    if (matrix.multiplied()) y = y * scale;
     return y + bias;
   }
   const float step = load<float>(tile.steps, i);
   const int32_t zero_point = load<int32_t>(tile.steps, tile.m + i);
-  if (p.grouped) {
-    float y = fma(load<float>(tail, r), static_cast<float>(-zero_point), sum.acc);
-    if (p.multiplied()) y = y * scale;
+  if (matrix.grouped) {
+    float y = fma(load<float>(tail, row), static_cast<float>(-zero_point), sum.acc);
+    if (matrix.multiplied()) y = y * scale;
     return y * step + bias;
   }
   // Unsigned: the sums of a damaged file may overflow, as they do in vector registers.
-  const uint32_t corrected = (p.bits == 4 ? 16u : 1u) * static_cast<uint32_t>(sum.dot) +
-                             load<uint32_t>(tail, r) * static_cast<uint32_t>(-zero_point);
+  const uint32_t corrected = (matrix.bits == 4 ? 16u : 1u) * static_cast<uint32_t>(sum.dot) +
+                             load<uint32_t>(tail, row) * static_cast<uint32_t>(-zero_point);
   return static_cast<float>(static_cast<int32_t>(corrected)) * (scale * step) + bias;
 }
 
@@ -151,20 +152,23 @@ void multiply(const PanelProduct& product) {
   constexpr int64_t kColumns = 2 * 65536;  // kp: K is at most 65536 and the last block may be padded
   static thread_local int32_t values[kColumns];
   static thread_local float floats[kColumns];
-  const PanelMatrix& p = *product.matrix;
+  const PanelMatrix& matrix = *product.matrix;
   int64_t first_row = 0;
-  for (int64_t t = 0; t < product.tile_count; first_row += product.tiles[t].m, ++t) {
-    const int m = product.tiles[t].m;
-    const uint8_t *const data = product.tiles[t].data, *const sums = data + p.kp * m;
-    const TileParts tile{data, sums, sums + 4 * p.groups() * m, m};
+  for (int64_t tile_index = 0; tile_index < product.tile_count;
+       first_row += product.tiles[tile_index].m, ++tile_index) {
+    const int tokens = product.tiles[tile_index].m;
+    const uint8_t *const data = product.tiles[tile_index].data, *const sums = data + matrix.kp * tokens;
+    const TileParts tile{data, sums, sums + 4 * matrix.groups() * tokens, tokens};
     for (int64_t index = 0; index < product.panel_count; ++index) {
-      const uint8_t* const panel = product.panels + index * p.stride;
-      float* const out = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
-      for (int r = 0; r < p.nr; ++r) {
-        (is_k(p.format) ? decode_k : decode)(p, panel, r, values, floats);
-        for (int i = 0; i < m; ++i) {
-          const RowSums sum = multiply_row(p, product.quantized, panel, r, tile, i, values, floats);
-          out[(first_row + i) * product.row_stride + r] = finish_row(p, product.quantized, panel, r, tile, i, sum);
+      const uint8_t* const panel = product.panels + index * matrix.stride;
+      float* const out =
+          product.out + index % product.halves * product.half_stride + index / product.halves * matrix.nr;
+      for (int row = 0; row < matrix.nr; ++row) {
+        (is_k(matrix.format) ? decode_k : decode)(matrix, panel, row, values, floats);
+        for (int i = 0; i < tokens; ++i) {
+          const RowSums sum = multiply_row(matrix, product.quantized, panel, row, tile, i, values, floats);
+          out[(first_row + i) * product.row_stride + row] =
+              finish_row(matrix, product.quantized, panel, row, tile, i, sum);
         }
       }
     }

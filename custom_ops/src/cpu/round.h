@@ -54,19 +54,19 @@ inline float nvfp4_step(float largest, float stored) { return round_e4m3(largest
 
 // A loop for each step: all of them are vectors.
 inline void quantize_groups(float stored, const float* x, int64_t groups, int8_t* q, float* steps) {
-  for (int64_t g = 0; g < groups; ++g) steps[g] = largest_magnitude(x + 16 * g, 16);
-  for (int64_t g = 0; g < groups; ++g) {
-    const float step = nvfp4_step(steps[g], stored);
-    steps[g] = step > 0.0f ? step : 0.0f;
+  for (int64_t group = 0; group < groups; ++group) steps[group] = largest_magnitude(x + 16 * group, 16);
+  for (int64_t group = 0; group < groups; ++group) {
+    const float step = nvfp4_step(steps[group], stored);
+    steps[group] = step > 0.0f ? step : 0.0f;
   }
-  for (int64_t g = 0; g < groups; ++g) {
-    const bool zero = steps[g] == 0.0f;
-    const float divisor = zero ? INFINITY : steps[g];
+  for (int64_t group = 0; group < groups; ++group) {
+    const bool zero = steps[group] == 0.0f;
+    const float divisor = zero ? INFINITY : steps[group];
     for (int i = 0; i < 16; ++i) {
-      const float rounded = round_e2m1(x[16 * g + i] / divisor);
-      q[16 * g + i] = static_cast<int8_t>(static_cast<int32_t>(rounded + rounded));
+      const float rounded = round_e2m1(x[16 * group + i] / divisor);
+      q[16 * group + i] = static_cast<int8_t>(static_cast<int32_t>(rounded + rounded));
     }
-    steps[g] = steps[g] * 0.5f;
+    steps[group] = steps[group] * 0.5f;
   }
 }
 

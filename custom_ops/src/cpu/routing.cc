@@ -38,45 +38,47 @@ struct Scratch {  // of a lane
   float* groups;  // [n_group]
   int32_t* kept;  // [n_group]
 };
-int64_t scratch_floats(const qm_routing& r) { return 2LL * r.num_experts + r.shared_gate + 2LL * r.n_group; }
+int64_t scratch_floats(const qm_routing& routing) {
+  return 2LL * routing.num_experts + routing.shared_gate + 2LL * routing.n_group;
+}
 
-void route(const qm_routing& r, const float* bias, const Scratch& s, int32_t* ids, float* weights) {
+void route(const qm_routing& routing, const float* bias, const Scratch& scratch, int32_t* ids, float* weights) {
   static_assert(count_values("routing_method") == 5, "the ifs below");
-  const int experts = r.num_experts, size = experts / r.n_group;
-  for (int j = 0; j < r.shared_experts; ++j) {
-    ids[r.top_k + j] = experts + j;
-    weights[r.top_k + j] = r.shared_gate ? sigmoid_f32(s.scores[experts]) : 1.0f;
+  const int experts = routing.num_experts, size = experts / routing.n_group;
+  for (int j = 0; j < routing.shared_experts; ++j) {
+    ids[routing.top_k + j] = experts + j;
+    weights[routing.top_k + j] = routing.shared_gate ? sigmoid_f32(scratch.scores[experts]) : 1.0f;
   }
   for (int e = 0; e < experts; ++e)
-    if (std::isnan(s.scores[e])) {  // comparisons would be meaningless; the token's output is NaN
-      for (int j = 0; j < r.top_k; ++j) ids[j] = j, weights[j] = NAN;
+    if (std::isnan(scratch.scores[e])) {  // comparisons would be meaningless; the token's output is NaN
+      for (int j = 0; j < routing.top_k; ++j) ids[j] = j, weights[j] = NAN;
       return;
     }
-  if (r.method == k_routing_method_softmax_topk) softmax(s.scores, experts);
-  if (r.method == k_routing_method_sigmoid_topk)
-    for (int e = 0; e < experts; ++e) s.scores[e] = sigmoid_f32(s.scores[e]);
-  for (int e = 0; e < experts; ++e) s.choice[e] = s.scores[e] + bias[e];
-  if (r.topk_group < r.n_group) {
-    for (int g = 0; g < r.n_group; ++g) {
+  if (routing.method == k_routing_method_softmax_topk) softmax(scratch.scores, experts);
+  if (routing.method == k_routing_method_sigmoid_topk)
+    for (int e = 0; e < experts; ++e) scratch.scores[e] = sigmoid_f32(scratch.scores[e]);
+  for (int e = 0; e < experts; ++e) scratch.choice[e] = scratch.scores[e] + bias[e];
+  if (routing.topk_group < routing.n_group) {
+    for (int g = 0; g < routing.n_group; ++g) {
       int32_t best[2];
-      select(s.choice + g * size, size, std::min(2, size), best);
-      s.groups[g] = s.choice[g * size + best[0]] + (size > 1 ? s.choice[g * size + best[1]] : 0.0f);
+      select(scratch.choice + g * size, size, std::min(2, size), best);
+      scratch.groups[g] = scratch.choice[g * size + best[0]] + (size > 1 ? scratch.choice[g * size + best[1]] : 0.0f);
     }
-    select(s.groups, r.n_group, r.n_group, s.kept);
-    for (int j = r.topk_group; j < r.n_group; ++j)
-      std::fill_n(s.choice + s.kept[j] * size, size, -std::numeric_limits<float>::infinity());
+    select(scratch.groups, routing.n_group, routing.n_group, scratch.kept);
+    for (int j = routing.topk_group; j < routing.n_group; ++j)
+      std::fill_n(scratch.choice + scratch.kept[j] * size, size, -std::numeric_limits<float>::infinity());
   }
-  select(s.choice, experts, r.top_k, ids);
-  for (int j = 0; j < r.top_k; ++j) weights[j] = s.scores[ids[j]];
-  if (r.method == k_routing_method_topk_softmax) softmax(weights, r.top_k);
-  if (r.method == k_routing_method_topk_sigmoid)
-    for (int j = 0; j < r.top_k; ++j) weights[j] = sigmoid_f32(weights[j]);
-  if (r.renormalize) {
+  select(scratch.choice, experts, routing.top_k, ids);
+  for (int j = 0; j < routing.top_k; ++j) weights[j] = scratch.scores[ids[j]];
+  if (routing.method == k_routing_method_topk_softmax) softmax(weights, routing.top_k);
+  if (routing.method == k_routing_method_topk_sigmoid)
+    for (int j = 0; j < routing.top_k; ++j) weights[j] = sigmoid_f32(weights[j]);
+  if (routing.renormalize) {
     float sum = 1e-20f;  // of DeepSeek-V3; nothing beside a sum of softmax probabilities
-    for (int j = 0; j < r.top_k; ++j) sum += weights[j];
-    for (int j = 0; j < r.top_k; ++j) weights[j] /= sum;
+    for (int j = 0; j < routing.top_k; ++j) sum += weights[j];
+    for (int j = 0; j < routing.top_k; ++j) weights[j] /= sum;
   }
-  for (int j = 0; j < r.top_k; ++j) weights[j] *= r.routed_scaling_factor;
+  for (int j = 0; j < routing.top_k; ++j) weights[j] *= routing.routed_scaling_factor;
 }
 
 int64_t tasks_of(const qm_routing_call& c) { return ceil_div(c.tokens, kTokensPerTask); }
@@ -94,16 +96,17 @@ size_t qm_routing_workspace(const qm_routing* r, const qm_routing_call* call) {
   return static_cast<size_t>(lanes_of(*call) * scratch_floats(*r)) * sizeof(float);
 }
 
-int qm_routing_run(const qm_routing* r, const qm_routing_call* call, char*) {
-  const int64_t experts = r->num_experts, logits = experts + r->shared_gate, slots = r->top_k + r->shared_experts;
+int qm_routing_run(const qm_routing* routing, const qm_routing_call* call, char*) {
+  const int64_t experts = routing->num_experts, logits = experts + routing->shared_gate,
+                slots = routing->top_k + routing->shared_experts;
   const int64_t element = call->type == QM_F32 ? 4 : 2;
   parallel(lanes_of(*call), call->parallel_for, call->parallel_context, tasks_of(*call), [&](int lane, int64_t task) {
-    float* base = static_cast<float*>(call->workspace) + lane * scratch_floats(*r);
+    float* base = static_cast<float*>(call->workspace) + lane * scratch_floats(*routing);
     float* groups = base + logits + experts;
-    const Scratch s{base, base + logits, groups, reinterpret_cast<int32_t*>(groups + r->n_group)};
+    const Scratch s{base, base + logits, groups, reinterpret_cast<int32_t*>(groups + routing->n_group)};
     for (int64_t t = task * kTokensPerTask; t < std::min(call->tokens, (task + 1) * kTokensPerTask); ++t) {
       to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * logits * element, logits, s.scores);
-      route(*r, call->correction_bias, s, call->topk_ids + t * slots, call->topk_weights + t * slots);
+      route(*routing, call->correction_bias, s, call->topk_ids + t * slots, call->topk_weights + t * slots);
     }
   });
   return QM_OK;

@@ -17,9 +17,9 @@
 //   kStep<bits>, dot_step<M, C>    columns that a step of a plain tile adds to dot
 //   dot_chunk<M, C>, dot_part<M, C>
 //                                  adds 32 columns of a scaled tile, or 16 of them
-//   signed_columns<bits>(g, offset, column)
+//   signed_columns<bits>(panels, offset, column)
 //                                  column(values) for each column of 128 bytes of 4-bit codes, or of 32 of 8-bit ones
-//   columns<C>(g, offset, column, next)
+//   columns<C>(panels, offset, column, next)
 //                                  of unsigned codes and e2m1, of 32 columns; next() between the first and the last 16
 //   prefetch_group<bits>           what comes after 128 bytes of each panel
 //   kFloatTokens, kManyTokens      float_panels.h's
@@ -39,25 +39,27 @@ namespace {
 
 // A group's panels times a tile of M tokens, where scales are of rows or of blocks.
 template <class V, int M, class C>
-void quantized_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+void quantized_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile,
+                    int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>, kStep = V::template kStep<kBits>;
   const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
   typename V::Floats acc[M][kVectors];
   QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
-  for (int64_t b = 0; b < p.blocks; ++b, start += M) {
-    int64_t offset = b * p.block_bytes;
+  for (int64_t block = 0; block < matrix.blocks; ++block, start += M) {
+    int64_t offset = block * matrix.block_bytes;
     typename V::Integers dot[M][kVectors];  // of this block only: live across blocks, compilers keep it in memory
     QM_EACH_SUM dot[i][v] = V::integers(start[i]);
-    const uint8_t* const end = x + p.block * M;
+    const uint8_t* const end = x + matrix.block * M;
     do {  // a block is never empty; saying so keeps the accumulators out of memory
-      V::template dot_step<M, C>(g, offset, x, dot);
+      V::template dot_step<M, C>(panels, offset, x, dot);
       x += kStep * M;
       V::opaque(x);
       offset += 4 * kStep;
     } while (x != end);
-    QM_EACH_VECTOR if (p.grouped) {
-      const auto scale = V::template load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
+    QM_EACH_VECTOR if (matrix.grouped) {
+      const auto scale =
+          V::template load_scales<kBits>(panels, v, block * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
       QM_EACH_TOKEN acc[i][v] = V::fma(V::floats(dot[i][v]), scale, acc[i][v]);
     }
     else {
@@ -67,25 +69,26 @@ void quantized_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8
   const float* steps = reinterpret_cast<const float*>(start);
   const int32_t* zero_points = start + M;
   QM_EACH_VECTOR {
-    const auto sums = V::template load_tail<kBits>(g, v, p.tail());
-    const auto bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
-    const auto scale = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));  // channelwise
+    const auto sums = V::template load_tail<kBits>(panels, v, matrix.tail());
+    const auto bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
+    const auto scale =
+        V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));  // channelwise
     QM_EACH_TOKEN {
       const auto step = V::broadcast(steps[i]), sum = V::rows(acc[i][v]);
       typename V::Floats y;
-      if (p.grouped)
+      if (matrix.grouped)
         y = V::multiply(V::fma(V::as_floats(sums), V::broadcast(static_cast<float>(-zero_points[i])), sum), step);
       else
         y = V::multiply(V::floats(V::template corrected<kBits>(V::as_integers(sum), sums, -zero_points[i])),
                         V::multiply(scale, step));
-      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
     }
   }
 }
 
 // The same of float activations, for few tokens: float_panels.h takes many.
 template <class V, int M, class C>
-void float_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+void float_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile, int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
   using Floats = typename V::Floats;
   const float* x = reinterpret_cast<const float*>(tile);
@@ -98,68 +101,70 @@ void float_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* 
     }
     x += M;
   };
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    int64_t offset = b * p.block_bytes;
+  for (int64_t block = 0; block < matrix.blocks; ++block) {
+    int64_t offset = block * matrix.block_bytes;
     QM_EACH_SUM partial[i][v] = V::broadcast(0.0f);
-    const float* const end = x + p.block * M;
+    const float* const end = x + matrix.block * M;
     do {
-      V::template signed_columns<kBits>(g, offset, column);
+      V::template signed_columns<kBits>(panels, offset, column);
       offset += kBits == 4 ? 128 : 32;
     } while (x != end);
-    QM_EACH_VECTOR if (p.grouped) {
-      const Floats scale = V::template load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
+    QM_EACH_VECTOR if (matrix.grouped) {
+      const Floats scale =
+          V::template load_scales<kBits>(panels, v, block * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
       QM_EACH_TOKEN acc[i][v] = V::fma(partial[i][v], scale, acc[i][v]);
     }
   }
   QM_EACH_VECTOR {
-    const Floats bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
-    Floats scale = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));  // channelwise
+    const Floats bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
+    Floats scale = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));  // channelwise
     if (kBits == 4) scale = V::multiply(scale, V::broadcast(16.0f));
     QM_EACH_TOKEN {
-      const Floats y = p.grouped ? V::rows(acc[i][v]) : V::multiply(V::rows(partial[i][v]), scale);
-      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+      const Floats y = matrix.grouped ? V::rows(acc[i][v]) : V::multiply(V::rows(partial[i][v]), scale);
+      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
     }
   }
 }
 
 // kParts: groups of a block. kStepped: activations have a step for each group.
 template <class V, int M, class C, bool kZero, int kParts, bool kStepped = false>
-void scaled_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+void scaled_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile, int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
   const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
-  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
+  const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
   typename V::Floats acc[M][kVectors];
   QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    const int64_t base = b * p.block_bytes;
-    const uint8_t* const end = x + p.block * M;
+  for (int64_t block = 0; block < matrix.blocks; ++block) {
+    const int64_t base = block * matrix.block_bytes;
+    const uint8_t* const end = x + matrix.block * M;
     _Pragma("GCC unroll 2") for (int part = 0; part < kParts; ++part, start += M) {
       typename V::Integers dot[M][kVectors];
       QM_EACH_VECTOR if constexpr (kZero) {
-        const auto pairs = V::pairs(V::template load_zeros<kBits>(g, v, base + p.zeros() + part * p.nr));
+        const auto pairs = V::pairs(V::template load_zeros<kBits>(panels, v, base + matrix.zeros() + part * matrix.nr));
         QM_EACH_TOKEN dot[i][v] = V::starts(pairs, start[i]);
       }
       else {
         QM_EACH_TOKEN dot[i][v] = V::integers(start[i]);
       }
       if constexpr (kParts == 2) {
-        if (part == 0) V::template prefetch_group<kBits>(g, base);
-        V::template dot_part<M, C>(g, base, part, x, dot);
+        if (part == 0) V::template prefetch_group<kBits>(panels, base);
+        V::template dot_part<M, C>(panels, base, part, x, dot);
       } else {
         int64_t offset = base;
         do {
-          V::template prefetch_group<kBits>(g, offset);
-          V::template dot_chunk<M, C>(g, offset, x, dot);
+          V::template prefetch_group<kBits>(panels, offset);
+          V::template dot_chunk<M, C>(panels, offset, x, dot);
           x += 32 * M;
           V::opaque(x);
           offset += 128;
         } while (x != end);
       }
       QM_EACH_VECTOR {
-        const auto scale = V::template load_group_scales<C>(p, g, v, base + p.codes_bytes + part * scale_bytes);
+        const auto scale =
+            V::template load_group_scales<C>(matrix, panels, v, base + matrix.codes_bytes + part * scale_bytes);
         if constexpr (kStepped) {
-          const float* steps = reinterpret_cast<const float*>(start + p.groups() * M);
+          const float* steps = reinterpret_cast<const float*>(start + matrix.groups() * M);
           QM_EACH_TOKEN acc[i][v] =
               V::fma(V::multiply(V::floats(dot[i][v]), scale), V::broadcast(steps + i), acc[i][v]);
         } else {
@@ -175,39 +180,42 @@ void scaled_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t*
   const float* steps = reinterpret_cast<const float*>(start);
   const int32_t* zero_points = start + M;
   QM_EACH_VECTOR {
-    const auto sums = V::as_floats(V::template load_tail<kBits>(g, v, p.tail()));
-    const auto multiplier = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));
-    const auto bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
+    const auto sums = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail()));
+    const auto multiplier = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));
+    const auto bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
     QM_EACH_TOKEN {
       typename V::Floats y = V::rows(acc[i][v]);
       if constexpr (!kStepped) y = V::fma(sums, V::broadcast(static_cast<float>(-zero_points[i])), y);
       if constexpr (C::kMultiplied) y = V::multiply(y, multiplier);
       if constexpr (!kStepped) y = V::multiply(y, V::broadcast(steps[i]));
-      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
     }
   }
 }
 
 template <class V, int M, class C, int kParts>
-void scaled_float_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+void scaled_float_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile,
+                       int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
   using Floats = typename V::Floats;
   const float* x = reinterpret_cast<const float*>(tile);
-  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
   Floats acc[M][kVectors], partial[M][kVectors], zero[kVectors];
   QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    const int64_t base = b * p.block_bytes;
+  for (int64_t block = 0; block < matrix.blocks; ++block) {
+    const int64_t base = block * matrix.block_bytes;
     int part = 0;
     const auto begin = [&]() __attribute__((always_inline)) {
       QM_EACH_SUM partial[i][v] = V::broadcast(0.0f);
-      QM_EACH_VECTOR zero[v] = p.zero_points
-                                   ? V::floats(V::template load_zeros<kBits>(g, v, base + p.zeros() + part * p.nr))
-                                   : V::broadcast(kBits == 4 ? 8.0f : 128.0f);
+      QM_EACH_VECTOR zero[v] =
+          matrix.zero_points
+              ? V::floats(V::template load_zeros<kBits>(panels, v, base + matrix.zeros() + part * matrix.nr))
+              : V::broadcast(kBits == 4 ? 8.0f : 128.0f);
     };
     const auto finish = [&]() __attribute__((always_inline)) {
       QM_EACH_VECTOR {
-        const Floats scale = V::template load_group_scales<C>(p, g, v, base + p.codes_bytes + part * scale_bytes);
+        const Floats scale =
+            V::template load_group_scales<C>(matrix, panels, v, base + matrix.codes_bytes + part * scale_bytes);
         QM_EACH_TOKEN acc[i][v] = V::fma(partial[i][v], scale, acc[i][v]);
       }
       ++part;
@@ -218,26 +226,26 @@ void scaled_float_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const ui
         begin();
       }
     };
-    const auto column = [&](Floats(&w)[kVectors]) __attribute__((always_inline)) {
-      if constexpr (!C::kMultiplied) QM_EACH_VECTOR w[v] = V::subtract(w[v], zero[v]);
+    const auto column = [&](Floats(&weights)[kVectors]) __attribute__((always_inline)) {
+      if constexpr (!C::kMultiplied) QM_EACH_VECTOR weights[v] = V::subtract(weights[v], zero[v]);
       QM_EACH_TOKEN {
         const Floats number = V::broadcast(x + i);
-        QM_EACH_VECTOR partial[i][v] = V::fma(number, w[v], partial[i][v]);
+        QM_EACH_VECTOR partial[i][v] = V::fma(number, weights[v], partial[i][v]);
       }
       x += M;
     };
     begin();
-    for (int64_t offset = base; offset < base + p.codes_bytes; offset += 128)
-      V::template columns<C>(g, offset, column, next);
+    for (int64_t offset = base; offset < base + matrix.codes_bytes; offset += 128)
+      V::template columns<C>(panels, offset, column, next);
     finish();
   }
   QM_EACH_VECTOR {
-    const Floats multiplier = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));
-    const Floats bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
+    const Floats multiplier = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));
+    const Floats bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
     QM_EACH_TOKEN {
       Floats y = V::rows(acc[i][v]);
       if (C::kMultiplied) y = V::multiply(y, multiplier);
-      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
     }
   }
 }
@@ -269,35 +277,35 @@ constexpr auto row_tiles(std::integer_sequence<int, M...>) {
 }
 
 template <class V>
-RowTile<V> row_tile(const PanelMatrix& p, bool quantized, int m) {
+RowTile<V> row_tile(const PanelMatrix& matrix, bool quantized, int tokens) {
   static constexpr auto kTiles = row_tiles<V>(std::make_integer_sequence<int, V::kTileRows>());
-  if (p.plain()) return kTiles.plain[quantized][p.bits == 8][m - 1];
-  if (quantized && p.stepped) return kTiles.stepped[m - 1];
-  const int kind = is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2;
-  if (!quantized) return kTiles.floats[kind][p.parts - 1][m - 1];
-  return kTiles.quantized[p.zero_points ? kind + 2 : kind][p.parts - 1][m - 1];
+  if (matrix.plain()) return kTiles.plain[quantized][matrix.bits == 8][tokens - 1];
+  if (quantized && matrix.stepped) return kTiles.stepped[tokens - 1];
+  const int kind = is_e2m1(matrix.format) ? 0 : matrix.bits == 4 ? 1 : 2;
+  if (!quantized) return kTiles.floats[kind][matrix.parts - 1][tokens - 1];
+  return kTiles.quantized[matrix.zero_points ? kind + 2 : kind][matrix.parts - 1][tokens - 1];
 }
 
 // All panels of an instruction set of x86.
 template <class V>
 void multiply_panels(const PanelProduct& product) {
-  const PanelMatrix& p = *product.matrix;
-  if (is_k(p.format)) return multiply_k<V, V::kTileRows, true>(product);
-  if (p.columns) return multiply_columns<V, V::kTileRows, true>(product);
+  const PanelMatrix& matrix = *product.matrix;
+  if (is_k(matrix.format)) return multiply_k<V, V::kTileRows, true>(product);
+  if (matrix.columns) return multiply_columns<V, V::kTileRows, true>(product);
   if (!product.quantized && has_many_tokens<V>(product)) return multiply_float_panels<V>(product);
-  const int width = V::panels_of_group(p.nr);
+  const int width = V::panels_of_group(matrix.nr);
   for (int64_t panel = 0; panel < product.panel_count; panel += width) {
-    Panels<V::kMost> g(product, panel, width);
-    for (int64_t t = 0; t < product.tile_count; ++t, g.ahead = 0) {
-      const TokenTile& tile = product.tiles[t];
-      row_tile<V>(p, product.quantized, tile.m)(p, g, tile.data, product.row_stride);
-      g.advance(tile.m * product.row_stride);
+    Panels<V::kMost> panels(product, panel, width);
+    for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index, panels.ahead = 0) {
+      const TokenTile& tile = product.tiles[tile_index];
+      row_tile<V>(matrix, product.quantized, tile.m)(matrix, panels, tile.data, product.row_stride);
+      panels.advance(tile.m * product.row_stride);
     }
   }
 }
 
-void pack_rows(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
-  (is_k(p.format) ? pack_k_tile : pack_tile_offset)(p, quantized, rows, m, out);
+void pack_rows(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens, uint8_t* out) {
+  (is_k(matrix.format) ? pack_k_tile : pack_tile_offset)(matrix, quantized, rows, tokens, out);
 }
 
 }  // namespace

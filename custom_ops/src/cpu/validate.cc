@@ -11,24 +11,24 @@ namespace {
 constexpr int32_t kMaxFeatures = 65536;
 constexpr int32_t kMaxExperts = 65536;
 constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
-int check_attributes(const qm_moe& m, char* err) {
-  QM_TRY(check_node("QuantMoE", &m, err));
-  QM_TRY(check_range("num_experts", m.num_experts, 1, kMaxExperts, err));
-  QM_TRY(check_range("expert_offset", m.expert_offset, 0, m.num_experts - 1, err));
-  QM_TRY(check_range("hidden_size", m.hidden_size, 1, kMaxFeatures, err));
-  QM_TRY(check_range("intermediate_size", m.intermediate_size, 1, kMaxFeatures, err));
-  QM_TRY(check_range("gated", m.gated, 0, 1, err));
-  QM_TRY(check_range("apply_router_weight_on_input", m.apply_router_weight_on_input, 0, 1, err));
-  QM_TRY(check_activation(m, err));
-  QM_TRY(check_cpu_panel("w13_", m.w13, halves(m), m.hidden_size, err));
-  return check_cpu_panel("w2_", m.w2, 1, m.intermediate_size, err);
+int check_attributes(const qm_moe& moe, char* err) {
+  QM_TRY(check_node("QuantMoE", &moe, err));
+  QM_TRY(check_range("num_experts", moe.num_experts, 1, kMaxExperts, err));
+  QM_TRY(check_range("expert_offset", moe.expert_offset, 0, moe.num_experts - 1, err));
+  QM_TRY(check_range("hidden_size", moe.hidden_size, 1, kMaxFeatures, err));
+  QM_TRY(check_range("intermediate_size", moe.intermediate_size, 1, kMaxFeatures, err));
+  QM_TRY(check_range("gated", moe.gated, 0, 1, err));
+  QM_TRY(check_range("apply_router_weight_on_input", moe.apply_router_weight_on_input, 0, 1, err));
+  QM_TRY(check_activation(moe, err));
+  QM_TRY(check_cpu_panel("w13_", moe.w13, halves(moe), moe.hidden_size, err));
+  return check_cpu_panel("w2_", moe.w2, 1, moe.intermediate_size, err);
 }
 
-int check_linear(const qm_linear& l, char* err) {
-  QM_TRY(check_node("QuantLinear", &l, err));
-  QM_TRY(check_range("in_features", l.in_features, 1, kMaxFeatures, err));
-  QM_TRY(check_range("out_features", l.out_features, 1, kMaxOutputs, err));
-  return check_cpu_panel("w_", l.w, 1, l.in_features, err);
+int check_linear(const qm_linear& linear, char* err) {
+  QM_TRY(check_node("QuantLinear", &linear, err));
+  QM_TRY(check_range("in_features", linear.in_features, 1, kMaxFeatures, err));
+  QM_TRY(check_range("out_features", linear.out_features, 1, kMaxOutputs, err));
+  return check_cpu_panel("w_", linear.w, 1, linear.in_features, err);
 }
 
 int check_shape(const char* name, const int64_t shape[2], int64_t row_bytes, char* err) {
@@ -48,14 +48,14 @@ size_t qm_row_bytes(const qm_moe* m, int projection) {
   return static_cast<size_t>(projection == 2 ? w2_row_bytes(*m) : w13_row_bytes(*m));
 }
 
-int qm_moe_validate(const qm_moe* m, const int64_t w13_shape[2], const int64_t w2_shape[2], char* err) {
-  QM_TRY(check_attributes(*m, err));
-  QM_TRY(check_shape("w13", w13_shape, w13_row_bytes(*m), err));
-  QM_TRY(check_shape("w2", w2_shape, w2_row_bytes(*m), err));
-  if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] > m->num_experts - m->expert_offset)
+int qm_moe_validate(const qm_moe* moe, const int64_t w13_shape[2], const int64_t w2_shape[2], char* err) {
+  QM_TRY(check_attributes(*moe, err));
+  QM_TRY(check_shape("w13", w13_shape, w13_row_bytes(*moe), err));
+  QM_TRY(check_shape("w2", w2_shape, w2_row_bytes(*moe), err));
+  if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] > moe->num_experts - moe->expert_offset)
     return fail(err, QM_INVALID,
                 "w13 has %lld experts and w2 %lld, expected the same number, 1 to num_experts - expert_offset = %d",
-                (long long)w13_shape[0], (long long)w2_shape[0], m->num_experts - m->expert_offset);
+                (long long)w13_shape[0], (long long)w2_shape[0], moe->num_experts - moe->expert_offset);
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }
 

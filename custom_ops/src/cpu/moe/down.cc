@@ -23,12 +23,12 @@ void Down::plan() {
                                        ceil_div(w2.panel.n, kColumnsPerStep));
 }
 
-void Down::lay_out_tokens(Arena& a) {
-  tiles_ = a.take<uint8_t>(layer_.pairs() * w2.tile_bytes);
-  y_ = a.take<float>(layer_.type == QM_F32 ? 0 : layer_.tokens * w2.panel.n);
+void Down::lay_out_tokens(Arena& arena) {
+  tiles_ = arena.take<uint8_t>(layer_.pairs() * w2.tile_bytes);
+  y_ = arena.take<float>(layer_.type == QM_F32 ? 0 : layer_.tokens * w2.panel.n);
 }
 
-void Down::lay_out(Arena& a) { w2.largest = a.take<uint32_t>(layer_.local_experts); }
+void Down::lay_out(Arena& arena) { w2.largest = arena.take<uint32_t>(layer_.local_experts); }
 
 float* Down::sums() const {
   return layer_.type == QM_F32 ? reinterpret_cast<float*>(output_) + layer_.first_token * w2.panel.n : y_;
@@ -37,8 +37,8 @@ float* Down::sums() const {
 void Down::pack(int lane, int64_t expert, int64_t first, int64_t last, const Hidden& from, const RowScratch& scratch,
                 uint8_t* bad_tokens) {
   const Routes& routes = layer_.routes;
-  const int64_t n = routes.rows(expert), count = layer_.tile_count(n), k = w2.panel.k;
-  if (n == 0) return;
+  const int64_t rows = routes.rows(expert), count = layer_.tile_count(rows), k = w2.panel.k;
+  if (rows == 0) return;
   // h has the order of the packed columns, as packing reordered the rows of gate and up.
   const bool regrouped = w2.node.perm && is_groupwise(w2.node.activation_format);
   const bool own = w2.is_expert_dependent() || regrouped;
@@ -48,20 +48,20 @@ void Down::pack(int lane, int64_t expert, int64_t first, int64_t last, const Hid
     how.packed = true;
     if (regrouped && !w2.check_perm(how.perm, expert)) return;
   }
-  int64_t position = routes.begin[expert] + first * (n / count) + std::min(first, n % count);
+  int64_t position = routes.begin[expert] + first * (rows / count) + std::min(first, rows % count);
   uint8_t* data = tiles_ + position * w2.tile_bytes;
-  for (int64_t t = first; t < last; ++t) {
-    const int m = LayerCall::rows_of_tile(n, count, t);
+  for (int64_t tile_index = first; tile_index < last; ++tile_index) {
+    const int tokens = LayerCall::rows_of_tile(rows, count, tile_index);
     ActivationRow list[kMaxTileRows];
-    for (int i = 0; i < m; ++i, ++position) {
+    for (int i = 0; i < tokens; ++i, ++position) {
       const float* h = from.h + position * k;
-      const RowBuffers to = scratch.at(lane, i);
-      const bool finite = own ? prepare_row(layer_.kernel, w2, how, h, to, &list[i])
-                              : prepare_plain_row(layer_.kernel, w2, h, to, &list[i]);
+      const RowBuffers buffers = scratch.at(lane, i);
+      const bool finite = own ? prepare_row(layer_.kernel, w2, how, h, buffers, &list[i])
+                              : prepare_plain_row(layer_.kernel, w2, h, buffers, &list[i]);
       if (!finite) mark(bad_tokens + routes.order[position].token);
     }
-    layer_.kernel.pack_tile(w2.panel, w2.quantized, list, m, data);
-    data += m * w2.tile_bytes;
+    layer_.kernel.pack_tile(w2.panel, w2.quantized, list, tokens, data);
+    data += tokens * w2.tile_bytes;
   }
 }
 
@@ -74,21 +74,21 @@ void Down::multiply() const {
 // Adds the products of some tiles, the rows from position `first` on, to y in columns [begin, end).
 void Down::multiply_tiles(int lane, int64_t expert, const TokenTile* tiles, int64_t count, int64_t first, int64_t rows,
                           int64_t begin, int64_t end, float* y) const {
-  const PanelMatrix& p = w2.panel;
+  const PanelMatrix& panel = w2.panel;
   const Pair* const order = layer_.routes.order + first;
   float* const out = layer_.out(lane);
   for (int64_t column = begin; column < end; column += kColumnsPerStep) {
     const int64_t columns = std::min(kColumnsPerStep, end - column);
-    layer_.kernel.multiply({&p, w2.quantized, w2.row(expert) + column / p.nr * p.stride, ceil_div(columns, p.nr), tiles,
-                            count, out, kColumnsPerStep, 0, 1});
+    layer_.kernel.multiply({&panel, w2.quantized, w2.row(expert) + column / panel.nr * panel.stride,
+                            ceil_div(columns, panel.nr), tiles, count, out, kColumnsPerStep, 0, 1});
     for (int64_t i = 0; i < rows; ++i) {
       // Rows of y are scattered: ask for the one that comes some rows later.
-      const float* later = y + order[std::min(i + 4, rows - 1)].token * p.n + column;
+      const float* later = y + order[std::min(i + 4, rows - 1)].token * panel.n + column;
       for (int64_t line = 0; line < columns; line += 16) __builtin_prefetch(later + line, 1);
       const Pair pair = order[i];
       const int64_t of_call = (layer_.first_token + pair.token) * layer_.top_k + pair.slot;
       layer_.kernel.accumulate(weights_ ? weights_[of_call] : 1.0f, out + i * kColumnsPerStep, columns,
-                               y + pair.token * p.n + column);
+                               y + pair.token * panel.n + column);
     }
   }
 }
@@ -98,22 +98,22 @@ void Down::multiply_range(int lane, int64_t begin, int64_t end) const {
   float* const y = sums();
   if (layer_.first_expert == 0)
     for (int64_t t = 0; t < layer_.tokens; ++t) std::fill(y + t * stride + begin, y + t * stride + end, 0.0f);
-  for (int64_t e = layer_.first_expert; e < layer_.end_expert; ++e) {
-    const int64_t n = layer_.routes.rows(e), count = layer_.tile_count(n);
-    int64_t tile = 0, position = layer_.routes.begin[e];
+  for (int64_t expert = layer_.first_expert; expert < layer_.end_expert; ++expert) {
+    const int64_t all_rows = layer_.routes.rows(expert), count = layer_.tile_count(all_rows);
+    int64_t tile = 0, position = layer_.routes.begin[expert];
     while (tile < count) {
       // As many tiles as fit a block of rows.
       TokenTile tiles[kBlockRows];
       int64_t taken = 0, rows = 0;
       const int64_t first = position;
       for (; tile < count; ++tile) {
-        const int m = LayerCall::rows_of_tile(n, count, tile);
-        if (rows + m > layer_.block_rows) break;
-        tiles[taken++] = {tiles_ + position * w2.tile_bytes, m};
-        position += m;
-        rows += m;
+        const int tokens = LayerCall::rows_of_tile(all_rows, count, tile);
+        if (rows + tokens > layer_.block_rows) break;
+        tiles[taken++] = {tiles_ + position * w2.tile_bytes, tokens};
+        position += tokens;
+        rows += tokens;
       }
-      multiply_tiles(lane, e, tiles, taken, first, rows, begin, end, y);
+      multiply_tiles(lane, expert, tiles, taken, first, rows, begin, end, y);
     }
   }
   if (layer_.end_expert < layer_.local_experts) return;

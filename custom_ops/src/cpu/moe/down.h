@@ -14,8 +14,8 @@ class Down {
   // Of a divided layer.
   void plan();
   int64_t most_tasks() const { return column_ranges_; }
-  void lay_out_tokens(Arena& a);
-  void lay_out(Arena& a);
+  void lay_out_tokens(Arena& arena);
+  void lay_out(Arena& arena);
 
   // Prepares the rows of h and lays them out as tiles [first, last) of an expert.
   void pack(int lane, int64_t expert, int64_t first, int64_t last, const Hidden& from, const RowScratch& scratch,

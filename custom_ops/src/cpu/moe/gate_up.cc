@@ -20,16 +20,16 @@ void GateUp::plan() {
   max_tasks_ = std::min(pairs, experts + pairs / layer_.block_rows) * panel_splits_;
 }
 
-void GateUp::lay_out(Arena& a) {
-  w13.largest = a.take<uint32_t>(layer_.local_experts * w13.sides);
-  tasks_ = a.take<Task>(max_tasks_);
-  lane_tiles_ = a.take<uint8_t>(layer_.lanes * w13.sides * side_bytes());
+void GateUp::lay_out(Arena& arena) {
+  w13.largest = arena.take<uint32_t>(layer_.local_experts * w13.sides);
+  tasks_ = arena.take<Task>(max_tasks_);
+  lane_tiles_ = arena.take<uint8_t>(layer_.lanes * w13.sides * side_bytes());
 }
 
 int GateUp::run(const ActivationRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens,
                 char* err) {
-  const LayerInputs of{rows, scratch, to, bad_tokens};
-  layer_.for_each(plan_tasks(), [&](int lane, int64_t i) { run_task(lane, tasks_[i], of); });
+  const LayerInputs inputs{rows, scratch, to, bad_tokens};
+  layer_.for_each(plan_tasks(), [&](int lane, int64_t i) { run_task(lane, tasks_[i], inputs); });
   return w13.check_perms("w13", moe_.expert_offset, err);
 }
 
@@ -38,13 +38,13 @@ int GateUp::plan_tasks() {
   const int64_t split = ceil_div(ceil_div(panels, step_panels()), panel_splits_) * step_panels();
   const int64_t* const begin = layer_.routes.begin;
   int count = 0;
-  for (int64_t e = layer_.first_expert; e < layer_.end_expert; ++e)
-    for (int64_t first = begin[e]; first < begin[e + 1];) {
+  for (int64_t expert = layer_.first_expert; expert < layer_.end_expert; ++expert)
+    for (int64_t first = begin[expert]; first < begin[expert + 1];) {
       // Even blocks: a last block of a few rows would stream the weights for little.
-      const int64_t left = begin[e + 1] - first;
+      const int64_t left = begin[expert + 1] - first;
       const int64_t block = ceil_div(left, ceil_div(left, layer_.block_rows));
-      for (int64_t p = 0; p < panels; p += split)
-        tasks_[count++] = {static_cast<int32_t>(e), first, block, p, std::min(split, panels - p)};
+      for (int64_t panel = 0; panel < panels; panel += split)
+        tasks_[count++] = {static_cast<int32_t>(expert), first, block, panel, std::min(split, panels - panel)};
       first += block;
     }
   return count;
@@ -65,70 +65,71 @@ int GateUp::prepare_sides(const Task& task, Preparation (&how)[2]) {
   return alike ? 1 : 2;
 }
 
-ActivationRow GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const LayerInputs& of) const {
+ActivationRow GateUp::prepare(int lane, int i, int64_t position, const Preparation& how,
+                              const LayerInputs& inputs) const {
   const Pair pair = layer_.routes.order[position];
-  const int64_t r = of.rows.index(pair);
-  if (of.rows.bad[r]) mark(of.to.bad + position);
+  const int64_t index = inputs.rows.index(pair);
+  if (inputs.rows.bad[index]) mark(inputs.to.bad + position);
   ActivationRow row;
   if (w13.is_expert_dependent()) {
-    if (!prepare_row(layer_.kernel, w13, how, of.rows.x + r * w13.panel.kp, of.scratch.at(lane, i), &row)) {
-      mark(of.bad_tokens + pair.token);
-      mark(of.to.bad + position);
+    if (!prepare_row(layer_.kernel, w13, how, inputs.rows.x + index * w13.panel.kp, inputs.scratch.at(lane, i), &row)) {
+      mark(inputs.bad_tokens + pair.token);
+      mark(inputs.to.bad + position);
     }
     return row;
   }
-  row = of.rows.rows[r];
-  if (how.perm) gather_row(layer_.kernel, w13, how.perm, of.scratch.at(lane, i), &row);
+  row = inputs.rows.rows[index];
+  if (how.perm) gather_row(layer_.kernel, w13, how.perm, inputs.scratch.at(lane, i), &row);
   return row;
 }
 
 // The task's rows as one side reads them.
-void GateUp::pack(int lane, const Task& task, const Preparation& how, const LayerInputs& of, uint8_t* data,
+void GateUp::pack(int lane, const Task& task, const Preparation& how, const LayerInputs& inputs, uint8_t* data,
                   Tiles& tiles) const {
   int64_t position = task.first;
   const int64_t count = layer_.tile_count(task.rows);
-  for (int64_t t = 0; t < count; ++t) {
-    const int m = LayerCall::rows_of_tile(task.rows, count, t);
+  for (int64_t tile_index = 0; tile_index < count; ++tile_index) {
+    const int tokens = LayerCall::rows_of_tile(task.rows, count, tile_index);
     ActivationRow list[kMaxTileRows];
-    for (int i = 0; i < m; ++i, ++position) list[i] = prepare(lane, i, position, how, of);
-    layer_.kernel.pack_tile(w13.panel, w13.quantized, list, m, data);
-    tiles[t] = {data, m};
-    data += m * w13.tile_bytes;
+    for (int i = 0; i < tokens; ++i, ++position) list[i] = prepare(lane, i, position, how, inputs);
+    layer_.kernel.pack_tile(w13.panel, w13.quantized, list, tokens, data);
+    tiles[tile_index] = {data, tokens};
+    data += tokens * w13.tile_bytes;
   }
 }
 
 // Panels of both halves, which alternate: at once where they read the same tiles, every other panel each otherwise.
 void GateUp::multiply(const Task& task, int64_t panel, int64_t panels, int sides, const Tiles (&tiles)[2], float* gate,
                       float* up) const {
-  const PanelMatrix& p = w13.panel;
+  const PanelMatrix& matrix = w13.panel;
   const int64_t count = layer_.tile_count(task.rows);
-  const uint8_t* weights = w13.row(task.expert) + panel * p.stride;
+  const uint8_t* weights = w13.row(task.expert) + panel * matrix.stride;
   if (sides == 1)
     return layer_.kernel.multiply(
-        {&p, w13.quantized, weights, panels, tiles[0], count, gate, kColumnsPerStep, up - gate, halves(moe_)});
+        {&matrix, w13.quantized, weights, panels, tiles[0], count, gate, kColumnsPerStep, up - gate, halves(moe_)});
   for (int64_t i = 0; i < panels; ++i)
-    layer_.kernel.multiply({&p, w13.quantized, weights + i * p.stride, 1, tiles[i % 2], count,
-                            (i % 2 ? up : gate) + i / 2 * p.nr, kColumnsPerStep, 0, 1});
+    layer_.kernel.multiply({&matrix, w13.quantized, weights + i * matrix.stride, 1, tiles[i % 2], count,
+                            (i % 2 ? up : gate) + i / 2 * matrix.nr, kColumnsPerStep, 0, 1});
 }
 
-void GateUp::run_task(int lane, const Task& task, const LayerInputs& of) {
+void GateUp::run_task(int lane, const Task& task, const LayerInputs& inputs) {
   Preparation how[2];
   const int sides = prepare_sides(task, how);
   if (!sides) return;
   Tiles tiles[2];
   uint8_t* const data = lane_tiles_ + lane * w13.sides * side_bytes();
-  for (int side = 0; side < sides; ++side) pack(lane, task, how[side], of, data + side * side_bytes(), tiles[side]);
+  for (int side = 0; side < sides; ++side) pack(lane, task, how[side], inputs, data + side * side_bytes(), tiles[side]);
 
   float* const gate = layer_.out(lane);
   float* const up = moe_.gated ? gate + layer_.block_rows * kColumnsPerStep : gate;
-  for (int64_t p = task.panel; p < task.panel + task.panel_count; p += step_panels()) {
-    const int64_t panels = std::min(step_panels(), task.panel + task.panel_count - p);
-    multiply(task, p, panels, sides, tiles, gate, up);
-    const int64_t width = moe_.intermediate_size, column = p / halves(moe_) * w13.panel.nr;
+  for (int64_t panel = task.panel; panel < task.panel + task.panel_count; panel += step_panels()) {
+    const int64_t panels = std::min(step_panels(), task.panel + task.panel_count - panel);
+    multiply(task, panel, panels, sides, tiles, gate, up);
+    const int64_t width = moe_.intermediate_size, column = panel / halves(moe_) * w13.panel.nr;
     const int64_t columns = std::min(panels / halves(moe_) * w13.panel.nr, width - column);
     for (int64_t i = 0; i < task.rows; ++i)
       layer_.kernel.activate(moe_, moe_.gated ? gate + i * kColumnsPerStep : nullptr, up + i * kColumnsPerStep, columns,
-                             of.to.h + (task.first + i) * width + column);
+                             inputs.to.h + (task.first + i) * width + column);
   }
 }
 

@@ -13,7 +13,7 @@ class GateUp {
   void plan();
   int64_t most_tasks() const { return max_tasks_; }
   bool prepares_rows() const { return w13.is_expert_dependent() || w13.node.perm; }
-  void lay_out(Arena& a);
+  void lay_out(Arena& arena);
   int run(const ActivationRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens, char* err);
 
  private:

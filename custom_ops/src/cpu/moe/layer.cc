@@ -20,12 +20,12 @@ void LayerCall::divide(size_t bytes) {
 
 Preparation ExpertMatrix::preparation(int64_t expert, int side, bool gather) const {
   Preparation out{};
-  const auto at = [&](int64_t offset, int count) {
+  const auto vector = [&](int64_t offset, int count) {
     return row(expert) + offset + (side < count ? side : count - 1) * parts.vector;
   };
-  if (node.pre_scale) out.pre_scale = reinterpret_cast<const float*>(at(parts.pre_scales, node.pre_scale));
+  if (node.pre_scale) out.pre_scale = reinterpret_cast<const float*>(vector(parts.pre_scales, node.pre_scale));
   if (has_input_scales(node)) out.stored = reinterpret_cast<const float*>(row(expert) + parts.input_scales)[side];
-  if (node.perm && gather) out.perm = reinterpret_cast<const int32_t*>(at(parts.perms, node.perm));
+  if (node.perm && gather) out.perm = reinterpret_cast<const int32_t*>(vector(parts.perms, node.perm));
   return out;
 }
 

@@ -57,9 +57,9 @@ struct Hidden {
   float* h;      // [pairs, I]
   uint8_t* bad;  // [pairs]: h of a row that is not finite, or that scaling made so; for scales found here
 
-  void lay_out(Arena& a, int64_t pairs, int64_t width) {
-    bad = a.take<uint8_t>(pairs);
-    h = a.take<float>(pairs * width);
+  void lay_out(Arena& arena, int64_t pairs, int64_t width) {
+    bad = arena.take<uint8_t>(pairs);
+    h = arena.take<float>(pairs * width);
   }
 };
 
@@ -148,13 +148,13 @@ struct LayerCall {
     tokens = (slice + 1) * all_tokens / slices - first_token;
     std::fill(bad, bad + tokens, uint8_t{0});
   }
-  void lay_out_tokens(Arena& a) {
-    routes.order = a.take<Pair>(pairs());
-    bad = a.take<uint8_t>(tokens);
+  void lay_out_tokens(Arena& arena) {
+    routes.order = arena.take<Pair>(pairs());
+    bad = arena.take<uint8_t>(tokens);
   }
-  void lay_out(Arena& a) {
-    routes.begin = a.take<int64_t>(local_experts + 1);
-    lane_out = a.take<float>(lanes * 2 * block_rows * kColumnsPerStep);
+  void lay_out(Arena& arena) {
+    routes.begin = arena.take<int64_t>(local_experts + 1);
+    lane_out = arena.take<float>(lanes * 2 * block_rows * kColumnsPerStep);
   }
 
   template <typename Body>

@@ -33,18 +33,18 @@ struct LinearRun {
   }
   int scratch_lanes;
 
-  void lay_out_tokens(Arena& a) {
-    layer.lay_out_tokens(a);
-    x.lay_out(a, layer.tokens, linear.in_features);
-    down.lay_out_tokens(a);
+  void lay_out_tokens(Arena& arena) {
+    layer.lay_out_tokens(arena);
+    x.lay_out(arena, layer.tokens, linear.in_features);
+    down.lay_out_tokens(arena);
   }
   size_t lay_out(void* workspace) {
-    Arena a{static_cast<uint8_t*>(workspace)};
-    lay_out_tokens(a);
-    layer.lay_out(a);
-    down.lay_out(a);
-    scratch.lay_out(a, scratch_lanes);
-    return a.used;
+    Arena arena{static_cast<uint8_t*>(workspace)};
+    lay_out_tokens(arena);
+    layer.lay_out(arena);
+    down.lay_out(arena);
+    scratch.lay_out(arena, scratch_lanes);
+    return arena.used;
   }
   const int32_t* column_order() const {
     return linear.w.perm ? reinterpret_cast<const int32_t*>(down.w2.row(0) + down.w2.parts.perms) : nullptr;

@@ -43,23 +43,23 @@ struct MoERun {
   }
   int64_t experts() const { return layer.local_experts; }
   bool serial() const { return layer.tokens < kSerialRows; }
-  void lay_out_tokens(Arena& a) {
-    layer.lay_out_tokens(a);
-    rows.lay_out(a, layer.tokens, gate_up.w13);
-    hidden.lay_out(a, layer.pairs(), moe.intermediate_size);
-    down.lay_out_tokens(a);
+  void lay_out_tokens(Arena& arena) {
+    layer.lay_out_tokens(arena);
+    rows.lay_out(arena, layer.tokens, gate_up.w13);
+    hidden.lay_out(arena, layer.pairs(), moe.intermediate_size);
+    down.lay_out_tokens(arena);
   }
   size_t lay_out(void* workspace) {
-    Arena a{static_cast<uint8_t*>(workspace)};
-    lay_out_tokens(a);
-    layer.lay_out(a);
-    gate_up.lay_out(a);
-    down.lay_out(a);
-    scratch.lay_out(a, scratch_lanes);
-    gate_up.w13.read = a.take<const void*>(call.experts ? experts() : 0);
-    down.w2.read = a.take<const void*>(call.experts ? experts() : 0);
+    Arena arena{static_cast<uint8_t*>(workspace)};
+    lay_out_tokens(arena);
+    layer.lay_out(arena);
+    gate_up.lay_out(arena);
+    down.lay_out(arena);
+    scratch.lay_out(arena, scratch_lanes);
+    gate_up.w13.read = arena.take<const void*>(call.experts ? experts() : 0);
+    down.w2.read = arena.take<const void*>(call.experts ? experts() : 0);
     if (!call.experts) gate_up.w13.read = down.w2.read = nullptr;
-    return a.used;
+    return arena.used;
   }
 
   void load(int64_t slice) {

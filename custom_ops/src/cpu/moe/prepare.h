@@ -22,17 +22,17 @@ struct RowScratch {
   int8_t* q{};
   int32_t* sums{};
 
-  void fit(const PanelMatrix& p) {
-    kp = std::max(kp, p.kp);
-    groups = std::max(groups, p.groups());
-    stepped = stepped || p.stepped;
+  void fit(const PanelMatrix& panel) {
+    kp = std::max(kp, panel.kp);
+    groups = std::max(groups, panel.groups());
+    stepped = stepped || panel.stepped;
   }
-  void lay_out(Arena& a, int64_t lanes) {
-    q = a.take<int8_t>(lanes * rows * kp);
-    x = a.take<float>(lanes * rows * kp);
-    staged = a.take<float>(lanes * kp);
-    sums = a.take<int32_t>(lanes * rows * groups);
-    steps = a.take<float>(stepped ? lanes * rows * groups : 0);
+  void lay_out(Arena& arena, int64_t lanes) {
+    q = arena.take<int8_t>(lanes * rows * kp);
+    x = arena.take<float>(lanes * rows * kp);
+    staged = arena.take<float>(lanes * kp);
+    sums = arena.take<int32_t>(lanes * rows * groups);
+    steps = arena.take<float>(stepped ? lanes * rows * groups : 0);
   }
   RowBuffers at(int lane, int i) const {
     const int64_t row = lane * rows + i;
@@ -50,7 +50,7 @@ struct ActivationRows {
   int32_t* sums{};  // [tokens * each, groups]
 
   int64_t index(Pair p) const { return p.token * each + (each > 1 ? p.slot : 0); }
-  void lay_out(Arena& a, int64_t tokens, const ExpertMatrix& w13);
+  void lay_out(Arena& arena, int64_t tokens, const ExpertMatrix& w13);
   void load(const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens);
 
  private:
@@ -58,40 +58,40 @@ struct ActivationRows {
 };
 
 // Prepares one row x [k] for a side of an expert; false when it is not finite.
-bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& m, const Preparation& how, const float* x,
-                 const RowBuffers& to, ActivationRow* row);
-// The same where nothing depends on the expert. x may be to.x.
-bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const float* x, const RowBuffers& to,
+bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& weights, const Preparation& how, const float* x,
+                 const RowBuffers& buffers, ActivationRow* row);
+// The same where nothing depends on the expert. x may be buffers.x.
+bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& weights, const float* x, const RowBuffers& buffers,
                        ActivationRow* row);
 // A row of prepare_plain_row in the order that an expert's columns have.
-void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* perm, const RowBuffers& to,
+void gather_row(const CpuKernel& kernel, const ExpertMatrix& weights, const int32_t* perm, const RowBuffers& buffers,
                 ActivationRow* row);
 
 // Whether some expert's scale is found from all its rows.
-bool finds_scales(const LayerCall& layer, const ExpertMatrix& m);
-void clear_largest(const LayerCall& layer, ExpertMatrix& m);
+bool finds_scales(const LayerCall& layer, const ExpertMatrix& weights);
+void clear_largest(const LayerCall& layer, ExpertMatrix& weights);
 uint32_t largest_bits(const float* x, const float* pre_scale, int64_t k);
 
 // Extends the largest magnitudes of the round's experts without a stored scale by the slice's finite rows.
 // row(position): the activations, or null for those whose product may be any number.
 template <class RowAt>
-void find_largest(const LayerCall& layer, const ExpertMatrix& m, const RowAt& row_at) {
-  if (m.node.activation_format != k_activation_format_fp8_tensor) return;
+void find_largest(const LayerCall& layer, const ExpertMatrix& weights, const RowAt& row_at) {
+  if (weights.node.activation_format != k_activation_format_fp8_tensor) return;
   constexpr uint32_t kInfinityBits = 0x7f800000u;
   const int64_t* const begin = layer.routes.begin;
   const int64_t from = begin[layer.first_expert];
   layer.for_rows(begin[layer.end_expert] - from, [&](int, int64_t first, int64_t count) {
-    int64_t e = layer.first_expert;
+    int64_t expert = layer.first_expert;
     first += from;
     for (int64_t position = first; position < first + count; ++position) {
-      while (position >= begin[e + 1]) ++e;
+      while (position >= begin[expert + 1]) ++expert;
       const float* row = row_at(position);
-      for (int side = 0; row && side < m.sides; ++side) {
-        const Preparation how = m.preparation(e, side, false);
+      for (int side = 0; row && side < weights.sides; ++side) {
+        const Preparation how = weights.preparation(expert, side, false);
         if (how.stored != 0.0f) continue;
-        const uint32_t found = largest_bits(row, how.pre_scale, m.panel.k);
+        const uint32_t found = largest_bits(row, how.pre_scale, weights.panel.k);
         if (found >= kInfinityBits) continue;
-        uint32_t* largest = m.largest + e * m.sides + side;
+        uint32_t* largest = weights.largest + expert * weights.sides + side;
         uint32_t seen = __atomic_load_n(largest, __ATOMIC_RELAXED);
         while (seen < found &&
                !__atomic_compare_exchange_n(largest, &seen, found, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
