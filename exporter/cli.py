@@ -28,6 +28,7 @@ from quantmoe.exporter.options import UsageError, listed, missing, need, run
 from quantmoe.exporter.report import (
     APART,
     FLOAT_HERE,
+    NOT_ORT,
     PLAIN_ATTENTION,
     and_more,
     console,
@@ -172,7 +173,7 @@ def export(
         console.print(f"lm_head rounded to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
     print_reasons(FLOAT_HERE, report.dequantized)
     print_reasons(APART, report.apart)
-    print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
+    print_reasons(NOT_ORT, report.not_ort)
     print_reasons(PLAIN_ATTENTION, report.plain_attention)
     if report.plain_routers:
         console.print(
@@ -581,6 +582,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     )
     print_reasons(FLOAT_HERE, found.dequantized)
     print_reasons(APART, found.apart)
+    print_reasons(NOT_ORT, found.not_ort)
     print_reasons(PLAIN_ATTENTION, found.plain_attention)
     for remark in filter(None, (found.left_out, found.kv_cache)):
         console.print(remark, style="yellow")

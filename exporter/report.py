@@ -20,6 +20,7 @@ console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"
 PLAIN_ATTENTION = "attention of standard nodes"
 APART = "shared experts that are modules of their own"
+NOT_ORT = "QuantLinear in spite of --dense ort"
 
 
 def print_survey(found: dict[str, Any]) -> None:

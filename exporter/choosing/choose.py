@@ -96,6 +96,7 @@ class Choice:
         experts: experts module name -> what its node has, a shared expert included where it is one of them.
         shared: experts module name -> that shared expert in the model.
         apart: checkpoint module of a shared expert that stays a module of its own -> why.
+        not_ort: with ``dense="ort"`` of every quantized linear why it is no MatMulNBits, "" of one that is.
         gated: name of a linear whose first part has each head's gates behind its queries -> heads, where all gates are
             written before all queries; :func:`trace` finds them.
     """
@@ -107,6 +108,7 @@ class Choice:
     experts: dict[str, MoELayer]
     shared: dict[str, Shared]
     apart: dict[str, str]
+    not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
     gated: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def source(self, name: str) -> str:
@@ -143,12 +145,18 @@ def choose_experts(
 
 
 def choose(
-    skeleton: Skeleton, experts: Mapping[str, MoESpec], layout: str, activations: str | None, scales: str
+    skeleton: Skeleton,
+    experts: Mapping[str, MoESpec],
+    layout: str,
+    activations: str | None,
+    scales: str,
+    dense: str = "quantmoe",
 ) -> Choice:
     """The nodes of a model in one layout.
 
     Args:
         experts: of :func:`choose_experts` with the same arguments.
+        dense: see export.
     """
     layers = {name: experts[layer.name] for name, layer in skeleton.experts.items()}
     chosen = Choice(layers, {}, {}, {}, dict(skeleton.experts), {}, {})
@@ -173,6 +181,8 @@ def choose(
         candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales, floats)
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
             chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
+            if dense == "ort" and layout == "cpu_panel" and skeleton.format.is_quantized(next(iter(sources.values()))):
+                chosen.not_ort[whole] = not_ort(skeleton, [*sources.values()], scales)
             continue
         for source in filter(skeleton.format.is_quantized, sources.values()):
             if layout == "qmoe" and activation_format(skeleton.format.scheme_of(source), activations) != "none":
@@ -184,6 +194,33 @@ def choose(
             weight = skeleton.tensors[f"{name}.weight"]
             chosen.dequantized[source] = f"{ABSORBED}: {weight.numel() * weight.element_size()} bytes"
     return chosen
+
+
+def not_ort(skeleton: Skeleton, modules: Sequence[str], scales: str) -> str:
+    """Why MatMulNBits cannot stand for a quantized linear, or a group of them; "" when it can.
+
+    Its scales are read only in a float16 model, where the checkpoint has others than float16, which may not be exact.
+    """
+    format = skeleton.format
+    m, stored = linear_matrix(format.outline(), modules, scales)[0], format.scheme_of(modules[0]).activation_format
+    if stored != "none":
+        return f"MatMulNBits quantizes activations by rules of its own, the checkpoint says {stored}"
+    if m.kind != "int4":
+        return f"MatMulNBits of ONNX Runtime 1.21 has int4 only, found {m.kind}"
+    if m.group_size < 16 or m.group_size & (m.group_size - 1):
+        return f"MatMulNBits needs a group_size that is a power of two from 16, found {m.group_size}"
+    for name in ("perm", "pre_scale", "global_scale"):
+        if getattr(m, name) is not None:
+            return f"MatMulNBits has no {name}"
+    if m.block_n != 1:
+        return "MatMulNBits has one scale a row and group"
+    if skeleton.dtype.itemsize == 2 and m.scales.dtype != np.float16:
+        exact = linear_matrix(format, modules, scales)[0].scales.astype(np.float64)
+        format.ckpt.release()
+        with np.errstate(over="ignore"):
+            if not np.array_equal(exact.astype(np.float16).astype(np.float64), exact):
+                return "MatMulNBits in a float16 model has float16 scales, these are not exact in it"
+    return ""
 
 
 def with_shared(

@@ -25,7 +25,7 @@ from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
-from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_nbits, why_not
+from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_nbits
 from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.trace import trace
@@ -202,16 +202,12 @@ def _linear(
     if len(parts) > 1:
         metadata["rows"] = json.dumps(skeleton.rows(chosen.parts[name]))
     made = None
-    if options.dense == "ort" and options.target == "cpu" and format.is_quantized(parts[0]):
-        reason = why_not(m, scheme.activation_format, skeleton.dtype.itemsize)
-        if reason is None:
-            made = to_matmul_nbits(weight.value, m, spec)
-        else:
-            report.not_ort[source] = reason
     layout = LAYOUTS[spec.w.layout]
     row = native.aligned(layout.row_bytes(spec.moe, "w2"))
     try:
-        if made is None:
+        if chosen.not_ort.get(name) == "":
+            made = to_matmul_nbits(weight.value, m, spec)
+        else:
             layout.pack_down(m, spec.moe, row)
         if layout is qmoe:
             made = matmul_nbits(weight.value, row, spec, options.accuracy_level)

@@ -41,6 +41,7 @@ class DryRun:
         seconds, memory: estimates; ``rate`` says from what.
         free: bytes of disk where the model would go.
         files: of weights, at least: a tensor is in one.
+        not_ort: see Report.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
         kv_cache, left_out: see Report. attention: how many layers are of which type, "" of models that have one.
@@ -58,6 +59,7 @@ class DryRun:
     rate: str
     free: int
     files: int
+    not_ort: dict[str, str]
     dequantized: dict[str, str]
     plain_attention: dict[str, str]
     kv_cache: str
@@ -68,7 +70,7 @@ class DryRun:
 def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> DryRun:
     """Plans :func:`quantmoe.exporter.writing.convert.export` with the same options; of ranks the first.
 
-    Of tensors' data only vectors, scalars and zero points are read.
+    Of tensors' data only vectors, scalars and zero points are read; what :func:`choose.not_ort` says it reads.
 
     Raises:
         OptionError, OSError: see export.
@@ -115,6 +117,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
         files=-(-(experts + others) // wanted.max_file_size),
+        not_ort=report.not_ort,
         dequantized=report.dequantized,
         plain_attention=report.plain_attention,
         kv_cache=report.kv_cache,

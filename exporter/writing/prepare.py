@@ -157,7 +157,7 @@ def prepare(
     for one, nodes in zip(formats, experts, strict=True):
         layers, window = (1, 1) if one.part else (options.layers, options.state_window)
         skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.target, window)
-        chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales)))
+        chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
         if options.target == "ort" and options.graph_type == "f32":
             _check_floats(one, nodes)
     ends = stops(chosen[0][0])
@@ -264,6 +264,7 @@ def _report(parts: Sequence[Part], options: Options) -> Report:
         skeleton, chosen = part.skeleton, part.chosen
         report.dequantized |= chosen.dequantized
         report.apart |= chosen.apart
+        report.not_ort |= {chosen.source(name): reason for name, reason in chosen.not_ort.items() if reason}
         if options.target != "ort":  # which has no other
             report.plain_attention |= part.attention.plain
         report.kv_cache = report.kv_cache or part.attention.caches.remark

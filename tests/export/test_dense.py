@@ -12,7 +12,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from checkpoints import TINY, check_layer, make_gptq_checkpoint, same_matrix, write_checkpoint
+from checkpoints import (
+    TINY,
+    check_layer,
+    make_gptq_checkpoint,
+    make_integer_checkpoint,
+    same_matrix,
+    write_checkpoint,
+)
 from encoders import gptq
 from export.test_model import error, expected, run, tokens
 from tiny import make_float_checkpoint
@@ -68,11 +75,28 @@ def test_matmul_nbits_where_it_is_exact(checkpoint, reference, tmp_path):
 
 
 def test_matmul_nbits_is_refused_with_a_reason(checkpoint, tmp_path):
-    report = export(checkpoint("qwen3_moe", "W8A8"), tmp_path, dense="ort", layers=1)
+    folder = checkpoint("qwen3_moe", "W8A8")
+    report = export(folder, tmp_path, dense="ort", layers=1)
+    assert plan(folder, tmp_path / "other", dense="ort", layers=1).not_ort == report.not_ort
     assert set(report.not_ort.values()) == {
         "MatMulNBits quantizes activations by rules of its own, the checkpoint says int8_token"
     }
     assert operators(tmp_path)["QuantLinear"] == 3
+
+
+@pytest.mark.parametrize("scale", ["f16", "bf16", "f32"])
+def test_matmul_nbits_of_a_float16_model(tmp_path, scale):
+    """The scales' type, or else their numbers, decide before anything is written."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False}
+    folder = make_integer_checkpoint(tmp_path / "checkpoint", gptq, config, scale=scale, num_hidden_layers=1)
+    options = {"activations": "float", "dense": "ort", "dtype": "f16"}
+    planned = plan(folder, tmp_path / "model", **options)
+    report = export(folder, tmp_path / "model", **options)
+    exact = scale != "f32"
+    reason = "MatMulNBits in a float16 model has float16 scales, these are not exact in it"
+    names = [f"model.layers.0.self_attn.{name}" for name in ("qkv_proj", "o_proj")]
+    assert planned.not_ort == report.not_ort == ({} if exact else dict.fromkeys(names, reason))
+    assert operators(tmp_path / "model")["MatMulNBits"] == (2 if exact else 0)
 
 
 @pytest.mark.parametrize("desc_act", [False, True])

@@ -15,38 +15,11 @@ from quantmoe.custom_ops.op import LinearSpec
 from quantmoe.custom_ops.schemes import SCHEMES
 
 
-def why_not(m: QuantizedMatrix, activation_format: str, float_bytes: int) -> str | None:
-    """Why MatMulNBits cannot stand for a matrix; None when it can.
-
-    Args:
-        activation_format: as the checkpoint says.
-        float_bytes: of the graph's floats, 4 or 2 (float16).
-    """
-    if activation_format != "none":
-        return f"MatMulNBits quantizes activations by rules of its own, the checkpoint says {activation_format}"
-    if m.kind != "int4":
-        return f"MatMulNBits of ONNX Runtime 1.21 has int4 only, found {m.kind}"
-    if m.group_size < 16 or m.group_size & (m.group_size - 1):
-        return f"MatMulNBits needs a group_size that is a power of two from 16, found {m.group_size}"
-    for name in ("perm", "pre_scale", "global_scale"):
-        if getattr(m, name) is not None:
-            return f"MatMulNBits has no {name}"
-    if m.block_n != 1:
-        return "MatMulNBits has one scale a row and group"
-    try:
-        m.check_finite("MatMulNBits")
-    except ValueError as error:  # packing, which then takes its place, refuses it by name
-        return str(error)
-    if float_bytes == 2 and not np.array_equal(m.scales.astype(np.float16).astype(np.float64), m.scales.astype(float)):
-        return "MatMulNBits in a float16 model has float16 scales, these are not exact in it"
-    return None
-
-
 def to_matmul_nbits(w: ir.Value, m: QuantizedMatrix, spec: LinearSpec) -> list[tuple[ir.Value, np.ndarray]]:
     """Replaces the QuantLinear node that reads ``w``.
 
     Requires:
-        ``why_not`` is None.
+        :func:`quantmoe.exporter.choosing.choose.not_ort` is "".
 
     Returns:
         The new node's initializers, registered, and their contents.
