@@ -23,25 +23,25 @@ static __device__ __noinline__ float activate1(int kind, float z) {
   }
 }
 
-static __device__ __noinline__ float activate_other(const Activation& f, float gate, float up) {
-  if (!f.gated) return activate1(f.kind, up);
-  if (f.kind == k_activation_swiglu_oai) {  // the comparisons keep NaN, fminf would drop it
-    float g = gate > f.limit ? f.limit : gate;
-    float u = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
-    return g * sigmoid(f.alpha * g) * (u + 1.f);
+static __device__ __noinline__ float activate_other(const Activation& activation, float gate, float up) {
+  if (!activation.gated) return activate1(activation.kind, up);
+  if (activation.kind == k_activation_swiglu_oai) {  // the comparisons keep NaN, fminf would drop it
+    float g = gate > activation.limit ? activation.limit : gate;
+    float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;
+    return g * sigmoid(activation.alpha * g) * (u + 1.f);
   }
-  if (f.kind == k_activation_swiglu_step) {
+  if (activation.kind == k_activation_swiglu_step) {
     float g = silu(gate);
-    float u = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
-    return (g > f.limit ? f.limit : g) * u;
+    float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;
+    return (g > activation.limit ? activation.limit : g) * u;
   }
-  return activate1(f.kind, gate) * up;
+  return activate1(activation.kind, gate) * up;
 }
 
 // gate and up of one feature; ungated layers pass up twice.
-__device__ inline float activate(const Activation& f, float gate, float up) {
-  if (f.kind == k_activation_silu && f.gated) return silu(gate) * up;
-  return activate_other(f, gate, up);
+__device__ inline float activate(const Activation& activation, float gate, float up) {
+  if (activation.kind == k_activation_silu && activation.gated) return silu(gate) * up;
+  return activate_other(activation, gate, up);
 }
 
 }  // namespace quantmoe

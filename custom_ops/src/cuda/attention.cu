@@ -11,55 +11,56 @@ namespace {
 // What all of its kernels are told.
 AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
                           const qm_cuda_attention_tensors& tensors) {
-  const qm_attention& a = problem.attention;
-  const int width = a.head_size, value_width = a.v_head_size;
-  const bool codes = a.cache_format != k_cache_format_none;
+  const qm_attention& node = problem.attention;
+  const int width = node.head_size, value_width = node.v_head_size;
+  const bool codes = node.cache_format != k_cache_format_none;
   uint8_t* workspace = static_cast<uint8_t*>(tensors.workspace);
 
   AttentionParams params{};
-  params.attention = a;
+  params.attention = node;
   params.batch = static_cast<int>(problem.batch), params.tokens = static_cast<int>(problem.tokens);
   params.past_slots = static_cast<int>(problem.past_slots), params.slots = static_cast<int>(problem.slots);
-  params.group = a.num_heads / a.kv_num_heads;
+  params.group = node.num_heads / node.kv_num_heads;
   params.qkv = tensors.qkv, params.past_key = tensors.past_key, params.past_value = tensors.past_value;
   params.rows = tensors.rows;
   params.cos = tensors.cos, params.sin = tensors.sin, params.q_norm = tensors.q_norm, params.k_norm = tensors.k_norm,
   params.sinks = tensors.sinks;
-  params.score_factor = a.scale * a.k_scale * (a.softcap != 0 ? 1.f : kLog2e);
+  params.score_factor = node.scale * node.k_scale * (node.softcap != 0 ? 1.f : kLog2e);
   params.output = tensors.output, params.key = tensors.present_key, params.value = tensors.present_value;
   params.queries = workspace + plan.queries;
   params.partial = reinterpret_cast<float*>(workspace + plan.partial);
   params.sums = reinterpret_cast<float2*>(workspace + plan.sums);
   params.tile_rows = plan.tile_rows;
   params.tiles = (params.tokens * params.group + plan.tile_rows - 1) / plan.tile_rows;
-  params.pairs = params.batch * a.kv_num_heads;
+  params.pairs = params.batch * node.kv_num_heads;
   params.splits = plan.splits, params.cluster = plan.cluster > 1;
   params.stage_log = plan.wgmma || !is_wide(width, value_width) ? 6 : 5;
   if (plan.tile_rows == kFewRows && codes) ++params.stage_log;
   params.deep = plan.stages == kDeepStages;
-  params.key_width = a.key_split ? a.key_split : width;
-  params.value_width = a.key_split ? width - a.key_split : value_width;
+  params.key_width = node.key_split ? node.key_split : width;
+  params.value_width = node.key_split ? width - node.key_split : value_width;
   params.least_log = least_of(plan.tile_rows, params.cluster);
   return params;
 }
 
 template <typename T>
-int launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& plan, const qm_cuda_attention_tensors& t,
-           cudaStream_t stream, char* err) {
-  const qm_attention& a = p.attention;
-  const bool in_place = t.present_key == t.past_key && t.present_value == t.past_value;
-  if (p.slots > p.past_slots && p.past_slots > 0 && (t.present_key == t.past_key || t.present_value == t.past_value)) {
+int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
+           const qm_cuda_attention_tensors& tensors, cudaStream_t stream, char* err) {
+  const qm_attention& node = problem.attention;
+  const bool in_place = tensors.present_key == tensors.past_key && tensors.present_value == tensors.past_value;
+  if (problem.slots > problem.past_slots && problem.past_slots > 0 &&
+      (tensors.present_key == tensors.past_key || tensors.present_value == tensors.past_value)) {
     std::snprintf(err, QM_ERROR_SIZE, "present is past's memory, whose %lld slots are to become %lld",
-                  static_cast<long long>(p.past_slots), static_cast<long long>(p.slots));
+                  static_cast<long long>(problem.past_slots), static_cast<long long>(problem.slots));
     return QM_INVALID;
   }
-  const int width = a.head_size, value_width = a.v_head_size;
-  const bool codes = a.cache_format != k_cache_format_none;
-  AttentionParams params = params_of(p, plan, t);
+  const int width = node.head_size, value_width = node.v_head_size;
+  const bool codes = node.cache_format != k_cache_format_none;
+  AttentionParams params = params_of(problem, plan, tensors);
   const int all = params.batch * params.tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 
-  if (a.key_split) {
+  if (node.key_split) {
     const int slots = plan.wgmma ? kLatentWideSlots : kLatentSlots;
     params.stage_log = slots == 64 ? 6 : 5;
     params.least_log = 0;
@@ -67,21 +68,22 @@ int launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
     params.appended = params.tokens > kFewLatentTokens;
     if (all + copies == 0) return QM_OK;
     if (params.appended)
-      launcher.run(latent_append_kernel(p.type), params, dim3(all + copies), kLatentThreads, 0, true);
+      launcher.run(latent_append_kernel(problem.type), params, dim3(all + copies), kLatentThreads, 0, true);
     const int blocks = params.tiles * params.pairs * plan.splits + (params.appended ? 0 : all + copies);
-    launcher.run(plan.wgmma ? latent_wide_kernel(p.type) : latent_kernel(p.type, plan.stages), params, dim3(blocks),
-                 kLatentThreads, plan.wgmma ? kLatentWideSharedBytes : latent_shared_bytes(plan.stages), true);
+    launcher.run(plan.wgmma ? latent_wide_kernel(problem.type) : latent_kernel(problem.type, plan.stages), params,
+                 dim3(blocks), kLatentThreads, plan.wgmma ? kLatentWideSharedBytes : latent_shared_bytes(plan.stages),
+                 true);
   } else if (plan.tile_rows == kFewRows) {
     const int blocks = (all ? params.pairs : 0) + (copies + plan.splits - 1) / plan.splits;
     if (blocks == 0) return QM_OK;
     if (!all) params.pairs = 0;
-    launcher.run((codes ? few_codes_kernel : few_kernel)(p.type, width, value_width), params,
+    launcher.run((codes ? few_codes_kernel : few_kernel)(problem.type, width, value_width), params,
                  dim3(blocks * plan.splits), kFewThreads,
                  few_shared_bytes(width, value_width, plan.stages, params.cluster), true, plan.cluster);
   } else {
     constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
     const int lanes = is_wide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
-    params.blocks_per_token = (a.num_heads + 2 * a.kv_num_heads + heads - 1) / heads;
+    params.blocks_per_token = (node.num_heads + 2 * node.kv_num_heads + heads - 1) / heads;
     // Of many tokens a block has several, one after the other.
     params.token_blocks = all / std::clamp(all / 512, 1, 8) * params.blocks_per_token;
     const auto append =
@@ -90,15 +92,15 @@ int launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
     launcher.run(append, params, dim3(params.token_blocks + copies), kAppendThreads, 0, true);
     const dim3 grid(params.tiles * params.pairs, plan.splits);
     if (plan.wgmma)
-      launcher.run((codes ? wide_codes_kernel : wide_kernel)(p.type, width, value_width, plan.tile_rows), params, grid,
-                   2 * plan.tile_rows, wide_shared_bytes(plan.tile_rows, width, value_width, codes), true);
+      launcher.run((codes ? wide_codes_kernel : wide_kernel)(problem.type, width, value_width, plan.tile_rows), params,
+                   grid, 2 * plan.tile_rows, wide_shared_bytes(plan.tile_rows, width, value_width, codes), true);
     else
-      launcher.run((codes ? many_codes_kernel : many_kernel)(p.type, width, value_width), params, grid, kAttendThreads,
-                   many_shared_bytes(width, value_width, codes), true);
+      launcher.run((codes ? many_codes_kernel : many_kernel)(problem.type, width, value_width), params, grid,
+                   kAttendThreads, many_shared_bytes(width, value_width, codes), true);
   }
   if (plan.splits > 1 && !params.cluster && all)
     launcher.run(plan.splits > kMostSplits ? attend_merge<T, kMostLatentSplits> : attend_merge<T, kMostSplits>, params,
-                 dim3(all * a.num_heads, (value_width + 127) / 128), kAttendThreads, 0, true);
+                 dim3(all * node.num_heads, (value_width + 127) / 128), kAttendThreads, 0, true);
   return report(launcher.error, err);
 }
 

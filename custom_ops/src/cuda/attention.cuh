@@ -48,19 +48,19 @@ struct BatchRow {
   int begin, count, past;
   bool valid;
 };
-__device__ inline BatchRow check_row(const AttentionParams& p, int begin, int count, int past) {
+__device__ inline BatchRow check_row(const AttentionParams& params, int begin, int count, int past) {
   BatchRow r{begin, count, past, true};
-  r.valid = r.begin >= 0 && r.count >= 0 && r.past >= 0 && r.begin <= p.tokens - r.count && r.past <= p.past_slots &&
-            r.past <= p.slots - r.count;
+  r.valid = r.begin >= 0 && r.count >= 0 && r.past >= 0 && r.begin <= params.tokens - r.count &&
+            r.past <= params.past_slots && r.past <= params.slots - r.count;
   if (!r.valid) r.begin = r.count = r.past = 0;
   return r;
 }
-__device__ inline BatchRow read_row(const AttentionParams& p, int b) {
-  return check_row(p, p.rows[3 * b], p.rows[3 * b + 1], p.rows[3 * b + 2]);
+__device__ inline BatchRow read_row(const AttentionParams& params, int batch_row) {
+  return check_row(params, params.rows[3 * batch_row], params.rows[3 * batch_row + 1], params.rows[3 * batch_row + 2]);
 }
 // The first slot that the token in slot p sees.
-__device__ inline int first_visible_slot(const AttentionParams& p, int slot) {
-  const int window = p.attention.sliding_window, chunk = p.attention.chunk_size;
+__device__ inline int first_visible_slot(const AttentionParams& params, int slot) {
+  const int window = params.attention.sliding_window, chunk = params.attention.chunk_size;
   const int low = window ? max(slot - window + 1, 0) : 0;
   return chunk ? max(low, slot / chunk * chunk) : low;
 }
@@ -77,37 +77,38 @@ struct Span {
   }
 };
 // first, last: tokens of those that count.
-__device__ inline Span span_of(const AttentionParams& p, const BatchRow& batch, int first, int last) {
-  Span s;
-  s.first_slot = batch.past + first, s.last_slot = batch.past + last;
-  s.low = first_visible_slot(p, s.first_slot), s.full_low = first_visible_slot(p, s.last_slot);
-  s.first_stage = s.low >> p.stage_log, s.stages = (s.last_slot >> p.stage_log) + 1 - s.first_stage;
-  s.splits = min(p.splits, (s.stages + (1 << p.least_log) - 1) >> p.least_log);
-  return s;
+__device__ inline Span span_of(const AttentionParams& params, const BatchRow& batch, int first, int last) {
+  Span span;
+  span.first_slot = batch.past + first, span.last_slot = batch.past + last;
+  span.low = first_visible_slot(params, span.first_slot), span.full_low = first_visible_slot(params, span.last_slot);
+  span.first_stage = span.low >> params.stage_log,
+  span.stages = (span.last_slot >> params.stage_log) + 1 - span.first_stage;
+  span.splits = min(params.splits, (span.stages + (1 << params.least_log) - 1) >> params.least_log);
+  return span;
 }
 // The same of a tile of rows.
-__device__ inline Span span_of(const AttentionParams& p, const BatchRow& batch, int first_row) {
-  const int end = min(first_row + p.tile_rows, batch.count * p.group);
-  return span_of(p, batch, first_row / p.group, (end - 1) / p.group);
+__device__ inline Span span_of(const AttentionParams& params, const BatchRow& batch, int first_row) {
+  const int end = min(first_row + params.tile_rows, batch.count * params.group);
+  return span_of(params, batch, first_row / params.group, (end - 1) / params.group);
 }
 
 // Copies what past has of 64 slots of a head, and zeros what comes after the new tokens.
-__device__ inline void copy_slots(const AttentionParams& p, int block) {
-  const int parts = (p.slots + 63) / 64, pair = block / parts, first = block % parts * 64;
-  if (pair >= p.batch * p.attention.kv_num_heads) return;
-  const BatchRow row = read_row(p, pair / p.attention.kv_num_heads);
+__device__ inline void copy_slots(const AttentionParams& params, int block) {
+  const int parts = (params.slots + 63) / 64, pair = block / parts, first = block % parts * 64;
+  if (pair >= params.batch * params.attention.kv_num_heads) return;
+  const BatchRow row = read_row(params, pair / params.attention.kv_num_heads);
   auto copy = [&](void* present, const void* past, int chunks) {
     for (int i = threadIdx.x; present != past && i < 64 * chunks; i += static_cast<int>(blockDim.x)) {
       const int slot = first + i / chunks, chunk = i % chunks;
-      if (slot >= p.slots || (slot >= row.past && slot < row.past + row.count)) continue;
-      const int64_t from = (static_cast<int64_t>(pair) * p.past_slots + slot) * chunks + chunk;
-      const int64_t to = (static_cast<int64_t>(pair) * p.slots + slot) * chunks + chunk;
+      if (slot >= params.slots || (slot >= row.past && slot < row.past + row.count)) continue;
+      const int64_t from = (static_cast<int64_t>(pair) * params.past_slots + slot) * chunks + chunk;
+      const int64_t to = (static_cast<int64_t>(pair) * params.slots + slot) * chunks + chunk;
       static_cast<uint4*>(present)[to] = slot < row.past ? static_cast<const uint4*>(past)[from] : uint4{};
     }
   };
-  const int elements = p.attention.cache_format == k_cache_format_none ? 8 : 16;  // of 16 bytes
-  copy(p.key, p.past_key, p.key_width / elements);
-  copy(p.value, p.past_value, p.value_width / elements);
+  const int elements = params.attention.cache_format == k_cache_format_none ? 8 : 16;  // of 16 bytes
+  copy(params.key, params.past_key, params.key_width / elements);
+  copy(params.value, params.past_value, params.value_width / elements);
 }
 
 template <typename T>
@@ -144,11 +145,11 @@ __device__ inline uint32_t e4m3_codes(float first, float second, float scale) {
 }
 // Eight numbers as the cache has them: T, or codes.
 template <typename T, bool kCodes>
-__device__ inline void store_eight(const qm_attention& a, bool key, const float (&x)[8], void* to) {
+__device__ inline void store_eight(const qm_attention& node, bool key, const float (&x)[8], void* to) {
   if constexpr (kCodes) {
-    const float scale = key ? a.k_scale : a.v_scale;
+    const float scale = key ? node.k_scale : node.v_scale;
     uint32_t codes[2] = {0, 0};
-    if (a.cache_format == k_cache_format_fp8_e4m3) {
+    if (node.cache_format == k_cache_format_fp8_e4m3) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) codes[i / 2] |= e4m3_codes(x[2 * i], x[2 * i + 1], scale) << i % 2 * 16;
     } else {
@@ -205,9 +206,9 @@ __device__ inline float add_squares(const uint4& v, float sum) {
   return sum;
 }
 // Chunks of eight features of a token in qkv.
-__device__ inline int64_t row_chunks_of(const qm_attention& a) {
-  return ((a.num_heads + a.kv_num_heads) * static_cast<int64_t>(a.head_size) +
-          a.kv_num_heads * static_cast<int64_t>(a.v_head_size)) /
+__device__ inline int64_t row_chunks_of(const qm_attention& node) {
+  return ((node.num_heads + node.kv_num_heads) * static_cast<int64_t>(node.head_size) +
+          node.kv_num_heads * static_cast<int64_t>(node.v_head_size)) /
          8;
 }
 
@@ -226,55 +227,55 @@ struct HeadPart {
   float weights[8];
 
   // index: heads of queries, then keys, then values
-  __device__ HeadPart(const AttentionParams& p, int index, int lane) {
-    const qm_attention& a = p.attention;
-    const int heads = a.num_heads, groups = a.kv_num_heads;
+  __device__ HeadPart(const AttentionParams& params, int index, int lane) {
+    const qm_attention& node = params.attention;
+    const int heads = node.num_heads, groups = node.kv_num_heads;
     d = lane * 8;
     query = index < heads, key = !query && index < heads + groups;
     head = query ? index : key ? index - heads : index - heads - groups;
-    size = query || key ? a.head_size : a.v_head_size;
-    chunk = (query || key ? index * a.head_size : (heads + groups) * a.head_size + head * size) / 8 + lane;
+    size = query || key ? node.head_size : node.v_head_size;
+    chunk = (query || key ? index * node.head_size : (heads + groups) * node.head_size + head * size) / 8 + lane;
     there = index < heads + 2 * groups && d < size;
-    normed = a.qk_norm && (query || key);
-    by_row = a.qk_norm == k_qk_norm_row, apart = !a.rotary_interleaved, half = a.rotary_size / 2;
+    normed = node.qk_norm && (query || key);
+    by_row = node.qk_norm == k_qk_norm_row, apart = !node.rotary_interleaved, half = node.rotary_size / 2;
     turns = there && (query || key) && d < 2 * half, whole = apart && half % 8 == 0;
     per_feature = 1.f / static_cast<float>(by_row ? (query ? heads : groups) * size : size);
-    scale = query && a.cache_format == k_cache_format_none ? p.score_factor : 1.f;
+    scale = query && node.cache_format == k_cache_format_none ? params.score_factor : 1.f;
   }
-  __device__ void load_weights(const AttentionParams& p) {
+  __device__ void load_weights(const AttentionParams& params) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) weights[j] = 1;
-    if (normed && there) load_eight(weights, (query ? p.q_norm : p.k_norm) + (by_row ? head * size : 0) + d);
+    if (normed && there) load_eight(weights, (query ? params.q_norm : params.k_norm) + (by_row ? head * size : 0) + d);
   }
   // The angles of a token, counted through the batch.
-  __device__ void load_turn(const AttentionParams& p, int token, HeadTurn& turn) const {
+  __device__ void load_turn(const AttentionParams& params, int token, HeadTurn& turn) const {
     const int64_t at = static_cast<int64_t>(token) * half;
     if (turns && whole) {
       const int from = d < half ? d : d - half;
-      load_eight(turn.cos, p.cos + at + from);
-      load_eight(turn.sin, p.sin + at + from);
+      load_eight(turn.cos, params.cos + at + from);
+      load_eight(turn.sin, params.sin + at + from);
     } else if (turns) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int i = apart ? (d + j < half ? d + j : d + j - half) : (d + j) / 2;
-        turn.cos[j] = i < half ? p.cos[at + i] : 1.f;
-        turn.sin[j] = i < half ? p.sin[at + i] : 0.f;
+        turn.cos[j] = i < half ? params.cos[at + i] : 1.f;
+        turn.sin[j] = i < half ? params.sin[at + i] : 0.f;
       }
     }
   }
   // Norms, turns and scales. squares: of the token's row, where norms are of that. of_head: shared, 2 kLanes of them,
   // the head's own.
-  __device__ void apply(const AttentionParams& p, const HeadTurn& turn, float squares, float4* of_head,
+  __device__ void apply(const AttentionParams& params, const HeadTurn& turn, float squares, float4* of_head,
                         float (&x)[8]) const {
-    const qm_attention& a = p.attention;
-    if (a.qk_norm && !by_row) {
+    const qm_attention& node = params.attention;
+    if (node.qk_norm && !by_row) {
       squares = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) squares = fmaf(x[j], x[j], squares);
       for (int i = kLanes / 2; i > 0; i /= 2) squares += __shfl_xor_sync(~0u, squares, i);
     }
     if (normed) {
-      const float inverse = rsqrtf(fmaf(squares, per_feature, a.norm_epsilon));
+      const float inverse = rsqrtf(fmaf(squares, per_feature, node.norm_epsilon));
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[j] = x[j] * inverse * weights[j];
     }
@@ -337,8 +338,8 @@ __device__ inline uint32_t only_odd(uint32_t pair, uint32_t exponent) {
 
 // A lane has two rows of a tile of 16, g and g + 8 (h), and of eight columns two: [n][2 h + i] is column 8 n + 2 t + i.
 template <int N>
-__device__ inline void softcap_scores(const AttentionParams& p, float (&s)[N][4]) {
-  const float softcap = p.attention.softcap;
+__device__ inline void softcap_scores(const AttentionParams& params, float (&s)[N][4]) {
+  const float softcap = params.attention.softcap;
   if (softcap == 0) return;
   const float inner = 2 * kLog2e / softcap, outer = softcap * kLog2e;
 #pragma unroll
@@ -349,18 +350,19 @@ __device__ inline void softcap_scores(const AttentionParams& p, float (&s)[N][4]
 }
 // Of codes; others have it in the queries, which float16 has not the range for.
 template <int N>
-__device__ inline void scale_scores(const AttentionParams& p, float (&s)[N][4]) {
+__device__ inline void scale_scores(const AttentionParams& params, float (&s)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] *= p.score_factor;
+    for (int i = 0; i < 4; ++i) s[n][i] *= params.score_factor;
 }
 // Scores of slots, from `first` on, that the rows do not see: none.
 template <int N>
-__device__ inline void mask_scores(const AttentionParams& p, float (&s)[N][4], const int (&slot_of)[2], int first) {
+__device__ inline void mask_scores(const AttentionParams& params, float (&s)[N][4], const int (&slot_of)[2],
+                                   int first) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int from = first_visible_slot(p, slot_of[h]) - first, to = slot_of[h] - first;
+    const int from = first_visible_slot(params, slot_of[h]) - first, to = slot_of[h] - first;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -426,31 +428,32 @@ __device__ inline void add_quads(float (&sum)[2]) {
     for (int d = 1; d < 4; d *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], d);
 }
 // Of a query row: its place in [batch, tokens, heads]; of a place: its sink.
-__device__ inline int64_t place_of(const AttentionParams& p, const BatchRow& batch, int b, int kv, int row) {
-  const int64_t token = static_cast<int64_t>(b) * p.tokens + batch.begin + row / p.group;
-  return (token * p.attention.kv_num_heads + kv) * p.group + row % p.group;
+__device__ inline int64_t place_of(const AttentionParams& params, const BatchRow& batch, int batch_row, int kv_head,
+                                   int row) {
+  const int64_t token = static_cast<int64_t>(batch_row) * params.tokens + batch.begin + row / params.group;
+  return (token * params.attention.kv_num_heads + kv_head) * params.group + row % params.group;
 }
-__device__ inline float sink_of(const AttentionParams& p, int64_t place) {
-  return p.sinks[place % p.attention.num_heads] * kLog2e;
+__device__ inline float sink_of(const AttentionParams& params, int64_t place) {
+  return params.sinks[place % params.attention.num_heads] * kLog2e;
 }
 // Row h of what a lane has summed, of kTiles tiles of eight columns those from first_n on: to the output, or as a part
 // of it.
 template <typename T, int M, int kTiles = M>
-__device__ inline void store_row(const AttentionParams& p, const float (&acc)[M][4], int h, float most, float sum,
+__device__ inline void store_row(const AttentionParams& params, const float (&acc)[M][4], int h, float most, float sum,
                                  int64_t place, int split, int first_n = 0) {
   const int t = threadIdx.x % 4;
-  if (p.splits > 1) {
-    const int64_t part = place * p.splits + split;
-    if (t == 0 && first_n == 0) p.sums[part] = {most, sum};
+  if (params.splits > 1) {
+    const int64_t part = place * params.splits + split;
+    if (t == 0 && first_n == 0) params.sums[part] = {most, sum};
 #pragma unroll
     for (int n = 0; n < M; ++n)
-      *reinterpret_cast<float2*>(p.partial + (part * kTiles + first_n + n) * 8 + 2 * t) = {acc[n][2 * h],
-                                                                                           acc[n][2 * h + 1]};
+      *reinterpret_cast<float2*>(params.partial + (part * kTiles + first_n + n) * 8 + 2 * t) = {acc[n][2 * h],
+                                                                                                acc[n][2 * h + 1]};
     return;
   }
-  const float sink = sink_of(p, place), largest = fmaxf(most, sink), factor = fast_exp2(most - largest);
-  const float inverse = factor / fmaf(sum, factor, fast_exp2(sink - largest)) * p.attention.v_scale;
-  uint32_t* out = static_cast<uint32_t*>(p.output) + (place * kTiles + first_n) * 4 + t;
+  const float sink = sink_of(params, place), largest = fmaxf(most, sink), factor = fast_exp2(most - largest);
+  const float inverse = factor / fmaf(sum, factor, fast_exp2(sink - largest)) * params.attention.v_scale;
+  uint32_t* out = static_cast<uint32_t*>(params.output) + (place * kTiles + first_n) * 4 + t;
 #pragma unroll
   for (int n = 0; n < M; ++n) out[n * 4] = Half<T>::pack(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
 }
@@ -461,7 +464,7 @@ struct AttentionSums {
   float acc[MT][M][4], most[MT][2], sum[MT][2];
   int slot_of[MT][2];  // of the lane's rows
 
-  __device__ AttentionSums(const AttentionParams& p, const BatchRow& batch, int first_row) {
+  __device__ AttentionSums(const AttentionParams& params, const BatchRow& batch, int first_row) {
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
 #pragma unroll
@@ -472,7 +475,7 @@ struct AttentionSums {
       for (int h = 0; h < 2; ++h) {
         most[m][h] = -INFINITY, sum[m][h] = 0;
         const int row = first_row + m * 16 + h * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
-        slot_of[m][h] = batch.past + row / p.group;
+        slot_of[m][h] = batch.past + row / params.group;
       }
     }
   }
@@ -482,12 +485,12 @@ struct AttentionSums {
 // `slot`, and whose rows have D features: the columns of tiles first_n on. mixed: some row sees a slot that another
 // does not.
 template <typename T, int D, int NT, int MT, int M>
-__device__ __forceinline__ void add_stage_values(const AttentionParams& p, uint32_t v_at, int first_key, int slot,
+__device__ __forceinline__ void add_stage_values(const AttentionParams& params, uint32_t v_at, int first_key, int slot,
                                                  int first_n, bool mixed, const float (&s)[MT][NT][4],
-                                                 AttentionSums<MT, M>& to) {
+                                                 AttentionSums<MT, M>& sums) {
   const int lane = threadIdx.x % 32, t = lane % 4;
   auto sees = [&](int m, int h, int key) {
-    return slot + key <= to.slot_of[m][h] && slot + key >= first_visible_slot(p, to.slot_of[m][h]);
+    return slot + key <= sums.slot_of[m][h] && slot + key >= first_visible_slot(params, sums.slot_of[m][h]);
   };
   // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
   bool odd = false;
@@ -504,7 +507,7 @@ __device__ __forceinline__ void add_stage_values(const AttentionParams& p, uint3
       for (int m = 0; v && m < MT; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          if (sees(m, h, key)) to.acc[m][n][2 * h] += Half<T>::low(v), to.acc[m][n][2 * h + 1] += Half<T>::high(v);
+          if (sees(m, h, key)) sums.acc[m][n][2 * h] += Half<T>::low(v), sums.acc[m][n][2 * h + 1] += Half<T>::high(v);
     }
   }
 #pragma unroll
@@ -521,8 +524,8 @@ __device__ __forceinline__ void add_stage_values(const AttentionParams& p, uint3
         for (int i = 0; i < 4; ++i) v[i] ^= only_odd(v[i], kExponent<T>);
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        Half<T>::mma(to.acc[m][n], weight[m], v[0], v[1]);
-        Half<T>::mma(to.acc[m][n + 1], weight[m], v[2], v[3]);
+        Half<T>::mma(sums.acc[m][n], weight[m], v[0], v[1]);
+        Half<T>::mma(sums.acc[m][n + 1], weight[m], v[2], v[3]);
       }
     }
   }
@@ -532,9 +535,9 @@ __device__ __forceinline__ void add_stage_values(const AttentionParams& p, uint3
 // columns from tile first_n on. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
 // not see one of the stage's slots; mixed: and another may.
 template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class Query>
-__device__ __forceinline__ void attend_stage(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
+__device__ __forceinline__ void attend_stage(const AttentionParams& params, uint32_t k_at, uint32_t v_at, int first_key,
                                              int slot, int first_n, bool masked, bool mixed, const Query& query,
-                                             AttentionSums<MT, M>& to) {
+                                             AttentionSums<MT, M>& sums) {
   const int lane = threadIdx.x % 32;
   float s[MT][NT][4];
 #pragma unroll
@@ -562,15 +565,15 @@ __device__ __forceinline__ void attend_stage(const AttentionParams& p, uint32_t 
 
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
-    if constexpr (kCodes) scale_scores(p, s[m]);
-    softcap_scores(p, s[m]);
+    if constexpr (kCodes) scale_scores(params, s[m]);
+    softcap_scores(params, s[m]);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
-    if (masked) mask_scores(p, s[m], to.slot_of[m], slot);
-    weigh(s[m], to.acc[m], to.most[m], to.sum[m]);
+    if (masked) mask_scores(params, s[m], sums.slot_of[m], slot);
+    weigh(s[m], sums.acc[m], sums.most[m], sums.sum[m]);
   }
-  add_stage_values<T, DV>(p, v_at, first_key, slot, first_n, masked && mixed, s, to);
+  add_stage_values<T, DV>(params, v_at, first_key, slot, first_n, masked && mixed, s, sums);
 }
 
 // Stages that some row of the tile does not see all of.

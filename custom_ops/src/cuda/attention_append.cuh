@@ -91,34 +91,34 @@ __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __gr
 // Adds up the splits of 128 features of a head of a token: a block, whose warps take splits in turn; lanes have four
 // features. kMost: of the splits.
 template <typename T, int kMost>
-__global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_constant__ AttentionParams params) {
   constexpr int kWarps = kAttendThreads / 32;
   __shared__ float4 results[kWarps][32];
   launch_dependents();
-  const int heads = p.attention.num_heads, place = blockIdx.x, head = place % heads, token = place / heads;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, features = p.attention.v_head_size / 4;
+  const int heads = params.attention.num_heads, place = blockIdx.x, head = place % heads, token = place / heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, features = params.attention.v_head_size / 4;
   const int column = static_cast<int>(blockIdx.y) * 32 + lane;
-  const BatchRow row = read_row(p, token / p.tokens);
-  const int index = token % p.tokens - row.begin;
-  const float sink = p.sinks[head] * kLog2e;
+  const BatchRow row = read_row(params, token / params.tokens);
+  const int index = token % params.tokens - row.begin;
+  const float sink = params.sinks[head] * kLog2e;
   if (index < 0 || index >= row.count) return wait_for_previous();
-  const int first_row = (index * p.group + head % p.group) / p.tile_rows * p.tile_rows;
-  const int splits = span_of(p, row, first_row).splits;
+  const int first_row = (index * params.group + head % params.group) / params.tile_rows * params.tile_rows;
+  const int splits = span_of(params, row, first_row).splits;
   wait_for_previous();
 
-  const int64_t first = static_cast<int64_t>(place) * p.splits;
+  const int64_t first = static_cast<int64_t>(place) * params.splits;
   constexpr int kLanes = kMost / 32;  // splits of a lane
   float2 sums[kLanes];
   float4 parts[kLanes][32 / kWarps];
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
-    sums[i] = lane + 32 * i < splits ? p.sums[first + lane + 32 * i] : float2{-INFINITY, 0};
+    sums[i] = lane + 32 * i < splits ? params.sums[first + lane + 32 * i] : float2{-INFINITY, 0};
 #pragma unroll
     for (int j = 0; j < 32 / kWarps; ++j) {
       const int split = 32 * i + j * kWarps + warp;
       parts[i][j] = float4{0, 0, 0, 0};
       if (split < splits && column < features)
-        parts[i][j] = reinterpret_cast<const float4*>(p.partial)[(first + split) * features + column];
+        parts[i][j] = reinterpret_cast<const float4*>(params.partial)[(first + split) * features + column];
     }
   }
   issue_loads();
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_cons
     const float4 x = results[w][lane];
     y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
   }
-  const float inverse = 1.f / all * p.attention.v_scale;
-  static_cast<uint2*>(p.output)[static_cast<int64_t>(place) * features + column] = {
+  const float inverse = 1.f / all * params.attention.v_scale;
+  static_cast<uint2*>(params.output)[static_cast<int64_t>(place) * features + column] = {
       Half<T>::pack(y.x * inverse, y.y * inverse), Half<T>::pack(y.z * inverse, y.w * inverse)};
 }
 

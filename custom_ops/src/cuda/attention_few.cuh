@@ -31,11 +31,12 @@ __device__ inline void store_remote(uint32_t at, const float4& v) {
 struct FewItem {
   bool query, key;
   int index, head;  // of the tokens that count; of HeadPart
-  __device__ FewItem(const AttentionParams& p, int kv, int item) {
-    const int more = item - p.tokens * p.group;
-    query = more < 0, key = !query && more < p.tokens;
-    index = query ? item / p.group : key ? more : more - p.tokens;
-    head = query ? kv * p.group + item % p.group : p.attention.num_heads + (key ? 0 : p.attention.kv_num_heads) + kv;
+  __device__ FewItem(const AttentionParams& params, int kv_head, int item) {
+    const int more = item - params.tokens * params.group;
+    query = more < 0, key = !query && more < params.tokens;
+    index = query ? item / params.group : key ? more : more - params.tokens;
+    head = query ? kv_head * params.group + item % params.group
+                 : params.attention.num_heads + (key ? 0 : params.attention.kv_num_heads) + kv_head;
   }
 };
 
@@ -55,7 +56,7 @@ __device__ inline uint32_t no_numbers(uint32_t codes) { return ((codes & 0x7f7f7
 template <int DK, int DV, int NT, int M>
 __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint32_t k_at, uint32_t v_at, int first_key,
                                              int slot, int first_n, bool masked, bool mixed,
-                                             const uint32_t (&query)[DK / 16][4], AttentionSums<1, M>& to) {
+                                             const uint32_t (&query)[DK / 16][4], AttentionSums<1, M>& sums) {
   static_assert(DK % 32 == 0 && M % 2 == 0, "two chunks of keys, one of values");
   const int lane = threadIdx.x % 32, t = lane % 4;
   const bool e4m3 = params.attention.cache_format == k_cache_format_fp8_e4m3;
@@ -79,8 +80,8 @@ __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint
     }
   scale_scores(params, scores);
   softcap_scores(params, scores);
-  if (masked) mask_scores(params, scores, to.slot_of[0], slot);
-  weigh(scores, to.acc[0], to.most[0], to.sum[0]);
+  if (masked) mask_scores(params, scores, sums.slot_of[0], slot);
+  weigh(scores, sums.acc[0], sums.most[0], sums.sum[0]);
 
   const int chunk = first_n / 2;
   bool odd = false;  // as attend_stage's
@@ -97,10 +98,11 @@ __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint
       const uint32_t bad = no_numbers(load4(v_at + swizzled_codes<DV>(first_key + key, chunk + n / 2) + 4 * t));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const bool sees = slot + key <= to.slot_of[0][h] && slot + key >= first_visible_slot(params, to.slot_of[0][h]);
+        const bool sees =
+            slot + key <= sums.slot_of[0][h] && slot + key >= first_visible_slot(params, sums.slot_of[0][h]);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (sees && bad >> (2 * i + n % 2) * 8 & 1) to.acc[0][n][2 * h + i] += NAN;
+          if (sees && bad >> (2 * i + n % 2) * 8 & 1) sums.acc[0][n][2 * h + i] += NAN;
       }
     }
   }
@@ -120,11 +122,11 @@ __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint
         if (odd) v[i] &= ~(no_numbers(v[i]) * 0xff);
         numbers[i] = widen(__byte_perm(v[i], 0, 0x3120));
       }
-      Half<__half>::mma(to.acc[0][n], weight, numbers[0].x, numbers[1].x);
-      Half<__half>::mma(to.acc[0][n + 1], weight, numbers[0].y, numbers[1].y);
+      Half<__half>::mma(sums.acc[0][n], weight, numbers[0].x, numbers[1].x);
+      Half<__half>::mma(sums.acc[0][n + 1], weight, numbers[0].y, numbers[1].y);
       if (both) {
-        Half<__half>::mma(to.acc[0][n + 2], weight, numbers[2].x, numbers[3].x);
-        Half<__half>::mma(to.acc[0][n + 3], weight, numbers[2].y, numbers[3].y);
+        Half<__half>::mma(sums.acc[0][n + 2], weight, numbers[2].x, numbers[3].x);
+        Half<__half>::mma(sums.acc[0][n + 3], weight, numbers[2].y, numbers[3].y);
       }
     }
   }
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
 
   const qm_attention& node = params.attention;
   const int split = static_cast<int>(blockIdx.x) % params.splits, pair = static_cast<int>(blockIdx.x) / params.splits;
-  const int batch_row = pair / node.kv_num_heads, kv = pair % node.kv_num_heads, lane = threadIdx.x % 32,
+  const int batch_row = pair / node.kv_num_heads, kv_head = pair % node.kv_num_heads, lane = threadIdx.x % 32,
             warp = threadIdx.x / 32;
   const Element* old_keys =
       static_cast<const Element*>(params.past_key) + static_cast<int64_t>(pair) * params.past_slots * DK;
@@ -170,10 +172,10 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   for (int i = all_rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kFewThreads)
     store16(queries_at + swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
   const int64_t row_chunks = row_chunks_of(node);
-  FewItem item(params, kv, threadIdx.x / kLanes);
+  FewItem item(params, kv_head, threadIdx.x / kLanes);
   HeadPart<T, kLanes> part(params, item.head, threadIdx.x % kLanes);
   int head_of[2];  // of the rows that the warp adds up: warp, warp + 8
-  for (int k = 0; k < 2; ++k) head_of[k] = kv * params.group + (warp + k * kWarps) % params.group;
+  for (int k = 0; k < 2; ++k) head_of[k] = kv_head * params.group + (warp + k * kWarps) % params.group;
   const int columns = (DV / 4 + params.splits - 1) / params.splits;  // fours of them that a block of a cluster adds up
   wait_for_previous();
   launch_dependents();
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
       const int row = i / (DV / 8), token = row / params.group;
       if (token >= batch.begin && token < batch.begin + batch.count) continue;
       const int64_t place = (static_cast<int64_t>(batch_row) * params.tokens + token) * node.num_heads +
-                            kv * params.group + row % params.group;
+                            kv_head * params.group + row % params.group;
       static_cast<uint4*>(params.output)[place * (DV / 8) + i % (DV / 8)] = {outside, outside, outside, outside};
     }
   }
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     }
     first += kAtOnce;
     if (first >= items) break;
-    item = FewItem(params, kv, first + static_cast<int>(threadIdx.x) / kLanes);
+    item = FewItem(params, kv_head, first + static_cast<int>(threadIdx.x) / kLanes);
     part = HeadPart<T, kLanes>(params, item.head, threadIdx.x % kLanes);
     ask(batch.begin);
     issue_loads();

@@ -20,17 +20,17 @@ constexpr int kFirstValue = (kLatentKeys - kLatentValues) / 8;  // chunk, and ti
 
 // Eight features of a head of a token, of queries, then of keys, turned where they turn. token: through the batch.
 template <typename T>
-__device__ inline uint4 latent_chunk(const AttentionParams& p, int64_t token, int head, int chunk) {
-  const qm_attention& a = p.attention;
+__device__ inline uint4 latent_chunk(const AttentionParams& params, int64_t token, int head, int chunk) {
+  const qm_attention& node = params.attention;
   const uint4* features =
-      static_cast<const uint4*>(p.qkv) + (token * (a.num_heads + a.kv_num_heads) + head) * kLatentChunks;
+      static_cast<const uint4*>(params.qkv) + (token * (node.num_heads + node.kv_num_heads) + head) * kLatentChunks;
   const uint4 loaded = features[chunk];
-  const int d = chunk * 8, half = a.rotary_size / 2;
+  const int d = chunk * 8, half = node.rotary_size / 2;
   if (d >= 2 * half) return loaded;
-  const float *cos_of = p.cos + token * half, *sin_of = p.sin + token * half;
+  const float *cos_of = params.cos + token * half, *sin_of = params.sin + token * half;
   float x[8], y[8];
   widen<T>(x, loaded);
-  if (a.rotary_interleaved) {
+  if (node.rotary_interleaved) {
     const float4 cos = reinterpret_cast<const float4*>(cos_of)[chunk],
                  sin = reinterpret_cast<const float4*>(sin_of)[chunk];
     const float c[4] = {cos.x, cos.y, cos.z, cos.w}, s[4] = {sin.x, sin.y, sin.z, sin.w};
@@ -56,31 +56,33 @@ __device__ inline uint4 latent_chunk(const AttentionParams& p, int64_t token, in
 
 // A token's new keys, or its output where it does not count; after the tokens' blocks those that copy past.
 template <typename T>
-__device__ inline void append_latent(const AttentionParams& p, int block) {
-  if (block >= p.token_blocks) return copy_slots(p, block - p.token_blocks);
-  const qm_attention& a = p.attention;
-  const int b = block / p.tokens;
-  const BatchRow row = read_row(p, b);
-  const int index = block % p.tokens - row.begin;
+__device__ inline void append_latent(const AttentionParams& params, int block) {
+  if (block >= params.token_blocks) return copy_slots(params, block - params.token_blocks);
+  const qm_attention& node = params.attention;
+  const int batch_row = block / params.tokens;
+  const BatchRow row = read_row(params, batch_row);
+  const int index = block % params.tokens - row.begin;
   if (index < 0 || index >= row.count) {
     const uint32_t outside = row.valid ? 0 : Half<T>::pack(NAN, NAN);
-    const int chunks = a.num_heads * (kLatentValues / 8);
+    const int chunks = node.num_heads * (kLatentValues / 8);
     for (int i = threadIdx.x; i < chunks; i += kLatentThreads)
-      static_cast<uint4*>(p.output)[static_cast<int64_t>(block) * chunks + i] = {outside, outside, outside, outside};
+      static_cast<uint4*>(params.output)[static_cast<int64_t>(block) * chunks + i] = {outside, outside, outside,
+                                                                                      outside};
     return;
   }
-  for (int i = threadIdx.x; i < a.kv_num_heads * kLatentChunks; i += kLatentThreads) {
-    const int kv = i / kLatentChunks, chunk = i % kLatentChunks;
-    const int64_t slot = (static_cast<int64_t>(b) * a.kv_num_heads + kv) * p.slots + row.past + index;
-    uint4* to = static_cast<uint4*>(chunk < kLatentHalf ? p.key : p.value) + slot * kLatentHalf;
-    to[chunk % kLatentHalf] = latent_chunk<T>(p, block, a.num_heads + kv, chunk);
+  for (int i = threadIdx.x; i < node.kv_num_heads * kLatentChunks; i += kLatentThreads) {
+    const int kv_head = i / kLatentChunks, chunk = i % kLatentChunks;
+    const int64_t slot =
+        (static_cast<int64_t>(batch_row) * node.kv_num_heads + kv_head) * params.slots + row.past + index;
+    uint4* to = static_cast<uint4*>(chunk < kLatentHalf ? params.key : params.value) + slot * kLatentHalf;
+    to[chunk % kLatentHalf] = latent_chunk<T>(params, block, node.num_heads + kv_head, chunk);
   }
 }
 template <typename T>
-__global__ void __launch_bounds__(kLatentThreads) latent_append(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kLatentThreads) latent_append(const __grid_constant__ AttentionParams params) {
   wait_for_previous();
   launch_dependents();
-  append_latent<T>(p, static_cast<int>(blockIdx.x));
+  append_latent<T>(params, static_cast<int>(blockIdx.x));
 }
 
 // How rows of 576 values lie in shared memory: a tile of 64 values of all rows after the other, as wgmma reads them; or
@@ -106,45 +108,46 @@ struct LatentTile {
   BatchRow batch;
   Span span;
 
-  __device__ explicit LatentTile(const AttentionParams& p) {
-    const int block = static_cast<int>(blockIdx.x) / p.splits;
-    split = static_cast<int>(blockIdx.x) % p.splits, pair = block % p.pairs;
-    b = pair / p.attention.kv_num_heads, kv = pair % p.attention.kv_num_heads;
-    first_row = (p.tiles - 1 - block / p.pairs) * p.tile_rows;  // those with most slots first
-    batch = read_row(p, b);
-    rows = batch.count * p.group, begin = end = 0;
+  __device__ explicit LatentTile(const AttentionParams& params) {
+    const int block = static_cast<int>(blockIdx.x) / params.splits;
+    split = static_cast<int>(blockIdx.x) % params.splits, pair = block % params.pairs;
+    b = pair / params.attention.kv_num_heads, kv = pair % params.attention.kv_num_heads;
+    first_row = (params.tiles - 1 - block / params.pairs) * params.tile_rows;  // those with most slots first
+    batch = read_row(params, b);
+    rows = batch.count * params.group, begin = end = 0;
     if (first_row >= rows) return;
-    span = span_of(p, batch, first_row);
+    span = span_of(params, batch, first_row);
     if (split >= span.splits) return;
     begin = span.begin(split), end = span.begin(split + 1);
-    old = p.appended ? batch.past + batch.count : batch.past;
-    const int64_t first = static_cast<int64_t>(pair) * (p.appended ? p.slots : p.past_slots) * kLatentHalf;
-    keys = static_cast<const uint4*>(p.appended ? p.key : p.past_key) + first;
-    values = static_cast<const uint4*>(p.appended ? p.value : p.past_value) + first;
+    old = params.appended ? batch.past + batch.count : batch.past;
+    const int64_t first =
+        static_cast<int64_t>(pair) * (params.appended ? params.slots : params.past_slots) * kLatentHalf;
+    keys = static_cast<const uint4*>(params.appended ? params.key : params.past_key) + first;
+    values = static_cast<const uint4*>(params.appended ? params.value : params.past_value) + first;
   }
-  __device__ int64_t token_of(const AttentionParams& p, int index) const {
-    return static_cast<int64_t>(b) * p.tokens + batch.begin + index;
+  __device__ int64_t token_of(const AttentionParams& params, int index) const {
+    return static_cast<int64_t>(b) * params.tokens + batch.begin + index;
   }
   // The queries of `size` rows, zero where there are none: copies those that do not turn, if !turn; else stores those
   // that do.
   template <typename T, class Layout, int size, bool turn>
-  __device__ void load_queries(const AttentionParams& p, uint32_t to) const {
-    const int heads = p.attention.num_heads, turning = p.attention.rotary_size / 8, lane = threadIdx.x % 8;
+  __device__ void load_queries(const AttentionParams& params, uint32_t to) const {
+    const int heads = params.attention.num_heads, turning = params.attention.rotary_size / 8, lane = threadIdx.x % 8;
 #pragma unroll
     for (int from = 0; from < size; from += kRowsAtOnce) {
       const int row = from + static_cast<int>(threadIdx.x) / 8, query = first_row + row;
       if (size < kRowsAtOnce && row >= size) break;
       const bool there = query < rows;
-      const int64_t token = token_of(p, there ? query / p.group : 0);
-      const int head = kv * p.group + query % p.group;
+      const int64_t token = token_of(params, there ? query / params.group : 0);
+      const int head = kv * params.group + query % params.group;
       const uint32_t at = to + Layout::at(row, lane);
       if constexpr (turn) {
 #pragma unroll 1
         for (int chunk = lane; there && chunk < turning; chunk += 8)
-          store16(at + chunk / 8 * Layout::kTile, latent_chunk<T>(p, token, head, chunk));
+          store16(at + chunk / 8 * Layout::kTile, latent_chunk<T>(params, token, head, chunk));
       } else {
-        const uint4* features = static_cast<const uint4*>(p.qkv) +
-                                (token * (heads + p.attention.kv_num_heads) + head) * kLatentChunks + lane;
+        const uint4* features = static_cast<const uint4*>(params.qkv) +
+                                (token * (heads + params.attention.kv_num_heads) + head) * kLatentChunks + lane;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
           if (!there || tile * 8 + lane >= turning)
@@ -154,7 +157,7 @@ struct LatentTile {
   }
   // The keys of a stage of kSlots slots, zero where no row sees them.
   template <typename T, class Layout, int kSlots>
-  __device__ void load_stage(const AttentionParams& p, int stage, uint32_t to) const {
+  __device__ void load_stage(const AttentionParams& params, int stage, uint32_t to) const {
     static_assert(kSlots % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0, "each thread copies as many");
     const int row = static_cast<int>(threadIdx.x) / 8, lane = threadIdx.x % 8, first = stage * kSlots + row;
     const int64_t offset = static_cast<int64_t>(first) * kLatentHalf + lane;
@@ -179,8 +182,8 @@ struct LatentTile {
         const bool seen = slot >= span.low && slot <= span.last_slot;
         const uint32_t place = at + below * Layout::kRow + tile * Layout::kTile;
         if (seen && slot >= old)
-          store16(place,
-                  latent_chunk<T>(p, token_of(p, slot - batch.past), p.attention.num_heads + kv, tile * 8 + lane));
+          store16(place, latent_chunk<T>(params, token_of(params, slot - batch.past), params.attention.num_heads + kv,
+                                         tile * 8 + lane));
         else
           copy_async16_past(place, from(tile) + below * kLatentHalf + tile * 8, seen);
       }
@@ -203,7 +206,7 @@ __device__ __forceinline__ void add_sides(ScoreAt score_at, float (&s)[NT][4]) {
 // A tile of 16 rows on mma.sync, up to which memory binds: 4 warps share a stage's slots, two the features of their
 // scores, eight the values' columns.
 template <typename T, int kRing>
-__global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_constant__ AttentionParams params) {
   constexpr int kStage = kLatentSlots * kLatentKeys * 2, NT = kLatentSlots / 8, M = kLatentValues / 8 / 8;
   constexpr int kSteps = kLatentSplit / 16;  // of 16 features: a warp's
   extern __shared__ uint4 shared[];
@@ -211,23 +214,23 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   wait_for_previous();
   launch_dependents();
-  if (const int blocks = p.tiles * p.pairs * p.splits; static_cast<int>(blockIdx.x) >= blocks)
-    return append_latent<T>(p, static_cast<int>(blockIdx.x) - blocks);
-  const LatentTile tile(p);
+  if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
+    return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
+  const LatentTile tile(params);
   if (tile.begin == tile.end) return;
   const Span& span = tile.span;
 
   auto at_stage = [&](int stage) { return ring_at + static_cast<uint32_t>(stage - tile.begin) % kRing * kStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
-    if (stage < tile.end) tile.load_stage<T, RowLayout, kLatentSlots>(p, stage, at_stage(stage));
+    if (stage < tile.end) tile.load_stage<T, RowLayout, kLatentSlots>(params, stage, at_stage(stage));
     copy_async_commit();
   };
   // The queries lie where the last stage will, until warps have them in registers.
   const uint32_t queries_at = ring_at + (kRing - 1) * kStage;
-  tile.load_queries<T, RowLayout, kFewRows, false>(p, queries_at);
+  tile.load_queries<T, RowLayout, kFewRows, false>(params, queries_at);
   copy_async_commit();
   for (int i = 0; i < kRing - 1; ++i) load(tile.begin + i);
-  tile.load_queries<T, RowLayout, kFewRows, true>(p, queries_at);
+  tile.load_queries<T, RowLayout, kFewRows, true>(params, queries_at);
   copy_async_wait<kRing - 1>();
   __syncthreads();
   const int first_key = warp % 4 * 8, part = warp / 4, first_chunk = part * kLatentHalf;
@@ -236,7 +239,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
   for (int d = 0; d < kSteps; ++d)
     load_matrices(query[d], queries_at + swizzled<kLatentKeys>(lane % 16, first_chunk + 2 * d + lane / 16));
 
-  AttentionSums<1, M> sums(p, tile.batch, tile.first_row);
+  AttentionSums<1, M> sums(params, tile.batch, tile.first_row);
   const int first_n = warp * M;
   for (int stage = tile.begin; stage < tile.end; ++stage) {
     copy_async_wait<kRing - 2>();
@@ -263,22 +266,22 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
     add_sides(score_at, s);
     const int slot = stage * kLatentSlots;
     const bool masked = is_masked(span, slot, kLatentSlots);
-    scale_scores(p, s);
-    softcap_scores(p, s);
-    if (masked) mask_scores(p, s, sums.slot_of[0], slot);
+    scale_scores(params, s);
+    softcap_scores(params, s);
+    if (masked) mask_scores(params, s, sums.slot_of[0], slot);
     float factor[2], largest[2] = {sums.most[0][0], sums.most[0][1]};
     find_largest(s, largest);
     weigh(s, largest, sums.most[0], sums.sum[0], factor);
     if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) rescale(sums.acc[0], factor);
-    add_stage_values<T, kLatentKeys>(p, k_at, 0, slot, kFirstValue + first_n,
+    add_stage_values<T, kLatentKeys>(params, k_at, 0, slot, kFirstValue + first_n,
                                      masked && span.first_slot != span.last_slot, scores, sums);
   }
   add_quads(sums.sum[0]);
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     if (const int row = tile.first_row + h * 8 + g; row < tile.rows)
-      store_row<T, M, kLatentValues / 8>(p, sums.acc[0], h, sums.most[0][h], sums.sum[0][h],
-                                         place_of(p, tile.batch, tile.b, tile.kv, row), tile.split, first_n);
+      store_row<T, M, kLatentValues / 8>(params, sums.acc[0], h, sums.most[0][h], sums.sum[0][h],
+                                         place_of(params, tile.batch, tile.b, tile.kv, row), tile.split, first_n);
 }
 
 // Asks the tensor cores for a warpgroup's half of a stage's scores.
@@ -313,7 +316,8 @@ __device__ __forceinline__ void share_weights(const float (&s)[NT][4], WeightsOf
 // A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, the values' columns for the sums. A
 // thread's rows are those of its like in the other warpgroup: the two tell each other the largest scores, and weights.
 template <typename T>
-__global__ void __launch_bounds__(kLatentThreads, 1) attend_latent_wide(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kLatentThreads, 1)
+    attend_latent_wide(const __grid_constant__ AttentionParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = kLatentWideRows, kSlots = kLatentWideSlots, kOwn = kSlots / 2, NT = kOwn / 8;
   constexpr int kTile = kSlots * 128, kStage = kSlots * kLatentKeys * 2, M = kLatentValues / 8 / 2;
@@ -324,27 +328,27 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent_wide(const __
   const int row_of = threadIdx.x % 128 / 32 * 16 + g, pair_barrier = 1 + static_cast<int>(threadIdx.x) % 128 / 32;
   wait_for_previous();
   launch_dependents();
-  if (const int blocks = p.tiles * p.pairs * p.splits; static_cast<int>(blockIdx.x) >= blocks)
-    return append_latent<T>(p, static_cast<int>(blockIdx.x) - blocks);
-  const LatentTile tile(p);
+  if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
+    return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
+  const LatentTile tile(params);
   if (tile.begin == tile.end) return;
   const Span& span = tile.span;
 
   auto at_stage = [&](int stage) { return ring_at + (stage - tile.begin) % kLatentWideStages * kStage; };
   auto load = [&](int stage) {
-    if (stage < tile.end) tile.load_stage<T, TileLayout<kSlots>, kSlots>(p, stage, at_stage(stage));
+    if (stage < tile.end) tile.load_stage<T, TileLayout<kSlots>, kSlots>(params, stage, at_stage(stage));
   };
-  tile.load_queries<T, TileLayout<kRows>, kRows, false>(p, q_at);
+  tile.load_queries<T, TileLayout<kRows>, kRows, false>(params, q_at);
   load(tile.begin);
-  tile.load_queries<T, TileLayout<kRows>, kRows, true>(p, q_at);
+  tile.load_queries<T, TileLayout<kRows>, kRows, true>(params, q_at);
 
   float acc[M][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
 #pragma unroll
   for (int n = 0; n < M; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
-  const int slot_of[2] = {tile.batch.past + (tile.first_row + row_of) / p.group,
-                          tile.batch.past + (tile.first_row + row_of + 8) / p.group};
+  const int slot_of[2] = {tile.batch.past + (tile.first_row + row_of) / params.group,
+                          tile.batch.past + (tile.first_row + row_of + 8) / params.group};
   auto largest_of = [&](int group, int h) { return largest_at + (group * kRows + row_of + 8 * h) * 4; };
   auto weights_of = [&](int group) { return weights_at + (group * 128 + threadIdx.x % 128) * 16; };
   for (int stage = tile.begin; stage < tile.end; ++stage) {
@@ -358,9 +362,9 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent_wide(const __
     wgmma_wait<0>();
     const int slot = stage * kSlots;
     const bool masked = is_masked(span, slot, kSlots);
-    scale_scores(p, s);
-    softcap_scores(p, s);
-    if (masked) mask_scores(p, s, slot_of, slot + group * kOwn);
+    scale_scores(params, s);
+    softcap_scores(params, s);
+    if (masked) mask_scores(params, s, slot_of, slot + group * kOwn);
     float largest[2] = {most[0], most[1]};
     find_largest(s, largest);
     if (t < 2) store4(largest_of(group, t), __float_as_uint(t == 0 ? largest[0] : largest[1]));
@@ -373,8 +377,8 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent_wide(const __
     uint32_t weights[kSlots / 16][4];
     share_weights<T>(s, weights_of, group, pair_barrier, weights);
     if (masked && span.first_slot != span.last_slot)
-      take_out<T, kSlots, M, kLatentThreads, kSlots * kLatentValues * 2>(p, k_at + kFirstValue / 8 * kTile, v_at, slot,
-                                                                         slot_of, t, acc);
+      take_out<T, kSlots, M, kLatentThreads, kSlots * kLatentValues * 2>(params, k_at + kFirstValue / 8 * kTile, v_at,
+                                                                         slot, slot_of, t, acc);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSlots / 16; ++k) add_values<T, kLatentValues / 2>(acc[0], weights[k], v_at + k * 2048, kTile);
@@ -388,8 +392,8 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent_wide(const __
   for (int h = 0; h < 2; ++h) {
     sum[h] += __uint_as_float(load4(largest_of(1 - group, h)));
     if (const int row = tile.first_row + row_of + h * 8; row < tile.rows)
-      store_row<T, M, kLatentValues / 8>(p, acc, h, most[h], sum[h], place_of(p, tile.batch, tile.b, tile.kv, row),
-                                         tile.split, group * M);
+      store_row<T, M, kLatentValues / 8>(params, acc, h, most[h], sum[h],
+                                         place_of(params, tile.batch, tile.b, tile.kv, row), tile.split, group * M);
   }
 #endif
 }

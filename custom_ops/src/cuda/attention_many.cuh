@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_rows(const Span& span, int stage, const Ele
 }
 
 template <typename T, int DK, int DV, bool kCodes>
-__global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constant__ AttentionParams params) {
   using Number = typename Cached<T, kCodes>::Number;
   using Element = typename Cached<T, kCodes>::Element;
   constexpr int kKeys = attend_keys(DK, DV), kRows = many_rows(DK, DV), MT = kRows / 64, kWarpRows = 16 * MT;
@@ -37,19 +37,19 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
   launch_dependents();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const int tile = p.tiles - 1 - static_cast<int>(blockIdx.x) / p.pairs;  // those with most slots first
-  const int pair = static_cast<int>(blockIdx.x) % p.pairs;
-  const int kv_heads = p.attention.kv_num_heads, b = pair / kv_heads, kv = pair % kv_heads;
+  const int tile = params.tiles - 1 - static_cast<int>(blockIdx.x) / params.pairs;  // those with most slots first
+  const int pair = static_cast<int>(blockIdx.x) % params.pairs;
+  const int kv_heads = params.attention.kv_num_heads, batch_row = pair / kv_heads, kv_head = pair % kv_heads;
   const int split = blockIdx.y, first_row = tile * kRows;
-  const BatchRow batch = read_row(p, b);
-  const int rows = batch.count * p.group;
+  const BatchRow batch = read_row(params, batch_row);
+  const int rows = batch.count * params.group;
   if (first_row >= rows) return wait_for_previous();
-  const Span span = span_of(p, batch, first_row);
+  const Span span = span_of(params, batch, first_row);
   if (split >= span.splits) return wait_for_previous();
   const int begin = span.begin(split), end = span.begin(split + 1);
 
-  const Element* keys = static_cast<const Element*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
-  const Element* values = static_cast<const Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
+  const Element* keys = static_cast<const Element*>(params.key) + static_cast<int64_t>(pair) * params.slots * DK;
+  const Element* values = static_cast<const Element*>(params.value) + static_cast<int64_t>(pair) * params.slots * DV;
   auto at_stage = [&](int stage) { return ring_at + stage % kManyStages * kRingStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
     if (stage < end) {
@@ -58,15 +58,15 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
     }
     copy_async_commit();
   };
-  const Number* queries =
-      static_cast<const Number*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
+  const Number* queries = static_cast<const Number*>(params.queries) +
+                          (static_cast<int64_t>(pair) * params.tokens * params.group + first_row) * DK;
   wait_for_previous();
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kAttendThreads)
     copy_async16_past(q_at + swizzled<DK>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
                       first_row + at / (DK / 8) < rows);
   for (int i = 0; i < kManyStages - 1; ++i) load(begin + i);
 
-  AttentionSums<MT, DV / 8> sums(p, batch, first_row + warp * kWarpRows);
+  AttentionSums<MT, DV / 8> sums(params, batch, first_row + warp * kWarpRows);
   auto query = [&](int d, int m, uint32_t(&q)[4]) {
     load_matrices(q, q_at + swizzled<DK>(warp * kWarpRows + m * 16 + lane % 16, 2 * d + lane / 16));
   };
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
     load(stage + kManyStages - 1);
     const uint32_t k_at = kCodes ? kv_at : at_stage(stage);
     if constexpr (kCodes) {
-      const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
+      const bool e4m3 = params.attention.cache_format == k_cache_format_fp8_e4m3;
       widen_rows<DK, kKeys, kAttendThreads>(e4m3, at_stage(stage),
                                             [&](int row, int chunk) { return k_at + swizzled<DK>(row, chunk); });
       widen_rows<DV, kKeys, kAttendThreads>(e4m3, at_stage(stage) + kRingKeys, [&](int row, int chunk) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
       });
       __syncthreads();
     }
-    attend_stage<Number, DK, DV, kKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
+    attend_stage<Number, DK, DV, kKeys / 8, kCodes>(params, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
                                                     is_masked(span, stage * kKeys, kKeys), true, query, sums);
   }
 #pragma unroll
@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + warp * kWarpRows + m * 16 + h * 8 + g;
       if (row < rows)
-        store_row<T>(p, sums.acc[m], h, sums.most[m][h], sums.sum[m][h], place_of(p, batch, b, kv, row), split);
+        store_row<T>(params, sums.acc[m], h, sums.most[m][h], sums.sum[m][h],
+                     place_of(params, batch, batch_row, kv_head, row), split);
     }
   }
 }

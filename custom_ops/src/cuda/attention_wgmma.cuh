@@ -31,7 +31,7 @@ __device__ __forceinline__ void add_values(float* acc, const uint32_t (&weights)
 // the sums of the rows that see their slots, and clears them. all_at: of the values of kKeys slots from first_slot on,
 // `bytes` in all; v_at: of those of the warpgroup's M tiles of eight columns.
 template <typename T, int kKeys, int M, int kThreads, int bytes>
-__device__ __forceinline__ void take_out(const AttentionParams& p, uint32_t all_at, uint32_t v_at, int first_slot,
+__device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t all_at, uint32_t v_at, int first_slot,
                                          const int (&slot_of)[2], int t, float (&acc)[M][4]) {
   bool odd = false;
   for (int at = threadIdx.x; at < bytes / 16; at += kThreads) odd |= is_odd(load16(all_at + at * 16), kExponent<T>);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void take_out(const AttentionParams& p, uint32_t all_
       const uint32_t v = only_odd(load4(v_at + swizzled_tile<kKeys>(key, n) + 4 * t), kExponent<T>);
 #pragma unroll
       for (int h = 0; v && h < 2; ++h)
-        if (first_slot + key <= slot_of[h] && first_slot + key >= first_visible_slot(p, slot_of[h]))
+        if (first_slot + key <= slot_of[h] && first_slot + key >= first_visible_slot(params, slot_of[h]))
           acc[n][2 * h] += Half<T>::low(v), acc[n][2 * h + 1] += Half<T>::high(v);
     }
   __syncthreads();
@@ -56,7 +56,7 @@ __device__ __forceinline__ void take_out(const AttentionParams& p, uint32_t all_
 // One long function: a stage's scores become its weights, operands of wgmma, in the registers that they are in.
 template <typename T, int DK, int DV, int kRows, bool kCodes>
 __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
-    attend_wide(const __grid_constant__ AttentionParams p) {
+    attend_wide(const __grid_constant__ AttentionParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Number = typename Cached<T, kCodes>::Number;
   using Element = typename Cached<T, kCodes>::Element;
@@ -70,20 +70,20 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
   launch_dependents();
 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
-  const int tile = p.tiles - 1 - static_cast<int>(blockIdx.x) / p.pairs;  // those with most slots first
-  const int pair = static_cast<int>(blockIdx.x) % p.pairs;
-  const int kv_heads = p.attention.kv_num_heads, b = pair / kv_heads, kv = pair % kv_heads;
+  const int tile = params.tiles - 1 - static_cast<int>(blockIdx.x) / params.pairs;  // those with most slots first
+  const int pair = static_cast<int>(blockIdx.x) % params.pairs;
+  const int kv_heads = params.attention.kv_num_heads, batch_row = pair / kv_heads, kv_head = pair % kv_heads;
   const int split = blockIdx.y, first_row = tile * kRows;
-  const BatchRow batch = read_row(p, b);
-  const int rows = batch.count * p.group;
+  const BatchRow batch = read_row(params, batch_row);
+  const int rows = batch.count * params.group;
   wait_for_previous();
   if (first_row >= rows) return;
-  const Span span = span_of(p, batch, first_row);
+  const Span span = span_of(params, batch, first_row);
   if (split >= span.splits) return;
   const int begin = span.begin(split), end = span.begin(split + 1);
 
-  const Element* keys = static_cast<const Element*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
-  const Element* values = static_cast<const Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
+  const Element* keys = static_cast<const Element*>(params.key) + static_cast<int64_t>(pair) * params.slots * DK;
+  const Element* values = static_cast<const Element*>(params.value) + static_cast<int64_t>(pair) * params.slots * DV;
   auto at_stage = [&](int stage) { return ring_at + stage % kWideStages * kRingStage; };
   auto load = [&](int stage) {
     auto copy = [&](uint32_t to, const Element* from, auto width, int i) {
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
       for (int i = 0; i < kKeys * DV / kChunk / kThreads; ++i)
         copy(at_stage(stage) + kRingKeys, values, Width<DV>{}, i);
   };
-  const Number* queries =
-      static_cast<const Number*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
+  const Number* queries = static_cast<const Number*>(params.queries) +
+                          (static_cast<int64_t>(pair) * params.tokens * params.group + first_row) * DK;
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kThreads)
     copy_async16_past(q_at + swizzled_tile<kRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
                       first_row + at / (DK / 8) < rows);
@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
   for (int n = 0; n < DV / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
-  const int slot_of[2] = {batch.past + (first_row + row_of) / p.group, batch.past + (first_row + row_of + 8) / p.group};
+  const int slot_of[2] = {batch.past + (first_row + row_of) / params.group,
+                          batch.past + (first_row + row_of + 8) / params.group};
 
   const uint32_t own_at = q_at + threadIdx.x / 128 * 64 * 128;  // of the warpgroup's rows
   for (int stage = begin; stage < end; ++stage) {
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
     load(stage + 1);
     const uint32_t k_at = kCodes ? kv_at : at_stage(stage), v_at = k_at + kKeyBytes;
     if constexpr (kCodes) {
-      const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
+      const bool e4m3 = params.attention.cache_format == k_cache_format_fp8_e4m3;
       widen_rows<DK, kKeys, kThreads>(e4m3, at_stage(stage),
                                       [&](int row, int chunk) { return k_at + swizzled_tile<kKeys>(row, chunk); });
       widen_rows<DV, kKeys, kThreads>(e4m3, at_stage(stage) + kRingKeys,
@@ -143,14 +144,14 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
                                   wgmma_descriptor(descriptor_low(k_at + d / 4 * kTile + d % 4 * 32)), d > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    if constexpr (kCodes) scale_scores(p, s);
-    softcap_scores(p, s);
+    if constexpr (kCodes) scale_scores(params, s);
+    softcap_scores(params, s);
     const int stage_slot = stage * kKeys;
     const bool masked = is_masked(span, stage_slot, kKeys);
-    if (masked) mask_scores(p, s, slot_of, stage_slot);
+    if (masked) mask_scores(params, s, slot_of, stage_slot);
     weigh(s, acc, most, sum);
 
-    if (masked) take_out<Number, kKeys, DV / 8, kThreads, kValueBytes>(p, v_at, v_at, stage_slot, slot_of, t, acc);
+    if (masked) take_out<Number, kKeys, DV / 8, kThreads, kValueBytes>(params, v_at, v_at, stage_slot, slot_of, t, acc);
     uint32_t weights[NT / 2][4];
 #pragma unroll
     for (int k = 0; k < NT / 2; ++k) pack_weights<Number>(weights[k], s, 2 * k);
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     if (const int row = first_row + row_of + h * 8; row < rows)
-      store_row<T>(p, acc, h, most[h], sum[h], place_of(p, batch, b, kv, row), split);
+      store_row<T>(params, acc, h, most[h], sum[h], place_of(params, batch, batch_row, kv_head, row), split);
 #endif
 }
 

@@ -13,20 +13,20 @@ namespace {
 constexpr unsigned blocks_for(int64_t all, int64_t each) { return static_cast<unsigned>((all + each - 1) / each); }
 
 template <typename T>
-int launch_router(const qm_cuda_router_problem& p, const qm_cuda_router_plan& plan, const qm_cuda_router_tensors& t,
-                  cudaStream_t stream, char* err) {
-  const qm_router& r = p.router;
-  const unsigned tokens = static_cast<unsigned>(p.tokens);
-  RouterParams params{t.hidden_states,
-                      t.weight,
-                      t.bias,
-                      t.correction_bias,
-                      t.topk_ids,
-                      t.topk_weights,
-                      static_cast<float*>(t.workspace),
-                      static_cast<int>(p.tokens),
-                      r.hidden_size,
-                      routing_of(r)};
+int launch_router(const qm_cuda_router_problem& problem, const qm_cuda_router_plan& plan,
+                  const qm_cuda_router_tensors& tensors, cudaStream_t stream, char* err) {
+  const qm_router& router = problem.router;
+  const unsigned tokens = static_cast<unsigned>(problem.tokens);
+  RouterParams params{tensors.hidden_states,
+                      tensors.weight,
+                      tensors.bias,
+                      tensors.correction_bias,
+                      tensors.topk_ids,
+                      tensors.topk_weights,
+                      static_cast<float*>(tensors.workspace),
+                      static_cast<int>(problem.tokens),
+                      router.hidden_size,
+                      routing_of(router)};
   Launcher launcher{stream};
   if (plan.path == kRouterCluster) {
     constexpr void (*kernels[])(RouterParams) = {router_cluster<T, 1>, router_cluster<T, 2>, router_cluster<T, 3>,
@@ -40,25 +40,33 @@ int launch_router(const qm_cuda_router_problem& p, const qm_cuda_router_plan& pl
   if (plan.path == kRouterTiles)
     launcher.run(
         router_tiles<T>, params,
-        dim3(blocks_for(p.tokens, kRouterTileTokens), blocks_for(logits_of(params.routing), kRouterTileExperts)),
+        dim3(blocks_for(problem.tokens, kRouterTileTokens), blocks_for(logits_of(params.routing), kRouterTileExperts)),
         kRouterTileThreads, kRouterTileBytes, true);
   else
-    launcher.run(r.hidden_size % 8 ? router_rows<T, false> : router_rows<T, true>, params,
+    launcher.run(router.hidden_size % 8 ? router_rows<T, false> : router_rows<T, true>, params,
                  dim3(tokens, blocks_for(logits_of(params.routing), kRouterRowsThreads / 32)), kRouterRowsThreads, 0,
                  true);
-  const SelectParams select{params.logits, t.correction_bias, t.topk_ids, t.topk_weights, params.routing};
+  const SelectParams select{params.logits, tensors.correction_bias, tensors.topk_ids, tensors.topk_weights,
+                            params.routing};
   launcher.run(moe_select<float>, select, dim3(tokens), 32, 4 * select_words(params.routing), true);
   return report(launcher.error, err);
 }
 
 template <typename T>
-int launch_norm(const qm_cuda_norm_problem& p, const qm_cuda_norm_tensors& t, cudaStream_t stream, char* err) {
-  const NormParams params{t.x, t.residual, t.weight, t.y, t.sum, static_cast<int>(p.columns), p.norm.norm_epsilon};
-  const int each = p.columns % 8 ? 1 : 8;
-  const int threads = std::min(kMostNormThreads, static_cast<int>((p.columns / each + 31) / 32 * 32));
+int launch_norm(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors, cudaStream_t stream,
+                char* err) {
+  const NormParams params{tensors.x,
+                          tensors.residual,
+                          tensors.weight,
+                          tensors.y,
+                          tensors.sum,
+                          static_cast<int>(problem.columns),
+                          problem.norm.norm_epsilon};
+  const int each = problem.columns % 8 ? 1 : 8;
+  const int threads = std::min(kMostNormThreads, static_cast<int>((problem.columns / each + 31) / 32 * 32));
   Launcher launcher{stream};
-  launcher.run(each == 1 ? add_norm<T, 1> : add_norm<T, 8>, params, dim3(static_cast<unsigned>(p.rows)), threads, 0,
-               true);
+  launcher.run(each == 1 ? add_norm<T, 1> : add_norm<T, 8>, params, dim3(static_cast<unsigned>(problem.rows)), threads,
+               0, true);
   return report(launcher.error, err);
 }
 

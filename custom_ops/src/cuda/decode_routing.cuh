@@ -21,40 +21,40 @@ struct DecodeRouting {
     return s < 0 ? -1 : t * top_k + s;
   }
 
-  __device__ void make(const RoutedPairs& r) {
-    const int p = threadIdx.x, pairs = r.tokens * r.top_k;
-    if (r.tokens == 1 && pairs <= 32) {  // every slot is a tile
+  __device__ void make(const RoutedPairs& routing) {
+    const int p = threadIdx.x, pairs = routing.tokens * routing.top_k;
+    if (routing.tokens == 1 && pairs <= 32) {  // every slot is a tile
       if (p < 32) {
-        const int local = p < pairs ? local_expert(r, p) : -1;
+        const int local = p < pairs ? local_expert(routing, p) : -1;
         const unsigned mask = __ballot_sync(~0u, local >= 0);
         const int tile = __popc(mask & ((1u << p) - 1));
         if (local >= 0) {
           expert[tile] = local;
-          weight[p] = router_weight(r, p);
+          weight[p] = router_weight(routing, p);
           reinterpret_cast<int2*>(slot)[tile] = make_int2(static_cast<int>(0xffffff00u | p), -1);
         }
-        if (p == 0) top_k = r.top_k, tiles = __popc(mask);
+        if (p == 0) top_k = routing.top_k, tiles = __popc(mask);
       }
       __syncthreads();
       return;
     }
-    const int token = p / r.top_k;
+    const int token = p / routing.top_k;
     int local = -1;
     if (p < kDecodePairs) {
       if (p < pairs) {
-        local = local_expert(r, p);
-        weight[p] = router_weight(r, p);
+        local = local_expert(routing, p);
+        weight[p] = router_weight(routing, p);
       }
       key[p] = local;
     }
     for (int i = p; i < pairs * kDecodeTokens / 4; i += kThreads) reinterpret_cast<int*>(slot)[i] = -1;
-    if (p == 0) top_k = r.top_k;
+    if (p == 0) top_k = routing.top_k;
     __syncthreads();
     int own = -1;
     if (local >= 0) {
       own = local * kDecodePairs;
 #pragma unroll 1
-      for (int q = token * r.top_k; q < p; ++q) own += key[q] == local;
+      for (int q = token * routing.top_k; q < p; ++q) own += key[q] == local;
     }
     __syncthreads();
     if (p < kDecodePairs) key[p] = own;
@@ -74,7 +74,7 @@ struct DecodeRouting {
       int tile = __popc(first[leader / 32] & ((1u << leader % 32) - 1));
       for (int i = 0; i < leader / 32; ++i) tile += __popc(first[i]);
       expert[tile] = local;
-      slot[tile][token] = static_cast<int8_t>(p - token * r.top_k);
+      slot[tile][token] = static_cast<int8_t>(p - token * routing.top_k);
     }
     if (p == 0) {
       tiles = 0;

@@ -45,9 +45,9 @@ struct CacheParams {
 };
 
 // Where the bytes of an expert's row are that no slot has.
-__device__ __forceinline__ const uint8_t* row_of(const CacheParams& p, int matrix, int64_t expert) {
-  if (p.each) return static_cast<const uint8_t*>(p.each[matrix * p.routing.local_experts + expert]);
-  return p.rows[matrix] + expert * p.row_bytes[matrix];
+__device__ __forceinline__ const uint8_t* row_of(const CacheParams& params, int matrix, int64_t expert) {
+  if (params.each) return static_cast<const uint8_t*>(params.each[matrix * params.routing.local_experts + expert]);
+  return params.rows[matrix] + expert * params.row_bytes[matrix];
 }
 
 // How many threads before this one, and in the block, have `mine` set.
@@ -89,28 +89,28 @@ __device__ __forceinline__ int find_victims(int slots, const uint32_t* used, IsF
 
 // Experts and slots are numbered by threads, kRouteThreads at a time. Shared memory: int wanted[experts], then
 // victims[slots].
-__global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_constant__ CacheParams p) {
+__global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_constant__ CacheParams params) {
   extern __shared__ int wanted[];
-  const int experts = p.routing.local_experts, pairs = p.routing.tokens * p.routing.top_k;
+  const int experts = params.routing.local_experts, pairs = params.routing.tokens * params.routing.top_k;
   int* const victims = wanted + experts;
-  CacheState& state = *p.state;
-  int* const slot_of = reinterpret_cast<int*>(p.state + 1);
+  CacheState& state = *params.state;
+  int* const slot_of = reinterpret_cast<int*>(params.state + 1);
   int* const expert_of = slot_of + experts;
-  auto* const used = reinterpret_cast<uint32_t*>(expert_of + p.slot_count);
+  auto* const used = reinterpret_cast<uint32_t*>(expert_of + params.slot_count);
   wait_for_previous();
   launch_dependents();
   const uint32_t step = state.step + 1;
   for (int e = threadIdx.x; e < experts; e += kRouteThreads) wanted[e] = 0;
   __syncthreads();
   for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
-    if (const int e = local_expert(p.routing, pair); e >= 0) wanted[e] = 1;
+    if (const int e = local_expert(params.routing, pair); e >= 0) wanted[e] = 1;
   __syncthreads();
 
   const auto is_free = [&](int slot) { return expert_of[slot] == 0 || !wanted[expert_of[slot] - 1]; };
   int missing = 0;
   for (int e = threadIdx.x; e < experts; e += kRouteThreads) missing |= wanted[e] && slot_of[e] == 0;
   int free_slots = 0;  // counted for misses alone: most calls of a token have none
-  if (__syncthreads_or(missing)) free_slots = find_victims(p.slot_count, used, is_free, victims);
+  if (__syncthreads_or(missing)) free_slots = find_victims(params.slot_count, used, is_free, victims);
 
   int hits = 0, misses = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
@@ -125,45 +125,45 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
     uint8_t* at = nullptr;
     if (slot >= 0) {
       used[slot] = step;
-      at = p.slots + slot * p.slot_bytes;
+      at = params.slots + slot * params.slot_bytes;
     } else if (rank < free_slots) {
       const int taken = victims[rank];
       // No other thread of this call has the old expert: it is not asked for.
       if (const int old = expert_of[taken]) slot_of[old - 1] = 0;
       expert_of[taken] = e + 1, slot_of[e] = taken + 1, used[taken] = step;
-      at = p.slots + taken * p.slot_bytes;
-    } else if (rank - free_slots < p.staging_count) {
-      at = p.staging + (rank - free_slots) * p.slot_bytes;
+      at = params.slots + taken * params.slot_bytes;
+    } else if (rank - free_slots < params.staging_count) {
+      at = params.staging + (rank - free_slots) * params.slot_bytes;
     }
-    if (slot < 0 && at) p.copies[rank] = ExpertCopy{at, e};
-    p.where[0][e] = at ? at : row_of(p, 0, e);
-    p.where[1][e] = at ? at + p.second_at : row_of(p, 1, e);
+    if (slot < 0 && at) params.copies[rank] = ExpertCopy{at, e};
+    params.where[0][e] = at ? at : row_of(params, 0, e);
+    params.where[1][e] = at ? at + params.second_at : row_of(params, 1, e);
   }
   if (threadIdx.x == 0) {
-    *p.copy_count = min(misses, free_slots + p.staging_count);
+    *params.copy_count = min(misses, free_slots + params.staging_count);
     state.step = step;
     state.counts.hits += hits;
     state.counts.misses += misses;
-    state.counts.staged += max(0, min(misses - free_slots, p.staging_count));
-    state.counts.not_copied += max(0, misses - free_slots - p.staging_count);
+    state.counts.staged += max(0, min(misses - free_slots, params.staging_count));
+    state.counts.not_copied += max(0, misses - free_slots - params.staging_count);
   }
 }
 
 // Copies in pieces that a block has under way at once: one of 16 KiB in each is several times what the bus takes to
 // answer.
 constexpr int kFillPiece = kFillThreads * 64;
-__global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_constant__ CacheParams p) {
+__global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_constant__ CacheParams params) {
   wait_for_previous();
-  const int first = static_cast<int>((p.row_bytes[0] + kFillPiece - 1) / kFillPiece);
-  const int pieces = first + static_cast<int>((p.row_bytes[1] + kFillPiece - 1) / kFillPiece);
-  const int64_t all = static_cast<int64_t>(*p.copy_count) * pieces;
+  const int first = static_cast<int>((params.row_bytes[0] + kFillPiece - 1) / kFillPiece);
+  const int pieces = first + static_cast<int>((params.row_bytes[1] + kFillPiece - 1) / kFillPiece);
+  const int64_t all = static_cast<int64_t>(*params.copy_count) * pieces;
   for (int64_t i = blockIdx.x; i < all; i += gridDim.x) {
-    const ExpertCopy copy = p.copies[i / pieces];
+    const ExpertCopy copy = params.copies[i / pieces];
     const int piece = static_cast<int>(i % pieces), matrix = piece >= first;
     const uint64_t begin = static_cast<uint64_t>(piece - (matrix ? first : 0)) * kFillPiece;
-    const auto* from = reinterpret_cast<const int4*>(row_of(p, matrix, copy.expert) + begin);
-    auto* to = reinterpret_cast<int4*>(copy.to + (matrix ? p.second_at : 0) + begin);
-    const int left = static_cast<int>(min(static_cast<uint64_t>(kFillPiece), p.row_bytes[matrix] - begin) / 16);
+    const auto* from = reinterpret_cast<const int4*>(row_of(params, matrix, copy.expert) + begin);
+    auto* to = reinterpret_cast<int4*>(copy.to + (matrix ? params.second_at : 0) + begin);
+    const int left = static_cast<int>(min(static_cast<uint64_t>(kFillPiece), params.row_bytes[matrix] - begin) / 16);
     int4 held[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j)

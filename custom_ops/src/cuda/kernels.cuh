@@ -155,29 +155,29 @@ struct GatherParams {
 
 // What rounded activations were left without, and sums are to be multiplied by.
 template <class F>
-__device__ inline float input_scale(const Weights& w, const uint8_t* expert) {
+__device__ inline float input_scale(const Weights& weights, const uint8_t* expert) {
   if constexpr (!F::kRoundsScaled)
-    if (w.input_at) return *reinterpret_cast<const float*>(expert + w.input_at);
+    if (weights.input_at) return *reinterpret_cast<const float*>(expert + weights.input_at);
   return 1.f;
 }
-__device__ inline float router_weight(const RoutedPairs& r, int64_t pair) {
-  return r.topk_ids ? r.topk_weights[pair] : 1.f;
+__device__ inline float router_weight(const RoutedPairs& routing, int64_t pair) {
+  return routing.topk_ids ? routing.topk_weights[pair] : 1.f;
 }
-__device__ inline int local_expert(const RoutedPairs& r, int64_t pair) {
-  if (!r.topk_ids) return 0;
-  int64_t id =
-      r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair] : static_cast<const int32_t*>(r.topk_ids)[pair];
-  id -= r.expert_offset;
-  return id >= 0 && id < r.local_experts ? static_cast<int>(id) : -1;
+__device__ inline int local_expert(const RoutedPairs& routing, int64_t pair) {
+  if (!routing.topk_ids) return 0;
+  int64_t id = routing.id_bytes == 8 ? static_cast<const int64_t*>(routing.topk_ids)[pair]
+                                     : static_cast<const int32_t*>(routing.topk_ids)[pair];
+  id -= routing.expert_offset;
+  return id >= 0 && id < routing.local_experts ? static_cast<int>(id) : -1;
 }
 
-__device__ inline Tile tile_at(const GemmParams& p, int i) {
-  if (p.tiles) return p.tiles[i];
-  const int first = i * p.tile_pairs;
-  return Tile{0, first, min(p.tile_pairs, p.routing.tokens - first)};
+__device__ inline Tile tile_at(const GemmParams& params, int i) {
+  if (params.tiles) return params.tiles[i];
+  const int first = i * params.tile_pairs;
+  return Tile{0, first, min(params.tile_pairs, params.routing.tokens - first)};
 }
-__device__ inline SortedPair pair_at(const GemmParams& p, int i) {
-  return p.tiles ? p.sorted_pairs[i] : SortedPair{i, 1.f};
+__device__ inline SortedPair pair_at(const GemmParams& params, int i) {
+  return params.tiles ? params.sorted_pairs[i] : SortedPair{i, 1.f};
 }
 
 }  // namespace quantmoe

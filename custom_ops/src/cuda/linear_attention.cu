@@ -11,28 +11,30 @@ using ConvKernel = void (*)(ConvParams);
 using DeltaKernel = void (*)(DeltaParams);
 
 template <typename T>
-int launch_conv(const qm_cuda_conv_problem& p, const qm_cuda_conv_tensors& t, cudaStream_t stream, char* err) {
+int launch_conv(const qm_cuda_conv_problem& problem, const qm_cuda_conv_tensors& tensors, cudaStream_t stream,
+                char* err) {
   constexpr ConvKernel kernels[] = {causal_conv<T, 2>, causal_conv<T, 3>, causal_conv<T, 4>};
-  const int64_t slot = p.batch * p.conv.channels * (p.conv.width - 1), live = (p.conv.state_window - 1) * slot;
-  const ConvParams params{p.conv,
-                          static_cast<int>(p.tokens),
-                          static_cast<int>(x_of(p.conv).size / 2),
-                          t.x,
-                          t.weight,
-                          t.bias,
-                          static_cast<const T*>(t.past_conv) + live,
-                          t.rows,
-                          t.y,
-                          static_cast<T*>(t.present_conv) + live,
+  const int64_t slot = problem.batch * problem.conv.channels * (problem.conv.width - 1),
+                live = (problem.conv.state_window - 1) * slot;
+  const ConvParams params{problem.conv,
+                          static_cast<int>(problem.tokens),
+                          static_cast<int>(x_of(problem.conv).size / 2),
+                          tensors.x,
+                          tensors.weight,
+                          tensors.bias,
+                          static_cast<const T*>(tensors.past_conv) + live,
+                          tensors.rows,
+                          tensors.y,
+                          static_cast<T*>(tensors.present_conv) + live,
                           slot,
-                          t.present_conv != t.past_conv};
-  const int pairs = p.conv.channels / 2;
+                          tensors.present_conv != tensors.past_conv};
+  const int pairs = problem.conv.channels / 2;
   const auto blocks = [](int64_t all, int each) { return static_cast<unsigned>((all + each - 1) / each); };
   Launcher launcher{stream};
-  launcher.run(
-      kernels[p.conv.width - kLeastConvWidth], params,
-      dim3(blocks(pairs, kConvThreads), std::max(1u, blocks(p.tokens, kConvTokens)), static_cast<unsigned>(p.batch)),
-      kConvThreads, 0, true);
+  launcher.run(kernels[problem.conv.width - kLeastConvWidth], params,
+               dim3(blocks(pairs, kConvThreads), std::max(1u, blocks(problem.tokens, kConvTokens)),
+                    static_cast<unsigned>(problem.batch)),
+               kConvThreads, 0, true);
   return report(launcher.error, err);
 }
 
@@ -44,56 +46,58 @@ DeltaKernel kernel_of(const qm_cuda_delta_plan& plan) {
                                             : gated_delta<T, K, 128, DeltaNorm::kWhole, kPerKey>;
 }
 template <typename T>
-DeltaKernel kernel_of(const qm_delta& d, const qm_cuda_delta_plan& plan) {
-  if (d.decay_per_key) return d.k_head_size == 64 ? kernel_of<T, 64, true>(plan) : kernel_of<T, 128, true>(plan);
-  return d.k_head_size == 64 ? kernel_of<T, 64, false>(plan) : kernel_of<T, 128, false>(plan);
+DeltaKernel kernel_of(const qm_delta& node, const qm_cuda_delta_plan& plan) {
+  if (node.decay_per_key) return node.k_head_size == 64 ? kernel_of<T, 64, true>(plan) : kernel_of<T, 128, true>(plan);
+  return node.k_head_size == 64 ? kernel_of<T, 64, false>(plan) : kernel_of<T, 128, false>(plan);
 }
 
 template <typename T>
-DeltaKernel later_of(const qm_delta& d) {
-  return d.k_head_size == 64 ? gated_delta<T, 64, kFewDeltaColumns, DeltaNorm::kLater, false>
-                             : gated_delta<T, 128, kFewDeltaColumns, DeltaNorm::kLater, false>;
+DeltaKernel later_of(const qm_delta& node) {
+  return node.k_head_size == 64 ? gated_delta<T, 64, kFewDeltaColumns, DeltaNorm::kLater, false>
+                                : gated_delta<T, 128, kFewDeltaColumns, DeltaNorm::kLater, false>;
 }
 
 template <typename T>
-int launch_delta(const qm_cuda_delta_problem& p, const qm_cuda_delta_plan& plan, const qm_cuda_delta_tensors& t,
-                 cudaStream_t stream, char* err) {
-  const qm_delta& d = p.delta;
-  const int64_t slot = p.batch * d.num_v_heads * d.k_head_size * d.v_head_size, live = (d.state_window - 1) * slot;
-  DeltaParams params{d,
-                     static_cast<int>(p.batch),
-                     static_cast<int>(p.tokens),
-                     t.qkv,
-                     static_cast<const T*>(t.a) + a_of(d).offset,
-                     static_cast<const T*>(t.b) + b_of(d).offset,
-                     static_cast<const T*>(t.z) + z_of(d).offset,
-                     a_of(d).size,
-                     b_of(d).size,
-                     z_of(d).size,
-                     t.a_log,
-                     t.dt_bias,
-                     t.norm,
-                     t.past_state + live,
-                     t.rows,
-                     t.y,
-                     t.present_state + live,
-                     static_cast<float*>(t.workspace),
+int launch_delta(const qm_cuda_delta_problem& problem, const qm_cuda_delta_plan& plan,
+                 const qm_cuda_delta_tensors& tensors, cudaStream_t stream, char* err) {
+  const qm_delta& node = problem.delta;
+  const int64_t slot = problem.batch * node.num_v_heads * node.k_head_size * node.v_head_size,
+                live = (node.state_window - 1) * slot;
+  DeltaParams params{node,
+                     static_cast<int>(problem.batch),
+                     static_cast<int>(problem.tokens),
+                     tensors.qkv,
+                     static_cast<const T*>(tensors.a) + a_of(node).offset,
+                     static_cast<const T*>(tensors.b) + b_of(node).offset,
+                     static_cast<const T*>(tensors.z) + z_of(node).offset,
+                     a_of(node).size,
+                     b_of(node).size,
+                     z_of(node).size,
+                     tensors.a_log,
+                     tensors.dt_bias,
+                     tensors.norm,
+                     tensors.past_state + live,
+                     tensors.rows,
+                     tensors.y,
+                     tensors.present_state + live,
+                     static_cast<float*>(tensors.workspace),
                      slot,
-                     t.present_state != t.past_state,
+                     tensors.present_state != tensors.past_state,
                      0};
-  const auto grid = [&](int columns) { return dim3(d.v_head_size / columns, d.num_v_heads, params.batch); };
+  const auto grid = [&](int columns) { return dim3(node.v_head_size / columns, node.num_v_heads, params.batch); };
   Launcher launcher{stream};
   if (plan.chunked) {
     // A window's tokens one by one: chunks have no state after each.
-    params.tail = d.state_window > 1 ? d.state_window : 0;
-    launch_delta_chunks(params, p.type, launcher);
+    params.tail = node.state_window > 1 ? node.state_window : 0;
+    launch_delta_chunks(params, problem.type, launcher);
     params.past_state = params.present_state;
     if (params.tail)
-      launcher.run(later_of<T>(d), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
+      launcher.run(later_of<T>(node), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
   } else {
-    launcher.run(kernel_of<T>(d, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, true, plan.cluster);
+    launcher.run(kernel_of<T>(node, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, true,
+                 plan.cluster);
   }
-  const int64_t warps = kGateThreads / 32, items = p.batch * p.tokens * d.num_v_heads;
+  const int64_t warps = kGateThreads / 32, items = problem.batch * problem.tokens * node.num_v_heads;
   if (plan.workspace_bytes)
     launcher.run(delta_gate<T>, params, dim3(static_cast<unsigned>((items + warps - 1) / warps)), kGateThreads, 0,
                  true);

@@ -180,72 +180,74 @@ struct DeltaInput {
 };
 
 template <typename T, int K, bool kPerKey>
-__device__ inline DeltaInput<T, K, kPerKey> read_input(const DeltaParams& p, int64_t token, int head) {
+__device__ inline DeltaInput<T, K, kPerKey> read_input(const DeltaParams& params, int64_t token, int head) {
   using Input = DeltaInput<T, K, kPerKey>;
   using Values = typename Input::Values;
-  const qm_delta& d = p.delta;
-  const int lane = threadIdx.x % 32, group = head / (d.num_v_heads / d.num_k_heads);
-  const T* qkv = static_cast<const T*>(p.qkv) + token * (2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size);
-  Input in;
-  in.q = reinterpret_cast<const Values*>(qkv + group * K)[lane];
-  in.k = reinterpret_cast<const Values*>(qkv + (d.num_k_heads + group) * K)[lane];
+  const qm_delta& node = params.delta;
+  const int lane = threadIdx.x % 32, group = head / (node.num_v_heads / node.num_k_heads);
+  const T* qkv =
+      static_cast<const T*>(params.qkv) + token * (2 * node.num_k_heads * K + node.num_v_heads * node.v_head_size);
+  Input input;
+  input.q = reinterpret_cast<const Values*>(qkv + group * K)[lane];
+  input.k = reinterpret_cast<const Values*>(qkv + (node.num_k_heads + group) * K)[lane];
   if (kPerKey)
-    in.a = reinterpret_cast<const Values*>(static_cast<const T*>(p.a) + token * p.a_size + head * K)[lane];
+    input.a = reinterpret_cast<const Values*>(static_cast<const T*>(params.a) + token * params.a_size + head * K)[lane];
   else
-    in.a.x[0] = static_cast<const T*>(p.a)[token * p.a_size + head];
-  in.b = static_cast<const T*>(p.b)[token * p.b_size + head];
-  return in;
+    input.a.x[0] = static_cast<const T*>(params.a)[token * params.a_size + head];
+  input.b = static_cast<const T*>(params.b)[token * params.b_size + head];
+  return input;
 }
 // By a warp. dt_bias: what the lane's decays take.
 template <typename T, int K, bool kPerKey>
-__device__ inline void prepare(const DeltaParams& p, float rate, const float* dt_bias,
-                               const DeltaInput<T, K, kPerKey>& in, DeltaOperands<K, kPerKey>* to) {
+__device__ inline void prepare(const DeltaParams& params, float rate, const float* dt_bias,
+                               const DeltaInput<T, K, kPerKey>& input, DeltaOperands<K, kPerKey>* operands) {
   constexpr int kEach = K / 32;
   const int lane = threadIdx.x % 32;
   float q[kEach], k[kEach], q_squares = 0, k_squares = 0, product = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    q[i] = static_cast<float>(in.q.x[i]), k[i] = static_cast<float>(in.k.x[i]);
+    q[i] = static_cast<float>(input.q.x[i]), k[i] = static_cast<float>(input.k.x[i]);
     q_squares = fmaf(q[i], q[i], q_squares), k_squares = fmaf(k[i], k[i], k_squares);
     product = fmaf(q[i], k[i], product);
   }
   q_squares = warp_sum(q_squares), k_squares = warp_sum(k_squares), product = warp_sum(product);
-  const float by_q = rsqrtf(q_squares + p.delta.l2_epsilon) * p.delta.scale;
-  const float by_k = rsqrtf(k_squares + p.delta.l2_epsilon);
-  const int at = lane * kEach / to->kRows * to->kStride + lane * kEach % to->kRows;
+  const float by_q = rsqrtf(q_squares + params.delta.l2_epsilon) * params.delta.scale;
+  const float by_k = rsqrtf(k_squares + params.delta.l2_epsilon);
+  const int at = lane * kEach / operands->kRows * operands->kStride + lane * kEach % operands->kRows;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    to->query[at + i] = q[i] * by_q, to->key[at + i] = k[i] * by_k;
-    if (kPerKey) to->decay[at + i] = expf(-rate * softplus(static_cast<float>(in.a.x[i]) + dt_bias[i]));
+    operands->query[at + i] = q[i] * by_q, operands->key[at + i] = k[i] * by_k;
+    if (kPerKey) operands->decay[at + i] = expf(-rate * softplus(static_cast<float>(input.a.x[i]) + dt_bias[i]));
   }
   if (lane == 0) {
-    if (!kPerKey) to->decay[0] = expf(-rate * softplus(static_cast<float>(in.a.x[0]) + dt_bias[0]));
-    to->beta = p.delta.beta_scale * sigmoid_of(static_cast<float>(in.b)), to->product = product * by_q * by_k;
+    if (!kPerKey) operands->decay[0] = expf(-rate * softplus(static_cast<float>(input.a.x[0]) + dt_bias[0]));
+    operands->beta = params.delta.beta_scale * sigmoid_of(static_cast<float>(input.b)),
+    operands->product = product * by_q * by_k;
   }
 }
 
 // A value of the output, of a head whose squares' sum is given. norm: the column's weight.
 template <typename T>
-__device__ inline T gate_value(const DeltaParams& p, float o, float squares, T z, float norm) {
-  const float r = rsqrtf(squares / p.delta.v_head_size + p.delta.norm_epsilon), x = static_cast<float>(z);
-  return Half<T>::from(o * r * norm * (p.delta.gate == k_output_gate_silu ? x * sigmoid_of(x) : sigmoid_of(x)));
+__device__ inline T gate_value(const DeltaParams& params, float o, float squares, T z, float norm) {
+  const float r = rsqrtf(squares / params.delta.v_head_size + params.delta.norm_epsilon), x = static_cast<float>(z);
+  return Half<T>::from(o * r * norm * (params.delta.gate == k_output_gate_silu ? x * sigmoid_of(x) : sigmoid_of(x)));
 }
 // A head of a token, by a warp: o [V] to y.
 template <typename T>
-__device__ inline void gate_output(const DeltaParams& p, const float* o, int64_t token, int head) {
-  const int v = p.delta.v_head_size;
-  const int64_t at = (token * p.delta.num_v_heads + head) * v;
-  const T* z = static_cast<const T*>(p.z) + token * p.z_size + head * v;
+__device__ inline void gate_output(const DeltaParams& params, const float* o, int64_t token, int head) {
+  const int v = params.delta.v_head_size;
+  const int64_t at = (token * params.delta.num_v_heads + head) * v;
+  const T* z = static_cast<const T*>(params.z) + token * params.z_size + head * v;
   float sum = 0;
   for (int c = threadIdx.x % 32; c < v; c += 32) sum = fmaf(o[c], o[c], sum);
   sum = warp_sum(sum);
   for (int c = threadIdx.x % 32; c < v; c += 32)
-    static_cast<T*>(p.y)[at + c] = gate_value<T>(p, o[c], sum, z[c], p.norm[c]);
+    static_cast<T*>(params.y)[at + c] = gate_value<T>(params, o[c], sum, z[c], params.norm[c]);
 }
 template <typename T>
-__device__ inline void gate_none(const DeltaParams& p, const TokenRow& row, int64_t token, int head) {
-  const int v = p.delta.v_head_size;
-  T* y = static_cast<T*>(p.y) + (token * p.delta.num_v_heads + head) * v;
+__device__ inline void gate_none(const DeltaParams& params, const TokenRow& row, int64_t token, int head) {
+  const int v = params.delta.v_head_size;
+  T* y = static_cast<T*>(params.y) + (token * params.delta.num_v_heads + head) * v;
   for (int c = threadIdx.x % 32; c < v; c += 32) y[c] = Half<T>::from(row.valid ? 0.f : not_a_number());
 }
 
@@ -292,14 +294,14 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
   for (int i = 0; i < kRows; ++i) state[i] = params.past_state[state_at + static_cast<int64_t>(i) * v_head_size];
   const int64_t first_token = static_cast<int64_t>(batch_row) * params.tokens;
   TokenRow row{0, params.tokens, true, true};  // most likely
-  DeltaInput<T, K, kPerKey> in[kOfWarp];
+  DeltaInput<T, K, kPerKey> input[kOfWarp];
   T value[kValues], z[kCluster ? kOfWarp : 1];
   // Asks for what a chunk has; beyond the last token for the last one's again.
   const auto read = [&](int first) {
     const int width = 2 * node.num_k_heads * K + node.num_v_heads * v_head_size;
     const auto token = [&](int t) { return first_token + row.begin + min(first + t, row.count - 1); };
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) in[i] = read_input<T, K, kPerKey>(params, token(i * kWarps + warp), head);
+    for (int i = 0; i < kOfWarp; ++i) input[i] = read_input<T, K, kPerKey>(params, token(i * kWarps + warp), head);
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       value[i] = static_cast<const T*>(
@@ -338,7 +340,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
     const int n = min(kChunk, row.count - first);
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
-      prepare<T, K, kPerKey>(params, rate, dt_bias, in[i], operands + i * kWarps + warp);
+      prepare<T, K, kPerKey>(params, rate, dt_bias, input[i], operands + i * kWarps + warp);
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       values[i * kDeltaParts + threadIdx.x / C][threadIdx.x % C] = static_cast<float>(value[i]);
@@ -417,23 +419,23 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
 
 // What GatedDelta left in outputs: a warp a head of a token.
 template <typename T>
-__global__ void __launch_bounds__(kGateThreads) delta_gate(const __grid_constant__ DeltaParams p) {
+__global__ void __launch_bounds__(kGateThreads) delta_gate(const __grid_constant__ DeltaParams params) {
   launch_dependents();
   wait_for_previous();
   const int64_t item = static_cast<int64_t>(blockIdx.x) * (kGateThreads / 32) + threadIdx.x / 32;
-  const int heads = p.delta.num_v_heads;
+  const int heads = params.delta.num_v_heads;
   const int64_t token = item / heads;
-  if (token >= static_cast<int64_t>(p.batch) * p.tokens) return;
-  const TokenRow row = read_token_row(p.rows, static_cast<int>(token / p.tokens), p.tokens);
-  if (row.has(static_cast<int>(token % p.tokens)))
-    gate_output<T>(p, p.outputs + item * p.delta.v_head_size, token, static_cast<int>(item % heads));
+  if (token >= static_cast<int64_t>(params.batch) * params.tokens) return;
+  const TokenRow row = read_token_row(params.rows, static_cast<int>(token / params.tokens), params.tokens);
+  if (row.has(static_cast<int>(token % params.tokens)))
+    gate_output<T>(params, params.outputs + item * params.delta.v_head_size, token, static_cast<int>(item % heads));
   else
-    gate_none<T>(p, row, token, static_cast<int>(item % heads));
+    gate_none<T>(params, row, token, static_cast<int>(item % heads));
 }
 
 struct Launcher;
 // All tokens of a call by the chunked kernels (linear_attention_chunked.cuh), without the norm; workspace: that of the
-// plan, of which p.outputs is the beginning.
-void launch_delta_chunks(const DeltaParams& p, int32_t type, Launcher& launcher);
+// plan, of which params.outputs is the beginning.
+void launch_delta_chunks(const DeltaParams& params, int32_t type, Launcher& launcher);
 
 }  // namespace quantmoe

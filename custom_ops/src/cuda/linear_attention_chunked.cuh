@@ -81,46 +81,48 @@ struct DeltaChunkShared {
 
 // Of n tokens from `token` on: beta, and the sums of the logarithms of their decays, of each 32 tokens apart.
 template <typename T, int K>
-__device__ __forceinline__ void sum_decays(const DeltaParams& p, DeltaChunkShared<K>& s, int64_t token, int head, int n,
-                                           int lane) {
-  const qm_delta& d = p.delta;
+__device__ __forceinline__ void sum_decays(const DeltaParams& params, DeltaChunkShared<K>& shared, int64_t token,
+                                           int head, int n, int lane) {
+  const qm_delta& node = params.delta;
   double log = 0;
   if (threadIdx.x < kDeltaTokens) {
     const int i = threadIdx.x;
-    const T* a = static_cast<const T*>(p.a) + (token + i) * p.a_size + head;
-    const T* b_of_token = static_cast<const T*>(p.b) + (token + i) * p.b_size + head;
-    if (i < n) log = -expf(p.a_log[head]) * softplus(static_cast<float>(*a) + p.dt_bias[head]);
-    s.beta[i] = i < n ? d.beta_scale * sigmoid_of(static_cast<float>(*b_of_token)) : 0.f;
+    const T* a = static_cast<const T*>(params.a) + (token + i) * params.a_size + head;
+    const T* b_of_token = static_cast<const T*>(params.b) + (token + i) * params.b_size + head;
+    if (i < n) log = -expf(params.a_log[head]) * softplus(static_cast<float>(*a) + params.dt_bias[head]);
+    shared.beta[i] = i < n ? node.beta_scale * sigmoid_of(static_cast<float>(*b_of_token)) : 0.f;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const double before = __shfl_up_sync(~0u, log, by);
       if (lane >= by) log += before;
     }
-    s.logs[i] = log;
+    shared.logs[i] = log;
   }
 }
 // What the norms of keys and queries multiply by.
 template <typename T, int K>
-__device__ __forceinline__ void find_norms(const qm_delta& d, DeltaChunkShared<K>& s, int warp, int lane) {
+__device__ __forceinline__ void find_norms(const qm_delta& node, DeltaChunkShared<K>& shared, int warp, int lane) {
   for (int i = warp; i < kDeltaTokens; i += kDeltaChunkThreads / 32) {
     constexpr int kEach = K / 32;
     const uint32_t at = eight_at<K>(i, lane * kEach / 8) / 2 + lane * kEach % 8;
     float keys = 0, queries = 0;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      const float k = static_cast<float>(reinterpret_cast<const T*>(s.read.key)[at + j]);
-      const float q = static_cast<float>(reinterpret_cast<const T*>(s.read.query)[at + j]);
+      const float k = static_cast<float>(reinterpret_cast<const T*>(shared.read.key)[at + j]);
+      const float q = static_cast<float>(reinterpret_cast<const T*>(shared.read.query)[at + j]);
       keys = fmaf(k, k, keys), queries = fmaf(q, q, queries);
     }
     keys = warp_sum(keys), queries = warp_sum(queries);
-    if (lane == 0) s.by_key[i] = rsqrtf(keys + d.l2_epsilon), s.by_query[i] = rsqrtf(queries + d.l2_epsilon) * d.scale;
+    if (lane == 0)
+      shared.by_key[i] = rsqrtf(keys + node.l2_epsilon),
+      shared.by_query[i] = rsqrtf(queries + node.l2_epsilon) * node.scale;
   }
 }
 // A warp's 16 tokens with those up to them: k_i . k_j and q_i . k_j.
 template <typename T, int K>
-__device__ __forceinline__ void multiply_tokens(const DeltaChunkShared<K>& s, float (&keys)[kDeltaTokens / 8][4],
+__device__ __forceinline__ void multiply_tokens(const DeltaChunkShared<K>& shared, float (&keys)[kDeltaTokens / 8][4],
                                                 float (&queries)[kDeltaTokens / 8][4], int warp, int lane) {
-  const uint32_t key_at = shared_address(s.read.key), query_at = shared_address(s.read.query);
+  const uint32_t key_at = shared_address(shared.read.key), query_at = shared_address(shared.read.query);
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) {
     uint32_t ak[4], aq[4];
@@ -142,7 +144,7 @@ __device__ __forceinline__ void multiply_tokens(const DeltaChunkShared<K>& s, fl
 }
 // P, and A in shared memory, of these.
 template <int K>
-__device__ __forceinline__ void store_products(DeltaChunkShared<K>& s, const float (&keys)[kDeltaTokens / 8][4],
+__device__ __forceinline__ void store_products(DeltaChunkShared<K>& shared, const float (&keys)[kDeltaTokens / 8][4],
                                                const float (&queries)[kDeltaTokens / 8][4], int warp, int lane,
                                                float* products) {
   constexpr int C = kDeltaTokens;
@@ -156,22 +158,22 @@ __device__ __forceinline__ void store_products(DeltaChunkShared<K>& s, const flo
       float2 p_of{}, a_of{};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float decay = at + e <= i ? expf(static_cast<float>(s.logs[i] - s.logs[at + e])) : 0.f;
-        const float by = decay * s.by_key[at + e];
-        const float product = at + e <= i ? queries[j][2 * half + e] * s.by_query[i] * by : 0.f;
-        const float a = at + e < i ? keys[j][2 * half + e] * s.by_key[i] * by * s.beta[i] : 0.f;
+        const float decay = at + e <= i ? expf(static_cast<float>(shared.logs[i] - shared.logs[at + e])) : 0.f;
+        const float by = decay * shared.by_key[at + e];
+        const float product = at + e <= i ? queries[j][2 * half + e] * shared.by_query[i] * by : 0.f;
+        const float a = at + e < i ? keys[j][2 * half + e] * shared.by_key[i] * by * shared.beta[i] : 0.f;
         (e ? p_of.y : p_of.x) = product, (e ? a_of.y : a_of.x) = a;
       }
       *reinterpret_cast<float2*>(products + i * C + at) = p_of;
-      *reinterpret_cast<float2*>(&s.a[i][at]) = a_of;
+      *reinterpret_cast<float2*>(&shared.a[i][at]) = a_of;
     }
   }
 }
 // (I + A)^-1: of each half by columns, a thread each, then what joins them.
 template <int K>
-__device__ __forceinline__ void invert(DeltaChunkShared<K>& s, int warp, int lane) {
+__device__ __forceinline__ void invert(DeltaChunkShared<K>& shared, int warp, int lane) {
   constexpr int C = kDeltaTokens, kHalf = C / 2;
-  typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
+  typename DeltaChunkShared<K>::Inverted& inverted = shared.inverted;
   if (threadIdx.x < C) {
     float column[kHalf];
     const int from = warp * kHalf;
@@ -180,7 +182,7 @@ __device__ __forceinline__ void invert(DeltaChunkShared<K>& s, int warp, int lan
       float sum[2] = {i == lane ? 1.f : 0.f, 0.f};
 #pragma unroll
       for (int j = 0; j < i; j += 4) {
-        const float4 a = *reinterpret_cast<const float4*>(&s.a[from + i][from + j]);
+        const float4 a = *reinterpret_cast<const float4*>(&shared.a[from + i][from + j]);
         const float row_a[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e)
@@ -195,7 +197,7 @@ __device__ __forceinline__ void invert(DeltaChunkShared<K>& s, int warp, int lan
   float sum[8] = {};
   for (int j = 0; j < kHalf; ++j)
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum[e] = fmaf(s.a[kHalf + i][j], inverted.w[j][from + e], sum[e]);
+    for (int e = 0; e < 8; ++e) sum[e] = fmaf(shared.a[kHalf + i][j], inverted.w[j][from + e], sum[e]);
 #pragma unroll
   for (int e = 0; e < 8; ++e) inverted.half[i][from + e] = sum[e], sum[e] = 0;
   __syncthreads();
@@ -209,51 +211,54 @@ __device__ __forceinline__ void invert(DeltaChunkShared<K>& s, int warp, int lan
 
 // Blocks: chunks, heads, rows.
 template <typename T, int K>
-__global__ void __launch_bounds__(kDeltaChunkThreads) delta_chunks(const __grid_constant__ DeltaChunkParams c) {
+__global__ void __launch_bounds__(kDeltaChunkThreads) delta_chunks(const __grid_constant__ DeltaChunkParams params) {
   constexpr int C = kDeltaTokens;
   extern __shared__ __align__(128) unsigned char memory[];
-  DeltaChunkShared<K>& s = *reinterpret_cast<DeltaChunkShared<K>*>(memory);
-  typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
+  DeltaChunkShared<K>& shared = *reinterpret_cast<DeltaChunkShared<K>*>(memory);
+  typename DeltaChunkShared<K>::Inverted& inverted = shared.inverted;
   launch_dependents();
   wait_for_previous();
-  const DeltaParams& p = c.delta;
-  const qm_delta& d = p.delta;
+  const DeltaParams& delta = params.delta;
+  const qm_delta& node = delta.delta;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads);
-  const TokenRow row = read_token_row(p.rows, b, p.tokens);
-  const int first = (c.first + blockIdx.x) * C, n = min(C, row.count - p.tail - first);
-  if (n <= 0) return;
-  const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + first;
-  const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size;
-  const T* q = static_cast<const T*>(p.qkv) + token * width + group * K;
-  copy_tokens<T, K>(shared_address(s.read.key), q + d.num_k_heads * K, width, n);
-  copy_tokens<T, K>(shared_address(s.read.query), q, width, n);
+  const int head = blockIdx.y, batch_row = blockIdx.z, group = head / (node.num_v_heads / node.num_k_heads);
+  const TokenRow row = read_token_row(delta.rows, batch_row, delta.tokens);
+  const int first = (params.first + blockIdx.x) * C, count = min(C, row.count - delta.tail - first);
+  if (count <= 0) return;
+  const int64_t token = static_cast<int64_t>(batch_row) * delta.tokens + row.begin + first;
+  const int64_t width = 2 * node.num_k_heads * K + node.num_v_heads * node.v_head_size;
+  const T* q = static_cast<const T*>(delta.qkv) + token * width + group * K;
+  copy_tokens<T, K>(shared_address(shared.read.key), q + node.num_k_heads * K, width, count);
+  copy_tokens<T, K>(shared_address(shared.read.query), q, width, count);
   copy_async_commit();
 
-  sum_decays<T>(p, s, token, head, n, lane);
+  sum_decays<T>(delta, shared, token, head, count, lane);
   copy_async_wait<0>();
   __syncthreads();
-  if (warp == 1) s.logs[threadIdx.x] += s.logs[31];
-  find_norms<T>(d, s, warp, lane);
+  if (warp == 1) shared.logs[threadIdx.x] += shared.logs[31];
+  find_norms<T>(node, shared, warp, lane);
 
   float keys[C / 8][4] = {}, queries[C / 8][4] = {};
-  multiply_tokens<T>(s, keys, queries, warp, lane);
+  multiply_tokens<T>(shared, keys, queries, warp, lane);
   __syncthreads();
-  float* made = c.made + ((static_cast<int64_t>(b) * c.chunks + blockIdx.x) * d.num_v_heads + head) * kDeltaMade;
-  store_products(s, keys, queries, warp, lane, made + C * C);
+  float* made = params.made +
+                ((static_cast<int64_t>(batch_row) * params.chunks + blockIdx.x) * node.num_v_heads + head) * kDeltaMade;
+  store_products(shared, keys, queries, warp, lane, made + C * C);
   if (threadIdx.x < C) {
     const int i = threadIdx.x;
-    const float decay = expf(static_cast<float>(s.logs[i])), left = expf(static_cast<float>(s.logs[C - 1] - s.logs[i]));
+    const float decay = expf(static_cast<float>(shared.logs[i])),
+                left = expf(static_cast<float>(shared.logs[C - 1] - shared.logs[i]));
     float* factors = made + 2 * C * C;
-    factors[i] = decay * s.by_key[i], factors[C + i] = decay * s.by_query[i], factors[2 * C + i] = left * s.by_key[i];
+    factors[i] = decay * shared.by_key[i], factors[C + i] = decay * shared.by_query[i],
+    factors[2 * C + i] = left * shared.by_key[i];
     if (i == C - 1) factors[3 * C] = decay;
   }
   __syncthreads();
 
-  invert(s, warp, lane);
+  invert(shared, warp, lane);
   for (int at = threadIdx.x; at < C * C; at += kDeltaChunkThreads) {
     const int r = at / C, j = at % C;
-    if (j <= (r | 7)) made[at] = j <= r ? inverted.w[r][j] * s.beta[j] : 0.f;
+    if (j <= (r | 7)) made[at] = j <= r ? inverted.w[r][j] * shared.beta[j] : 0.f;
   }
 }
 

@@ -214,32 +214,32 @@ struct Fp8Consumer {
   template <int N>
   __device__ __forceinline__ void scale_and_add_bias(float (&acc)[2][N / 2], const Fp8Work& work, int panel, int t,
                                                      const float (&weight)[2], const float (&factor)[2]) {
-    const Weights& w = p.weights;
-    const uint8_t* expert = w.rows[work.expert];
+    const Weights& weights = p.weights;
+    const uint8_t* expert = weights.rows[work.expert];
     constexpr int kPanels = N / 8;
     auto times = [&](auto rows_of) {
 #pragma unroll
       for (int i = 0; i < kPanels; ++i) {
-        const float4 rows = rows_of(min(panel + i, w.panels - 1) * 4 + t);
+        const float4 rows = rows_of(min(panel + i, weights.panels - 1) * 4 + t);
 #pragma unroll
         for (int j = 0; j < 8; ++j) acc[j / 4][4 * i + j % 4] *= factor[j % 4 / 2] * element(rows, j % 2 * 2 + j / 4);
       }
     };
-    const uint8_t* scales = expert + w.scales_at;
-    if (w.block_shift != 31) {
+    const uint8_t* scales = expert + weights.scales_at;
+    if (weights.block_shift != 31) {
       times([](int) { return make_float4(1.f, 1.f, 1.f, 1.f); });
-    } else if (w.scale_type == k_scale_type_f32) {
+    } else if (weights.scale_type == k_scale_type_f32) {
       times([&](int four) { return four_scales(scales, k_scale_type_f32, four); });
-    } else if (w.scale_type == k_scale_type_f16) {
+    } else if (weights.scale_type == k_scale_type_f16) {
       times([&](int four) { return four_scales(scales, k_scale_type_f16, four); });
     } else {
       times([&](int four) { return four_scales(scales, k_scale_type_bf16, four); });
     }
-    if (w.bias_at && work.k_begin == 0) {
-      const float2* biases = reinterpret_cast<const float2*>(expert + w.bias_at) + t;
+    if (weights.bias_at && work.k_begin == 0) {
+      const float2* biases = reinterpret_cast<const float2*>(expert + weights.bias_at) + t;
 #pragma unroll
       for (int i = 0; i < kPanels; ++i) {
-        const int at = min(panel + i, w.panels - 1) * 8;
+        const int at = min(panel + i, weights.panels - 1) * 8;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 bias = biases[at + 4 * r];
@@ -254,12 +254,12 @@ struct Fp8Consumer {
   // As in moe_gemm_wgmma.cuh places come from an opaque thread number.
   template <int N>
   __device__ __forceinline__ void store(float (&acc)[2][N / 2]) {
-    const Weights& w = p.weights;
+    const Weights& weights = p.weights;
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
     const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4, t = lane % 4;
     const Fp8Work work = current();
-    const int parts = p.warps_k, groups = (w.units + 1) / 2;
+    const int parts = p.warps_k, groups = (weights.units + 1) / 2;
     const int part = down ? (work.k_begin * parts + parts - 1) / groups : 0;
     const int token = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;  // and token + 8
     const int panel = work.panel + (N == 128 ? 0 : group * 8);
@@ -287,7 +287,8 @@ struct Fp8Consumer {
       // Panels past the end (padding of K for the next GEMM) are zero.
 #pragma unroll
       for (int i = 0; i < kPanels; ++i)
-        if (panel + i >= w.panels) acc[0][4 * i] = acc[0][4 * i + 1] = acc[0][4 * i + 2] = acc[0][4 * i + 3] = 0.f;
+        if (panel + i >= weights.panels)
+          acc[0][4 * i] = acc[0][4 * i + 1] = acc[0][4 * i + 2] = acc[0][4 * i + 3] = 0.f;
       if (p.h_scales) return store_codes<N>(acc[0], work, token, group, t, pair);
     }
 #pragma unroll
@@ -369,11 +370,11 @@ struct Fp8Consumer {
 // Fills the stages of all of the block's work. row_scales: a stage has some. One long function: it is
 // three, what tokens, codes and scales are copied by, that go through the same work.
 template <typename T, bool down, bool by_row>
-__device__ __forceinline__ void fp8_produce(const GemmParams& p, uint8_t* shared, int units, bool row_scales) {
-  const Weights& w = p.weights;
+__device__ __forceinline__ void fp8_produce(const GemmParams& params, uint8_t* shared, int units, bool row_scales) {
+  const Weights& weights = params.weights;
   const uint32_t base = shared_address(shared);
-  const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
-  const int parts = down ? p.warps_k : 1;
+  const int blocks = (weights.panels + kFp8Panels - 1) / kFp8Panels, groups = (weights.units + 1) / 2;
+  const int parts = down ? params.warps_k : 1;
   Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
   // Of warp 0 a thread copies tokens and their scales, of warps 1 and 2 codes of eight panels each; warp 3 copies the
   // rows' scales.
@@ -390,12 +391,12 @@ __device__ __forceinline__ void fp8_produce(const GemmParams& p, uint8_t* shared
     for (Turns turn; turn.unit < units; turn.next()) {
       // The tiles of a group take turns with the same rows: the weights are then read from memory once for all.
       const int part = turn.unit % parts, piece = turn.unit / parts;
-      const Tile any = p.tiles[piece / blocks];
+      const Tile any = params.tiles[piece / blocks];
       const int local = piece - any.group_first * blocks, panel = local / any.group_size * kFp8Panels;
-      const Tile tile = p.tiles[any.group_first + local % any.group_size];
+      const Tile tile = params.tiles[any.group_first + local % any.group_size];
       const Fp8Work work{
           tile.expert, panel, tile.first, tile.count, part * groups / parts, (part + 1) * groups / parts};
-      auto copy = stages(work, w.rows[work.expert]);
+      auto copy = stages(work, weights.rows[work.expert]);
 #pragma unroll 1
       for (int k = work.k_begin; k < work.k_end; ++k) {
         copy(k, base + stage, [&] { barrier_wait(base + stage + kFp8EmptyAt, phase); });
@@ -407,7 +408,7 @@ __device__ __forceinline__ void fp8_produce(const GemmParams& p, uint8_t* shared
   if (warp == 0) {
     produce([&](const Fp8Work& work, const uint8_t*) {
       const int rows = (work.count + 7) / 8 * 8;
-      int64_t row = static_cast<int64_t>(work.k_begin) * p.x_rows + work.first;
+      int64_t row = static_cast<int64_t>(work.k_begin) * params.x_rows + work.first;
       return [&, work, rows, row](int k, uint32_t to, auto wait) mutable {
         wait();
         if (k == work.k_begin) {
@@ -415,26 +416,26 @@ __device__ __forceinline__ void fp8_produce(const GemmParams& p, uint8_t* shared
           if (++slot == kFp8Works) slot = 0;
         }
         const uint32_t full = to + kFp8FullAt;
-        barrier_arrive_expect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
-        bulk_copy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
-        if (p.x_grouped) bulk_copy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
-        row += p.x_rows;
+        barrier_arrive_expect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (params.x_grouped ? 4 : 0)));
+        bulk_copy(to, static_cast<const uint8_t*>(params.x) + row * kFp8Group, rows * kFp8Group, full);
+        if (params.x_grouped) bulk_copy(to + kFp8TokenScalesAt, params.x_scales + row, rows * 4, full);
+        row += params.x_rows;
       };
     });
   } else if (warp < 3) {
     const int first = (warp - 1) * 8;
-    const int64_t panel_bytes = static_cast<int64_t>(w.units) * 1024;
+    const int64_t panel_bytes = static_cast<int64_t>(weights.units) * 1024;
     produce([&](const Fp8Work& work, const uint8_t* expert) {
       // Panels past the end repeat the last.
-      const uint8_t* from = expert + min(work.panel + first, w.panels - 1) * panel_bytes + work.k_begin * 2048;
-      const int panels = w.panels - 1 - work.panel - first;
+      const uint8_t* from = expert + min(work.panel + first, weights.panels - 1) * panel_bytes + work.k_begin * 2048;
+      const int panels = weights.panels - 1 - work.panel - first;
       return [&, from, panels](int k, uint32_t to, auto wait) mutable {
         wait();
         const uint32_t full = to + kFp8FullAt;
         to += kFp8CodesAt + first * kFp8PanelBytes;
         const uint8_t* codes = from;
         from += 2048;
-        const bool whole = 2 * k + 1 < w.units;
+        const bool whole = 2 * k + 1 < weights.units;
 #pragma unroll
         for (int i = 0; i < 8; ++i, to += kFp8PanelBytes) {
           bulk_copy(to, codes, whole ? 2048 : 1024, full);
@@ -446,16 +447,16 @@ __device__ __forceinline__ void fp8_produce(const GemmParams& p, uint8_t* shared
   } else {
     produce([&](const Fp8Work& work, const uint8_t* expert) {
       // by_row: a lane has half a panel's scales. Else: two of a panel, of rows g and g + 8, or (down) of two blocks.
-      const int panel = min(work.panel + (by_row ? lane / 2 : down ? lane * 8 : 0), w.panels - 1);
-      const int64_t four = static_cast<int64_t>(panel) * w.blocks * 4 + (by_row ? lane % 2 * 2 : 0);
-      const uint8_t* scales = expert + w.scales_at;
+      const int panel = min(work.panel + (by_row ? lane / 2 : down ? lane * 8 : 0), weights.panels - 1);
+      const int64_t four = static_cast<int64_t>(panel) * weights.blocks * 4 + (by_row ? lane % 2 * 2 : 0);
+      const uint8_t* scales = expert + weights.scales_at;
       return [&, scales, four](int k, uint32_t to, auto wait) {
-        const int64_t at = four + (2 * k >> w.block_shift) * 4;
+        const int64_t at = four + (2 * k >> weights.block_shift) * 4;
         const bool mine = by_row || lane < (down ? 2 : 1);
         float4 v[2];
 #pragma unroll
         for (int i = 0; i < 1 + by_row; ++i)
-          if (mine) v[i] = four_scales(scales, w.scale_type, at + i);
+          if (mine) v[i] = four_scales(scales, weights.scale_type, at + i);
         wait();
         if (mine) {
           float* row = reinterpret_cast<float*>(shared + (to - base) + kFp8RowScalesAt);
@@ -476,14 +477,14 @@ __device__ __forceinline__ void fp8_produce(const GemmParams& p, uint8_t* shared
 }
 
 template <typename T, bool down, bool by_row>
-__global__ void __launch_bounds__(kWgmmaThreads, 1) moe_gemm_fp8(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(kWgmmaThreads, 1) moe_gemm_fp8(const __grid_constant__ GemmParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t raw[];
   launch_dependents();
   uint8_t* shared = raw + (1024 - shared_address(raw) % 1024) % 1024;
   const uint32_t base = shared_address(shared);
-  const Weights& w = p.weights;
-  const bool row_scales = w.block_shift != 31;  // a stage has some
+  const Weights& weights = params.weights;
+  const bool row_scales = weights.block_shift != 31;  // a stage has some
   if (threadIdx.x < kFp8Stages) {
     barrier_init(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, row_scales ? 33 : 1);
     barrier_init(base + threadIdx.x * kFp8StageBytes + kFp8EmptyAt, 256);  // each consumer for what it has read itself
@@ -493,20 +494,20 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) moe_gemm_fp8(const __grid_co
   for (int i = threadIdx.x; i < kFp8Stages * kFp8Tokens; i += kWgmmaThreads) {
     float* stage = reinterpret_cast<float*>(shared + i / kFp8Tokens * kFp8StageBytes + kFp8RowScalesAt);
     if (!row_scales) stage[i % kFp8Tokens] = stage[kFp8Tokens + i % kFp8Tokens] = 1.f;
-    if (!p.x_grouped) stage[2 * kFp8Tokens + i % kFp8Tokens] = 1.f;
+    if (!params.x_grouped) stage[2 * kFp8Tokens + i % kFp8Tokens] = 1.f;
   }
   __syncthreads();
   wait_for_previous();
-  const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels;
-  const int parts = down ? p.warps_k : 1;  // of K; moe_combine adds them up
-  const int units = p.tiles[p.max_tiles].count * blocks * parts;
+  const int blocks = (weights.panels + kFp8Panels - 1) / kFp8Panels;
+  const int parts = down ? params.warps_k : 1;  // of K; moe_combine adds them up
+  const int units = params.tiles[params.max_tiles].count * blocks * parts;
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    fp8_produce<T, down, by_row>(p, shared, units, row_scales);
+    fp8_produce<T, down, by_row>(params, shared, units, row_scales);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    Fp8Consumer<T, down, by_row> c{p};
+    Fp8Consumer<T, down, by_row> c{params};
     c.base = base;
     asm volatile("" : "+r"(c.base));
     for (Turns turn; turn.unit < units; turn.next()) c.run();

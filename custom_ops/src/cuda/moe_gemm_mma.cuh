@@ -25,10 +25,10 @@ namespace quantmoe {
 
 // What sums of rows g and of rows g + 8 are multiplied by.
 template <typename T, typename F>
-__device__ inline float2 sum_factors(const Weights& w, const uint8_t* expert) {
-  const float factor = kSumFactor<T, F> * input_scale<F>(w, expert);
+__device__ inline float2 sum_factors(const Weights& weights, const uint8_t* expert) {
+  const float factor = kSumFactor<T, F> * input_scale<F>(weights, expert);
   if constexpr (F::kGlobalBytes > 0) {
-    const float2 global = *reinterpret_cast<const float2*>(expert + w.globals_at);
+    const float2 global = *reinterpret_cast<const float2*>(expert + weights.globals_at);
     return make_float2(factor * global.x, factor * global.y);
   }
   return make_float2(factor, factor);
@@ -36,11 +36,11 @@ __device__ inline float2 sum_factors(const Weights& w, const uint8_t* expert) {
 
 // Stores what a block's warps have for one accumulator (rows g and g + 8, token columns 2t and 2t + 1).
 template <typename T, bool down>
-__device__ inline void store_unit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c,
+__device__ inline void store_unit(const GemmParams& params, const uint8_t* expert, int panel, int g, float4 c,
                                   const int (&pair)[2], const float (&weight)[2]) {
   float bias[2] = {0.f, 0.f};
-  if (p.weights.bias_at) {
-    const float* b = reinterpret_cast<const float*>(expert + p.weights.bias_at) + panel * 16 + g;
+  if (params.weights.bias_at) {
+    const float* b = reinterpret_cast<const float*>(expert + params.weights.bias_at) + panel * 16 + g;
     bias[0] = b[0];
     bias[1] = b[8];
   }
@@ -49,28 +49,28 @@ __device__ inline void store_unit(const GemmParams& p, const uint8_t* expert, in
   for (int i = 0; i < 2; ++i) {
     if (pair[i] < 0) continue;
     if constexpr (down) {
-      const int64_t row = static_cast<int64_t>(pair[i]) * p.out_columns;
-      const float w = p.weight_here ? weight[i] : 1.f;
+      const int64_t row = static_cast<int64_t>(pair[i]) * params.out_columns;
+      const float w = params.weight_here ? weight[i] : 1.f;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int n = panel * 16 + g + 8 * r;
         const float y = w * ((r ? high[i] : low[i]) + bias[r]);
-        if (n >= p.out_columns) continue;
-        if (p.out_float) {
-          static_cast<float*>(p.out)[row + n] = y;
+        if (n >= params.out_columns) continue;
+        if (params.out_float) {
+          static_cast<float*>(params.out)[row + n] = y;
         } else {
-          static_cast<T*>(p.out)[row + n] = Half<T>::from(y);
+          static_cast<T*>(params.out)[row + n] = Half<T>::from(y);
         }
       }
     } else {
-      T* out = static_cast<T*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
-      const float w = p.weight_here ? weight[i] : 1.f;
+      T* out = static_cast<T*>(params.out) + static_cast<int64_t>(pair[i]) * params.out_columns;
+      const float w = params.weight_here ? weight[i] : 1.f;
       const float a = fmaf(w, low[i], bias[0]), b = fmaf(w, high[i], bias[1]);
-      if (p.activation.gated) {
-        out[panel * 8 + g] = Half<T>::from(activate(p.activation, a, b));
+      if (params.activation.gated) {
+        out[panel * 8 + g] = Half<T>::from(activate(params.activation, a, b));
       } else {
-        out[panel * 16 + g] = Half<T>::from(activate(p.activation, a, a));
-        out[panel * 16 + g + 8] = Half<T>::from(activate(p.activation, b, b));
+        out[panel * 16 + g] = Half<T>::from(activate(params.activation, a, a));
+        out[panel * 16 + g + 8] = Half<T>::from(activate(params.activation, b, b));
       }
     }
   }
@@ -79,13 +79,13 @@ __device__ inline void store_unit(const GemmParams& p, const uint8_t* expert, in
 // A part of the codes that the call's ids are sure to ask for, another part a block: DRAM would idle while moe_route
 // makes its lists and while the last blocks of gate_up end.
 template <uint32_t kBytes>
-__device__ inline void prefetch_codes(const GemmParams& p) {
+__device__ inline void prefetch_codes(const GemmParams& params) {
   if (threadIdx.x != 0) return;
-  const int64_t pairs = static_cast<int64_t>(p.routing.tokens) * p.routing.top_k;
-  const int expert = local_expert(p.routing, blockIdx.x * pairs / gridDim.x);
+  const int64_t pairs = static_cast<int64_t>(params.routing.tokens) * params.routing.top_k;
+  const int expert = local_expert(params.routing, blockIdx.x * pairs / gridDim.x);
   if (expert < 0) return;
-  const uint32_t codes = p.weights.scales_at, parts = max(codes / kBytes, 1u);
-  prefetch(p.weights.rows[expert] + blockIdx.x % parts * kBytes, min(codes, kBytes));
+  const uint32_t codes = params.weights.scales_at, parts = max(codes / kBytes, 1u);
+  prefetch(params.weights.rows[expert] + blockIdx.x % parts * kBytes, min(codes, kBytes));
 }
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.

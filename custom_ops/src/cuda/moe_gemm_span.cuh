@@ -44,12 +44,13 @@ struct SpanStream {
     asm volatile("" : "+r"(ring), "+r"(wide), "+r"(lane), "+r"(g), "+r"(t));
   }
   // Points at unit k of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
-  __device__ void seek_weights(const Weights& w, const uint8_t* expert, int panel, int k) {
-    const int left = w.panels - 1 - panel;
+  __device__ void seek_weights(const Weights& weights, const uint8_t* expert, int panel, int k) {
+    const int left = weights.panels - 1 - panel;
 #pragma unroll
-    for (int m = 1; m < MT; ++m) panel_at[m] = min(m, left) * w.units * 512;
-    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * 512 + 16 * lane;
-    scales = expert + w.scales_at + ((static_cast<int64_t>(panel) + min(lane / 8, left)) * w.blocks + k) * 32 * kWords +
+    for (int m = 1; m < MT; ++m) panel_at[m] = min(m, left) * weights.units * 512;
+    codes = expert + (static_cast<int64_t>(panel) * weights.units + k) * 512 + 16 * lane;
+    scales = expert + weights.scales_at +
+             ((static_cast<int64_t>(panel) + min(lane / 8, left)) * weights.blocks + k) * 32 * kWords +
              lane % 8 * 4 * kWords;
   }
   __device__ void seek_tokens(const T* row, int x_columns, int k) {

@@ -291,24 +291,24 @@ struct WgmmaConsumer {
   // come from an opaque thread number, or the compiler computes them once, for every N, and wgmma lacks the registers.
   template <int N>
   __device__ __forceinline__ void store(float (&acc)[kPanels][N / 2]) {
-    const Weights& w = p.weights;
+    const Weights& matrix = p.weights;
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int g = thread % 32 / 4, t = thread % 4, warp = thread / 32;
     uint8_t* stage = results + group * kTokens * Shape::kResultRowBytes;
     const Work work = *now;
     float bias[kPanels][2] = {};
-    const float one_factor = F::template kProductFactor<T> * input_scale<F>(w, expert_at(work.expert));
+    const float one_factor = F::template kProductFactor<T> * input_scale<F>(matrix, expert_at(work.expert));
     float2 factor = make_float2(one_factor, one_factor);
     if constexpr (F::kGlobalBytes > 0) {
-      const float2 global = *reinterpret_cast<const float2*>(expert_at(work.expert) + w.globals_at);
+      const float2 global = *reinterpret_cast<const float2*>(expert_at(work.expert) + matrix.globals_at);
       factor.x *= global.x, factor.y *= global.y;
     }
-    if (w.bias_at && work.k_begin == 0) {
+    if (matrix.bias_at && work.k_begin == 0) {
 #pragma unroll
       for (int b = 0; b < kPanels; ++b) {
-        const int row = min(work.panel + 4 * b + warp, w.panels - 1) * 16 + g;
-        const float* from = reinterpret_cast<const float*>(expert_at(work.expert) + w.bias_at) + row;
+        const int row = min(work.panel + 4 * b + warp, matrix.panels - 1) * 16 + g;
+        const float* from = reinterpret_cast<const float*>(expert_at(work.expert) + matrix.bias_at) + row;
         bias[b][0] = from[0], bias[b][1] = from[8];
       }
     }
@@ -329,7 +329,7 @@ struct WgmmaConsumer {
           // Panels past the end (padding of K for the next GEMM) are zero.
           const float h = activate(p.activation, fmaf(weight * factor.x, low, bias[b][0]),
                                    fmaf(weight * factor.y, high, bias[b][1]));
-          to[stored_column(local * 8 + g)] = Half<T>::from(work.panel + local < w.panels ? h : 0.f);
+          to[stored_column(local * 8 + g)] = Half<T>::from(work.panel + local < matrix.panels ? h : 0.f);
         }
       }
     }

@@ -50,18 +50,20 @@ __device__ __forceinline__ uint32_t largest_of_row(uint32_t most) {
 // those of wgmma's operand in shared memory, 128-byte swizzle, with columns in the order of a unit of weights
 // (FORMAT.md 3.2). A row or group with a value that is not finite has the scale NaN.
 template <typename T, bool grouped>
-__global__ void __launch_bounds__(kQuantizeThreads) moe_quantize(const __grid_constant__ QuantizeParams p) {
+__global__ void __launch_bounds__(kQuantizeThreads) moe_quantize(const __grid_constant__ QuantizeParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // only moe_gemm_fp8.cuh needs it
   constexpr int kAhead = 4;
   launch_dependents();
   wait_for_previous();
-  const int from = blockIdx.x * blockDim.y + threadIdx.y, copies = p.positions ? p.routing.top_k : 1;
+  const int from = blockIdx.x * blockDim.y + threadIdx.y, copies = params.positions ? params.routing.top_k : 1;
   const int threads = blockDim.x, thread = threadIdx.x;
-  const bool alike = !p.weight_here && !p.input_at;  // codes of all copies
-  if (from >= p.from_rows) return;
-  if (!p.positions && (from >= p.tiles[p.max_tiles].first || p.sorted_pairs[from].pair < 0)) return;  // no pair's
-  const uint4* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + static_cast<int64_t>(from) * p.columns);
-  const int chunks = p.columns / 8, stored_chunks = p.groups * 16;
+  const bool alike = !params.weight_here && !params.input_at;  // codes of all copies
+  if (from >= params.from_rows) return;
+  if (!params.positions && (from >= params.tiles[params.max_tiles].first || params.sorted_pairs[from].pair < 0))
+    return;  // no pair's
+  const uint4* x =
+      reinterpret_cast<const uint4*>(static_cast<const T*>(params.x) + static_cast<int64_t>(from) * params.columns);
+  const int chunks = params.columns / 8, stored_chunks = params.groups * 16;
   uint4 in[kAhead];
   auto load = [&](int begin) {
 #pragma unroll
@@ -85,15 +87,15 @@ __global__ void __launch_bounds__(kQuantizeThreads) moe_quantize(const __grid_co
     E4m3Step steps[kAhead];
     bool made = false;
     for (int copy = 0; copy < copies; ++copy) {
-      const int row = p.positions ? p.positions[from * copies + copy] : from;
+      const int row = params.positions ? params.positions[from * copies + copy] : from;
       if (row < 0) continue;
       if (!made || !alike) {
         made = true;
-        const int pair = p.positions ? from * copies + copy : p.sorted_pairs[row].pair;
-        const float weight = p.weight_here ? router_weight(p.routing, pair) : 1.f;
+        const int pair = params.positions ? from * copies + copy : params.sorted_pairs[row].pair;
+        const float weight = params.weight_here ? router_weight(params.routing, pair) : 1.f;
         float stored = 0.f;
-        if (!grouped && p.input_at)
-          stored = *reinterpret_cast<const float*>(p.rows[local_expert(p.routing, pair)] + p.input_at);
+        if (!grouped && params.input_at)
+          stored = *reinterpret_cast<const float*>(params.rows[local_expert(params.routing, pair)] + params.input_at);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
           if (grouped) {
@@ -114,8 +116,8 @@ __global__ void __launch_bounds__(kQuantizeThreads) moe_quantize(const __grid_co
         const int chunk = begin + i * threads + thread;
         if (chunk >= stored_chunks) continue;
         if (grouped ? chunk % 16 == 0 : chunk == 0)
-          p.scales[(grouped ? static_cast<int64_t>(chunk / 16) * p.x_rows : 0) + row] = steps[i].step;
-        *reinterpret_cast<uint2*>(p.codes + (static_cast<int64_t>(chunk / 16) * p.x_rows + row) * 128 +
+          params.scales[(grouped ? static_cast<int64_t>(chunk / 16) * params.x_rows : 0) + row] = steps[i].step;
+        *reinterpret_cast<uint2*>(params.codes + (static_cast<int64_t>(chunk / 16) * params.x_rows + row) * 128 +
                                   token_byte(chunk % 16, row)) = codes[i];
       }
     }

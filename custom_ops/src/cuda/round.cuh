@@ -164,65 +164,66 @@ __device__ inline void pack_e4m3(uint8_t* unit, int chunk, const Rounding& how, 
 
 // Eight columns of a row of x, times the router's weight and the pre-scales (null: none).
 template <typename T>
-__device__ __forceinline__ void load_eight(const RoundParams& p, const T* x, int chunk, float weight, const float* pre,
-                                           float (&v)[8]) {
+__device__ __forceinline__ void load_eight(const RoundParams& params, const T* x, int chunk, float weight,
+                                           const float* pre, float (&v)[8]) {
   uint32_t words[4] = {};
   // In the stored order (stored_column of moe_gemm_wgmma.cuh) a chunk has two columns of each eight of 32.
-  const int first = p.out_stored ? chunk / 4 * 32 + chunk % 4 * 2 : chunk * 8, next = p.out_stored ? 8 : 2;
-  if (p.x_stored == p.out_stored) {
-    if (chunk * 8 < p.x_columns) {
+  const int first = params.out_stored ? chunk / 4 * 32 + chunk % 4 * 2 : chunk * 8, next = params.out_stored ? 8 : 2;
+  if (params.x_stored == params.out_stored) {
+    if (chunk * 8 < params.x_columns) {
       const uint4 in = reinterpret_cast<const uint4*>(x)[chunk];
       words[0] = in.x, words[1] = in.y, words[2] = in.z, words[3] = in.w;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (first + 8 * i < p.x_columns) words[i] = reinterpret_cast<const uint32_t*>(x)[first / 2 + 4 * i];
+      if (first + 8 * i < params.x_columns) words[i] = reinterpret_cast<const uint32_t*>(x)[first / 2 + 4 * i];
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     v[i] = weight * (i % 2 ? Half<T>::high(words[i / 2]) : Half<T>::low(words[i / 2]));
     const int column = first + i / 2 * next + i % 2;
-    if (pre && column < p.features) v[i] *= pre[column];
+    if (pre && column < params.features) v[i] *= pre[column];
   }
 }
 
 // A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
 // same.
 template <typename T>
-__global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant__ RoundParams p) {
+__global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant__ RoundParams params) {
   launch_dependents();
-  if (p.sorted_pairs) wait_for_previous();
+  if (params.sorted_pairs) wait_for_previous();
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
   int pair = row;
-  if (row >= p.out_rows) return;
-  if (p.sorted_pairs) {
-    if (row >= p.tiles[p.max_tiles].first) return;
-    pair = p.sorted_pairs[row].pair;
+  if (row >= params.out_rows) return;
+  if (params.sorted_pairs) {
+    if (row >= params.tiles[params.max_tiles].first) return;
+    pair = params.sorted_pairs[row].pair;
   }
-  const uint8_t* weights = p.rows.first;
-  if (p.by_expert) {
-    const int expert = local_expert(p.routing, pair);
+  const uint8_t* weights = params.rows.first;
+  if (params.by_expert) {
+    const int expert = local_expert(params.routing, pair);
     if (expert < 0) {
       wait_for_previous();  // or, if all left, this kernel would end before the one before it, on which the next relies
       return;
     }
-    weights = p.rows[expert];
+    weights = params.rows[expert];
   }
-  const float weight = p.weight_here ? router_weight(p.routing, pair) : 1.f;
-  const float stored = p.input_at ? *reinterpret_cast<const float*>(weights + p.input_at) : 1.f;
-  const float kept = p.with_input_scale ? stored : 1.f;
-  const float* pre = p.pre_at ? reinterpret_cast<const float*>(weights + p.pre_at) : nullptr;
-  const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row / p.x_divisor) * p.x_columns;
-  uint8_t* out =
-      static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * (p.packed ? p.columns / 64 * p.packed : p.columns * 2);
-  const int chunks = p.columns / 8;
-  if (!p.sorted_pairs) wait_for_previous();  // for x
+  const float weight = params.weight_here ? router_weight(params.routing, pair) : 1.f;
+  const float stored = params.input_at ? *reinterpret_cast<const float*>(weights + params.input_at) : 1.f;
+  const float kept = params.with_input_scale ? stored : 1.f;
+  const float* pre = params.pre_at ? reinterpret_cast<const float*>(weights + params.pre_at) : nullptr;
+  const T* x = static_cast<const T*>(params.x) + static_cast<int64_t>(row / params.x_divisor) * params.x_columns;
+  uint8_t* out = static_cast<uint8_t*>(params.out) +
+                 static_cast<int64_t>(row) * (params.packed ? params.columns / 64 * params.packed : params.columns * 2);
+  const int chunks = params.columns / 8;
+  if (!params.sorted_pairs) wait_for_previous();  // for x
 
   float v[8];
-  auto load = [&](int chunk) { load_eight<T>(p, x, chunk, weight, pre, v); };
-  const bool by_row = p.format == k_activation_format_int8_token || p.format == k_activation_format_int8_token_asym ||
-                      p.format == k_activation_format_fp8_token;
+  auto load = [&](int chunk) { load_eight<T>(params, x, chunk, weight, pre, v); };
+  const bool by_row = params.format == k_activation_format_int8_token ||
+                      params.format == k_activation_format_int8_token_asym ||
+                      params.format == k_activation_format_fp8_token;
   Extremes all{0.f, 0.f};
   if (by_row) {
     for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
@@ -233,12 +234,12 @@ __global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant
     all.add_block();
   }
   // A group is of neighbours, those of 16 in the stored order words 0, 1 or 2, 3 of four chunks.
-  const int group = p.format == k_activation_format_fp8_group128 ? 128
-                    : p.format == k_activation_format_nvfp4      ? 16
-                    : p.format > k_activation_format_nvfp4       ? 32
-                    : p.packed                                   ? 64  // have one step, or NaN
-                                                                 : 8;
-  const bool halves = p.out_stored && group == 16;
+  const int group = params.format == k_activation_format_fp8_group128 ? 128
+                    : params.format == k_activation_format_nvfp4      ? 16
+                    : params.format > k_activation_format_nvfp4       ? 32
+                    : params.packed                                   ? 64  // have one step, or NaN
+                                                                      : 8;
+  const bool halves = params.out_stored && group == 16;
   for (int begin = threadIdx.x & ~31; begin < chunks; begin += blockDim.x) {  // whole warps
     const int chunk = begin + threadIdx.x % 32;
     load(chunk);
@@ -250,11 +251,12 @@ __global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant
       first.add_lanes(halves ? 4 : group / 8);
       if (halves) second.add_lanes(4);
     }
-    const Rounding low(p.format, first, stored, kept), high = halves ? Rounding(p.format, second, stored, kept) : low;
-    if (p.packed) {
-      uint8_t* unit = out + chunk / 8 * p.packed;
+    const Rounding low(params.format, first, stored, kept),
+        high = halves ? Rounding(params.format, second, stored, kept) : low;
+    if (params.packed) {
+      uint8_t* unit = out + chunk / 8 * params.packed;
       if (chunk >= chunks) continue;
-      if (p.format == k_activation_format_nvfp4) {
+      if (params.format == k_activation_format_nvfp4) {
         pack_nvfp4(unit, chunk, low, v);
       } else {
         pack_e4m3(unit, chunk, low, v);
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Rounding& how = i < 2 ? low : high;
-      words[i] = Half<T>::clamp(Half<T>::pack(how(p.format, v[2 * i]), how(p.format, v[2 * i + 1])));
+      words[i] = Half<T>::clamp(Half<T>::pack(how(params.format, v[2 * i]), how(params.format, v[2 * i + 1])));
     }
     if (chunk < chunks) reinterpret_cast<uint4*>(out)[chunk] = make_uint4(words[0], words[1], words[2], words[3]);
   }

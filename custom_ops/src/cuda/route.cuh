@@ -8,9 +8,9 @@ namespace quantmoe {
 constexpr int kRouteWarps = kRouteThreads / 32;
 
 // 32 columns a thread: their 16 words, a 4 x 4 matrix of 4-word pieces, are transposed.
-__device__ inline void prepare(const PrepareParams& p, int block, int blocks) {
-  const int pieces = p.out_columns / 32;
-  const int64_t items = static_cast<int64_t>(p.rows) * pieces;
+__device__ inline void prepare(const PrepareParams& params, int block, int blocks) {
+  const int pieces = params.out_columns / 32;
+  const int64_t items = static_cast<int64_t>(params.rows) * pieces;
   for (int64_t i = static_cast<int64_t>(block) * kRouteThreads + threadIdx.x; i < items;
        i += static_cast<int64_t>(blocks) * kRouteThreads) {
     const int64_t row = i / pieces;
@@ -19,9 +19,10 @@ __device__ inline void prepare(const PrepareParams& p, int block, int blocks) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       in[q] = make_uint4(0, 0, 0, 0);
-      if (column + 8 * q < p.columns) in[q] = *reinterpret_cast<const uint4*>(p.x + row * p.columns + column + 8 * q);
+      if (column + 8 * q < params.columns)
+        in[q] = *reinterpret_cast<const uint4*>(params.x + row * params.columns + column + 8 * q);
     }
-    uint4* out = reinterpret_cast<uint4*>(p.out + row * p.out_columns + column);
+    uint4* out = reinterpret_cast<uint4*>(params.out + row * params.out_columns + column);
     out[0] = make_uint4(in[0].x, in[1].x, in[2].x, in[3].x);
     out[1] = make_uint4(in[0].y, in[1].y, in[2].y, in[3].y);
     out[2] = make_uint4(in[0].z, in[1].z, in[2].z, in[3].z);
@@ -71,33 +72,33 @@ struct ExpertTiles {
   int count, pairs;
   int* place;
 };
-__device__ __forceinline__ ExpertTiles tiles_of(const RouteParams& p, const RouteCounts& s, int l, int count) {
-  const RouteParams::List& list = p.lists[l];
+__device__ __forceinline__ ExpertTiles tiles_of(const RouteParams& params, const RouteCounts& tally, int l, int count) {
+  const RouteParams::List& list = params.lists[l];
   const int tiles = (count + list.tile_pairs - 1) / list.tile_pairs, all = tiles * list.multiple;
   const int even = all ? (count + all - 1) / all * list.multiple : 0;
-  return ExpertTiles{tiles, even, &s.places[l][p.by_size ? even / 8 : 0]};
+  return ExpertTiles{tiles, even, &tally.places[l][params.by_size ? even / 8 : 0]};
 }
 
 // Counts to first places, in every block alike; the first one counts tiles. Experts in rounds of a block's threads;
 // usually there is one round. Returns how many places there are.
-__device__ __forceinline__ int place_experts(const RouteParams& p, const RouteCounts& s, int rank) {
+__device__ __forceinline__ int place_experts(const RouteParams& params, const RouteCounts& tally, int rank) {
   __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
-  const int experts = s.experts, lane = s.lane, warp = s.warp;
+  const int experts = tally.experts, lane = tally.lane, warp = tally.warp;
   int pairs_before = 0, tiles_before = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
     const int e = base + threadIdx.x;
     int count = 0, before = 0;  // before: of this expert in the blocks before this one
     if (e < experts) {
-      for (int r = 0; r < s.cluster; ++r) {
-        const int there = s.cluster > 1 ? remote(s.counts + e, r) : s.counts[e];
+      for (int r = 0; r < tally.cluster; ++r) {
+        const int there = tally.cluster > 1 ? remote(tally.counts + e, r) : tally.counts[e];
         count += there;
         if (r < rank) before += there;
       }
-      s.totals[e] = count;
+      tally.totals[e] = count;
     }
-    const int aligned = (count + p.align - 1) / p.align * p.align;
+    const int aligned = (count + params.align - 1) / params.align * params.align;
     const int pair_scan = scan(aligned, lane);
-    const int tiles = p.ordered ? tiles_of(p, s, 0, count).count : 0, tile_scan = scan(tiles, lane);
+    const int tiles = params.ordered ? tiles_of(params, tally, 0, count).count : 0, tile_scan = scan(tiles, lane);
     if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
     __syncthreads();
     int first = pairs_before + pair_scan - aligned;
@@ -105,19 +106,19 @@ __device__ __forceinline__ int place_experts(const RouteParams& p, const RouteCo
       if (w < warp) first += warp_pairs[w];
       pairs_before += warp_pairs[w];
     }
-    if (p.ordered) {  // counts have been read: now of an expert's first tile
+    if (params.ordered) {  // counts have been read: now of an expert's first tile
       int tile = tiles_before + tile_scan - tiles;
       for (int w = 0; w < kRouteWarps; ++w) {
         if (w < warp) tile += warp_tiles[w];
         tiles_before += warp_tiles[w];
       }
-      if (e < experts) s.counts[e] = tile;
+      if (e < experts) tally.counts[e] = tile;
     }
-    if (e < experts) s.cursors[e] = first + before;
+    if (e < experts) tally.cursors[e] = first + before;
     if (rank == 0) {
-      for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
-      for (int l = 0; l < p.list_count; ++l) {
-        const ExpertTiles tiles = tiles_of(p, s, l, count);
+      for (int i = count; i < aligned; ++i) params.sorted_pairs[first + i] = SortedPair{-1, 0.f};
+      for (int l = 0; l < params.list_count; ++l) {
+        const ExpertTiles tiles = tiles_of(params, tally, l, count);
         if (tiles.count) atomicAdd(tiles.place, tiles.count);
       }
     }
@@ -128,41 +129,42 @@ __device__ __forceinline__ int place_experts(const RouteParams& p, const RouteCo
 
 // Lists of tiles, the largest first (by an expert's first one): what is left for the last round of a product's blocks
 // (Turns) is quick then.
-__device__ __forceinline__ void list_tiles(const RouteParams& p, const RouteCounts& s, int places) {
-  const int experts = s.experts, lane = s.lane, warp = s.warp;
-  if (warp < p.list_count) {
-    const RouteParams::List& list = p.lists[warp];
-    const int tiles = s.places[warp][31 - lane], until = scan(tiles, lane);
-    s.places[warp][31 - lane] = until - tiles;
+__device__ __forceinline__ void list_tiles(const RouteParams& params, const RouteCounts& tally, int places) {
+  const int experts = tally.experts, lane = tally.lane, warp = tally.warp;
+  if (warp < params.list_count) {
+    const RouteParams::List& list = params.lists[warp];
+    const int tiles = tally.places[warp][31 - lane], until = scan(tiles, lane);
+    tally.places[warp][31 - lane] = until - tiles;
     if (lane == 31) list.tiles[list.max_tiles] = Tile{0, places, until};
   }
   __syncthreads();
   for (int e = threadIdx.x; e < experts; e += kRouteThreads)
-    for (int l = 0; l < p.list_count; ++l) {
-      const ExpertTiles tiles = tiles_of(p, s, l, s.totals[e]);
+    for (int l = 0; l < params.list_count; ++l) {
+      const ExpertTiles tiles = tiles_of(params, tally, l, tally.totals[e]);
       if (!tiles.count) continue;
-      const int place = p.ordered ? s.counts[e] : atomicAdd(tiles.place, tiles.count), count = s.totals[e];
+      const int place = params.ordered ? tally.counts[e] : atomicAdd(tiles.place, tiles.count), count = tally.totals[e];
       for (int i = 0; i < tiles.count; ++i) {
         const int at = min(i * tiles.pairs, count), group = i / kTileGroup * kTileGroup;
-        p.lists[l].tiles[place + i] = Tile{e, s.cursors[e] + at, min(tiles.pairs, count - at), place + group,
-                                           min(kTileGroup, tiles.count - group)};
+        params.lists[l].tiles[place + i] = Tile{e, tally.cursors[e] + at, min(tiles.pairs, count - at), place + group,
+                                                min(kTileGroup, tiles.count - group)};
       }
     }
   __syncthreads();
 }
 
 // Pairs in their experts' places, by pair. unordered: as many.
-__device__ __forceinline__ void place_in_order(const RouteParams& p, const RouteCounts& s, int pairs, int* unordered) {
+__device__ __forceinline__ void place_in_order(const RouteParams& params, const RouteCounts& tally, int pairs,
+                                               int* unordered) {
   for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
-    if (const int e = local_expert(p.routing, pair); e >= 0) unordered[atomicAdd(&s.cursors[e], 1)] = pair;
+    if (const int e = local_expert(params.routing, pair); e >= 0) unordered[atomicAdd(&tally.cursors[e], 1)] = pair;
   __syncthreads();
   for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
-    const int e = local_expert(p.routing, pair);
+    const int e = local_expert(params.routing, pair);
     if (e < 0) continue;
-    int at = s.cursors[e] - s.totals[e];
+    int at = tally.cursors[e] - tally.totals[e];
 #pragma unroll 4
-    for (int i = at, past = s.cursors[e]; i < past; ++i) at += unordered[i] < pair;
-    p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
+    for (int i = at, past = tally.cursors[e]; i < past; ++i) at += unordered[i] < pair;
+    params.sorted_pairs[at] = SortedPair{pair, params.routing.topk_weights[pair]};
   }
 }
 
@@ -173,16 +175,16 @@ __device__ __forceinline__ void place_in_order(const RouteParams& p, const Route
 // not: a token is a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to the
 // place of their pair. Not so in moe_gemm_span.cuh, where K is cut elsewhere in each tile: it gets one order, by expert
 // and pair.
-__global__ void __launch_bounds__(kRouteThreads) moe_route(const __grid_constant__ RouteParams p) {
+__global__ void __launch_bounds__(kRouteThreads) moe_route(const __grid_constant__ RouteParams params) {
   extern __shared__ int counts[];
   __shared__ int places[2][32];
-  const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int pairs = p.routing.tokens * p.routing.top_k, cluster = p.cluster, rank = blockIdx.x;
-  const RouteCounts s{experts, cluster, lane, warp, counts, counts + experts, counts + 2 * experts, places};
+  const int experts = params.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int pairs = params.routing.tokens * params.routing.top_k, cluster = params.cluster, rank = blockIdx.x;
+  const RouteCounts tally{experts, cluster, lane, warp, counts, counts + experts, counts + 2 * experts, places};
   launch_dependents();
   wait_for_previous();
   if (rank >= cluster) {
-    prepare(p.prepare, blockIdx.x - cluster, gridDim.x - cluster);
+    prepare(params.prepare, blockIdx.x - cluster, gridDim.x - cluster);
     return;
   }
   for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
@@ -192,60 +194,60 @@ __global__ void __launch_bounds__(kRouteThreads) moe_route(const __grid_constant
   const int end = static_cast<int>((static_cast<int64_t>(rank) + 1) * pairs / cluster);
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
-    const int e = local_expert(p.routing, pair);
+    const int e = local_expert(params.routing, pair);
     if (e >= 0) atomicAdd(&counts[e], 1);
   }
   cluster_sync(cluster);
-  const int all = place_experts(p, s, rank);
-  if (rank == 0) list_tiles(p, s, all);
-  if (p.ordered) return place_in_order(p, s, pairs, s.totals + experts);
+  const int all = place_experts(params, tally, rank);
+  if (rank == 0) list_tiles(params, tally, all);
+  if (params.ordered) return place_in_order(params, tally, pairs, tally.totals + experts);
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
-    const int e = local_expert(p.routing, pair);
-    const int at = e >= 0 ? atomicAdd(&s.cursors[e], 1) : -1;
-    if (e >= 0) p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
-    if (p.positions) p.positions[pair] = at;
+    const int e = local_expert(params.routing, pair);
+    const int at = e >= 0 ? atomicAdd(&tally.cursors[e], 1) : -1;
+    if (e >= 0) params.sorted_pairs[at] = SortedPair{pair, params.routing.topk_weights[pair]};
+    if (params.positions) params.positions[pair] = at;
   }
   cluster_sync(cluster);  // no block ends while others read its counts
 }
 
 // One block a pair. An order is the model's: one that names no feature makes a wrong result, not a read elsewhere.
-__global__ void moe_gather(const __grid_constant__ GatherParams p) {
-  const int pair = blockIdx.x, expert = local_expert(p.routing, pair);
+__global__ void moe_gather(const __grid_constant__ GatherParams params) {
+  const int pair = blockIdx.x, expert = local_expert(params.routing, pair);
   if (expert < 0) return;
-  const int* perm = reinterpret_cast<const int*>(p.rows[expert] + p.perm_at);
-  const uint16_t* x = p.x + static_cast<int64_t>(pair / p.x_divisor) * p.columns;
-  uint16_t* out = p.out + static_cast<int64_t>(pair) * p.out_columns;
-  for (int k = threadIdx.x; k < p.out_columns; k += blockDim.x) {
-    const int order = k >= p.half, column = order ? k - p.half : k;
+  const int* perm = reinterpret_cast<const int*>(params.rows[expert] + params.perm_at);
+  const uint16_t* x = params.x + static_cast<int64_t>(pair / params.x_divisor) * params.columns;
+  uint16_t* out = params.out + static_cast<int64_t>(pair) * params.out_columns;
+  for (int k = threadIdx.x; k < params.out_columns; k += blockDim.x) {
+    const int order = k >= params.half, column = order ? k - params.half : k;
     out[k] = 0;
-    if (column < p.columns)
-      out[k] = x[min(static_cast<unsigned>(perm[order * p.order_words + column]), p.columns - 1u)];
+    if (column < params.columns)
+      out[k] = x[min(static_cast<unsigned>(perm[order * params.order_words + column]), params.columns - 1u)];
   }
 }
 
 // out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns and asks
 // for kAhead rows of them before it adds any up: with few tokens it is latency that this kernel takes.
 template <typename T, typename Partial>
-__global__ void __launch_bounds__(kCombineThreads) moe_combine(const __grid_constant__ CombineParams p) {
+__global__ void __launch_bounds__(kCombineThreads) moe_combine(const __grid_constant__ CombineParams params) {
   constexpr int kAhead = 8, kWords = sizeof(Partial) / 2;
   wait_for_previous();
   const int token = blockIdx.x, column = (blockIdx.y * kCombineThreads + threadIdx.x) * 8;
-  if (column >= p.columns) return;
-  const int64_t pair = static_cast<int64_t>(token) * p.routing.top_k;
-  const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.parts * p.columns + column;
+  if (column >= params.columns) return;
+  const int64_t pair = static_cast<int64_t>(token) * params.routing.top_k;
+  const Partial* from = static_cast<const Partial*>(params.partial) + pair * params.parts * params.columns + column;
   float sum[8] = {};
   int slot = 0, part = 0;
-  while (slot < p.routing.top_k) {
+  while (slot < params.routing.top_k) {
     bool here[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      here[i] = slot < p.routing.top_k && local_expert(p.routing, pair + slot) >= 0;
-      if (++part == p.parts) part = 0, ++slot;
+      here[i] = slot < params.routing.top_k && local_expert(params.routing, pair + slot) >= 0;
+      if (++part == params.parts) part = 0, ++slot;
     }
     uint4 rows[kAhead][kWords];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i, from += p.columns)
+    for (int i = 0; i < kAhead; ++i, from += params.columns)
 #pragma unroll
       for (int j = 0; j < kWords; ++j)
         if (here[i]) rows[i][j] = __ldcs(reinterpret_cast<const uint4*>(from) + j);
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kCombineThreads) moe_combine(const __grid_cons
       }
     }
   }
-  *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.columns + column) =
+  *reinterpret_cast<uint4*>(static_cast<T*>(params.out) + static_cast<int64_t>(token) * params.columns + column) =
       make_uint4(Half<T>::pack(sum[0], sum[1]), Half<T>::pack(sum[2], sum[3]), Half<T>::pack(sum[4], sum[5]),
                  Half<T>::pack(sum[6], sum[7]));
 }

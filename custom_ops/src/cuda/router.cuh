@@ -33,19 +33,19 @@ __device__ inline void dot8(float& sum, const uint4& a, const uint4& b) {
 // takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. As many pieces as registers hold are read before the
 // kernel waits for x. The sums go to the token's block, which selects. Dynamic shared memory: router_shared.
 template <typename T, int kTiles>
-__global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid_constant__ RouterParams p) {
+__global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid_constant__ RouterParams params) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRows = 16 * kTiles, kAhead = kTiles == 1 ? 8 : kTiles == 2 ? 5 : 12 / kTiles;
   extern __shared__ __align__(128) float parts[];  // [warps, rows, kRouterTokens]
   __shared__ float biases[kRows];
   launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, rank = blockIdx.x;
-  const int rows = logits_of(p.routing), each = (rows + kRouterBlocks - 1) / kRouterBlocks;
-  const int first = min(rank * each, rows), count = min(each, rows - first), words = p.columns / 8;
-  const int token0 = blockIdx.y * kRouterTokens, tokens = min(kRouterTokens, p.tokens - token0);
+  const int rows = logits_of(params.routing), each = (rows + kRouterBlocks - 1) / kRouterBlocks;
+  const int first = min(rank * each, rows), count = min(each, rows - first), words = params.columns / 8;
+  const int token0 = blockIdx.y * kRouterTokens, tokens = min(kRouterTokens, params.tokens - token0);
   float* logits = parts + kRouterWarps * kRows * kRouterTokens;
-  const uint4* weights = static_cast<const uint4*>(p.weight) + static_cast<int64_t>(first) * words;
-  const uint4* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token0 + g) * words;
+  const uint4* weights = static_cast<const uint4*>(params.weight) + static_cast<int64_t>(first) * words;
+  const uint4* x = static_cast<const uint4*>(params.x) + static_cast<int64_t>(token0 + g) * words;
   const auto word_of = [&](int at, int piece) { return 4 * (at + piece * kRouterWarps) + t; };
   uint4 weight[kAhead][kTiles][2];  // rows g and g + 8
   const auto read = [&](int at) {
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
       }
   };
   read(warp);
-  if (threadIdx.x < kRows) biases[threadIdx.x] = p.bias && threadIdx.x < count ? p.bias[first + threadIdx.x] : 0.f;
+  if (threadIdx.x < kRows)
+    biases[threadIdx.x] = params.bias && threadIdx.x < count ? params.bias[first + threadIdx.x] : 0.f;
   cluster_arrive();  // all blocks are there before one stores to another
   wait_for_previous();
   float sums[kTiles][4] = {};
@@ -99,47 +100,49 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
   cluster_arrive();
   cluster_wait();
   if (rank < tokens && warp == 0) {
-    const int64_t at = static_cast<int64_t>(token0 + rank) * slots_of(p.routing);
-    select(p.routing, reinterpret_cast<unsigned*>(logits), p.correction, p.topk_ids + at, p.topk_weights + at);
+    const int64_t at = static_cast<int64_t>(token0 + rank) * slots_of(params.routing);
+    select(params.routing, reinterpret_cast<unsigned*>(logits), params.correction, params.topk_ids + at,
+           params.topk_weights + at);
   }
 #endif
 }
 
 // Any columns. kWords: they are a multiple of 8.
 template <typename T, bool kWords>
-__global__ void __launch_bounds__(kRouterRowsThreads) router_rows(const __grid_constant__ RouterParams p) {
+__global__ void __launch_bounds__(kRouterRowsThreads) router_rows(const __grid_constant__ RouterParams params) {
   launch_dependents();
   const int lane = threadIdx.x % 32, e = blockIdx.y * (kRouterRowsThreads / 32) + threadIdx.x / 32;
-  const bool there = e < logits_of(p.routing);
-  const int64_t token = blockIdx.x, row = static_cast<int64_t>(e) * p.columns;
-  if (kWords && there && lane == 0 && token == 0) prefetch(static_cast<const T*>(p.weight) + row, 2 * p.columns);
+  const bool there = e < logits_of(params.routing);
+  const int64_t token = blockIdx.x, row = static_cast<int64_t>(e) * params.columns;
+  if (kWords && there && lane == 0 && token == 0)
+    prefetch(static_cast<const T*>(params.weight) + row, 2 * params.columns);
   wait_for_previous();
   if (!there) return;
   float sum = 0.f;
   if constexpr (kWords) {
-    const uint4* x = static_cast<const uint4*>(p.x) + token * (p.columns / 8);
-    const uint4* w = static_cast<const uint4*>(p.weight) + row / 8;
+    const uint4* x = static_cast<const uint4*>(params.x) + token * (params.columns / 8);
+    const uint4* w = static_cast<const uint4*>(params.weight) + row / 8;
 #pragma unroll 4
-    for (int i = lane; i < p.columns / 8; i += 32) dot8<T>(sum, x[i], w[i]);
+    for (int i = lane; i < params.columns / 8; i += 32) dot8<T>(sum, x[i], w[i]);
   } else {
-    const T* x = static_cast<const T*>(p.x) + token * p.columns;
-    const T* w = static_cast<const T*>(p.weight) + row;
-    for (int i = lane; i < p.columns; i += 32) sum = fmaf(static_cast<float>(x[i]), static_cast<float>(w[i]), sum);
+    const T* x = static_cast<const T*>(params.x) + token * params.columns;
+    const T* w = static_cast<const T*>(params.weight) + row;
+    for (int i = lane; i < params.columns; i += 32) sum = fmaf(static_cast<float>(x[i]), static_cast<float>(w[i]), sum);
   }
   sum = warp_sum(sum);
-  if (lane == 0) p.logits[token * logits_of(p.routing) + e] = p.bias ? sum + p.bias[e] : sum;
+  if (lane == 0) params.logits[token * logits_of(params.routing) + e] = params.bias ? sum + params.bias[e] : sum;
 }
 
 // columns: a multiple of 8. A warp has all tokens of the tile and 16 experts. A row of a stage is 128 bytes, whose
 // 16-byte words are exchanged by its number, so that eight rows' words are in other banks.
 template <typename T>
-__global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_constant__ RouterParams p) {
+__global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_constant__ RouterParams params) {
   constexpr int kTokens = kRouterTileTokens, kRows = kTokens + kRouterTileExperts, kWords = kRouterTileColumns / 8;
   extern __shared__ __align__(128) uint8_t shared[];
   launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token0 = blockIdx.x * kTokens, expert0 = blockIdx.y * kRouterTileExperts;
-  const int experts = logits_of(p.routing), words = p.columns / 8, steps = (words + kWords - 1) / kWords;
+  const int experts = logits_of(params.routing), words = params.columns / 8, steps = (words + kWords - 1) / kWords;
   const uint32_t base = shared_address(shared);
   const auto at = [&](int stage, int row, int word) {
     return base + ((stage * kRows + row) * kWords + (word ^ row % 8)) * 16;
@@ -154,8 +157,9 @@ __global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_
   for (int i = 0; i < kCopies; ++i) {
     const bool token = i < kTokenCopies;
     const int row = token ? token0 + own_row + i * kEach : expert0 + own_row + (i - kTokenCopies) * kEach;
-    source[i] = static_cast<const uint4*>(token ? p.x : p.weight) + static_cast<int64_t>(row) * words + own_word;
-    there[i] = row < (token ? p.tokens : experts);
+    source[i] =
+        static_cast<const uint4*>(token ? params.x : params.weight) + static_cast<int64_t>(row) * words + own_word;
+    there[i] = row < (token ? params.tokens : experts);
   }
   const auto load = [&](int step, bool tokens, bool weights) {
     const uint32_t to = at(step % kRouterStages, own_row, own_word);
@@ -194,8 +198,9 @@ __global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_
   for (int i = 0; i < 16; ++i) {
     const int m = i / 8, n = i / 4 % 2, c = i % 4;
     const int token = token0 + m * 16 + c / 2 * 8 + lane / 4, e = expert0 + warp * 16 + n * 8 + lane % 4 * 2 + c % 2;
-    if (token < p.tokens && e < experts)
-      p.logits[static_cast<int64_t>(token) * experts + e] = p.bias ? sums[m][n][c] + p.bias[e] : sums[m][n][c];
+    if (token < params.tokens && e < experts)
+      params.logits[static_cast<int64_t>(token) * experts + e] =
+          params.bias ? sums[m][n][c] + params.bias[e] : sums[m][n][c];
   }
 }
 

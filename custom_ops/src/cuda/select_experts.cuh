@@ -64,17 +64,17 @@ __device__ inline void take_largest(const unsigned* key, const float* score, int
 // Select where all groups are kept, at most 32 N experts, at most 32 of them selected and no logit is NaN: registers
 // have the scores, and lane j what is selected j-th.
 template <int N>
-__device__ inline void select_here(const qm_routing& r, const float* logits, const float* correction_bias, int* ids,
-                                   float* weights) {
+__device__ inline void select_here(const qm_routing& routing, const float* logits, const float* correction_bias,
+                                   int* ids, float* weights) {
   const int lane = threadIdx.x;
   float score[N], most = -INFINITY;
   unsigned key[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    score[i] = lane + 32 * i < r.num_experts ? logits[lane + 32 * i] : -INFINITY;
+    score[i] = lane + 32 * i < routing.num_experts ? logits[lane + 32 * i] : -INFINITY;
     most = fmaxf(most, score[i]);
   }
-  if (r.method == k_routing_method_softmax_topk) {
+  if (routing.method == k_routing_method_softmax_topk) {
     most = warp_most(most);
     float sum = 0.f;
 #pragma unroll
@@ -82,18 +82,18 @@ __device__ inline void select_here(const qm_routing& r, const float* logits, con
     sum = warp_sum(sum);
 #pragma unroll
     for (int i = 0; i < N; ++i) score[i] /= sum;
-  } else if (r.method == k_routing_method_sigmoid_topk) {
+  } else if (routing.method == k_routing_method_sigmoid_topk) {
 #pragma unroll
     for (int i = 0; i < N; ++i) score[i] = 1.f / (1.f + expf(-score[i]));
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const int e = lane + 32 * i;
-    key[i] = e < r.num_experts ? max(ordered(score[i] + (correction_bias ? correction_bias[e] : 0.f)), 1u) : 0;
+    key[i] = e < routing.num_experts ? max(ordered(score[i] + (correction_bias ? correction_bias[e] : 0.f)), 1u) : 0;
   }
   int id = 0;
   float weight = 0.f;
-  for (int j = 0; j < r.top_k; ++j) {
+  for (int j = 0; j < routing.top_k; ++j) {
     unsigned best = key[0];
 #pragma unroll
     for (int i = 1; i < N; ++i) best = max(best, key[i]);
@@ -110,26 +110,26 @@ __device__ inline void select_here(const qm_routing& r, const float* logits, con
     for (int i = 0; i < N; ++i)
       if (lane + 32 * i == first) key[i] = 0;
   }
-  const bool mine = lane < r.top_k;
+  const bool mine = lane < routing.top_k;
   const auto divide = [&](float least) {  // by their sum
     weight /= warp_sum(mine ? weight : 0.f) + least;
   };
-  if (r.method == k_routing_method_topk_softmax) {
+  if (routing.method == k_routing_method_topk_softmax) {
     weight = expf(weight - warp_most(mine ? weight : -INFINITY));
     divide(0.f);
-  } else if (r.method == k_routing_method_topk_sigmoid) {
+  } else if (routing.method == k_routing_method_topk_sigmoid) {
     weight = 1.f / (1.f + expf(-weight));
   }
-  if (r.renormalize) divide(1e-20f);
-  if (mine) ids[lane] = id, weights[lane] = weight * r.routed_scaling_factor;
+  if (routing.renormalize) divide(1e-20f);
+  if (mine) ids[lane] = id, weights[lane] = weight * routing.routed_scaling_factor;
 }
 
 // Leaves keys of the topk_group best groups alone, those of others become 0. A group is as good as its two best.
-__device__ __forceinline__ void keep_groups(const qm_routing& r, int experts, const float* score,
+__device__ __forceinline__ void keep_groups(const qm_routing& routing, int experts, const float* score,
                                             const float* correction_bias, unsigned* key, unsigned* group_key) {
   __syncwarp();
-  const int lane = threadIdx.x, size = experts / r.n_group;
-  for (int i = lane; i < r.n_group; i += 32) {
+  const int lane = threadIdx.x, size = experts / routing.n_group;
+  for (int i = lane; i < routing.n_group; i += 32) {
     float best = -INFINITY, second = -INFINITY;
     for (int e = i * size; e < (i + 1) * size; ++e) {
       const float x = score[e] + (correction_bias ? correction_bias[e] : 0.f);
@@ -142,8 +142,8 @@ __device__ __forceinline__ void keep_groups(const qm_routing& r, int experts, co
     group_key[i] = max(ordered(size > 1 ? best + second : best), 1u);
   }
   __syncwarp();
-  for (int j = 0; j < r.topk_group; ++j) {
-    const int i = warp_largest(group_key, r.n_group);
+  for (int j = 0; j < routing.topk_group; ++j) {
+    const int i = warp_largest(group_key, routing.n_group);
     __syncwarp();
     if (lane == 0) group_key[i] = 0;
     __syncwarp();
@@ -154,17 +154,17 @@ __device__ __forceinline__ void keep_groups(const qm_routing& r, int experts, co
 
 // A warp selects from the f32 logits, the first of select_words words in shared memory; all lanes see them. Methods are
 // op.def's; correction_bias: null for none.
-__device__ inline void select(const qm_routing& r, unsigned* words, const float* correction_bias, int* ids,
+__device__ inline void select(const qm_routing& routing, unsigned* words, const float* correction_bias, int* ids,
                               float* weights) {
-  const int experts = r.num_experts, lane = threadIdx.x;
+  const int experts = routing.num_experts, lane = threadIdx.x;
   float* score = reinterpret_cast<float*>(words);
-  unsigned* key = words + logits_of(r);
+  unsigned* key = words + logits_of(routing);
   unsigned* group_key = key + experts;
-  float* weight = reinterpret_cast<float*>(group_key + r.n_group);
+  float* weight = reinterpret_cast<float*>(group_key + routing.n_group);
 
-  for (int s = lane; s < r.shared_experts; s += 32) {
-    ids[r.top_k + s] = experts + s;
-    weights[r.top_k + s] = r.shared_gate ? 1.f / (1.f + expf(-score[experts])) : 1.f;
+  for (int s = lane; s < routing.shared_experts; s += 32) {
+    ids[routing.top_k + s] = experts + s;
+    weights[routing.top_k + s] = routing.shared_gate ? 1.f / (1.f + expf(-score[experts])) : 1.f;
   }
   float most = -INFINITY;
   bool nan = false;
@@ -175,31 +175,31 @@ __device__ inline void select(const qm_routing& r, unsigned* words, const float*
     most = fmaxf(most, x);
   }
   if (__any_sync(~0u, nan)) {
-    for (int j = lane; j < r.top_k; j += 32) ids[j] = j, weights[j] = NAN;
+    for (int j = lane; j < routing.top_k; j += 32) ids[j] = j, weights[j] = NAN;
     return;
   }
-  if (r.topk_group == r.n_group && experts <= 256 && r.top_k <= 32)
-    return experts <= 128 ? select_here<4>(r, score, correction_bias, ids, weights)
-                          : select_here<8>(r, score, correction_bias, ids, weights);
-  if (r.method == k_routing_method_softmax_topk) {
+  if (routing.topk_group == routing.n_group && experts <= 256 && routing.top_k <= 32)
+    return experts <= 128 ? select_here<4>(routing, score, correction_bias, ids, weights)
+                          : select_here<8>(routing, score, correction_bias, ids, weights);
+  if (routing.method == k_routing_method_softmax_topk) {
     most = warp_most(most);
     float sum = 0.f;
     for (int e = lane; e < experts; e += 32) sum += score[e] = expf(score[e] - most);
     sum = warp_sum(sum);
     for (int e = lane; e < experts; e += 32) score[e] /= sum;
-  } else if (r.method == k_routing_method_sigmoid_topk) {
+  } else if (routing.method == k_routing_method_sigmoid_topk) {
     for (int e = lane; e < experts; e += 32) score[e] = 1.f / (1.f + expf(-score[e]));
   }
   for (int e = lane; e < experts; e += 32)
     key[e] = max(ordered(score[e] + (correction_bias ? correction_bias[e] : 0.f)), 1u);
-  if (r.topk_group < r.n_group) keep_groups(r, experts, score, correction_bias, key, group_key);
+  if (routing.topk_group < routing.n_group) keep_groups(routing, experts, score, correction_bias, key, group_key);
   __syncwarp();
   if (experts <= 128) {
-    take_largest<4>(key, score, experts, r.top_k, ids, weight);
+    take_largest<4>(key, score, experts, routing.top_k, ids, weight);
   } else if (experts <= 256) {
-    take_largest<8>(key, score, experts, r.top_k, ids, weight);
+    take_largest<8>(key, score, experts, routing.top_k, ids, weight);
   } else {
-    for (int j = 0; j < r.top_k; ++j) {
+    for (int j = 0; j < routing.top_k; ++j) {
       const int e = warp_largest(key, experts);
       __syncwarp();
       if (lane == 0) key[e] = 0, ids[j] = e, weight[j] = score[e];
@@ -209,36 +209,37 @@ __device__ inline void select(const qm_routing& r, unsigned* words, const float*
   __syncwarp();
   const auto divide = [&](float least) {  // by their sum
     float sum = 0.f;
-    for (int j = lane; j < r.top_k; j += 32) sum += weight[j];
+    for (int j = lane; j < routing.top_k; j += 32) sum += weight[j];
     sum = warp_sum(sum) + least;
-    for (int j = lane; j < r.top_k; j += 32) weight[j] /= sum;
+    for (int j = lane; j < routing.top_k; j += 32) weight[j] /= sum;
   };
-  if (r.method == k_routing_method_topk_softmax) {
+  if (routing.method == k_routing_method_topk_softmax) {
     float largest = -INFINITY;
-    for (int j = lane; j < r.top_k; j += 32) largest = fmaxf(largest, weight[j]);
+    for (int j = lane; j < routing.top_k; j += 32) largest = fmaxf(largest, weight[j]);
     largest = warp_most(largest);
-    for (int j = lane; j < r.top_k; j += 32) weight[j] = expf(weight[j] - largest);
+    for (int j = lane; j < routing.top_k; j += 32) weight[j] = expf(weight[j] - largest);
     divide(0.f);
-  } else if (r.method == k_routing_method_topk_sigmoid) {
-    for (int j = lane; j < r.top_k; j += 32) weight[j] = 1.f / (1.f + expf(-weight[j]));
+  } else if (routing.method == k_routing_method_topk_sigmoid) {
+    for (int j = lane; j < routing.top_k; j += 32) weight[j] = 1.f / (1.f + expf(-weight[j]));
   }
-  if (r.renormalize) divide(1e-20f);
-  for (int j = lane; j < r.top_k; j += 32) weights[j] = weight[j] * r.routed_scaling_factor;
+  if (routing.renormalize) divide(1e-20f);
+  for (int j = lane; j < routing.top_k; j += 32) weights[j] = weight[j] * routing.routed_scaling_factor;
 }
 
 // Dynamic shared memory: select_words.
 template <typename Logit>
-__global__ void __launch_bounds__(32) moe_select(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(32) moe_select(const __grid_constant__ SelectParams params) {
   extern __shared__ unsigned words[];
   launch_dependents();
   wait_for_previous();
-  const qm_routing& r = p.routing;
+  const qm_routing& routing = params.routing;
   const int64_t token = blockIdx.x;
-  const Logit* logits = static_cast<const Logit*>(p.logits) + token * logits_of(r);
-  for (int e = threadIdx.x; e < logits_of(r); e += 32)
+  const Logit* logits = static_cast<const Logit*>(params.logits) + token * logits_of(routing);
+  for (int e = threadIdx.x; e < logits_of(routing); e += 32)
     reinterpret_cast<float*>(words)[e] = static_cast<float>(logits[e]);
   __syncwarp();
-  select(r, words, p.correction_bias, p.topk_ids + token * slots_of(r), p.topk_weights + token * slots_of(r));
+  select(routing, words, params.correction_bias, params.topk_ids + token * slots_of(routing),
+         params.topk_weights + token * slots_of(routing));
 }
 
 }  // namespace quantmoe

@@ -14,8 +14,8 @@ struct DenseFamily {
   }
 };
 template <typename T, class F>
-LinearKernel select_dense(const qm_cuda_step& g) {
-  return select<DenseFamily, T, F, Product::kLinear>(QM_CUDA_DENSE, g);
+LinearKernel select_dense(const qm_cuda_step& step) {
+  return select<DenseFamily, T, F, Product::kLinear>(QM_CUDA_DENSE, step);
 }
 
 }  // namespace quantmoe

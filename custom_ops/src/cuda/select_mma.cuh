@@ -23,8 +23,8 @@ struct MmaFamily {
   }
 };
 template <typename T, Product product, class F>
-GemmKernel select_mma(F, int path, const qm_cuda_step& g) {
-  return select<MmaFamily, T, F, product>(path, g);
+GemmKernel select_mma(F, int path, const qm_cuda_step& step) {
+  return select<MmaFamily, T, F, product>(path, step);
 }
 
 }  // namespace quantmoe

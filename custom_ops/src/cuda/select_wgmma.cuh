@@ -15,9 +15,9 @@ struct WgmmaFamily {
   }
 };
 template <typename T, class F>
-GemmKernel select_wgmma(F, Product product, const qm_cuda_step& g) {
-  return product == Product::kDown ? select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, g)
-                                   : select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, g);
+GemmKernel select_wgmma(F, Product product, const qm_cuda_step& step) {
+  return product == Product::kDown ? select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, step)
+                                   : select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, step);
 }
 
 }  // namespace quantmoe

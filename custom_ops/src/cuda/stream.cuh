@@ -50,7 +50,7 @@ struct Stream {
   int k, columns_left;                        // columns_left: from the lane's first to the end of the row
   uint32_t panel_at[MT], scale_panel_at[MT];  // from the first panel to panel m
 
-  __device__ Stream(uint8_t* rings, const Weights& w) {
+  __device__ Stream(uint8_t* rings, const Weights& weights) {
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
@@ -63,27 +63,30 @@ struct Stream {
     first_half = lane % 2 * 8;
     if constexpr (Size::kBits == 8) asm volatile("" : "+r"(first_half));
     // One group in a unit: zero points of rows g and g + 8 are two bytes, and a word serves two g.
-    zero_selector = byte_pair(two_groups(w) ? 0 : 2 * (g % 2));
+    zero_selector = byte_pair(two_groups(weights) ? 0 : 2 * (g % 2));
   }
   // Points at unit k_ of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
-  __device__ void seek_weights(const Weights& w, const uint8_t* expert, int panel, int k_) {
+  __device__ void seek_weights(const Weights& weights, const uint8_t* expert, int panel, int k_) {
     k = k_;
-    panel = min(panel, w.panels - 1);
-    const int scale_bytes = scale_lane_bytes(w);
+    panel = min(panel, weights.panels - 1);
+    const int scale_bytes = scale_lane_bytes(weights);
 #pragma unroll
     for (int m = 1; m < MT; ++m) {
-      const int at = min(m, w.panels - 1 - panel);
-      panel_at[m] = at * w.units * kUnitBytes, scale_panel_at[m] = at * w.blocks * 8 * scale_bytes;
+      const int at = min(m, weights.panels - 1 - panel);
+      panel_at[m] = at * weights.units * kUnitBytes, scale_panel_at[m] = at * weights.blocks * 8 * scale_bytes;
     }
-    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + Size::from_at(lane);
-    scales = expert + w.scales_at + ((panel * w.blocks + (kScalesAhead ? k : 0)) * 8 + g) * scale_bytes;
+    codes = expert + (static_cast<int64_t>(panel) * weights.units + k) * kUnitBytes + Size::from_at(lane);
+    scales = expert + weights.scales_at + ((panel * weights.blocks + (kScalesAhead ? k : 0)) * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (two_groups(w) ? 4 * g : 2 * g & ~3);
+      zeros = expert + weights.zeros_at + panel * weights.blocks * weights.zero_bytes +
+              (two_groups(weights) ? 4 * g : 2 * g & ~3);
   }
-  __device__ static bool two_groups(const Weights& w) { return Size::kRuntime ? w.two_groups : F::kGroups == 2; }
+  __device__ static bool two_groups(const Weights& weights) {
+    return Size::kRuntime ? weights.two_groups : F::kGroups == 2;
+  }
   // Bytes of rows g and g + 8 in a block.
-  __device__ static int scale_lane_bytes(const Weights& w) {
-    return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes;
+  __device__ static int scale_lane_bytes(const Weights& weights) {
+    return Size::kRuntime ? weights.scale_bytes : Size::kScaleBytes;
   }
 
   __device__ void seek_tokens(int n, const T* row, int x_columns) {
@@ -91,10 +94,10 @@ struct Stream {
     columns_left = x_columns - k * kTokenUnit - t * 8;
   }
 
-  __device__ void copy_weights(int stage, const Weights& w) {
+  __device__ void copy_weights(int stage, const Weights& weights) {
     const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
-    const int block = k >> w.block_shift;
-    const uint8_t* first = kScalesAhead ? scales : scales + block * (8 * scale_lane_bytes(w));
+    const int block = k >> weights.block_shift;
+    const uint8_t* first = kScalesAhead ? scales : scales + block * (8 * scale_lane_bytes(weights));
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       const uint8_t *c = m ? codes + panel_at[m] : codes, *s = m ? first + scale_panel_at[m] : first;
@@ -102,19 +105,19 @@ struct Stream {
       for (int u = 0; u < kUnits; ++u)
 #pragma unroll
         for (int i = 0; i < kUnitBytes; i += 512)
-          if (u == 0 || k + u < w.units)  // else: any codes, the tokens there are zero
+          if (u == 0 || k + u < weights.units)  // else: any codes, the tokens there are zero
             copy_async16_once(to + (u * MT + m) * kUnitBytes + i, c + u * kUnitBytes + Size::piece_at(i), once);
       if constexpr (Size::kScaleBytes == 0) continue;
-      if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
+      if (Size::kScaleBytes == 4 || (Size::kRuntime && weights.scale_bytes == 4)) {
         copy_async_small<4>(scales_to + m * 32 * Size::kScaleBytes, s);
       } else {
         copy_async_small<8>(scales_to + m * 32 * Size::kScaleBytes, s);
       }
     }
     if constexpr (Size::kZeroBytes > 0) {
-      const uint8_t* z = zeros + block * w.zero_bytes;
+      const uint8_t* z = zeros + block * weights.zero_bytes;
       const int shift =
-          Size::kRuntime && w.scale_type == k_scale_type_f32 ? 2 : 1;  // a byte where scales have two, f32's four
+          Size::kRuntime && weights.scale_type == k_scale_type_f32 ? 2 : 1;  // a byte where scales have two, f32's four
 #pragma unroll
       for (int m = 0; m < MT; ++m) copy_async_small<4>(zero_at(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
     }
@@ -149,13 +152,14 @@ struct Stream {
   // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles; to be
   // multiplied by SumFactor.
   template <int N, bool kFactor = false, bool kShift = false>
-  __device__ void consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
+  __device__ void consume(int stage, float (&acc)[MT][NT][4], const Weights& weights,
+                          const float* factor = nullptr) const {
     if constexpr (kCodes) {
-      consume_e4m3<N, kFactor>(stage, acc, w, factor);
+      consume_e4m3<N, kFactor>(stage, acc, weights, factor);
     } else if constexpr (F::kPacked) {
       consume_nvfp4<N, kFactor>(stage, acc, factor);
     } else {
-      consume_values<N, kFactor, kShift>(stage, acc, w, factor);
+      consume_values<N, kFactor, kShift>(stage, acc, weights, factor);
     }
   }
   // One long function: its sums and codes are registers, and a lambda around the scales alone makes other machine code.
@@ -334,7 +338,7 @@ struct Stream {
   // Of e4m3: a lane's 16 bytes of a row of weights, and of a token, are its words of two products. It has the step of
   // column g, and sums of columns 2t and 2t + 1.
   template <int N, bool kFactor>
-  __device__ void consume_e4m3(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
+  __device__ void consume_e4m3(int stage, float (&acc)[MT][NT][4], const Weights& weights, const float* factor) const {
     const uint32_t base = codes_at + stage * kStageBytes;
     uint4 x[N];
     float step[N][2], part[MT][N][4];
@@ -371,9 +375,9 @@ struct Stream {
             acc[m][n][i] = fmaf((i < 2 ? s.x : s.y) * step[n][i % 2], part[m][n][i], acc[m][n][i]);
       }
     };
-    if (w.scale_type == k_scale_type_f32) {
+    if (weights.scale_type == k_scale_type_f32) {
       add([](uint32_t at) { return make_float2(__uint_as_float(load4(at)), __uint_as_float(load4(at + 4))); });
-    } else if (w.scale_type == k_scale_type_f16) {
+    } else if (weights.scale_type == k_scale_type_f16) {
       add([](uint32_t at) { return make_float2(Half<__half>::low(load4(at)), Half<__half>::high(load4(at))); });
     } else {
       add([](uint32_t at) {
