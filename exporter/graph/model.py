@@ -1,22 +1,15 @@
-"""A transformers model without its weights, and where in the checkpoint each of them is.
-
-Parameters are placeholders: one element, expanded to the shape. No large weight is ever in memory.
-"""
+"""A transformers model without its weights, and where in the checkpoint each of them is (stored.py)."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 import transformers
 from accelerate import init_empty_weights
@@ -26,7 +19,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.choosing.choose import kernels_refuse
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import mtp
@@ -36,19 +28,18 @@ from quantmoe.exporter.graph.experts import check_experts
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention
 from quantmoe.exporter.graph.passes.shared import Shared
 from quantmoe.exporter.graph.passes.shared import recognise as recognise_shared
+from quantmoe.exporter.graph.stored import DTYPES, Stored, placeholder
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import DTYPES as STORED
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
 
 
-class Skeleton:
+class Skeleton(Stored):
     """A transformers model without its weights, and where in the checkpoint each of them is.
 
     Args:
@@ -60,16 +51,13 @@ class Skeleton:
         state_window: states of linear attention after each of the last so many tokens.
 
     Attributes:
-        model: parameters are placeholders; experts modules have none.
-        sources: parameter name -> its name in the checkpoint, for ``format.parameter``.
+        model: its experts modules have no parameters.
         experts: experts module name -> MoELayer, in the model's order.
         linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes or has in a
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         tied: parameter name -> the first of the names of the same parameter.
         linear_attention, lightning: module name -> what it computes, of those that keep a state.
-        derived: parameter name -> what the graph has instead of its tensor, a function of that.
-        joined: parameter name -> the checkpoint's tensors whose rows it has, see ``join``.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
 
     Raises:
@@ -85,7 +73,7 @@ class Skeleton:
         target: str = "cpu",
         state_window: int = 1,
     ):
-        self.format, self.dtype = format, DTYPES[dtype]
+        super().__init__(format, DTYPES[dtype])
         folder = format.ckpt.folder
         config = configuration(format, layers)
         if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
@@ -118,9 +106,6 @@ class Skeleton:
             raise CheckpointError(f"{folder}: {self.with_states[0]}: linear attention is not divided among ranks")
         if state_window > 1 and not self.with_states:
             raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
-        self.derived: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
-        self.joined: dict[str, list[str]] = {}
-
         self.experts = self._experts(layers)
         self._find_sources()
         self.head = self._round_head(lm_head) if lm_head else None
@@ -217,11 +202,6 @@ class Skeleton:
         """
         with doing(f"{self.format.ckpt.folder}: recognising shared experts"), quiet():
             return recognise_shared(self.model, specs)
-
-    def derive(self, names: Iterable[str], function: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Notes parameters that were changed to be functions of their tensors."""
-        for name in names:
-            self.tensors[name], self.derived[name] = self.model.get_parameter(name), function
 
     @property
     def type_name(self) -> str:
@@ -351,62 +331,11 @@ class Skeleton:
         weights = {source: self.tied[f"{name}.weight"] for name, source in linears.items()}
         return {source: self.tensors[weight].shape[0] for source, weight in weights.items()}
 
-    def stored_type(self, name: str) -> ir.DataType | None:
-        """The type of a parameter's tensor in the checkpoint; None when it is packed or quantized there."""
-        source = self.sources.get(name)  # packed weights have none
-        if source is None or self.format.is_quantized(source.rpartition(".")[0]):
-            return None
-        return ir.DataType.from_numpy(STORED[self.format.ckpt.dtype(source)])
-
-    def itemsize(self, name: str) -> int:
-        """Bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer in a table
-        that is only looked up (passes/embeddings.py)."""
-        own, stored = self.tensors[name].element_size(), self.stored_type(name)
-        module = self.model.get_submodule(name.rpartition(".")[0])
-        return min(own, int(stored.itemsize)) if stored is not None and isinstance(module, torch.nn.Embedding) else own
-
-    def blocks(self, name: str, transposed: bool, dtype: np.dtype) -> Iterator[Callable[[], np.ndarray]]:
-        """A parameter or stored buffer of the model, or its transpose, as calls that make the next rows each.
-
-        Raises:
-            CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
-        """
-        source = self.sources[name]
-        found = np.concatenate([self.format.stored(part) for part in self.joined.get(name, [source])])
-        if name in self.derived:
-            found = self.derived[name](found)
-        self._check_shape(name, found.shape)
-        rows = np.atleast_1d(found.T if transposed else found)
-        step = max(1, BLOCK // max(1, 4 * math.prod(rows.shape[1:])))
-        return (partial(self._converted, source, dtype, rows[at : at + step]) for at in range(0, len(rows), step))
-
-    def _converted(self, source: str, dtype: np.dtype, rows: np.ndarray) -> np.ndarray:
-        out = np.empty(rows.shape, dtype)
-        # by pieces of columns, so that the rows of a transpose stay in the cache
-        for at in range(0, rows.shape[-1], 2048):
-            piece = np.ascontiguousarray(rows[..., at : at + 2048])
-            made = out[..., at : at + 2048]
-            with np.errstate(over="ignore"):
-                made[...] = piece
-            if not np.isfinite(made).all():
-                reason = "float16 cannot hold; use --dtype f32 or bf16"
-                if not np.isfinite(piece).all():
-                    reason = "are not finite numbers"
-                raise CheckpointError(f"{self.format.ckpt.where(source)} has values that {reason}")
-        return out
-
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What checkpoints store: parameters, and buffers like DeepSeek's correction biases."""
         stored = self.model.state_dict().keys()
         yield from self.model.named_parameters()
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in stored)
-
-    def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
-        if found != tuple(self.tensors[name].shape):
-            raise CheckpointError(
-                f"{self.format.ckpt.where(self.sources[name])} has shape {list(found)}, "
-                f"expected {list(self.tensors[name].shape)}"
-            )
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self._tensors())
@@ -447,15 +376,6 @@ class Skeleton:
                 return prefix + name.removeprefix(own)
         return name
 
-    def _hollow(self, name: str) -> None:
-        module_name, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(module_name)
-        old = module._parameters.get(leaf)
-        if old is not None:
-            module._parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, old.dtype), requires_grad=False)
-        else:  # float32 whatever the graph is: a rounded correction bias selects other experts
-            module._buffers[leaf] = placeholder(module._buffers[leaf].shape, torch.float32)  # type: ignore[union-attr]
-
 
 class _LargeOnMeta(TorchFunctionMode):
     """Makes large tensors without memory from the start: init_empty_weights moves them only once they are made."""
@@ -467,12 +387,6 @@ class _LargeOnMeta(TorchFunctionMode):
                 if func(*args, **kwargs).numel() > 1 << 20:
                     kwargs["device"] = "meta"
         return func(*args, **kwargs)
-
-
-def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008
-    """A tensor of any size in one element's memory, unlike every other: the exporter merges equal small tensors."""
-    bits = torch.int32 if dtype.itemsize == 4 else torch.int16
-    return torch.tensor(next(_count) % 30000, dtype=bits).view(dtype).expand(shape)
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

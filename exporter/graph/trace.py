@@ -35,7 +35,7 @@ from quantmoe.exporter.choosing.caches import Caches, choose_caches
 from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
-from quantmoe.exporter.graph.model import Skeleton, decoder_of, placeholder, quiet
+from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention
 from quantmoe.exporter.graph.passes.add_norms import add_norms
 from quantmoe.exporter.graph.passes.attention import (
@@ -56,6 +56,7 @@ from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
 from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts
+from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 
@@ -297,7 +298,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         with doing(f"{skeleton.format.ckpt.folder}: tracing {type(model).__name__}"):
             inputs, dynamic_shapes = _inputs(skeleton)
             config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
-            with quiet(), patch_attribute(onnxscript.optimizer, "optimize_ir", _keep(placeholders)):
+            with quiet(), keeping(placeholders):
                 graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
     except MemoryError:
         raise
@@ -306,13 +307,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
             f"{skeleton.format.ckpt.folder}: {type(model).__name__} cannot be exported by transformers "
             f"{transformers.__version__}: {error}"
         ) from error
-    # Without their values no fusion can read placeholders; as inputs they stay part of the graph.
-    hidden = [value for name, value in graph.graph.initializers.items() if name in placeholders]
-    for value in hidden:
-        value.const_value = None
-        del graph.graph.initializers[value.name]
-        value.name = skeleton.tied.get(value.name, value.name)  # one that the model has twice has its last name here
-        graph.graph.inputs.append(value)
+    hidden = hide(graph, placeholders, skeleton.tied)
     if target != "cuda":
         with quiet():
             fuse_for_onnxruntime(graph, "cpu")
@@ -324,6 +319,22 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden
     return graph
+
+
+def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> list[ir.Value]:
+    """Makes placeholders inputs: without their values no fusion can read them, and they stay part of the graph.
+
+    Args:
+        tied: see Skeleton.
+    """
+    hidden = [value for name, value in graph.graph.initializers.items() if name in placeholders]
+    for value in hidden:
+        assert value.name is not None
+        value.const_value = None
+        del graph.graph.initializers[value.name]
+        value.name = tied.get(value.name, value.name)  # one that the model has twice has its last name here
+        graph.graph.inputs.append(value)
+    return hidden
 
 
 def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]:
@@ -374,20 +385,18 @@ def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
             setattr(config, name, settings[name])
 
 
-def _keep(placeholders: set[str]) -> Any:
-    """A wrapper of onnxscript's optimize_ir that folds no node reading a placeholder."""
+def keeping(placeholders: set[str]) -> Any:
+    """A context in which onnxscript's optimizer folds no node that reads a placeholder."""
+    original = onnxscript.optimizer.optimize_ir
 
-    def wrap(original: Any) -> Any:
-        def optimize(model: ir.Model, *args: Any, should_fold: Any = lambda node: None, **kwargs: Any) -> Any:
-            def fold(node: ir.Node) -> bool | None:
-                reads = any(value is not None and value.name in placeholders for value in node.inputs)
-                return False if reads else should_fold(node)
+    def optimize(model: ir.Model, *args: Any, should_fold: Any = lambda node: None, **kwargs: Any) -> Any:
+        def fold(node: ir.Node) -> bool | None:
+            reads = any(value is not None and value.name in placeholders for value in node.inputs)
+            return False if reads else should_fold(node)
 
-            return original(model, *args, should_fold=fold, **kwargs)
+        return original(model, *args, should_fold=fold, **kwargs)
 
-        return optimize
-
-    return wrap
+    return patch_attribute(onnxscript.optimizer, "optimize_ir", lambda _: optimize)
 
 
 exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX

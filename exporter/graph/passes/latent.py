@@ -37,6 +37,7 @@ from quantmoe.exporter.graph.passes.attention import (
     probe_of,
     run_probe,
 )
+from quantmoe.exporter.graph.stored import placeholder
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
@@ -94,8 +95,6 @@ def _half(weight: np.ndarray, i: int, nope: int, value: int) -> np.ndarray:
 def absorb(skeleton: Skeleton) -> None:
     """Gives latent modules their :class:`Absorbed` in kv_b_proj's place, and those that still run transformers' forward
     an ``expand_kv`` that expands nothing; exporter/graph/attention.py then absorbs."""
-    from quantmoe.exporter.graph.model import placeholder
-
     for path, found in list(skeleton.model.named_modules()):
         if not is_latent(found):
             continue
