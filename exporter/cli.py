@@ -52,6 +52,12 @@ app = typer.Typer(
 )
 #: of the demo: its own model knows the English of the King James Bible
 PROMPT = "Then said the captain of the host,"
+#: what inspect finds beside a model
+BESIDE = {
+    "mtp": "the layer that drafts for it",
+    "vision": "which makes features of images",
+    "embeddings": "which makes its input of tokens and features",
+}
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder")]
 
@@ -122,6 +128,9 @@ def export(
         int, typer.Option(help="states of linear attention after each of a run's last N tokens, for N - 1 drafts")
     ] = 1,
     mtp: Annotated[bool, typer.Option("--mtp", help="also the layer of multi-token prediction, which drafts")] = False,
+    vision: Annotated[
+        bool, typer.Option("--vision", help="also the vision tower, for onnxruntime-genai's multimodal pipeline")
+    ] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     quantize: Annotated[
         Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
@@ -153,7 +162,7 @@ def export(
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
-               "state_window": state_window, "mtp": mtp, "layers": layers, "force": force,
+               "state_window": state_window, "mtp": mtp, "vision": vision, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
                "expert_parallel": expert_parallel, "expert_map": expert_map,
                "data_parallel": data_parallel}  # fmt: skip
@@ -245,9 +254,10 @@ def inspect(
         return
     console.print(found["model"], highlight=False)
     print_model(found)
-    if "mtp" in found:
-        console.print(f"{found['mtp']['model']}, the layer that drafts for it:", highlight=False)
-        print_model(found["mtp"])
+    for name, what in BESIDE.items():
+        if name in found:
+            console.print(f"{found[name]['model']}, {what}:", highlight=False)
+            print_model(found[name])
     for file in found["files"]:
         if file["resident"] is not None:
             console.print(f"{file['name']}: {decimal(file['resident'])} of {decimal(file['bytes'])} in memory")

@@ -36,6 +36,7 @@ class Options:
     cache: str = "auto"
     state_window: int = 1
     mtp: bool = False
+    vision: bool = False
     layers: int | None = None
     quantize: str | None = None
     group_size: int | None = None
@@ -64,6 +65,15 @@ class Options:
             raise OptionError(f"state_window is {self.state_window}, expected 1 to 64")
         if self.target == "ort" and (self.mtp or self.state_window > 1):
             raise OptionError(f"{'mtp' if self.mtp else 'state_window'} is for the targets cpu and cuda")
+        if self.vision:
+            for name, other in (
+                ("mtp", self.mtp),
+                ("tensor_parallel", self.tensor_parallel > 1),
+                ("logits of N tokens", isinstance(self.logits, int)),
+                ("target ort", self.target == "ort"),
+            ):
+                if other:
+                    raise OptionError(f"vision does not go with {name}")
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -26,17 +29,10 @@ def configuration(format: Format, layers: int | None) -> Any:
     for part in (raw, raw.get("text_config")):
         if isinstance(part, dict):
             check_sizes(format.ckpt, part)
-    try:
-        # never code out of the checkpoint's folder, nor a question whether to run it
-        with doing(str(folder / "config.json")):
-            config = AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False)
-            config = config.get_text_config()
-            if format.slice:
-                format.slice.narrow(config, str(folder / "config.json"))
-    except MemoryError:
-        raise
-    except Exception as error:  # the validators' exceptions have no common base class
-        raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
+    with _validating(folder):
+        config = whole(format).get_text_config()
+        if format.slice:
+            format.slice.narrow(config, str(folder / "config.json"))
     if not isinstance(config, PreTrainedConfig):
         raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
     check_sizes(format.ckpt, vars(config))
@@ -49,6 +45,28 @@ def configuration(format: Format, layers: int | None) -> Any:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
     return config
+
+
+def whole(format: Format) -> Any:
+    """The configuration of all of a checkpoint's model.
+
+    Raises:
+        CheckpointError: it is of no architecture of transformers.
+    """
+    with _validating(format.ckpt.folder):
+        # never code out of the checkpoint's folder, nor a question whether to run it
+        return AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False)
+
+
+@contextlib.contextmanager
+def _validating(folder: Path) -> Iterator[None]:
+    try:
+        with doing(str(folder / "config.json")):
+            yield
+    except (MemoryError, CheckpointError):
+        raise
+    except Exception as error:  # the validators' exceptions have no common base class
+        raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
 
 
 def _check_layers(format: Format, count: int) -> None:

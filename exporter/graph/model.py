@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,8 @@ class Skeleton(Stored):
         lm_head: "int4" or "int8" rounds the head, see ``head``; None leaves it as it is.
         target: see trace.py.
         state_window: states of linear attention after each of the last so many tokens.
+        vision: of a checkpoint with images its family's module (graph/vision): in the place of tokens the graph takes
+            their embeddings, and positions of three axes.
 
     Attributes:
         model: its experts modules have no parameters.
@@ -72,7 +75,9 @@ class Skeleton(Stored):
         lm_head: str | None = None,
         target: str = "cpu",
         state_window: int = 1,
+        vision: ModuleType | None = None,
     ):
+        self.vision = vision
         super().__init__(format, DTYPES[dtype])
         folder = format.ckpt.folder
         config = configuration(format, layers)
@@ -95,6 +100,8 @@ class Skeleton(Stored):
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
             ARCHITECTURES[config.model_type].prepare(model)
+        if vision is not None:
+            vision.prepare(model)
         if format.part:
             with init_empty_weights(), _LargeOnMeta():
                 mtp.prepare(model)

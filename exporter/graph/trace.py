@@ -282,10 +282,16 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
         "position_ids": torch.arange(past, past + new).repeat(batch, 1),
         "cache": cache,
     }
+    size = skeleton.model.config.hidden_size
+    if skeleton.vision is not None:
+        del inputs["input_ids"]
+        inputs = {"inputs_embeds": torch.zeros(batch, new, size, dtype=skeleton.dtype)} | inputs
+        inputs["position_ids"] = inputs["position_ids"].repeat(3, 1, 1)
     if skeleton.format.part:
-        size = skeleton.model.config.hidden_size
         inputs = {"hidden_states": torch.zeros(batch, new, size, dtype=skeleton.dtype)} | inputs
     dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:-1]}
+    if skeleton.vision is not None:
+        dynamic_shapes["position_ids"] = {1: dynamic, 2: dynamic}
     dynamic_shapes["cache"] = sizes
     return inputs, dynamic_shapes
 

@@ -32,7 +32,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER
 from quantmoe.exporter.writing.external_data import HASH, new_hash
-from quantmoe.exporter.writing.output import MODEL, MTP_MODEL
+from quantmoe.exporter.writing.output import EMBEDDINGS_MODEL, MODEL, MTP_MODEL, VISION_MODEL
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -74,8 +74,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``; ``table``: only rows of it are read), ``files`` (of weights: bytes, and how many are in
-        memory), ``metadata``, with ``verify`` ``verified``: how many hashes were right, and ``mtp``, that of mtp.onnx
-        where one lies beside model.onnx.
+        memory), ``metadata``, with ``verify`` ``verified``: how many hashes were right, and ``mtp``, ``vision`` and
+        ``embeddings``, those of mtp.onnx, vision.onnx and embeddings.onnx where they lie beside model.onnx.
 
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
@@ -116,9 +116,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     ]
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
-    head = path.with_name(MTP_MODEL)
-    if path.name == MODEL and head.is_file():
-        found["mtp"] = inspect(head, verify)
+    for beside in (path.with_name(name) for name in (MTP_MODEL, VISION_MODEL, EMBEDDINGS_MODEL)):
+        if path.name == MODEL and beside.is_file():
+            found[beside.stem] = inspect(beside, verify)
     return found
 
 

@@ -27,7 +27,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
 from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
-from quantmoe.exporter.running.generate import STATES, Generator, runtime
+from quantmoe.exporter.running.generate import STATES, Generator, check_takes_tokens, runtime
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
 from quantmoe.ort_ext import library_path
 
@@ -73,6 +73,7 @@ class Ours:
         options.profile_file_prefix = str(Path(tempfile.gettempdir()) / f"quantmoe-bench-{os.getpid()}")
         options.register_custom_ops_library(library_path())
         self.session = self._ort.InferenceSession(str(model_path(path)), options, providers=["CPUExecutionProvider"])
+        check_takes_tokens(model_path(path), self.session)
         self._inputs = {i.name: i for i in self.session.get_inputs()}
         self._past = [name for name in self._inputs if name.startswith("past_key_values.")]
         self._in_place = self.session.get_modelmeta().custom_metadata_map.get(SHARE_BUFFER) == "true"

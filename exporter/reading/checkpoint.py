@@ -162,6 +162,16 @@ class Checkpoint:
             return {"quant_method": "modelopt"} | self._json("hf_quant_config.json")
         return {}
 
+    @cached_property
+    def image_processor(self) -> dict[str, Any]:
+        """How images become a vision tower's patches, in transformers' words; {} when nothing says it."""
+        for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+            if (self.folder / name).exists():
+                found = self._json(name)
+                if isinstance(found := found.get(part, {}) if part else found, dict) and found:
+                    return found
+        return {}
+
     @property
     def companions(self) -> Path:
         """The folder with config.json and what else lies beside the weights."""

@@ -185,6 +185,7 @@ class Generator:
         self.context = int(context)
         #: what a cache on disk is of; "" in exports that lack it
         self.identity = metadata.get(IDENTITY, "")
+        check_takes_tokens(self.path, self.session)
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
@@ -453,6 +454,19 @@ class Generator:
                 f"activations overflow (--dtype f32 has the widest range)"
             )
         return logits
+
+
+def check_takes_tokens(path: Path, session: Any) -> None:
+    """Refuses an opened model that takes embeddings in the place of tokens.
+
+    Raises:
+        ModelError: naming what runs it.
+    """
+    if any(i.name == "inputs_embeds" for i in session.get_inputs()):
+        raise ModelError(
+            f"{path}: takes embeddings, not tokens, as exported with --vision: run it with onnxruntime-genai "
+            "(docs/vision.md), or export it without"
+        )
 
 
 def runtime() -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +17,34 @@ from quantmoe.exporter.reading.formats import Checkpoint
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
-from quantmoe.exporter.writing.genai import LOGITS, add_mtp, genai_config, shared_tensors, shares_buffer
-from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, record, writing
-from quantmoe.exporter.writing.prepare import GENAI, Part, Report, check_output, companion_files, prepare, rank_folders
+from quantmoe.exporter.writing.genai import (
+    LOGITS,
+    add_mtp,
+    add_vision,
+    genai_config,
+    image_processor,
+    shared_tensors,
+    shares_buffer,
+)
+from quantmoe.exporter.writing.output import (
+    DATA,
+    EMBEDDINGS_MODEL,
+    MODEL,
+    MTP_MODEL,
+    VISION_MODEL,
+    record,
+    writing,
+)
+from quantmoe.exporter.writing.prepare import (
+    GENAI,
+    PROCESSOR,
+    Prepared,
+    Report,
+    check_output,
+    companion_files,
+    prepare,
+    rank_folders,
+)
 from quantmoe.ort_ext import LIBRARIES, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path, oldest
 
 
@@ -38,6 +63,7 @@ def export(
     cache: Literal["auto", "f16", "f32", "bf16", "int8", "fp8"] = "auto",
     state_window: int = 1,
     mtp: bool = False,
+    vision: bool = False,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -78,6 +104,9 @@ def export(
             speculation can verify one draft less; for the CPU.
         mtp: also the layer that drafts (multi-token prediction), mtp.onnx; its weights are in the same files,
             embeddings and head once. The model has an output hidden_states [B, S, H].
+        vision: of a checkpoint that sees images also its tower, vision.onnx, and embeddings.onnx, which puts what that
+            makes in the places of image tokens; weights in the same files. model.onnx takes inputs_embeds [B, S, H] in
+            the place of input_ids then, and position_ids [3, B, S]. See docs/vision.md.
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
@@ -112,6 +141,7 @@ def export(
         cache,
         state_window,
         mtp,
+        vision,
         layers,
         quantize,
         group_size,
@@ -139,26 +169,34 @@ def _export(
     progress: Callable[[str, int, int], None],
 ) -> Report:
     """One folder."""
-    target, layers = options.target, options.layers
+    target = options.target
     with writing(output, force) as partial, doing(f"{checkpoint} to {output}"):
         ready = prepare(checkpoint, options, progress, part_of)
-        from quantmoe.exporter.writing.parts import save_part, trace_part, write_weights  # needs torch
+        from quantmoe.exporter.writing.parts import save_part, trace_part, write_beside, write_weights  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
         for part in parts:
             progress("tracing", 0, 1)
             trace_part(part, options, report, ends)
+        for one in ready.beside:
+            one.graph, one.weights = one.stored.trace()
 
-        total = sum(byte_size(weight.value) for part in parts for weight in part.weights)
+        weights = [weight for part in parts for weight in part.weights]
+        weights += [weight for one in ready.beside for weight in one.weights]
+        total = sum(byte_size(weight.value) for weight in weights)
         with DataFiles(partial, DATA, options.max_file_size) as data:
             done = 0
             for part in parts:
                 for stage, written in write_weights(part, parts[0], options, data, report):
                     done += written
                     progress(stage, done, total)
-        _companions(ckpt, partial, layers)
+            for one in ready.beside:
+                for stage, written in write_beside(one, data, report):
+                    done += written
+                    progress(stage, done, total)
+        _companions(ckpt, partial, options.layers)
         if LOGITS not in ends and part_of is None:  # onnxruntime-genai takes those of all tokens or of the last
-            _genai(ckpt, partial, layers, target, parts, options.logits == "all")
+            _genai(ready, partial, options)
         if target != "ort":
             report.library = _library(partial, target)
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
@@ -169,6 +207,8 @@ def _export(
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
             save_part(part, partial(MTP_MODEL), {name: text for name, text in metadata.items() if name != LOGITS})
+        for one in ready.beside:
+            save_part(one, partial(one.name), metadata)
         save_part(parts[0], partial(MODEL), metadata | _turns(ckpt), record(partial(MODEL).parent))
     return report
 
@@ -196,19 +236,12 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _genai(
-    ckpt: Checkpoint,
-    partial: Callable[[str], Path],
-    layers: int | None,
-    target: str,
-    parts: Sequence[Part],
-    every: bool,
-) -> None:
-    """What onnxruntime-genai reads beside the model. every: it gives the logits of all tokens, which drafts take."""
-    config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
+def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> None:
+    """What onnxruntime-genai reads beside the model."""
+    ckpt, parts, cuda = ready.format.ckpt, ready.parts, options.target == "cuda"
+    config, shares = _config(ckpt, options.layers), shares_buffer(parts[0].graph.graph)
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
-        library = LIBRARIES.get(target, "")
-        found = genai_config(config, ckpt.generation_config, library, shares, target == "cuda")
+        found = genai_config(config, ckpt.generation_config, LIBRARIES.get(options.target, ""), shares, cuda)
         caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))
         shapes = {(v.shape[1], v.shape[3]) for v in caches if v.shape is not None}
         if len(shapes) > 1:  # onnxruntime-genai allocates all alike
@@ -216,10 +249,13 @@ def _genai(
         _, width = shapes.pop()
         if isinstance(width, int):  # codes may have their scales behind them
             found["model"]["decoder"]["head_size"] = width
-        if len(parts) > 1 and every:
+        if len(parts) > 1 and options.logits == "all":  # which drafts take
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions
-            add_mtp(found, MTP_MODEL, shared_tensors(*values) if target == "cuda" else [])
+            add_mtp(found, MTP_MODEL, shared_tensors(*values) if cuda else [])
+        if ready.whole is not None:
+            add_vision(found, ready.whole, PROCESSOR, (VISION_MODEL, EMBEDDINGS_MODEL))
+            partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2))
         partial(GENAI).write_text(json.dumps(found, indent=2))
 
 

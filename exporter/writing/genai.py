@@ -26,6 +26,8 @@ LOGITS = "logits"
 #: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
 #: context it may be tens of gigabytes
 MAX_LENGTH = 4096
+#: pixels of a resized image, at least and at most: transformers' names now and before
+_PIXELS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 
 def shares_buffer(graph: ir.Graph) -> bool:
@@ -140,6 +142,75 @@ def add_mtp(config: dict[str, Any], filename: str, shared: list[dict[str, Any]])
     }
     if shared:
         decoder["shared_initializers"] = model["mtp"]["shared_initializers"] = shared
+
+
+def add_vision(config: dict[str, Any], model: Any, processor: str, filenames: tuple[str, str]) -> None:
+    """Adds a vision tower to genai_config.json: the decoder takes embeddings, and positions of three axes.
+
+    Args:
+        model: transformers' configuration of the whole model. processor: file name of :func:`image_processor`.
+        filenames: of the tower, and of what puts its features in the places of image tokens.
+    """
+    found, vision, (tower, embeddings) = config["model"], model.vision_config, filenames
+    found["type"] = model.model_type
+    for name in ("image_token_id", "video_token_id", "vision_start_token_id"):
+        found[name] = getattr(model, name)
+    decoder = found["decoder"]
+    del decoder["inputs"]["input_ids"]
+    decoder["inputs"] = {"inputs_embeds": "inputs_embeds"} | decoder["inputs"]
+    del config["search"]["chunk_size"]  # a prompt is one run
+    for provider in decoder["session_options"].get("provider_options", []):
+        for options in provider.values():
+            options["enable_cuda_graph"] = "0"  # it gives each step other buffers of positions
+    found["vision"] = {
+        "filename": tower,
+        "config_filename": processor,
+        "spatial_merge_size": vision.spatial_merge_size,
+        "patch_size": vision.patch_size,
+        "inputs": {name: name for name in ("pixel_values", "image_grid_thw")},
+        "outputs": {"image_features": "image_features"},
+    }
+    found["embedding"] = {
+        "filename": embeddings,
+        "inputs": {name: name for name in ("input_ids", "image_features")},
+        "outputs": {"inputs_embeds": "inputs_embeds"},
+    }
+
+
+def image_processor(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What onnxruntime-genai's preprocessing (onnxruntime-extensions) reads, from transformers' Qwen2VLImageProcessor.
+
+    Raises:
+        KeyError, TypeError, ValueError: a field that it needs is not there, or of another type.
+    """
+    size = given.get("size") or {}
+    least, most = (size.get(edge) or given[old] for edge, old in _PIXELS.items())
+    patch, merged, frames = (int(given[name]) for name in ("patch_size", "merge_size", "temporal_patch_size"))
+    mean, deviation = ([float(value) for value in given[f"image_{name}"]] for name in ("mean", "std"))
+    operations: list[tuple[str, dict[str, Any]]] = [
+        ("DecodeImage", {"color_space": "RGB"}),
+        ("ConvertRGB", {}),
+        (
+            "Resize",
+            {
+                "width": patch * merged,  # of a smart resize only the number of pixels counts
+                "height": patch * merged,
+                "smart_resize": 1,
+                "min_pixels": int(least),
+                "max_pixels": int(most),
+                "patch_size": patch,
+                "merge_size": merged,
+            },
+        ),
+        ("Rescale", {"rescale_factor": float(given.get("rescale_factor", 1 / 255))}),
+        ("Normalize", {"mean": mean, "std": deviation, "qwen3_vl": 1}),
+        ("PatchImage", {"patch_size": patch, "temporal_patch_size": frames, "merge_size": merged}),
+    ]
+    transforms = [
+        {"operation": {"name": kind.lower(), "type": kind} | ({"attrs": attributes} if attributes else {})}
+        for kind, attributes in operations
+    ]
+    return {"processor": {"name": "qwen3_vl_image_processor", "transforms": transforms}}
 
 
 def _search(generation: Mapping[str, Any]) -> dict[str, Any]:

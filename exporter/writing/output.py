@@ -29,6 +29,8 @@ except ImportError:  # Windows
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: what drafts for it, with weights in the same files
 MTP_MODEL = "mtp.onnx"
+#: what makes its inputs of images and tokens, with weights in the same files
+VISION_MODEL, EMBEDDINGS_MODEL = "vision.onnx", "embeddings.onnx"
 #: name in the model's metadata of the other files that an export wrote: a JSON object of name -> hash
 FILES = "files"
 PRODUCER = "quantmoe"

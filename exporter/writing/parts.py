@@ -28,6 +28,7 @@ from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_
 from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_nbits
 from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
+from quantmoe.exporter.graph.stored import Stored
 from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
@@ -37,7 +38,7 @@ from quantmoe.exporter.reading.formats.rounding import distance
 from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, naming, new_hash
 from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, shares_buffer
 from quantmoe.exporter.writing.output import FILES, PRODUCER
-from quantmoe.exporter.writing.prepare import Part, Report
+from quantmoe.exporter.writing.prepare import Beside, Part, Report
 from quantmoe.ort_ext import LIBRARIES
 
 
@@ -70,6 +71,13 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         ends[LOGITS] = str(kept)
     if options.target == "cuda":
         drop_defaults(graph)
+
+
+def write_beside(beside: Beside, data: DataFiles, report: Report) -> Iterator[tuple[str, int]]:
+    """Writes the weights of a graph beside the model; yields what it does and how many bytes."""
+    for weight in beside.weights:
+        with doing(f"{beside.stored.format.ckpt.folder}: {beside.stored.sources[weight.parameter]}"):
+            yield "writing other weights", _dense(weight, beside.stored, data, report)
 
 
 def write_weights(
@@ -251,7 +259,7 @@ def _identify(region: Region, format: Format) -> None:
         node.attributes[name] = ir.AttrString(name, region.identity(format.ckpt.folder.resolve().name))
 
 
-def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) -> int:
+def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) -> int:
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     metadata, module = {"module": source}, source.rpartition(".")[0]
@@ -277,7 +285,7 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) 
     return size
 
 
-def save_part(part: Part, path: Path, metadata: dict[str, str], files: str = "") -> None:
+def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: str = "") -> None:
     """files: FILES, of the model that is renamed last."""
     graph = part.graph
     for weight in part.weights:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, choose, choose_experts
@@ -18,11 +19,19 @@ from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
-from quantmoe.exporter.reading.formats.base import BESIDE, MTP
+from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.writing.genai import eos_tokens
-from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, check_folder, weight_files
+from quantmoe.exporter.writing.genai import eos_tokens, image_processor
+from quantmoe.exporter.writing.output import (
+    DATA,
+    EMBEDDINGS_MODEL,
+    MODEL,
+    MTP_MODEL,
+    VISION_MODEL,
+    check_folder,
+    weight_files,
+)
 from quantmoe.ort_ext import LIBRARIES
 
 if TYPE_CHECKING:
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
     from quantmoe.exporter.graph.passes.weights import Weight
     from quantmoe.exporter.graph.trace import Attention
+    from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -38,6 +48,8 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_to
 #: how names of those begin, in any case, that say who may use it and how
 LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_party", "third-party", "thirdparty")
 GENAI = "genai_config.json"
+#: how images become patches, as onnxruntime-genai reads it
+PROCESSOR = "vision_processor.json"
 
 
 @dataclasses.dataclass
@@ -106,19 +118,37 @@ class Part:
         return self.skeleton.sources.get(weight.parameter), weight.transposed, weight.value.dtype
 
 
+@dataclasses.dataclass
+class Beside:
+    """A graph that makes inputs of the model, whose weights are all floats.
+
+    Attributes:
+        name: of its file.
+        graph, weights: once it is traced.
+    """
+
+    name: str
+    stored: Tower | Embeddings
+    graph: ir.Model = dataclasses.field(init=False)
+    weights: list[Weight] = dataclasses.field(init=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """What is known before the tracing.
 
     Attributes:
-        format: the checkpoint. parts: the model, and what drafts for it.
+        format: the checkpoint. parts: the model, and what drafts for it. beside: what makes its inputs.
+        whole: transformers' configuration of the text model and its tower, where that is exported.
         report: but for what tracing and writing add. ends: see :func:`stops`.
     """
 
     format: Format
     parts: list[Part]
+    beside: list[Beside]
     report: Report
     ends: dict[str, str]
+    whole: Any = None
 
 
 def prepare(
@@ -153,16 +183,46 @@ def prepare(
     from quantmoe.exporter.graph.model import Skeleton
     from quantmoe.exporter.graph.trace import attention_of
 
+    family, tower = _vision(format) if options.vision else (None, None)
     chosen = []
     for one, nodes in zip(formats, experts, strict=True):
         layers, window = (1, 1) if one.part else (options.layers, options.state_window)
-        skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.target, window)
+        skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.target, window, family)
         chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
         if options.target == "ort" and options.graph_type == "f32":
             _check_floats(one, nodes)
     ends = stops(chosen[0][0])
     parts = [Part(*pair, attention_of(*pair, options.target, options.cache)) for pair in chosen]
-    return Prepared(format, parts, _report(parts, options), ends)
+    if family is None or tower is None:
+        return Prepared(format, parts, [], _report(parts, [], options), ends)
+    from quantmoe.exporter.graph.config import whole
+    from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
+
+    config = whole(format)
+    beside = [
+        Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.target)),
+        Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id)),
+    ]
+    return Prepared(format, parts, beside, _report(parts, beside, options), ends, config)
+
+
+def _vision(format: Format) -> tuple[ModuleType, Format]:
+    """See family_of.
+
+    Raises:
+        CheckpointError: see there; nothing says how images become patches.
+    """
+    from quantmoe.exporter.graph.vision import family_of
+
+    found = family_of(format)
+    try:
+        image_processor(format.ckpt.image_processor)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{format.ckpt.folder}: neither preprocessor_config.json nor processor_config.json has an image processor "
+            f"with what --vision needs: {error}"
+        ) from None
+    return found
 
 
 def _check_floats(format: Format, nodes: Mapping[str, MoESpec]) -> None:
@@ -208,8 +268,9 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
     companions = companion_files(checkpoint if checkpoint.is_dir() else output)  # a GGUF file has none beside it
-    names = {MODEL, MTP_MODEL, DATA} | weight_files(output) | {path.name for path in companions}
-    check_folder(output, names | {GENAI, *filter(None, [LIBRARIES.get(target)])}, force)
+    names = {MODEL, MTP_MODEL, VISION_MODEL, EMBEDDINGS_MODEL, DATA} | weight_files(output)
+    names |= {path.name for path in companions} | {GENAI, PROCESSOR, *filter(None, [LIBRARIES.get(target)])}
+    check_folder(output, names, force)
 
 
 def open_format(
@@ -254,11 +315,16 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
     return found
 
 
-def _report(parts: Sequence[Part], options: Options) -> Report:
+def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -> Report:
     """What is known before the tracing."""
     format = parts[0].skeleton.format
     report = Report(format.name, {})
-    report.left_out = format.left_out(parts[-1].skeleton.format.part)
+    report.left_out = format.left_out(VISION if beside else parts[-1].skeleton.format.part)
+    for one in beside:
+        for source in one.stored.sources.values():
+            module, _, leaf = source.rpartition(".")
+            if leaf == "weight" and one.stored.format.is_quantized(module):
+                report.dequantized[source] = f"{one.name} has floats"
     schemes = []
     for part in parts:
         skeleton, chosen = part.skeleton, part.chosen

@@ -27,6 +27,7 @@ def name_interface(model: ir.Model) -> None:
     graph = model.graph
     sizes = {
         "input_ids": ("batch_size", "sequence_length"),
+        "inputs_embeds": ("batch_size", "sequence_length"),
         "attention_mask": ("batch_size", "total_sequence_length"),
         "position_ids": ("batch_size", "sequence_length"),
         "hidden_states": ("batch_size", "sequence_length"),
@@ -46,8 +47,14 @@ def name_interface(model: ir.Model) -> None:
                 if match[2] in ("key", "value"):
                     shape[2] = length
             else:
-                shape[:2] = sizes[value.name]
+                first = len(shape) == 3 and value.name == "position_ids"  # behind the axes, where it has several
+                shape[first : first + 2] = sizes[value.name]
             value.shape = ir.Shape(shape)
+    drop_shapes(graph)
+
+
+def drop_shapes(graph: ir.Graph) -> None:
+    """Leaves symbolic shapes to inputs and outputs alone: engines infer the others."""
     ends = {*graph.inputs, *graph.outputs}
     for node in graph.all_nodes():
         for value in node.outputs:

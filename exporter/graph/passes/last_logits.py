@@ -80,8 +80,7 @@ def _head(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
 
 def _and_before(graph: ir.Graph, last: ir.Value, count: int, ops: tape.Tape) -> ir.Value:
     """Indices of the last n tokens, int64 [B, n], from that of the last, [B, 1]; never below 0."""
-    ids = next(i for i in graph.inputs if i.name == "input_ids")
-    kept = ops.op("Min", [ops.op("Shape", [ids], {"start": 1, "end": 2}), _constant(ops, count)])
+    kept = ops.op("Min", [_new(graph, ops), _constant(ops, count)])
     one = ops.op("Constant", [], {"value_int": 1})
     first = ops.op("Sub", [one, ops.op("Squeeze", [kept, _constant(ops, 0)])])
     return ops.op("Max", [ops.op("Add", [last, ops.op("Range", [first, one, one])]), _constant(ops, 0)])
@@ -96,13 +95,18 @@ def _from_rows(rows: ir.Value, ops: tape.Tape) -> ir.Value:
 
 def _from_mask(graph: ir.Graph, ops: tape.Tape) -> ir.Value:
     """The same from the last columns of the mask."""
-    ids, mask = (next(i for i in graph.inputs if i.name == name) for name in ("input_ids", "attention_mask"))
-    new = ops.op("Shape", [ids], {"start": 1, "end": 2})
+    mask, new = next(i for i in graph.inputs if i.name == "attention_mask"), _new(graph, ops)
     seen = ops.op("Slice", [mask, ops.op("Neg", [new]), _constant(ops, 2**31 - 1), _constant(ops, 1)])
     count = ops.op("Squeeze", [new, _constant(ops, 0)])
     zero, one = (ops.op("Constant", [], {"value_int": number}) for number in (0, 1))
     order = ops.op("Mul", [seen, ops.op("Range", [zero, count, one])])
     return ops.op("ReduceMax", [order, _constant(ops, 1)], {"keepdims": 1})
+
+
+def _new(graph: ir.Graph, ops: tape.Tape) -> ir.Value:
+    """How many new tokens there are, int64 [1]."""
+    given = next(i for i in graph.inputs if i.name in ("input_ids", "inputs_embeds"))
+    return ops.op("Shape", [given], {"start": 1, "end": 2})
 
 
 def _constant(ops: tape.Tape, number: int) -> ir.Value:

@@ -24,7 +24,10 @@ class Rows:
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         given = bound(module, args, kwargs)
         ids = given.get("input_ids")
-        new = (given["inputs_embeds"] if ids is None else ids).shape[1]
+        if ids is None:  # embeddings in their place: the positions, of an axis or several, are of as many tokens
+            ids = given.get("position_ids")
+            ids = given["inputs_embeds"] if ids is None else ids[0] if ids.ndim == 3 else ids
+        new = ids.shape[1]
         cache = given.get("cache")
         layers = cache.layers if cache is not None else []
         past = next((layer.keys for layer in layers if getattr(layer, "is_initialized", False)), None)

@@ -388,7 +388,7 @@ class Format(ABC):
             if names:
                 size = sum(DTYPES[self.ckpt.dtype(n)].itemsize * prod(self.ckpt.shape(n)) for n in names)
                 parts.append(f"{what} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
-        kept = f"the text model and its {exported}" if exported else "the text model alone"
+        kept = f"the text model and its {exported.removeprefix('a ')}" if exported else "the text model alone"
         return f"{kept}; left out: {', '.join(parts)}" if parts else ""
 
     def has(self, name: str) -> bool:
@@ -501,11 +501,12 @@ class Format(ABC):
 
 FLOATS = ("BF16", "F16", "F32")
 MTP = "multi-token prediction"
+VISION = "a vision tower"
 #: of the layers of MiMo's
 MIMO = "model.mtp.layers."
 #: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
 BESIDE = {
-    "a vision tower": tuple(
+    VISION: tuple(
         f"{wrapper}{tower}."
         for wrapper in ("", "model.")
         for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector")

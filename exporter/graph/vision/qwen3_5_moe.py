@@ -1,0 +1,122 @@
+"""Qwen3.5 and 3.6 with experts: a tower of full attention in each frame, positions of three axes in the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen
+
+from quantmoe.exporter.graph.vision.attention import attend_in_frames
+
+
+def prepare(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, qwen.Qwen3_5MoeTextRotaryEmbedding):
+            module.forward = MethodType(_tables, module)  # type: ignore[method-assign]
+
+
+def _tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Qwen3_5MoeTextRotaryEmbedding.forward, where each frequency looks up its own axis before there are angles.
+
+    Args:
+        x: for its type. position_ids: [3, batch, sequence], or of equal axes [batch, sequence].
+
+    Returns:
+        Cosines and sines, [batch, sequence, rotary features], each for features i and i + half.
+    """
+    axes = torch.zeros(len(self.inv_freq), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * self.mrope_section[axis] : 3] = axis
+    positions = position_ids.expand(3, *position_ids.shape[-2:])[axes].permute(1, 2, 0)
+    angles = positions.float() * self.inv_freq.float()
+    angles = torch.cat((angles, angles), -1)
+    return tuple((table * self.attention_scaling).to(x.dtype) for table in (angles.cos(), angles.sin()))  # type: ignore[return-value]
+
+
+def tower(config: Any) -> torch.nn.Module:
+    """Qwen3_5MoeVisionModel of the configuration; the convolution of patches, which do not overlap, is a product."""
+    made: Any = qwen.Qwen3_5MoeVisionModel._from_config(config.vision_config)
+    convolution = made.patch_embed.proj
+    made.patch_embed.proj = torch.nn.Linear(convolution.weight[0].numel(), convolution.out_channels)
+    made.forward = MethodType(_forward, made)
+    return made
+
+
+def derived(model: Any) -> dict[str, tuple[tuple[int, ...], Callable[[np.ndarray], np.ndarray]]]:
+    patches, weight = model.patch_embed, model.patch_embed.proj.weight
+    shape = (len(weight), patches.in_channels, patches.temporal_patch_size, patches.patch_size, patches.patch_size)
+    return {"patch_embed.proj.weight": (shape, lambda array: array.reshape(len(array), -1))}
+
+
+def _forward(self: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
+    """See this package; all frames of a run have as many patches."""
+    weight = self.patch_embed.proj.weight
+    row, column, height, width = _places(pixel_values, image_grid_thw, self.spatial_merge_size)
+    x = self.patch_embed.proj(pixel_values.to(weight.dtype))
+    x = x + _positions(self.pos_embed, self.num_grid_per_side, (row, height), (column, width)).to(x.dtype)
+
+    angles = torch.stack((row, column), 1)[..., None].float() * self.rotary_pos_emb.inv_freq.float()
+    angles = angles.flatten(1)
+    tables = [torch.cat((table, table), -1)[:, None] for table in (angles.cos(), angles.sin())]
+    count, frames = image_grid_thw[:, 0].sum(), image_grid_thw[:, 1] * image_grid_thw[:, 2]
+    frames = torch.stack((count, frames.amax(0)))  # of frames that differ, the product is not that of the patches
+    for block in self.blocks:
+        x = x + _attention(block.attn, block.norm1(x), tables, frames)
+        x = x + _mlp(block.mlp, block.norm2(x))
+    merger = self.merger
+    x = merger.norm(x).reshape(-1, merger.hidden_size)
+    return _mlp(merger, x)
+
+
+def _places(pixels: torch.Tensor, grid: torch.Tensor, merged: int) -> tuple[torch.Tensor, ...]:
+    """Row and column of each patch in its frame, and that frame's numbers of rows and columns: int64 [patches] each.
+
+    Patches that the tower's end merges, ``merged`` by ``merged``, are neighbours.
+    """
+    sizes = grid.prod(1)
+    ends = sizes.cumsum(0)
+    patch = torch.arange(pixels.shape[0])  # len would be traced as a constant
+    image = (patch[:, None] >= ends).sum(1)
+    height, width = grid[:, 1][image], grid[:, 2][image]
+    within = (patch - (ends - sizes)[image]) % (height * width)
+    block, inner = within // merged**2, within % merged**2
+    across = width // merged
+    return block // across * merged + inner // merged, block % across * merged + inner % merged, height, width
+
+
+def _positions(table: torch.nn.Embedding, side: int, *axes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A square table of embeddings stretched over each frame, bilinear with its corners on the frame's.
+
+    Args:
+        axes: of rows and of columns: place of each patch [patches], places that its frame has.
+    """
+    found = []
+    for place, size in axes:
+        source = place.float() * (side - 1) / (size - 1).clamp(min=1)
+        low = source.floor()
+        found.append((low.long(), (low.long() + 1).clamp(max=side - 1), source - low))
+    (top, bottom, down), (left, right, along) = found
+    return sum(  # type: ignore[return-value]
+        (a * b)[:, None] * table(row * side + column).float()
+        for row, a in ((top, 1 - down), (bottom, down))
+        for column, b in ((left, 1 - along), (right, along))
+    )
+
+
+def _attention(module: Any, x: torch.Tensor, tables: list[torch.Tensor], frames: torch.Tensor) -> torch.Tensor:
+    query, key, value = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).unbind(1)
+    cos, sin = tables
+    query, key = ((t * cos + qwen.rotate_half(t) * sin) for t in (query.float(), key.float()))
+    made = attend_in_frames(query, key, value.float(), frames, module.scaling)
+    return module.proj(made.to(x.dtype))
+
+
+def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Its activation in f32: not every engine has one of bfloat16."""
+    inner = module.linear_fc1(x)
+    return module.linear_fc2(module.act_fn(inner.float()).to(x.dtype))
