@@ -228,10 +228,17 @@ def test_what_does_not_fit_is_an_error_of_the_run(folder, tokenizer):
         with pytest.raises(Exception, match=r"Reshape|index"):
             tower.run(None, {"pixel_values": values, "image_grid_thw": np.array(given)})
     few = np.zeros((5, TEXT["hidden_size"]), np.float32)
+    embeddings = session(folder / "embeddings.onnx")
     with pytest.raises(Exception, match="Gather"):
-        session(folder / "embeddings.onnx").run(
-            None, {"input_ids": np.array([prompt(tokenizer, [grid])]), "image_features": few}
-        )
+        embeddings.run(None, {"input_ids": np.array([prompt(tokenizer, [grid])]), "image_features": few})
+
+
+def test_an_images_token_without_any_image_is_a_token(folder, model):
+    """One that the model itself chose, say: transformers takes its row of the table."""
+    ids = np.array([[model.config.image_token_id, 5], [7, model.config.image_token_id]])
+    none = np.zeros((0, TEXT["hidden_size"]), np.float32)
+    (found,) = session(folder / "embeddings.onnx").run(None, {"input_ids": ids, "image_features": none})
+    assert np.array_equal(found, model.get_input_embeddings().weight.detach().numpy()[ids])
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, []], ids=["one", "two", "alike", "none"])

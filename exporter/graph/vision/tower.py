@@ -64,9 +64,11 @@ class _Embeddings(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, image_features: torch.Tensor) -> torch.Tensor:
         rows = self.table(input_ids)
         own = input_ids.flatten() == self.image_token
-        at = own.cumsum(0) * own  # 0: not an image's. Of too few features the lookup fails
         features = torch.cat((image_features.new_zeros(1, image_features.shape[1]), image_features))
-        return torch.where(own.unflatten(0, input_ids.shape)[..., None], features[at].reshape(rows.shape), rows)
+        # 0: a row of the table. Without features all are, as in transformers; of too few the lookup fails
+        given = torch.ones_like(features[:, 0], dtype=torch.int64).sum() > 1
+        at = own.cumsum(0) * (own & given)
+        return torch.where((at > 0).unflatten(0, input_ids.shape)[..., None], features[at].reshape(rows.shape), rows)
 
 
 class Tower(Stored):
