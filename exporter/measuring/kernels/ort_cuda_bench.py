@@ -5,6 +5,10 @@ The graph is made where transformers is, on any machine; weights are random, and
     python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench graph qwen.onnx --model qwen3-30b-a3b --group-size 128
     python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run qwen.onnx  # with onnxruntime-gpu, PyTorch, a GPU
 
+A sliced model is a folder with a graph for each rank (rank0/model.onnx by --ranks 2 --rank 0, ..):
+
+    torchrun --nproc-per-node 2 --local-ranks-filter 0 -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run FOLDER
+
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
 (docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says.
 --steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
@@ -37,6 +41,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.inspecting.trace import read_trace
 from quantmoe.exporter.reading.slices import Slice
+from quantmoe.exporter.running import ranks
 
 #: experts of different bytes in a layer
 EXPERTS = 8
@@ -464,13 +469,14 @@ def bench(
     prompts: list[int],
     gpu_memory: int | None = None,
     routes: Sequence[str] = (),
+    group: str = "",
 ) -> None:
     """Prints a line for each measurement, and the kernels of some.
 
     Args:
         steps: BATCH:PAST:NEW.
         gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
-        routes: of misses.
+        routes: of misses. group: of a rank.
     """
     import onnxruntime as ort
     import torch
@@ -483,6 +489,8 @@ def bench(
     if gpu_memory is not None:
         options.add_session_config_entry("quantmoe.experts", "host")
         options.add_session_config_entry("quantmoe.gpu_memory", str(gpu_memory))
+    if group:
+        options.add_session_config_entry("quantmoe.group", group)
     options.register_custom_ops_library(library)
     begin = time.perf_counter()
     session = open_session(str(folder / "model.onnx"), options)
@@ -526,7 +534,13 @@ if __name__ == "__main__":
     parser.add_argument("--apart", action="store_true", help="each layer's bytes in the file, to measure its loading")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
+    group = ""
+    if ranks.launched():
+        rank = ranks.meet(given.graph, "cuda", seed=0)
+        given.graph, group = rank.path / "model.onnx", rank.group
+        given.folder /= f"rank{rank.rank}"
     given.folder.mkdir(parents=True, exist_ok=True)
+    given.graph.parent.mkdir(parents=True, exist_ok=True)
     if given.what == "graph":
         part = Slice(given.rank, given.ranks, given.expert_parallel) if given.ranks > 1 else None
         scratch = given.folder / "headers"
@@ -536,4 +550,4 @@ if __name__ == "__main__":
         from quantmoe.ort_ext import cuda_library_path
 
         fill(given.graph, given.folder, given.apart)
-        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory, given.routes)
+        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory, given.routes, group)
