@@ -25,6 +25,7 @@ from quantmoe.custom_ops.op import (
     RoutingSpec,
     Spec,
     inputs,
+    optional_inputs,
     outputs,
 )
 from quantmoe.custom_ops.schema import schema
@@ -72,7 +73,7 @@ class Row(ctypes.Structure):
 def _call(name: str, op: str, *shape: tuple[str, Any]) -> type[ctypes.Structure]:
     """The C struct of a call: types and sizes, op.def's tensors but the mask, of which only the length is read, and
     what all calls have."""
-    tensors = [name for name, _ in (*inputs(op), *outputs(op)) if name != "attention_mask"]
+    tensors = [name for name, _ in (*inputs(op), *optional_inputs(op), *outputs(op)) if name != "attention_mask"]
     fields = [
         ("type", ctypes.c_int),
         *shape,
@@ -400,6 +401,7 @@ def attention(
     q_norm: np.ndarray,
     k_norm: np.ndarray,
     sinks: np.ndarray,
+    ups: tuple[np.ndarray, np.ndarray] | None = None,
     lanes: int = 1,
     present: tuple[np.ndarray, np.ndarray] | None = None,
     buffer: Callable[[int], np.ndarray] | None = None,
@@ -409,6 +411,7 @@ def attention(
     Args:
         qkv: [B, S, ..] f32, f16 or bf16. length: L, attention_mask's.
         past: keys and values [B, kv_num_heads, P, ..], f32 or f16, or codes by the spec's cache_format.
+        ups: k_up and v_up of qkv's type, where the spec has a nope_size.
         present: where keys and values go, of max(P, L) slots; past itself: in place. buffer: as NativeMoE's.
 
     Returns:
@@ -427,10 +430,11 @@ def attention(
     def empty(like: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return buffer(math.prod(shape) * like.itemsize).view(like.dtype).reshape(shape)
 
-    output = empty(qkv, (batch, tokens, spec.num_heads * spec.v_head_size))
+    output = empty(qkv, (batch, tokens, spec.num_heads * spec.output_size))
     key, value = present or (empty(c, (*c.shape[:2], slots, c.shape[3])) for c in past)
     floats = (np.ascontiguousarray(a, np.float32) for a in (cos, sin, q_norm, k_norm, sinks))
     given = [*(np.ascontiguousarray(a) for a in (qkv, *past)), np.ascontiguousarray(rows, np.int32), *floats]
+    given += [np.ascontiguousarray(a, qkv.dtype) for a in ups or (qkv[:0], qkv[:0])]
     call = _AttentionCall(
         _TYPES[qkv.dtype],
         _TYPES.get(past[0].dtype, 0),

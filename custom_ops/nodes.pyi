@@ -112,6 +112,8 @@ class CachedAttention(Spec):
     k_scale: float = ...  # of the keys' codes; 1 where cache_format has none
     v_scale: float = ...  # of the values'
     key_split: int = ...  # features of a key that past_key has; 0: all, values are apart
+    nope_size: int = ...  # features of a query that k_up multiplies; 0: queries are of latents
+    out_size: int = ...  # features of a head's output, of v_up; 0: V
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Spec):

@@ -23,8 +23,13 @@ def op_version(op: str) -> int:
 
 
 def inputs(op: str) -> tuple[tuple[str, str], ...]:
-    """(name, type) of each input of ``op``, in order."""
+    """(name, type) of each input of ``op`` that all its nodes have, in order."""
     return schema().operators[op].inputs
+
+
+def optional_inputs(op: str) -> tuple[tuple[str, str], ...]:
+    """Those after them, of nodes that have a use for them."""
+    return schema().operators[op].optional_inputs
 
 
 def outputs(op: str) -> tuple[tuple[str, str], ...]:
@@ -127,6 +132,22 @@ class AttentionSpec(nodes.CachedAttention):
             return self.key_split, self.head_size - self.key_split
         tail = 4 if self.cache_format == "int8_token" else 0
         return self.head_size + tail, self.v_head_size + tail
+
+    @property
+    def query_size(self) -> int:
+        """Features of a head's query in qkv."""
+        return self.nope_size + self.head_size - self.v_head_size if self.nope_size else self.head_size
+
+    @property
+    def output_size(self) -> int:
+        """Features of a head's output."""
+        return self.out_size if self.nope_size else self.v_head_size
+
+    def expands(self, count: int) -> bool:
+        """Whether a row of so many new tokens expands its latents: FORMAT.md 5.3."""
+        up = self.nope_size + self.out_size
+        saved = self.head_size + self.v_head_size - self.query_size - self.output_size
+        return self.nope_size > 0 and count * saved >= self.v_head_size * up
 
 
 class ConvSpec(nodes.CausalConv):

@@ -340,16 +340,18 @@ def attention(
     q_norm: np.ndarray,
     k_norm: np.ndarray,
     sinks: np.ndarray,
+    k_up: np.ndarray | None = None,
+    v_up: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """CachedAttention.
 
     Args:
         spec: the node's attributes. length: L, attention_mask's. The others: inputs of op.def's shapes, any float type;
-            caches of codes int8 or uint8.
+            caches of codes int8 or uint8; k_up and v_up where the spec has a nope_size.
 
     Returns:
-        output float64 [B, S, num_heads * V], zero for tokens that do not count; present_key and present_value of past's
-        types and widths, with max(P, L) slots, zero after the last token.
+        output float64 [B, S, num_heads * V], or out_size for V, zero for tokens that do not count; present_key and
+        present_value of past's types and widths, with max(P, L) slots, zero after the last token.
 
     Raises:
         ValueError: ``rows`` asks for tokens or slots that are not there.
@@ -357,9 +359,13 @@ def attention(
     batch, tokens, _ = qkv.shape
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
     capacity = max(past_key.shape[2], length)
-    q, k, v = np.split(qkv.astype(np.float64), [heads * d, (heads + groups) * d], axis=2)
-    sizes = ((heads, d), (groups, d), (groups, 0 if spec.key_split else spec.v_head_size))
+    keys_at = heads * spec.query_size
+    q, k, v = np.split(qkv.astype(np.float64), [keys_at, keys_at + groups * d], axis=2)
+    sizes = ((heads, spec.query_size), (groups, d), (groups, 0 if spec.key_split else spec.v_head_size))
     q, k, v = (x.reshape(batch, tokens, *size) for x, size in zip((q, k, v), sizes, strict=True))
+    if k_up is not None:
+        absorbed = np.einsum("bshn,hnr->bshr", q[..., : spec.nope_size], k_up.astype(np.float64))
+        q = np.concatenate([q[..., spec.nope_size :], absorbed], 3)
     q = rotate(spec, rms_norm(spec, q, q_norm), cos, sin)
     k = rotate(spec, rms_norm(spec, k, k_norm), cos, sin)
     if spec.key_split:
@@ -395,7 +401,10 @@ def attention(
                 weight = np.exp(score - score.max(1, keepdims=True))
                 weight /= weight.sum(1, keepdims=True)
                 output[b, begin + i] = np.einsum("hk,hkv->hv", weight[:, :-1], values)
-    return output.reshape(batch, tokens, heads * spec.v_head_size), present[0], present[1]
+    if v_up is not None:
+        with np.errstate(invalid="ignore"):
+            output = np.einsum("bshr,hrv->bshv", output, v_up.astype(np.float64))
+    return output.reshape(batch, tokens, heads * spec.output_size), present[0], present[1]
 
 
 def check_rows(rows: np.ndarray, tokens: int) -> None:

@@ -38,7 +38,8 @@ class Attribute:
 @dataclass(frozen=True)
 class Operator:
     """An operator; name_c: of its struct, qm_<name_c>; own: its attributes but for the projections'; optional: names of
-    those that a node may lack and that change no result, which structs and dataclasses leave out."""
+    those that a node may lack and that change no result, which structs and dataclasses leave out; optional_inputs:
+    after ``inputs``, of nodes that have a use for them."""
 
     name: str
     name_c: str
@@ -48,6 +49,7 @@ class Operator:
     own: tuple[Attribute, ...]
     projections: dict[str, tuple[Attribute, ...]] = field(hash=False)
     optional: frozenset[str] = frozenset()
+    optional_inputs: tuple[tuple[str, str], ...] = ()
 
     @property
     def attributes(self) -> dict[str, Attribute]:
@@ -101,10 +103,12 @@ def parse(text: str) -> Schema:
         for a in own:
             if not 1 <= a.since <= int(version):
                 raise ValueError(f"attribute {a.name} is of op_version {a.since}, {op} is of {version}")
-        inputs, outputs = (tuple((name, type_) for name, type_ in of(m, op)) for m in ("INPUT", "OUTPUT"))
+        inputs, more, outputs = (
+            tuple((name, type_) for name, type_ in of(m, op)) for m in ("INPUT", "INPUT_OPTIONAL", "OUTPUT")
+        )
         projections = {prefix: projection for (prefix,) in of("PROJECTION", op)}
         optional = frozenset(f"{prefix}_{name}" for prefix in projections for _, name in of("PROJECTION_OPTIONAL"))
-        operators[op] = Operator(op, name_c, int(version), inputs, outputs, own, projections, optional)
+        operators[op] = Operator(op, name_c, int(version), inputs, outputs, own, projections, optional, more)
     return Schema(operators, projection, enums)
 
 

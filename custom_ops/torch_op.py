@@ -26,6 +26,7 @@ from quantmoe.custom_ops.op import (
     RowsSpec,
     attribute_kinds,
     inputs,
+    optional_inputs,
     outputs,
 )
 from quantmoe.custom_ops.reference import attention as reference_attention
@@ -236,6 +237,8 @@ def cached_attention(
     k_norm: torch.Tensor,
     sinks: torch.Tensor,
     attributes: str,
+    k_up: torch.Tensor | None = None,
+    v_up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of new tokens over a cache and themselves, by the float64 reference.
 
@@ -248,16 +251,19 @@ def cached_attention(
         q_norm, k_norm: f32, [0], [D] or [heads * D], by qk_norm.
         sinks: f32 [num_heads], -infinity for none.
         attributes: JSON of AttentionSpec.attributes().
+        k_up, v_up: with a nope_size, of qkv's dtype, [num_heads, nope_size, V] and [num_heads, V, out_size].
 
     Returns:
-        output [B, S, num_heads * V] of qkv's dtype; present_key and present_value, past's with max(P, L) slots.
+        output [B, S, num_heads * V], or out_size for V, of qkv's dtype; present_key and present_value, past's with
+        max(P, L) slots.
     """
     spec = AttentionSpec.from_attributes(json.loads(attributes))
     x, *caches = (t.float().numpy() for t in (qkv, past_key, past_value))
     # NumPy has no bfloat16: what the reference stores, it rounds as the cache's type does
     dtype = ml_dtypes.bfloat16 if past_key.dtype == torch.bfloat16 else past_key.new_empty(0).numpy().dtype
     key, value = (cache.astype(dtype) for cache in caches)
-    others = (t.numpy() for t in (cos, sin, q_norm, k_norm, sinks))
+    others = [t.numpy() for t in (cos, sin, q_norm, k_norm, sinks)]
+    others += [t.float().numpy() for t in (k_up, v_up) if t is not None]
     output, *present = reference_attention(spec, x, key, value, rows.numpy(), attention_mask.shape[1], *others)
     new_key, new_value = (torch.from_numpy(cache.astype(np.float32)).to(past_key.dtype) for cache in present)
     return torch.from_numpy(output).to(qkv.dtype), new_key, new_value
@@ -276,11 +282,13 @@ def _(
     k_norm: torch.Tensor,
     sinks: torch.Tensor,
     attributes: str,
+    k_up: torch.Tensor | None = None,
+    v_up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    spec = json.loads(attributes)
+    spec = AttentionSpec.from_attributes(json.loads(attributes))
     slots = torch.sym_max(past_key.shape[2], attention_mask.shape[1])
     key, value = (past.new_empty((*past.shape[:2], slots, past.shape[3])) for past in (past_key, past_value))
-    return qkv.new_empty((*qkv.shape[:2], spec["num_heads"] * spec["v_head_size"])), key, value
+    return qkv.new_empty((*qkv.shape[:2], spec.num_heads * spec.output_size)), key, value
 
 
 @torch.library.custom_op("quantmoe::causal_conv", mutates_args=())
@@ -379,15 +387,15 @@ def onnx_op(op: str) -> Op:
     types = {"T": ("T", floats), "C": ("C", floats), "I": ("I", ["int32", "int64"])}
     kinds = {"i": OpSchema.AttrType.INT, "f": OpSchema.AttrType.FLOAT}
 
-    def formal(values: tuple[tuple[str, str], ...]) -> list[OpSchema.FormalParameter]:
-        return [OpSchema.FormalParameter(n, t if t in types else f"tensor({t})") for n, t in values]
+    def formal(values: tuple[tuple[str, str], ...], **option: Any) -> list[OpSchema.FormalParameter]:
+        return [OpSchema.FormalParameter(n, t if t in types else f"tensor({t})", **option) for n, t in values]
 
     used = {t for _, t in [*inputs(op), *outputs(op)]}
     schema = OpSchema(
         op,
         DOMAIN,
         1,
-        inputs=formal(inputs(op)),
+        inputs=formal(inputs(op)) + formal(optional_inputs(op), param_option=OpSchema.FormalParameterOption.Optional),
         outputs=formal(outputs(op)),
         type_constraints=[(n, [f"tensor({t})" for t in names], "") for n, names in types.values() if n in used],
         attributes=[
@@ -439,8 +447,11 @@ def onnx_cached_attention(
     k_norm: Any,
     sinks: Any,
     attributes: str,
+    k_up: Any = None,
+    v_up: Any = None,
 ) -> Any:
-    given = (qkv, past_key, past_value, rows, attention_mask, cos, sin, q_norm, k_norm, sinks)
+    given = [qkv, past_key, past_value, rows, attention_mask, cos, sin, q_norm, k_norm, sinks]
+    given += [] if k_up is None else [k_up, v_up]
     return onnx_op("CachedAttention")(*given, **json.loads(attributes))
 
 

@@ -377,6 +377,10 @@ void AttentionNode::run(OrtKernelContext* context) const {
   call.q_norm = static_cast<const float*>(input(CachedAttention_q_norm));
   call.k_norm = static_cast<const float*>(input(CachedAttention_k_norm));
   call.sinks = static_cast<const float*>(input(CachedAttention_sinks));
+  if (attention_.nope_size) {
+    call.k_up = input(CachedAttention_k_up);
+    call.v_up = input(CachedAttention_v_up);
+  }
   call.output = data_of(get_output(context, 0, shapes.output));
   call.present_key = data_of(get_output(context, 1, shapes.key));
   call.present_value = data_of(get_output(context, 2, shapes.value));

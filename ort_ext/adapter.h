@@ -363,7 +363,7 @@ Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, 
   const int64_t heads = node.num_heads, groups = node.kv_num_heads, size = node.head_size, v_size = node.v_head_size,
                 split = node.key_split;
   const int64_t key_width = split ? split : size, value_width = split ? size - split : v_size;
-  check(CachedAttention_qkv, {-1, -1, (heads + groups) * size + (split ? 0 : groups * v_size)});
+  check(CachedAttention_qkv, {-1, -1, heads * query_size(node) + groups * size + (split ? 0 : groups * v_size)});
   shapes.batch = qkv[0];
   shapes.tokens = qkv[1];
   const int64_t tail = cache_tail(node);
@@ -379,9 +379,18 @@ Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, 
   check(CachedAttention_q_norm, {weights(heads)});
   check(CachedAttention_k_norm, {weights(groups)});
   check(CachedAttention_sinks, {heads});
+  if (node.nope_size) {
+    size_t count;
+    this->check(api_->KernelContext_GetInputCount(context, &count));
+    if (count != static_cast<size_t>(op_.inputs.most))
+      fail("it has " + std::to_string(count) + " inputs, expected " + std::to_string(op_.inputs.most) +
+           ", k_up and v_up too, where nope_size is " + std::to_string(node.nope_size));
+    check(CachedAttention_k_up, {heads, node.nope_size, v_size});
+    check(CachedAttention_v_up, {heads, v_size, node.out_size});
+  }
   shapes.past_slots = past[2];
   shapes.slots = std::max(past[2], mask[1]);
-  shapes.output = {shapes.batch, shapes.tokens, heads * v_size};
+  shapes.output = {shapes.batch, shapes.tokens, heads * output_size(node)};
   shapes.key = {shapes.batch, groups, shapes.slots, key_width + tail};
   shapes.value = {shapes.batch, groups, shapes.slots, value_width + tail};
   return shapes;
@@ -491,7 +500,10 @@ class Inference {
     }
     if (name == "ReduceScatter") first.set(0, first.sizes[0] < 0 ? -1 : first.sizes[0] / get_attribute("world"));
     if (name == "CausalConv") first.set(last, get_attribute("channels"));
-    if (name == "CachedAttention") first.set(last, get_attribute("num_heads") * get_attribute("v_head_size"));
+    if (name == "CachedAttention") {
+      const int64_t own = get_attribute("op_version") > 3 ? get_attribute("out_size") : 0;
+      first.set(last, get_attribute("num_heads") * (own ? own : get_attribute("v_head_size")));
+    }
     if (name == "GatedDelta") first.set(last, get_attribute("num_v_heads") * get_attribute("v_head_size"));
     const bool stateful = name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta";
     const int32_t alike = stateful ? 1 : op_.outputs.count;
@@ -594,9 +606,11 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   version = kOrtApi;
   GetName = [](const OrtCustomOp* self) { return of(self).name; };
   GetExecutionProviderType = [](const OrtCustomOp* self) { return of(self).provider; };
-  GetInputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).inputs.count); };
+  GetInputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).inputs.most); };
   GetInputType = [](const OrtCustomOp* self, size_t i) { return of(self).resolve(of(self).inputs.first[i].type); };
-  GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  GetInputCharacteristic = [](const OrtCustomOp* self, size_t i) {
+    return of(self).inputs.first[i].optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  };
   GetInputMemoryType = [](const OrtCustomOp* self, size_t i) {
     const Op& op = of(self);
     const bool packed = std::string_view(op.name) == "QuantMoE" && (i == QuantMoE_w13 || i == QuantMoE_w2);

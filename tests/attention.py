@@ -40,6 +40,14 @@ SPECS = {
     "latent": attention_spec(20, 1, 80, v_head_size=64, key_split=40, rotary_size=16, rotary_interleaved=1),
     "latent-of-two": attention_spec(6, 2, 37, v_head_size=24, key_split=5, rotary_size=12),
     "latent-split-late": attention_spec(130, 1, 48, v_head_size=32, key_split=32, sliding_window=70),
+    "up": attention_spec(6, 1, 46, v_head_size=40, key_split=23, rotary_size=4, nope_size=3, out_size=5),
+    "up-of-two": attention_spec(
+        4, 2, 258, v_head_size=256, key_split=129, nope_size=1, out_size=16, sliding_window=200, softcap=3.0
+    ),
+    "up-wide": attention_spec(
+        3, 1, 306, v_head_size=304, key_split=5, rotary_size=2, rotary_interleaved=1, nope_size=4, out_size=3
+    ),
+    "up-in-chunks": attention_spec(20, 1, 34, v_head_size=32, key_split=17, nope_size=2, out_size=1, chunk_size=100),
     "window-in-chunks": attention_spec(4, 2, 32, sliding_window=5, chunk_size=64),
 }
 #: types of caches, or the cache_format of their codes
@@ -63,16 +71,19 @@ class Inputs:
     q_norm: np.ndarray
     k_norm: np.ndarray
     sinks: np.ndarray
+    ups: tuple[np.ndarray, ...] = ()
 
     @property
     def others(self) -> tuple[np.ndarray, ...]:
         return self.cos, self.sin, self.q_norm, self.k_norm, self.sinks
 
     def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return native.attention(self.spec, self.qkv, self.past, self.rows, self.length, *self.others, **options)
+        return native.attention(
+            self.spec, self.qkv, self.past, self.rows, self.length, *self.others, self.ups, **options
+        )
 
     def reference(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return reference.attention(self.spec, self.qkv, *self.past, self.rows, self.length, *self.others)
+        return reference.attention(self.spec, self.qkv, *self.past, self.rows, self.length, *self.others, *self.ups)
 
     def tokens(self, at: slice, rows: list[list[int]]) -> Inputs:
         """Only some of the new tokens."""
@@ -117,9 +128,10 @@ def inputs(
 
     widths = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
     key, value = (spec.key_split, d - spec.key_split) if spec.key_split else (d, v)
+    features = heads * spec.query_size + groups * d + (0 if spec.key_split else groups * v)
     return Inputs(
         spec,
-        (draw(batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v)) * 1.4).astype(dtype),
+        (draw(batch, tokens, features) * 1.4).astype(dtype),
         (
             encoded(draw(batch, groups, past, key), spec.k_scale),
             encoded(draw(batch, groups, past, value), spec.v_scale),
@@ -129,6 +141,9 @@ def inputs(
         *(draw(batch, tokens, spec.rotary_size // 2) for _ in range(2)),
         *(1 + draw(width) / 4 for width in widths),
         draw(heads),
+        tuple((draw(heads, *size) / v**0.5).astype(dtype) for size in ((spec.nope_size, v), (v, spec.out_size)))
+        if spec.nope_size
+        else (),
     )
 
 
@@ -159,12 +174,14 @@ def turned(spec: AttentionSpec, x: np.ndarray, weights: np.ndarray, cos: np.ndar
 
 
 def stored(a: Inputs) -> tuple[Span, Span, Span]:
-    """Queries, keys and values of the new tokens, [B, S, heads, width]."""
+    """Queries, keys and values of the new tokens, [B, S, heads, width]. With a nope_size queries are what turns, then
+    the features that k_up multiplies."""
     spec, x = a.spec, a.qkv.astype(np.float64)
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
-    parts = np.split(x, [heads * d, (heads + groups) * d], axis=2)
-    sizes = (heads, d), (groups, d), (groups, 0 if spec.key_split else spec.v_head_size)
+    parts = np.split(x, [heads * spec.query_size, heads * spec.query_size + groups * d], axis=2)
+    sizes = (heads, spec.query_size), (groups, d), (groups, 0 if spec.key_split else spec.v_head_size)
     q, k, v = (p.reshape(*x.shape[:2], *size) for p, size in zip(parts, sizes, strict=True))
+    q = np.roll(q, -spec.nope_size, axis=3)
     queries, keys = (turned(spec, p, w, a.cos, a.sin) for p, w in ((q, a.q_norm), (k, a.k_norm)))
     if spec.key_split:
         first, rest = (np.split(x, [spec.key_split], axis=3) for x in (keys.value, keys.error))
@@ -195,14 +212,20 @@ def attend(
     caches: tuple[np.ndarray, np.ndarray],
     low: int,
     sinks: np.ndarray,
+    wrong_caches: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Span:
-    """One token: q [heads, D], stored keys and values [heads, slots from low on, ..] -> [heads, V]."""
+    """One token: q [heads, D], stored keys and values [heads, slots from low on, ..] -> [heads, V].
+
+    wrong_caches: by how much keys and values may be other numbers.
+    """
     (keys, key_scales), (values, value_scales) = (numbers(spec, cache) for cache in caches)
     terms = q.value[:, None] * keys
     partial = np.abs(terms.cumsum(2))
     (scale, factor), softcap = factors(spec), float(np.float32(spec.softcap))
     score = terms.sum(2) * scale
     error = (U * partial.sum(2) + (q.error[:, None] * np.abs(keys)).sum(2)) * abs(scale) + U * np.abs(score)
+    if wrong_caches is not None:
+        error += ((np.abs(q.value) + q.error)[:, None] * wrong_caches[0]).sum(2) * abs(scale)
     error += TINY * terms.shape[2] * abs(scale)
     once = U if spec.cache_format == "int8_token" else 0.0  # one more product with a scale
     score, error = score * key_scales, (error + once * np.abs(score)) * np.abs(key_scales) + TINY
@@ -225,6 +248,8 @@ def attend(
     wrong = (wrong + once * weight) * np.abs(value_scales) + TINY
     products = (weight * value_scales)[:, :, None] * values
     out, out_error = products.sum(1), (wrong[:, :, None] * np.abs(values)).sum(1) + TINY * weight.shape[1]
+    if wrong_caches is not None:
+        out_error += ((weight + wrong)[:, :, None] * wrong_caches[1]).sum(1)
     for begin in range(low // BLOCK * BLOCK, low + score.shape[1], BLOCK):
         of = products[:, max(begin - low, 0) : begin + BLOCK - low]
         out_error += U * np.abs(of.cumsum(1)).sum(1)
@@ -232,6 +257,36 @@ def attend(
     y = out / total[:, None]
     y_error = (out_error + np.abs(y) * total_error[:, None]) / total[:, None] + (2 + (factor != 1)) * U * np.abs(y)
     return Span(y * factor, (y_error * SECOND + 4 * TINY) * factor + TINY)
+
+
+def product(x: Span, weights: np.ndarray) -> Span:
+    """x [heads, n, K] times weights [heads, K, N], by fma from 0."""
+    terms = x.value[..., None] * weights[:, None]
+    error = U * np.abs(terms.cumsum(2)).sum(2) + TINY * weights.shape[1]
+    return Span(terms.sum(2), (error + x.error @ np.abs(weights)) * SECOND)
+
+
+def attend_up(a: Inputs, q: Span, caches: tuple[np.ndarray, ...], low: int, expands: bool) -> Span:
+    """As :func:`attend`, of a spec with a nope_size, by FORMAT.md 5.3; q: [heads, what turns, then M]."""
+    spec, sinks = a.spec, a.sinks.astype(np.float64)
+    turning = spec.head_size - spec.v_head_size
+    k_up, v_up = (up.astype(np.float64) for up in a.ups)
+    if expands:
+        first, latents = np.split(caches[0].astype(np.float64), [turning], 2)
+        exact = np.zeros(latents.shape)
+        keys, values = product(Span(latents, exact), k_up.swapaxes(1, 2)), product(Span(latents, exact), v_up)
+        order = Span(*(np.roll(x, spec.nope_size, 1) for x in q))  # the dot's: M, then what turns
+        own = replace(
+            spec, kv_num_heads=spec.num_heads, head_size=spec.query_size, v_head_size=spec.out_size, key_split=0
+        )
+        own = replace(own, nope_size=0, out_size=0)
+        wrong = np.concatenate([keys.error, np.zeros(first.shape)], 2), values.error
+        return attend(own, order, (np.concatenate([keys.value, first], 2), values.value), low, sinks, wrong)
+    absorbed = product(Span(q.value[:, None, turning:], q.error[:, None, turning:]), k_up)
+    whole = Span(*(np.concatenate([x[:, :turning], y[:, 0]], 1) for x, y in zip(q, absorbed, strict=True)))
+    inner = replace(spec, nope_size=0, out_size=0)
+    out = attend(inner, whole, (caches[0], caches[1]), low, sinks)
+    return Span(*(x[:, 0] for x in product(Span(out.value[:, None], out.error[:, None]), v_up)))
 
 
 def assert_stored(spec: AttentionSpec, found: np.ndarray, want: Span, scale: float) -> None:
@@ -263,7 +318,7 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     """A kernel's output, keys and values, against what they have to be."""
     spec, (output, *present) = a.spec, got
     queries, *new = stored(a)
-    want, heads = np.zeros((*a.qkv.shape[:2], spec.num_heads, spec.v_head_size)), spec.num_heads // spec.kv_num_heads
+    want, heads = np.zeros((*a.qkv.shape[:2], spec.num_heads, spec.output_size)), spec.num_heads // spec.kv_num_heads
     error = np.zeros(want.shape)
     for b, (begin, count, past) in enumerate(a.rows.tolist()):
         for cache, before, of, scale in zip(present, a.past, new, (spec.k_scale, spec.v_scale), strict=True):
@@ -281,6 +336,9 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
                 whole = np.concatenate(caches, 2)
                 caches = whole, whole[..., spec.head_size - spec.v_head_size :]
             q = Span(queries.value[b, begin + i], queries.error[b, begin + i])
+            if spec.nope_size:
+                want[b, begin + i], error[b, begin + i] = attend_up(a, q, caches, low, spec.expands(count))
+                continue
             want[b, begin + i], error[b, begin + i] = attend(spec, q, caches, low, a.sinks.astype(np.float64))
     span = Span(want.reshape(output.shape), error.reshape(output.shape))
     assert_within(output, span)

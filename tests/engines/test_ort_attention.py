@@ -15,7 +15,7 @@ from attention import CACHES, CODES, Inputs, assert_bytes, inputs
 from engines.one_layer import session
 from specs import attention_spec
 
-from quantmoe.custom_ops.op import DOMAIN, AttentionSpec
+from quantmoe.custom_ops.op import DOMAIN, AttentionSpec, optional_inputs
 from quantmoe.custom_ops.op import inputs as inputs_of
 from quantmoe.custom_ops.op import outputs as outputs_of
 
@@ -29,7 +29,8 @@ SPECS = {cache: inputs(SPEC, [], 0, 0, 0, cache=cache).spec for cache in CACHES}
 
 def feeds(a: Inputs) -> dict[str, np.ndarray]:
     mask = np.ones((len(a.rows), a.length), np.int64)
-    return dict(zip(NAMES, (a.qkv, *a.past, a.rows, mask, *a.others), strict=True))
+    given = dict(zip(NAMES, (a.qkv, *a.past, a.rows, mask, *a.others), strict=True))
+    return given | dict(zip(("k_up", "v_up"), a.ups, strict=False))
 
 
 def write(
@@ -43,17 +44,22 @@ def write(
     """One node, of SPECS[cache] or another spec; qkv and output are float32, cast to and from ``dtype``: ONNX Runtime
     takes no bfloat16 from NumPy."""
     spec = spec or SPECS[cache]
+    heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
+    widths = (spec if spec.key_split else SPECS[cache]).cache_widths
+    norm = d if spec.qk_norm == "head" else 0
     shapes: dict[str, list[int | str]] = {
-        "qkv": ["B", "S", 8 * 24 + 2 * 16],
-        "past_key": ["B", 2, past, SPECS[cache].cache_widths[0]],
-        "past_value": ["B", 2, past, SPECS[cache].cache_widths[1]],
+        "qkv": ["B", "S", heads * spec.query_size + groups * d + (0 if spec.key_split else groups * v)],
+        "past_key": ["B", groups, past, widths[0]],
+        "past_value": ["B", groups, past, widths[1]],
         "rows": ["B", 3],
         "attention_mask": ["B", length],
-        "cos": ["B", "S", 4],
-        "sin": ["B", "S", 4],
-        "q_norm": [24],
-        "k_norm": [24],
-        "sinks": [6],
+        "cos": ["B", "S", spec.rotary_size // 2],
+        "sin": ["B", "S", spec.rotary_size // 2],
+        "q_norm": [norm],
+        "k_norm": [norm],
+        "sinks": [heads],
+        "k_up": [heads, spec.nope_size, v],
+        "v_up": [heads, v, spec.out_size],
     }
     kinds = {
         "T": "FLOAT",
@@ -67,11 +73,22 @@ def write(
         shape = ir.Shape(shapes[name]) if name in shapes else None
         return ir.Value(name=name, type=ir.TensorType(ir.DataType[kinds[kind]]), shape=shape)
 
-    given = [value(name, kind) for name, kind in inputs_of("CachedAttention")]
-    typed = ir.node("Cast", [given[0]], {"to": int(ir.DataType[TYPES[dtype]])})
+    named = (*inputs_of("CachedAttention"), *(optional_inputs("CachedAttention") if spec.nope_size else ()))
+    given = [value(name, kind) for name, kind in named]
+    casts = [
+        ir.node("Cast", [x], {"to": int(ir.DataType[TYPES[dtype]])})
+        for x, (_, kind) in zip(given, named, strict=True)
+        if kind == "T"
+    ]
+    typed = {cast.inputs[0]: cast.outputs[0] for cast in casts}
     results = [value(name, kind) for name, kind in outputs_of("CachedAttention")]
     node = ir.node(
-        "CachedAttention", [*typed.outputs, *given[1:]], spec.attributes(), domain=DOMAIN, name=NODE, num_outputs=3
+        "CachedAttention",
+        [typed.get(x, x) for x in given],
+        spec.attributes(),
+        domain=DOMAIN,
+        name=NODE,
+        num_outputs=3,
     )
     node.outputs[1].name, node.outputs[2].name = "present_key", "present_value"
     for output, result in zip(node.outputs[1:], results[1:], strict=True):
@@ -80,7 +97,7 @@ def write(
     graph = ir.Graph(
         given,
         [*back.outputs, *node.outputs[1:]],
-        nodes=[typed, node, back],
+        nodes=[*casts, node, back],
         opset_imports={"": 20, DOMAIN: 1},
         name="attention",
     )
@@ -172,6 +189,47 @@ def test_wrong_shapes_are_named(tmp_path: Path, name: str, shape: tuple[int, ...
     ir.save(model, path)
     a[name] = np.zeros(shape, a[name].dtype)
     with pytest.raises(Exception, match=f'CachedAttention node "{NODE}": {message}'):
+        session(path).run(None, a)
+
+
+#: expands from 2 new tokens on
+UP = attention_spec(6, 2, 36, v_head_size=32, key_split=18, rotary_size=4, nope_size=1, out_size=1)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_up_projections(tmp_path: Path, dtype: Any) -> None:
+    a = inputs(UP, [[0, 3, 50], [1, 1, 3]], tokens=3, past=60, length=70, cache=np.float16)
+    typed = dataclasses.replace(a, qkv=a.qkv.astype(dtype), ups=tuple(up.astype(dtype) for up in a.ups))
+    output, *present = typed.run()
+    s = session(write(tmp_path, dtype, spec=UP), 2)
+    assert s.get_outputs()[0].shape == ["B", "S", 6]
+    assert_bytes(s.run(None, feeds(a)), (output.astype(np.float32), *present))
+
+
+def test_up_projections_of_another_shape_are_named(tmp_path: Path) -> None:
+    a = feeds(inputs(UP, [[0, 3, 50]], tokens=3, past=60, length=70, cache=np.float16))
+    path = write(tmp_path, spec=UP)
+    model = ir.load(path)
+    for value in model.graph.inputs:
+        value.shape = None
+    ir.save(model, path)
+    for name, expected in (("k_up", r"\[6, 1, 32\]"), ("v_up", r"\[6, 32, 1\]")):
+        with pytest.raises(Exception, match=f'"{NODE}": {name} has shape .*, expected {expected}'):
+            session(path).run(None, a | {name: np.zeros((6, 2, 32), np.float32)})
+
+
+def test_a_node_without_its_up_projections_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    model = ir.load(path)
+    node = next(n for n in model.graph if n.domain == DOMAIN)
+    spec = attention_spec(6, 2, 24, v_head_size=16, rotary_size=8, key_split=8, nope_size=16, out_size=4)
+    for name, value in spec.attributes().items():
+        node.attributes[name] = ir.convenience.convert_attribute(name, value)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.shape = None
+    ir.save(model, path)
+    a = feeds(inputs(dataclasses.replace(spec, nope_size=0, out_size=0), [[0, 3, 50]], 3, 60, 70, cache=np.float16))
+    with pytest.raises(Exception, match=f'"{NODE}": it has 10 inputs, expected 12, k_up and v_up too, where nope_size'):
         session(path).run(None, a)
 
 

@@ -180,7 +180,7 @@ void routing(FuzzedDataProvider& data, bool wild) {
 
 // Places the call's arrays, filled; in place where present has past's slots and the input says so.
 void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attention_call& call, bool at_end) {
-  static Guarded places[13];
+  static Guarded places[15];
   Rng rng(data.ConsumeIntegral<uint32_t>());
   const bool tame = data.ConsumeBool(), in_place = call.slots == call.past_slots && data.ConsumeBool();
   int next = 0;
@@ -203,7 +203,7 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
     return floats(a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : heads * d);
   };
   const int64_t key_width = a.key_split ? a.key_split : d, value_width = a.key_split ? d - a.key_split : v;
-  call.qkv = take(call.type, tokens * ((a.num_heads + groups) * d + (a.key_split ? 0 : groups * v)));
+  call.qkv = take(call.type, tokens * (a.num_heads * query_size(a) + groups * d + (a.key_split ? 0 : groups * v)));
   call.past_key = cache(call.past_slots, key_width);
   call.past_value = cache(call.past_slots, value_width);
   call.cos = floats(tokens * a.rotary_size / 2);
@@ -211,7 +211,9 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
   call.q_norm = weights(a.num_heads);
   call.k_norm = weights(groups);
   call.sinks = floats(a.num_heads);
-  call.output = take(call.type, tokens * a.num_heads * v);
+  call.k_up = take(call.type, int64_t{a.num_heads} * a.nope_size * v);
+  call.v_up = take(call.type, int64_t{a.num_heads} * a.out_size * v);
+  call.output = take(call.type, tokens * a.num_heads * output_size(a));
   void* const key = cache(call.slots, key_width);
   void* const value = cache(call.slots, value_width);
   call.present_key = in_place ? const_cast<void*>(call.past_key) : key;
@@ -230,7 +232,7 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
 void attention(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_attention a{};
-  a.op_version = 3;
+  a.op_version = 4;
   a.kv_num_heads = data.ConsumeIntegralInRange(1, 3);
   a.num_heads = a.kv_num_heads * data.ConsumeIntegralInRange(1, 10);
   a.head_size = data.ConsumeIntegralInRange(1, 40);
@@ -250,13 +252,19 @@ void attention(FuzzedDataProvider& data, bool wild) {
       data.ConsumeIntegralInRange(0, 3) == 0) {  // latent: values are the ends of keys
     a.key_split = data.ConsumeIntegralInRange(0, a.head_size - 1);
     a.v_head_size = std::min(a.v_head_size, a.head_size);
+    if (a.key_split && data.ConsumeBool()) {
+      a.nope_size = data.ConsumeIntegralInRange(1, 20);
+      a.out_size = data.ConsumeIntegralInRange(1, 40);
+      a.qk_norm = k_qk_norm_none;
+      a.rotary_size = std::min(a.rotary_size, (a.head_size - a.v_head_size) / 2 * 2);
+    }
   }
   if (wild) set_any(data, "CachedAttention", &a);
   if (qm_attention_validate(&a, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
-  const int64_t features = int64_t{a.head_size} + a.v_head_size;
+  const int64_t features = int64_t{a.head_size} + a.v_head_size + a.nope_size + a.out_size;
   if (a.num_heads * features > 4096 || a.kv_num_heads * features > 1500) return;
 
   static Guarded workspace_place;
@@ -269,7 +277,7 @@ void attention(FuzzedDataProvider& data, bool wild) {
   call.past_slots = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 3) ? 40 : 300);
   call.slots = call.past_slots + (data.ConsumeBool() ? 0 : data.ConsumeIntegralInRange(0, 40));
   place_attention(data, a, call, at_end);
-  const int64_t width = int64_t{a.num_heads} * a.v_head_size, element = call.type == QM_F32 ? 4 : 2;
+  const int64_t width = int64_t{a.num_heads} * output_size(a), element = call.type == QM_F32 ? 4 : 2;
   const Outcome first = every_kernel(
       data, call, call.output, call.batch * call.tokens * width, workspace_place, at_end,
       [&] { return qm_attention_workspace(&a, &call); }, [&] { return qm_attention_run(&a, &call, err); });

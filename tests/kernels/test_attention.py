@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from attention import CACHES, CODES, SPECS, assert_bytes, check, inputs, ragged
+from attention import CACHES, CODES, SPECS, Inputs, assert_bytes, check, inputs, ragged
 from specs import attention_spec
 
 from quantmoe.custom_ops import native
@@ -81,7 +81,8 @@ def ones(like: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("spec", "cache"), [*((s, np.float16) for s in SPECS.values()), *((SPECS["odd-widths"], c) for c in CODES)]
+    ("spec", "cache"),
+    [*((s, np.float16) for s in SPECS.values() if not s.nope_size), *((SPECS["odd-widths"], c) for c in CODES)],
 )
 @pytest.mark.parametrize("sizes", [(1,), (7,), (255, 1, 1), (64, 200)], ids=str)
 def test_prefill_in_chunks_has_the_bytes_of_prefill_at_once(
@@ -97,6 +98,94 @@ def test_prefill_in_chunks_has_the_bytes_of_prefill_at_once(
         pieces.append(part.run(present=past, lanes=1 + len(pieces) % 3)[0])
         at += count
     assert_bytes((np.concatenate(pieces, 1), *past), (output, *present))
+
+
+#: expands from 48 new tokens on
+UP = attention_spec(6, 2, 32, v_head_size=24, key_split=16, rotary_size=8, nope_size=16, out_size=16)
+
+
+def in_parts(a: Inputs, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """Output and caches of a row's tokens in calls of so many, over again, into caches that were never cleared."""
+    _, count, at = a.rows[0].tolist()
+    past = tuple(ones(np.empty((1, *x.shape[1:2], at + count, x.shape[3]), x.dtype)) for x in a.past)
+    for cache, before in zip(past, a.past, strict=True):
+        cache[:, :, :at] = before[:, :, :at]
+    first, pieces = 0, []
+    while first < count:
+        size = min(sizes[len(pieces) % len(sizes)], count - first)
+        part = dataclasses.replace(a, past=past, length=1)
+        part = part.tokens(slice(first, first + size), [[0, size, at + first]])
+        pieces.append(part.run(present=past, lanes=1 + len(pieces) % 3)[0])
+        first += size
+    return [np.concatenate(pieces, 1), *past]
+
+
+@pytest.mark.parametrize("count", [47, 48, 49, 129, 300])
+@pytest.mark.parametrize("past", [0, 255, 256, 700])
+def test_tokens_at_the_border_of_expansion(kernel: str, count: int, past: int) -> None:
+    assert [UP.expands(n) for n in (1, 47, 48, 300)] == [False, False, True, True]
+    a = inputs(UP, [[0, count, past]], tokens=count, past=past, length=past + count, cache=np.float16)
+    got = a.run()
+    if count + past < 400 or count < 50:
+        check(a, got)
+    assert_bytes(a.run(lanes=40), got)
+
+
+def test_prefill_in_chunks_of_latents_that_are_expanded_or_absorbed() -> None:
+    """All parts expand, or none does: the bytes of one call. Some of each: within the bounds of each."""
+    for spec in (UP, dataclasses.replace(UP, sliding_window=60), dataclasses.replace(UP, chunk_size=100)):
+        a = inputs(spec, [[0, 262, 3]], tokens=262, past=3, length=265, cache=np.float16)
+        whole = a.run()
+        for sizes in ((48, 107), (131,), (214, 48)):
+            assert_bytes(in_parts(a, sizes), whole)
+        each = in_parts(a, (1,))
+        for sizes in ((7,), (47, 1)):
+            assert_bytes(in_parts(a, sizes), each)
+        check(a, whole)
+        mixed = in_parts(a, (200, 1, 5, 40, 16))
+        assert_bytes((mixed[0][:, :200],), (whole[0][:, :200],))
+        assert_bytes((mixed[0][:, 200:],), (each[0][:, 200:],))
+        assert_bytes(mixed[1:], whole[1:])
+
+
+def test_a_prompt_of_several_tasks_of_a_head() -> None:
+    """2,500 tokens: more than a task expands for. Their bytes are those of parts."""
+    spec = attention_spec(2, 1, 18, v_head_size=16, key_split=9, nope_size=1, out_size=1)
+    a = inputs(spec, [[0, 2500, 0]], tokens=2500, past=0, length=2500, cache=np.float16)
+    assert_bytes(a.run(lanes=3), in_parts(a, (700,)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("cache", CACHES[:2])
+def test_types_of_up_projections(kernel: str, dtype: Any, cache: Any) -> None:
+    a = inputs(UP, [[0, 60, 10], [13, 47, 0], [5, 0, 9], [0, 1, 70]], 60, 70, 71, dtype=dtype, cache=cache)
+    got = a.run(lanes=2)
+    assert [x.dtype for x in got] == [dtype, cache, cache]
+    check(a, got)
+
+
+@pytest.mark.parametrize("tokens", [2, 60])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_latent_that_is_not_a_number_stays_in_its_reach(kernel: str, bad: float, tokens: int) -> None:
+    """In the first group's latent of a token: its heads of tokens that see it, no other row. In v_up: a feature."""
+    spec = dataclasses.replace(UP, sliding_window=5)
+    a = inputs(spec, [[0, tokens, 250], [0, tokens, 3]], tokens=tokens, past=300, length=310)
+    want, *_ = a.run()
+    qkv = a.qkv.copy()
+    qkv[0, 1, 6 * 24 + 20] = bad
+    got, *_ = dataclasses.replace(a, qkv=qkv).run(lanes=4)
+    reached = np.zeros(got.shape, bool)
+    reached[0, 1:6, : 3 * 16] = True
+    assert_bytes((got[~reached],), (want[~reached],))
+    assert np.isnan(bad) <= np.isnan(got[reached]).all()
+    assert {x.tobytes() for x in got[np.isnan(got)]} <= {np.float32(np.nan).tobytes()}
+    v_up = a.ups[1].copy()
+    v_up[4, 3, 7] = bad
+    got, *_ = dataclasses.replace(a, ups=(a.ups[0], v_up)).run()
+    reached = np.zeros(got.shape, bool)
+    reached[..., 4 * 16 + 7] = True
+    assert not np.isfinite(got[reached]).any()
+    assert_bytes((got[~reached],), (want[~reached],))
 
 
 @pytest.mark.parametrize("window", [0, 1, 255, 256, 257, 300])
@@ -128,6 +217,24 @@ def test_the_workspace_is_what_the_header_states(tokens: int, past: int, lanes: 
     inputs(spec, [[0, tokens, past]], tokens, past, past + tokens, cache=np.float16).run(lanes=lanes, buffer=buffer)
     parts, lane = 64 << 20, 4 * (128 * 16 + 32 * 16 + 256 * 32 + 128 * (2 * 32 + 304))
     assert lanes * lane <= sizes[-1] <= lanes * lane + 4 * tokens + 64 + (parts if lanes > 1 else 0)
+
+
+@pytest.mark.parametrize("lanes", [1, 64])
+@pytest.mark.parametrize(("tokens", "past"), [(1, 32767), (47, 100), (3000, 0)])
+def test_the_workspace_of_latents_is_what_the_header_states(tokens: int, past: int, lanes: int) -> None:
+    sizes: list[int] = []
+
+    def buffer(size: int) -> np.ndarray:
+        sizes.append(size)
+        return native.aligned(size)
+
+    inputs(UP, [[0, tokens, past]], tokens, past, past + tokens, cache=np.float16).run(lanes=lanes, buffer=buffer)
+    absorbed, expanded = min(tokens, 47), min(tokens, 2048)
+    rows = 4 * absorbed * (6 + 2) * 32 + 4 * absorbed * 6 * 24
+    attends = 4 * (128 * 32 + 32 * 32 + 256 * 32 + 128 * (2 * 32 + 304))
+    lane = 4 * (expanded * (24 + 16 + 16) + (16 + 16 + 35) * 24 + 256 * 40 + 32 * 32 + 128 * (16 + 288) + 8704)
+    fixed = rows + 1024 + (64 << 20 if lanes > 1 else 0)
+    assert lanes * attends + rows <= sizes[-1] <= lanes * (attends + lane) + fixed
 
 
 @pytest.mark.parametrize("sink", [-np.inf, -1000.0, 1000.0])
@@ -312,6 +419,15 @@ def test_present_in_pasts_memory_cannot_have_more_slots() -> None:
         ({"cache_format": "fp8_e4m3", "k_scale": float("inf")}, "k_scale is inf, expected a number"),
         ({"k_scale": 0.5}, "k_scale is 0.5, expected 1 where cache_format is none"),
         ({"cache_format": "int8_token", "v_scale": 2.0}, "v_scale is 2, expected 1 where cache_format is int8_token"),
+        ({"nope_size": 8, "out_size": 8}, "nope_size is 8, expected 0 without a key_split"),
+        ({"key_split": 8, "nope_size": -1}, "nope_size is -1, expected 0 to"),
+        ({"key_split": 8, "nope_size": 8}, "out_size is 0, expected 1 to"),
+        ({"key_split": 8, "out_size": 8}, "out_size is 8, expected 0 to 0"),
+        (
+            {"key_split": 8, "nope_size": 8, "out_size": 8, "qk_norm": "head"},
+            "qk_norm is head, expected none with a nope",
+        ),
+        ({"key_split": 8, "nope_size": 8, "out_size": 8, "rotary_size": 2}, "rotary_size is 2, expected 0 to 0"),
         ({"qk_norm": "layer"}, 'qk_norm is "layer", the operator defines: none, head, row'),
     ],
 )

@@ -91,6 +91,7 @@ def sweep(kernel: str) -> None:
             past = tuple(map(guarded.copy, a.past))
             names = ("qkv", "rows", "cos", "sin", "q_norm", "k_norm", "sinks")
             inside = dataclasses.replace(a, past=past, **{n: guarded.copy(getattr(a, n)) for n in names})
+            inside = dataclasses.replace(inside, ups=tuple(map(guarded.copy, a.ups)))
             for lanes in (1, 20):
                 assert_bytes(inside.run(lanes=lanes, buffer=guarded), a.run())
     guarded = Guarded(True)

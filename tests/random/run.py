@@ -380,6 +380,10 @@ def attending(draw: Draw) -> Node:
     )
     if spec.key_split:
         spec = replace(spec, v_head_size=min(spec.v_head_size, d))
+        if draw.chance(0.5):
+            rotary = min(spec.rotary_size, (d - spec.v_head_size) // 2 * 2)
+            sizes = {"nope_size": draw.int(1, 20), "out_size": draw.one_of(16, draw.int(1, 40))}
+            spec = replace(spec, qk_norm="none", rotary_size=rotary, **sizes)
     tokens, past = (
         draw.one_of(1, 1, draw.int(0, 20), draw.int(0, 90)),
         draw.one_of(0, draw.int(0, 20), draw.int(0, 700)),
@@ -390,7 +394,7 @@ def attending(draw: Draw) -> Node:
         rows.append([draw.int(0, tokens - count), count, draw.one_of(past, draw.int(0, past))])
     types = {"dtype": draw.one_of(*TYPES), "cache": draw.one_of(*CACHES)}
     if isinstance(types["cache"], str):  # codes, which no latent has
-        spec = replace(spec, key_split=0)
+        spec = replace(spec, key_split=0, nope_size=0, out_size=0)
     needed = max([count + before for _, count, before in rows], default=0)
     a = inputs(
         spec, rows, tokens, past, needed + draw.one_of(0, 0, draw.int(0, 40)), **types, seed=draw.int(0, 1 << 30)

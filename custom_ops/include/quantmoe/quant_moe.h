@@ -138,7 +138,7 @@ typedef struct {
 QM_API size_t qm_routing_workspace(const qm_routing*, const qm_routing_call*);
 QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
 
-// CachedAttention. D: head_size, V: v_head_size. With a key_split, of latent attention, see op.def.
+// CachedAttention. D: head_size, V: v_head_size. With a key_split or a nope_size, of latent attention, see op.def.
 QM_API int qm_attention_validate(const qm_attention*, char* err);
 typedef struct {
   qm_type type;                  // of qkv and output
@@ -152,7 +152,8 @@ typedef struct {
   const float *cos, *sin;        // [B, S, rotary_size / 2]
   const float *q_norm, *k_norm;  // by qk_norm
   const float* sinks;            // [num_heads]
-  void* output;                  // [B, S, num_heads V]
+  const void *k_up, *v_up;       // with a nope_size, of `type`: [num_heads, nope_size, V], [num_heads, V, out_size]
+  void* output;                  // [B, S, num_heads V]; with a nope_size out_size for V
   void *present_key, *present_value;  // [B, kv_num_heads, slots, D or V]; past's memory: appended to in place
   void* workspace;                    // qm_attention_workspace bytes, 64-byte aligned
   int lanes;
@@ -160,7 +161,10 @@ typedef struct {
   void* parallel_context;
 } qm_attention_call;
 // At most 64 MiB, 4 bytes a token, and for each lane, with R = max(128, num_heads / kv_num_heads) queries,
-// 4 (R D + 32 D + 256 V + R (2 V + 304)) bytes, V rounded up to 16: 488 KB for D = V = 128.
+// 4 (R D + 32 D + 256 V + R (2 V + 304)) bytes, V rounded up to 16: 488 KB for D = V = 128. With a nope_size M
+// also 4 ((num_heads + kv_num_heads) D + num_heads V) bytes a token of 128, or of one row that is absorbed, and for
+// each lane at most 4 (T (Q + U + 16) + (M + U + 35) V + 256 (Q + U) + 32 D + 128 (U + 288) + 8704) bytes, Q = M + D -
+// V, U = out_size rounded up to 16, T = min(S, 2048): 1.9 MB for a prompt of 512 of DeepSeek-V3.
 QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_call*);
 // Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens or slots that are not there, naming the row, or
 // when present is past's memory but has more slots.

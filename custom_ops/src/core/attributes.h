@@ -77,6 +77,13 @@ inline bool has_cache_scales(const qm_attention& attention) {
 inline int32_t cache_tail(const qm_attention& attention) {
   return attention.cache_format == k_cache_format_int8_token ? 4 : 0;
 }
+// Features of a head's query in qkv, and of its output.
+inline int32_t query_size(const qm_attention& attention) {
+  return attention.nope_size ? attention.nope_size + attention.head_size - attention.v_head_size : attention.head_size;
+}
+inline int32_t output_size(const qm_attention& attention) {
+  return attention.nope_size ? attention.out_size : attention.v_head_size;
+}
 
 // Where an operator's input is in the rows of a tensor that may be wider: FORMAT.md 6.
 struct Part {

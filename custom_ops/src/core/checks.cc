@@ -76,6 +76,16 @@ int check_attention(const qm_attention& attention, char* err) {
   if (attention.key_split && attention.v_head_size > attention.head_size)
     return fail(err, QM_INVALID, "v_head_size is %d, expected at most head_size %d with a key_split",
                 attention.v_head_size, attention.head_size);
+  if (attention.nope_size && !attention.key_split)
+    return fail(err, QM_INVALID, "nope_size is %d, expected 0 without a key_split", attention.nope_size);
+  QM_TRY(check_range("nope_size", attention.nope_size, 0, kMaxSize, err));
+  QM_TRY(check_range("out_size", attention.out_size, attention.nope_size ? 1 : 0, attention.nope_size ? kMaxSize : 0,
+                     err));
+  if (attention.nope_size && attention.qk_norm != k_qk_norm_none)
+    return fail(err, QM_INVALID, "qk_norm is %s, expected none with a nope_size",
+                enum_name("qk_norm", attention.qk_norm));
+  if (attention.nope_size)
+    QM_TRY(check_range("rotary_size", attention.rotary_size, 0, attention.head_size - attention.v_head_size, err));
   QM_TRY(check_not_negative("softcap", attention.softcap, err));
   QM_TRY(check_not_negative("norm_epsilon", attention.norm_epsilon, err));
   QM_TRY(check_finite("scale", attention.scale, err));

@@ -12,26 +12,29 @@ struct TensorSlot {
   const char* op;
   const char* name;
   Type type;
+  bool optional;
 };
 constexpr TensorSlot kInputs[] = {
-#define QM_INPUT(op, name, type) {#op, #name, type_##type},
+#define QM_INPUT(op, name, type) {#op, #name, type_##type, false},
+#define QM_INPUT_OPTIONAL(op, name, type) {#op, #name, type_##type, true},
 #include "op.def"
 };
 constexpr TensorSlot kOutputs[] = {
-#define QM_OUTPUT(op, name, type) {#op, #name, type_##type},
+#define QM_OUTPUT(op, name, type) {#op, #name, type_##type, false},
 #include "op.def"
 };
 
-// Those of an operator, which op.def lists together.
+// Those of an operator, which op.def lists together. count: those that every node has; most: the optional ones, too.
 struct Slots {
   const TensorSlot* first;
-  int32_t count;
+  int32_t count, most;
 
   template <size_t n>
-  constexpr Slots(const TensorSlot (&slots)[n], std::string_view op) : first(nullptr), count(0) {
+  constexpr Slots(const TensorSlot (&slots)[n], std::string_view op) : first(nullptr), count(0), most(0) {
     for (const TensorSlot& slot : slots) {
       if (op != slot.op) continue;
-      if (!count++) first = &slot;
+      if (!most++) first = &slot;
+      count += !slot.optional;
     }
   }
   constexpr int32_t position(std::string_view name) const {
@@ -43,6 +46,7 @@ struct Slots {
 
 // Positions of the inputs, as QuantMoE_w13.
 #define QM_INPUT(op, name, type) constexpr int32_t op##_##name = Slots(kInputs, #op).position(#name);
+#define QM_INPUT_OPTIONAL QM_INPUT
 #include "op.def"
 
 }  // namespace quantmoe

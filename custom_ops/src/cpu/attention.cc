@@ -3,6 +3,8 @@
 // A tile is done by one lane, block after block of the cache, where there are tiles enough for all lanes; otherwise,
 // as in decode, a few blocks are a task, and the lane that finishes a tile's last one merges them in order.
 // Both give the same bytes: blocks begin at the same slots, whoever computes them.
+// With a nope_size rows of few new tokens are absorbed, so many at a time that their queries fit some memory, and then
+// are tiles as above; of the others a head's tokens are a task, which expands what it needs of the cache.
 #include <algorithm>
 #include <cstring>
 
@@ -100,7 +102,7 @@ void AttentionRun::copy(const void* past, void* present, int64_t width, int64_t 
 
 // New tokens first .. of row b into the cache; zeros are the output of those that do not count.
 void AttentionRun::append_tokens(int64_t batch_row, int64_t first, float* scratch) const {
-  const int64_t width = int64_t{a_.node.num_heads} * a_.node.v_head_size * element_size(a_.call.type);
+  const int64_t width = int64_t{a_.node.num_heads} * output_size(a_.node) * element_size(a_.call.type);
   for (int64_t index = first; index < std::min(first + kTokensPerTask, a_.call.tokens); ++index) {
     const int64_t token = index - a_.call.rows[3 * batch_row];
     if (token >= 0 && token < count_of(batch_row))
@@ -180,6 +182,115 @@ void AttentionRun::attend() const {
   });
 }
 
+// What the rows that are absorbed at a time attend as: their queries and outputs are in the workspace.
+struct AbsorbedCall {
+  qm_attention node;
+  qm_attention_call call;
+
+  AbsorbedCall(const LatentContext& latent, int64_t batch, int64_t tokens) : node(latent.node), call(latent.call) {
+    node.nope_size = node.out_size = node.rotary_size = 0;
+    call.type = QM_F32;
+    call.batch = batch;
+    call.tokens = tokens;
+  }
+};
+
+struct LatentPlan {
+  int64_t rows, tokens;                                           // that are absorbed at a time, of a row
+  int64_t queries_at, outputs_at, attends_at, scratch_at, bytes;  // AbsorbedRows::rows are at 0
+};
+
+LatentPlan plan_of(const LatentContext& latent) {
+  LatentPlan plan{};
+  const qm_attention& node = latent.node;
+  plan.tokens = std::min(latent.call.tokens, latent.most_absorbed());
+  plan.rows = std::min(std::max<int64_t>(kAbsorbedTokens / std::max<int64_t>(plan.tokens, 1), 1), latent.call.batch);
+  const int64_t heads = plan.rows * plan.tokens * 4;  // bytes, for a feature of a head
+  plan.queries_at = align_up(3 * plan.rows * 4, 64);
+  plan.outputs_at = plan.queries_at + align_up(heads * (node.num_heads + node.kv_num_heads) * node.head_size, 64);
+  plan.attends_at = plan.outputs_at + align_up(heads * node.num_heads * node.v_head_size, 64);
+  const AbsorbedCall inner(latent, plan.rows, plan.tokens);
+  plan.scratch_at = plan.attends_at + align_up(plan_of(AttentionContext{inner.node, inner.call, nullptr}).bytes, 64);
+  plan.bytes = plan.scratch_at + lanes_of(latent.call) * latent.scratch_floats() * 4;
+  return plan;
+}
+
+// A call with a nope_size, whose keys and values are stored.
+class LatentRun {
+ public:
+  LatentRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel)
+      : latent_{node, call}, plan_(plan_of(latent_)), base_(static_cast<uint8_t*>(call.workspace)), kernel_(kernel) {}
+
+  void attend() const {
+    for (int64_t batch_row = 0; batch_row < latent_.call.batch; batch_row += plan_.rows)
+      absorbed(batch_row, std::min(plan_.rows, latent_.call.batch - batch_row));
+    for (int64_t batch_row = 0; batch_row < latent_.call.batch; ++batch_row)
+      if (latent_.expands(latent_.call.rows[3 * batch_row + 1])) expanded(batch_row);
+  }
+
+ private:
+  template <class Body>
+  void each_task(int64_t count, const Body& body) const {
+    parallel(lanes_of(latent_.call), latent_.call.parallel_for, latent_.call.parallel_context, count,
+             [&](int lane, int64_t index) {
+               body(reinterpret_cast<float*>(base_ + plan_.scratch_at) + lane * latent_.scratch_floats(), index);
+             });
+  }
+  void absorbed(int64_t first, int64_t count) const;
+  void expanded(int64_t batch_row) const;
+
+  const LatentContext latent_;
+  const LatentPlan plan_;
+  uint8_t* const base_;
+  const AttentionFunctions& kernel_;
+};
+
+// Rows first .. but those that expand.
+void LatentRun::absorbed(int64_t first, int64_t count) const {
+  int32_t* const rows = reinterpret_cast<int32_t*>(base_);
+  int64_t all = 0;
+  for (int64_t i = 0; i < plan_.rows; ++i) {
+    const int32_t* const own = latent_.call.rows + 3 * (first + i);
+    rows[3 * i] = 0;
+    rows[3 * i + 1] = i < count && !latent_.expands(own[1]) ? own[1] : 0;
+    rows[3 * i + 2] = i < count ? own[2] : 0;
+    all += rows[3 * i + 1];
+  }
+  if (!all) return;
+  const AbsorbedRows absorbed{first,
+                              count,
+                              plan_.tokens,
+                              rows,
+                              reinterpret_cast<float*>(base_ + plan_.queries_at),
+                              reinterpret_cast<float*>(base_ + plan_.outputs_at)};
+  each_task(latent_.node.num_heads,
+            [&](float* scratch, int64_t head) { kernel_.absorb(latent_, absorbed, head, scratch); });
+  AbsorbedCall inner(latent_, plan_.rows, plan_.tokens);
+  const AttentionContext context{inner.node, inner.call, nullptr};
+  const int64_t groups = first * latent_.node.kv_num_heads * latent_.call.slots;
+  inner.call.rows = rows;
+  inner.call.qkv = absorbed.queries;
+  inner.call.output = absorbed.outputs;
+  inner.call.present_key =
+      static_cast<uint8_t*>(latent_.call.present_key) + groups * context.slot_bytes(context.key_width());
+  inner.call.present_value =
+      static_cast<uint8_t*>(latent_.call.present_value) + groups * context.slot_bytes(context.value_width());
+  inner.call.workspace = base_ + plan_.attends_at;
+  AttentionRun(inner.node, inner.call, kernel_).attend();
+  each_task(latent_.node.num_heads,
+            [&](float* scratch, int64_t head) { kernel_.release(latent_, absorbed, head, scratch); });
+}
+
+// The last tokens first, where a head's are several tasks: they take longest.
+void LatentRun::expanded(int64_t batch_row) const {
+  const int64_t tokens = latent_.call.rows[3 * batch_row + 1], parts = ceil_div(tokens, kExpandedTokens);
+  each_task(latent_.node.num_heads * parts, [&](float* scratch, int64_t task) {
+    const int64_t part = parts - 1 - task / latent_.node.num_heads, first = tokens * part / parts;
+    kernel_.expand(latent_, batch_row, task % latent_.node.num_heads, first, tokens * (part + 1) / parts - first,
+                   scratch);
+  });
+}
+
 int check_rows(const qm_attention_call& call, char* err) {
   for (int64_t batch_row = 0; batch_row < call.batch; ++batch_row) {
     const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
@@ -202,7 +313,8 @@ int check_rows(const qm_attention_call& call, char* err) {
 using namespace quantmoe;
 
 size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call* call) {
-  return static_cast<size_t>(plan_of(AttentionContext{*node, *call, nullptr}).bytes);
+  const int64_t stores = plan_of(AttentionContext{*node, *call, nullptr}).bytes;
+  return static_cast<size_t>(node->nope_size ? std::max(stores, plan_of(LatentContext{*node, *call}).bytes) : stores);
 }
 
 int qm_attention_run(const qm_attention* node, const qm_attention_call* call, char* err) {
@@ -218,6 +330,9 @@ int qm_attention_run(const qm_attention* node, const qm_attention_call* call, ch
                 (long long)call->past_slots, (long long)call->slots);
   const AttentionRun run(*node, *call, *kernel->attention);
   run.store();
-  run.attend();
+  if (node->nope_size)
+    LatentRun(*node, *call, *kernel->attention).attend();
+  else
+    run.attend();
   return QM_OK;
 }

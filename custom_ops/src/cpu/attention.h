@@ -69,6 +69,21 @@ float inverse_norm(const qm_attention& node, qm_type type, const uint8_t* x, int
   return 1.0f / std::sqrt(sum_lanes(lanes) / static_cast<float>(features) + node.norm_epsilon);
 }
 
+// Turns the first features of y, of that token in cos and sin.
+void rotate(const qm_attention& node, const qm_attention_call& call, int64_t token, float* y) {
+  const int64_t half = node.rotary_size / 2;
+  const float *cos = call.cos + token * half, *sin = call.sin + token * half;
+  const auto pair = [&](float& x, float& other, int64_t i) {
+    const float first = x, second = other;
+    x = first * cos[i] - second * sin[i];
+    other = second * cos[i] + first * sin[i];
+  };
+  if (node.rotary_interleaved)
+    for (int64_t i = 0; i < half; ++i) pair(y[2 * i], y[2 * i + 1], i);
+  else
+    for (int64_t i = 0; i < half; ++i) pair(y[i], y[i + half], i);
+}
+
 // One head's query or key, normed and turned, to y [D]. row_scale: of qk_norm row; weights: of this head.
 void turn(const AttentionContext& context, const uint8_t* x, int64_t token, const float* weights, float row_scale,
           float* y) {
@@ -80,17 +95,7 @@ void turn(const AttentionContext& context, const uint8_t* x, int64_t token, cons
         node.qk_norm == k_qk_norm_row ? row_scale : inverse_norm(node, context.call.type, x, node.head_size);
     for (int64_t i = 0; i < node.head_size; ++i) y[i] = y[i] * scale * weights[i];
   }
-  const int64_t half = node.rotary_size / 2;
-  const float *cos = context.call.cos + token * half, *sin = context.call.sin + token * half;
-  const auto rotate = [&](float& x, float& other, int64_t i) {
-    const float first = x, second = other;
-    x = first * cos[i] - second * sin[i];
-    other = second * cos[i] + first * sin[i];
-  };
-  if (node.rotary_interleaved)
-    for (int64_t i = 0; i < half; ++i) rotate(y[2 * i], y[2 * i + 1], i);
-  else
-    for (int64_t i = 0; i < half; ++i) rotate(y[i], y[i + half], i);
+  rotate(node, context.call, token, y);
 }
 
 // The norm's weights of a head.
@@ -144,7 +149,8 @@ void append(const AttentionContext& context, int64_t batch_row, int64_t token, f
   const int64_t position = batch_row * call.tokens + call.rows[3 * batch_row] + token,
                 slot = context.slot(batch_row, token);
   const uint8_t* const q = static_cast<const uint8_t*>(call.qkv) + position * context.qkv_width() * element;
-  const uint8_t *const k = q + node.num_heads * head_size * element, *const values = k + groups * head_size * element;
+  const uint8_t* const k = q + int64_t{node.num_heads} * query_size(node) * element;
+  const uint8_t* const values = k + groups * head_size * element;
   float row_scale = 1.0f;
   if (node.qk_norm == k_qk_norm_row) {
     context.q_scales[position] = inverse_norm(node, call.type, q, node.num_heads * head_size);
@@ -197,19 +203,51 @@ struct Ahead {
   int64_t split;
 };
 
-// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kBytes for each feature.
+// Where the products with rows of queries and sixteens of keys lie: from row to row, from sixteen to sixteen.
+struct Strides {
+  int64_t row, sixteen;
+};
+
+// out[r][k] = (q[r] . key k) scale, 16 K keys of [D][16], `stride` from one to the next; fetches kBytes for each
+// feature.
 template <class Isa, int R, int K, int kBytes>
-void products(const float* q, const float* keys, int64_t features, float scale, float* out, const Ahead& ahead) {
+void products(const float* q, const float* keys, int64_t features, int64_t stride, float scale, float* out,
+              Strides strides, const Ahead& ahead) {
   typename Isa::Vector sum[R][K];
   QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = Isa::zero();
   for (int64_t f = 0; f < features; ++f, q += R, keys += 16) {
     fetch<kBytes>(f < ahead.split ? ahead.keys + f * kBytes : ahead.others + (f - ahead.split) * kBytes);
     QM_EACH(k, K) {
-      const typename Isa::Vector x = Isa::load(keys + k * features * 16);
+      const typename Isa::Vector x = Isa::load(keys + k * stride);
       QM_EACH(r, R) sum[r][k] = Isa::multiply_add(q[r], x, sum[r][k]);
     }
   }
-  QM_EACH(r, R) QM_EACH(k, K) Isa::store(out + r * kScoreStride + k * 16, Isa::multiply(scale, sum[r][k]));
+  QM_EACH(r, R) QM_EACH(k, K) Isa::store(out + r * strides.row + k * strides.sixteen, Isa::multiply(scale, sum[r][k]));
+}
+
+// Those of all panels of queries [rows, D] with a few sixteens of keys.
+template <class Isa, int kBytes>
+void multiply_keys(const float* queries, int64_t rows, int64_t features, const float* keys, int64_t stride,
+                   int64_t sixteens, float scale, float* out, Strides strides, const Ahead& ahead) {
+  for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
+    const int64_t row = panel_row<Isa>(rows, panel);
+    with_rows<Isa::kRows>(panel_row<Isa>(rows, panel + 1) - row, [&](auto r) {
+      constexpr int R = decltype(r)::value, K = Isa::kVectors;
+      const float* const q = queries + row * features;
+      float* const own = out + row * strides.row;
+      int64_t i = 0;
+      if (panel == 0 && sixteens >= K) {
+        products<Isa, R, K, kBytes>(q, keys, features, stride, scale, own, strides, ahead);
+        i += K;
+      }
+      for (; i + K <= sixteens; i += K)
+        products<Isa, R, K, 0>(q, keys + i * stride, features, stride, scale, own + i * strides.sixteen, strides,
+                               ahead);
+      for (; i < sixteens; ++i)
+        products<Isa, R, 1, 0>(q, keys + i * stride, features, stride, scale, own + i * strides.sixteen, strides,
+                               ahead);
+    });
+  }
 }
 
 // acc[r][v] += weights[r][slot] * values[slot][v] for slots ascending, 16 V values; fetches as many from `ahead` on
@@ -298,6 +336,19 @@ struct Block {
   int64_t key_pitch, pitch;
 };
 
+// The keys of 16 slots, `first` and on, to out [features][16]. Past the last slot it is the last one again: its score
+// is not used.
+template <class Isa, class C>
+void turn_slots(const AttentionContext& context, const Block<C>& cache, int64_t first, int64_t last, float* out) {
+  const auto turn = [&](const C* features, int64_t width, int64_t pitch, float* to) {
+    const C* key[16];
+    for (int j = 0; j < 16; ++j) key[j] = features + std::min(first + j, last) * pitch;
+    turn_keys<Isa>(key, width, to);
+  };
+  turn(cache.keys, context.key_width(), cache.key_pitch, out);
+  if (context.node.key_split) turn(cache.values, context.value_width(), cache.pitch, out + context.key_width() * 16);
+}
+
 // Products of the tile's queries and the block's keys.
 template <class Isa, class C>
 void score(const AttentionContext& context, SlotRange all, const Block<C>& cache, int64_t rows, float* scratch) {
@@ -306,38 +357,15 @@ void score(const AttentionContext& context, SlotRange all, const Block<C>& cache
   float *const turned = scratch + context.keys_at(), *const scores = scratch + context.scores_at();
   for (int64_t step = all.begin / 16 * 16; step < all.end; step += kAttentionStep) {
     const int64_t sixteens = std::min(kAttentionStep, align_up(all.end, 16) - step) / 16;
-    for (int64_t i = 0; i < sixteens; ++i) {
-      float* const out = turned + i * head_size * 16;
-      const auto turn = [&](const C* features, int64_t width, int64_t pitch, float* to) {
-        const C* key[16];  // past the last slot the last one again: its score is not used
-        for (int j = 0; j < 16; ++j) key[j] = features + std::min(step + i * 16 + j, all.end - 1) * pitch;
-        turn_keys<Isa>(key, width, to);
-      };
-      turn(cache.keys, context.key_width(), cache.key_pitch, out);
-      if (context.node.key_split)
-        turn(cache.values, context.value_width(), cache.pitch, out + context.key_width() * 16);
-    }
+    for (int64_t i = 0; i < sixteens; ++i)
+      turn_slots<Isa>(context, cache, step + i * 16, all.end - 1, turned + i * head_size * 16);
     const auto next = [&](const C* from, int64_t pitch) {
       return reinterpret_cast<const char*>(from + (step + kAttentionBlock) * pitch);
     };
     const Ahead ahead{next(cache.keys, cache.key_pitch), next(cache.values, cache.pitch), context.key_width()};
-    for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
-      const int64_t row = panel_row<Isa>(rows, panel);
-      with_rows<Isa::kRows>(panel_row<Isa>(rows, panel + 1) - row, [&](auto r) {
-        constexpr int R = decltype(r)::value, K = Isa::kVectors, kBytes = kAttentionStep * sizeof(C);
-        const float* const queries = scratch + context.queries_at() + row * head_size;
-        float* const out = scores + row * kScoreStride + step;
-        int64_t i = 0;
-        if (panel == 0 && sixteens >= K) {
-          products<Isa, R, K, kBytes>(queries, turned, head_size, scale, out, ahead);
-          i += K;
-        }
-        for (; i + K <= sixteens; i += K)
-          products<Isa, R, K, 0>(queries, turned + i * head_size * 16, head_size, scale, out + i * 16, ahead);
-        for (; i < sixteens; ++i)
-          products<Isa, R, 1, 0>(queries, turned + i * head_size * 16, head_size, scale, out + i * 16, ahead);
-      });
-    }
+    multiply_keys<Isa, kAttentionStep * sizeof(C)>(scratch + context.queries_at(), rows, head_size, turned,
+                                                   head_size * 16, sixteens, scale, scores + step, {kScoreStride, 16},
+                                                   ahead);
   }
 }
 
@@ -384,25 +412,46 @@ void widen_all(const C* from, int64_t n, float* out) {
   for (; i < n; ++i) out[i] = widen(from[i]);
 }
 
+// The value of a slot. Of latent attention it begins in either cache, whose slots are features alone.
 template <class Isa, class C>
-void block_of(const AttentionContext& context, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
-  const int64_t rows = tile.tokens * context.heads(), head_size = context.node.head_size,
-                v_head_size = context.node.v_head_size;
-  const int64_t width = context.padded_values(), part = context.part_floats();
-  const int64_t first_slot =
-      (tile.b * context.node.kv_num_heads + tile.group) * context.call.slots + block * kAttentionBlock;
+void widen_value(const AttentionContext& context, const Block<C>& cache, int64_t slot, float* out) {
+  const int64_t v_head_size = context.node.v_head_size, split = context.node.key_split;
+  const int64_t in_keys = split ? std::max<int64_t>(0, split - (context.node.head_size - v_head_size)) : 0;
+  const int64_t begin = split ? context.value_width() - (v_head_size - in_keys) : 0;
+  widen_all<Isa>(cache.keys + (slot + 1) * cache.key_pitch - in_keys, in_keys, out);
+  widen_all<Isa>(cache.values + slot * cache.pitch + begin, v_head_size - in_keys, out + in_keys);
+}
+
+// A block of a row's and a group's caches.
+template <class C>
+Block<C> block_at(const AttentionContext& context, int64_t batch_row, int64_t group, int64_t block) {
+  const int64_t first = (batch_row * context.node.kv_num_heads + group) * context.call.slots + block * kAttentionBlock;
   const int64_t element = sizeof(C), key_pitch = context.slot_bytes(context.key_width()) / element;
   const int64_t pitch = context.slot_bytes(context.value_width()) / element;
-  const C* const keys = static_cast<const C*>(context.call.present_key) + first_slot * key_pitch;
-  const C* const values = static_cast<const C*>(context.call.present_value) + first_slot * pitch;
-  const Block<C> cache{keys, values, key_pitch, pitch};
-  const bool tails = cache_tail(context.node);
-  float *const scores = scratch + context.scores_at(), *const wide = scratch + context.values_at();
+  return {static_cast<const C*>(context.call.present_key) + first * key_pitch,
+          static_cast<const C*>(context.call.present_value) + first * pitch, key_pitch, pitch};
+}
+
+// What any of the tile's tokens sees of a block.
+inline SlotRange seen_by_any(const AttentionContext& context, const AttentionTile& tile, int64_t block) {
   SlotRange all{kAttentionBlock, 0};
   for (int64_t token = 0; token < tile.tokens; ++token) {
     const SlotRange range = seen(context, tile, token, block);
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
+  return all;
+}
+
+template <class Isa, class C>
+void block_of(const AttentionContext& context, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
+  const int64_t rows = tile.tokens * context.heads(), head_size = context.node.head_size,
+                v_head_size = context.node.v_head_size;
+  const int64_t width = context.padded_values(), part = context.part_floats();
+  const Block<C> cache = block_at<C>(context, tile.b, tile.group, block);
+  const auto [keys, values, key_pitch, pitch] = cache;
+  const bool tails = cache_tail(context.node);
+  float *const scores = scratch + context.scores_at(), *const wide = scratch + context.values_at();
+  const SlotRange all = seen_by_any(context, tile, block);
   if (all.begin >= all.end) return;
   score<Isa>(context, all, cache, rows, scratch);
   for (int64_t row = 0; row < rows; ++row) {
@@ -416,14 +465,9 @@ void block_of(const AttentionContext& context, const AttentionTile& tile, int64_
   }
   if (v_head_size == width && panel_count<Isa>(rows) <= 2 && !context.node.key_split)
     return add_block<Isa, true>(context, tile, block, values, pitch, scores, parts);
-  // Of latent attention a value begins in either cache, whose slots are features alone.
-  const int64_t in_keys =
-      context.node.key_split ? std::max<int64_t>(0, context.node.key_split - (head_size - v_head_size)) : 0;
-  const int64_t begin = context.node.key_split ? context.value_width() - (v_head_size - in_keys) : 0;
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
     float* const out = wide + slot * width;
-    widen_all<Isa>(keys + (slot + 1) * key_pitch - in_keys, in_keys, out);
-    widen_all<Isa>(values + slot * pitch + begin, v_head_size - in_keys, out + in_keys);
+    widen_value<Isa>(context, cache, slot, out);
     std::fill(out + v_head_size, out + width, 0.0f);
   }
   add_block<Isa, false>(context, tile, block, static_cast<const float*>(wide), width, scores, parts);
@@ -472,9 +516,6 @@ void finish(const AttentionContext& context, const AttentionTile& tile, float* p
                static_cast<uint8_t*>(context.call.output) + (token * context.node.num_heads + head) * v * element);
   }
 }
-
-template <class Isa>
-constexpr AttentionFunctions attention_kernel = {append, queries<Isa>, block<Isa>, begin, merge, finish};
 
 }  // namespace
 }  // namespace quantmoe

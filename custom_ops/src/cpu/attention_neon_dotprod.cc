@@ -3,6 +3,7 @@
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
+#include "cpu/latent_attention.h"
 #include "cpu/linear_attention.h"
 #pragma GCC diagnostic pop
 

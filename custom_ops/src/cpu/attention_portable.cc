@@ -1,6 +1,7 @@
 // CachedAttention, CausalConv and GatedDelta in standard C++.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
+#include "cpu/latent_attention.h"
 #include "cpu/linear_attention.h"
 #pragma GCC diagnostic pop
 

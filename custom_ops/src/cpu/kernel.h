@@ -71,7 +71,7 @@ struct AttentionContext {
 
   int64_t heads() const { return node.num_heads / node.kv_num_heads; }  // that share keys and values
   int64_t qkv_width() const {
-    return (int64_t{node.num_heads} + node.kv_num_heads) * node.head_size +
+    return int64_t{node.num_heads} * query_size(node) + int64_t{node.kv_num_heads} * node.head_size +
            (node.key_split ? 0 : int64_t{node.kv_num_heads} * node.v_head_size);
   }
   // Of a head of keys or values in the cache, `width` numbers.
@@ -108,6 +108,68 @@ struct AttentionTile {
   int64_t b, group, token, tokens;  // token: the first, counted from the row's first that counts
 };
 
+// Latent attention that multiplies by the up-projections itself (latent_attention.h). Rows of few new tokens have their
+// queries absorbed, some at a time, and then attend as without a nope_size; others expand the latents.
+constexpr int64_t kAbsorbedTokens = 128;   // at a time, or those of one row
+constexpr int64_t kExpandedTokens = 2048;  // of a task that expands: few heads' queries and sums are in memory
+constexpr int64_t kMostRows = 8;           // of a panel
+
+struct LatentContext {
+  const qm_attention& node;
+  const qm_attention_call& call;
+
+  int64_t rank() const { return node.v_head_size; }
+  int64_t turning() const { return node.head_size - node.v_head_size; }
+  int64_t group_of(int64_t head) const { return head / (node.num_heads / node.kv_num_heads); }
+  int64_t padded_rank() const { return align_up(rank(), 16); }
+  int64_t padded_outputs() const { return align_up(node.out_size, 16); }
+  // A row of so many new tokens expands where that multiplies less, over a long cache.
+  bool expands(int64_t count) const { return count > most_absorbed(); }
+  int64_t most_absorbed() const {
+    const int64_t saved = node.head_size + rank() - query_size(node) - node.out_size;
+    return saved > 0 ? ceil_div(rank() * (int64_t{node.nope_size} + node.out_size), saved) - 1 : INT64_MAX;
+  }
+  int64_t expanded_tokens() const { return call.tokens < kExpandedTokens ? call.tokens : kExpandedTokens; }
+
+  // Numbers [rows][n] of which values are weighted: pieces of kAttentionBlock, each [rows][kScoreStride].
+  static int64_t weights_floats(int64_t rows, int64_t n) { return ceil_div(n, kAttentionBlock) * rows * kScoreStride; }
+  // Scratch of a lane, in floats; each piece is a multiple of a cache line. Of queries and outputs by their head:
+  // the head's matrix, a panel of weights, and of sums, and a query.
+  int64_t panel_at() const {
+    const int64_t k_up = node.nope_size * padded_rank(), v_up = rank() * padded_outputs();
+    return k_up > v_up ? k_up : v_up;
+  }
+  int64_t panel_sums_at() const {
+    return panel_at() + weights_floats(kMostRows, node.nope_size > rank() ? node.nope_size : rank());
+  }
+  int64_t query_at() const {
+    return panel_sums_at() + kMostRows * (padded_rank() > padded_outputs() ? padded_rank() : padded_outputs());
+  }
+  // Of a task that expands: k_up in panels, v_up, a step's latents turned and as weights, a block's keys (turned) and
+  // values, all queries, a tile's scores and parts, all sums.
+  int64_t v_up_at() const { return align_up(node.nope_size * rank(), 16); }
+  int64_t turned_at() const { return v_up_at() + rank() * padded_outputs(); }
+  int64_t latents_at() const { return turned_at() + kAttentionStep * node.head_size; }
+  int64_t keys_at() const { return latents_at() + weights_floats(kAttentionStep, rank()) + padded_rank(); }
+  int64_t values_at() const { return keys_at() + kAttentionBlock * query_size(node); }
+  int64_t queries_at() const { return values_at() + kAttentionBlock * padded_outputs(); }
+  int64_t scores_at() const { return queries_at() + align_up(expanded_tokens() * query_size(node), 16); }
+  int64_t parts_at() const { return scores_at() + kTileQueries * kScoreStride; }
+  int64_t sums_at() const { return parts_at() + kTileQueries * (16 + padded_outputs()); }
+  int64_t scratch_floats() const {
+    const int64_t absorbs = query_at() + align_up(query_size(node), 16);
+    const int64_t expands = sums_at() + expanded_tokens() * (16 + padded_outputs());
+    return absorbs > expands || call.tokens <= most_absorbed() ? absorbs : expands;
+  }
+};
+
+// Rows of a call, from first_row on, whose queries are absorbed.
+struct AbsorbedRows {
+  int64_t first_row, count, tokens;
+  const int32_t* rows;       // [count, 3]: 0, new tokens or 0 for none of these, slots before
+  float *queries, *outputs;  // [count, tokens, (num_heads + kv_num_heads) D], queries first; [.., num_heads V]
+};
+
 struct AttentionFunctions {
   // Stores the keys and values of a token, and its q_scales.
   void (*append)(const AttentionContext& a, int64_t b, int64_t token, float* scratch);
@@ -119,6 +181,12 @@ struct AttentionFunctions {
   // Adds a block's parts to those of what is before it.
   void (*merge)(const AttentionContext& a, const AttentionTile& tile, int64_t block, const float* parts, float* into);
   void (*finish)(const AttentionContext& a, const AttentionTile& tile, float* parts);  // writes the output
+  // A head's queries, turned and multiplied by k_up; its outputs, multiplied by v_up.
+  void (*absorb)(const LatentContext& latent, const AbsorbedRows& rows, int64_t head, float* scratch);
+  void (*release)(const LatentContext& latent, const AbsorbedRows& rows, int64_t head, float* scratch);
+  // Attention of a head's tokens first .. of a row, of keys and values that it expands.
+  void (*expand)(const LatentContext& latent, int64_t batch_row, int64_t head, int64_t first, int64_t tokens,
+                 float* scratch);
 };
 extern const AttentionFunctions attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
 

@@ -34,6 +34,9 @@ int validate_attributes(const qm_attention& attention, char* err) {
   if (attention.num_heads > kMostHeads)
     return fail(err, QM_UNSUPPORTED, "num_heads is %d, the CUDA kernels take up to %d", attention.num_heads,
                 kMostHeads);
+  if (attention.nope_size)
+    return fail(err, QM_UNSUPPORTED, "nope_size is %d, the CUDA kernels take queries of latents (0)",
+                attention.nope_size);
   if (attention.key_split) return validate_latent(attention, err);
 #define QM_SIZES(keys, values) \
   if (attention.head_size == keys && attention.v_head_size == values) return QM_OK;
