@@ -87,12 +87,23 @@ def test_latent_attention(checkpoint, tmp_path, sizes):
         a = node["attributes"]
         assert (a["kv_num_heads"], a["head_size"], a["v_head_size"], a["key_split"]) == (1, 80, 64, 40)
         assert (a["rotary_size"], a["rotary_interleaved"]) == (16, int(sizes.get("rope_interleave", True)))
+        # 4 heads of 32 features of keys and as many of values, by products in the node
+        assert (a["nope_size"], a["out_size"]) == (32, 32)
     (reason,) = {d["dequantized_because"] for d in found["dense"] if ".absorbed." in d["name"]}
-    # 4 heads of 32 features of keys and as many of values, of a latent of 64
     assert reason == f"its halves, one a head, multiply queries and outputs instead of the cache: {256 * 64 * 4} bytes"
     skeleton = Skeleton(find_format(open_checkpoint(checkpoint("deepseek_v3", **sizes))))
-    ids = tokens(2, 9)
-    assert error(run(Generator(tmp_path), ids, (5, 1, 3)), expected(dequantized(skeleton), ids)) < 2e-5
+    generator, model = Generator(tmp_path), dequantized(skeleton)
+    for pieces in ((5, 1, 3), (64, 1, 63), (63, 70)):  # it expands from 64 tokens on
+        ids = tokens(2, sum(pieces))
+        assert error(run(generator, ids, pieces), expected(model, ids)) < 2e-5
+
+
+def test_nodes_of_a_latent_layer(checkpoint, tmp_path):
+    """Neither half of kv_b_proj is a product of its own, and no heads are put in another order."""
+    export(checkpoint("deepseek_v3", first_k_dense_replace=0), tmp_path, activations="float")
+    found = optimized(tmp_path, tmp_path)
+    assert found["CachedAttention"] == 2
+    assert not {"Transpose", "FusedMatMul", "Softmax"} & set(found)
 
 
 def optimized(folder: Path, out: Path) -> Counter:

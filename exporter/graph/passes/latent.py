@@ -2,7 +2,8 @@
 
 transformers multiplies the whole cache by kv_b_proj at every step, which makes the keys and values of each head. Here
 queries are multiplied by the half that makes keys, and outputs by the half that makes values: the queries of all heads
-meet the latent itself, one key whose end is its value. So it is for tokens and for prompts.
+meet the latent itself, one key whose end is its value. The CPU's node has both halves as inputs, and does that for few
+tokens; for a prompt it expands the latent, a block and a head at a time. For CUDA products around the node do it.
 
 Modules that compute no more than that become CachedAttention; of the others the forward stays, but for this change of
 order, and standard nodes attend.
@@ -10,6 +11,8 @@ order, and standard nodes attend.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -53,7 +56,8 @@ class Absorbed(torch.nn.Module):
     """kv_b_proj by heads.
 
     Attributes:
-        k_up: [heads, rank, nope]. v_up: [heads, v_head_dim, rank].
+        k_up: [heads, rank, nope]. v_up: [heads, v_head_dim, rank]. As inputs of a node with a nope_size, which are not
+            for :meth:`queries` and :meth:`outputs`, the last two dimensions are in the other order.
     """
 
     def __init__(self, k_up: torch.Tensor, v_up: torch.Tensor):
@@ -88,8 +92,15 @@ def _halves(weight: np.ndarray, nope: int, value: int) -> tuple[np.ndarray, np.n
     return heads[:, :nope].swapaxes(1, 2), heads[:, nope:]
 
 
-def _half(weight: np.ndarray, i: int, nope: int, value: int) -> np.ndarray:
-    return _halves(weight, nope, value)[i]
+def _half(weight: np.ndarray, i: int, nope: int, value: int, inside: bool) -> np.ndarray:
+    half = _halves(weight, nope, value)[i]
+    return half.swapaxes(1, 2) if inside else half
+
+
+def _inside(module: Any) -> bool:
+    """Whether its node multiplies by the halves itself."""
+    found = getattr(module, "found", None)
+    return found is not None and found.spec.nope_size > 0
 
 
 def absorb(skeleton: Skeleton) -> None:
@@ -101,14 +112,16 @@ def absorb(skeleton: Skeleton) -> None:
         module: Any = found
         nope, value, rank = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
         heads, dtype = module.kv_b_proj.out_features // (nope + value), module.kv_b_proj.weight.dtype
-        shapes = {"k_up": (heads, rank, nope), "v_up": (heads, value, rank)}
-        module.absorbed = Absorbed(*(placeholder(shape, dtype) for shape in shapes.values()))
+        inside = _inside(module)
+        shapes = {"k_up": (rank, nope), "v_up": (value, rank)}
+        orders = (shape[::-1] if inside else shape for shape in shapes.values())
+        module.absorbed = Absorbed(*(placeholder((heads, *order), dtype) for order in orders))
         source = skeleton.sources[skeleton.tied[f"{path}.kv_b_proj.weight"]]
         del module.kv_b_proj
         for i, name in enumerate(shapes):
             full = f"{path}.absorbed.{name}"
             skeleton.sources[full] = source
-            skeleton.derive([full], partial(_half, i=i, nope=nope, value=value))
+            skeleton.derive([full], partial(_half, i=i, nope=nope, value=value, inside=inside))
         module.expand_kv = MethodType(_expand_kv, module)
 
 
@@ -129,13 +142,17 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(self, args, kwargs)
     x, heads = given["hidden_states"], self.found.spec.num_heads
     queries = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-    queries = queries.unflatten(-1, (heads, -1))
-    nope, turning = queries.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+    inside = _inside(self)
+    if not inside:
+        queries = queries.unflatten(-1, (heads, -1))
+        nope, turning = queries.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        queries = torch.cat((turning, self.absorbed.queries(nope)), -1).flatten(-2)
     latent, key = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-    queries = torch.cat((turning, self.absorbed.queries(nope)), -1).flatten(-2)
     qkv = torch.cat((queries, key, self.kv_a_layernorm(latent)), -1)
-    output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"])
-    output = self.absorbed.outputs(output.unflatten(-1, (heads, -1))).flatten(-2)
+    ups = (self.absorbed.k_up, self.absorbed.v_up) if inside else ()
+    output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"], ups=ups)
+    if not inside:
+        output = self.absorbed.outputs(output.unflatten(-1, (heads, -1))).flatten(-2)
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))
 
 
@@ -248,6 +265,9 @@ class _Trial:
 
 
 def _attach(module: Any) -> None:
+    if module.rows.target != "cuda":
+        spec = replace(module.found.spec, nope_size=module.qk_nope_head_dim, out_size=module.v_head_dim)
+        module.found, module.attention = replace(module.found, spec=spec), json.dumps(spec.attributes())
     module.forward = MethodType(_forward, module)
 
 

@@ -17,7 +17,7 @@ class Rows:
 
     def __init__(self, decoder: torch.nn.Module, target: str):
         self.mask = self.rows = torch.empty(0)
-        self._target = target
+        self.target = target
         self._tables: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
 
@@ -32,7 +32,7 @@ class Rows:
         layers = cache.layers if cache is not None else []
         past = next((layer.keys for layer in layers if getattr(layer, "is_initialized", False)), None)
         self.mask, self._tables = given["attention_mask"], []
-        if self._target == "cuda" and past is not None:
+        if self.target == "cuda" and past is not None:
             self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask)
         else:
             self.rows = rows_of(self.mask, new, 0 if past is None else past.shape[2])
@@ -53,14 +53,16 @@ class Rows:
         tables: Sequence[torch.Tensor],
         norms: Sequence[torch.Tensor] = (),
         sinks: torch.Tensor | None = None,
+        ups: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """A module's node.
 
         Args:
             qkv: [B, S, ..] as the node has it. tables: the model's. norms: of queries and keys. sinks: [num_heads].
+            ups: k_up and v_up, of a node with a nope_size.
 
         Returns:
-            [B, S, num_heads * v_head_size].
+            [B, S, num_heads * output_size].
         """
         found, spec = module.found, module.found.spec
         none = torch.zeros(0)
@@ -73,7 +75,7 @@ class Rows:
         else:
             past = [qkv.new_zeros((len(qkv), spec.kv_num_heads, 0, width)) for width in spec.cache_widths]
         output, *present = torch.ops.quantmoe.cached_attention(
-            qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention
+            qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention, *ups
         )
         if begun:
             layer.keys, layer.values = present
