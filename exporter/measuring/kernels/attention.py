@@ -2,6 +2,7 @@
 
 python exporter/measuring/kernels/attention.py --threads 2 --context 2048 16384 --prefill 512 2048
 python exporter/measuring/kernels/attention.py --heads 128 1 576 --latent 512  # DeepSeek-V3's, no GroupQueryAttention
+python exporter/measuring/kernels/attention.py --heads 128 1 576 --latent 512 --up 128 128  # up-projections inside, too
 
 Bytes are those of the keys and values that a token reads; the read bandwidth is qm_probe_read's of the same threads.
 """
@@ -20,7 +21,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.custom_ops.op import AttentionSpec, optional_inputs
 from quantmoe.custom_ops.op import inputs as inputs_of
 from quantmoe.custom_ops.reference import encode_cache
 from quantmoe.exporter.measuring.kernels.attention_spec import spec_of
@@ -50,7 +51,8 @@ class AttentionLayer:
 
     def __init__(self, op: str, domain: str, attributes: dict[str, Any], given: dict[str, np.ndarray], threads: int):
         past = {"present_key": "past_key", "present_value": "past_value"}
-        width = attributes["num_heads"] * attributes.get("v_head_size", given["past_value"].shape[3])
+        size = attributes.get("out_size") or attributes.get("v_head_size", given["past_value"].shape[3])
+        width = attributes["num_heads"] * size
         result = [given["past_key"].shape[0], given["tokens"].size, width]
         given = {name: a for name, a in given.items() if name != "tokens"}
         types = {
@@ -94,7 +96,7 @@ def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) 
     heads, groups, d, slots = spec.num_heads, spec.kv_num_heads, spec.head_size, past + tokens
     half, (key, value) = spec.rotary_size // 2, spec.cache_widths
     shapes = {
-        "qkv": (1, tokens, (heads + groups) * d + (0 if spec.key_split else groups * spec.v_head_size)),
+        "qkv": (1, tokens, heads * spec.query_size + groups * d + (0 if spec.key_split else groups * spec.v_head_size)),
         "past_key": (1, groups, slots, key),
         "past_value": (1, groups, slots, value),
         "cos": (1, tokens, half),
@@ -109,7 +111,11 @@ def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) 
     }
     given |= {"rows": np.array([[0, tokens, past]], np.int32), "attention_mask": np.ones((1, slots), np.int64)}
     given |= {"sinks": np.full(heads, -np.inf, np.float32)}
-    order = {name: given[name] for name, _ in inputs_of("CachedAttention")} | {"tokens": np.empty(tokens)}
+    ups = {"k_up": (heads, spec.nope_size, spec.v_head_size), "v_up": (heads, spec.v_head_size, spec.out_size)}
+    if spec.nope_size:
+        given |= {name: rng.standard_normal(shape, np.float32) / shape[2] ** 0.5 for name, shape in ups.items()}
+    names = [name for name, _ in (*inputs_of("CachedAttention"), *optional_inputs("CachedAttention")) if name in given]
+    order = {name: given[name] for name in names} | {"tokens": np.empty(tokens)}
     return AttentionLayer("CachedAttention", "quantmoe", spec.attributes(), order, threads)
 
 
@@ -149,6 +155,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=(512, 2048))
     parser.add_argument("--cache", nargs="*", choices=(*FLOATS, *CODES), default=(*FLOATS, *CODES))
     parser.add_argument("--latent", type=int, default=0, metavar="V", help="values are the last V features of keys")
+    parser.add_argument(
+        "--up", type=int, nargs=2, metavar=("M", "U"), help="also a node with a nope_size and an out_size"
+    )
     args = parser.parse_args()
     heads, groups, d = args.heads
     spec = spec_of(heads, groups, d)
@@ -157,6 +166,9 @@ def main() -> None:
     for past, tokens in [*((n, 1) for n in args.context), *((0, n) for n in args.prefill)]:
         caches = [cache for cache in args.cache if cache in FLOATS or not args.latent]
         layers = {cache: ours(spec, past, tokens, cache, args.threads) for cache in caches}
+        if args.up:
+            own = replace(spec, nope_size=args.up[0], out_size=args.up[1])
+            layers |= {f"{cache}, up": ours(own, past, tokens, cache, args.threads) for cache in caches}
         if not args.latent:
             layers["GroupQueryAttention"] = theirs(spec, past, tokens, args.threads)
         times: dict[str, list[float]] = {name: [] for name in layers}
@@ -172,7 +184,7 @@ def main() -> None:
             if tokens == 1 and name in args.cache:
                 size = sum(layer.values[cache].numpy().nbytes for cache in ("past_key", "past_value"))
                 line += f"  {size / best / 1e9:5.1f} GB/s of {bandwidth(args.threads) / 1e9:.1f}"
-            if tokens > 1 or args.latent:
+            if (tokens > 1 or args.latent) and name in args.cache:
                 pairs = tokens * past + tokens * (tokens + 1) // 2
                 line += f"  {2 * heads * (d + spec.v_head_size) * pairs / best / 1e9:6.1f} GFLOP/s"
             print(line, flush=True)
