@@ -149,10 +149,12 @@ def test_prefill_in_chunks_of_latents_that_are_expanded_or_absorbed() -> None:
 
 
 def test_a_prompt_of_several_tasks_of_a_head() -> None:
-    """2,500 tokens: more than a task expands for. Their bytes are those of parts."""
+    """2,500 tokens: more than a task expands for. Their bytes are those of parts, and of more lanes than heads."""
     spec = attention_spec(2, 1, 18, v_head_size=16, key_split=9, nope_size=1, out_size=1)
     a = inputs(spec, [[0, 2500, 0]], tokens=2500, past=0, length=2500, cache=np.float16)
-    assert_bytes(a.run(lanes=3), in_parts(a, (700,)))
+    want = in_parts(a, (700,))
+    for lanes in (3, 40):
+        assert_bytes(a.run(lanes=lanes), want)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

@@ -281,13 +281,15 @@ void LatentRun::absorbed(int64_t first, int64_t count) const {
             [&](float* scratch, int64_t head) { kernel_.release(latent_, absorbed, head, scratch); });
 }
 
-// The last tokens first, where a head's are several tasks: they take longest.
+// Where there are fewer heads than lanes, a head's tokens are several tasks, too, each of which expands what it sees
+// again. The last tokens first: they take longest.
 void LatentRun::expanded(int64_t batch_row) const {
-  const int64_t tokens = latent_.call.rows[3 * batch_row + 1], parts = ceil_div(tokens, kExpandedTokens);
-  each_task(latent_.node.num_heads * parts, [&](float* scratch, int64_t task) {
-    const int64_t part = parts - 1 - task / latent_.node.num_heads, first = tokens * part / parts;
-    kernel_.expand(latent_, batch_row, task % latent_.node.num_heads, first, tokens * (part + 1) / parts - first,
-                   scratch);
+  const int64_t tokens = latent_.call.rows[3 * batch_row + 1], heads = latent_.node.num_heads;
+  const int64_t for_lanes = std::min(ceil_div(lanes_of(latent_.call), heads), ceil_div(tokens, kTileQueries));
+  const int64_t parts = std::max(ceil_div(tokens, kExpandedTokens), for_lanes);
+  each_task(heads * parts, [&](float* scratch, int64_t task) {
+    const int64_t part = parts - 1 - task / heads, first = tokens * part / parts;
+    kernel_.expand(latent_, batch_row, task % heads, first, tokens * (part + 1) / parts - first, scratch);
   });
 }
 
