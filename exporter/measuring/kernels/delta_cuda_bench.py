@@ -1,9 +1,11 @@
 """GatedDelta and CausalConv on CUDA: us a call.
 
-    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10]
+    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10] [--fla]
 
 16 key heads of 128, a convolution of 4 over keys, queries and values, bf16, states in place. Times are of CUDA graphs
 of several calls, each with tensors of its own, larger than L2 together where one token reads a state; medians.
+--fla: flash-linear-attention (PyPI's fla-core) in the same process, its recurrent kernel up to 8 tokens, its chunked
+ones from there on. Its calls get gates that are ready and end before the gated norm, which are inside ours.
 """
 
 from __future__ import annotations
@@ -39,6 +41,24 @@ def delta(heads: int, batch: int, tokens: int) -> Call:
     return lambda: cuda.launch_delta(problem, plan, *inputs, state, rows, y, state, workspace)
 
 
+def fla(heads: int, batch: int, tokens: int) -> Call:
+    """The same of flash-linear-attention, without the gates' functions and the norm of its output."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+    q, k = (random(batch, tokens, KEY_HEADS, SIZE) for _ in "qk")
+    v, beta = random(batch, tokens, heads, SIZE), random(batch, tokens, heads).sigmoid()
+    g = -torch.nn.functional.softplus(random(batch, tokens, heads, dtype=torch.float32))
+    state = random(batch, heads, SIZE, SIZE, dtype=torch.float32)
+    rule = fused_recurrent_gated_delta_rule if tokens <= 8 else chunk_gated_delta_rule
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+
+    def call() -> None:
+        with torch.no_grad():
+            rule(q, k, v, g=g, beta=beta, **options)
+
+    return call
+
+
 def conv(heads: int, batch: int, tokens: int) -> Call:
     """The same of CausalConv."""
     channels = (2 * KEY_HEADS + heads) * SIZE
@@ -53,15 +73,20 @@ def conv(heads: int, batch: int, tokens: int) -> Call:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--fla", action="store_true", help="beside flash-linear-attention")
+    given = parser.parse_args()
     torch.manual_seed(0)
-    print("| value heads | batch | tokens | GatedDelta, us | CausalConv, us |\n|---|---|---|---|---|")
+    makers = {"GatedDelta, us": delta, "CausalConv, us": conv} | ({"fla, us": fla} if given.fla else {})
+    print(f"| value heads | batch | tokens | {' | '.join(makers)} |\n|{'---|' * (3 + len(makers))}")
     sizes = ((1, 1), (1, 4), (1, 8), (1, 64), (1, 256), (1, 1024), (1, 8192), (8, 1), (32, 1), (8, 256))
     for heads in (32, 48):
         for batch, tokens in sizes:
             calls = 24 if batch * tokens <= 64 else 4
-            us = [microseconds([make(heads, batch, tokens) for _ in range(calls)], repeats) for make in (delta, conv)]
-            print(f"| {heads} | {batch} | {tokens} | {us[0]:.1f} | {us[1]:.1f} |", flush=True)
+            us = [
+                microseconds([make(heads, batch, tokens) for _ in range(calls)], given.repeats)
+                for make in makers.values()
+            ]
+            print(f"| {heads} | {batch} | {tokens} | {' | '.join(f'{time:.1f}' for time in us)} |", flush=True)
 
 
 if __name__ == "__main__":
