@@ -43,7 +43,7 @@ GLOBAL_SCALES = 15, 16
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """Where a part of a row lies; scales in their own type, biases in f32, the rest in bytes."""
 
     at: int
@@ -138,14 +138,14 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
     return ""
 
 
-def parts(spec: MoESpec, projection: str) -> dict[str, Part]:
+def parts(spec: MoESpec, projection: str) -> dict[str, RowPart]:
     """What a row is made of, in order."""
     p, n, k, halves = spec.matrices(projection)
     bits, n = SCHEMES[p.format].bits, n * halves
     groups = 1 if p.group_size == -1 else -(-k // p.group_size)
     stored = k if p.group_size == -1 else groups * p.group_size
     byte, at = np.dtype(np.uint8), 0
-    found: dict[str, Part] = {}
+    found: dict[str, RowPart] = {}
     kinds: list[tuple[str, np.dtype, tuple[int, ...]]] = [
         ("codes", byte, (stored, n // 2) if p.format == "mxfp4" else (n, stored * bits // 8)),
         ("scales", SCALE_DTYPES[p.scale_type], (n, groups)),
@@ -155,7 +155,7 @@ def parts(spec: MoESpec, projection: str) -> dict[str, Part]:
     if p.bias:
         kinds.append(("bias", np.dtype(np.float32), (n,)))
     for name, dtype, shape in kinds:
-        found[name] = Part(at, dtype, shape)
+        found[name] = RowPart(at, dtype, shape)
         at = -(-found[name].end // 64) * 64
     return found
 

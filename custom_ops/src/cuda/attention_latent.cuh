@@ -86,14 +86,14 @@ __global__ void __launch_bounds__(kLatentThreads) latent_append(const __grid_con
 }
 
 // How rows of 576 values lie in shared memory: a tile of 64 values of all rows after the other, as wgmma reads them; or
-// a row after the other. In both eight rows' same chunk is in eight different groups of banks. At: where chunk `chunk`
+// a row after the other. In both eight rows' same chunk is in eight different groups of banks. at: where chunk `chunk`
 // of a row's first tile is; the same chunk of the next tile is kTile bytes further, of the row 32 below 32 kRow.
 template <int rows>
 struct TileLayout {
   static constexpr uint32_t kTile = rows * 128, kRow = 128;
   __device__ static uint32_t at(int row, int chunk) { return swizzled_tile<rows>(row, chunk); }
 };
-struct RowLayout {
+struct WholeRowLayout {
   static constexpr uint32_t kTile = 128, kRow = kLatentKeys * 2;
   __device__ static uint32_t at(int row, int chunk) { return swizzled<kLatentKeys>(row, chunk); }
 };
@@ -222,15 +222,15 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
 
   auto at_stage = [&](int stage) { return ring_at + static_cast<uint32_t>(stage - tile.begin) % kRing * kStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
-    if (stage < tile.end) tile.load_stage<T, RowLayout, kLatentSlots>(params, stage, at_stage(stage));
+    if (stage < tile.end) tile.load_stage<T, WholeRowLayout, kLatentSlots>(params, stage, at_stage(stage));
     copy_async_commit();
   };
   // The queries lie where the last stage will, until warps have them in registers.
   const uint32_t queries_at = ring_at + (kRing - 1) * kStage;
-  tile.load_queries<T, RowLayout, kFewRows, false>(params, queries_at);
+  tile.load_queries<T, WholeRowLayout, kFewRows, false>(params, queries_at);
   copy_async_commit();
   for (int i = 0; i < kRing - 1; ++i) load(tile.begin + i);
-  tile.load_queries<T, RowLayout, kFewRows, true>(params, queries_at);
+  tile.load_queries<T, WholeRowLayout, kFewRows, true>(params, queries_at);
   copy_async_wait<kRing - 1>();
   __syncthreads();
   const int first_key = warp % 4 * 8, part = warp / 4, first_chunk = part * kLatentHalf;
@@ -315,6 +315,7 @@ __device__ __forceinline__ void share_weights(const float (&s)[NT][4], WeightsOf
 
 // A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, the values' columns for the sums. A
 // thread's rows are those of its like in the other warpgroup: the two tell each other the largest scores, and weights.
+// One long function: scores, weights and sums are registers from one stage to the next.
 template <typename T>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     attend_latent_wide(const __grid_constant__ AttentionParams params) {

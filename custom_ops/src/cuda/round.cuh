@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_eight(const RoundParams& params, const T* x
 }
 
 // A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
-// same.
+// same. One long function: two passes over a row that share where it is, and its 8 columns in registers.
 template <typename T>
 __global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant__ RoundParams params) {
   launch_dependents();

@@ -150,7 +150,7 @@ struct Stream {
   static constexpr uintptr_t kNullEnd = 1 << 20;
 
   // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles; to be
-  // multiplied by SumFactor.
+  // multiplied by kSumFactor.
   template <int N, bool kFactor = false, bool kShift = false>
   __device__ void consume(int stage, float (&acc)[MT][NT][4], const Weights& weights,
                           const float* factor = nullptr) const {

@@ -351,7 +351,7 @@ void unpack_panel(const RowMatrices& matrices, const PanelMatrix& matrix, const 
 }
 
 // Panels of some rows of a matrix, from the first on.
-void pack_panels(const qm_pack_source& source, const PanelMatrix& matrix, uint8_t* dst, const Pool& pool) {
+void pack_panels(const qm_pack_source& source, const PanelMatrix& matrix, uint8_t* dst, const PackingThreads& pool) {
   constexpr int64_t kPanelsPerTask = 8;
   pool.run(ceil_div(matrix.panels, kPanelsPerTask), [&](int, int64_t task) {
     for (int64_t i = task * kPanelsPerTask; i < matrix.panels && i < (task + 1) * kPanelsPerTask; ++i)
@@ -361,7 +361,7 @@ void pack_panels(const qm_pack_source& source, const PanelMatrix& matrix, uint8_
   });
 }
 
-int pack_expert_panels(const RowMatrices& matrices, const qm_row&, uint8_t* row, const Pool& pool, char*) {
+int pack_expert_panels(const RowMatrices& matrices, const qm_row&, uint8_t* row, const PackingThreads& pool, char*) {
   const PanelMatrix matrix = panel_matrix(matrices.w, matrices.n, matrices.k);
   for (int half = 0; half < matrices.halves; ++half) {
     const qm_matrix& given = *matrices.of[half];
@@ -381,7 +381,7 @@ int pack_expert_panels(const RowMatrices& matrices, const qm_row&, uint8_t* row,
   return QM_OK;
 }
 
-void unpack_expert_panels(const RowMatrices& matrices, const qm_row&, const uint8_t* row, const Pool& pool) {
+void unpack_expert_panels(const RowMatrices& matrices, const qm_row&, const uint8_t* row, const PackingThreads& pool) {
   const PanelMatrix matrix = panel_matrix(matrices.w, matrices.n, matrices.k);
   pool.run(matrix.panels * matrices.halves, [&](int, int64_t i) {
     unpack_panel(matrices, matrix, *matrices.of[i % matrices.halves], i / matrices.halves * matrix.nr,

@@ -288,7 +288,7 @@ int marlin_row_parts(const qm_projection& weights, int64_t n, int64_t k, int hal
   return QM_OK;
 }
 
-int pack_row(const RowMatrices& matrices, const qm_row&, uint8_t* row, const Pool& pool, char* err) {
+int pack_row(const RowMatrices& matrices, const qm_row&, uint8_t* row, const PackingThreads& pool, char* err) {
   const MarlinRow geometry = marlin_row(matrices.w, matrices.n, matrices.k, matrices.halves);
   if (matrices.w.format == k_format_nvfp4) {
     const int64_t scales = ceil_div(matrices.n, matrices.w.block_n) * matrices.groups();
@@ -304,7 +304,7 @@ int pack_row(const RowMatrices& matrices, const qm_row&, uint8_t* row, const Poo
   return QM_OK;
 }
 
-void unpack_row(const RowMatrices& matrices, const qm_row&, const uint8_t* row, const Pool& pool) {
+void unpack_row(const RowMatrices& matrices, const qm_row&, const uint8_t* row, const PackingThreads& pool) {
   const MarlinRow geometry = marlin_row(matrices.w, matrices.n, matrices.k, matrices.halves);
   pool.run(geometry.panels, [&](int, int64_t panel) { unpack_panel(matrices, geometry, panel, row); });
   for (int half = 0; half < matrices.halves; ++half) {

@@ -38,7 +38,7 @@ int64_t vector_at(const qm_row& row, RowPart part, int64_t i, int64_t k) {
   return row.at[part] + i * align_up(4 * k, kRowAlignment);
 }
 
-int pack_row(const RowMatrices& matrices, void* out, const Pool& pool, char* err) {
+int pack_row(const RowMatrices& matrices, void* out, const PackingThreads& pool, char* err) {
   qm_row parts{};
   const RowLayout& layout = layout_of(matrices.w);
   QM_TRY(layout.row_of(matrices.w, matrices.n, matrices.k, matrices.halves, &parts, err));
@@ -62,7 +62,7 @@ int pack_row(const RowMatrices& matrices, void* out, const Pool& pool, char* err
   return QM_OK;
 }
 
-int unpack_row(const RowMatrices& matrices, const void* from, const Pool& pool, char* err) {
+int unpack_row(const RowMatrices& matrices, const void* from, const PackingThreads& pool, char* err) {
   qm_row parts{};
   const RowLayout& layout = layout_of(matrices.w);
   QM_TRY(layout.row_of(matrices.w, matrices.n, matrices.k, matrices.halves, &parts, err));
@@ -126,7 +126,7 @@ int qm_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_row* 
 
 int qm_pack_expert(const qm_moe* moe, const qm_matrix* gate, const qm_matrix* up, const qm_matrix* down, void* w13_row,
                    void* w2_row, int lanes, qm_parallel_for parallel_for, void* context, char* err) {
-  const Pool pool{lanes, parallel_for, context};
+  const PackingThreads pool{lanes, parallel_for, context};
   const auto matrix = [](const qm_matrix* source) { return const_cast<qm_matrix*>(source); };
   QM_TRY(of_tensor("w2", pack_row(w2_of(*moe, matrix(down)), w2_row, pool, err), err));
   const RowMatrices w13 = w13_of(*moe, matrix(gate), matrix(up), down);
@@ -135,7 +135,7 @@ int qm_pack_expert(const qm_moe* moe, const qm_matrix* gate, const qm_matrix* up
 
 int qm_unpack_expert(const qm_moe* moe, const void* w13_row, const void* w2_row, qm_matrix* gate, qm_matrix* up,
                      qm_matrix* down, int lanes, qm_parallel_for parallel_for, void* context, char* err) {
-  const Pool pool{lanes, parallel_for, context};
+  const PackingThreads pool{lanes, parallel_for, context};
   QM_TRY(of_tensor("w2", unpack_row(w2_of(*moe, down), w2_row, pool, err), err));
   return of_tensor("w13", unpack_row(w13_of(*moe, gate, up, down), w13_row, pool, err), err);
 }

@@ -25,7 +25,7 @@ struct RowMatrices {
 };
 
 // The threads that a call works on.
-struct Pool {
+struct PackingThreads {
   int lanes;
   qm_parallel_for parallel_for;
   void* context;
@@ -38,8 +38,8 @@ struct Pool {
 // A layout's own of a row: all parts before the permutations. The parts after the codes are zeros when it packs.
 struct RowLayout {
   int (*row_of)(const qm_projection&, int64_t n, int64_t k, int halves, qm_row*, char* err);
-  int (*pack)(const RowMatrices&, const qm_row&, uint8_t* row, const Pool&, char* err);
-  void (*unpack)(const RowMatrices&, const qm_row&, const uint8_t* row, const Pool&);
+  int (*pack)(const RowMatrices&, const qm_row&, uint8_t* row, const PackingThreads&, char* err);
+  void (*unpack)(const RowMatrices&, const qm_row&, const uint8_t* row, const PackingThreads&);
 };
 extern const RowLayout kCpuPanelRow, kMarlinRow;
 
