@@ -192,6 +192,7 @@ def perplexity(model: PreTrainedModel, ids: torch.Tensor, width: int = 1024) -> 
     return math.exp(total / count)
 
 
+# over 80 lines: a program from its options to its perplexities, each step of it once
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text", type=Path)

@@ -24,6 +24,7 @@ from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
 from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits
 from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
+from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.sums import meet_around_experts
@@ -449,3 +450,34 @@ def test_ids_of_something_else_do_not_meet() -> None:
     model = parsed(MIXTURE.format(extra="", beside="x").replace("(x, ids, weights", "(beside, ids, weights"))
     with pytest.raises(ValueError, match="ids and weights of  are not made of its input"):
         meet_around_experts(model, 0, 2)
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_ids_become_rows_of_a_ranks_file_by_turns(kind: str) -> None:
+    model = parsed(f"""g (float[5, 4] x, {kind}[5, 2] ids, float[5, 2] weights, int64[1, 5] position_ids,
+                        int32[2, 8] "mlp.w13", int32[2, 8] "mlp.w2") => ({kind}[5, 2] y) {{
+        y = quantmoe.QuantMoE (x, ids, weights, "mlp.w13", "mlp.w2")
+    }}""")
+    table = np.array([[0, -1, 1], [-1, 0, 1]])  # experts 0 and 1 take turns, 2 is here for every token
+    place_experts(model, {"mlp": table})
+    (node,) = (node for node in model.graph if node.op_type == "QuantMoE")
+    assert ops(model) == ["Reshape", "Mod", "Mul", *["Cast"] * (kind == "int32"), "Add", "Gather", "QuantMoE"]
+    (rows,) = node.inputs[1:2]
+    assert isinstance(rows, ir.Value)
+    assert rows.type == model.graph.inputs[1].type
+    node.replace_input_with(1, None)
+    rows.shape = model.graph.outputs[0].shape
+    model.graph.outputs[0] = rows
+    model.graph.remove(node)
+    ids, positions = np.array([[0, 2], [0, 1], [1, 2], [1, 0], [2, 0]], kind), np.array([[0, 1, 2, 3, 4]])
+    found = run(model, ids=ids, position_ids=positions)
+    np.testing.assert_array_equal(found, table[positions.reshape(-1, 1) % 2, ids])
+
+
+def test_a_layer_without_a_table_is_left() -> None:
+    model = parsed("""g (float[5, 4] x, int64[5, 2] ids, float[5, 2] weights,
+                        int32[2, 8] "mlp.w13", int32[2, 8] "mlp.w2") => (float[5, 4] y) {
+        y = quantmoe.QuantMoE (x, ids, weights, "mlp.w13", "mlp.w2")
+    }""")
+    place_experts(model, {"other": np.array([[0, 1]])})
+    assert ops(model) == ["QuantMoE"]

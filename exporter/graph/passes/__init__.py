@@ -1,1 +1,2 @@
-"""Passes over the traced graph (onnx_ir), in the order convert.py runs them."""
+"""Passes over transformers' modules and over the traced graph (onnx_ir). graph/trace.py and writing/parts.py run them,
+in their order."""
