@@ -30,3 +30,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f"quantmoe.exporter.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'quantmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
