@@ -48,7 +48,8 @@ def model_path(path: str | Path) -> Path:
     path = Path(path)
     path = path / MODEL if path.is_dir() else path
     if not path.is_file():
-        raise ModelError(f"{path}: missing; expected an exported model or its folder")
+        own = "; this is a checkpoint: quantmoe export it first" if any(path.parent.glob("*.safetensors")) else ""
+        raise ModelError(f"{path}: missing; expected an exported model or its folder{own}")
     return path
 
 

@@ -495,7 +495,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
         (("generate", folder), 2, "--prompt or --ids"),
         (("generate", folder, "--ids", "a"), 2, "expected numbers"),
         (("generate", tmp_path, "--ids", "1"), 1, "missing; expected an exported model"),
-        (("generate", checkpoint("qwen3_moe"), "--prompt", "A"), 1, "missing; expected an exported model"),
+        (("generate", checkpoint("qwen3_moe"), "--prompt", "A"), 1, "this is a checkpoint: quantmoe export it first"),
         (("generate", bare, "--prompt", "A"), 1, "tokenizer.json: missing; give token ids (--ids 1,2,3)"),
         (("inspect", checkpoint("qwen3_moe") / "config.json"), 1, "not an ONNX model"),
         (("export", tmp_path / "nowhere", tmp_path / "out"), 1, "no such folder"),
