@@ -93,12 +93,12 @@ class Stored:
                 raise CheckpointError(f"{self.format.ckpt.where(source)} has values that {reason}")
         return out
 
-    def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
-        if found != tuple(self.tensors[name].shape):
-            raise CheckpointError(
-                f"{self.format.ckpt.where(self.sources[name])} has shape {list(found)}, "
-                f"expected {list(self.tensors[name].shape)}"
-            )
+    def _check_shape(self, name: str, found: tuple[int, ...], want: tuple[int, ...] | None = None) -> None:
+        """want: None: the placeholder's."""
+        want = tuple(self.tensors[name].shape) if want is None else want
+        if found != want:
+            where = self.format.ckpt.where(self.sources[name])
+            raise CheckpointError(f"{where} has shape {list(found)}, expected {list(want)}")
 
     def _hollow(self, name: str) -> None:
         module_name, _, leaf = name.rpartition(".")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from once import made_once
 from PIL import Image
-from test_hybrid import rewritten
+from test_hybrid import SIZES, rewritten
 from tiny import make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
@@ -31,17 +31,8 @@ from quantmoe.ort_ext import library_path
 PATCH, MERGED = 16, 2
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 #: of a small float checkpoint: a layer of linear attention and one of full attention
-TEXT = {
-    "hidden_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+TEXT = SIZES | {
     "head_dim": 64,
-    "num_hidden_layers": 2,
-    "full_attention_interval": 2,
-    "moe_intermediate_size": 96,
-    "shared_expert_intermediate_size": 96,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,

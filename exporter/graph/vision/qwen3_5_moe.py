@@ -11,31 +11,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen
 
+from quantmoe.exporter.graph.architectures.qwen3_5_moe import turn_by
 from quantmoe.exporter.graph.vision.attention import attend_in_frames
 
 
 def prepare(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        if isinstance(module, qwen.Qwen3_5MoeTextRotaryEmbedding):
-            module.forward = MethodType(_tables, module)  # type: ignore[method-assign]
+    turn_by(model, _positions_of)
 
 
-def _tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Qwen3_5MoeTextRotaryEmbedding.forward, where each frequency looks up its own axis before there are angles.
-
-    Args:
-        x: for its type. position_ids: [3, batch, sequence], or of equal axes [batch, sequence].
-
-    Returns:
-        Cosines and sines, [batch, sequence, rotary features], each for features i and i + half.
-    """
-    axes = torch.zeros(len(self.inv_freq), dtype=torch.int64)
+def _positions_of(rotary: Any, position_ids: torch.Tensor) -> torch.Tensor:
+    """Each frequency looks up its own axis before there are angles."""
+    axes = torch.zeros(len(rotary.inv_freq), dtype=torch.int64)
     for axis in (1, 2):
-        axes[axis : 3 * self.mrope_section[axis] : 3] = axis
-    positions = position_ids.expand(3, *position_ids.shape[-2:])[axes].permute(1, 2, 0)
-    angles = positions.float() * self.inv_freq.float()
-    angles = torch.cat((angles, angles), -1)
-    return tuple((table * self.attention_scaling).to(x.dtype) for table in (angles.cos(), angles.sin()))  # type: ignore[return-value]
+        axes[axis : 3 * rotary.mrope_section[axis] : 3] = axis
+    return position_ids.expand(3, *position_ids.shape[-2:])[axes].permute(1, 2, 0)
 
 
 def tower(config: Any) -> torch.nn.Module:

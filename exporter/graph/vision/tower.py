@@ -115,8 +115,7 @@ class Tower(Stored):
         module = source.rpartition(".")[0]
         quantized = source.endswith(".weight") and self.format.is_quantized(module)
         found = self.format.outline().matrix(module).shape if quantized else self.format.ckpt.shape(source)
-        if tuple(found) != want:
-            raise CheckpointError(f"{self.format.ckpt.where(source)} has shape {list(found)}, expected {list(want)}")
+        self._check_shape(name, tuple(found), want)
 
     def trace(self) -> tuple[ir.Model, list[Weight]]:
         """The graph: pixel_values f32 [patches, values of a patch], image_grid_thw int64 [images, 3] -> image_features
