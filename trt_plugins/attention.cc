@@ -136,8 +136,7 @@ IPluginV3* make_plugin(const SharedLayer& layer, const qm_attention& node, char*
     return nullptr;
   }
   const qm_cuda_attention_problem problem{node, QM_F16, 1, 1, 0, 1};
-  qm_cuda_attention_plan plan;
-  return qm_cuda_plan_attention(&problem, &kDevices[0], &plan, error) ? nullptr : new Attention(layer, node);
+  return Attention::takes(problem, error) ? new Attention(layer, node) : nullptr;
 }
 
 }  // namespace quantmoe

@@ -68,8 +68,7 @@ IPluginV3* make_plugin(const SharedLayer& layer, const qm_moe& node, char* error
   const int64_t experts = int64_t{node.num_experts} - std::max(0, node.expert_offset);
   const qm_projection& floats = node.w13.format == k_format_bf16 ? node.w13 : node.w2;
   const qm_cuda_problem problem{node, type_beside(floats), 4, 1, 1, std::max<int64_t>(1, experts), 0, 0};
-  qm_cuda_plan plan;
-  return qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error) ? nullptr : new MoE(layer, node);
+  return MoE::takes(problem, error) ? new MoE(layer, node) : nullptr;
 }
 
 }  // namespace quantmoe

@@ -44,8 +44,7 @@ class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan, qm_cud
 
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_linear& node, char* error) {
   const qm_cuda_linear_problem problem{node, type_beside(node.w), 1};
-  qm_cuda_plan plan;
-  return qm_cuda_plan_linear(&problem, &kDevices[0], &plan, error) ? nullptr : new Linear(layer, node);
+  return Linear::takes(problem, error) ? new Linear(layer, node) : nullptr;
 }
 
 }  // namespace quantmoe

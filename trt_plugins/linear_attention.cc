@@ -130,8 +130,7 @@ IPluginV3* make_plugin(const SharedLayer& layer, const qm_conv& node, char* erro
 
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_delta& node, char* error) {
   const qm_cuda_delta_problem problem{node, QM_F16, 1, 1};
-  qm_cuda_delta_plan plan;
-  return qm_cuda_plan_delta(&problem, &kDevices[0], &plan, error) ? nullptr : new Delta(layer, node);
+  return Delta::takes(problem, error) ? new Delta(layer, node) : nullptr;
 }
 
 }  // namespace quantmoe

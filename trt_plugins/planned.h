@@ -19,6 +19,11 @@ constexpr qm_cuda_device kDevices[] = {{80, 0, 167936}, {86, 0, 102400},  {89, 0
 template <class Problem, class Plan, int (*kPlan)(const Problem*, const qm_cuda_device*, Plan*, char*)>
 class Planned : public Plugin {
  public:
+  // Whether the kernels take a problem; why not is in error.
+  static bool takes(const Problem& problem, char* error) {
+    Plan plan;
+    return !kPlan(&problem, &kDevices[0], &plan, error);
+  }
   // No memory: 0, which is less than a plan will need.
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) const noexcept override {
@@ -52,10 +57,8 @@ class Planned : public Plugin {
     return true;
   }
   bool configure(const Inputs& most) override {
-    const Problem problem = problem_of(most);
-    Plan plan;
     char error[QM_ERROR_SIZE];
-    return !kPlan(&problem, &kDevices[0], &plan, error) || wrong(error);
+    return takes(problem_of(most), error) || wrong(error);
   }
   // The plan for these inputs on the current device, made when they changed.
   bool prepare(const Inputs& in) override {

@@ -98,8 +98,7 @@ IPluginV3* make_plugin(const SharedLayer& layer, const qm_routing& node, char* e
 
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_router& node, char* error) {
   const qm_cuda_router_problem problem{node, QM_F16, 1};
-  qm_cuda_router_plan plan;
-  return qm_cuda_plan_router(&problem, &kDevices[0], &plan, error) ? nullptr : new Router(layer, node);
+  return Router::takes(problem, error) ? new Router(layer, node) : nullptr;
 }
 
 }  // namespace quantmoe
