@@ -45,10 +45,10 @@ OTHERS = {("com.microsoft", "QMoE"), ("com.microsoft", "MatMulNBits")}
 
 def model_path(path: str | Path) -> Path:
     """The .onnx file of a folder or file argument."""
-    path = Path(path)
-    path = path / MODEL if path.is_dir() else path
+    given = Path(path)
+    path = given / MODEL if given.is_dir() else given
     if not path.is_file():
-        own = "; this is a checkpoint: quantmoe export it first" if any(path.parent.glob("*.safetensors")) else ""
+        own = "; this is a checkpoint: quantmoe export it first" if any(given.glob("*.safetensors")) else ""
         raise ModelError(f"{path}: missing; expected an exported model or its folder{own}")
     return path
 
