@@ -470,13 +470,14 @@ def bench(
     gpu_memory: int | None = None,
     routes: Sequence[str] = (),
     group: str = "",
+    apart: bool = False,
 ) -> None:
     """Prints a line for each measurement, and the kernels of some.
 
     Args:
         steps: BATCH:PAST:NEW.
         gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
-        routes: of misses. group: of a rank.
+        routes: of misses. group: of a rank. apart: also the first token, of such a file.
     """
     import onnxruntime as ort
     import torch
@@ -496,7 +497,8 @@ def bench(
     session = open_session(str(folder / "model.onnx"), options)
     loaded = time.perf_counter() - begin
     print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.2f} s to load")
-    measure_load(session, begin, folder / "data")
+    if apart:
+        measure_load(session, begin, folder / "data")
 
     def report() -> None:
         if gpu_memory is not None:
@@ -550,4 +552,13 @@ if __name__ == "__main__":
         from quantmoe.ort_ext import cuda_library_path
 
         fill(given.graph, given.folder, given.apart)
-        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory, given.routes, group)
+        bench(
+            given.folder,
+            cuda_library_path(),
+            given.steps,
+            given.prompts,
+            given.gpu_memory,
+            given.routes,
+            group,
+            given.apart,
+        )
