@@ -16,8 +16,8 @@ from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 # Only the output is rounded to 16 bits, at most half an ulp of each value. Sums, decays and norms are of f32: a token
 # adds some roundings of 2^-24 to the state, of which decay forgets; over 300 tokens they stay far below a unit of f16.
 STATE = 2.0**-24 * 64  # of the largest value of a head's state
-# The chunked kernels: a state goes through three products a chunk. Of each the operands are within 2^-20, and each of
-# its at most 40 additions on tensor cores cuts off less than 2^-24 of the largest: 3 (2^-20 + 40 2^-24) < 2^-16.
+# The chunked kernels: a state goes through three products a chunk. Their operands are two values of 16 bits: of bf16
+# within 2^-16 at most, each on its own side, of f16 2^-22; additions on tensor cores cut off less than 2^-24.
 CHUNK = 2.0**-16
 # begin, count, past of each row; tokens
 CALLS = {
@@ -120,9 +120,10 @@ def check_delta(spec: DeltaSpec, dtype: str, inputs: list[np.ndarray], in_place:
     y, present = twice(lambda: cuda.delta(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
     want, state = reference.delta(spec, *inputs)
     got, unit = numbers(y), UNIT[dtype]
+    least = 2.0**-25 if dtype == "f16" else 0.0  # half of the smallest number
     heads = (*want.shape[:2], spec.num_v_heads, spec.v_head_size)
     sizes = np.linalg.norm(want.reshape(heads), axis=3, keepdims=True)  # what cancels loses by a head's norm
-    assert (np.abs(got - want).reshape(heads) <= unit * np.abs(want).reshape(heads) + unit / 8 * sizes).all()
+    assert (np.abs(got - want).reshape(heads) <= unit * np.abs(want).reshape(heads) + unit / 8 * sizes + least).all()
     assert (got[want.any(2) == 0] == 0).all()
     largest = np.abs(state).max((-2, -1), keepdims=True)
     chunks = -(-want.shape[1] // 64)
@@ -151,6 +152,28 @@ def test_no_chunks(monkeypatch: pytest.MonkeyPatch, dtype: str, decay: str) -> N
     """What a GPU of little shared memory runs."""
     monkeypatch.setattr(cuda, "query", lambda _: cuda.Device(89, 128, 102400))
     check_delta(DELTAS["qwen3-next"], dtype, delta_inputs(DELTAS["qwen3-next"], dtype, "300", decay))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("call", ["65", "300", "2100", "ragged many"])
+@pytest.mark.parametrize("name", ["qwen3-next", "small", "wide values", "wide keys"])
+def test_chunks_on_mma(monkeypatch: pytest.MonkeyPatch, name: str, call: str, dtype: str) -> None:
+    """What a GPU before sm_90 runs."""
+    monkeypatch.setattr(cuda, "query", lambda _: SM80)
+    check_delta(DELTAS[name], dtype, delta_inputs(DELTAS[name], dtype, call))
+
+
+@gpu
+@pytest.mark.parametrize("device", [cuda.H200, SM80], ids=["wgmma", "mma"])
+@pytest.mark.parametrize("scale", [2.0**-18, 2.0**13])
+def test_extreme_values_in_f16(monkeypatch: pytest.MonkeyPatch, scale: float, device: cuda.Device) -> None:
+    """Values of which a state leaves f16's range, or that lie at its end."""
+    monkeypatch.setattr(cuda, "query", lambda _: device)
+    inputs = delta_inputs(DELTAS["qwen3-next"], "f16", "300")
+    inputs[0] = (inputs[0].astype(np.float32) * scale).astype(np.float16)
+    inputs[7] = inputs[7] * np.float32(scale * 64)
+    check_delta(DELTAS["qwen3-next"], "f16", inputs)
 
 
 @gpu
@@ -257,17 +280,17 @@ def test_what_is_not_a_number_stays_in_its_head(bad: float) -> None:
 def test_plans() -> None:
     spec = delta_spec(16, 48, 128)
     small, chunk = cuda.Device(89, 128, 102400), 48 * (2 * 64 * 64 + 3 * 64 + 4) * 4
-    for tokens, batch, device, columns, cluster, chunks in (
-        (1, 1, cuda.H200, 32, 4, 0),
-        (8, 32, cuda.H200, 32, 4, 0),
-        (8, 1, SM80, 128, 1, 0),
-        (9, 1, cuda.H200, 32, 1, 0),
-        (1024, 2, small, 32, 1, 0),
-        (1000, 2, SM80, 64, 1, 16),
-        (8192, 1, cuda.H200, 64, 1, 32),  # at once
+    for tokens, batch, device, columns, cluster, chunked, chunks in (
+        (1, 1, cuda.H200, 32, 4, 0, 0),
+        (8, 32, cuda.H200, 32, 4, 0, 0),
+        (8, 1, SM80, 128, 1, 0, 0),
+        (9, 1, cuda.H200, 32, 1, 0, 0),
+        (1024, 2, small, 32, 1, 0, 0),
+        (1000, 2, SM80, 64, 1, 1, 16),
+        (8192, 1, cuda.H200, 64, 1, 2, 32),  # at once
     ):
         plan = cuda.plan_delta(cuda.delta_problem(spec, "bf16", batch, tokens), device)
-        assert (plan.columns, plan.cluster, plan.chunked) == (columns, cluster, int(chunks > 0))
+        assert (plan.columns, plan.cluster, plan.chunked) == (columns, cluster, chunked)
         outputs = 0 if tokens <= 8 else tokens * 48 * 128 * 4
         assert plan.workspace_bytes == batch * (outputs + chunks * chunk)
     kimi = cuda.delta_problem(DELTAS["kimi"], "bf16", 1, 1024)

@@ -279,11 +279,11 @@ typedef struct {
 typedef struct {
   int32_t columns;  // of a head's state that a block has
   int32_t cluster;  // blocks that share a head, and norm its output together; 1: a block that has all of it does, or
-  int32_t chunked;  // 1: on tensor cores, 64 tokens at a time
+  int32_t chunked;  // 64 tokens at a time on tensor cores: 1 on mma, 2 on wgmma; 0: one after the other
   uint64_t workspace_bytes;  // where this is not 0, another kernel norms
 } qm_cuda_delta_plan;
 typedef struct {
-  const void *qkv, *a, *b, *z;  // qkv 16-byte aligned
+  const void *qkv, *a, *b, *z;  // qkv and y 16-byte aligned
   const float *a_log, *dt_bias, *norm, *past_state;
   const int32_t* rows;
   void* y;

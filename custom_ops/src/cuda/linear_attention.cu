@@ -89,7 +89,7 @@ int launch_delta(const qm_cuda_delta_problem& problem, const qm_cuda_delta_plan&
   if (plan.chunked) {
     // A window's tokens one by one: chunks have no state after each.
     params.tail = node.state_window > 1 ? node.state_window : 0;
-    launch_delta_chunks(params, problem.type, launcher);
+    launch_delta_chunks(params, problem.type, plan.chunked == 2, launcher);
     params.past_state = params.present_state;
     if (params.tail)
       launcher.run(later_of<T>(node), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
@@ -97,10 +97,11 @@ int launch_delta(const qm_cuda_delta_problem& problem, const qm_cuda_delta_plan&
     launcher.run(kernel_of<T>(node, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, true,
                  plan.cluster);
   }
-  const int64_t warps = kGateThreads / 32, items = problem.batch * problem.tokens * node.num_v_heads;
-  if (plan.workspace_bytes)
-    launcher.run(delta_gate<T>, params, dim3(static_cast<unsigned>((items + warps - 1) / warps)), kGateThreads, 0,
-                 true);
+  if (plan.workspace_bytes) {
+    constexpr int kHeads = kGateThreads / 32;
+    launcher.run(delta_gate<T>, params, dim3(params.tokens, (node.num_v_heads + kHeads - 1) / kHeads, params.batch),
+                 kGateThreads, 0, true);
+  }
   return report(launcher.error, err);
 }
 

@@ -14,6 +14,7 @@
 // where a chunk of tokens ends, whose operands the warps prepare together.
 #pragma once
 #include "core/attributes.h"
+#include "cuda/activation.cuh"
 #include "cuda/linear_attention.h"
 #include "cuda/ptx.cuh"
 #include "quantmoe/quant_moe_cuda.h"
@@ -226,23 +227,36 @@ __device__ inline void prepare(const DeltaParams& params, float rate, const floa
   }
 }
 
-// A value of the output, of a head whose squares' sum is given. norm: the column's weight.
-template <typename T>
-__device__ inline T gate_value(const DeltaParams& params, float o, float squares, T z, float norm) {
-  const float r = rsqrtf(squares / params.delta.v_head_size + params.delta.norm_epsilon), x = static_cast<float>(z);
-  return Half<T>::from(o * r * norm * (params.delta.gate == k_output_gate_silu ? x * sigmoid_of(x) : sigmoid_of(x)));
+// A value of the output times its head's norm and weight. It is rounded to 16 bits: the sigmoid need not be exact.
+__device__ inline float gate_value(const DeltaParams& params, float normed, float z) {
+  return normed * (params.delta.gate == k_output_gate_silu ? silu(z) : sigmoid(z));
 }
-// A head of a token, by a warp: o [V] to y.
+__device__ inline float head_norm(const DeltaParams& params, float squares) {
+  return rsqrtf(squares / params.delta.v_head_size + params.delta.norm_epsilon);
+}
+// A head of a token, by a warp: o [V], 16-byte aligned, to y, four columns a lane.
 template <typename T>
 __device__ inline void gate_output(const DeltaParams& params, const float* o, int64_t token, int head) {
-  const int v = params.delta.v_head_size;
-  const int64_t at = (token * params.delta.num_v_heads + head) * v;
-  const T* z = static_cast<const T*>(params.z) + token * params.z_size + head * v;
-  float sum = 0;
-  for (int c = threadIdx.x % 32; c < v; c += 32) sum = fmaf(o[c], o[c], sum);
+  const int v = params.delta.v_head_size, column = threadIdx.x % 32 * 4;
+  float x[4] = {}, sum = 0;
+  if (column < v) *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(o + column);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum = fmaf(x[i], x[i], sum);
   sum = warp_sum(sum);
-  for (int c = threadIdx.x % 32; c < v; c += 32)
-    static_cast<T*>(params.y)[at + c] = gate_value<T>(params, o[c], sum, z[c], params.norm[c]);
+  if (column >= v) return;
+  const T* z = static_cast<const T*>(params.z) + token * params.z_size + head * v + column;
+  T gates[4];
+  if (reinterpret_cast<uintptr_t>(z) % sizeof(gates) == 0)
+    *reinterpret_cast<uint2*>(gates) = *reinterpret_cast<const uint2*>(z);
+  else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) gates[i] = z[i];
+  const float by = head_norm(params, sum);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    x[i] = gate_value(params, x[i] * by * params.norm[column + i], static_cast<float>(gates[i]));
+  T* y = static_cast<T*>(params.y) + (token * params.delta.num_v_heads + head) * v + column;
+  *reinterpret_cast<uint2*>(y) = make_uint2(Half<T>::pack(x[0], x[1]), Half<T>::pack(x[2], x[3]));
 }
 template <typename T>
 __device__ inline void gate_none(const DeltaParams& params, const TokenRow& row, int64_t token, int head) {
@@ -264,7 +278,8 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
   constexpr bool kHere = kNorm != DeltaNorm::kLater, kCluster = kNorm == DeltaNorm::kCluster;
   constexpr int kMostBlocks = 128 / C;  // of a head
   __shared__ DeltaOperands<K, kPerKey> operands[kOfWarp * kWarps];
-  __shared__ float values[kChunk][C], outputs[kHere ? kChunk : 1][C];
+  __shared__ float values[kChunk][C];
+  __shared__ __align__(16) float outputs[kHere ? kChunk : 1][C];
   __shared__ float squares[kCluster ? kChunk : 1][kMostBlocks];
   if (kCluster) cluster_arrive();  // its wait tells that all blocks run
   launch_dependents();
@@ -407,8 +422,8 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
         float sum = 0;
         for (int block = 0; block < blocks; ++block) sum += squares[t][block];
         const int from = first_column + lane;
-        static_cast<T*>(params.y)[((token + t) * node.num_v_heads + head) * v_head_size + from] =
-            gate_value<T>(params, outputs[t][lane], sum, z[i], norm);
+        static_cast<T*>(params.y)[((token + t) * node.num_v_heads + head) * v_head_size + from] = Half<T>::from(
+            gate_value(params, outputs[t][lane] * head_norm(params, sum) * norm, static_cast<float>(z[i])));
       }
     }
   }
@@ -417,25 +432,25 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
     for (int back = max(row.count, 1); back < node.state_window; ++back) store(back, true);
 }
 
-// What GatedDelta left in outputs: a warp a head of a token.
+// What GatedDelta left in outputs: a warp a head of a token. Blocks: tokens, heads, rows.
 template <typename T>
 __global__ void __launch_bounds__(kGateThreads) delta_gate(const __grid_constant__ DeltaParams params) {
   launch_dependents();
   wait_for_previous();
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * (kGateThreads / 32) + threadIdx.x / 32;
-  const int heads = params.delta.num_v_heads;
-  const int64_t token = item / heads;
-  if (token >= static_cast<int64_t>(params.batch) * params.tokens) return;
-  const TokenRow row = read_token_row(params.rows, static_cast<int>(token / params.tokens), params.tokens);
-  if (row.has(static_cast<int>(token % params.tokens)))
-    gate_output<T>(params, params.outputs + item * params.delta.v_head_size, token, static_cast<int>(item % heads));
+  const int token = blockIdx.x, heads = params.delta.num_v_heads,
+            head = blockIdx.y * (kGateThreads / 32) + threadIdx.x / 32;
+  if (head >= heads) return;
+  const TokenRow row = read_token_row(params.rows, blockIdx.z, params.tokens);
+  const int64_t at = static_cast<int64_t>(blockIdx.z) * params.tokens + token;
+  if (row.has(token))
+    gate_output<T>(params, params.outputs + (at * heads + head) * params.delta.v_head_size, at, head);
   else
-    gate_none<T>(params, row, token, static_cast<int>(item % heads));
+    gate_none<T>(params, row, at, head);
 }
 
 struct Launcher;
 // All tokens of a call by the chunked kernels (linear_attention_chunked.cuh), without the norm; workspace: that of the
 // plan, of which params.outputs is the beginning.
-void launch_delta_chunks(const DeltaParams& params, int32_t type, Launcher& launcher);
+void launch_delta_chunks(const DeltaParams& params, int32_t type, bool wgmma, Launcher& launcher);
 
 }  // namespace quantmoe

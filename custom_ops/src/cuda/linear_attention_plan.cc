@@ -54,8 +54,8 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
   *plan = qm_cuda_delta_plan{};
   plan->columns = few && device->sm < 90 ? delta.v_head_size : kFewDeltaColumns;
   plan->cluster = few ? delta.v_head_size / plan->columns : 1;
-  plan->chunked =
-      problem->tokens >= kLeastChunkedTokens && !delta.decay_per_key && device->shared_bytes > kDeltaScanShared + 1024;
+  if (problem->tokens >= kLeastChunkedTokens && !delta.decay_per_key && device->shared_bytes > kDeltaScanShared + 1024)
+    plan->chunked = device->sm == 90 ? 2 : 1;
   int64_t floats = few ? 0 : problem->batch * problem->tokens * delta.num_v_heads * delta.v_head_size;
   if (plan->chunked) {
     plan->columns = kDeltaScanColumns;
