@@ -20,7 +20,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang build cuda wheel-cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
+.PHONY: venv clang build cuda wheel-cuda demo test test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
@@ -66,6 +66,13 @@ test-random: build
 	$(UV) --group test
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
 	  $(if $(NODE),--node $(NODE))
+
+# samples/ray_serve with two replicas, in an environment of its own.
+test-serve: build
+	$(UV) --group test
+	test -x build/ray/bin/python || uv venv --quiet build/ray
+	uv pip install --quiet --python build/ray/bin/python --requirements samples/ray_serve/requirements.txt
+	QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
 
 test-long: build
 	$(UV) --group test

@@ -1,0 +1,146 @@
+"""An exported folder behind Ray Serve, with OpenAI's interface: serve.py FOLDER [--replicas 2] [--port 8000]."""
+
+import argparse
+import asyncio
+import json
+import queue
+import threading
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnxruntime_genai as og
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
+from ray import serve
+
+BATCH = 4  # requests that an engine runs together
+app = FastAPI()
+
+
+class Ask(BaseModel):
+    max_tokens: int = Field(256, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = None
+    stop: list[str] | None = None
+    stream: bool = False
+
+
+class AskChat(Ask):
+    messages: list[dict[str, str]] = Field(min_length=1)
+
+
+class AskText(Ask):
+    prompt: str = Field(min_length=1)
+
+
+@serve.deployment(max_ongoing_requests=2 * BATCH, max_queued_requests=2 * BATCH)  # more are refused
+@serve.ingress(app)
+class Serving:
+    def __init__(self, folder: str):
+        config = og.Config(folder)  # static batches take no prompt in parts
+        settings = {"search": {"chunk_size": 0}, "engine": {"static_batching": {"max_batch_size": BATCH}}}
+        config.overlay(json.dumps(settings))
+        self.model = og.Model(config)
+        self.tokenizer = og.Tokenizer(self.model)
+        self.name = Path(folder).name
+        self.asked: queue.Queue = queue.Queue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        """The engine's thread, which alone talks to it: begins what was asked for, and hands on what comes."""
+        engine = og.Engine(self.model)
+        events, running = engine.create_event_buffer(4 * BATCH), {}
+        while True:
+            while not self.asked.empty() or not running:
+                tokens, options, tell, gone = self.asked.get()
+                request = engine.create_request()
+                turn = og.TurnOptions(request)
+                try:
+                    for name, value in options.items():
+                        if value is not None:
+                            getattr(turn, f"set_{name}")(value)
+                    request.begin_turn(tokens, turn)
+                    running[request] = tell, gone
+                except Exception as error:  # a prompt that is too long, say
+                    tell(error)
+            for event in engine.run(events):
+                tell, gone = running[event.request]
+                if event.token is not None:
+                    tell(event.token)
+                if event.finish_reason != og.FinishReason.NONE:
+                    tell(event.finish_reason)
+                    del running[event.request]
+                    event.request.close()
+                elif gone.is_set():
+                    event.request.cancel_turn(event.turn_id)
+
+    async def pieces(self, prompt: str, ask: Ask):
+        """Text as it comes, at last why it ended."""
+        options = {"max_generated_tokens": ask.max_tokens, "temperature": ask.temperature, "top_p": ask.top_p}
+        options |= {"seed": ask.seed, "stop_strings": ask.stop}
+        found, gone, stream = asyncio.Queue(), threading.Event(), self.tokenizer.create_stream()
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, found.put_nowait)
+        self.asked.put((np.asarray(self.tokenizer.encode(prompt), np.int32), options, tell, gone))
+        try:
+            while not isinstance(item := await found.get(), og.FinishReason):
+                if isinstance(item, Exception):
+                    raise HTTPException(400, str(item))
+                yield stream.decode(item), None
+            if item == og.FinishReason.FAILED:
+                raise HTTPException(500, "the engine failed")
+            yield "", "length" if item == og.FinishReason.MAX_GENERATED_TOKENS else "stop"
+        finally:
+            gone.set()  # whoever asked has it all, or left
+
+    async def answer(self, prompt: str, ask: Ask, kind: str, choice):
+        """As one object, or as a stream of them; choice: text -> what a choice has of it."""
+        head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.name}
+
+        def body(text, reason):
+            return head | {"choices": [{"index": 0, "finish_reason": reason} | choice(text)]}
+
+        pieces = self.pieces(prompt, ask)
+        found = [await anext(pieces)]  # what the engine refuses is refused before a stream begins
+        if not ask.stream:
+            found += [piece async for piece in pieces]
+            return body("".join(text for text, _ in found), found[-1][1])
+
+        async def lines():
+            yield f"data: {json.dumps(body(*found[0]))}\n\n"
+            async for piece in pieces:
+                yield f"data: {json.dumps(body(*piece))}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    @app.get("/v1/models")
+    async def models(self):
+        return {"object": "list", "data": [{"id": self.name, "object": "model"}]}
+
+    @app.post("/v1/completions")
+    async def text(self, ask: AskText):
+        return await self.answer(ask.prompt, ask, "text_completion", lambda text: {"text": text})
+
+    @app.post("/v1/chat/completions")
+    async def chat(self, ask: AskChat):
+        try:
+            prompt = self.tokenizer.apply_chat_template(json.dumps(ask.messages), add_generation_prompt=True)
+        except RuntimeError as error:
+            raise HTTPException(400, f"{self.name}: {error}") from error
+        key, kind = ("delta", "chat.completion.chunk") if ask.stream else ("message", "chat.completion")
+        return await self.answer(prompt, ask, kind, lambda text: {key: {"role": "assistant", "content": text}})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--port", type=int, default=8000)
+    given = parser.parse_args()
+    serve.start(http_options={"port": given.port})
+    serve.run(Serving.options(num_replicas=given.replicas).bind(str(Path(given.folder).resolve())), blocking=True)

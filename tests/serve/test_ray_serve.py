@@ -1,0 +1,189 @@
+"""samples/ray_serve with two replicas of the demo model; QUANTMOE_RAY_PYTHON has its requirements (make test-serve)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from quantmoe import Generator, export
+
+PYTHON = os.environ.get("QUANTMOE_RAY_PYTHON")
+SAMPLES = Path(__file__).parents[2] / "samples"
+PROMPT = "The sea was"
+pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-serve runs it")
+server = folder = ""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    global server, folder
+    folder = str(tmp_path_factory.mktemp("served") / "demo")
+    export(SAMPLES / "demo_model" / "checkpoint", folder, logits="all")
+    tokenizer = Path(folder, "tokenizer_config.json")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": template}))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = f"http://localhost:{port}"
+    log = tmp_path_factory.mktemp("log") / "log"
+    command = [PYTHON, SAMPLES / "ray_serve" / "serve.py", folder, "--port", str(port)]
+    with log.open("wb") as to:
+        environment = os.environ | {"RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stdout=to, stderr=to, env=environment, start_new_session=True)
+    try:
+        for _ in range(180):
+            assert process.poll() is None, log.read_text(errors="replace")
+            try:
+                urllib.request.urlopen(server + "/v1/models", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        else:
+            pytest.fail(log.read_text(errors="replace"))
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def post(path: str, **fields: Any) -> Any:
+    body = json.dumps(fields).encode()
+    request = urllib.request.Request(server + path, body, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def complete(**fields: Any) -> str:
+    with post("/v1/completions", **{"prompt": PROMPT, "temperature": 0} | fields) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def stream(**fields: Any) -> Iterator[tuple[str, str | None]]:
+    with post("/v1/completions", **{"prompt": PROMPT, "temperature": 0, "stream": True} | fields) as answer:
+        for line in answer:
+            if not line.strip():
+                continue
+            assert line.startswith(b"data: ")
+            if line == b"data: [DONE]\n":
+                return
+            choice = json.loads(line[6:])["choices"][0]
+            yield choice["text"], choice["finish_reason"]
+    raise EOFError("the stream ended without [DONE]")
+
+
+def refused(path: str, **fields: Any) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        post(path, **fields)
+    return error.value.code, error.value.read().decode()
+
+
+def replicas() -> set[int]:
+    names = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+    return {pid for pid, name in names.items() if name.startswith(b"ray::ServeReplica:")}
+
+
+def expected(count: int) -> str:
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    ids = tokenizer.encode(PROMPT).ids
+    return tokenizer.decode(ids + Generator(folder).greedy(ids, count).tokens)[len(PROMPT) :]
+
+
+def test_text_is_that_of_generate() -> None:
+    assert complete(max_tokens=30) == expected(30)
+    pieces = list(stream(max_tokens=30))
+    assert "".join(text for text, _ in pieces) == expected(30)
+    assert [reason for _, reason in pieces] == [None] * 30 + ["length"]
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(lambda _: complete(max_tokens=30), range(6))) == {expected(30)}
+
+
+def test_chat() -> None:
+    ask = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "temperature": 0}
+    with post("/v1/chat/completions", **ask) as answer:
+        found = json.load(answer)
+    assert found["object"] == "chat.completion"
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": expected(9)}
+    with post("/v1/chat/completions", **ask, stream=True) as answer:
+        lines = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+    assert {line["object"] for line in lines} == {"chat.completion.chunk"}
+    assert "".join(line["choices"][0]["delta"]["content"] for line in lines) == expected(9)
+
+
+def test_sampling() -> None:
+    assert len({complete(max_tokens=12, temperature=1.0) for _ in range(4)}) > 1
+
+
+def test_models_and_refusals() -> None:
+    with urllib.request.urlopen(server + "/v1/models", timeout=60) as answer:
+        assert json.load(answer)["data"][0]["id"] == Path(folder).name
+    assert refused("/v1/completions", prompt="")[0] == 422
+    assert refused("/v1/completions", prompt=PROMPT, max_tokens=0)[0] == 422
+    for streamed in (False, True):
+        code, text = refused("/v1/completions", prompt="sea " * 5000, stream=streamed)
+        assert code == 400, text
+    for field in ({"seed": 5}, {"stop": ["."]}):
+        code, text = refused("/v1/completions", prompt=PROMPT, **field)
+        assert (code, "dynamic batching" in text) == (400, True), text
+    assert refused("/v1/chat/completions", messages=[])[0] == 422
+
+
+def test_too_many_are_refused_and_the_others_answered() -> None:
+    def ask(_: int) -> str:
+        try:
+            return complete(max_tokens=60)
+        except urllib.error.HTTPError as error:
+            return str(error.code)
+
+    with ThreadPoolExecutor(60) as pool:
+        found = list(pool.map(ask, range(60)))
+    assert set(found) == {"503", expected(60)}
+
+
+def test_a_client_that_goes_away_is_cancelled() -> None:
+    for _ in range(4):
+        for count, _ in enumerate(stream(max_tokens=3000)):
+            if count == 3:
+                break
+    start = time.monotonic()
+    complete(max_tokens=1)
+    assert time.monotonic() - start < 20  # 3,000 tokens take longer
+
+
+def test_a_replica_that_is_killed_loses_only_its_requests() -> None:
+    before = replicas()
+    assert len(before) == 2
+    whole = expected(600)
+
+    def ask(_: int) -> str:
+        try:
+            return "".join(text for text, _ in stream(max_tokens=600))
+        except (OSError, EOFError, ValueError):
+            return "lost"
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, i) for i in range(8)]
+        time.sleep(1)
+        os.kill(min(before), signal.SIGKILL)
+        found = [future.result() for future in asked]
+    assert set(found) == {"lost", whole}
+    deadline = time.monotonic() + 90
+    while len(replicas() - before) == 0 and time.monotonic() < deadline:
+        time.sleep(1)
+    assert len(replicas() - before) == 1
+    assert complete(max_tokens=30) == expected(30)
