@@ -70,7 +70,7 @@ test-random: build
 # samples/ray_serve with two replicas, in an environment of its own.
 test-serve: build
 	$(UV) --group test
-	test -x build/ray/bin/python || uv venv --quiet build/ray
+	test -x build/ray/bin/python || uv venv --quiet --python $(BIN)/python build/ray
 	uv pip install --quiet --python build/ray/bin/python --requirements samples/ray_serve/requirements.txt
 	QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
 

@@ -174,7 +174,7 @@ def export(
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
-    for remark in filter(None, (report.left_out, report.activations, report.kv_cache, report.library)):
+    for remark in filter(None, (report.left_out, report.activations, report.kv_cache, report.library, report.genai)):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
@@ -343,6 +343,10 @@ def generate(
         raise typer.BadParameter("give either --prompt or --ids, or --chat")
     if ids is not None and (raw or stop):
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
+    if "" in (stop or ()):
+        raise typer.BadParameter("is empty", param_hint="--stop")
+    if save_state is not None and not save_state.parent.is_dir():
+        raise typer.BadParameter(f"{save_state.parent}: no such folder", param_hint="--save-state")
     group = None
     if ranks.launched() and (outdir / "rank0").is_dir():
         if chat or save_state is not None:

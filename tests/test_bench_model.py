@@ -146,6 +146,8 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     written = (made / "model.onnx").stat().st_mtime_ns
     bench_model.bench_model("qwen3-30b-a3b", layers=2, lm_head="int8", **options)
     assert (made / "model.onnx").stat().st_mtime_ns == written
+    kept_nowhere = options | {"keep": None, "profile": True}
+    assert len(bench_model.bench_model("qwen3-30b-a3b", layers=2, **kept_nowhere)["profile"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -276,26 +276,27 @@ def bench_model(
             )
         ]
         peaks = {name: side.peak() for name, side in sides.items() if side.alive}
-    result = {
-        "model": model,
-        "layers": config.get("num_hidden_layers", len(found["layers"])),
-        "device": device,
-        "threads": threads,
-        "cpu_time": cpu_time,
-        "read_gbps": max(reads) / 1e9 if reads else None,
-        "peak_bytes": peaks,
-        "cells": [asdict(cell) for cell in done],
-    }
-    where = "on the GPU" if device == "cuda" else f"{threads} threads{', CPU time' if cpu_time else ''}"
-    _print(console, done, f"{Path(model).name}, {result['layers']} layers, {where}")
-    _limits(console, reads, peaks)
-    if profile:
-        result["profile"] = _profile(console, folder, threads, [step for step in wanted if step.batch == 1])
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    if plot:
-        draw(done, plot)
-    return result
+        result = {
+            "model": model,
+            "layers": config.get("num_hidden_layers", len(found["layers"])),
+            "device": device,
+            "threads": threads,
+            "cpu_time": cpu_time,
+            "read_gbps": max(reads) / 1e9 if reads else None,
+            "peak_bytes": peaks,
+            "cells": [asdict(cell) for cell in done],
+        }
+        where = "on the GPU" if device == "cuda" else f"{threads} threads{', CPU time' if cpu_time else ''}"
+        _print(console, done, f"{Path(model).name}, {result['layers']} layers, {where}")
+        _limits(console, reads, peaks)
+        if profile:
+            stack.close()  # no session beside the one that is profiled
+            result["profile"] = _profile(console, folder, threads, [step for step in wanted if step.batch == 1])
+        if json_file:
+            json_file.write_text(json.dumps(result, indent=1) + "\n")
+        if plot:
+            draw(done, plot)
+        return result
 
 
 def _check(

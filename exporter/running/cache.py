@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as Generation
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -40,6 +42,8 @@ class Cache:
         tail: states are copied so many tokens before the end of such a call, too; 0: not.
         hidden: of a model that gives them, the hidden states [S, H] of the last run's tokens; None of others.
         given: inputs of the next runs beside the tokens.
+        generation: what generates on it. One that was left is closed by whatever uses the cache next, and takes back
+            what it had drafted.
     """
 
     def __init__(self, model: Generator):
@@ -47,6 +51,7 @@ class Cache:
         self.tokens: list[int] = []
         self.hidden: np.ndarray | None = None
         self.given: dict[str, np.ndarray] = {}
+        self.generation: Generation[Any, None, None] | None = None
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
         self._slots = 0  # tokens before the last one whose states are in the window
         self._snapshots: dict[int, dict[str, np.ndarray]] = {}
@@ -71,6 +76,7 @@ class Cache:
             ModelError: no tokens, ids outside the vocabulary, more than the model's context or the cache holds; a run
                 before was interrupted, and states are not of these tokens: go back first.
         """
+        self.settle()
         self.model.check(ids, len(self.tokens))
         self._check_end(len(self.tokens))
         self.reserve(len(self.tokens) + len(ids))
@@ -95,10 +101,18 @@ class Cache:
         Raises:
             ModelError: as :meth:`append`.
         """
+        self.settle()
         self.model.check(ids, len(self.tokens))
         self._check_end(len(self.tokens))
         self.reserve(len(self.tokens) + len(ids))
         return self._advance(ids)
+
+    def settle(self) -> None:
+        """Ends a generation that was left: the cache has all tokens but the last that it gave."""
+        left = self.generation
+        if left is not None and inspect.getgeneratorstate(left) != inspect.GEN_RUNNING:
+            self.generation = None
+            left.close()
 
     def _advance(self, ids: Sequence[int]) -> np.ndarray:
         """Logits f32 of a call's last tokens, as many as it gives, [.., vocabulary]."""
@@ -115,6 +129,7 @@ class Cache:
         Raises:
             ModelError: there are fewer, or a state is of more tokens and no copy of it of so many.
         """
+        self.settle()
         if not 0 <= length <= len(self.tokens):
             raise ModelError(f"the cache has {len(self.tokens)} tokens, there is no going back to {length}")
         self._check_end(length)
@@ -131,6 +146,7 @@ class Cache:
     def keep(self, ids: Sequence[int]) -> int:
         """Goes back to what begins ``ids``, too, or as near before its end as states allow; the length, at most all but
         the last, whose logits are wanted."""
+        self.settle()
         most = min(len(self.tokens), len(ids) - 1)
         same = next((at for at in range(most) if self.tokens[at] != ids[at]), max(most, 0))
         same = max(at for at in self._ends() if at <= same)

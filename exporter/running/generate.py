@@ -388,6 +388,8 @@ class Generator:
         Raises:
             ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite.
         """
+        if cache is not None:
+            cache.settle()
         past = len(cache.tokens) if cache else 0
         self.check(ids, past, room=1)
         count = min(max_new_tokens, self.context - past - len(ids))
@@ -395,7 +397,8 @@ class Generator:
         if self.speculate is None:
             return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
         speculation = Speculation(Lookup() if self.head is None else Head(self.head), self.drafts)
-        return Generated(speculation.steps(cache, list(ids), count, stop, sample), len(ids), logits, speculation)
+        cache.generation = speculation.steps(cache, list(ids), count, stop, sample)
+        return Generated(cache.generation, len(ids), logits, speculation)
 
     def generate(
         self,

@@ -9,7 +9,8 @@ the same seed they are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator as Generation
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -126,7 +127,7 @@ class Speculation:
 
     def steps(
         self, cache: Cache, ids: list[int], count: int, stop: Sequence[int], sample: Sampler
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    ) -> Generation[tuple[int, np.ndarray], None, None]:
         """At most ``count`` tokens after those of a cache and ``ids``, until one of ``stop``, each with its logits.
 
         Whenever it is left, the cache has all tokens but the last that was given.

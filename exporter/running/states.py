@@ -36,6 +36,7 @@ def save(cache: Cache, path: str | Path) -> None:
         ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states.
         OSError: the file cannot be written.
     """
+    cache.settle()
     path, tokens = Path(path), np.array(cache.tokens, np.int64)
     if not len(tokens):
         raise ModelError(f"{path}: the cache has no tokens to save")

@@ -195,7 +195,9 @@ def _export(
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, options.layers)
-        if LOGITS not in ends and part_of is None:  # onnxruntime-genai takes those of all tokens or of the last
+        if LOGITS in ends:
+            report.genai = "no genai_config.json: onnxruntime-genai takes the logits of the last token, or of all"
+        elif part_of is None:
             _genai(ready, partial, options)
         if target != "ort":
             report.library = _library(partial, target)

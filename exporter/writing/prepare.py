@@ -74,6 +74,7 @@ class Report:
         left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
         kv_cache: remark when the KV cache is quantized, or stays float although the checkpoint wants it, else "".
         library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
+        genai: remark when there is no genai_config.json though the architecture could have one, else "".
     """
 
     format: str
@@ -94,6 +95,7 @@ class Report:
     kv_cache: str = ""
     left_out: str = ""
     library: str = ""
+    genai: str = ""
 
 
 @dataclasses.dataclass

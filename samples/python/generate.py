@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import onnxruntime as ort
 
-TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+# the last two are caches of codes, int8 and fp8
+TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
 
 
 def create_session(folder, cuda):

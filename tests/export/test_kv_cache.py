@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +248,11 @@ def test_latent_attention_and_standard_nodes_have_no_codes(checkpoint, tmp_path)
 def test_options(target, cache, message):
     with pytest.raises(OptionError, match=message):
         Options(target=target, cache=cache)
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+def test_the_sample_takes_codes(exported, cache):
+    folder = exported("qwen3_moe", cache=cache)
+    sample = Path(__file__).parents[2] / "samples" / "python" / "generate.py"
+    done = subprocess.run([sys.executable, sample, folder, "6", "1", "2", "3"], capture_output=True, text=True)
+    assert done.stdout.split() == [str(id) for id in Generator(folder).greedy([1, 2, 3], 6).tokens], done.stderr

@@ -107,6 +107,26 @@ def test_states_of_linear_attention(hybrid, kind):
 
 
 @pytest.mark.parametrize("kind", [lambda generator: generator, grown], ids=["in place", "grown"])
+def test_a_generation_that_is_left_takes_its_drafts_back(hybrid, kind):
+    """Though somebody still holds it, as Chat.last does: whatever uses the cache next ends it first."""
+    generator = kind(Generator(hybrid, chunk=8))
+    for count in (1, 2, 3, 5, 8, 13):
+        cache = generator.cache()
+        found, want = guided(generator, PROMPT, 40, cache=cache)
+        said = list(itertools.islice(found, count))
+        assert said == want.tokens[:count]
+        ids = [*PROMPT, *said, 5, 6]
+        assert cache.keep(ids) == len(PROMPT) + count - 1
+        assert generator.generate([said[-1], 5, 6], 5, cache=cache).tokens == generator.generate(ids, 5).tokens
+        assert list(found) == []  # it has ended
+        cache = generator.cache()
+        found, _ = guided(generator, PROMPT, 40, cache=cache)
+        said = list(itertools.islice(found, count))
+        more = generator.stream([said[-1], 5, 6], 5, cache=cache)
+        assert list(more) == generator.generate(ids, 5).tokens
+
+
+@pytest.mark.parametrize("kind", [lambda generator: generator, grown], ids=["in place", "grown"])
 def test_going_back_in_the_window(hybrid, kind):
     generator = kind(Generator(hybrid))
     cache = generator.cache()
