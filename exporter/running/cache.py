@@ -76,10 +76,7 @@ class Cache:
             ModelError: no tokens, ids outside the vocabulary, more than the model's context or the cache holds; a run
                 before was interrupted, and states are not of these tokens: go back first.
         """
-        self.settle()
-        self.model.check(ids, len(self.tokens))
-        self._check_end(len(self.tokens))
-        self.reserve(len(self.tokens) + len(ids))
+        self._make_ready(ids)
         ends = {*range(self.model.chunk, len(ids), self.model.chunk), len(ids)}
         copied = {len(ids), len(ids) - self.tail} if self.model.states and len(ids) > 1 else set()
         at = 0
@@ -101,11 +98,15 @@ class Cache:
         Raises:
             ModelError: as :meth:`append`.
         """
+        self._make_ready(ids)
+        return self._advance(ids)
+
+    def _make_ready(self, ids: Sequence[int]) -> None:
+        """For a run of tokens that may follow."""
         self.settle()
         self.model.check(ids, len(self.tokens))
         self._check_end(len(self.tokens))
         self.reserve(len(self.tokens) + len(ids))
-        return self._advance(ids)
 
     def settle(self) -> None:
         """Ends a generation that was left: the cache has all tokens but the last that it gave."""

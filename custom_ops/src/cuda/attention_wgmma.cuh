@@ -12,12 +12,6 @@
 
 namespace quantmoe {
 
-// Where 16 bytes of one of `rows` rows of D values lie as wgmma reads them: tiles of 64 values, 128-byte swizzle.
-template <int rows>
-__device__ inline uint32_t swizzled_tile(int row, int chunk) {
-  return static_cast<uint32_t>((chunk / 8 * rows + row) * 128 + ((chunk ^ row) & 7) * 16);
-}
-
 // Adds weights times a stage's values, whose 64-column tiles are `tile` bytes apart: N columns from v_at on.
 template <typename T, int N>
 __device__ __forceinline__ void add_values(float* acc, const uint32_t (&weights)[4], uint32_t v_at, uint32_t tile) {

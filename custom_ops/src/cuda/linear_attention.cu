@@ -89,7 +89,7 @@ int launch_delta(const qm_cuda_delta_problem& problem, const qm_cuda_delta_plan&
   if (plan.chunked) {
     // A window's tokens one by one: chunks have no state after each.
     params.tail = node.state_window > 1 ? node.state_window : 0;
-    launch_delta_chunks(params, problem.type, plan.chunked == 2, launcher);
+    launch_delta_chunks(params, problem.type, plan.chunked == kChunksOnWgmma, launcher);
     params.past_state = params.present_state;
     if (params.tail)
       launcher.run(later_of<T>(node), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);

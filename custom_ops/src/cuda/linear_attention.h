@@ -24,6 +24,7 @@ constexpr int kDeltaScanColumns = 64;    // of a block
 constexpr int kLeastChunkedTokens = 32;  // from which on a call takes them
 constexpr int kMostDeltaChunks = 32;     // of a row that a launch has: their operands, 1 MB a head, stay in L2
 constexpr int kDeltaMade = 2 * kDeltaTokens * kDeltaTokens + 3 * kDeltaTokens + 4;  // floats of a chunk's operands
+enum DeltaChunks : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };                 // qm_cuda_delta_plan.chunked
 constexpr int kDeltaScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
 
 }  // namespace quantmoe

@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include "cuda/linear_attention.cuh"
+#include "cuda/wgmma.cuh"
 
 namespace quantmoe {
 
@@ -60,11 +61,8 @@ __device__ inline void find_units(const float (&values)[n][4], float (&units)[2]
 }
 __device__ inline float inverse_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 
-// Bytes from the beginning of [64, width] 16-bit values to eight of a row: tiles of 64 columns whose rows' eights are
-// swizzled over 128 bytes, so that ldmatrix finds eight rows' in other banks, and wgmma as it wants them.
-__device__ inline uint32_t eight_at(int row, int eight) {
-  return (eight / 8 * kDeltaTokens + row) * 128 + ((eight ^ row) & 7) * 16;
-}
+// Where eight values of a token's row lie: ldmatrix finds eight rows' in other banks, and wgmma has them as it wants.
+__device__ inline uint32_t eight_at(int row, int eight) { return swizzled_tile<kDeltaTokens>(row, eight); }
 // Asks for [64, width] values; rows from n on are zero.
 template <typename T, int width>
 __device__ inline void copy_tokens(uint32_t to, const T* from, int64_t stride, int n) {

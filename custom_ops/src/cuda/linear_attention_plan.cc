@@ -55,7 +55,7 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
   plan->columns = few && device->sm < 90 ? delta.v_head_size : kFewDeltaColumns;
   plan->cluster = few ? delta.v_head_size / plan->columns : 1;
   if (problem->tokens >= kLeastChunkedTokens && !delta.decay_per_key && device->shared_bytes > kDeltaScanShared + 1024)
-    plan->chunked = device->sm == 90 ? 2 : 1;
+    plan->chunked = device->sm == 90 ? kChunksOnWgmma : kChunksOnMma;
   int64_t floats = few ? 0 : problem->batch * problem->tokens * delta.num_v_heads * delta.v_head_size;
   if (plan->chunked) {
     plan->columns = kDeltaScanColumns;

@@ -2,7 +2,6 @@
 // mma.sync and, where a GPU has it, on wgmma.
 #pragma once
 #include "cuda/linear_attention_chunked.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace quantmoe {
 

@@ -131,6 +131,12 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t low) {
   return descriptor;
 }
 
+// Where 16 bytes of one of `rows` rows of D values lie as wgmma reads them: tiles of 64 values, 128-byte swizzle.
+template <int rows>
+__device__ inline uint32_t swizzled_tile(int row, int chunk) {
+  return static_cast<uint32_t>((chunk / 8 * rows + row) * 128 + ((chunk ^ row) & 7) * 16);
+}
+
 // d[64 x N] = or, if add, += a[64 x 16] (registers) * b[16 x N] (shared memory).
 template <typename T, int N>
 __device__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b, bool add);

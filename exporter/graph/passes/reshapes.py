@@ -12,13 +12,8 @@ def drop_repeated_reshapes(model: ir.Model) -> None:
         before = x.producer() if x is not None else None
         if x is None or before is None or before.op_type != "Reshape" or before.inputs[1] is not node.inputs[1]:
             continue
-        if _keeps_zeros(node) != _keeps_zeros(before) or node.outputs[0].is_graph_output():
+        zeros, zeros_before = (one.attributes.get_int("allowzero", 0) for one in (node, before))
+        if zeros != zeros_before or node.outputs[0].is_graph_output():
             continue
         node.outputs[0].replace_all_uses_with(x)
         model.graph.remove(node, safe=True)
-
-
-def _keeps_zeros(node: ir.Node) -> bool:
-    """Whether a 0 in the shape is a dimension of 0, not the input's."""
-    allowzero = node.attributes.get("allowzero")
-    return allowzero is not None and bool(allowzero.as_int())
