@@ -16,11 +16,12 @@ export PATH := $(BIN):$(PATH)
 # As many processes as the machine has cores, and 2 GB for each: torch and transformers in a test, or nvcc.
 JOBS := $(shell awk -v cpus=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 2e6) } END { print jobs < 1 ? 1 : jobs < cpus ? jobs : cpus }' /proc/meminfo)
 # A file's tests stay together: they share models that take seconds to make.
-PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
+MARKS := not long and not every
+PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)"
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang build cuda wheel-cuda demo test test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
+.PHONY: venv clang build cuda wheel-cuda demo test test-every test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
@@ -53,8 +54,14 @@ demo: build
 	quantmoe demo --checkpoint "$(or $(CHECKPOINT),samples/demo_model/checkpoint)" $(if $(FORCE),--force)
 
 # Each core has a process already: threads of NumPy and torch in each would spin for one another's.
-test test-cuda test-sanitize test-wheel: export OMP_NUM_THREADS = 1
+test test-every test-cuda test-sanitize test-wheel: export OMP_NUM_THREADS = 1
 test: build
+	$(UV) --group test
+	$(PYTEST) $(TESTS)
+
+# The architectures, schemes and tools of which `make test` has one.
+test-every: MARKS := every and not long
+test-every: build
 	$(UV) --group test
 	$(PYTEST) $(TESTS)
 

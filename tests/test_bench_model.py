@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import typer
+from sweeps import every
 from typer.testing import CliRunner
 
 from quantmoe.exporter.errors import ModelError
@@ -134,6 +135,7 @@ def test_no_gpu(folder: Path) -> None:
         bench_model.bench_model(str(folder), device="cuda")
 
 
+@pytest.mark.every
 def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | {"num_hidden_layers": 3})
     for module in (bench_made, bench_model):
@@ -152,7 +154,7 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("weights", "formats"),
-    [("Q4_K_M", [("q4_k", "q4_k"), ("q4_k", "q6_k")]), ("Q4_0", [("int4", "int4"), ("int4", "int4")])],
+    every([("Q4_K_M", [("q4_k", "q4_k"), ("q4_k", "q6_k")]), ("Q4_0", [("int4", "int4"), ("int4", "int4")])]),
 )
 def test_both_sides_have_one_gguf_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, formats: list[tuple[str, str]]

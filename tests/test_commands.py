@@ -475,6 +475,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
+@pytest.mark.every
 def test_eighty_columns_hold_everything(tmp_path: Path) -> None:
     """No cell is cut, no line is longer, equal layers are one entry; names of any length in paths."""
     names = ("modelopt-nvfp4-llama4", "gptqmodel-gptq-dynamic", "quark-fp8-kv", "modelopt-w4a8_nvfp4_fp8")

@@ -25,6 +25,7 @@ from checkpoints import (
 from encoders import CASES, Case, nibbles, with_bias
 from export.test_layers import layer_of
 from specs import moe_spec, projection
+from sweeps import every
 
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
@@ -88,7 +89,7 @@ def refused(call, *args, **options) -> str:
 
 
 @pytest.mark.parametrize("target", LAYOUT)
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in FIXTURES.glob("*/config.json")))
+@pytest.mark.parametrize("name", every(sorted(path.parent.name for path in FIXTURES.glob("*/config.json")), 16))
 def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypatch):
     folder, layout = FIXTURES / name, LAYOUT[target]
     format = find_format(open_checkpoint(folder))
@@ -119,10 +120,12 @@ def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [
-        ("gptqmodel-gptq8-asym-desc_act", "cpu"),
-        ("modelopt-w4a8_mxfp4_fp8", "cuda"),  # its linears stay float
-    ],
+    every(
+        [
+            ("gptqmodel-gptq8-asym-desc_act", "cpu"),
+            ("modelopt-w4a8_mxfp4_fp8", "cuda"),  # its linears stay float
+        ]
+    ),
 )
 def test_a_whole_export_is_as_planned(name, target, tmp_path):
     planned = plan(FIXTURES / name, tmp_path / "model", target=target)

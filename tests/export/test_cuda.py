@@ -17,6 +17,7 @@ import torch
 from once import made_once
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from sweeps import every
 from tiny import SIZES
 
 from quantmoe.custom_ops.layouts import marlin
@@ -131,8 +132,8 @@ OPERATORS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [None, "f16"])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("dtype", every([None, "f16"]))
+@pytest.mark.parametrize("architecture", every(["qwen3_moe", "mixtral", "olmoe"]))
 def test_operators_and_types(exported, architecture, dtype):
     folder = exported(architecture, target="cuda", dtype=dtype)
     model = ir.load(folder / "model.onnx")
@@ -167,7 +168,7 @@ def cached(checkpoint, tmp_path_factory):
 
 
 HYBRID = ["qwen3_next", "qwen3_5_moe_text"]
-CACHED = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID]
+CACHED = ["qwen3_moe", "llama4_text", *HYBRID, "mixtral", "olmoe", "gpt_oss", "glm4_moe"]
 
 
 def test_nodes_of_a_layer(cached):
@@ -192,7 +193,7 @@ def test_float_linears_of_one_input_are_one(tmp_path, monkeypatch):
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "glm4_moe"]))
 def test_experts_in_16_bits(tmp_path, architecture):
     """As bf16 in the checkpoint, f16 in the graph; a shared expert is among them."""
     floats = tiny.make_float_checkpoint(tmp_path / "a", architecture, hidden_size=256, head_dim=64)
@@ -206,7 +207,7 @@ def test_experts_in_16_bits(tmp_path, architecture):
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
-@pytest.mark.parametrize("architecture", CACHED)
+@pytest.mark.parametrize("architecture", every(CACHED, 3))
 def test_attention_is_one_node(cached, architecture):
     found = inspect(cached(architecture))
     assert found["plain_attention"] == {}
@@ -215,8 +216,8 @@ def test_attention_is_one_node(cached, architecture):
     assert found["metadata"]["past_present_share_buffer"] == "true"
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("architecture", HYBRID)
+@pytest.mark.parametrize("dtype", every(["f16", "bf16"]))
+@pytest.mark.parametrize("architecture", every(HYBRID))
 def test_types_of_states(cached, architecture, dtype):
     """Of a convolution the graph's, of the delta rule f32."""
     folder = cached(architecture, dtype=dtype)
@@ -251,7 +252,7 @@ FROM_HOST = {
 }
 
 
-@pytest.mark.parametrize("architecture", CACHED)
+@pytest.mark.parametrize("architecture", every(CACHED, 3))
 def test_no_size_is_copied_to_the_device(cached, architecture):
     """ONNX Runtime keeps sizes on the host, and captures no CUDA graph of a model with a copy of one to the device."""
     graph = ir.load(cached(architecture, logits="last") / "model.onnx").graph
@@ -271,7 +272,7 @@ def test_no_size_is_copied_to_the_device(cached, architecture):
             host.update(node.outputs)
 
 
-@pytest.mark.parametrize("architecture", CACHED)
+@pytest.mark.parametrize("architecture", every(CACHED, 3))
 def test_every_norm_is_a_node(cached, architecture):
     """Two a layer and one after them; queries' and keys' are in CachedAttention."""
     graph = ir.load(cached(architecture) / "model.onnx").graph
@@ -280,7 +281,7 @@ def test_every_norm_is_a_node(cached, architecture):
     assert "ReduceMean" not in found
 
 
-@pytest.mark.parametrize("architecture", CACHED)
+@pytest.mark.parametrize("architecture", every(CACHED, 3))
 def test_logits_of_cached_attention_equal_pytorch(cached, checkpoint, architecture):
     """As test_logits_equal_pytorch and test_padding."""
     model = dequantized(Skeleton(find_format(open_checkpoint(checkpoint(architecture, hidden_size=256, head_dim=64)))))
@@ -317,7 +318,7 @@ def scaled_where_multiplied(softmax):
     return tensor and scaled.inputs[0].producer().op_type == "Reshape"
 
 
-@pytest.mark.parametrize("architecture", sorted(SIZES.keys() - set(HYBRID)))
+@pytest.mark.parametrize("architecture", every(sorted(SIZES.keys() - set(HYBRID))))
 def test_attention(exported, architecture):
     """What TensorRT 10.6 gets wrong or cannot capture, ONNX Runtime's CUDA provider lacks, and memory is wasted on."""
     graph = ir.load(exported(architecture, target="cuda") / "model.onnx").graph
@@ -363,12 +364,14 @@ def test_default_attributes_are_left_out(exported):
 
 @pytest.mark.parametrize(
     ("scheme", "options", "want"),
-    [
-        ("W8A8", {}, "int8_token"),
-        ("NVFP4", {}, "nvfp4"),
-        ("FP8_BLOCK", {}, "fp8_group128"),
-        ("W4A16", {"activations": "int8"}, "int8_token_asym"),
-    ],
+    every(
+        [
+            ("W8A8", {}, "int8_token"),
+            ("NVFP4", {}, "nvfp4"),
+            ("FP8_BLOCK", {}, "fp8_group128"),
+            ("W4A16", {"activations": "int8"}, "int8_token_asym"),
+        ]
+    ),
 )
 def test_the_checkpoint_says_how_activations_are_quantized(exported, scheme, options, want):
     for node in ir.load(exported("qwen3_moe", scheme, target="cuda", **options) / "model.onnx").graph:
@@ -378,8 +381,10 @@ def test_the_checkpoint_says_how_activations_are_quantized(exported, scheme, opt
 
 @pytest.mark.parametrize(
     ("architecture", "scheme"),
-    [("qwen3_moe", None), ("deepseek_v3", None), ("gpt_oss", None), ("llama4_text", None)]
-    + [("qwen3_moe", scheme) for scheme in ("W4A16_ASYM", "W8A16_ASYM", "NVFP4A16", "FP8_BLOCK")],
+    every(
+        [("qwen3_moe", None), ("deepseek_v3", None), ("gpt_oss", None), ("llama4_text", None)]
+        + [("qwen3_moe", scheme) for scheme in ("W4A16_ASYM", "W8A16_ASYM", "NVFP4A16", "FP8_BLOCK")]
+    ),
 )
 def test_logits_equal_pytorch(exported, reference, architecture, scheme):
     """float16: a few hundred roundings of 2^-11 on the way to a logit, of random sign."""
@@ -393,7 +398,7 @@ def test_logits_equal_pytorch(exported, reference, architecture, scheme):
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
-@pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None, "rope_interleave": False}], ids=str)
+@pytest.mark.parametrize("sizes", every([{}, {"q_lora_rank": None, "rope_interleave": False}]), ids=str)
 def test_latent_attention(checkpoint, tmp_path, sizes):
     """One node a layer at the widths that DeepSeek's models have: 512 features of a latent and 64 that turn."""
     source = checkpoint("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, **sizes)
@@ -412,7 +417,7 @@ def test_latent_attention(checkpoint, tmp_path, sizes):
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "llama4_text"]))
 def test_padding(exported, reference, architecture):
     """Left padding: chunks and windows are counted as transformers counts them; rows of padding are finite."""
     ids = np.random.default_rng(4).integers(1, 384, (2, 11))

@@ -22,6 +22,7 @@ from checkpoints import (
 )
 from encoders import gptq
 from export.test_model import error, expected, run, tokens
+from sweeps import every
 from tiny import make_float_checkpoint
 
 from quantmoe.custom_ops import native
@@ -84,7 +85,7 @@ def test_matmul_nbits_is_refused_with_a_reason(checkpoint, tmp_path):
     assert operators(tmp_path)["QuantLinear"] == 3
 
 
-@pytest.mark.parametrize("scale", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("scale", every(["f16", "bf16", "f32"]))
 def test_matmul_nbits_of_a_float16_model(tmp_path, scale):
     """The scales' type, or else their numbers, decide before anything is written."""
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False}
@@ -362,7 +363,7 @@ def test_layers_without_experts_are_no_model(checkpoint, tmp_path):
         export(checkpoint("deepseek_v3"), tmp_path / "model", layers=1)
 
 
-@pytest.mark.parametrize(("kind", "group_size"), [("int4", 32), ("int8", -1)])
+@pytest.mark.parametrize(("kind", "group_size"), every([("int4", 32), ("int8", -1)]))
 def test_quantize(tmp_path, kind, group_size):
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **TINY | {"num_hidden_layers": 1, "num_experts": 4})
     with pytest.raises(CheckpointError, match="no quantization configuration"):

@@ -22,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from sweeps import every
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
@@ -305,7 +306,7 @@ def test_a_text_config_that_is_null_is_absent(checkpoint, tmp_path):
     assert plan(folder, tmp_path / "out", layers=1).packed
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
+@pytest.mark.parametrize("error", every([KeyboardInterrupt, OSError("No space left on device")]))
 def test_interruption_leaves_nothing(checkpoint, exported, tmp_path, monkeypatch, error):
     count = 0
     pack = LAYOUTS["cpu_panel"].pack
@@ -357,6 +358,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.every
 def test_a_killed_export_leaves_no_final_name_and_can_be_run_again(checkpoint, tmp_path):
     code = (
         "import os, signal, sys; from quantmoe.exporter.writing.convert import export\n"

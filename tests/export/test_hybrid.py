@@ -15,6 +15,7 @@ import torch
 from checkpoints import make_integer_checkpoint
 from encoders import awq
 from safetensors.torch import load_file, save_file
+from sweeps import every
 from test_model import error, expected, run, tokens
 from tiny import make_float_checkpoint
 
@@ -31,7 +32,7 @@ from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 
-HYBRID = ("qwen3_next", "qwen3_5_moe_text")
+HYBRID = ("qwen3_5_moe_text", "qwen3_next")
 PROMPT = tokens(1, 23, seed=4)[0].tolist()
 #: of a small float checkpoint of two layers
 SIZES = {
@@ -48,7 +49,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("architecture", HYBRID)
+@pytest.mark.parametrize("architecture", every(HYBRID))
 def test_states_handed_on_equal_pytorch(exported, reference, architecture):
     """Against float64, across the borders of the chunks of 64 tokens that PyTorch has. f32 sums of some hundreds of
     terms, one state after another: the bound of other architectures, four times as wide for ten times their tokens."""
@@ -59,14 +60,16 @@ def test_states_handed_on_equal_pytorch(exported, reference, architecture):
         assert error(run(generator, ids, pieces), want) < 8e-5, pieces
 
 
-@pytest.mark.parametrize(("architecture", "scheme"), [("qwen3_next", "FP8_BLOCK"), ("qwen3_5_moe_text", "NVFP4A16")])
+@pytest.mark.parametrize(
+    ("architecture", "scheme"), every([("qwen3_5_moe_text", "NVFP4A16"), ("qwen3_next", "FP8_BLOCK")])
+)
 def test_formats(exported, reference, architecture, scheme):
     ids = tokens(2, 9)
     found = run(Generator(exported(architecture, scheme, activations="float")), ids, (7, 1, 1))
     assert error(found, expected(reference(architecture, scheme), ids)) < 2e-5
 
 
-@pytest.mark.parametrize("architecture", HYBRID)
+@pytest.mark.parametrize("architecture", every(HYBRID))
 def test_awq_with_modules_to_not_convert(architecture, tmp_path):
     """Experts and full attention of 4 bits with zero points; linear attention and what the list names else stay."""
     ignore = ["linear_attn", "mlp.gate", "mlp.shared_expert_gate", "lm_head", "visual", "mtp"]
@@ -205,6 +208,7 @@ def test_interface(exported):
     assert {"model.layers.0.linear_attn.in_proj", "model.layers.1.self_attn.qkv_proj"} <= modules
 
 
+@pytest.mark.every
 def test_layers_in_turn_are_traced_once(checkpoint, tmp_path, monkeypatch):
     """17 layers, three turns of four and the last one traced."""
     from quantmoe.exporter.graph import trace

@@ -16,6 +16,7 @@ import torch
 from checkpoints import write_checkpoint
 from export.test_model import error, expected, run, tokens
 from safetensors.numpy import load_file, save_file
+from sweeps import every
 from transformers import DynamicCache
 
 from quantmoe.exporter.choosing.options import Options
@@ -69,7 +70,7 @@ def with_scales(source: Path, folder: Path, type: str, scales: list[tuple[float,
     return folder
 
 
-@pytest.mark.parametrize(("type", "format"), [("float", "fp8_e4m3"), ("int", "int8")])
+@pytest.mark.parametrize(("type", "format"), every([("float", "fp8_e4m3"), ("int", "int8")]))
 def test_a_checkpoints_scales_are_carried(checkpoint, tmp_path, type, format):
     """Against transformers in float32 whose keys and values are rounded alike. What differs by f32 noise is rounded to
     the same code unless it lies by the middle of two: here none does."""
@@ -126,7 +127,7 @@ def test_caches_without_scales(checkpoint, reference, tmp_path, cache, format):
     assert json.loads((out / "genai_config.json").read_text())["model"]["decoder"]["head_size"] == width
 
 
-@pytest.mark.parametrize("cache", ["int8", "fp8"])
+@pytest.mark.parametrize("cache", every(["int8", "fp8"]))
 def test_onnxruntime_genai_gives_the_same_tokens(checkpoint, tmp_path, cache):
     import onnxruntime_genai as og
 
@@ -250,7 +251,7 @@ def test_options(target, cache, message):
         Options(target=target, cache=cache)
 
 
-@pytest.mark.parametrize("cache", ["int8", "fp8"])
+@pytest.mark.parametrize("cache", every(["int8", "fp8"]))
 def test_the_sample_takes_codes(exported, cache):
     folder = exported("qwen3_moe", cache=cache)
     sample = Path(__file__).parents[2] / "samples" / "python" / "generate.py"

@@ -123,6 +123,7 @@ def test_export_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert run["anonymous"] < 0.5 * experts + dense + 1e9
 
 
+@pytest.mark.every
 def test_headers_alone_are_enough_to_plan(tmp_path: Path) -> None:
     """--dry-run of a 671B-class checkpoint: DeepSeek-V3's sizes, Qwen3's architecture, only headers in its shards."""
     config = CONFIG | {

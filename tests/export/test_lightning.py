@@ -88,6 +88,7 @@ def test_pieces_give_the_logits_of_transformers(model, expected, pieces):
     assert error(run(Generator(model), TOKENS[:1], pieces), expected) < 8e-5
 
 
+@pytest.mark.every
 def test_states_are_f32_in_any_graph(tmp_path):
     """float16 has 11 significant bits: 5e-4 a rounding, some tens of them in a row, as in the other hybrid models. All
     experts get every token: no rounding chooses others."""
@@ -101,6 +102,7 @@ def test_states_are_f32_in_any_graph(tmp_path):
     assert error(run(generator, ids, (60, 1, 9)), logits(tmp_path / "checkpoint", ids)) < 2e-2
 
 
+@pytest.mark.every
 def test_interface(model, windowed):
     graph = ir.load(model / "model.onnx").graph
     shapes = {value.name: [str(size) for size in value.shape] for value in (*graph.inputs, *graph.outputs)}

@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from export.test_model import error, expected, run, tokens
+from sweeps import every
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
 
@@ -29,10 +30,10 @@ from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.ort_ext import library_path
 
-CACHED = {"qwen3_moe": "head", "mixtral": "none", "olmoe": "row", "gpt_oss": "none", "glm4_moe": "head"}
+CACHED = {"qwen3_moe": "head", "gpt_oss": "none", "olmoe": "row", "mixtral": "none", "glm4_moe": "head"}
 
 
-@pytest.mark.parametrize("architecture", CACHED)
+@pytest.mark.parametrize("architecture", every(CACHED, 2))
 def test_attention_is_one_node(exported, architecture):
     found = inspect(exported(architecture, activations="float"))
     assert found["plain_attention"] == {}
@@ -76,7 +77,7 @@ def test_temperatures_and_chunks_are_of_a_rows_own_tokens(exported, side):
         assert error(logits[row : row + 1, at], alone) < 2e-5
 
 
-@pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None}, {"rope_interleave": False}], ids=str)
+@pytest.mark.parametrize("sizes", every([{}, {"q_lora_rank": None}, {"rope_interleave": False}]), ids=str)
 def test_latent_attention(checkpoint, tmp_path, sizes):
     """One latent for all heads, stored once: with what turns, 64 + 16 features a token, in two halves."""
     export(checkpoint("deepseek_v3", **sizes), tmp_path, activations="float", logits="all", cache="f32")
@@ -118,7 +119,7 @@ def optimized(folder: Path, out: Path) -> Counter:
     return Counter(node.op_type for node in graph.node)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("dtype", every(["f32", "f16"]))
 def test_nodes_of_a_layer(checkpoint, tmp_path, dtype):
     found = []
     for layers in (1, 2):
@@ -226,7 +227,7 @@ def test_padding_is_not_looked_at(exported):
 
 @pytest.mark.parametrize("whole_mask", [False, True])
 @pytest.mark.parametrize("cache", ["f32", "f16"])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("architecture", every(["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"], 2))
 def test_a_cache_bound_in_place_equals_one_that_grows(exported, architecture, cache, whole_mask):
     """Prompt, chunk and tokens, each output bound to the memory of its input, which was never cleared."""
     generator = Generator(exported(architecture, activations="float", cache=cache))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sweeps import every
 from transformers.exporters import exporter_onnx
 
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -107,14 +108,17 @@ def torch_lacking(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "raises", "what"),
-    [
-        (LAYOUTS["cpu_panel"], "pack", lacking, "model.layers.0.mlp.experts.0: out of memory"),
-        (LAYOUTS["cpu_panel"], "pack_down", lacking, "model.layers.0.self_attn.o_proj: out of memory"),
-        (Skeleton, "_converted", lacking, "model.embed_tokens.weight: out of memory"),
-        (exporter_onnx.OnnxExporter, "export", torch_lacking, "tracing Qwen3MoeForCausalLM: out of memory"),
-        (parts.ir, "save", lacking, "model.onnx: out of memory"),
-        (parts, "place_weights", lacking, "out of memory"),
-    ],
+    every(
+        [
+            (LAYOUTS["cpu_panel"], "pack", lacking, "model.layers.0.mlp.experts.0: out of memory"),
+            (LAYOUTS["cpu_panel"], "pack_down", lacking, "model.layers.0.self_attn.o_proj: out of memory"),
+            (Skeleton, "_converted", lacking, "model.embed_tokens.weight: out of memory"),
+            (exporter_onnx.OnnxExporter, "export", torch_lacking, "tracing Qwen3MoeForCausalLM: out of memory"),
+            (parts.ir, "save", lacking, "model.onnx: out of memory"),
+            (parts, "place_weights", lacking, "out of memory"),
+        ],
+        2,
+    ),
 )
 def test_export_names_what_did_not_fit(refused, checkpoint, tmp_path, monkeypatch, owner, name, raises, what):
     monkeypatch.setattr(owner, name, raises)

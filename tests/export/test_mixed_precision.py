@@ -137,6 +137,7 @@ def test_for_cuda(source, reference, tmp_path):
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
+@pytest.mark.every
 def test_the_layer_that_drafts_for_cuda(source, tmp_path):
     """Its experts stay in their 16 bits, of the graph's type: the bytes that the checkpoint has, or those rounded."""
     (layer,) = formats_of(find_format(open_checkpoint(source)), True)[-1].moe_layers()

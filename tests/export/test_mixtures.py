@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from sweeps import every
 from test_model import error, expected, run, tokens
 from tiny import make_float_checkpoint
 
@@ -72,7 +73,7 @@ def test_experts_left_in_16_bits_and_a_layer_for_speculation(checkpoint, tmp_pat
     assert [layer["attributes"]["w2_format"] for layer in inspect(tmp_path / "o")["layers"]] == kinds
 
 
-@pytest.mark.parametrize("architecture", ["olmoe", "gpt_oss"])  # experts one by one, and fused
+@pytest.mark.parametrize("architecture", every(["olmoe", "gpt_oss"]))  # experts one by one, and fused
 def test_a_checkpoint_of_floats_as_it_is(tmp_path, architecture):
     folder = make_float_checkpoint(tmp_path / "c", architecture, num_hidden_layers=1)
     report = check(folder, tmp_path / "o", quantize="none")

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from once import made_once
 from safetensors.torch import load_file
+from sweeps import every
 from tiny import make_checkpoint
 
 from quantmoe.exporter.choosing.options import Options
@@ -89,25 +90,22 @@ def run_all(folder: Path, ids: np.ndarray, pieces: tuple[int, ...]) -> list[np.n
 
 @pytest.mark.parametrize(
     ("architecture", "world", "whole_experts"),
-    [
-        ("qwen3_moe", 4, False),
-        ("qwen3_moe", 2, True),
-        ("deepseek_v3", 2, False),
-        ("gpt_oss", 2, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("qwen3_moe", 2, False),
-                ("qwen3_moe", 4, True),
-                ("deepseek_v3", 4, False),
-                ("deepseek_v3", 4, True),
-                ("deepseek_v3", 2, True),
-                ("gpt_oss", 4, False),
-                ("gpt_oss", 2, True),
-                ("gpt_oss", 4, True),
-            )
-        ),
-    ],
+    every(
+        [
+            ("qwen3_moe", 2, False),
+            ("qwen3_moe", 2, True),
+            ("deepseek_v3", 2, False),
+            ("gpt_oss", 2, False),
+            ("qwen3_moe", 4, False),
+            ("qwen3_moe", 4, True),
+            ("deepseek_v3", 4, False),
+            ("deepseek_v3", 4, True),
+            ("deepseek_v3", 2, True),
+            ("gpt_oss", 4, False),
+            ("gpt_oss", 2, True),
+            ("gpt_oss", 4, True),
+        ],
+    ),
 )
 def test_all_ranks_equal_the_whole_model(checkpoint, whole, tmp_path, architecture, world, whole_experts):
     """The same products in float32, summed in another order.
@@ -130,7 +128,8 @@ def test_all_ranks_equal_the_whole_model(checkpoint, whole, tmp_path, architectu
 
 
 @pytest.mark.parametrize(
-    ("architecture", "mapped"), [("qwen3_moe", False), ("deepseek_v3", True), ("gpt_oss", False), ("qwen3_next", False)]
+    ("architecture", "mapped"),
+    every([("gpt_oss", False), ("deepseek_v3", True), ("qwen3_moe", False), ("qwen3_next", False)]),
 )
 def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architecture, mapped):
     """Each rank gives the whole model's logits of its own tokens."""
@@ -151,7 +150,8 @@ def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architectur
         assert error(logits, run(alone, own, (7, 1, 1))) < 2e-5  # as above
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.long), "gpt_oss"])
+@pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "deepseek_v3"]))
+@pytest.mark.every
 def test_ranks_with_experts_as_a_map_says(checkpoint, whole, tmp_path, architecture):
     """Any experts in any rank, some several times: each pair is computed once, by a rank that all agree on."""
     layers = open_format(checkpoint(architecture), None, None, None).moe_layers()

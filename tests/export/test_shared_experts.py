@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from sweeps import every
 from test_model import error, expected, run, tokens
 from tiny import SIZES
 from tiny import make_checkpoint as make_quantized
@@ -50,7 +51,7 @@ def routers(folder: Path) -> set[tuple[int, int]]:
     return {(node["attributes"]["shared_experts"], node["attributes"]["shared_gate"]) for node in found}
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("architecture", every(MIXTURES, 2))
 def test_a_shared_expert_is_some_of_the_routed_ones(architecture: str, tmp_path: Path) -> None:
     """The logits are PyTorch's with the same weights, to sums in f32 in another order; no shared expert is left."""
     folder, (_, count, gate) = checkpoint(tmp_path / "c", architecture), MIXTURES[architecture]
@@ -66,8 +67,8 @@ def test_a_shared_expert_is_some_of_the_routed_ones(architecture: str, tmp_path:
     assert error(run(Generator(tmp_path / "o"), ids, (6, 1, 2)), want) < 2e-5
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "glm4_moe"])
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("architecture", every(["qwen3_next", "glm4_moe"]))
+@pytest.mark.parametrize("target", every(["cpu", "cuda"]))
 def test_its_bytes(architecture: str, target: str, tmp_path: Path) -> None:
     """unpack gives the checkpoint's codes and scales; inspect and the plan say how many."""
     folder, count = checkpoint(tmp_path / "c", architecture, group_size=32), MIXTURES[architecture][1]

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import onnx_ir as ir
 import pytest
+from sweeps import every
 from test_generate import PROMPT
 from test_hybrid import grown
 from test_model import error, run, tokens
@@ -48,7 +49,7 @@ def kept(request):
     return {"4 tokens' logits": 5, "all": "all"}[request.param]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", every(ARCHITECTURES))
 def test_tokens_and_bytes_are_those_of_generation_without(exported, architecture, kept):
     generator = Generator(exported(architecture, logits=kept), chunk=8)  # int8 activations
     found, want = guided(generator, PROMPT, 40)

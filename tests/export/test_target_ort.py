@@ -15,6 +15,7 @@ from cases import Case
 from checkpoints import make_gptq_checkpoint, same_matrix
 from export.test_model import error, expected, run, tokens
 from specs import moe_spec, routing_spec
+from sweeps import every
 
 from quantmoe.custom_ops.layouts import join, qmoe
 from quantmoe.custom_ops.matrix import QuantizedMatrix
@@ -89,14 +90,16 @@ def check_unpacked(checkpoint: Path, folder: Path, to: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "scheme"),
-    [
-        ("qwen3_moe", "W4A16"),
-        ("qwen3_moe", "W4A16_ASYM"),
-        ("mixtral", "W4A16"),
-        ("gpt_oss", "W4A16"),
-        ("olmoe", "W4A16"),  # weights of a softmax over all experts
-        ("deepseek_v3", "W4A16"),  # sigmoids, groups, a correction bias; shared experts
-    ],
+    every(
+        [
+            ("qwen3_moe", "W4A16"),
+            ("qwen3_moe", "W4A16_ASYM"),
+            ("mixtral", "W4A16"),
+            ("gpt_oss", "W4A16"),
+            ("olmoe", "W4A16"),  # weights of a softmax over all experts
+            ("deepseek_v3", "W4A16"),  # sigmoids, groups, a correction bias; shared experts
+        ]
+    ),
 )
 def test_equals_pytorch_and_our_operators(exported, checkpoint, reference, tmp_path, architecture, scheme):
     folder = exported(architecture, scheme, target="ort")
@@ -185,7 +188,7 @@ def test_a_router_that_is_not_recognised_is_refused():
         to_qmoe(model, [Weight(value, str(value.name)) for value in node.inputs[3:]], {"moe": spec}, 0)
 
 
-@pytest.mark.parametrize(("scheme", "group"), [("W4A16", 128), ("W8A16", -1)])
+@pytest.mark.parametrize(("scheme", "group"), every([("W4A16", 128), ("W8A16", -1)]))
 def test_other_groups(checkpoint, tmp_path, scheme, group):
     sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128, "num_hidden_layers": 1}
     source = checkpoint("qwen3_moe", scheme, group_size=group, **sizes)
@@ -200,6 +203,7 @@ def test_other_groups(checkpoint, tmp_path, scheme, group):
     check_unpacked(source, tmp_path / "model", tmp_path / "layers")
 
 
+@pytest.mark.every
 def test_activations_that_onnxruntime_rounds(exported, checkpoint, reference, tmp_path):
     """int8 experts in blocks have no other kernel on the CPU; of int4 --activations int8 allows it."""
     ids = tokens(2, 2)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from once import made_once
 from PIL import Image
+from sweeps import every
 from test_hybrid import SIZES, rewritten
 from tiny import make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
@@ -328,7 +329,7 @@ def test_float16(source, folder, tmp_path):
     assert np.abs(found - want).max() <= 2**-11 * np.abs(want).max()  # computed in f32, rounded once
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("dtype", every(["bf16", "f16"]))
 def test_cuda(source, tmp_path, dtype):
     """Its files, which no GPU has run here: one type throughout, and attention where ONNX Runtime's CUDA has it."""
     export(source, tmp_path, vision=True, quantize="none", target="cuda", dtype=dtype)

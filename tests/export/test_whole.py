@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import TINY
 from export.test_model import error, expected, run, tokens
+from sweeps import every
 from tiny import make_float_checkpoint
 
 from quantmoe.exporter.errors import CheckpointError, OptionError
@@ -35,7 +36,7 @@ def test_head_and_embedding_keep_the_checkpoints_bytes(exported, checkpoint):
     assert stored.tobytes() == ckpt.tensor("model.embed_tokens.weight").tobytes()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", every([True, False]))
 def test_16_bit_linears_are_packed_as_they_are(tmp_path, tied):
     sizes = TINY | {"num_hidden_layers": 1, "num_experts": 4, "tie_word_embeddings": tied}
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **sizes)
@@ -52,8 +53,8 @@ def test_16_bit_linears_are_packed_as_they_are(tmp_path, tied):
     assert error(run(Generator(tmp_path / "model"), ids, (4, 1)), expected(want, ids)) < 2e-5
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.02), ("int4", 0.2)])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kind", "bound"), every([("int4", 0.2), ("int8", 0.02)]))
+@pytest.mark.parametrize("tied", every([True, False]))
 def test_a_rounded_head(tmp_path, kind, bound, tied):
     sizes = TINY | {"num_hidden_layers": 1, "num_experts": 4, "tie_word_embeddings": tied}
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **sizes)
