@@ -38,6 +38,7 @@ def configuration(format: Format, layers: int | None) -> Any:
     check_sizes(format.ckpt, vars(config))
     _check_layers(format, config.num_hidden_layers)
     _check_rope(format, config)
+    _check_linear_heads(format, config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -76,6 +77,16 @@ def _check_layers(format: Format, count: int) -> None:
         raise CheckpointError(
             f"{format.ckpt.folder / 'config.json'}: num_hidden_layers is {count}, the checkpoint has tensors of "
             f"{len(found)} layers"
+        )
+
+
+def _check_linear_heads(format: Format, config: PreTrainedConfig) -> None:
+    """Refuses linear attention whose value heads do not share the key heads evenly: transformers divides them."""
+    keys, values = (getattr(config, f"linear_num_{kind}_heads", 1) for kind in ("key", "value"))
+    if keys < 1 or values < 1 or values % keys:
+        raise CheckpointError(
+            f"{format.ckpt.folder / 'config.json'}: linear_num_value_heads is {values}, expected a positive multiple "
+            f"of linear_num_key_heads, {keys}"
         )
 
 

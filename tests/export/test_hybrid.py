@@ -338,6 +338,16 @@ def test_a_convolution_of_another_shape(floats, tmp_path):
         plan(folder, tmp_path / "model", quantize="none")
 
 
+@pytest.mark.parametrize(("keys", "values"), [(2, 3), (4, 2), (0, 4), (2, 0)])
+def test_heads_that_do_not_fit(floats, tmp_path, keys, values):
+    fields = {"linear_num_key_heads": keys, "linear_num_value_heads": values}
+    folder = rewritten(floats, tmp_path / "checkpoint", lambda name, t: iter([(name, t)]), lambda c: c | fields)
+    text = rf"config\.json: linear_num_value_heads is {values}, expected a positive multiple .*, {keys}"
+    for command in (export, plan):
+        with pytest.raises(CheckpointError, match=text):
+            command(folder, tmp_path / "model", quantize="none")
+
+
 @pytest.mark.parametrize(("name", "shape"), [("conv_state", (1, 512, 2)), ("recurrent_state", (1, 4, 64, 32))])
 def test_a_state_of_another_shape(exported, name, shape):
     generator = Generator(exported("qwen3_5_moe_text", activations="float"))
