@@ -9,5 +9,6 @@ import pytest
 
 def every(cases: Iterable[object], brief: int = 1) -> Sequence[object]:
     """For pytest.mark.parametrize: all but the first ``brief`` cases have the mark ``every``."""
-    first, others = (cases := list(cases))[:brief], cases[brief:]
-    return first + [pytest.param(*c if isinstance(c, tuple) else (c,), marks=pytest.mark.every) for c in others]
+    cases = list(cases)
+    others = (case if isinstance(case, tuple) else (case,) for case in cases[brief:])
+    return cases[:brief] + [pytest.param(*case, marks=pytest.mark.every) for case in others]
