@@ -132,8 +132,10 @@ struct Avx512Rows : Avx512Lanes {
     }
   }
 
-  // 4-bit panels are fetched into L1 some steps ahead, too: without it the product waits for L2 (5 to 12 % of its time;
-  // any distance from 256 to 2,048 bytes will do). 8-bit panels are four streams, and lose by it.
+  // 4-bit panels are fetched into L1 some steps ahead: without it the product waits for L2 (5 to 12 % of its time; any
+  // distance from 256 to 2,048 bytes will do). 8-bit panels are four streams, and lose by it. The first tile also
+  // fetches the next group's panels into L2 while it works on this one: panels come cold from memory, in two to four
+  // streams that hardware prefetchers lose at every panel's end.
   static constexpr int64_t kNear = 512;
   template <int kBits, int kBytes = 128>
   static void prefetch_group(const Group& panels, int64_t offset) {
@@ -142,7 +144,10 @@ struct Avx512Rows : Avx512Lanes {
       _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
           _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
               _mm_prefetch(reinterpret_cast<const char*>(panels.panel[i] + kNear + offset + at), _MM_HINT_T0);
-    prefetch_ahead<kPanels, kBytes>(panels, offset);
+    if (!panels.ahead) return;
+    _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
+        _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(panels.panel[i] + panels.ahead + offset + at), _MM_HINT_T1);
   }
 
   // Where M is 4, 8 or 16 a compiler that knows would address x by another variable, as an index, and a vpdpbusd with

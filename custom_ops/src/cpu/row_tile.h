@@ -37,17 +37,6 @@ namespace {
 #define QM_EACH_VECTOR _Pragma("GCC unroll 2") for (int v = 0; v < kVectors; ++v)
 #define QM_EACH_SUM QM_EACH_TOKEN QM_EACH_VECTOR
 
-// kBytes of each of kPanels of the next group into L2, by the first tile that works on this one: panels come cold from
-// memory, in two to four streams that hardware prefetchers lose at every panel's end. A fixed distance is no
-// substitute: from one of two short panels it meets the other one, which was just read.
-template <int kPanels, int kBytes = 128, int kMost>
-[[gnu::always_inline]] inline void prefetch_ahead(const Panels<kMost>& panels, int64_t offset) {
-  if (!panels.ahead) return;
-  _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
-      _Pragma("GCC unroll 2") for (int at = 0; at < kBytes; at += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(panels.panel[i] + panels.ahead + offset + at), _MM_HINT_T1);
-}
-
 // A group's panels times a tile of M tokens, where scales are of rows or of blocks.
 template <class V, int M, class C>
 void quantized_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile,
