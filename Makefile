@@ -55,13 +55,9 @@ demo: build
 
 # Each core has a process already: threads of NumPy and torch in each would spin for one another's.
 test test-every test-cuda test-sanitize test-wheel: export OMP_NUM_THREADS = 1
-test: build
-	$(UV) --group test
-	$(PYTEST) $(TESTS)
-
-# The architectures, schemes and tools of which `make test` has one.
+# test-every: the architectures, schemes and tools of which `make test` has one.
 test-every: MARKS := every and not long
-test-every: build
+test test-every: build
 	$(UV) --group test
 	$(PYTEST) $(TESTS)
 
