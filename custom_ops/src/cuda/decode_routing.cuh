@@ -10,7 +10,7 @@ namespace quantmoe {
 
 struct DecodeRouting {
   int tiles, top_k;
-  int key[kDecodePairs];
+  alignas(16) int key[kDecodePairs];
   unsigned first[kDecodePairs / 32];
   int expert[kDecodePairs];
   float weight[kDecodePairs];
@@ -61,9 +61,12 @@ struct DecodeRouting {
     __syncthreads();
     int leader = p;
     if (own >= 0) {
-      leader = 0;
-#pragma unroll 1
-      while (key[leader] != own) ++leader;
+      // Backwards over all, so that loads do not wait for one another; the first that has it stays.
+#pragma unroll 4
+      for (int q = (pairs - 1) / 4 * 4; q >= 0; q -= 4) {
+        const int4 four = *reinterpret_cast<const int4*>(&key[q]);
+        leader = four.x == own ? q : four.y == own ? q + 1 : four.z == own ? q + 2 : four.w == own ? q + 3 : leader;
+      }
     }
     if (p < kDecodePairs) {
       const unsigned mask = __ballot_sync(~0u, own >= 0 && leader == p);

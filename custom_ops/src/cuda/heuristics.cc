@@ -78,15 +78,25 @@ struct Choice {
     if (row.there) step.shared_bytes = shared_bytes_of(row, sizes);
     return row.there && step.shared_bytes + reserved <= weights.device.shared_bytes;
   }
+  // The same with more stages.
+  bool deepen() {
+    qm_cuda_step deep = step;
+    deep.stages = kDeepStages;
+    const Instance row = instance_of(sizes, load.path, load.product, deep);
+    if (!row.there) return false;
+    deep.shared_bytes = shared_bytes_of(row, sizes);
+    if (deep.shared_bytes + reserved > weights.device.shared_bytes) return false;
+    step = deep;
+    return true;
+  }
   // Blocks resident at once.
   int slots() const {
     const int blocks = weights.device.shared_bytes / (step.shared_bytes + reserved);
     return sms * std::clamp(blocks, 1, register_blocks(sizes.bits, step.panels, step.n_tiles));
   }
-  // Pieces of work, which blocks take one after the other.
-  int64_t units() const {
-    return load.most_experts *
-           ceil_div(weights.row.panels, static_cast<int64_t>(step.panels) * (kWarps / step.warps_k));
+  // Pieces of work of so many experts, which blocks take one after the other.
+  int64_t units(int64_t experts) const {
+    return experts * ceil_div(weights.row.panels, static_cast<int64_t>(step.panels) * (kWarps / step.warps_k));
   }
 };
 
@@ -143,7 +153,7 @@ qm_cuda_step choose_wgmma(const Choice& choice) {
 std::optional<qm_cuda_step> span_of(const Choice& choice) {
   const int panels = choice.sizes.span_panels, bytes = choice.sizes.span_bytes;
   if (panels == 0 || !(choice.decode || choice.load.mean <= 5)) return {};
-  const int64_t spans = choice.load.most_experts * ceil_div(choice.weights.row.panels, panels);
+  const int64_t spans = choice.load.usual_experts * ceil_div(choice.weights.row.panels, panels);
   if (2 * (bytes + choice.reserved) > choice.weights.device.shared_bytes || fill(spans, 2 * choice.sms) < 0.8)
     return {};
   qm_cuda_step step = choice.step;
@@ -160,6 +170,8 @@ std::optional<qm_cuda_step> span_of(const Choice& choice) {
 qm_cuda_step choose_down_decode(Choice choice) {
   // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
   // Bigger clusters leave multiprocessors empty, three or six blocks worst.
+  // One block a multiprocessor is enough if its ring is deep: of two panels always, of four, whose ring leaves no
+  // memory to the kernels before and after, where its warps take many turns.
   const int64_t list = choice.load.most_experts * choice.weights.row.units;
   const bool clusters = choice.weights.device.sm >= 90;
   struct Candidate {
@@ -170,12 +182,14 @@ qm_cuda_step choose_down_decode(Choice choice) {
   const auto choose_of = [&](const auto& candidates) {
     for (const Candidate& candidate : candidates) {
       if (!choice.take(candidate.panels, 1) || (candidate.cluster > 1 && !clusters)) continue;
-      if (candidate.panels == 4 && choice.slots() == choice.sms && clusters) continue;
-      if (candidate.panels == 4 && candidate.cluster == 1 && list > 4 * kWarps) continue;
       choice.step.cluster = candidate.cluster;
       choice.step.grid =
           static_cast<int32_t>(ceil_div(choice.weights.row.panels, candidate.panels) * candidate.cluster);
-      if (fill(choice.step.grid, choice.sms) >= 0.8) break;
+      const bool four = candidate.panels == 4, many_turns = list >= 16 * candidate.cluster * kWarps;
+      const bool large = (clusters && choice.slots() == choice.sms) || (candidate.cluster == 1 && list > 4 * kWarps);
+      const bool deep = choice.step.grid <= choice.sms && (!four || many_turns) && choice.deepen();
+      if (four && large && !deep) continue;
+      if (fill(choice.step.grid, choice.sms) >= (four && deep ? 0.65 : 0.8)) break;
     }
   };
   choice.sizes.bits == 16 ? choose_of(kOfFloats) : choose_of(kOfCodes);
@@ -188,8 +202,8 @@ void take_of_decode(Choice& choice) {
   double best = 0;
   for (int panels : {4, 2}) {
     if (!choice.take(panels, 1)) continue;
-    double worth =
-        choice.units() > choice.slots() ? fill(choice.units(), choice.slots()) : fill(choice.units(), choice.sms);
+    const int64_t units = choice.units(choice.load.usual_experts);
+    double worth = units > choice.slots() ? fill(units, choice.slots()) : fill(units, choice.sms);
     worth *= panels == 2 ? 0.9 : choice.slots() > choice.sms ? 1.0 : 0.6;  // one block alone cannot hide its waits
     if (worth < best) {
       choice.take(4, 1);
@@ -208,14 +222,8 @@ void take_of_stream(Choice& choice) {
 }  // namespace
 
 bool decode_fits(const ProductWeights& weights) {
-  Choice choice(weights, {QM_CUDA_DECODE, Product::kDown, 1, 1, 1});
+  Choice choice(weights, {QM_CUDA_DECODE, Product::kDown, 1, 1, 1, 1});
   return choice.take(2, 1) || choice.take(1, 1);
-}
-
-qm_cuda_step choose_span(const ProductWeights& weights, const ProductLoad& load) {
-  qm_cuda_step none{};
-  none.warps_k = 1;
-  return span_of({weights, load}).value_or(none);
 }
 
 qm_cuda_step choose_gemm(const ProductWeights& weights, const ProductLoad& load) {
@@ -224,25 +232,34 @@ qm_cuda_step choose_gemm(const ProductWeights& weights, const ProductLoad& load)
   if (choice.decode && load.product == Product::kDown) return choose_down_decode(choice);
   if (const auto span = span_of(choice)) return *span;
   choice.decode ? take_of_decode(choice) : take_of_stream(choice);
-  choice.step.grid = static_cast<int32_t>(std::clamp<int64_t>(choice.units(), 1, choice.slots()));
+  choice.step.grid = static_cast<int32_t>(std::clamp<int64_t>(choice.units(load.most_experts), 1, choice.slots()));
   return choice.step;
 }
 
 qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
   const auto& [device, projection, row] = weights;
   const FormatSizes sizes = sizes_of(projection, false);
-  // Measured: warps of four panels, and two blocks for them where that still is one round, but of formats that pair
-  // units not for more rounds; one panel of 8-bit codes, of which three blocks are there where warps have four units,
-  // or two where a warp's part of a row is long.
-  const bool pairs = sizes.units == 2, bytes = sizes.bits == 8, floats = sizes.bits == 16;
-  const int64_t fours = ceil_div(row.panels, 4);
-  const bool four =
-      sizes.bits == 4 && !(pairs && row.block_shift == 0) && (fours <= 2 * device.multiprocessors || !pairs);
+  // Measured. 4 bits: a panel a block where that is one round at most; two where four would leave multiprocessors with
+  // one block or none, and, of formats that pair units, for more than two rounds of four; else four. 8 bits: a panel,
+  // or two where a warp's part of a row is long. Few stages where few are a warp's part, which leaves room for more
+  // blocks.
+  const bool pairs = sizes.units == 2, short_k = row.units <= 4 * kWarps;
+  const int64_t fours = ceil_div(row.panels, 4), multiprocessors = device.multiprocessors;
   qm_cuda_step step{};
-  step.panels = floats ? 1 : four ? 4 : bytes && row.units < 24 * kWarps ? 1 : 2;
-  step.stages = floats ? stages_of(1) : four ? 3 : step.panels > 1 ? 5 : row.units <= 4 * kWarps ? 4 : 6;
-  step.n_tiles = step.warps_k = 1;
-  step.cluster = four && device.sm >= 90 && 2 * fours <= device.multiprocessors ? 2 : 1;
+  if (sizes.bits == 16) {
+    step.panels = 1, step.stages = stages_of(1);
+  } else if (sizes.bits == 8) {
+    step.panels = row.units < 24 * kWarps ? 1 : 2;
+    step.stages = step.panels == 2 ? 5 : short_k ? 3 : 6;
+  } else if (row.panels <= multiprocessors) {
+    step.panels = 1, step.stages = 4;
+  } else {
+    const bool few = fours <= multiprocessors && !(pairs && short_k);
+    const bool two = few || (pairs && (row.block_shift == 0 || fours > 2 * multiprocessors));
+    step.panels = two ? 2 : 4;
+    step.stages = two && !short_k ? 5 : 3;
+  }
+  step.n_tiles = step.warps_k = step.cluster = 1;
   const int shared_bytes = shared_bytes_of(instance_of(sizes, QM_CUDA_DECODE, Product::kLinear, step), sizes);
   if (shared_bytes + kReserved <= device.shared_bytes) step.shared_bytes = shared_bytes;
   step.grid = static_cast<int32_t>(ceil_div(row.panels, step.panels) * step.cluster);

@@ -18,9 +18,10 @@ struct ProductWeights {
 struct ProductLoad {
   int path;  // of qm_cuda_path
   Product product;
-  int64_t most_experts;  // that get tokens
-  double mean;           // tokens an expert gets on average
-  int most_tiles;        // of 8 tokens, in path stream
+  int64_t most_experts;   // that get tokens
+  int64_t usual_experts;  // in path decode: with routing that has no favourites; else the same
+  double mean;            // tokens an expert gets on average
+  int most_tiles;         // of 8 tokens, in path stream
 };
 
 // Whether the kernels of path decode have the shared memory they take. Not those of int8 with zero points where a
@@ -28,8 +29,6 @@ struct ProductLoad {
 bool decode_fits(const ProductWeights&);
 // A product of the layer, or of a linear where no function below has its own.
 qm_cuda_step choose_gemm(const ProductWeights&, const ProductLoad&);
-// Span, if it is worth it; warps_k is 1 where it is not.
-qm_cuda_step choose_span(const ProductWeights&, const ProductLoad&);
 // A linear of a few rows; shared_bytes 0: the GPU has too little for the kernels that keep many stages in flight.
 qm_cuda_step choose_linear_decode(const ProductWeights&);
 // A linear of floats on mma.sync.

@@ -70,6 +70,8 @@ constexpr int kCopyBytes = 16;  // of an expert to copy
 // Stages of a warp of the mma.sync kernels, and shared memory of one; `units` of K in it, lane_bytes being scales and
 // zero points.
 constexpr int stages_of(int units) { return units == 2 ? 2 : 3; }
+// Of down of path decode where a multiprocessor has one block, whose 4-bit codes in flight are else too few.
+constexpr int kDeepStages = 6;
 constexpr int stage_bytes(int panels, int n_tiles, int bits, int lane_bytes, int units) {
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }

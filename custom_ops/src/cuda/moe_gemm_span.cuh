@@ -139,10 +139,9 @@ __global__ void __launch_bounds__(kThreads, 2) moe_gemm_span(const __grid_consta
   const int lane = stream.lane, g = stream.g, t = stream.t;
   int n_tiles;
   if constexpr (decode) {
-    if (down) routing->make(params.routing);  // gate_up's kernel has waited for the ids
     wait_for_previous();
     launch_dependents();
-    if (!down) routing->make(params.routing);
+    routing->make(params.routing);
     n_tiles = routing->tiles;
   } else {
     const bool linear = !params.tiles;  // then this is the first kernel of its call: launcher.h
