@@ -153,6 +153,9 @@ def export(
     data_parallel: Annotated[
         bool, typer.Option("--data-parallel", help="each rank has tokens of its own, and all but the other experts")
     ] = False,
+    paged: Annotated[
+        bool, typer.Option("--paged", help="for onnxruntime-genai's Engine, which batches many requests (cuda)")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="replace an earlier export's files, edited or not, and nothing else")
     ] = False,
@@ -165,7 +168,7 @@ def export(
                "state_window": state_window, "mtp": mtp, "vision": vision, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
                "expert_parallel": expert_parallel, "expert_map": expert_map,
-               "data_parallel": data_parallel}  # fmt: skip
+               "data_parallel": data_parallel, "paged": paged}  # fmt: skip
     if tensor_parallel > 1:
         console.print(f"what follows is of rank 0 of {tensor_parallel}", style="yellow")
     if dry_run:

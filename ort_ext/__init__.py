@@ -13,6 +13,8 @@ OLDEST = (1, 21)
 OLDEST_QMOE = (1, 28)
 #: the one whose QMoE has accuracy_level
 OLDEST_ACCURACY = (1, 31)
+#: the one whose PagedAttention is what onnxruntime-genai 0.18 batches over
+OLDEST_PAGED = (1, 31)
 #: the file name of a target's library
 LIBRARIES = {"cpu": native_name("quantmoe_ort"), "cuda": native_name("quantmoe_ort_cuda")}
 #: the one whose plug-in interface the execution provider is written to
@@ -72,10 +74,10 @@ def provider_devices() -> list[Any]:
     return devices()
 
 
-def oldest(target: str, accuracy_level: int = 0) -> tuple[int, int]:
+def oldest(target: str, accuracy_level: int = 0, paged: bool = False) -> tuple[int, int]:
     """The ONNX Runtime that a target's files need."""
     if target != "ort":
-        return OLDEST
+        return OLDEST_PAGED if paged else OLDEST
     return OLDEST_ACCURACY if accuracy_level else OLDEST_QMOE
 
 

@@ -45,6 +45,7 @@ class Options:
     expert_parallel: bool = False
     expert_map: str | Path | None = None
     data_parallel: bool = False
+    paged: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -74,6 +75,17 @@ class Options:
             ):
                 if other:
                     raise OptionError(f"vision does not go with {name}")
+        if self.paged:
+            if self.target != "cuda":
+                raise OptionError("paged is for target cuda: ONNX Runtime has PagedAttention there alone")
+            for name, other in (
+                ("vision", self.vision),
+                ("mtp", self.mtp),
+                ("tensor_parallel", self.tensor_parallel > 1),
+                ("logits of N tokens", isinstance(self.logits, int)),
+            ):
+                if other:
+                    raise OptionError(f"paged does not go with {name}")
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers.exporters.utils import patch_attribute
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import gates_first
-from quantmoe.custom_ops.op import GatherSpec, LinearSpec, ReduceSpec
+from quantmoe.custom_ops.op import AttentionSpec, GatherSpec, LinearSpec, ReduceSpec
 from quantmoe.custom_ops.torch_op import ONNX
 from quantmoe.exporter.choosing.caches import Caches, choose_caches
 from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
@@ -49,6 +49,7 @@ from quantmoe.exporter.graph.passes.attention import (
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_state_type
 from quantmoe.exporter.graph.passes.norms import plain_norms
+from quantmoe.exporter.graph.passes.paged import refusal as unpaged
 from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
@@ -187,17 +188,23 @@ def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recogni
     return moved
 
 
-def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) -> Attention:
+def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, paged: bool = False) -> Attention:
     """How the model attends in the graph. Experts, norms and linear attention are what they will be there afterwards.
 
     Args:
         cache: see :func:`export`.
+        paged: all attention is to become PagedAttention (passes/paged.py).
 
     Raises:
-        CheckpointError: scales of the KV cache are damaged.
+        CheckpointError: scales of the KV cache are damaged; with ``paged``, a module that PagedAttention does not do.
         OptionError: there is no such cache.
     """
-    model, decoder, refuses = skeleton.model, decoder_of(skeleton.model), kernels_refuse(target)
+    model, decoder = skeleton.model, decoder_of(skeleton.model)
+    refuses: Callable[[AttentionSpec], str] = unpaged if paged else kernels_refuse(target)
+    for name in skeleton.with_states if paged else []:
+        raise CheckpointError(
+            f"{skeleton.format.ckpt.folder}: {name}: --paged has no linear attention: its states are not in blocks"
+        )
     for name, spec in chosen.layers.items():
         module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
         module.attributes = json.dumps(spec.attributes())
@@ -215,6 +222,8 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) ->
         own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]
         found, plain = recognise(model, decoder, refuses, kinds, skeleton.with_states)
+    for name, reason in plain.items() if paged else ():
+        raise CheckpointError(f"{skeleton.format.ckpt.folder}: {name}: --paged: {reason}")
     sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
     specs = {path: module.spec for path, module in found.items()}
     caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)

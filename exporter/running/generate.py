@@ -460,7 +460,7 @@ class Generator:
 
 
 def check_takes_tokens(path: Path, session: Any) -> None:
-    """Refuses an opened model that takes embeddings in the place of tokens.
+    """Refuses an opened model that takes embeddings in the place of tokens, or tokens of many requests.
 
     Raises:
         ModelError: naming what runs it.
@@ -469,6 +469,11 @@ def check_takes_tokens(path: Path, session: Any) -> None:
         raise ModelError(
             f"{path}: takes embeddings, not tokens, as exported with --vision: run it with onnxruntime-genai "
             "(docs/vision.md), or export it without"
+        )
+    if any(i.name == "block_table" for i in session.get_inputs()):
+        raise ModelError(
+            f"{path}: takes the tokens of many requests, as exported with --paged: run it with onnxruntime-genai's "
+            "Engine (docs/generate.md), or export it without"
         )
 
 

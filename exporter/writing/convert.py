@@ -20,6 +20,7 @@ from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
     LOGITS,
     add_mtp,
+    add_paged,
     add_vision,
     genai_config,
     image_processor,
@@ -72,6 +73,7 @@ def export(
     expert_parallel: bool = False,
     expert_map: str | Path | None = None,
     data_parallel: bool = False,
+    paged: bool = False,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -119,6 +121,9 @@ def export(
         expert_map: a file that says which (exporter/reading/expert_map.py); by default as many in each, in order.
         data_parallel: a rank has all of the model but for the experts, and tokens of its own: the ranks' runs have
             one shape, and their layers of experts meet.
+        paged: for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
+            Runtime's PagedAttention, input_ids [num_tokens] are those of all requests of a run, and logits [num_logits,
+            V] of the tokens that the input logits_indices names, or of all. See docs/generate.md.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
             kept or refused.
         progress: called with stage, bytes done, bytes in all.
@@ -150,6 +155,7 @@ def export(
         expert_parallel,
         expert_map,
         data_parallel,
+        paged,
     )
     folders = rank_folders(Path(output), options)
     for folder in folders:
@@ -204,7 +210,7 @@ def _export(
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
         if part_of:
             metadata |= {"rank": str(part_of.rank), "world": str(part_of.world)}
-        metadata["onnxruntime"] = ".".join(map(str, oldest(target, options.accuracy_level)))
+        metadata["onnxruntime"] = ".".join(map(str, oldest(target, options.accuracy_level, options.paged)))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
@@ -245,7 +251,8 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(config, ckpt.generation_config, LIBRARIES.get(options.target, ""), shares, cuda)
         caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))
-        shapes = {(v.shape[1], v.shape[3]) for v in caches if v.shape is not None}
+        heads = 2 if options.paged else 1
+        shapes = {(v.shape[heads], v.shape[3]) for v in caches if v.shape is not None}
         if len(shapes) > 1:  # onnxruntime-genai allocates all alike
             raise KeyError("head_dim")
         _, width = shapes.pop()
@@ -255,6 +262,8 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions
             add_mtp(found, MTP_MODEL, shared_tensors(*values) if cuda else [])
+        if options.paged:
+            add_paged(found, (str(v.name) for v in parts[0].graph.graph.inputs))
         if ready.whole is not None:
             add_vision(found, ready.whole, PROCESSOR, (VISION_MODEL, EMBEDDINGS_MODEL))
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2))

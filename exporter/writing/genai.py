@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.memory import CHUNKS
-from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
+from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, PAGED
 from quantmoe.exporter.reading.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -17,12 +17,18 @@ TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_m
 
 #: operators that write a cache in place
 IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta")}
+IN_PLACE.add(("com.microsoft", "PagedAttention"))
 #: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
 SHARE_BUFFER = "past_present_share_buffer"
 #: metadata of every model: BLAKE3 of the rest of it, in which are the hashes of its weights; 64 hexadecimal digits
 IDENTITY = "identity"
 #: metadata of a model that gives the logits of each row's last tokens: how many, at most; absent: of the last or of all
 LOGITS = "logits"
+#: metadata of a model of --paged: its runs are of many requests
+PAGED_METADATA = "paged"
+#: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory
+#: that the cache takes. FlashAttention reads blocks of 256 of any size of head.
+ENGINE = {"block_size": 256, "max_batch_size": 128, "gpu_utilization_factor": 0.8}
 #: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
 #: context it may be tens of gigabytes
 MAX_LENGTH = 4096
@@ -142,6 +148,21 @@ def add_mtp(config: dict[str, Any], filename: str, shared: list[dict[str, Any]])
     }
     if shared:
         decoder["shared_initializers"] = model["mtp"]["shared_initializers"] = shared
+
+
+def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
+    """Makes genai_config.json that of a model for onnxruntime-genai's Engine (0.18), which batches continuously.
+
+    Args:
+        names: of the model's inputs; the config has those that PAGED has.
+    """
+    decoder, inputs = config["model"]["decoder"], {*names}
+    own = [name for name in ("input_ids", *PAGED) if name in inputs]
+    past = {key: value for key, value in decoder["inputs"].items() if key.startswith("past")}
+    decoder["inputs"] = {name: name for name in own} | past
+    decoder["state_groups"] = [{"kind": "paged_kv", "layer_ids": [*range(decoder["num_hidden_layers"])]}]
+    config["search"]["max_length"] = config["model"]["context_length"]  # no request has a cache of its own
+    config["engine"] = {"dynamic_batching": {**ENGINE, "max_scheduled_tokens": CHUNKS["cuda"]}}
 
 
 def add_vision(config: dict[str, Any], model: Any, processor: str, filenames: tuple[str, str]) -> None:

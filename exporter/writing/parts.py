@@ -26,6 +26,7 @@ from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
 from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_nbits
+from quantmoe.exporter.graph.passes.paged import to_paged
 from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.stored import Stored
@@ -36,7 +37,7 @@ from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import MTP
 from quantmoe.exporter.reading.formats.rounding import distance
 from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, naming, new_hash
-from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, shares_buffer
+from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, PAGED_METADATA, SHARE_BUFFER, shares_buffer
 from quantmoe.exporter.writing.output import FILES, PRODUCER
 from quantmoe.exporter.writing.prepare import Beside, Part, Report
 from quantmoe.ort_ext import LIBRARIES
@@ -66,8 +67,19 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         raise CheckpointError(
             f"{part.skeleton.format.ckpt.folder}: no product with a weight makes the logits: no {MTP}"
         )
+    if options.paged:
+        try:
+            part.tables = to_paged(graph, part.weights, int(ends["context_length"]), options.logits == "all")
+        except KeyError:
+            raise CheckpointError(
+                f"{part.skeleton.format.ckpt.folder / 'config.json'}: no max_position_embeddings, a number of tokens: "
+                "--paged has tables of so many positions"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(f"{part.skeleton.format.ckpt.folder}: --paged: {error}") from None
+        ends[PAGED_METADATA] = "true"
     kept = 1 if head or options.logits == "last" else options.logits
-    if isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
+    if not options.paged and isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
         ends[LOGITS] = str(kept)
     if options.target == "cuda":
         drop_defaults(graph)
@@ -105,6 +117,12 @@ def write_weights(
             else:
                 written = _dense(weight, skeleton, data, report)
         yield "writing other weights", written
+    for table in part.tables:
+        region = data.region(table.value)
+        region.write(table.array)
+        region.finish({})
+        report.dense_bytes += table.array.nbytes
+        yield "writing other weights", table.array.nbytes
     for name, layer in chosen.experts.items():
         for written in _pack(layer, specs[name], regions[name], options, report):
             yield "packing experts", written
@@ -288,9 +306,10 @@ def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) ->
 def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: str = "") -> None:
     """files: FILES, of the model that is renamed last."""
     graph = part.graph
-    for weight in part.weights:
-        if weight.value.uses():
-            graph.graph.register_initializer(weight.value)
+    tables = part.tables if isinstance(part, Part) else []
+    for value in [one.value for one in (*part.weights, *tables)]:
+        if value.uses():
+            graph.graph.register_initializer(value)
     drop_traces(graph)
     graph.producer_name, graph.producer_version = PRODUCER, version("quantmoe")
     graph.metadata_props.update(metadata | ({FILES: files} if files else {}))

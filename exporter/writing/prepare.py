@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.passes.paged import Table
     from quantmoe.exporter.graph.passes.weights import Weight
     from quantmoe.exporter.graph.trace import Attention
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
@@ -103,7 +104,7 @@ class Part:
     """One graph of an export: the model, or what drafts for it.
 
     Attributes:
-        graph, weights: once it is traced.
+        graph, weights, tables: once it is traced.
     """
 
     skeleton: Skeleton
@@ -111,6 +112,7 @@ class Part:
     attention: Attention
     graph: ir.Model = dataclasses.field(init=False)
     weights: list[Weight] = dataclasses.field(init=False)
+    tables: list[Table] = dataclasses.field(default_factory=list)
 
     def key(self, weight: Weight) -> tuple[object, ...]:
         """Equal for weights of two parts with the same bytes."""
@@ -194,7 +196,7 @@ def prepare(
         if options.target == "ort" and options.graph_type == "f32":
             _check_floats(one, nodes)
     ends = stops(chosen[0][0])
-    parts = [Part(*pair, attention_of(*pair, options.target, options.cache)) for pair in chosen]
+    parts = [Part(*pair, attention_of(*pair, options.target, options.cache, options.paged)) for pair in chosen]
     if family is None or tower is None:
         return Prepared(format, parts, [], _report(parts, [], options), ends)
     from quantmoe.exporter.graph.config import whole

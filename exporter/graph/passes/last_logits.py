@@ -22,7 +22,7 @@ def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
         False, and nothing is changed, when what makes the logits is not a product with a weight and then elementwise.
     """
     graph = model.graph
-    if (found := _head(graph)) is None:
+    if (found := head_of(graph)) is None:
         return False
     node, hidden, between = found
     ops = tape.Tape()
@@ -51,7 +51,7 @@ def output_hidden(model: ir.Model, name: str, size: int) -> bool:
         False, and nothing is changed, as keep_last_logits.
     """
     graph = model.graph
-    if (found := _head(graph)) is None:
+    if (found := head_of(graph)) is None:
         return False
     node, hidden, _ = found
     ops = tape.Tape()
@@ -65,7 +65,7 @@ def output_hidden(model: ir.Model, name: str, size: int) -> bool:
     return True
 
 
-def _head(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
+def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
     """The product with a weight that makes the logits, what it reads, and its output and what elementwise follows; None
     where there is no such."""
     value = next(output for output in graph.outputs if output.name == "logits")

@@ -74,6 +74,8 @@ def make_graph(
     scratch: Path,
     sizes: dict[str, Any],
     part: Slice | None,
+    every: bool = False,
+    paged: bool = False,
 ) -> None:
     """Writes a graph in f16 whose weights are named and not there.
 
@@ -84,6 +86,7 @@ def make_graph(
             head, and other linears in FP8, a scale a row, as ModelOpt's MIXED_PRECISION without its activations.
         lm_head: "int4" or "int8"; None: f16.
         scratch: folder for the headers of a checkpoint.
+        every: logits of all tokens. paged: for serving.py, see export.
     """
     import onnx_ir as ir
 
@@ -93,6 +96,7 @@ def make_graph(
     from quantmoe.exporter.graph.passes.embeddings import keep_tables
     from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
     from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
+    from quantmoe.exporter.graph.passes.paged import to_paged
     from quantmoe.exporter.graph.passes.weights import place_weights
     from quantmoe.exporter.graph.trace import attention_of, trace
     from quantmoe.exporter.measuring import random_checkpoint
@@ -111,14 +115,19 @@ def make_graph(
             head = chosen.source(name) == skeleton.head
             if linear.w.format == "int4" and not (head and weights == "mxfp4"):
                 chosen.linears[name] = replace(linear, w=replace(linear.w, **(experts if head else dense)))
-    attends = attention_of(skeleton, chosen, "cuda", "auto")
+    attends = attention_of(skeleton, chosen, "cuda", "auto", paged)
     if attends.plain:
         raise SystemExit(f"attention of standard nodes: {attends.plain}")
     graph = trace(skeleton, chosen, attends, "cuda")
     placed = place_weights(graph)
     keep_tables(placed, skeleton.stored_type)
     name_interface(graph)
-    keep_last_logits(graph)
+    if paged:
+        for table in to_paged(graph, placed, skeleton.model.config.max_position_embeddings, every):
+            table.value.const_value = ir.tensor(table.array, name=table.value.name)
+            graph.graph.register_initializer(table.value)
+    elif not every:
+        keep_last_logits(graph)
     drop_defaults(graph)
     drop_traces(graph)
     for value in (weight.value for weight in placed):
@@ -527,6 +536,8 @@ if __name__ == "__main__":
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--weights", choices=["int4", *WEIGHTS], default="int4", help="of experts; see make_graph")
     parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
+    parser.add_argument("--all-logits", action="store_true", help="of all tokens, not of the last")
+    parser.add_argument("--paged", action="store_true", help="as export --paged, for serving.py")
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048])
     parser.add_argument("--gpu-memory", type=int, help="for experts, which are then in host memory")
@@ -547,7 +558,8 @@ if __name__ == "__main__":
         part = Slice(given.rank, given.ranks, given.expert_parallel) if given.ranks > 1 else None
         scratch = given.folder / "headers"
         weights = (given.weights, given.lm_head)
-        make_graph(given.graph, given.model, given.group_size, *weights, scratch, given.sizes, part)
+        ends = (given.all_logits, given.paged)
+        make_graph(given.graph, given.model, given.group_size, *weights, scratch, given.sizes, part, *ends)
     else:
         from quantmoe.ort_ext import cuda_library_path
 
