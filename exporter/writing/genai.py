@@ -28,7 +28,7 @@ LOGITS = "logits"
 PAGED_METADATA = "paged"
 #: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory
 #: that the cache takes. FlashAttention reads blocks of 256 of any size of head.
-ENGINE = {"block_size": 256, "max_batch_size": 128, "gpu_utilization_factor": 0.8}
+ENGINE = {"block_size": 256, "max_batch_size": 128, "gpu_utilization_factor": 0.6}
 #: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
 #: context it may be tens of gigabytes
 MAX_LENGTH = 4096

@@ -100,11 +100,27 @@ def exported(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint: Callable[..., Path]) -> Callable[..., PreTrainedModel]:
-    """reference(architecture, scheme) -> the float32 PyTorch model with the same dequantized weights."""
+def cached(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """cached(architecture, **options of export) -> folder for CUDA, with heads that the kernels take."""
 
     @cache
-    def make(architecture: str = "qwen3_moe", scheme: str = "W4A16") -> PreTrainedModel:
-        return dequantized(Skeleton(find_format(open_checkpoint(checkpoint(architecture, scheme)))))
+    def make(architecture: str, **options: object) -> Path:
+        given = {"target": "cuda", "dtype": "f16", "logits": "all"} | options
+
+        def write(folder: Path) -> None:
+            export(checkpoint(architecture, hidden_size=256, head_dim=64), folder, **given)
+
+        return made_once(tmp_path_factory, write, architecture, head_dim=64, **given)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Callable[..., Path]) -> Callable[..., PreTrainedModel]:
+    """reference(architecture, scheme, **sizes) -> the float32 PyTorch model with the same dequantized weights."""
+
+    @cache
+    def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **sizes: object) -> PreTrainedModel:
+        return dequantized(Skeleton(find_format(open_checkpoint(checkpoint(architecture, scheme, **sizes)))))
 
     return make

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import onnx_ir as ir
 import pytest
 import tiny
 import torch
-from once import made_once
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from sweeps import every
@@ -151,22 +149,6 @@ def test_operators_and_types(exported, architecture, dtype):
             assert node.attributes[f"{prefix}_activation_format"].value == "none"
 
 
-@pytest.fixture(scope="module")
-def cached(checkpoint, tmp_path_factory):
-    """cached(architecture, **options of export) -> folder, with heads that the CUDA kernels take."""
-
-    @cache
-    def make(architecture: str, **options: object) -> Path:
-        given = {"target": "cuda", "dtype": "f16", "logits": "all"} | options
-
-        def write(folder: Path) -> None:
-            export(checkpoint(architecture, hidden_size=256, head_dim=64), folder, **given)
-
-        return made_once(tmp_path_factory, write, architecture, head_dim=64, **given)
-
-    return make
-
-
 HYBRID = ["qwen3_next", "qwen3_5_moe_text"]
 CACHED = ["qwen3_moe", "llama4_text", *HYBRID, "mixtral", "olmoe", "gpt_oss", "glm4_moe"]
 
@@ -282,12 +264,12 @@ def test_every_norm_is_a_node(cached, architecture):
 
 
 @pytest.mark.parametrize("architecture", every(CACHED, 3))
-def test_logits_of_cached_attention_equal_pytorch(cached, checkpoint, architecture):
+def test_logits_of_cached_attention_equal_pytorch(cached, reference, architecture):
     """As test_logits_equal_pytorch and test_padding."""
-    model = dequantized(Skeleton(find_format(open_checkpoint(checkpoint(architecture, hidden_size=256, head_dim=64)))))
     ids = np.random.default_rng(4).integers(1, 384, (2, 11))
     mask = np.ones_like(ids)
     mask[1, :3] = 0
+    model = reference(architecture, hidden_size=256, head_dim=64)
     found, want = logits(cached(architecture), ids, mask), torch_logits(model, ids, mask)
     assert np.isfinite(found).all()
     assert np.abs(found - want)[mask > 0].max() / np.abs(want[mask > 0]).max() < 1e-2

@@ -21,7 +21,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir import tape
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from quantmoe.custom_ops.op import DOMAIN, AttentionSpec
+from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.graph.passes.last_logits import head_of
 from quantmoe.exporter.graph.passes.weights import Weight
 from quantmoe.exporter.names import PAGED

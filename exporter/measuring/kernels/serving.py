@@ -1,15 +1,17 @@
 """Requests of mixed lengths to onnxruntime-genai's Engine, so many at a time, or to llama.cpp's server.
 
     quantmoe export CHECKPOINT paged --target cuda --paged
-    quantmoe export CHECKPOINT plain --target cuda --logits all  # static batches take the logits of all tokens
+    quantmoe export CHECKPOINT plain --target cuda
     python -m quantmoe.exporter.measuring.kernels.serving run paged plain http://localhost:8080
 
-Whoever asks is given a new request when one has ended: as many are in flight until the last have begun. A row has
-generated tokens a second, of all requests together; milliseconds to a request's first token, of half of them and of 95
-in 100, the wait for its turn included; and the median of the milliseconds between two tokens of a request.
+An ordinary export runs in static batches: onnxruntime-genai's Generator with as many rows, prompts padded to the
+longest, until the last row has its tokens. (The Engine's own static batches have four rows and take ``--logits all``:
+option ``--static``.) Whoever asks has a new request when one has ended: as many are in flight until the last have
+begun. A line has generated tokens a second, of all requests together; milliseconds to a request's first token, of half
+of them and of 95 in 100, the wait for its turn included; and the median of those between two tokens of a request.
 
-``check`` compares the tokens of a paged folder with those of the ordinary export in ``quantmoe.Generator``, one request
-after the other there; in the Engine they come one by one while others run, and every third is cancelled on the way:
+``check`` compares a paged folder in f16 with the ordinary export (``--logits all``) in ``quantmoe.Generator``, one
+request after the other there; in the Engine they come while others run, and every third is cancelled on the way:
 
     python -m quantmoe.exporter.measuring.kernels.serving check paged plain --text FILE
 
@@ -23,11 +25,10 @@ import argparse
 import json
 import queue
 import shutil
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,45 @@ def mixed(count: int, vocabulary: int, seed: int = 0) -> list[Request]:
     ]
 
 
+class Batches:
+    """An ordinary export's folder in onnxruntime-genai's Generator, a batch after the other."""
+
+    def __init__(self, folder: Path):
+        import onnxruntime_genai as og
+
+        self.og, config = og, json.loads((folder / "genai_config.json").read_text())
+        self.vocabulary, self.pad = config["model"]["vocab_size"], config["model"]["pad_token_id"]
+        opened = og.Config(str(folder))
+        opened.overlay(json.dumps({"search": {"chunk_size": 0}}))  # of several rows no part of a prompt can follow
+        self.name, self.model = f"{folder.name}, static batches", og.Model(opened)
+
+    def serve(self, requests: Sequence[Request], concurrent: int) -> None:
+        """Fills in when what came. A request is asked for when the one before it in its row has ended."""
+        now = time.perf_counter()
+        free = [now] * concurrent
+        for at in range(0, len(requests), concurrent):
+            batch = requests[at : at + concurrent]
+            longest, count = max(len(r.prompt) for r in batch), max(r.count for r in batch)
+            for request, since in zip(batch, free, strict=False):
+                request.asked = since
+            ids = np.array([[self.pad] * (longest - len(r.prompt)) + r.prompt for r in batch], np.int32)
+            params = self.og.GeneratorParams(self.model)
+            params.set_search_options(batch_size=len(batch), max_length=longest + count, do_sample=False)
+            generator = self.og.Generator(self.model, params)
+            generator.append_tokens(ids)
+            for _ in range(count):
+                if generator.is_done():
+                    break
+                generator.generate_next_token()
+                now = time.perf_counter()
+                for request, token in zip(batch, generator.get_next_tokens(), strict=True):
+                    if len(request.came) < request.count:
+                        request.came.append(now)
+                        request.tokens.append(int(token))
+            del generator
+            free = [request.came[-1] for request in batch]
+
+
 class Engine:
     """A folder in onnxruntime-genai's Engine."""
 
@@ -80,7 +120,8 @@ class Engine:
         if not paged:  # static batches take no prompt in parts
             settings = {"search": {"chunk_size": 0}, "engine": {"static_batching": {"max_batch_size": STATIC}}}
             opened.overlay(json.dumps(settings))
-        self.name = f"{folder.name}, {'paged' if paged else 'static'}"
+            opened.set_provider_option("cuda", "enable_cuda_graph", "0")  # each step would be captured anew
+        self.name = f"{folder.name}, {'paged' if paged else 'static batches of the'} Engine"
         self.engine = og.Engine(og.Model(opened))
         self.events = self.engine.create_event_buffer(1024)
 
@@ -145,7 +186,19 @@ class Server:
             thread.join()
 
 
-def measure(server: Engine | Server, concurrent: int, rounds: int) -> None:
+def opened(place: str, vocabulary: int, static: bool) -> Batches | Engine | Server:
+    """What serves at a place: a folder, or an address.
+
+    Args:
+        vocabulary: of a server's model. static: an ordinary export in the Engine.
+    """
+    if place.startswith("http"):
+        return Server(place, vocabulary)
+    inputs = json.loads((Path(place) / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
+    return Engine(Path(place)) if static or "block_table" in inputs else Batches(Path(place))
+
+
+def measure(server: Batches | Engine | Server, concurrent: int, rounds: int) -> None:
     """Prints a row."""
     requests = mixed(max(4, rounds * concurrent), server.vocabulary)
     begin = time.perf_counter()
@@ -163,41 +216,95 @@ def measure(server: Engine | Server, concurrent: int, rounds: int) -> None:
     )
 
 
-def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) -> bool:
-    """Prints how many tokens of the Engine are those of the ordinary export.
-
-    Returns:
-        Whether all are, or differ first where the ordinary export's two logits are within 1e-2 of the largest.
-    """
+def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) -> None:
+    """Prints how far logits of packed runs are from the ordinary export's, as far as those are from themselves where
+    other tokens are run together; and how many tokens of the Engine are the ordinary export's."""
     from quantmoe.exporter.running.generate import Generator
 
+    generator = Generator(plain, device="cuda")
+    want = [generator.scores(prompt) for prompt in prompts]
+    generator.chunk = 7
+    for name, found in (
+        ("packed", packed_logits(paged, prompts)),
+        ("ordinary export, 7 tokens a run", [generator.scores(prompt) for prompt in prompts]),
+    ):
+        far = np.concatenate(
+            [np.abs(x - y).max(1) / np.abs(y).max() for x, y in zip(found, want, strict=True)]
+        )  # of each token
+        parts = ", ".join(f"{np.quantile(far, q):.1e}" for q in (0.5, 0.95, 1))
+        print(f"{name}: {len(far)} tokens' logits differ by {parts} of the largest (median, 95 %, all)")
     lengths = np.random.default_rng(0).integers(1, count, len(prompts), endpoint=True)
     requests = [
         Request(prompt, int(length), leave=int(length) // 2 if i % 3 == 2 else 0)
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    engine = Engine(paged)
+    engine, equal, same, gaps = Engine(paged), 0, 0, [0.0]
     engine.serve(requests, max(2, len(prompts) // 2))
-    del engine
-    generator, equal, largest, same = Generator(plain, device="cuda"), 0, 0.0, 0
     for request in requests:
-        want = generator.greedy(request.prompt, request.count)
-        expected = want.tokens[: request.leave or None]
-        pairs = list(zip(request.tokens[: len(expected)], expected, strict=True))
-        differing = next((i for i, (found, other) in enumerate(pairs) if found != other), None)
-        equal += len(pairs) if differing is None else differing
-        same += differing is None
-        if differing is not None:
-            logits = want.logits[differing].astype(np.float32)
-            gap = float(logits.max() - logits[request.tokens[differing]]) / float(np.abs(logits).max())
-            largest = max(largest, gap)
-    total = sum(min(len(r.tokens), r.leave or r.count) for r in requests)
-    left = sum(r.leave > 0 for r in requests)
+        expected = generator.greedy(request.prompt, len(request.tokens))
+        pairs = list(zip(request.tokens, expected.tokens, strict=True))
+        differing = next((i for i, (found, other) in enumerate(pairs) if found != other), len(pairs))
+        equal, same = equal + differing, same + (differing == len(pairs))
+        if differing < len(pairs):
+            logits = expected.logits[differing].astype(np.float32)
+            gaps.append(float((logits.max() - logits[request.tokens[differing]]) / np.abs(logits).max()))
+    left, total = sum(request.leave > 0 for request in requests), sum(len(request.tokens) for request in requests)
     print(
-        f"{paged.name}: {len(requests)} requests, {left} left on the way: {same} have the ordinary export's tokens, "
-        f"{equal} of {total} tokens before the first other one; its logit is up to {largest:.1e} of the largest behind"
+        f"Engine: {len(requests)} requests, {left} left on the way: {same} have the ordinary export's tokens; before the "
+        f"first other one {equal} of {total}, whose logit is up to {max(gaps):.1e} of the largest behind"
     )
-    return largest < 1e-2
+
+
+def packed_logits(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray]:
+    """Logits of all tokens, [tokens, V] of each prompt, all in the same runs, random parts of each in one, with caches
+    in blocks in random order; of a graph in f16."""
+    import onnxruntime as ort
+    import torch
+
+    from quantmoe.ort_ext import cuda_library_path
+
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(cuda_library_path())
+    session = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CUDAExecutionProvider"])
+    rng, size = np.random.default_rng(2), 256
+    columns = -(-max(map(len, prompts)) // size)
+    blocks = rng.permutation(len(prompts) * columns).astype(np.int32).reshape(len(prompts), columns)
+    shapes = {i.name: i.shape[2:] for i in session.get_inputs() if i.name.startswith("past_key_values.")}
+    caches = {
+        name: torch.zeros(blocks.size, size, *shape, dtype=torch.float16, device="cuda")
+        for name, shape in shapes.items()
+    }
+    done, found = [0] * len(prompts), [[] for _ in prompts]
+    while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
+        news = [min(len(p) - at, int(rng.choice([0, 1, 60]))) for at, p in zip(done, prompts, strict=True)]
+        rows = [row for row, new in enumerate(news) if new]
+        if not rows:
+            continue
+        tokens = [token for row in rows for token in prompts[row][done[row] : done[row] + news[row]]]
+        longest = max(done[row] + news[row] for row in rows)
+        begins = np.cumsum([0, *(news[row] for row in rows)])
+        feed = {
+            "input_ids": np.array(tokens, np.int64),
+            "block_table": blocks[rows],
+            "cumulative_sequence_lengths": begins.astype(np.int32),
+            "past_sequence_lengths": np.array([done[row] for row in rows], np.int32),
+            "attention_metadata": np.array([max(news), longest, longest], np.int32),
+            "logits_indices": np.arange(len(tokens), dtype=np.int32),
+        }
+        binding = session.io_binding()
+        for name, array in feed.items():
+            binding.bind_cpu_input(name, array)
+        for name, cache in caches.items():
+            place = ("cuda", 0, np.float16, list(cache.shape), cache.data_ptr())
+            binding.bind_input(name, *place)
+            binding.bind_output(name.replace("past_key_values", "present"), *place)
+        binding.bind_output("logits", "cpu")
+        session.run_with_iobinding(binding)
+        logits = next(value for value in binding.get_outputs() if len(value.shape()) == 2).numpy()
+        for i, row in enumerate(rows):
+            found[row].append(logits[begins[i] : begins[i + 1]].astype(np.float32))
+            done[row] += news[row]
+    return [np.concatenate(parts) for parts in found]
 
 
 def texts(folder: Path, text: Path | None, count: int) -> Iterator[list[int]]:
@@ -229,7 +336,7 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
         fill(graph, out)
         names = [value.name for value in onnx.load(graph, load_external_data=False).graph.input]
         own = CONFIGS[model] | sizes
-        stop = {"eos_token_id": own["vocab_size"] - 1}  # what random weights rarely say
+        stop = dict.fromkeys(("eos_token_id", "pad_token_id"), own["vocab_size"] - 1)  # what random weights rarely say
         config = genai_config(own, stop, LIBRARIES["cuda"], shares=True, cuda=True)
         if names[1] in PAGED:
             add_paged(config, names)
@@ -242,7 +349,8 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "check", "make"])
     parser.add_argument("places", nargs="+", help="folders, or a server's address; of make the graphs")
     parser.add_argument("--concurrent", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--rounds", type=int, default=2, help="requests for each that is in flight")
+    parser.add_argument("--rounds", type=int, default=4, help="requests for each that is in flight")
+    parser.add_argument("--static", action="store_true", help="ordinary exports in the Engine, too")
     parser.add_argument("--text", type=Path, help="of check: what prompts are pieces of")
     parser.add_argument("--count", type=int, default=24, help="of check: requests")
     parser.add_argument("--tokens", type=int, default=48, help="of check: of a request at most")
@@ -255,13 +363,10 @@ def main() -> None:
         make([Path(place) for place in given.places], given.folder, given.model, given.sizes)
     elif given.what == "check":
         paged, plain = map(Path, given.places)
-        sys.exit(not check(paged, plain, list(texts(paged, given.text, given.count)), given.tokens))
+        check(paged, plain, list(texts(paged, given.text, given.count)), given.tokens)
     else:
-        open_server: Callable[[str], Engine | Server] = lambda place: (
-            Server(place, given.vocabulary) if place.startswith("http") else Engine(Path(place))
-        )
         for place in given.places:
-            server = open_server(place)
+            server = opened(place, given.vocabulary, given.static)
             server.serve(mixed(8, server.vocabulary, seed=1), 4)  # the first runs allocate
             print(server.name)
             for concurrent in given.concurrent:

@@ -1,0 +1,224 @@
+"""export --paged: requests packed in one row, their caches in blocks, and PyTorch's logits. ONNX Runtime has
+PagedAttention on GPUs alone: here it is NumPy, written from the operator's schema, and the rest test_cuda.py's."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from sweeps import every
+from test_cuda import OPERATORS, torch_logits
+
+from quantmoe import Generator, ort_library_path
+from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+from quantmoe.exporter.running.generate import check_takes_tokens
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
+
+BLOCK = 4
+
+
+class PagedAttention(OpRun):
+    op_domain = "com.microsoft"
+
+    def _run(self, qkv, _k, _v, keys, values, begins, past, blocks, cos, sin, _s, sinks, q_norm, k_norm, *_, **given):
+        heads, groups, size = given["num_heads"], given["kv_num_heads"], keys.shape[3]
+        assert keys.shape[1] == BLOCK
+        keys, values, out = keys.copy(), values.copy(), []
+        q, k, v = np.split(qkv.astype(np.float64), np.cumsum([heads, groups]) * size, axis=1)
+        q, k, v = (part.reshape(len(part), -1, size) for part in (q, k, v))
+        if q_norm is not None:
+            epsilon = given["qk_norm_epsilon"]
+            q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * w for x, w in ((q, q_norm), (k, k_norm)))
+        for row, before in enumerate(past):
+            mine = slice(begins[row], begins[row + 1])
+            places = np.arange(before, before + mine.stop - mine.start)
+            if given["do_rotary"]:
+                q[mine], k[mine] = (turned(x[mine], cos[places], sin[places], given) for x in (q, k))
+            for cache, new in ((keys, k), (values, v)):
+                cache[blocks[row, places // BLOCK], places % BLOCK] = new[mine]
+            every = np.arange(places[-1] + 1)
+            seen, held = (cache[blocks[row, every // BLOCK], every % BLOCK] for cache in (keys, values))
+            seen, held = (np.repeat(x.astype(np.float64), heads // groups, 1) for x in (seen, held))
+            scores = np.einsum("thd,shd->hts", q[mine], seen) * given["scale"]
+            if cap := given["softcap"]:
+                scores = cap * np.tanh(scores / cap)
+            away = places[:, None] - every
+            window = given["local_window_size"]
+            scores[:, (away < 0) | ((away >= window) if window > 0 else False)] = -np.inf
+            if sinks is not None:
+                own = np.broadcast_to(sinks.astype(np.float64)[:, None, None], (*scores.shape[:2], 1))
+                scores = np.concatenate((scores, own), -1)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out.append(np.einsum("hts,shd->thd", weights[..., : len(every)], held))
+        return np.concatenate(out).reshape(len(qkv), -1).astype(qkv.dtype), keys, values
+
+
+def turned(x, cos, sin, given):
+    """x [tokens, heads, size], its first features turned; tables [tokens, half of those]."""
+    half = cos.shape[1]
+    first, second = (slice(0, half), slice(half, 2 * half))
+    if given["rotary_interleaved"]:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    cos, sin, found = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64), x.copy()
+    found[..., first] = x[..., first] * cos - x[..., second] * sin
+    found[..., second] = x[..., second] * cos + x[..., first] * sin
+    return found
+
+
+@pytest.fixture
+def paged(cached):
+    return lambda architecture, **options: cached(architecture, paged=True, **{"logits": "last"} | options)
+
+
+def steps(requests, schedule, blocks):
+    """Runs of new tokens of some requests: (inputs but for the caches, (request, tokens before, new) of each)."""
+    done = [0] * len(requests)
+    for counts in schedule:
+        rows = [(r, done[r], count) for r, count in enumerate(counts) if count]
+        begins = np.cumsum([0, *(new for _, _, new in rows)])
+        yield (
+            {
+                "input_ids": np.concatenate([requests[r][before : before + new] for r, before, new in rows]),
+                "cumulative_sequence_lengths": begins.astype(np.int32),
+                "past_sequence_lengths": np.array([before for _, before, _ in rows], np.int32),
+                "block_table": blocks[[r for r, _, _ in rows]],
+                "attention_metadata": np.array(
+                    [max(n for _, _, n in rows), *[max(b + n for _, b, n in rows)] * 2], np.int32
+                ),
+            },
+            rows,
+        )
+        for r, _, new in rows:
+            done[r] += new
+
+
+#: new tokens of three requests in each run: they come and go, and a prompt is read in parts
+SCHEDULE = [(7, 0, 0), (1, 5, 0), (1, 0, 4), (2, 0, 5)]
+
+
+@pytest.mark.parametrize("logits", every(["last", "all"]))
+@pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "glm4_moe", "mixtral"]))
+def test_packed_requests_have_pytorchs_logits(paged, reference, architecture, logits):
+    rng = np.random.default_rng(4)
+    requests = [rng.integers(0, 384, sum(counts)) for counts in zip(*SCHEDULE, strict=True)]
+    blocks = rng.permutation(12).astype(np.int32).reshape(3, 4)  # of 16 tokens each
+    evaluator = ReferenceEvaluator(
+        str(paged(architecture, logits=logits) / "model.onnx"), new_ops=[*OPERATORS, PagedAttention]
+    )
+    caches = {}
+    for value in evaluator.proto_.graph.input:
+        if value.name.startswith("past_key_values."):
+            shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim[2:]]
+            caches[value.name] = np.full((12, BLOCK, *shape), 3, np.float16)
+    outputs = [value.name for value in evaluator.proto_.graph.output]
+    model = reference(architecture, hidden_size=256, head_dim=64)
+    want = [torch_logits(model, ids[None], np.ones_like(ids)[None])[0] for ids in requests]
+    for feed, rows in steps(requests, SCHEDULE, blocks):
+        wanted = np.concatenate([want[r][before : before + new] for r, before, new in rows])
+        if logits == "last":
+            feed["logits_indices"] = (feed["cumulative_sequence_lengths"][:0:-1] - 1).astype(np.int32)
+            wanted = wanted[feed["logits_indices"]]
+        found = dict(zip(outputs, evaluator.run(None, feed | caches), strict=True))
+        assert found["logits"].shape == wanted.shape
+        # as in test_cuda.py: a few hundred roundings of 2^-11; tables of cosines have one each, too
+        assert np.abs(found["logits"] - wanted).max() / np.abs(want[0]).max() < 1e-2
+        caches = {name: found[name.replace("past_key_values", "present")] for name in caches}
+
+
+@pytest.mark.parametrize("dtype", every(["f16", "bf16"]))
+def test_what_onnxruntime_genai_reads(paged, dtype):
+    folder = paged("qwen3_moe", dtype=dtype)
+    path = str(folder / "model.onnx")
+    onnx.checker.check_model(path)
+    graph, config = ir.load(path).graph, json.loads((folder / "genai_config.json").read_text())
+    decoder, sizes = config["model"]["decoder"], {value.name: list(map(str, value.shape)) for value in graph.inputs}
+    own = ir.DataType.FLOAT16 if dtype == "f16" else ir.DataType.BFLOAT16
+    assert sizes["input_ids"] == ["num_tokens"]
+    assert sizes["past_key_values.1.value"] == ["num_blocks", "block_size", "2", "64"]
+    types = {value.name: value.dtype for value in graph.inputs}
+    names = [name for kind, name in decoder["inputs"].items() if name == kind]
+    caches = [f"past_key_values.{i}.{kind}" for i in range(2) for kind in ("key", "value")]
+    assert [*types] == [*names, *caches]
+    assert {types[name] for name in caches} == {own}
+    assert {types[name] for name in names} == {ir.DataType.INT64, ir.DataType.INT32}
+    assert [value.name for value in graph.outputs][1:] == [
+        name.replace("past_key_values", "present") for name in caches
+    ]
+    assert decoder["state_groups"] == [{"kind": "paged_kv", "layer_ids": [0, 1]}]
+    assert config["engine"]["dynamic_batching"]["block_size"] == 256
+    assert ir.load(path).metadata_props["onnxruntime"] == "1.31"
+
+
+def test_onnx_runtime_knows_the_nodes(paged):
+    """Types, inputs and attributes are its schema's; that it lacks the kernel on the CPU it says after it has checked
+    those. Generate says which folder it is."""
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(ort_library_path())
+    with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*PagedAttention"):
+        ort.InferenceSession(str(paged("qwen3_moe") / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    with pytest.raises(ModelError, match="exported with --target cuda"):
+        Generator(paged("qwen3_moe"))
+
+
+class Opened:
+    """A session of a paged folder."""
+
+    def __init__(self, folder):
+        self.inputs = list(ir.load(folder / "model.onnx").graph.inputs)
+
+    def get_inputs(self):
+        return self.inputs
+
+
+def test_generate_refuses_many_requests(paged):
+    folder = paged("qwen3_moe")
+    with pytest.raises(ModelError, match=r"tokens of many requests.*--paged"):
+        check_takes_tokens(folder, Opened(folder))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    every(
+        [
+            ("qwen3_next", r"layers\.0\.linear_attn: --paged has no linear attention"),
+            ("deepseek_v3", r"layers\.0\.self_attn: --paged: latent attention"),
+            ("olmoe", r"layers\.0\.self_attn: --paged: .*norm of all heads"),
+            ("mimo_v2_flash", r"layers\.0\.self_attn: --paged: head_size is 48 and v_head_size 32"),
+            ("llama4_text", r"layers\.0\.self_attn: --paged: "),
+        ]
+    ),
+)
+def test_attention_that_blocks_do_not_hold_is_refused(checkpoint, tmp_path, architecture, reason):
+    for command in (export, plan):
+        with pytest.raises(CheckpointError, match=reason):
+            command(checkpoint(architecture), tmp_path / "a", target="cuda", paged=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"target": "cpu"}, "paged is for target cuda"),
+        ({"logits": 5}, "paged does not go with logits of N tokens"),
+        ({"tensor_parallel": 2}, "paged does not go with tensor_parallel"),
+        ({"mtp": True}, "paged does not go with mtp"),
+        ({"vision": True}, "paged does not go with vision"),
+    ],
+)
+def test_options(options, reason):
+    with pytest.raises(OptionError, match=reason):
+        Options(**{"target": "cuda", "paged": True} | options)
+    Options(target="cuda", paged=True)
+
+
+def test_codes_in_the_cache_are_refused(checkpoint, tmp_path):
+    with pytest.raises(OptionError, match=r"cache is fp8: .*a paged cache holds floats"):
+        plan(checkpoint("qwen3_moe"), tmp_path / "a", target="cuda", paged=True, cache="fp8")
