@@ -41,6 +41,7 @@ _CHUNK = 1 << 24
 SpecType = TypeVar("SpecType", bound=Spec)
 #: operators of ONNX Runtime's own whose weights an export packs
 OTHERS = {("com.microsoft", "QMoE"), ("com.microsoft", "MatMulNBits")}
+PAGED_ATTENTION = ("com.microsoft", "PagedAttention")
 
 
 def model_path(path: str | Path) -> Path:
@@ -68,7 +69,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         them, with these, None without one; of linears ``rows``: where a node
         has those of several modules, how many of each),
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
-        ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
+        ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token; PagedAttention
+        nodes as the CachedAttention that computes the same),
         ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
         ``state_bytes`` of both, after one token; CausalConv nodes without one alike; of states that standard nodes
         read, the input's name, sizes in the place of attributes and a width of 0),
@@ -130,10 +132,12 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
     layers, linears, routers, attention, linear_attention = found.values()
     packed: set[str | None] = set()
     for node in model.graph:
-        if node.domain != DOMAIN and (node.domain, node.op_type) not in OTHERS:
+        if node.domain != DOMAIN and (node.domain, node.op_type) not in {*OTHERS, PAGED_ATTENTION}:
             continue
         try:
-            if node.domain != DOMAIN:
+            if (node.domain, node.op_type) == PAGED_ATTENTION:
+                attention.append(_paged_attention(path, node))
+            elif node.domain != DOMAIN:
                 described = _packed(path, node)
                 if described is not None:
                     (layers if node.op_type == "QMoE" else linears).append(described)
@@ -369,6 +373,32 @@ def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
         "node": node.name,
         "attributes": spec.attributes(),
         "cache": held.name.lower() if spec.cache_format == "none" else spec.cache_format,
+        "bytes_per_token": int(width * held.itemsize),
+    }
+
+
+def _paged_attention(path: Path, node: ir.Node) -> dict[str, Any]:
+    held, given = _type(path, node, 3), {name: a.value for name, a in node.attributes.items()}
+    size, cos = int(node.inputs[3].shape[3]), node.inputs[8]  # type: ignore[union-attr,index,arg-type]
+    spec = AttentionSpec(
+        num_heads=given["num_heads"],
+        kv_num_heads=given["kv_num_heads"],
+        head_size=size,
+        v_head_size=size,
+        scale=given["scale"],
+        sliding_window=max(0, given["local_window_size"]),
+        chunk_size=0,
+        softcap=given["softcap"],
+        rotary_size=2 * int(cos.shape[1]) if cos is not None else 0,  # type: ignore[index,arg-type]
+        rotary_interleaved=given["rotary_interleaved"],
+        qk_norm="head" if node.inputs[12] is not None else "none",
+        norm_epsilon=given.get("qk_norm_epsilon", 0.0),
+    )
+    width = 2 * spec.kv_num_heads * size
+    return {
+        "node": node.name,
+        "attributes": spec.attributes(),
+        "cache": f"{held.name.lower()} in blocks",
         "bytes_per_token": int(width * held.itemsize),
     }
 

@@ -306,8 +306,9 @@ def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) ->
 def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: str = "") -> None:
     """files: FILES, of the model that is renamed last."""
     graph = part.graph
-    tables = part.tables if isinstance(part, Part) else []
-    for value in [one.value for one in (*part.weights, *tables)]:
+    values = [weight.value for weight in part.weights]
+    values += [table.value for table in part.tables] if isinstance(part, Part) else []
+    for value in values:
         if value.uses():
             graph.graph.register_initializer(value)
     drop_traces(graph)

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from ray import serve
 
-BATCH = 4  # requests that an engine runs together
+STATIC = {"search": {"chunk_size": 0}, "engine": {"static_batching": {"max_batch_size": 4}}}  # without --paged
 app = FastAPI()
 
 
@@ -38,23 +38,21 @@ class AskText(Ask):
     prompt: str = Field(min_length=1)
 
 
-@serve.deployment(max_ongoing_requests=2 * BATCH, max_queued_requests=2 * BATCH)  # more are refused
+@serve.deployment
 @serve.ingress(app)
 class Serving:
-    def __init__(self, folder: str):
-        config = og.Config(folder)  # static batches take no prompt in parts
-        settings = {"search": {"chunk_size": 0}, "engine": {"static_batching": {"max_batch_size": BATCH}}}
+    def __init__(self, folder: str, settings: dict, batch: int):
+        config = og.Config(folder)
         config.overlay(json.dumps(settings))
-        self.model = og.Model(config)
+        self.model, self.batch, self.name = og.Model(config), batch, Path(folder).name
         self.tokenizer = og.Tokenizer(self.model)
-        self.name = Path(folder).name
         self.asked: queue.Queue = queue.Queue()
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self):
         """The engine's thread, which alone talks to it: begins what was asked for, and hands on what comes."""
         engine = og.Engine(self.model)
-        events, running = engine.create_event_buffer(4 * BATCH), {}
+        events, running = engine.create_event_buffer(4 * self.batch), {}
         while True:
             while not self.asked.empty() or not running:
                 tokens, options, tell, gone = self.asked.get()
@@ -142,5 +140,10 @@ if __name__ == "__main__":
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
+    found = json.loads(Path(given.folder, "genai_config.json").read_text())
+    settings = {} if "engine" in found else STATIC
+    (batch,) = (kind["max_batch_size"] for kind in (found | settings)["engine"].values())
     serve.start(http_options={"port": given.port})
-    serve.run(Serving.options(num_replicas=given.replicas).bind(str(Path(given.folder).resolve())), blocking=True)
+    most = dict.fromkeys(("max_ongoing_requests", "max_queued_requests"), 2 * batch)  # more are refused
+    serving = Serving.options(num_replicas=given.replicas, **most)
+    serve.run(serving.bind(str(Path(given.folder).resolve()), settings, batch), blocking=True)

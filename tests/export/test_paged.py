@@ -18,6 +18,7 @@ from test_cuda import OPERATORS, torch_logits
 from quantmoe import Generator, ort_library_path
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.running.generate import check_takes_tokens
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -132,6 +133,14 @@ def test_packed_requests_have_pytorchs_logits(paged, reference, architecture, lo
         # as in test_cuda.py: a few hundred roundings of 2^-11; tables of cosines have one each, too
         assert np.abs(found["logits"] - wanted).max() / np.abs(want[0]).max() < 1e-2
         caches = {name: found[name.replace("past_key_values", "present")] for name in caches}
+
+
+@pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "glm4_moe", "mixtral"]))
+def test_inspect_says_the_same_of_attention(paged, cached, architecture):
+    found, plain = (inspect(folder)["attention"] for folder in (paged(architecture), cached(architecture)))
+    assert [node["attributes"] for node in found] == [node["attributes"] for node in plain]
+    assert [node["bytes_per_token"] for node in found] == [node["bytes_per_token"] for node in plain]
+    assert {node["cache"] for node in found} == {"float16 in blocks"}
 
 
 @pytest.mark.parametrize("dtype", every(["f16", "bf16"]))

@@ -88,7 +88,7 @@ def to_paged(model: ir.Model, weights: Iterable[Weight], context: int, every: bo
     placed = {weight.value for weight in weights}
     head = None if every else head_of(graph)
     inputs = _inputs(graph, PAGED if head is not None else {n: s for n, s in PAGED.items() if n != "logits_indices"})
-    tables: dict[tuple[ir.Value, ...], list[Table]] = {}
+    tables: dict[tuple[ir.Value | None, ...], list[Table]] = {}
     for node in [node for node in graph if node.op_type == "CachedAttention"]:
         _replace(graph, node, inputs, tables, placed, given["position_ids"], context)
     RemoveUnusedNodesPass()(model)
@@ -124,7 +124,7 @@ def _replace(
     graph: ir.Graph,
     node: ir.Node,
     inputs: dict[str, ir.Value],
-    tables: dict[tuple[ir.Value, ...], list[Table]],
+    tables: dict[tuple[ir.Value | None, ...], list[Table]],
     placed: set[ir.Value],
     positions: ir.Value,
     context: int,

@@ -4,11 +4,11 @@
     quantmoe export CHECKPOINT plain --target cuda
     python -m quantmoe.exporter.measuring.kernels.serving run paged plain http://localhost:8080
 
-An ordinary export runs in static batches: onnxruntime-genai's Generator with as many rows, prompts padded to the
-longest, until the last row has its tokens. (The Engine's own static batches have four rows and take ``--logits all``:
-option ``--static``.) Whoever asks has a new request when one has ended: as many are in flight until the last have
-begun. A line has generated tokens a second, of all requests together; milliseconds to a request's first token, of half
-of them and of 95 in 100, the wait for its turn included; and the median of those between two tokens of a request.
+An ordinary export runs in static batches: onnxruntime-genai's Generator with as many rows, 32 at most, prompts padded
+to the longest, until the last row has its tokens. (The Engine's own static batches have four rows, and take ``--logits
+all``: option ``--static``.) Whoever asks has a new request when one has ended: as many are in flight until the last
+have begun. A line has generated tokens a second, of all requests together; milliseconds to a request's first token, of
+half of them and of 95 in 100, the wait for its turn included; and the median of those between two tokens of a request.
 
 ``check`` compares a paged folder in f16 with the ordinary export (``--logits all``) in ``quantmoe.Generator``, one
 request after the other there; in the Engine they come while others run, and every third is cancelled on the way:
@@ -39,8 +39,8 @@ from quantmoe.exporter.names import PAGED
 
 #: tokens of prompts and of answers, each request's at random
 PROMPTS, ANSWERS = (32, 128, 512, 1024), (32, 64, 128, 256)
-#: requests that a static batch has at most
-STATIC = 4
+#: requests that a static batch has at most, of the Engine and of onnxruntime-genai's Generator (0.18)
+STATIC, ROWS = 4, 32
 
 
 @dataclass
@@ -82,14 +82,13 @@ class Batches:
         self.name, self.model = f"{folder.name}, static batches", og.Model(opened)
 
     def serve(self, requests: Sequence[Request], concurrent: int) -> None:
-        """Fills in when what came. A request is asked for when the one before it in its row has ended."""
-        now = time.perf_counter()
-        free = [now] * concurrent
-        for at in range(0, len(requests), concurrent):
-            batch = requests[at : at + concurrent]
+        """Fills in when what came. Who asks does so again when the request before has ended."""
+        begin, rows = time.perf_counter(), min(concurrent, ROWS)
+        for at in range(0, len(requests), rows):
+            batch = requests[at : at + rows]
             longest, count = max(len(r.prompt) for r in batch), max(r.count for r in batch)
-            for request, since in zip(batch, free, strict=False):
-                request.asked = since
+            for i, request in enumerate(batch, at):
+                request.asked = requests[i - concurrent].came[-1] if i >= concurrent else begin
             ids = np.array([[self.pad] * (longest - len(r.prompt)) + r.prompt for r in batch], np.int32)
             params = self.og.GeneratorParams(self.model)
             params.set_search_options(batch_size=len(batch), max_length=longest + count, do_sample=False)
@@ -105,7 +104,6 @@ class Batches:
                         request.came.append(now)
                         request.tokens.append(int(token))
             del generator
-            free = [request.came[-1] for request in batch]
 
 
 class Engine:
@@ -127,7 +125,7 @@ class Engine:
 
     def serve(self, requests: Sequence[Request], concurrent: int) -> None:
         """Fills in what came."""
-        waiting, running = list(reversed(requests)), {}
+        waiting, running = list(reversed(requests)), dict[Any, Request]()
         while waiting or running:
             while waiting and len(running) < concurrent:
                 asked = waiting.pop()
@@ -199,8 +197,9 @@ def opened(place: str, vocabulary: int, static: bool) -> Batches | Engine | Serv
 
 
 def measure(server: Batches | Engine | Server, concurrent: int, rounds: int) -> None:
-    """Prints a row."""
-    requests = mixed(max(4, rounds * concurrent), server.vocabulary)
+    """Prints a line, of requests after others in which CUDA graphs are captured."""
+    server.serve(mixed(2 * concurrent, server.vocabulary, seed=1), concurrent)
+    requests = mixed(max(8, rounds * concurrent), server.vocabulary)
     begin = time.perf_counter()
     server.serve(requests, concurrent)
     seconds = time.perf_counter() - begin
@@ -250,8 +249,8 @@ def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) ->
             gaps.append(float((logits.max() - logits[request.tokens[differing]]) / np.abs(logits).max()))
     left, total = sum(request.leave > 0 for request in requests), sum(len(request.tokens) for request in requests)
     print(
-        f"Engine: {len(requests)} requests, {left} left on the way: {same} have the ordinary export's tokens; before the "
-        f"first other one {equal} of {total}, whose logit is up to {max(gaps):.1e} of the largest behind"
+        f"Engine: {len(requests)} requests, {left} left on the way: {same} have the ordinary export's tokens; before "
+        f"the first other one {equal} of {total}, whose logit is up to {max(gaps):.1e} of the largest behind"
     )
 
 
@@ -274,7 +273,8 @@ def packed_logits(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray
         name: torch.zeros(blocks.size, size, *shape, dtype=torch.float16, device="cuda")
         for name, shape in shapes.items()
     }
-    done, found = [0] * len(prompts), [[] for _ in prompts]
+    done: list[int] = [0] * len(prompts)
+    found: list[list[np.ndarray]] = [[] for _ in prompts]
     while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
         news = [min(len(p) - at, int(rng.choice([0, 1, 60]))) for at, p in zip(done, prompts, strict=True)]
         rows = [row for row, new in enumerate(news) if new]
@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "check", "make"])
     parser.add_argument("places", nargs="+", help="folders, or a server's address; of make the graphs")
     parser.add_argument("--concurrent", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--rounds", type=int, default=4, help="requests for each that is in flight")
+    parser.add_argument("--rounds", type=int, default=3, help="requests for each that is in flight")
     parser.add_argument("--static", action="store_true", help="ordinary exports in the Engine, too")
     parser.add_argument("--text", type=Path, help="of check: what prompts are pieces of")
     parser.add_argument("--count", type=int, default=24, help="of check: requests")
@@ -367,7 +367,6 @@ def main() -> None:
     else:
         for place in given.places:
             server = opened(place, given.vocabulary, given.static)
-            server.serve(mixed(8, server.vocabulary, seed=1), 4)  # the first runs allocate
             print(server.name)
             for concurrent in given.concurrent:
                 measure(server, concurrent, given.rounds)
