@@ -228,6 +228,12 @@ def test_options(options, reason):
     Options(target="cuda", paged=True)
 
 
+def test_a_dry_run_counts_the_tables(checkpoint, tmp_path):
+    """Cosines and sines of 48 features, 24 of each, in 2 bytes, of 4,096 positions."""
+    sizes = [plan(checkpoint("qwen3_moe"), tmp_path / "a", target="cuda", paged=paged).dense for paged in (True, False)]
+    assert sizes[0] - sizes[1] == 2 * 24 * 2 * 4096
+
+
 def test_codes_in_the_cache_are_refused(checkpoint, tmp_path):
     with pytest.raises(OptionError, match=r"cache is fp8: .*a paged cache holds floats"):
         plan(checkpoint("qwen3_moe"), tmp_path / "a", target="cuda", paged=True, cache="fp8")
