@@ -8,7 +8,8 @@
 //                                            has a graph of its own; else past and present are the same memory for so
 //                                            many tokens, and the first such step's graph serves the later ones
 // Inputs ..._state are zeros at first, and in place where the cache is.
-// A token below zero is padding. OUTPUT gets the logits of each step, [ROWS, LENGTH, V] in the model's 16 bits.
+// A token below zero is padding. OUTPUT gets the logits of each step, [ROWS, LENGTH, V] in the model's 16 bits. An input
+// hidden_states is read from TOKENS.hidden, [ROWS, T, H] in the model's 16 bits.
 #include <NvInfer.h>
 #include <NvOnnxParser.h>
 #include <cuda_runtime_api.h>
@@ -104,6 +105,8 @@ class Session {
     const std::string bytes((std::istreambuf_iterator<char>(input)), {});
     need(!bytes.empty() && bytes.size() % (8 * rows) == 0, file + " does not have " + std::to_string(rows) + " rows");
     const auto* tokens = reinterpret_cast<const int64_t*>(bytes.data());
+    std::ifstream hidden_file(file + ".hidden", std::ios::binary);
+    const std::string hidden((std::istreambuf_iterator<char>(hidden_file)), {});
     const size_t length = bytes.size() / 8 / rows;
     std::ofstream logits(output, std::ios::binary);
     graphs_.clear();
@@ -120,14 +123,16 @@ class Session {
         int64_t position = 0;
         for (size_t i = 0; i < past + count; ++i) {
           const int64_t token = tokens[row * length + i];
-          feed["attention_mask"].push_back(token >= 0);
+          append(feed["attention_mask"], token >= 0);
           if (i >= past) {
-            feed["input_ids"].push_back(std::max<int64_t>(token, 0));
-            feed["position_ids"].push_back(position);
+            append(feed["input_ids"], std::max<int64_t>(token, 0));
+            append(feed["position_ids"], position);
           }
           position += token >= 0;
         }
-        if (capacity_) feed["attention_mask"].resize((row + 1) * capacity_);
+        if (capacity_) feed["attention_mask"].resize((row + 1) * capacity_ * sizeof(int64_t));
+        const size_t features = hidden.size() / rows / length;  // bytes of a token's
+        feed["hidden_states"] += hidden.substr((row * length + past) * features, count * features);
       }
       logits << run_step(parts, feed, rows, past);
       past += count;
@@ -136,7 +141,11 @@ class Session {
   }
 
  private:
-  using Feed = std::map<std::string, std::vector<int64_t>>;
+  using Feed = std::map<std::string, std::string>;  // the bytes of what a step reads
+
+  static void append(std::string& bytes, int64_t value) {
+    bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
 
   IOptimizationProfile* make_profile(const INetworkDefinition& network, const std::string& text) {
     std::vector<std::array<int64_t, 3>> ranges;
@@ -203,7 +212,7 @@ class Session {
     }
     need(replayed.empty() || logits == replayed, "the CUDA graph gives other logits");
     for (const auto& name : outputs)
-      if (!capacity_ && name != "logits") caches_[past_of(name)] = std::move(buffers[name]);
+      if (!capacity_ && is_present(name)) caches_[past_of(name)] = std::move(buffers[name]);
     return logits;
   }
 
@@ -223,7 +232,7 @@ class Session {
         if (engine.getTensorIOMode(name.c_str()) != mode) continue;
         if (mode == TensorIOMode::kOUTPUT) {
           outputs.push_back(name);
-          const bool shared = capacity_ && name != "logits";
+          const bool shared = capacity_ && is_present(name);
           context.setTensorAddress(
               name.c_str(), shared ? caches_.at(past_of(name)).get() : buffer(buffers, name, byte_size(context, name)));
           continue;
@@ -232,17 +241,21 @@ class Session {
         const bool fed = feed.contains(name), state = is_state(name), starts = !caches_.contains(name);
         dims.d[0] = static_cast<int64_t>(rows);
         if (is_cache(name)) dims.d[2] = static_cast<int64_t>(capacity_ ? capacity_ : past);
-        if (fed) dims.d[1] = static_cast<int64_t>(feed.at(name).size() / rows);
+        if (fed) {
+          dims.d[1] = 1;
+          dims.d[1] = static_cast<int64_t>(feed.at(name).size() / byte_size(engine, name, dims));
+        }
         need(context.setInputShape(name.c_str(), dims), "shape of " + name);
         void* memory = buffer(fed ? buffers : caches_, name, byte_size(context, name));
         if (state && starts) check(cudaMemset(memory, 0, byte_size(context, name)));
-        if (fed) check(cudaMemcpy(memory, feed.at(name).data(), 8 * feed.at(name).size(), cudaMemcpyHostToDevice));
+        if (fed) check(cudaMemcpy(memory, feed.at(name).data(), feed.at(name).size(), cudaMemcpyHostToDevice));
         context.setTensorAddress(name.c_str(), memory);
       }
     }
     return outputs;
   }
   static std::string past_of(const std::string& present) { return "past_key_values" + present.substr(7); }
+  static bool is_present(const std::string& name) { return name.starts_with("present."); }
   static bool is_state(const std::string& name) { return name.ends_with("_state"); }
   static bool is_cache(const std::string& name) { return name.starts_with("past_key_values") && !is_state(name); }
 
@@ -283,8 +296,10 @@ class Session {
   }
 
   static size_t byte_size(const IExecutionContext& context, const std::string& name) {
-    const Dims dims = context.getTensorShape(name.c_str());
-    const DataType type = context.getEngine().getTensorDataType(name.c_str());
+    return byte_size(context.getEngine(), name, context.getTensorShape(name.c_str()));
+  }
+  static size_t byte_size(const ICudaEngine& engine, const std::string& name, const Dims& dims) {
+    const DataType type = engine.getTensorDataType(name.c_str());
     size_t bytes = type == DataType::kINT64 ? 8 : type == DataType::kFLOAT ? 4 : 2;
     for (int i = 0; i < dims.nbDims; ++i) bytes *= dims.d[i];
     return bytes;

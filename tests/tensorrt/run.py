@@ -129,6 +129,11 @@ def widen(raw: np.ndarray, dtype: str) -> np.ndarray:
     return raw.view(np.float16).astype(np.float32) if dtype == "f16" else (raw.astype(np.uint32) << 16).view(np.float32)
 
 
+def narrow(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The bits of float32 values that the type holds exactly."""
+    return values.astype(np.float16) if dtype == "f16" else (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
 def measure(folder: Path, dtype: str, run: Run, raw: np.ndarray) -> tuple[float, float]:
     """Relative distances from float32's logits: the worst token's, and of those that count in this type."""
     file, rows, steps, _ = run
@@ -162,8 +167,9 @@ def ask(process: subprocess.Popen[str], *words: object) -> str:
 
 def try_case(process: subprocess.Popen[str], work: Work, model: str, dtype: str, name: str) -> None:
     folder, case = work.folder / model, CASES[name]
-    refused = ask(process, "engine", "e", folder / dtype / "model.onnx", case.level, *case.profiles)
-    limit = TOLERANCE * json.loads((folder / "noise.json").read_text())[dtype]
+    facts = json.loads((folder / "noise.json").read_text())
+    refused = ask(process, "engine", "e", folder / dtype / facts["file"], case.level, *case.profiles)
+    limit = TOLERANCE * facts[dtype]
     for label, run in case.runs.items():
         result = Result(model, dtype, name, label, limit=limit, message=refused)
         if not refused:
@@ -176,14 +182,16 @@ def try_run(process: subprocess.Popen[str], folder: Path, result: Result, run: R
     file, rows, steps, graph = run
     last_profile = len(case.profiles) - 1
     key = re.sub(r"\W+", "_", f"{result.model}-{result.dtype}-{result.case}-{result.run}")
-    tokens, logits = folder / f"{key}.tokens", folder / f"{key}.logits"
+    tokens, hidden, logits = (folder / f"{key}.{kind}" for kind in ("tokens", "tokens.hidden", "logits"))
     np.load(folder / f"{file}.npy")[:rows].astype(np.int64).tofile(tokens)
+    if (read := folder / f"{file.replace('tokens', 'hidden')}.npy").exists():
+        narrow(np.load(read)[:rows], result.dtype).tofile(hidden)
     words = [f"e/{last_profile if step == 1 else 0}/{step}{'/graph' if graph and step == 1 else ''}" for step in steps]
     result.message = ask(process, "run", tokens, rows, case.capacity, logits, *words)
     if not result.message:
         result.worst, result.error = measure(folder, result.dtype, run, np.fromfile(logits, np.uint16))
-    tokens.unlink()
-    logits.unlink(missing_ok=True)
+    for path in (tokens, hidden, logits):
+        path.unlink(missing_ok=True)
 
 
 def serve(work: Work) -> None:
