@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "adapter.h"
+#include "group.h"
 #include "per_session.h"
 #include "pool.h"
 

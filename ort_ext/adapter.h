@@ -23,9 +23,9 @@
 #include "core/samples.h"
 #include "core/slots.h"
 #include "experts.h"
-#include "group.h"
 #include "ort_api.h"
 #include "quantmoe/quant_moe.h"
+#include "ranks/place.h"
 
 namespace quantmoe {
 namespace {
@@ -312,10 +312,6 @@ Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidd
 
 int64_t elements(const Shape& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-}
-
-std::string rank_of(const Place& place) {
-  return "rank " + std::to_string(place.rank) + " of " + std::to_string(place.world);
 }
 
 Place Kernel::place_of(int32_t rank, int32_t world, const std::string& how) const {

@@ -14,9 +14,9 @@
 
 #include "adapter.h"
 #include "device_experts.h"
-#include "nccl.h"
 #include "per_session.h"
 #include "quantmoe/quant_moe_cuda.h"
+#include "ranks/nccl.h"
 
 namespace quantmoe {
 namespace {
@@ -576,7 +576,6 @@ class CudaGather : public CudaRank {
   qm_gather gather_{};
 };
 
-// NCCL gives rank after rank: of several rows' last dimensions by way of a scratch buffer.
 void CudaGather::run(OrtKernelContext* context) const {
   const OrtValue* x = get_input(context, AllGather_x);
   OrtValue* y = gathered(context, x, gather_);
@@ -584,17 +583,12 @@ void CudaGather::run(OrtKernelContext* context) const {
   const int64_t count = elements(shape);
   if (count == 0) return;
   const auto stream = static_cast<cudaStream_t>(stream_of(context));
-  const size_t size = op_.type() == QM_F32 ? 4 : 2, part = static_cast<size_t>(count) * size;
-  const size_t row = static_cast<size_t>(shape.back()) * size, ranks = static_cast<size_t>(gather_.world);
-  const bool several = gather_.axis < 0 && part > row;
-  const Scratch scratch = scratch_of(context, several ? ranks * part : 0);
-  char* const parts = static_cast<char*>(several ? scratch.get() : data_of(y));
-  enqueue([&](const Communicator& all) { all.gather(data_of(x), parts, count, op_.type(), stream); });
-  for (size_t rank = 0; several && rank < ranks; ++rank)
-    if (const cudaError_t e =
-            cudaMemcpy2DAsync(static_cast<char*>(data_of(y)) + rank * row, ranks * row, parts + rank * part, row, row,
-                              part / row, cudaMemcpyDeviceToDevice, stream))
-      throw std::runtime_error(node_ + ": CUDA: " + cudaGetErrorString(e));
+  const int64_t rows = gather_.axis < 0 ? count / shape.back() : 1;
+  const size_t size = op_.type() == QM_F32 ? 4 : 2, all_bytes = size * static_cast<size_t>(count * gather_.world);
+  const Scratch scratch = scratch_of(context, rows > 1 ? all_bytes : 0);
+  enqueue([&](const Communicator& all) {
+    all.gather(data_of(x), data_of(y), count, rows, op_.type(), scratch.get(), stream);
+  });
 }
 
 class CudaScatter : public CudaRank {

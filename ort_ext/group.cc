@@ -1,7 +1,6 @@
 #include "group.h"
 
 #include <algorithm>
-#include <charconv>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -26,19 +25,6 @@ std::map<std::string, std::weak_ptr<Group>>& groups() {
 }
 
 }  // namespace
-
-std::chrono::seconds GroupSettings::patience() const {
-  constexpr int kUsual = 30, kMost = 86400;
-  int seconds = kUsual;
-  if (timeout != "") {
-    const char* end = timeout.data() + timeout.size();
-    const auto [at, error] = std::from_chars(timeout.data(), end, seconds);
-    if (error != std::errc() || at != end || seconds < 1 || seconds > kMost)
-      throw std::invalid_argument("quantmoe: quantmoe.timeout is \"" + timeout + "\", expected 1 to " +
-                                  std::to_string(kMost) + " seconds");
-  }
-  return std::chrono::seconds(seconds);
-}
 
 // A meeting has two phases. Ranks arrive with their parts; when the last one has, all of them read all parts (leaving_
 // > 0), and none returns, after which its part may be freed, before the last one has read. The next one begins then.

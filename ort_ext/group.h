@@ -1,30 +1,14 @@
 // The ranks of a sliced model whose sessions are in one process, each run by a thread of its own: what AllReduce and
 // ReduceScatter add up, and AllGather joins, on the CPU. Nothing here knows ONNX Runtime.
 #pragma once
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 
 #include "quantmoe/quant_moe.h"
+#include "ranks/place.h"
 
 namespace quantmoe {
-
-// Session entries, as they were given; "": not given.
-struct GroupSettings {
-  std::string name, timeout;
-
-  bool operator==(const GroupSettings&) const = default;
-  // How long a rank waits for the others; 30 s unless it is given. Throws std::invalid_argument for what is no number
-  // of seconds from 1 to 86400.
-  std::chrono::seconds patience() const;
-};
-
-// A rank's place in a group.
-struct Place {
-  GroupSettings group;
-  int32_t rank, world;
-};
 
 // What a rank has of a sum, or of rows.
 struct Piece {

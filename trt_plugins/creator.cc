@@ -140,12 +140,4 @@ std::vector<IPluginCreatorInterface*>& creators() {
   return creators;
 }
 
-static IPluginV3* refuse_ranks(char* error) {
-  fail(error, QM_INVALID, "the plug-ins have no sums over ranks: ONNX Runtime's CUDA provider runs slices of a model");
-  return nullptr;
-}
-IPluginV3* make_plugin(const SharedLayer&, const qm_reduce&, char* error) { return refuse_ranks(error); }
-IPluginV3* make_plugin(const SharedLayer&, const qm_gather&, char* error) { return refuse_ranks(error); }
-IPluginV3* make_plugin(const SharedLayer&, const qm_scatter&, char* error) { return refuse_ranks(error); }
-
 }  // namespace quantmoe

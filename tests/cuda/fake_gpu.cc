@@ -7,8 +7,8 @@
 #include <cstring>
 #include <new>
 
-#include "../../ort_ext/trap.h"
 #include "quantmoe/quant_moe_cuda.h"
+#include "ranks/trap.h"
 
 cudaError_t quantmoe::launch_trap(bool, cudaStream_t) { return cudaSuccess; }
 
@@ -110,6 +110,9 @@ cudaError_t cudaFree(void* memory) { return std::free(memory), cudaSuccess; }
 cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) { return cudaMalloc(memory, size); }
 cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
 cudaError_t cudaMemset(void* memory, int value, size_t size) { return std::memset(memory, value, size), cudaSuccess; }
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t size, cudaStream_t) {
+  return std::memset(memory, value, size), cudaSuccess;
+}
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = size_t{1} << 32, cudaSuccess; }
 cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }

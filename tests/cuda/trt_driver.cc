@@ -141,8 +141,10 @@ struct KnownSize : apiv::VDimensionExpr, IDimensionExpr {
 struct Expressions : apiv::VExprBuilder {
   const IDimensionExpr* constant(int64_t value) override { return &sizes.emplace_back(value); }
   const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& a, const IDimensionExpr& b) override {
-    if (op != DimensionOperation::kMAX) return nullptr;
-    return constant(std::max(a.getConstantValue(), b.getConstantValue()));
+    const int64_t x = a.getConstantValue(), y = b.getConstantValue();
+    if (op == DimensionOperation::kMAX) return constant(std::max(x, y));
+    if (op == DimensionOperation::kPROD) return constant(x * y);
+    return op == DimensionOperation::kFLOOR_DIV ? constant(x / y) : nullptr;
   }
   const IDimensionExpr* declareSizeTensor(int32_t, const IDimensionExpr&, const IDimensionExpr&) override {
     return nullptr;

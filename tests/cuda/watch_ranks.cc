@@ -1,4 +1,4 @@
-// A rank's watch (ort_ext/watch.h) for a test's process, whose ranks say who they are in files and have GPUs that are
+// A rank's watch (ranks/watch.h) for a test's process, whose ranks say who they are in files and have GPUs that are
 // busy when the test says so.
 #include <atomic>
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "../../ort_ext/watch.h"
+#include "ranks/watch.h"
 
 namespace {
 

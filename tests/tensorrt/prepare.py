@@ -1,14 +1,14 @@
 """Small exported models and what PyTorch says of them, for run.py on a machine that has a GPU but not this package.
 
 usage: PYTHONPATH=tests:tests/export python tests/tensorrt/prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME or
-VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16, and ARCHITECTURE+mtp-SCHEME its layer of multi-token prediction; without names
-all of MODELS.
+VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; ARCHITECTURE+mtp-SCHEME is its layer of multi-token prediction, +tp2 and +ep2
+its slices for two GPUs, of tensors and of experts; without names all of MODELS.
 
-FOLDER/<name>/ gets bf16 and f16, each an exported model; tokens.npy, int64 [ROWS, LENGTH]; logits.npy, float32 of the
+FOLDER/<name>/ gets bf16 and f16, each an exported model, or rank0 and rank1 of it; tokens.npy, int64 [ROWS, LENGTH]; logits.npy, float32 of the
 model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same with a row that begins with
 padding (-1); of multi-token prediction hidden.npy and padded-hidden.npy, float32 [ROWS, LENGTH, H], which 16 bits hold
 exactly; and noise.json: how far PyTorch's own logits in bf16 and in f16 are from them, the worst token's relative
-distance, the model's file, and whether its past and present may be the same memory. Of many random sequences those two
+distance, the models' files, and whether their past and present may be the same memory. Of many random sequences those two
 are taken where the distance is least: a token whose experts are nearly tied takes others in every engine, which says
 nothing of the engine.
 """
@@ -72,10 +72,11 @@ HYBRID: dict[str, dict[str, Any]] = {
         "intermediate_size": 128,
     },
 }
-MTP = "+mtp"
-MODELS = [
-    f"{name}-W4A16" for name in dict.fromkeys((*SIZES, *VARIANTS, *HYBRID, *(f"{kind}{MTP}" for kind in KINDS)))
-] + [f"qwen3_moe-{scheme}" for scheme in SCHEMES]
+SLICES = {"tp2": {"tensor_parallel": 2}, "ep2": {"tensor_parallel": 2, "expert_parallel": True}}
+PARTS = [f"{kind}+mtp" for kind in KINDS] + [f"{kind}+{of}" for kind in ("qwen3_moe", "deepseek_v3") for of in SLICES]
+MODELS = [f"{name}-W4A16" for name in dict.fromkeys((*SIZES, *VARIANTS, *HYBRID, *PARTS))] + [
+    f"qwen3_moe-{scheme}" for scheme in SCHEMES
+]
 #: a megabyte or two each; widths as in real models' heads
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
 ROWS, LENGTH, DRAWS, PADDING = 2, 20, 64, 3
@@ -148,7 +149,8 @@ def in_place(exported: Path) -> bool:
 
 def prepare(name: str, folder: Path) -> None:
     model, scheme = name.split("-")
-    kind, drafts = model.removesuffix(MTP), model.endswith(MTP)
+    kind, _, part = model.partition("+")
+    drafts, slices = part == "mtp", SLICES.get(part, {})
     architecture = "llama4_text" if kind in VARIANTS else kind
     folder.mkdir(parents=True, exist_ok=True)
     sizes: dict[str, Any] = SMALL | VARIANTS.get(kind, {}) | HYBRID.get(kind, {})
@@ -160,7 +162,7 @@ def prepare(name: str, folder: Path) -> None:
         sizes.setdefault("num_key_value_heads", 2)
     preset = scheme.removesuffix("_ASYM")
     group_size = None if "FP" in scheme else 32
-    file = "mtp.onnx" if drafts else "model.onnx"
+    files = [f"rank{rank}/model.onnx" for rank in range(2)] if slices else ["mtp.onnx" if drafts else "model.onnx"]
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = make_checkpoint(
             f"{scratch}/made", architecture, preset, group_size, symmetric=preset == scheme, **sizes
@@ -169,10 +171,10 @@ def prepare(name: str, folder: Path) -> None:
             checkpoint = rewritten(checkpoint, Path(scratch) / "drafting", REWRITE[kind], lambda config: config)
         main, head = formats_of(find_format(open_checkpoint(checkpoint)), drafts)
         noise = reference(dequantized(Skeleton(head if drafts else main)), folder, drafts)
-        options = {"activations": "float", "logits": "all", "mtp": drafts, "force": True}
+        options = {"activations": "float", "logits": "all", "mtp": drafts, "force": True} | slices
         for dtype in ("bf16", "f16"):
             export(checkpoint, folder / dtype, target="cuda", dtype=dtype, **options)
-    facts = {"file": file, "in_place": in_place(folder / "bf16" / file)}
+    facts = {"files": files, "in_place": in_place(folder / "bf16" / files[0])}
     (folder / "noise.json").write_text(json.dumps(noise | facts))
     print(name, noise, flush=True)
 

@@ -3,6 +3,7 @@
 // usage: run PLUGIN_LIBRARY < COMMANDS; one line is one command, and one line of output says how it went:
 //   engine NAME MODEL.onnx LEVEL PROFILE...  builds an engine; a profile is BATCH/NEW/PAST, each MIN:OPT:MAX tokens;
 //                                            /fixed: PAST is the cache's capacity
+//   save NAME FILE, load NAME FILE           an engine's plan
 //   run TOKENS ROWS CAPACITY OUTPUT STEP...  feeds int64 [ROWS, T] in steps; a step is ENGINE/PROFILE/LENGTH; /graph
 //                                            replays it from a CUDA graph. CAPACITY 0: the cache grows, and each step
 //                                            has a graph of its own; else past and present are the same memory for so
@@ -71,8 +72,8 @@ struct Engine {
 
 class Session {
  public:
-  explicit Session(const char* library) : builder_(createInferBuilder(logger)), runtime_(createInferRuntime(logger)) {
-    need(builder_ && runtime_, "TensorRT does not start");
+  explicit Session(const char* library) : runtime_(createInferRuntime(logger)) {
+    need(runtime_ != nullptr, "TensorRT does not start");
     need(getPluginRegistry()->loadLibrary(library), "the plug-in library does not load");
     check(cudaStreamCreate(&stream_));
   }
@@ -81,6 +82,8 @@ class Session {
     std::string name, model, profile;
     int level = 3;
     words >> name >> model >> level;
+    if (!builder_) builder_.reset(createInferBuilder(logger));
+    need(builder_ != nullptr, "TensorRT has no builder");
     const auto typed = static_cast<uint32_t>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
     const std::unique_ptr<INetworkDefinition> network(builder_->createNetworkV2(1U << typed));
     const std::unique_ptr<nvonnxparser::IParser> parser(nvonnxparser::createParser(*network, logger));
@@ -90,11 +93,25 @@ class Session {
     while (words >> profile) config->addOptimizationProfile(make_profile(*network, profile));
     const std::unique_ptr<IHostMemory> plan(builder_->buildSerializedNetwork(*network, *config));
     need(plan != nullptr, "no engine is built");
-    engines_.erase(name);  // with its contexts, which must not outlive it
-    Engine& built = engines_[name];
-    built.engine.reset(runtime_->deserializeCudaEngine(plan->data(), plan->size()));
-    need(built.engine != nullptr, "the engine does not load");
-    return "plan " + std::to_string(plan->size()) + " memory " + std::to_string(built.engine->getDeviceMemorySizeV2());
+    return deserialize(name, plan->data(), plan->size());
+  }
+
+  std::string load_engine(std::istream& words) {
+    std::string name, file;
+    words >> name >> file;
+    std::ifstream input(file, std::ios::binary);
+    const std::string plan((std::istreambuf_iterator<char>(input)), {});
+    return deserialize(name, plan.data(), plan.size());
+  }
+  std::string save_engine(std::istream& words) {
+    std::string name, file;
+    words >> name >> file;
+    const std::unique_ptr<IHostMemory> plan(engines_.at(name).engine->serialize());
+    need(plan != nullptr, "the engine is not serialized");
+    std::ofstream output(file, std::ios::binary);
+    output.write(static_cast<const char*>(plan->data()), static_cast<std::streamsize>(plan->size()));
+    need(output.good(), file + " is not written");
+    return file;
   }
 
   std::string run_steps(std::istream& words) {
@@ -142,6 +159,14 @@ class Session {
 
  private:
   using Feed = std::map<std::string, std::string>;  // the bytes of what a step reads
+
+  std::string deserialize(const std::string& name, const void* plan, size_t size) {
+    engines_.erase(name);  // with its contexts, which must not outlive it
+    Engine& made = engines_[name];
+    made.engine.reset(runtime_->deserializeCudaEngine(plan, size));
+    need(made.engine != nullptr, "the engine does not load");
+    return "plan " + std::to_string(size) + " memory " + std::to_string(made.engine->getDeviceMemorySizeV2());
+  }
 
   static void append(std::string& bytes, int64_t value) {
     bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
@@ -333,7 +358,11 @@ int main(int argc, char** argv) {
       std::string command;
       words >> command;
       try {
-        std::cout << "ok " << (command == "engine" ? session.build_engine(words) : session.run_steps(words))
+        std::cout << "ok "
+                  << (command == "engine" ? session.build_engine(words)
+                      : command == "save" ? session.save_engine(words)
+                      : command == "load" ? session.load_engine(words)
+                                          : session.run_steps(words))
                   << std::endl;
       } catch (const std::exception& error) {
         std::cout << "failed " << error.what() << std::endl;

@@ -1,10 +1,11 @@
 """Every architecture in TensorRT on this machine's GPU, against what PyTorch said on another.
 
-usage: run.py FOLDER RUNNER LIBRARY [--jobs N] [--only REGEX]
+usage: run.py FOLDER RUNNER LIBRARY [--jobs N] [--only REGEX] [--plans PLANS [--build]]
 
 FOLDER is what prepare.py wrote. LIBRARY is libquantmoe_trt.so. RUNNER is run.cc, compiled: g++ -std=c++20 run.cc -I
 <TensorRT's and CUDA's include folders> -lnvinfer -lnvonnxparser -lcudart. Needs NumPy, not this package. Prints a table
-and ends with 1 when a case fails.
+and ends with 1 when a case fails. PLANS keeps engines: those that are there are loaded, others are built and saved;
+--build runs none, which slices for several GPUs allow on one.
 
 An f16 engine passes when no token's logits are further from float32's, relative to their length, than TOLERANCE times
 what PyTorch's own in the same type are at their worst token; a bf16 engine when that holds for nine tokens of ten: with
@@ -16,12 +17,15 @@ largest of more than a hundred. A wrong engine is off by 15 % to 150 %, PyTorch 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
 import queue
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +125,8 @@ class Work:
 
     folder: Path
     runner: list[str]
+    plans: Path | None
+    build: bool
     tasks: queue.Queue[tuple[str, str, str]] = field(default_factory=queue.Queue)
     results: list[Result] = field(default_factory=list)
 
@@ -152,66 +158,123 @@ def measure(folder: Path, dtype: str, run: Run, raw: np.ndarray) -> tuple[float,
     return float(distance.max()), float(np.quantile(distance, 0.9 if dtype == "bf16" else 1.0, method="lower"))
 
 
-def ask(process: subprocess.Popen[str], *words: object) -> str:
-    """ "" or why not."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(" ".join(map(str, words)) + "\n")
-        process.stdin.flush()
+class Runners:
+    """A runner for each rank, on a GPU of its own where there are several; what is asked all of them do."""
+
+    def __init__(self, work: Work, ranks: int):
+        self.ranks, self.folder = ranks, tempfile.TemporaryDirectory()
+        group = {"QUANTMOE_GROUP_FILE": f"{self.folder.name}/group", "WORLD_SIZE": str(ranks)}
+        self.processes = [
+            subprocess.Popen(
+                work.runner,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ if ranks == 1 else os.environ | group | {"RANK": str(rank)} | self.gpu(work, rank),
+            )
+            for rank in range(ranks)
+        ]
+
+    @staticmethod
+    def gpu(work: Work, rank: int) -> dict[str, str]:
+        return {} if work.build else {"CUDA_VISIBLE_DEVICES": str(rank)}
+
+    def ask(self, *words: object) -> str:
+        """ "" or why not; {rank} in a word is the rank."""
+        for rank, process in enumerate(self.processes):
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(" ".join(map(str, words)).replace("{rank}", str(rank)) + "\n")
+                process.stdin.flush()
+        return next(filter(None, [self._answer(process) for process in self.processes]), "")
+
+    @staticmethod
+    def _answer(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
         answer = process.stdout.readline().strip()
-    except BrokenPipeError:
-        answer = ""
-    return "" if answer.startswith("ok") else answer or f"the runner ended with {process.wait()}"
+        return "" if answer.startswith("ok") else answer or f"the runner ended with {process.wait()}"
+
+    @property
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            process.wait()
+        self.folder.cleanup()
 
 
-def try_case(process: subprocess.Popen[str], work: Work, model: str, dtype: str, name: str) -> None:
+def key_of(*words: str) -> str:
+    return re.sub(r"\W+", "_", "-".join(words))
+
+
+def make_engine(runners: Runners, work: Work, model: str, dtype: str, name: str, files: list[str]) -> str:
+    """ "" or why not."""
+    case, key = CASES[name], key_of(model, dtype, name)
+    plans = [work.plans / f"{key}.{rank}.plan" for rank in range(len(files))] if work.plans else []
+    if plans and all(plan.exists() for plan in plans):
+        return runners.ask("load", "e", work.plans / f"{key}.{{rank}}.plan")
+    file = files[0].replace("rank0", "rank{rank}")
+    refused = runners.ask("engine", "e", work.folder / model / dtype / file, case.level, *case.profiles)
+    return refused or (runners.ask("save", "e", work.plans / f"{key}.{{rank}}.plan") if work.plans else "")
+
+
+def try_case(runners: Runners, work: Work, model: str, dtype: str, name: str) -> None:
     folder, case = work.folder / model, CASES[name]
     facts = json.loads((folder / "noise.json").read_text())
-    refused = ask(process, "engine", "e", folder / dtype / facts["file"], case.level, *case.profiles)
-    limit = TOLERANCE * facts[dtype]
+    refused = make_engine(runners, work, model, dtype, name, facts["files"])
     for label, run in case.runs.items():
-        result = Result(model, dtype, name, label, limit=limit, message=refused)
-        if not refused:
-            try_run(process, folder, result, run, case)
+        result = Result(model, dtype, name, label, limit=TOLERANCE * facts[dtype], message=refused)
+        if not refused and work.build:
+            result.worst = result.error = 0.0
+        elif not refused:
+            try_run(runners, folder, result, run, case)
         work.results.append(result)
         print(result.row, file=sys.stderr, flush=True)
 
 
-def try_run(process: subprocess.Popen[str], folder: Path, result: Result, run: Run, case: Case) -> None:
+def try_run(runners: Runners, folder: Path, result: Result, run: Run, case: Case) -> None:
     file, rows, steps, graph = run
     last_profile = len(case.profiles) - 1
-    key = re.sub(r"\W+", "_", f"{result.model}-{result.dtype}-{result.case}-{result.run}")
-    tokens, hidden, logits = (folder / f"{key}.{kind}" for kind in ("tokens", "tokens.hidden", "logits"))
+    key = key_of(result.model, result.dtype, result.case, result.run)
+    tokens, hidden = folder / f"{key}.tokens", folder / f"{key}.tokens.hidden"
+    logits = [folder / f"{key}.{rank}.logits" for rank in range(runners.ranks)]
     np.load(folder / f"{file}.npy")[:rows].astype(np.int64).tofile(tokens)
     if (read := folder / f"{file.replace('tokens', 'hidden')}.npy").exists():
         narrow(np.load(read)[:rows], result.dtype).tofile(hidden)
     words = [f"e/{last_profile if step == 1 else 0}/{step}{'/graph' if graph and step == 1 else ''}" for step in steps]
-    result.message = ask(process, "run", tokens, rows, case.capacity, logits, *words)
+    result.message = runners.ask("run", tokens, rows, case.capacity, folder / f"{key}.{{rank}}.logits", *words)
     if not result.message:
-        result.worst, result.error = measure(folder, result.dtype, run, np.fromfile(logits, np.uint16))
-    for path in (tokens, hidden, logits):
+        found = [np.fromfile(path, np.uint16) for path in logits]
+        result.worst, result.error = measure(folder, result.dtype, run, found[0])
+        if not all(np.array_equal(found[0], other) for other in found):
+            result.message = "the ranks' logits differ"
+    for path in (tokens, hidden, *logits):
         path.unlink(missing_ok=True)
 
 
 def serve(work: Work) -> None:
     """One runner after another: a crash loses the case it is in."""
-    process: subprocess.Popen[str] | None = None
+    runners: Runners | None = None
     while True:
         try:
             model, dtype, name = work.tasks.get_nowait()
         except queue.Empty:
             break
-        if process is None or process.poll() is not None:
-            process = subprocess.Popen(work.runner, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        ranks = len(json.loads((work.folder / model / "noise.json").read_text())["files"])
+        if runners is None or not runners.alive or runners.ranks != ranks:
+            if runners is not None:
+                runners.close()
+            runners = Runners(work, ranks)
         try:
-            try_case(process, work, model, dtype, name)
+            try_case(runners, work, model, dtype, name)
         except Exception as error:
             work.results.append(Result(model, dtype, name, "", message=repr(error)))
-    if process is not None:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
+    if runners is not None:
+        runners.close()
 
 
 def table(results: list[Result]) -> str:
@@ -229,8 +292,10 @@ def main() -> None:
     parser.add_argument("library")
     parser.add_argument("--jobs", type=int, default=2, help="runners at once, 5 GB of host memory each")
     parser.add_argument("--only", default="", help="of MODEL/TYPE/ENGINE")
+    parser.add_argument("--plans", type=Path, help="folder of engines to load, and to save")
+    parser.add_argument("--build", action="store_true", help="engines for --plans only")
     given = parser.parse_args()
-    work = Work(given.folder, [given.runner, given.library])
+    work = Work(given.folder, [given.runner, given.library], given.plans, given.build)
     models = sorted(path.parent for path in given.folder.glob("*/noise.json"))
     shared = {path for path in models if json.loads((path / "noise.json").read_text())["in_place"]}
     for dtype, name, path in itertools.product(("bf16", "f16"), CASES, models):

@@ -1,5 +1,5 @@
 // Sums over the GPUs of a sliced model's ranks by NCCL, which is opened at run time: libnccl.so.2 of the process, of
-// the library path, or the file that QUANTMOE_NCCL names. Nothing here knows ONNX Runtime.
+// the library path, or the file that QUANTMOE_NCCL names. Nothing here knows an engine.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,8 +7,9 @@
 #include <cstdint>
 #include <memory>
 
-#include "group.h"
-#include "watch.h"
+#include "quantmoe/quant_moe.h"
+#include "ranks/place.h"
+#include "ranks/watch.h"
 
 namespace quantmoe {
 
@@ -18,11 +19,14 @@ struct DevicePlace {
   int device;
 };
 
-// A session's NCCL communicator, from its first node on to its end. A rank that goes while this one waits for
-// it, also in a CUDA graph's replay, ends the run: the process has no CUDA after that.
+// A new group's name: an NCCL id in hex, which rank 0 makes. Throws std::runtime_error without NCCL.
+std::string new_group();
+
+// A rank's NCCL communicator. A rank that goes while this one waits for it, also in a CUDA graph's replay, ends the
+// run: the process has no CUDA after that.
 class Communicator {
  public:
-  // Meets the other ranks, whose sessions are made at the same time; the group's name is the NCCL id in hex. Throws
+  // Meets the other ranks, which make theirs at the same time; the group's name is the NCCL id in hex. Throws
   // std::invalid_argument for what is no id, and std::runtime_error without NCCL, for its errors, and when the ranks
   // have not met in time.
   explicit Communicator(const DevicePlace& where);
@@ -32,10 +36,14 @@ class Communicator {
   const Place& place() const { return place_; }
   // Enqueues y = the sum of all ranks' x. Throws std::runtime_error for an error of NCCL's, and when a rank is gone.
   void reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
-  // The same of y = all ranks' x, [ranks, count].
-  void gather(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
+  // The same of y = all ranks' x, [ranks, count]; where x is [rows > 1, columns], y [rows, ranks, columns] by way of
+  // `parts`, which is as large.
+  void gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,
+              cudaStream_t stream) const;
   // The same of y = the rank's part of the sum of all ranks' x [ranks, count].
   void scatter(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
+  // Waits for all ranks; throws std::runtime_error in all of them unless they call it with one text.
+  void expect_same(const std::string& node) const;
 
  private:
   std::vector<std::string> exchange(const std::string& card) const;

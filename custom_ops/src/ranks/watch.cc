@@ -1,4 +1,4 @@
-#include "watch.h"
+#include "ranks/watch.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-#include "trap.h"
+#include "ranks/trap.h"
 
 namespace quantmoe {
 namespace {

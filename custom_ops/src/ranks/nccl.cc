@@ -1,4 +1,4 @@
-#include "nccl.h"
+#include "ranks/nccl.h"
 
 #include <dlfcn.h>
 
@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "trap.h"
+#include "ranks/trap.h"
 
 namespace quantmoe {
 namespace {
@@ -24,6 +24,7 @@ struct UniqueId {
 constexpr int kSuccess = 0, kInProgress = 7, kSum = 0, kInt8 = 0, kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9;
 
 struct Nccl {
+  int (*get_unique_id)(UniqueId* id);
   int (*comm_init_rank)(void** comm, int ranks, UniqueId id, int rank);
   int (*comm_destroy)(void* comm);
   int (*all_reduce)(const void* x, void* y, size_t count, int type, int op, void* comm, cudaStream_t stream);
@@ -31,13 +32,16 @@ struct Nccl {
   int (*reduce_scatter)(const void* x, void* y, size_t count, int type, int op, void* comm, cudaStream_t stream);
   int (*get_async_error)(void* comm, int* error);
   const char* (*get_error_string)(int result);
+  const char* (*get_last_error)(void* comm);
 
   static const Nccl& get() {
     static const Nccl one;
     return one;
   }
   void check(int result, const char* what) const {
-    if (result != kSuccess) throw std::runtime_error(std::string("NCCL: ") + what + ": " + get_error_string(result));
+    if (result != kSuccess)
+      throw std::runtime_error(std::string("NCCL: ") + what + ": " + get_error_string(result) + ": " +
+                               get_last_error(nullptr));
   }
 
  private:
@@ -52,8 +56,9 @@ struct Nccl {
                                "its folder");
     const auto find = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-      if (!function) throw std::runtime_error(path + " has no " + name + ": expected NCCL 2");
+      if (!function) throw std::runtime_error(path + " has no " + name + ": expected NCCL 2.13 or newer");
     };
+    find(get_unique_id, "ncclGetUniqueId");
     find(comm_init_rank, "ncclCommInitRank");
     find(comm_destroy, "ncclCommDestroy");
     find(all_reduce, "ncclAllReduce");
@@ -61,6 +66,7 @@ struct Nccl {
     find(reduce_scatter, "ncclReduceScatter");
     find(get_async_error, "ncclCommGetAsyncError");
     find(get_error_string, "ncclGetErrorString");
+    find(get_last_error, "ncclGetLastError");
   }
 };
 
@@ -70,10 +76,12 @@ void must(cudaError_t error) {
 
 int type_of(qm_type type) { return type == QM_F32 ? kFloat32 : type == QM_F16 ? kFloat16 : kBfloat16; }
 
-UniqueId id_of(const std::string& hex) {
+UniqueId id_of(const GroupSettings& group) {
+  const std::string& hex = group.name;
   UniqueId id{};
   if (hex.size() != 2 * sizeof(id.bytes) || hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos)
-    throw std::invalid_argument("quantmoe.group has " + std::to_string(hex.size()) + " characters, expected the " +
+    throw std::invalid_argument(std::string(group.name_key) + " has " + std::to_string(hex.size()) +
+                                " characters, expected the " +
                                 std::to_string(2 * sizeof(id.bytes)) + " hex digits of rank 0's ncclGetUniqueId");
   for (size_t i = 0; i < sizeof(id.bytes); ++i)
     id.bytes[i] = static_cast<char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
@@ -100,9 +108,21 @@ bool in_time(std::chrono::seconds patience, const std::function<void()>& call) {
 
 }  // namespace
 
+std::string new_group() {
+  const Nccl& nccl = Nccl::get();
+  UniqueId id;
+  nccl.check(nccl.get_unique_id(&id), "ncclGetUniqueId");
+  std::string hex;
+  for (const char byte : id.bytes) {
+    const auto value = static_cast<unsigned char>(byte);
+    hex += {"0123456789abcdef"[value >> 4], "0123456789abcdef"[value & 15]};
+  }
+  return hex;
+}
+
 Communicator::Communicator(const DevicePlace& where) : place_(where.place), device_(where.device) {
   const Nccl& nccl = Nccl::get();
-  const UniqueId id = id_of(place_.group.name);
+  const UniqueId id = id_of(place_.group);
   struct Found {
     int result = kSuccess;
     cudaError_t error = cudaSuccess;
@@ -116,7 +136,7 @@ Communicator::Communicator(const DevicePlace& where) : place_(where.place), devi
       }))
     throw std::runtime_error("rank " + std::to_string(place_.rank) + " waited " + std::to_string(patience.count()) +
                              " s for the other " + std::to_string(place_.world - 1) +
-                             " ranks to make their sessions, with the same quantmoe.group and of as many ranks");
+                             " ranks to begin, with the same " + place_.group.name_key + " and of as many ranks");
   must(found->error);
   nccl.check(found->result, "ncclCommInitRank");
   comm_ = found->comm;
@@ -141,22 +161,29 @@ std::vector<std::string> Communicator::exchange(const std::string& card) const {
   std::vector<char> cards(all);
   char* const own = cards.data() + Watch::kCardSize * static_cast<size_t>(place_.rank);
   card.copy(own, Watch::kCardSize - 1);
+  cudaStream_t stream = nullptr;
+  must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  std::unique_ptr<CUstream_st, cudaError_t (*)(cudaStream_t)> own_stream(stream, cudaStreamDestroy);
   void* device = nullptr;
   must(cudaMalloc(&device, all));
   std::unique_ptr<void, cudaError_t (*)(void*)> owned(device, cudaFree);
-  must(cudaMemcpyAsync(device, cards.data(), all, cudaMemcpyHostToDevice, end_));
+  must(cudaMemcpyAsync(device, cards.data(), all, cudaMemcpyHostToDevice, stream));
   const char* const sent = static_cast<const char*>(device) + (own - cards.data());
   const Nccl& nccl = Nccl::get();
-  nccl.check(nccl.all_gather(sent, device, Watch::kCardSize, kInt8, comm_, end_), "ncclAllGather");
-  must(cudaMemcpyAsync(cards.data(), device, all, cudaMemcpyDeviceToHost, end_));
+  nccl.check(nccl.all_gather(sent, device, Watch::kCardSize, kInt8, comm_, stream), "ncclAllGather");
+  must(cudaMemcpyAsync(cards.data(), device, all, cudaMemcpyDeviceToHost, stream));
   const auto end = std::chrono::steady_clock::now() + place_.group.patience();
   cudaError_t state;
-  while ((state = cudaStreamQuery(end_)) == cudaErrorNotReady && std::chrono::steady_clock::now() < end)
+  const auto gone = [this] { return watch_ ? watch_->failure() : ""; };
+  while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady && std::chrono::steady_clock::now() < end &&
+         gone().empty())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (state == cudaErrorNotReady) {
     (void)owned.release();  // freeing it would wait
+    (void)own_stream.release();
+    expect_all();
     throw std::runtime_error("rank " + std::to_string(place_.rank) + " waited " +
-                             std::to_string(place_.group.patience().count()) + " s for the other ranks' first words");
+                             std::to_string(place_.group.patience().count()) + " s for the other ranks' words");
   }
   must(state);
   std::vector<std::string> found;
@@ -226,11 +253,19 @@ void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, c
   mark(stream);
 }
 
-void Communicator::gather(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
+// NCCL gives rank after rank.
+void Communicator::gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,
+                          cudaStream_t stream) const {
   expect_all();
   const Nccl& nccl = Nccl::get();
-  nccl.check(nccl.all_gather(x, y, static_cast<size_t>(count), type_of(type), comm_, stream), "ncclAllGather");
+  void* const to = rows > 1 ? parts : y;
+  nccl.check(nccl.all_gather(x, to, static_cast<size_t>(count), type_of(type), comm_, stream), "ncclAllGather");
   mark(stream);
+  const auto ranks = static_cast<size_t>(place_.world), part = static_cast<size_t>(count) * (type == QM_F32 ? 4 : 2);
+  const size_t row = part / static_cast<size_t>(rows);
+  for (size_t rank = 0; rows > 1 && rank < ranks; ++rank)
+    must(cudaMemcpy2DAsync(static_cast<char*>(y) + rank * row, ranks * row, static_cast<char*>(parts) + rank * part,
+                           row, row, static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream));
 }
 
 void Communicator::scatter(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
@@ -239,6 +274,18 @@ void Communicator::scatter(const void* x, void* y, int64_t count, qm_type type, 
   const auto size = static_cast<size_t>(count);
   nccl.check(nccl.reduce_scatter(x, y, size, type_of(type), kSum, comm_, stream), "ncclReduceScatter");
   mark(stream);
+}
+
+void Communicator::expect_same(const std::string& node) const {
+  if (place_.world == 1) return;
+  expect_all();
+  const std::string own = node.substr(0, Watch::kCardSize - 1);
+  const std::vector<std::string> all = exchange(own);
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    if (all[rank] != own)
+      throw std::runtime_error("rank " + std::to_string(rank) + " is at " + all[rank] + ", rank " +
+                               std::to_string(place_.rank) + " at " + own +
+                               ": expected files of one export, and runs in one order");
 }
 
 }  // namespace quantmoe

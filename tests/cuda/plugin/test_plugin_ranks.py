@@ -1,0 +1,225 @@
+"""AllReduce, AllGather and ReduceScatter in the TensorRT plug-in: processes with GPUs and an NCCL of the test's."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if "QUANTMOE_TRT_DRIVER" not in os.environ:
+    pytest.skip("make test-cuda builds the driver", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from cuda.trt import RUNTIME, Driver, attributes_of, tensor
+
+from quantmoe.custom_ops.op import GatherSpec, ReduceSpec, ScatterSpec
+from quantmoe.custom_ops.reference import all_gather, all_reduce, reduce_scatter
+
+NCCL = Path(os.environ["QUANTMOE_TRT_DRIVER"]).with_name("libquantmoe_fake_nccl.so")
+SPECS = {"AllReduce": ReduceSpec, "AllGather": GatherSpec, "ReduceScatter": ScatterSpec}
+#: operator, its axis, and the shape of its x
+NODES = [
+    ("AllReduce", {}, (5, 8)),
+    ("AllGather", {}, (5, 8)),
+    ("AllGather", {}, (1, 8)),
+    ("AllGather", {"axis": 0}, (5, 8)),
+    ("ReduceScatter", {}, (6, 8)),
+    ("ReduceScatter", {}, (0, 8)),
+]
+GROUP = ("QUANTMOE_GROUP", "QUANTMOE_GROUP_FILE", "QUANTMOE_TIMEOUT", "RANK", "WORLD_SIZE")
+
+
+def drawn(at: int, rank: int) -> np.ndarray:
+    """Small integers, whose sums 16 bits hold."""
+    return np.random.default_rng([at, rank]).integers(-9, 9, NODES[at][2]).astype(np.float32)
+
+
+def bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint16) if dtype == "f16" else (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def floats(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.view(np.float16).astype(np.float32) if dtype == "f16" else (x.astype(np.uint32) << 16).view(np.float32)
+
+
+class Node:
+    """A node of NODES in an engine that runs."""
+
+    def __init__(self, driver: Driver, at: int, rank: int, world: int, layer: str = "sum", phase: int = RUNTIME):
+        op, axis, self.shape = NODES[at]
+        driver.select(op)
+        self.driver = driver
+        plugin = driver.create(attributes_of(SPECS[op](rank=rank, world=world, **axis)), phase, layer)
+        assert plugin is not None, driver.log()
+        self.plugin = plugin.attach() if plugin else None
+        self.runs = bool(self.plugin.handle)
+
+    def __call__(self, x: np.ndarray, dtype: str) -> np.ndarray | None:
+        ((_, shape),) = self.plugin.outputs([tensor(dtype, x.shape), tensor(dtype, x.shape)])
+        tensors = [tensor(dtype, x.shape), tensor(dtype, shape)]
+        y = np.full(shape, 0x7FFF, np.uint16)
+        given = np.ascontiguousarray(bits(x, dtype))
+        workspace = np.empty(max(1, self.plugin.call("workspace", tensors)), np.uint8)
+        pointers = [(ctypes.c_void_p * 1)(array.ctypes.data) for array in (given, y)]
+        tail = [ctypes.c_void_p(workspace.ctypes.data), None]
+        return None if self.plugin.call("enqueue", tensors, *pointers, *tail) else floats(y, dtype)
+
+
+def run_rank(given: dict[str, Any]) -> None:
+    """What a rank's process does: writes y of the nodes, says what was logged."""
+    driver, folder = Driver(fake=True), Path(given["folder"])
+    driver.lib.driver_device(90, 132, 233472)
+    for at in given["nodes"]:
+        node = Node(driver, at, given["rank"], given["world"], given["layer"])
+        for dtype in ("f16", "bf16") if node.runs else ():
+            y = node(drawn(at, given["rank"]), dtype)
+            if y is not None:
+                np.save(folder / f"{at}.{given['rank']}.{dtype}.npy", y)
+        if given["waits"]:
+            (folder / f"ran{given['rank']}").touch()
+            while not (folder / "killed").exists():
+                time.sleep(0.01)
+            time.sleep(1.5)  # the watch looks twice a second
+            assert node(drawn(at, given["rank"]), "f16") is None
+        if given["other"]:
+            assert not Node(driver, at, 1 - given["rank"], given["world"]).runs
+    print(driver.log())
+
+
+class Ranks:
+    """Processes of the ranks; `of` is what one of them has in place of `given`, `environments` beside the others'."""
+
+    def __init__(self, folder: Path, ranks: int, environments: list[dict[str, str]], of: Any = None, **given: Any):
+        usual = {"folder": str(folder), "nodes": [0], "world": ranks, "layer": "sum", "waits": 0, "other": 0} | given
+        clean = {name: value for name, value in os.environ.items() if name not in GROUP}
+        self.processes = []
+        for rank in range(ranks):
+            own = usual | {"rank": rank} | ((of or {}).get(rank, {}))
+            environment = clean | {"QUANTMOE_NCCL": str(NCCL)} | environments[rank % len(environments)]
+            command = [sys.executable, __file__, json.dumps(own)]
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self.processes.append(process)
+
+    def said(self) -> list[str]:
+        found = [process.communicate(timeout=60) for process in self.processes]
+        assert all(process.returncode in (0, -signal.SIGKILL) for process in self.processes), found
+        return [said.strip() for said, _ in found]
+
+
+def by_id() -> dict[str, str]:
+    unique = ctypes.create_string_buffer(128)
+    assert ctypes.CDLL(str(NCCL)).ncclGetUniqueId(unique) == 0
+    return {"QUANTMOE_GROUP": unique.raw.hex()}
+
+
+@pytest.mark.parametrize(("world", "by"), [(1, "id"), (2, "file"), (3, "id")])
+def test_sums_and_joined_parts(tmp_path: Path, world: int, by: str) -> None:
+    file = tmp_path / "group"
+    environment = by_id() if by == "id" else {"QUANTMOE_GROUP_FILE": str(file)}
+    launcher = [{"RANK": str(rank), "WORLD_SIZE": str(world)} | environment for rank in range(world)]
+    said = Ranks(tmp_path, world, launcher, nodes=[*range(len(NODES))]).said()
+    assert said == [""] * world
+    assert not file.exists()
+    reference = {
+        "AllReduce": lambda xs, rank: all_reduce(xs),
+        "AllGather": lambda xs, rank, axis=-1: all_gather(xs, axis),
+        "ReduceScatter": lambda xs, rank: reduce_scatter(xs)[rank],
+    }
+    for at, (op, axis, _) in enumerate(NODES):
+        for rank in range(world):
+            want = reference[op]([drawn(at, other) for other in range(world)], rank, **axis)
+            for dtype in ("f16", "bf16"):
+                np.testing.assert_array_equal(np.load(tmp_path / f"{at}.{rank}.{dtype}.npy"), want)
+
+
+def test_a_builder_has_no_other_ranks(fake) -> None:
+    for at, (op, axis, shape) in enumerate(NODES):
+        node = Node(fake, at, 1, 2, phase=0)
+        assert node.runs, fake.log()
+        rows = shape[0] * 2 if axis else shape[0] // 2 if op == "ReduceScatter" else shape[0]
+        features = 16 if op == "AllGather" and not axis else 8
+        np.testing.assert_array_equal(node(drawn(at, 0), "f16"), np.zeros((rows, features), np.float32))
+    fake.select("ReduceScatter")
+    made = fake.create(attributes_of(ScatterSpec(rank=0, world=2)))
+    assert made.call("shape_change", [tensor("f16", (3, 8)), tensor("f16", (1, 8))]) != 0
+    assert "x has shape [3, 8], expected [2 N, ..]" in fake.log()
+    assert not made.call("supports", [tensor("f32", (2, 8)), tensor("f32", (1, 8))], 0)
+    assert fake.create(attributes_of(ScatterSpec(rank=2, world=2))) is None
+    assert "rank is 2, expected 0 to 1" in fake.log()
+    fake.select("QuantMoE")
+
+
+ENGINE = 'AllReduce layer "sum": the engine is rank 0 of 2'
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, f"{ENGINE} of a sliced model: set QUANTMOE_GROUP to rank 0's NCCL id in hex, or QUANTMOE_GROUP_FILE to"),
+        ({"QUANTMOE_GROUP": "ab" * 128, "QUANTMOE_GROUP_FILE": "group"}, "writes it to, not both"),
+        ({"QUANTMOE_GROUP": "abc"}, "QUANTMOE_GROUP has 3 characters, expected the 256 hex digits of rank 0's"),
+        ({"RANK": "1"}, f"{ENGINE}, the launcher's process rank 1 of  (RANK, WORLD_SIZE)"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, f"{ENGINE}, the launcher's process rank 0 of 4 (RANK, WORLD_SIZE)"),
+        ({"QUANTMOE_GROUP": "ab" * 128, "QUANTMOE_TIMEOUT": "soon"}, 'QUANTMOE_TIMEOUT is "soon", expected 1 to 86400'),
+        ({"QUANTMOE_GROUP_FILE": __file__}, "test_plugin_ranks.py exists: remove it, an earlier run has left it"),
+        ({"QUANTMOE_GROUP_FILE": "/nowhere/group"}, "QUANTMOE_GROUP_FILE /nowhere/group cannot be written: No such file"),
+        ({"QUANTMOE_GROUP": "ab" * 128, "QUANTMOE_NCCL": "nowhere.so"}, "NCCL cannot be opened (nowhere.so: cannot open"),
+    ],
+)
+def test_an_environment_that_is_none(tmp_path: Path, environment: dict[str, str], message: str) -> None:
+    (said,) = Ranks(tmp_path, 1, [environment], world=2).said()
+    assert message in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_do_not_come(tmp_path: Path) -> None:
+    environment = by_id() | {"QUANTMOE_TIMEOUT": "1"}
+    (said,) = Ranks(tmp_path, 1, [environment], world=2).said()
+    assert "rank 0 waited 1 s for the other 1 ranks to begin, with the same QUANTMOE_GROUP and of as many ranks" in said
+    file = {"QUANTMOE_GROUP_FILE": str(tmp_path / "group"), "QUANTMOE_TIMEOUT": "1"}
+    (said,) = Ranks(tmp_path, 1, [file], of={0: {"rank": 1}}, world=2).said()
+    assert f"QUANTMOE_GROUP_FILE {tmp_path}/group has not come from rank 0 in 1 s" in said
+    (said,) = Ranks(tmp_path, 1, [file], world=2).said()
+    assert "with the same QUANTMOE_GROUP_FILE and of as many ranks" in said
+    assert not (tmp_path / "group").exists()
+
+
+def test_files_of_two_exports(tmp_path: Path) -> None:
+    said = Ranks(tmp_path, 2, [by_id() | {"QUANTMOE_TIMEOUT": "3"}], of={1: {"world": 3}}).said()
+    for text in said:
+        assert "waited 3 s for the other" in text
+    said = Ranks(tmp_path, 2, [by_id()], of={1: {"layer": "other"}}).said()
+    for rank, text in enumerate(said):
+        assert 'AllReduce layer "other": x [5, 8]' in text
+        assert f'rank {1 - rank} is at AllReduce layer "{("other", "sum")[rank]}": x [5, 8], rank {rank} at' in text
+        assert "expected files of one export, and runs in one order" in text
+
+
+def test_a_process_is_one_rank(tmp_path: Path) -> None:
+    said = Ranks(tmp_path, 2, [by_id()], other=1).said()
+    for rank, text in enumerate(said):
+        assert f'"sum": the engine is rank {1 - rank} of 2, the process rank {rank} of 2' in text
+
+
+def test_a_killed_rank(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 3, [by_id()], waits=1)
+    while not all((tmp_path / f"ran{rank}").exists() for rank in range(3)):
+        assert all(process.poll() is None for process in ranks.processes)
+        time.sleep(0.01)
+    ranks.processes[1].send_signal(signal.SIGKILL)
+    (tmp_path / "killed").touch()
+    said = ranks.said()
+    for rank in (0, 2):
+        assert 'AllReduce layer "sum": rank 1 is gone: its process has ended, or its host is not reached' in said[rank]
+
+
+if __name__ == "__main__":
+    run_rank(json.loads(sys.argv[1]))

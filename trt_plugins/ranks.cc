@@ -1,0 +1,147 @@
+// AllReduce, AllGather and ReduceScatter over NCCL.
+#include <string>
+
+#include "group.h"
+#include "plugin.h"
+
+namespace quantmoe {
+namespace {
+
+int64_t elements(const Dims& dims) {
+  int64_t count = 1;
+  for (int32_t i = 0; i < dims.nbDims; ++i) count *= dims.d[i];
+  return count;
+}
+constexpr int64_t kTypeBytes = 2;  // float16 and bfloat16
+
+// A node that needs the other ranks.
+template <class Node>
+class OfRanks : public Plugin {
+ public:
+  OfRanks(const char* op, SharedLayer layer, const Node& node) : Plugin(op, std::move(layer)), node_(node) {}
+  // A context of an engine that runs is made in all ranks at the same time: they meet here.
+  IPluginV3* attachToContext(IPluginResourceContext*) noexcept override {
+    return attempt<IPluginV3*>(nullptr, [&] {
+      const Communicator* all = layer_->runs ? &communicator_of(node_.rank, node_.world) : nullptr;
+      auto* copy = static_cast<OfRanks*>(make_copy());
+      copy->all_ = all;
+      return copy;
+    });
+  }
+
+ protected:
+  bool check_shapes(const Dims*) const override { return true; }
+  bool configure(const Inputs&) override { return true; }
+  bool prepare(const Inputs& in) override {
+    x_ = in.dims[0];
+    type_ = static_cast<::qm_type>(qm_type(in.types[0]));
+    return true;
+  }
+  virtual int64_t outputs_of(int64_t count) const = 0;  // elements of y, for those of x
+  virtual void run(const void* x, void* y, void* workspace, cudaStream_t stream) const = 0;
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+             char* error) override {
+    const int64_t count = elements(x_);
+    if (count == 0) return QM_OK;
+    if (!all_) {  // a builder has no other ranks
+      const auto bytes = static_cast<size_t>(outputs_of(count) * kTypeBytes);
+      const cudaError_t result = cudaMemsetAsync(outputs[0], 0, bytes, stream);
+      return result ? quantmoe::fail(error, QM_INVALID, "CUDA: %s", cudaGetErrorString(result)) : QM_OK;
+    }
+    agree(stream);
+    run(inputs[0], outputs[0], workspace, stream);
+    return QM_OK;
+  }
+
+  const Node node_;
+  const Communicator* all_ = nullptr;  // null: a builder's
+  Dims x_{};
+  ::qm_type type_{};
+
+ private:
+  // Before the first call of a context that is not captured: a rank with another file would wait without end.
+  void agree(cudaStream_t stream) {
+    if (agreed_) return;
+    cudaStreamCaptureStatus capture;
+    if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture))
+      throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+    if (capture != cudaStreamCaptureStatusNone) return;
+    all_->expect_same(layer_->name + " x " + to_text(x_));
+    agreed_ = true;
+  }
+  bool agreed_ = false;
+};
+
+class Reduce final : public OfRanks<qm_reduce> {
+ public:
+  Reduce(SharedLayer layer, const qm_reduce& node) : OfRanks("AllReduce", std::move(layer), node) {}
+
+ private:
+  IPluginV3* make_copy() const override { return new Reduce(layer_, node_); }
+  int64_t outputs_of(int64_t count) const override { return count; }
+  void run(const void* x, void* y, void*, cudaStream_t stream) const override {
+    all_->reduce(x, y, elements(x_), type_, stream);
+  }
+};
+
+class Gather final : public OfRanks<qm_gather> {
+ public:
+  Gather(SharedLayer layer, const qm_gather& node) : OfRanks("AllGather", std::move(layer), node) {}
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t, const DynamicPluginTensorDesc*,
+                          int32_t) const noexcept override {
+    const Dims& most = inputs[0].max;
+    return rows(most) > 1 ? static_cast<size_t>(outputs_of(elements(most)) * kTypeBytes) : 0;
+  }
+
+ private:
+  IPluginV3* make_copy() const override { return new Gather(layer_, node_); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+    if (!Plugin::set_shapes(inputs, outputs, builder)) return false;
+    const IDimensionExpr*& size = outputs[0].d[node_.axis < 0 ? inputs[0].nbDims - 1 : 0];
+    size = builder.operation(DimensionOperation::kPROD, *size, *builder.constant(node_.world));
+    return true;
+  }
+  int64_t rows(const Dims& dims) const { return node_.axis < 0 ? rows_of(dims) : 1; }
+  int64_t outputs_of(int64_t count) const override { return count * node_.world; }
+  void run(const void* x, void* y, void* workspace, cudaStream_t stream) const override {
+    all_->gather(x, y, elements(x_), rows(x_), type_, workspace, stream);
+  }
+};
+
+class Scatter final : public OfRanks<qm_scatter> {
+ public:
+  Scatter(SharedLayer layer, const qm_scatter& node) : OfRanks("ReduceScatter", std::move(layer), node) {}
+
+ private:
+  IPluginV3* make_copy() const override { return new Scatter(layer_, node_); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+    if (!Plugin::set_shapes(inputs, outputs, builder)) return false;
+    outputs[0].d[0] =
+        builder.operation(DimensionOperation::kFLOOR_DIV, *inputs[0].d[0], *builder.constant(node_.world));
+    return true;
+  }
+  bool prepare(const Inputs& in) override {
+    const Dims& x = in.dims[ReduceScatter_x];
+    if (x.d[0] % node_.world != 0)
+      return wrong("x has shape " + to_text(x) + ", expected [" + std::to_string(node_.world) + " N, ..]");
+    return OfRanks::prepare(in);
+  }
+  int64_t outputs_of(int64_t count) const override { return count / node_.world; }
+  void run(const void* x, void* y, void*, cudaStream_t stream) const override {
+    all_->scatter(x, y, outputs_of(elements(x_)), type_, stream);
+  }
+};
+
+}  // namespace
+
+IPluginV3* make_plugin(const SharedLayer& layer, const qm_reduce& node, char* error) {
+  return check_reduce(node, error) ? nullptr : new Reduce(layer, node);
+}
+IPluginV3* make_plugin(const SharedLayer& layer, const qm_gather& node, char* error) {
+  return check_gather(node, error) ? nullptr : new Gather(layer, node);
+}
+IPluginV3* make_plugin(const SharedLayer& layer, const qm_scatter& node, char* error) {
+  return check_scatter(node, error) ? nullptr : new Scatter(layer, node);
+}
+
+}  // namespace quantmoe
