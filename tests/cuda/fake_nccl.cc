@@ -1,5 +1,5 @@
-// NCCL for fake_gpu.cc, in QUANTMOE_NCCL: ranks are processes of this host, and memory is the host's. An id is a folder,
-// where each call of a rank is a file. A call waits for those of all ranks, and fails after 20 s.
+// NCCL for fake_gpu.cc, in QUANTMOE_NCCL: ranks are processes of this host, and memory is the host's. An id is a
+// folder, where each call of a rank is a file. A call waits for those of all ranks, and fails after 20 s.
 #include <unistd.h>
 
 #include <chrono>

@@ -89,6 +89,29 @@ def test_engine_of_a_hybrid_model(tmp_path_factory, tmp_path, window):
     assert f"{len(nodes)} quantmoe layers" in done.stdout
 
 
+def test_engine_of_a_slice(tmp_path_factory, tmp_path):
+    """A builder needs no other ranks and no NCCL. With --data-parallel all three collectives are in the graph."""
+    from tiny import make_checkpoint
+
+    sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 128}
+    made = make_checkpoint(tmp_path_factory.mktemp("made"), **sizes)
+    quantmoe.export(made, tmp_path / "tp", target="cuda", tensor_parallel=2, logits="all")
+    options = {"tensor_parallel": 2, "expert_parallel": True, "data_parallel": True}
+    quantmoe.export(made, tmp_path / "dp", target="cuda", **options)
+    found = {}
+    for kind in ("tp", "dp"):
+        (tmp_path / f"of_{kind}").mkdir()
+        done = build(tmp_path / kind / "rank1", tmp_path / "plan", tmp_path / f"of_{kind}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        nodes = [node.op_type for node in ir.load(tmp_path / kind / "rank1/model.onnx").graph]
+        found[kind] = {op: nodes.count(op) for op in ("AllReduce", "AllGather", "ReduceScatter")}
+    assert found == {
+        "tp": {"AllReduce": 4, "AllGather": 1, "ReduceScatter": 0},
+        "dp": {"AllReduce": 0, "AllGather": 2, "ReduceScatter": 2},
+    }
+
+
 #: open: only dlopen, as trtexec --staticPlugins; load and builder: the global registry and the builder's;
 #: runtime: another one, as trtexec --dynamicPlugins has after the builder's
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ usage: PYTHONPATH=tests:tests/export python tests/tensorrt/prepare.py FOLDER [NA
 VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; ARCHITECTURE+mtp-SCHEME is its layer of multi-token prediction, +tp2 and +ep2
 its slices for two GPUs, of tensors and of experts; without names all of MODELS.
 
-FOLDER/<name>/ gets bf16 and f16, each an exported model, or rank0 and rank1 of it; tokens.npy, int64 [ROWS, LENGTH]; logits.npy, float32 of the
-model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same with a row that begins with
-padding (-1); of multi-token prediction hidden.npy and padded-hidden.npy, float32 [ROWS, LENGTH, H], which 16 bits hold
-exactly; and noise.json: how far PyTorch's own logits in bf16 and in f16 are from them, the worst token's relative
-distance, the models' files, and whether their past and present may be the same memory. Of many random sequences those two
-are taken where the distance is least: a token whose experts are nearly tied takes others in every engine, which says
-nothing of the engine.
+FOLDER/<name>/ gets bf16 and f16, each an exported model, or rank0 and rank1 of it; tokens.npy, int64 [ROWS, LENGTH];
+logits.npy, float32 of the model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same
+with a row that begins with padding (-1); of multi-token prediction hidden.npy and padded-hidden.npy, float32 [ROWS,
+LENGTH, H], which 16 bits hold exactly; and noise.json: how far PyTorch's own logits in bf16 and in f16 are from them,
+the worst token's relative distance, the models' files, and whether their past and present may be the same memory. Of
+many random sequences those two are taken where the distance is least: a token whose experts are nearly tied takes
+others in every engine, which says nothing of the engine.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def prepare(name: str, folder: Path) -> None:
         )
         if drafts:
             checkpoint = rewritten(checkpoint, Path(scratch) / "drafting", REWRITE[kind], lambda config: config)
-        main, head = formats_of(find_format(open_checkpoint(checkpoint)), drafts)
-        noise = reference(dequantized(Skeleton(head if drafts else main)), folder, drafts)
+        *_, format = formats_of(find_format(open_checkpoint(checkpoint)), drafts)
+        noise = reference(dequantized(Skeleton(format)), folder, drafts)
         options = {"activations": "float", "logits": "all", "mtp": drafts, "force": True} | slices
         for dtype in ("bf16", "f16"):
             export(checkpoint, folder / dtype, target="cuda", dtype=dtype, **options)

@@ -9,8 +9,8 @@
 //                                            has a graph of its own; else past and present are the same memory for so
 //                                            many tokens, and the first such step's graph serves the later ones
 // Inputs ..._state are zeros at first, and in place where the cache is.
-// A token below zero is padding. OUTPUT gets the logits of each step, [ROWS, LENGTH, V] in the model's 16 bits. An input
-// hidden_states is read from TOKENS.hidden, [ROWS, T, H] in the model's 16 bits.
+// A token below zero is padding. OUTPUT gets the logits of each step, [ROWS, LENGTH, V] in the model's 16 bits. An
+// input hidden_states is read from TOKENS.hidden, [ROWS, T, H] in the model's 16 bits.
 #include <NvInfer.h>
 #include <NvOnnxParser.h>
 #include <cuda_runtime_api.h>

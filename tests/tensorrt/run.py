@@ -92,7 +92,7 @@ CASES = {
     ),
     "S=1..2": Case(3, ["1:1:1/1:1:2/0:16:64"], {"mixed": ("tokens", 1, [2, 1] * 6 + [1, 1], False)}),
 }
-#: of weight formats, whose graphs are alike
+#: of weight formats, whose graphs are alike, and of slices
 BRIEF = ("prefill, decode", "S=1..512 opt 128", "in place")
 
 
@@ -296,10 +296,10 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="engines for --plans only")
     given = parser.parse_args()
     work = Work(given.folder, [given.runner, given.library], given.plans, given.build)
-    models = sorted(path.parent for path in given.folder.glob("*/noise.json"))
-    shared = {path for path in models if json.loads((path / "noise.json").read_text())["in_place"]}
-    for dtype, name, path in itertools.product(("bf16", "f16"), CASES, models):
-        wanted = (path.name.endswith("-W4A16") or name in BRIEF) and (path in shared or not CASES[name].capacity)
+    models = {path.parent: json.loads(path.read_text()) for path in sorted(given.folder.glob("*/noise.json"))}
+    for dtype, name, (path, facts) in itertools.product(("bf16", "f16"), CASES, models.items()):
+        brief = len(facts["files"]) > 1 or not path.name.endswith("-W4A16")
+        wanted = (name in BRIEF or not brief) and (facts["in_place"] or not CASES[name].capacity)
         if wanted and (path / dtype).is_dir() and re.search(given.only, f"{path.name}/{dtype}/{name}"):
             work.tasks.put((path.name, dtype, name))
     count = work.tasks.qsize()

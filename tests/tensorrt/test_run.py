@@ -46,7 +46,9 @@ def test_run(tmp_path, behaviour, failed):
             tokens[1, :3] = -1
         np.save(folder / f"{name}tokens.npy", tokens)
         np.save(folder / f"{name}logits.npy", random.standard_normal((2, 20, 32), np.float32))
-    (folder / "noise.json").write_text(json.dumps({"bf16": 0.01, "f16": 0.001, "files": ["model.onnx"], "in_place": True}))
+    (folder / "noise.json").write_text(
+        json.dumps({"bf16": 0.01, "f16": 0.001, "files": ["model.onnx"], "in_place": True})
+    )
     runner = tmp_path / "runner"
     runner.write_text(RUNNER.format(python=sys.executable, folder=folder))
     runner.chmod(0o755)

@@ -81,8 +81,8 @@ UniqueId id_of(const GroupSettings& group) {
   UniqueId id{};
   if (hex.size() != 2 * sizeof(id.bytes) || hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos)
     throw std::invalid_argument(std::string(group.name_key) + " has " + std::to_string(hex.size()) +
-                                " characters, expected the " +
-                                std::to_string(2 * sizeof(id.bytes)) + " hex digits of rank 0's ncclGetUniqueId");
+                                " characters, expected the " + std::to_string(2 * sizeof(id.bytes)) +
+                                " hex digits of rank 0's ncclGetUniqueId");
   for (size_t i = 0; i < sizeof(id.bytes); ++i)
     id.bytes[i] = static_cast<char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
   return id;

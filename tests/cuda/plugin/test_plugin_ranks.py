@@ -105,7 +105,9 @@ class Ranks:
             own = usual | {"rank": rank} | ((of or {}).get(rank, {}))
             environment = clean | {"QUANTMOE_NCCL": str(NCCL)} | environments[rank % len(environments)]
             command = [sys.executable, __file__, json.dumps(own)]
-            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
             self.processes.append(process)
 
     def said(self) -> list[str]:
@@ -170,8 +172,14 @@ ENGINE = 'AllReduce layer "sum": the engine is rank 0 of 2'
         ({"RANK": "0", "WORLD_SIZE": "4"}, f"{ENGINE}, the launcher's process rank 0 of 4 (RANK, WORLD_SIZE)"),
         ({"QUANTMOE_GROUP": "ab" * 128, "QUANTMOE_TIMEOUT": "soon"}, 'QUANTMOE_TIMEOUT is "soon", expected 1 to 86400'),
         ({"QUANTMOE_GROUP_FILE": __file__}, "test_plugin_ranks.py exists: remove it, an earlier run has left it"),
-        ({"QUANTMOE_GROUP_FILE": "/nowhere/group"}, "QUANTMOE_GROUP_FILE /nowhere/group cannot be written: No such file"),
-        ({"QUANTMOE_GROUP": "ab" * 128, "QUANTMOE_NCCL": "nowhere.so"}, "NCCL cannot be opened (nowhere.so: cannot open"),
+        (
+            {"QUANTMOE_GROUP_FILE": "/nowhere/group"},
+            "QUANTMOE_GROUP_FILE /nowhere/group cannot be written: No such file",
+        ),
+        (
+            {"QUANTMOE_GROUP": "ab" * 128, "QUANTMOE_NCCL": "nowhere.so"},
+            "NCCL cannot be opened (nowhere.so: cannot open",
+        ),
     ],
 )
 def test_an_environment_that_is_none(tmp_path: Path, environment: dict[str, str], message: str) -> None:
