@@ -89,6 +89,41 @@ def test_engine_of_a_hybrid_model(tmp_path_factory, tmp_path, window):
     assert f"{len(nodes)} quantmoe layers" in done.stdout
 
 
+def test_engine_of_lightning_attention(tmp_path_factory, tmp_path):
+    from tiny import make_checkpoint
+
+    sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+    kinds = ["linear_attention", "full_attention"]
+    made = make_checkpoint(tmp_path_factory.mktemp("made"), "minimax", layer_types=kinds, **sizes)
+    quantmoe.export(made, tmp_path / "model", target="cuda")
+    done = build(tmp_path / "model", tmp_path / "plan", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [str(size) for size in state_of(tmp_path / "model/model.onnx")] == ["batch_size", "4", "64", "64"]
+
+
+def state_of(model: Path) -> ir.Shape:
+    (state,) = (value for value in ir.load(model).graph.inputs if value.name.endswith("recurrent_state"))
+    return state.shape
+
+
+def test_engine_of_multi_token_prediction(tmp_path_factory, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "export")
+    from test_hybrid import rewritten
+    from test_mtp import REWRITE
+    from tiny import make_checkpoint
+
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 96, "intermediate_size": 96}
+    made = make_checkpoint(tmp_path_factory.mktemp("made"), "deepseek_v3", **sizes)
+    source = rewritten(made, tmp_path / "checkpoint", REWRITE["deepseek_v3"], lambda config: config)
+    quantmoe.export(source, tmp_path / "model", target="cuda", mtp=True)
+    done = build(tmp_path / "model/mtp.onnx", tmp_path / "plan", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    nodes = [node.op_type for node in ir.load(tmp_path / "model/mtp.onnx").graph if node.domain == "quantmoe"]
+    assert (nodes.count("QuantMoE"), nodes.count("MoERouter")) == (1, 1)
+    assert f"{len(nodes)} quantmoe layers" in done.stdout
+
+
 def test_engine_of_a_slice(tmp_path_factory, tmp_path):
     """A builder needs no other ranks and no NCCL. With --data-parallel all three collectives are in the graph."""
     from tiny import make_checkpoint
