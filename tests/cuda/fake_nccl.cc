@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -78,7 +79,8 @@ int add(Comm& comm, const void* x, void* y, size_t count, size_t begin, size_t s
 extern "C" {
 
 int ncclGetUniqueId(UniqueId* id) {
-  std::strcpy(id->folder, "/tmp/quantmoe-nccl-XXXXXX");
+  const char* where = std::getenv("TMPDIR");
+  std::snprintf(id->folder, sizeof(id->folder), "%s/nccl-XXXXXX", where ? where : "/tmp");
   return mkdtemp(id->folder) ? kSuccess : kInternalError;
 }
 int ncclCommInitRank(void** made, int ranks, UniqueId id, int rank) {

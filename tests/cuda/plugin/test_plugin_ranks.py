@@ -1,8 +1,8 @@
-"""AllReduce, AllGather and ReduceScatter in the TensorRT plug-in: processes with GPUs and an NCCL of the test's."""
+"""AllReduce, AllGather and ReduceScatter in the TensorRT plug-in: processes with GPUs and an NCCL of the test's, and
+with the machine's where it has two GPUs."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -14,101 +14,37 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from cuda.trt import RUNTIME, Driver, attributes_of, tensor
+from cuda.plugin_rank import NODES, Node, drawn
+from cuda.trt import attributes_of, tensor
 
-from quantmoe.custom_ops.op import GatherSpec, ReduceSpec, ScatterSpec
+from quantmoe.custom_ops.op import ScatterSpec
 from quantmoe.custom_ops.reference import all_gather, all_reduce, reduce_scatter
+from quantmoe.exporter.running.ranks import nccl_library
 
 NCCL = Path(os.environ["QUANTMOE_TRT_DRIVER"]).with_name("libquantmoe_fake_nccl.so")
-SPECS = {"AllReduce": ReduceSpec, "AllGather": GatherSpec, "ReduceScatter": ScatterSpec}
-#: operator, its axis, and the shape of its x
-NODES = [
-    ("AllReduce", {}, (5, 8)),
-    ("AllGather", {}, (5, 8)),
-    ("AllGather", {}, (1, 8)),
-    ("AllGather", {"axis": 0}, (5, 8)),
-    ("ReduceScatter", {}, (6, 8)),
-    ("ReduceScatter", {}, (0, 8)),
-]
 GROUP = ("QUANTMOE_GROUP", "QUANTMOE_GROUP_FILE", "QUANTMOE_TIMEOUT", "RANK", "WORLD_SIZE")
-
-
-def drawn(at: int, rank: int) -> np.ndarray:
-    """Small integers, whose sums 16 bits hold."""
-    return np.random.default_rng([at, rank]).integers(-9, 9, NODES[at][2]).astype(np.float32)
-
-
-def bits(x: np.ndarray, dtype: str) -> np.ndarray:
-    return x.astype(np.float16).view(np.uint16) if dtype == "f16" else (x.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def floats(x: np.ndarray, dtype: str) -> np.ndarray:
-    return x.view(np.float16).astype(np.float32) if dtype == "f16" else (x.astype(np.uint32) << 16).view(np.float32)
-
-
-class Node:
-    """A node of NODES in an engine that runs."""
-
-    def __init__(self, driver: Driver, at: int, rank: int, world: int, layer: str = "sum", phase: int = RUNTIME):
-        op, axis, self.shape = NODES[at]
-        driver.select(op)
-        self.driver = driver
-        plugin = driver.create(attributes_of(SPECS[op](rank=rank, world=world, **axis)), phase, layer)
-        assert plugin is not None, driver.log()
-        self.plugin = plugin.attach() if plugin else None
-        self.runs = bool(self.plugin.handle)
-
-    def __call__(self, x: np.ndarray, dtype: str) -> np.ndarray | None:
-        ((_, shape),) = self.plugin.outputs([tensor(dtype, x.shape), tensor(dtype, x.shape)])
-        tensors = [tensor(dtype, x.shape), tensor(dtype, shape)]
-        y = np.full(shape, 0x7FFF, np.uint16)
-        given = np.ascontiguousarray(bits(x, dtype))
-        workspace = np.empty(max(1, self.plugin.call("workspace", tensors)), np.uint8)
-        pointers = [(ctypes.c_void_p * 1)(array.ctypes.data) for array in (given, y)]
-        tail = [ctypes.c_void_p(workspace.ctypes.data), None]
-        return None if self.plugin.call("enqueue", tensors, *pointers, *tail) else floats(y, dtype)
-
-
-def run_rank(given: dict[str, Any]) -> None:
-    """What a rank's process does: writes y of the nodes, says what was logged."""
-    driver, folder = Driver(fake=True), Path(given["folder"])
-    driver.lib.driver_device(90, 132, 233472)
-    for at in given["nodes"]:
-        node = Node(driver, at, given["rank"], given["world"], given["layer"])
-        for dtype in ("f16", "bf16") if node.runs else ():
-            y = node(drawn(at, given["rank"]), dtype)
-            if y is not None:
-                np.save(folder / f"{at}.{given['rank']}.{dtype}.npy", y)
-        if given["waits"]:
-            (folder / f"ran{given['rank']}").touch()
-            while not (folder / "killed").exists():
-                time.sleep(0.01)
-            time.sleep(1.5)  # the watch looks twice a second
-            assert node(drawn(at, given["rank"]), "f16") is None
-        if given["other"]:
-            assert not Node(driver, at, 1 - given["rank"], given["world"]).runs
-    print(driver.log())
 
 
 class Ranks:
     """Processes of the ranks; `of` is what one of them has in place of `given`, `environments` beside the others'."""
 
     def __init__(self, folder: Path, ranks: int, environments: list[dict[str, str]], of: Any = None, **given: Any):
-        usual = {"folder": str(folder), "nodes": [0], "world": ranks, "layer": "sum", "waits": 0, "other": 0} | given
+        usual = {"folder": str(folder), "nodes": [0], "world": ranks, "layer": "sum", "waits": 0, "other": 0, "gpu": 0}
+        usual |= given
         clean = {name: value for name, value in os.environ.items() if name not in GROUP}
         self.processes = []
         for rank in range(ranks):
             own = usual | {"rank": rank} | ((of or {}).get(rank, {}))
-            environment = clean | {"QUANTMOE_NCCL": str(NCCL)} | environments[rank % len(environments)]
-            command = [sys.executable, __file__, json.dumps(own)]
-            process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            environment = (
+                clean | {"QUANTMOE_NCCL": str(NCCL), "TMPDIR": str(folder)} | environments[rank % len(environments)]
             )
-            self.processes.append(process)
+            command = [sys.executable, "-m", "cuda.plugin_rank", json.dumps(own)]
+            options = {"env": environment, "cwd": Path(__file__).parents[2], "text": True}
+            self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options))
 
     def said(self) -> list[str]:
         found = [process.communicate(timeout=60) for process in self.processes]
@@ -116,30 +52,35 @@ class Ranks:
         return [said.strip() for said, _ in found]
 
 
-def by_id() -> dict[str, str]:
-    unique = ctypes.create_string_buffer(128)
-    assert ctypes.CDLL(str(NCCL)).ncclGetUniqueId(unique) == 0
-    return {"QUANTMOE_GROUP": unique.raw.hex()}
+def by_id(folder: Path) -> dict[str, str]:
+    """An id of fake_nccl.cc's."""
+    (folder / "nccl").mkdir(exist_ok=True)
+    return {"QUANTMOE_GROUP": str(folder / "nccl").encode().ljust(128, b"\0").hex()}
 
 
 @pytest.mark.parametrize(("world", "by"), [(1, "id"), (2, "file"), (3, "id")])
 def test_sums_and_joined_parts(tmp_path: Path, world: int, by: str) -> None:
     file = tmp_path / "group"
-    environment = by_id() if by == "id" else {"QUANTMOE_GROUP_FILE": str(file)}
+    environment = by_id(tmp_path) if by == "id" else {"QUANTMOE_GROUP_FILE": str(file)}
     launcher = [{"RANK": str(rank), "WORLD_SIZE": str(world)} | environment for rank in range(world)]
     said = Ranks(tmp_path, world, launcher, nodes=[*range(len(NODES))]).said()
     assert said == [""] * world
     assert not file.exists()
+    check_values(tmp_path, world, [*range(len(NODES))])
+
+
+def check_values(folder: Path, world: int, nodes: list[int]) -> None:
     reference = {
         "AllReduce": lambda xs, rank: all_reduce(xs),
         "AllGather": lambda xs, rank, axis=-1: all_gather(xs, axis),
         "ReduceScatter": lambda xs, rank: reduce_scatter(xs)[rank],
     }
-    for at, (op, axis, _) in enumerate(NODES):
+    for at in nodes:
+        op, axis, _ = NODES[at]
         for rank in range(world):
             want = reference[op]([drawn(at, other) for other in range(world)], rank, **axis)
             for dtype in ("f16", "bf16"):
-                np.testing.assert_array_equal(np.load(tmp_path / f"{at}.{rank}.{dtype}.npy"), want)
+                np.testing.assert_array_equal(np.load(folder / f"{at}.{rank}.{dtype}.npy"), want)
 
 
 def test_a_builder_has_no_other_ranks(fake) -> None:
@@ -185,11 +126,11 @@ ENGINE = 'AllReduce layer "sum": the engine is rank 0 of 2'
 def test_an_environment_that_is_none(tmp_path: Path, environment: dict[str, str], message: str) -> None:
     (said,) = Ranks(tmp_path, 1, [environment], world=2).said()
     assert message in said
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.npy"))
 
 
 def test_ranks_that_do_not_come(tmp_path: Path) -> None:
-    environment = by_id() | {"QUANTMOE_TIMEOUT": "1"}
+    environment = by_id(tmp_path) | {"QUANTMOE_TIMEOUT": "1"}
     (said,) = Ranks(tmp_path, 1, [environment], world=2).said()
     assert "rank 0 waited 1 s for the other 1 ranks to begin, with the same QUANTMOE_GROUP and of as many ranks" in said
     file = {"QUANTMOE_GROUP_FILE": str(tmp_path / "group"), "QUANTMOE_TIMEOUT": "1"}
@@ -201,10 +142,11 @@ def test_ranks_that_do_not_come(tmp_path: Path) -> None:
 
 
 def test_files_of_two_exports(tmp_path: Path) -> None:
-    said = Ranks(tmp_path, 2, [by_id() | {"QUANTMOE_TIMEOUT": "3"}], of={1: {"world": 3}}).said()
+    said = Ranks(tmp_path, 2, [by_id(tmp_path) | {"QUANTMOE_TIMEOUT": "3"}], of={1: {"world": 3}}).said()
     for text in said:
         assert "waited 3 s for the other" in text
-    said = Ranks(tmp_path, 2, [by_id()], of={1: {"layer": "other"}}).said()
+    (tmp_path / "more").mkdir()
+    said = Ranks(tmp_path, 2, [by_id(tmp_path / "more")], of={1: {"layer": "other"}}).said()
     for rank, text in enumerate(said):
         assert 'AllReduce layer "other": x [5, 8]' in text
         assert f'rank {1 - rank} is at AllReduce layer "{("other", "sum")[rank]}": x [5, 8], rank {rank} at' in text
@@ -212,13 +154,13 @@ def test_files_of_two_exports(tmp_path: Path) -> None:
 
 
 def test_a_process_is_one_rank(tmp_path: Path) -> None:
-    said = Ranks(tmp_path, 2, [by_id()], other=1).said()
+    said = Ranks(tmp_path, 2, [by_id(tmp_path)], other=1).said()
     for rank, text in enumerate(said):
         assert f'"sum": the engine is rank {1 - rank} of 2, the process rank {rank} of 2' in text
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, 3, [by_id()], waits=1)
+    ranks = Ranks(tmp_path, 3, [by_id(tmp_path)], waits=1)
     while not all((tmp_path / f"ran{rank}").exists() for rank in range(3)):
         assert all(process.poll() is None for process in ranks.processes)
         time.sleep(0.01)
@@ -229,5 +171,28 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert 'AllReduce layer "sum": rank 1 is gone: its process has ended, or its host is not reached' in said[rank]
 
 
-if __name__ == "__main__":
-    run_rank(json.loads(sys.argv[1]))
+def on_gpus(folder: Path) -> list[dict[str, str]]:
+    group = {"QUANTMOE_GROUP_FILE": str(folder / "group"), "QUANTMOE_NCCL": nccl_library()}
+    return [group | {"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+
+
+@two_gpus
+def test_nccl(tmp_path: Path) -> None:
+    nodes = [*range(len(NODES) - 1)]  # the last is of no elements
+    said = Ranks(tmp_path, 2, on_gpus(tmp_path), nodes=nodes, gpu=1).said()
+    assert said == [""] * 2
+    check_values(tmp_path, 2, nodes)
+
+
+@two_gpus
+def test_a_rank_that_is_killed_while_a_graph_waits_for_it(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, on_gpus(tmp_path), waits=1, gpu=1)
+    while not all((tmp_path / f"ran{rank}").exists() for rank in range(2)):
+        assert all(process.poll() is None for process in ranks.processes)
+        time.sleep(0.01)
+    ranks.processes[1].send_signal(signal.SIGKILL)
+    (tmp_path / "killed").touch()
+    assert float(ranks.said()[0].split()[2]) < 30

@@ -1,0 +1,135 @@
+"""The process of a rank in plugin/test_plugin_ranks.py: nodes of the TensorRT plug-in as an engine runs them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cuda.trt import RUNTIME, Driver, attributes_of, tensor
+
+from quantmoe.custom_ops.op import GatherSpec, ReduceSpec, ScatterSpec
+
+SPECS = {"AllReduce": ReduceSpec, "AllGather": GatherSpec, "ReduceScatter": ScatterSpec}
+#: operator, its axis, and the shape of its x
+NODES = [
+    ("AllReduce", {}, (5, 8)),
+    ("AllGather", {}, (5, 8)),
+    ("AllGather", {}, (1, 8)),
+    ("AllGather", {"axis": 0}, (5, 8)),
+    ("ReduceScatter", {}, (6, 8)),
+    ("ReduceScatter", {}, (0, 8)),
+]
+
+
+def drawn(at: int, rank: int) -> np.ndarray:
+    """Small integers, whose sums 16 bits hold."""
+    return np.random.default_rng([at, rank]).integers(-9, 9, NODES[at][2]).astype(np.float32)
+
+
+def bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint16) if dtype == "f16" else (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def floats(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.view(np.float16).astype(np.float32) if dtype == "f16" else (x.astype(np.uint32) << 16).view(np.float32)
+
+
+class Node:
+    """A node of NODES in an engine that runs."""
+
+    def __init__(self, driver: Driver, at: int, rank: int, world: int, layer: str = "sum", phase: int = RUNTIME):
+        op, axis, self.shape = NODES[at]
+        driver.select(op)
+        self.driver = driver
+        plugin = driver.create(attributes_of(SPECS[op](rank=rank, world=world, **axis)), phase, layer)
+        assert plugin is not None, driver.log()
+        self.plugin = plugin.attach() if plugin else None
+        self.runs = bool(self.plugin.handle)
+
+    def __call__(self, x: np.ndarray, dtype: str) -> np.ndarray | None:
+        """y; None where the call fails."""
+        ((_, shape),) = self.plugin.outputs([tensor(dtype, x.shape), tensor(dtype, x.shape)])
+        self.tensors = [tensor(dtype, x.shape), tensor(dtype, shape)]
+        given, y = np.ascontiguousarray(bits(x, dtype)), np.full(shape, 0x7FFF, np.uint16)
+        workspace = np.empty(max(1, self.plugin.call("workspace", self.tensors)), np.uint8)
+        return self.run(given, y, workspace, dtype)
+
+    def run(self, given: np.ndarray, y: np.ndarray, workspace: np.ndarray, dtype: str) -> np.ndarray | None:
+        return floats(y, dtype) if self.enqueue(*(memory.ctypes.data for memory in (given, y, workspace))) else None
+
+    def enqueue(self, given: int, y: int, workspace: int, stream: int | None = None) -> bool:
+        pointers = [(ctypes.c_void_p * 1)(address) for address in (given, y)]
+        tail = [ctypes.c_void_p(address) for address in (workspace, stream)]
+        return not self.plugin.call("enqueue", self.tensors, *pointers, *tail)
+
+
+class GpuNode(Node):
+    """The same on a GPU: y is a CUDA graph's, after a call that gave the same."""
+
+    def run(self, given: np.ndarray, y: np.ndarray, workspace: np.ndarray, dtype: str) -> np.ndarray:
+        import torch
+
+        self.torch, self.stream, self.graph = torch, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        views = (given.view(np.int16), y.view(np.int16), workspace)
+        self.memory = [torch.from_numpy(memory).cuda() for memory in views]
+        addresses = [memory.data_ptr() for memory in self.memory]
+        torch.cuda.synchronize()
+        assert self.enqueue(*addresses, self.stream.cuda_stream), self.driver.log()
+        torch.cuda.synchronize()
+        first = self.memory[1].cpu().numpy()
+        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+            assert self.enqueue(*addresses, self.stream.cuda_stream), self.driver.log()
+        self.memory[1].fill_(0x7FFF)
+        torch.cuda.synchronize()
+        self.replay()
+        np.testing.assert_array_equal(self.memory[1].cpu().numpy(), first)
+        return floats(first.view(np.uint16), dtype)
+
+    def replay(self) -> None:
+        with self.torch.cuda.stream(self.stream):
+            self.graph.replay()
+        self.torch.cuda.synchronize()
+
+
+def outlive(node: Node, x: np.ndarray) -> str:
+    """How a rank ends whose peer was killed."""
+    if not isinstance(node, GpuNode):
+        time.sleep(1.5)  # the watch looks twice a second
+        return "" if node(x, "f16") is None else "it did not end"
+    begin = time.monotonic()
+    try:
+        node.replay()
+    except RuntimeError as error:
+        return f"ended after {time.monotonic() - begin:.1f} s: {error}"
+    return "it did not end"
+
+
+def run_rank(given: dict[str, Any]) -> None:
+    """What a rank's process does: writes y of the nodes, says what was logged."""
+    gpu, folder, rank, world = given["gpu"], Path(given["folder"]), given["rank"], given["world"]
+    driver = Driver(fake=not gpu)
+    for at in given["nodes"]:
+        node = (GpuNode if gpu else Node)(driver, at, rank, world, given["layer"])
+        for dtype in ("f16", "bf16") if node.runs else ():
+            y = node(drawn(at, rank), dtype)
+            if y is not None:
+                np.save(folder / f"{at}.{rank}.{dtype}.npy", y)
+        if given["waits"]:
+            (folder / f"ran{rank}").touch()
+            while not (folder / "killed").exists():
+                time.sleep(0.01)
+            print(outlive(node, drawn(at, rank)), driver.log(), flush=True)
+            os._exit(0)  # a process with a GPU has none any more
+        if given["other"]:
+            assert not Node(driver, at, 1 - rank, world).runs
+    print(driver.log())
+
+
+if __name__ == "__main__":
+    run_rank(json.loads(sys.argv[1]))
