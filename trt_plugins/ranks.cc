@@ -19,6 +19,12 @@ template <class Node>
 class OfRanks : public Plugin {
  public:
   OfRanks(const char* op, SharedLayer layer, const Node& node) : Plugin(op, std::move(layer)), node_(node) {}
+  // A context's goes with it, and so do its graphs.
+  ~OfRanks() override {
+    if (all_) all_->forget(stream_);
+  }
+  OfRanks(const OfRanks&) = delete;
+  OfRanks& operator=(const OfRanks&) = delete;
   // A context of an engine that runs is made in all ranks at the same time: they meet here.
   IPluginV3* attachToContext(IPluginResourceContext*) noexcept override {
     return attempt<IPluginV3*>(nullptr, [&] {
@@ -43,12 +49,13 @@ class OfRanks : public Plugin {
              char* error) override {
     const int64_t count = elements(x_);
     if (count == 0) return QM_OK;
-    if (!all_) {  // a builder has no other ranks
+    if (!all_) {  // a builder has no other ranks; of zeros an index can be made, too
       const auto bytes = static_cast<size_t>(outputs_of(count) * kTypeBytes);
       const cudaError_t result = cudaMemsetAsync(outputs[0], 0, bytes, stream);
       return result ? quantmoe::fail(error, QM_INVALID, "CUDA: %s", cudaGetErrorString(result)) : QM_OK;
     }
     agree(stream);
+    stream_ = stream;
     run(inputs[0], outputs[0], workspace, stream);
     return QM_OK;
   }
@@ -70,6 +77,7 @@ class OfRanks : public Plugin {
     agreed_ = true;
   }
   bool agreed_ = false;
+  cudaStream_t stream_ = nullptr;  // of the last call
 };
 
 class Reduce final : public OfRanks<qm_reduce> {

@@ -235,7 +235,7 @@ void Communicator::expect_all() const {
 }
 
 // What the watch asks whether work has ended. ONNX Runtime destroys the stream of a run before the kernels, and that of
-// captured graphs, whose replays record no event of ours, after them.
+// captured graphs, whose replays record no event of ours, after them; TensorRT's user says nothing, see forget.
 void Communicator::mark(cudaStream_t stream) const {
   if (!done_) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -245,6 +245,8 @@ void Communicator::mark(cudaStream_t stream) const {
   else
     must(cudaEventRecord(done_, stream));
 }
+
+void Communicator::forget(cudaStream_t stream) const { captured_.compare_exchange_strong(stream, nullptr); }
 
 void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
   expect_all();

@@ -42,6 +42,8 @@ class Communicator {
               cudaStream_t stream) const;
   // The same of y = the rank's part of the sum of all ranks' x [ranks, count].
   void scatter(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
+  // Nothing captured on the stream, which may go, runs any more.
+  void forget(cudaStream_t stream) const;
   // Waits for all ranks; throws std::runtime_error in all of them unless they call it with one text.
   void expect_same(const std::string& node) const;
 
@@ -55,9 +57,9 @@ class Communicator {
   const Place place_;
   const int device_;
   void* comm_ = nullptr;
-  mutable std::atomic<cudaStream_t> captured_{};  // of the session's graphs
+  mutable std::atomic<cudaStream_t> captured_{};  // of graphs
   std::atomic<bool> given_up_{false};
-  cudaEvent_t done_ = nullptr;    // the session's last call outside graphs
+  cudaEvent_t done_ = nullptr;    // the last call outside graphs
   cudaStream_t end_ = nullptr;    // for launch_trap
   std::unique_ptr<Watch> watch_;  // null: there are no others
 };
