@@ -1,11 +1,13 @@
 """GatedDelta and CausalConv on CUDA: us a call.
 
-    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10] [--fla]
+    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10] [--fla] [--flashinfer]
 
 16 key heads of 128, a convolution of 4 over keys, queries and values, bf16, states in place. Times are of CUDA graphs
 of several calls, each with tensors of its own, larger than L2 together where one token reads a state; medians.
 --fla: flash-linear-attention (PyPI's fla-core) in the same process, its recurrent kernel up to 8 tokens, its chunked
 ones from there on. Its calls get gates that are ready and end before the gated norm, which are inside ours.
+--flashinfer: FlashInfer (PyPI's flashinfer-python and nvidia-cutlass-dsl), its decode and multi-token kernels up to 8
+tokens, which have the gates inside, too, its chunked ones from there on. All keep the state in f32.
 """
 
 from __future__ import annotations
@@ -59,6 +61,28 @@ def fla(heads: int, batch: int, tokens: int) -> Call:
     return call
 
 
+def flashinfer(heads: int, batch: int, tokens: int) -> Call:
+    """The same of FlashInfer, without the norm of its output; of prompts also without the gates' functions."""
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    q, k = (random(batch, tokens, KEY_HEADS, SIZE) for _ in "qk")
+    v, a, b = (random(batch, tokens, *shape) for shape in ((heads, SIZE), (heads,), (heads,)))
+    a_log, dt_bias = (random(heads, dtype=torch.float32) for _ in "ab")
+    state = random(batch, heads, SIZE, SIZE, dtype=torch.float32)
+    if tokens == 1:
+        return lambda: gated_delta_rule_decode_pretranspose(q, k, v, state, a_log, a, dt_bias, b)
+    if tokens <= 8:
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        return lambda: gated_delta_rule_mtp(q, k, v, state, rows, a_log, a, dt_bias, b, disable_state_update=False)
+    decay = (-a_log.exp() * torch.nn.functional.softplus(a + dt_bias)).exp().flatten(0, 1)
+    beta, after = b.float().sigmoid().flatten(0, 1), torch.empty_like(state)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    ends = torch.arange(batch + 1, device="cuda") * tokens
+    options = {"output_final_state": True, "cu_seqlens": ends, "use_qk_l2norm_in_kernel": True, "output_state": after}
+    return lambda: chunk_gated_delta_rule(q, k, v, decay, beta, initial_state=state, **options)
+
+
 def conv(heads: int, batch: int, tokens: int) -> Call:
     """The same of CausalConv."""
     channels = (2 * KEY_HEADS + heads) * SIZE
@@ -74,9 +98,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--fla", action="store_true", help="beside flash-linear-attention")
+    parser.add_argument("--flashinfer", action="store_true", help="beside FlashInfer")
     given = parser.parse_args()
     torch.manual_seed(0)
-    makers = {"GatedDelta, us": delta, "CausalConv, us": conv} | ({"fla, us": fla} if given.fla else {})
+    makers = {"GatedDelta, us": delta, "CausalConv, us": conv}
+    makers |= {f"{peer.__name__}, us": peer for peer in (fla, flashinfer) if getattr(given, peer.__name__)}
     print(f"| value heads | batch | tokens | {' | '.join(makers)} |\n|{'---|' * (3 + len(makers))}")
     sizes = ((1, 1), (1, 4), (1, 8), (1, 64), (1, 256), (1, 1024), (1, 8192), (8, 1), (32, 1), (8, 256))
     for heads in (32, 48):
