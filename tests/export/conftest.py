@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,18 +65,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def plain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-MoE's export if its attention were not CachedAttention: standard nodes."""
+def plain_of(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """plain_of(**options) -> Qwen3-MoE's export if its attention were not CachedAttention: standard nodes."""
 
     def none(model: torch.nn.Module, *_: object) -> tuple[dict[str, object], dict[str, str]]:
         return {}, {name: "not tried" for name, _ in model.named_modules() if name.endswith(".self_attn")}
 
-    def write(folder: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quantmoe.exporter.graph.trace.recognise", none)
-            export(checkpoint(), folder, activations="float", cache="f16")
+    def make(**options: Any) -> Path:
+        def write(folder: Path) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("quantmoe.exporter.graph.trace.recognise", none)
+                export(checkpoint(), folder, activations="float", **options)
 
-    return made_once(tmp_path_factory, write, "plain")
+        return made_once(tmp_path_factory, write, "plain", **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plain(plain_of: Callable[..., Path]) -> Path:
+    return plain_of(cache="f16")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import orders
 import pytest
 import torch
 from checkpoints import make_integer_checkpoint
@@ -51,13 +52,15 @@ SIZES = {
 
 @pytest.mark.parametrize("architecture", every(HYBRID))
 def test_states_handed_on_equal_pytorch(exported, reference, architecture):
-    """Against float64, across the borders of the chunks of 64 tokens that PyTorch has. f32 sums of some hundreds of
-    terms, one state after another: the bound of other architectures, four times as wide for ten times their tokens."""
+    """Across the borders of the chunks of 64 tokens that PyTorch has, whose linear attention is float32 in any model.
+    All pieces give the same logits. Those of qwen3_next are off by 5.3e-6, the bound is 3.2e-5; of qwen3_5_moe_text
+    by 1.7e-5, the bound is 4.1e-5."""
     generator, ids = Generator(exported(architecture, activations="float")), tokens(2, 137)
+    bound = orders.bound(reference(architecture), ids)
     want = expected(reference(architecture).double(), ids)
     reference(architecture).float()
     for pieces in ((137,), (1, 7, 64, 65), (64, 1, 72), (7, *[1] * 9, 121)):
-        assert error(run(generator, ids, pieces), want) < 8e-5, pieces
+        assert error(run(generator, ids, pieces), want) < bound < 8e-5, pieces
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import itertools
 
 import numpy as np
 import onnx_ir as ir
+import orders
 import pytest
+import torch
 from sweeps import every
 from test_generate import PROMPT
 from test_hybrid import grown
-from test_model import error, run, tokens
+from test_model import error, expected, run, tokens
 
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
@@ -60,13 +62,43 @@ def test_tokens_and_bytes_are_those_of_generation_without(exported, architecture
     assert 10 < drafts.accepted < drafts.drafted
 
 
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("architecture", every(["deepseek_v3", "llama4_text"]))
 def test_caches_that_grow(exported, architecture):
-    """Attention of standard nodes: ONNX Runtime sums a row's products in another order where there are several."""
-    found, want = guided(Generator(exported(architecture, activations="float")), PROMPT, 30)
+    found, want = guided(grown(Generator(exported(architecture, activations="float"))), PROMPT, 30)
     assert list(found) == want.tokens
-    assert error(found.logits, want.logits) < 2e-5
+    assert found.logits.tobytes() == want.logits.tobytes()
     assert found.speculation.accepted
+
+
+def test_attention_of_standard_nodes(plain_of, reference):
+    """Products and sums of attention and the products of routers are ONNX Runtime's, and may be added up in another
+    order where a run has several rows. The bound is 1.3e-6 of the largest logit; on AVX2 with ONNX Runtime 1.32 the
+    difference is 0. One projection of one layer that is off by 2^-10 is beyond it."""
+    model, generator = reference(), Generator(plain_of(cache="f32", logits="all"))
+    found, want = guided(generator, PROMPT, 30)
+    tokens = list(found)
+    ids = np.array([PROMPT + want.tokens[:-1]])
+    packed = [name for name, _ in model.named_parameters() if not name.endswith("mlp.gate.weight")]
+    bound = orders.bound(model, ids, packed)
+    same = orders.same_but_near_ties(tokens, want.tokens, want.logits, bound)
+    assert error(found.logits[: same + 1], want.logits[: same + 1]) < bound < 2e-6
+    assert found.speculation.accepted
+    exact = expected(model, ids)
+    weight = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
+    with torch.no_grad():
+        kept = weight.clone()
+        weight *= 1 + 2**-10
+        moved = error(expected(model, ids), exact)
+        weight.copy_(kept)
+    assert moved > 10 * bound
+
+
+def test_near_ties_are_no_others():
+    logits = np.array([[0, 1, 0], [1, 0, 1 - 1e-6], [0, 0, 1]])
+    assert orders.same_but_near_ties([1, 0, 2], [1, 0, 2], logits, 0) == 3
+    assert orders.same_but_near_ties([1, 2, 0], [1, 0, 2], logits, 6e-7) == 1
+    with pytest.raises(AssertionError):
+        orders.same_but_near_ties([1, 2, 0], [1, 0, 2], logits, 4e-7)
 
 
 def test_sampling_with_the_same_seed(exported):
