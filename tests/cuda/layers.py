@@ -213,5 +213,9 @@ LINEARS = {
     "any-n": replace(BASE, hidden=203, intermediate=1096, bias=True),  # no wgmma
     "large": replace(BASE, hidden=4096, intermediate=512, group_size=128),
     "split-k": replace(BASE, hidden=2056, intermediate=4160, group_size=128, bias=True),
+    # Of few rows on an H200: two panels a block, with five stages and with three.
+    "long-rows": replace(BASE, hidden=2200, intermediate=2504, group_size=128, bias=True),
+    "head": replace(BASE, hidden=17000, intermediate=136, group_size=128),
+    "wide-zero": of_format("int4-zero", replace(BASE, hidden=4096, intermediate=200, bias=True)),
     **{name: of_format(name, replace(BASE, hidden=1032, intermediate=520, bias=True)) for name in FORMATS},
 }
