@@ -18,6 +18,13 @@ MAX_FILE_SIZE = 50 * 10**9
 MAX_RANKS = 1024
 
 
+def _apart(option: str, *others: tuple[str, bool]) -> None:
+    """Refuses an option beside others that are given."""
+    for name, given in others:
+        if given:
+            raise OptionError(f"{option} does not go with {name}")
+
+
 @dataclass(frozen=True)
 class Options:
     """See :func:`quantmoe.exporter.writing.convert.export`, which has the same defaults.
@@ -66,26 +73,17 @@ class Options:
             raise OptionError(f"state_window is {self.state_window}, expected 1 to 64")
         if self.target == "ort" and (self.mtp or self.state_window > 1):
             raise OptionError(f"{'mtp' if self.mtp else 'state_window'} is for the targets cpu and cuda")
+        one_plain_graph = (
+            ("mtp", self.mtp),
+            ("tensor_parallel", self.tensor_parallel > 1),
+            ("logits of N tokens", isinstance(self.logits, int)),
+        )
         if self.vision:
-            for name, other in (
-                ("mtp", self.mtp),
-                ("tensor_parallel", self.tensor_parallel > 1),
-                ("logits of N tokens", isinstance(self.logits, int)),
-                ("target ort", self.target == "ort"),
-            ):
-                if other:
-                    raise OptionError(f"vision does not go with {name}")
+            _apart("vision", *one_plain_graph, ("target ort", self.target == "ort"))
         if self.paged:
             if self.target != "cuda":
                 raise OptionError("paged is for target cuda: ONNX Runtime has PagedAttention there alone")
-            for name, other in (
-                ("vision", self.vision),
-                ("mtp", self.mtp),
-                ("tensor_parallel", self.tensor_parallel > 1),
-                ("logits of N tokens", isinstance(self.logits, int)),
-            ):
-                if other:
-                    raise OptionError(f"paged does not go with {name}")
+            _apart("paged", ("vision", self.vision), *one_plain_graph)
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")

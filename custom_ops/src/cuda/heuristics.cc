@@ -67,25 +67,25 @@ struct Choice {
     reserved = kReserved + (decode ? kRoutingBytes : 0);
   }
 
-  // Whether the tile has an instance, and a block the memory.
+  // Whether the tile has an instance, and a block the memory, which is put into it.
+  bool fits(qm_cuda_step& tile) const {
+    const Instance row = instance_of(sizes, load.path, load.product, tile);
+    if (row.there) tile.shared_bytes = shared_bytes_of(row, sizes);
+    return row.there && tile.shared_bytes + reserved <= weights.device.shared_bytes;
+  }
   bool take(int panels, int n_tiles) {
     // Not where decode's gate_up has little K: the sums over the ring make the warps wait once more a unit of work.
     const bool short_k = decode && load.product == Product::kGateUp && weights.row.units < 40;
     step.panels = panels;
     step.n_tiles = n_tiles;
     step.stages = stages_of(two && panels == 4 && !short_k ? 2 : 1);
-    const Instance row = instance_of(sizes, load.path, load.product, step);
-    if (row.there) step.shared_bytes = shared_bytes_of(row, sizes);
-    return row.there && step.shared_bytes + reserved <= weights.device.shared_bytes;
+    return fits(step);
   }
-  // The same with more stages.
+  // What was taken, with more stages; where these do not fit, as it was.
   bool deepen() {
     qm_cuda_step deep = step;
     deep.stages = kDeepStages;
-    const Instance row = instance_of(sizes, load.path, load.product, deep);
-    if (!row.there) return false;
-    deep.shared_bytes = shared_bytes_of(row, sizes);
-    if (deep.shared_bytes + reserved > weights.device.shared_bytes) return false;
+    if (!fits(deep)) return false;
     step = deep;
     return true;
   }
@@ -94,9 +94,10 @@ struct Choice {
     const int blocks = weights.device.shared_bytes / (step.shared_bytes + reserved);
     return sms * std::clamp(blocks, 1, register_blocks(sizes.bits, step.panels, step.n_tiles));
   }
-  // Pieces of work of so many experts, which blocks take one after the other.
-  int64_t units(int64_t experts) const {
-    return experts * ceil_div(weights.row.panels, static_cast<int64_t>(step.panels) * (kWarps / step.warps_k));
+  // Pieces of work, which blocks take one after the other.
+  int64_t units() const {
+    return load.most_experts *
+           ceil_div(weights.row.panels, static_cast<int64_t>(step.panels) * (kWarps / step.warps_k));
   }
 };
 
@@ -153,7 +154,7 @@ qm_cuda_step choose_wgmma(const Choice& choice) {
 std::optional<qm_cuda_step> span_of(const Choice& choice) {
   const int panels = choice.sizes.span_panels, bytes = choice.sizes.span_bytes;
   if (panels == 0 || !(choice.decode || choice.load.mean <= 5)) return {};
-  const int64_t spans = choice.load.usual_experts * ceil_div(choice.weights.row.panels, panels);
+  const int64_t spans = choice.load.most_experts * ceil_div(choice.weights.row.panels, panels);
   if (2 * (bytes + choice.reserved) > choice.weights.device.shared_bytes || fill(spans, 2 * choice.sms) < 0.8)
     return {};
   qm_cuda_step step = choice.step;
@@ -202,8 +203,8 @@ void take_of_decode(Choice& choice) {
   double best = 0;
   for (int panels : {4, 2}) {
     if (!choice.take(panels, 1)) continue;
-    const int64_t units = choice.units(choice.load.usual_experts);
-    double worth = units > choice.slots() ? fill(units, choice.slots()) : fill(units, choice.sms);
+    double worth =
+        choice.units() > choice.slots() ? fill(choice.units(), choice.slots()) : fill(choice.units(), choice.sms);
     worth *= panels == 2 ? 0.9 : choice.slots() > choice.sms ? 1.0 : 0.6;  // one block alone cannot hide its waits
     if (worth < best) {
       choice.take(4, 1);
@@ -222,7 +223,7 @@ void take_of_stream(Choice& choice) {
 }  // namespace
 
 bool decode_fits(const ProductWeights& weights) {
-  Choice choice(weights, {QM_CUDA_DECODE, Product::kDown, 1, 1, 1, 1});
+  Choice choice(weights, {QM_CUDA_DECODE, Product::kDown, 1, 1, 1});
   return choice.take(2, 1) || choice.take(1, 1);
 }
 
@@ -232,7 +233,7 @@ qm_cuda_step choose_gemm(const ProductWeights& weights, const ProductLoad& load)
   if (choice.decode && load.product == Product::kDown) return choose_down_decode(choice);
   if (const auto span = span_of(choice)) return *span;
   choice.decode ? take_of_decode(choice) : take_of_stream(choice);
-  choice.step.grid = static_cast<int32_t>(std::clamp<int64_t>(choice.units(load.most_experts), 1, choice.slots()));
+  choice.step.grid = static_cast<int32_t>(std::clamp<int64_t>(choice.units(), 1, choice.slots()));
   return choice.step;
 }
 

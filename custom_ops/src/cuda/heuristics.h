@@ -18,10 +18,9 @@ struct ProductWeights {
 struct ProductLoad {
   int path;  // of qm_cuda_path
   Product product;
-  int64_t most_experts;   // that get tokens
-  int64_t usual_experts;  // in path decode: with routing that has no favourites; else the same
-  double mean;            // tokens an expert gets on average
-  int most_tiles;         // of 8 tokens, in path stream
+  int64_t most_experts;  // that get tokens
+  double mean;           // tokens an expert gets on average
+  int most_tiles;        // of 8 tokens, in path stream
 };
 
 // Whether the kernels of path decode have the shared memory they take. Not those of int8 with zero points where a

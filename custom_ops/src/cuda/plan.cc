@@ -1,6 +1,5 @@
 // The plan: the steps of a call and its workspace. Pure; runs without a GPU.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "cuda/heuristics.h"
@@ -111,14 +110,6 @@ struct PlannedLayer {
     return static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, problem.moe.num_experts));
   }
   bool decodes() const { return path == QM_CUDA_DECODE; }
-  // Of the experts that the call could ask for at most, those that it does if all are as likely.
-  int64_t usual_experts(int64_t most) const {
-    const double others =
-        1 - std::min(1., static_cast<double>(problem.top_k) / static_cast<double>(problem.moe.num_experts));
-    const double share = 1 - std::pow(others, static_cast<double>(problem.tokens));
-    const auto usual = static_cast<int64_t>(std::llround(static_cast<double>(problem.local_experts) * share));
-    return decodes() ? std::clamp<int64_t>(usual, 1, std::max<int64_t>(most, 1)) : most;
-  }
   // Rounded x is stored as wgmma reads it.
   bool rounds_stored() const { return path == QM_CUDA_WGMMA && !problem.moe.w13.perm; }
   int64_t sorted_rows() const { return fp8 ? fp8_rows(pairs, problem.local_experts) : pairs; }
@@ -129,9 +120,9 @@ struct PlannedLayer {
   void choose_products() {
     const int64_t most_experts = std::min<int64_t>(pairs, problem.local_experts);
     const ProductWeights of_gate_up{device, problem.moe.w13, w13}, of_down{device, problem.moe.w2, w2};
-    ProductLoad gate_up_load{path, Product::kGateUp, most_experts, usual_experts(most_experts), mean(), 4};
+    ProductLoad gate_up_load{path, Product::kGateUp, most_experts, mean(), 4};
     gate_up = choose_gemm(of_gate_up, gate_up_load);
-    const ProductLoad down_load{path, Product::kDown, most_experts, most_experts, mean(), gate_up.n_tiles};
+    const ProductLoad down_load{path, Product::kDown, most_experts, mean(), gate_up.n_tiles};
     down = choose_gemm(of_down, down_load);
     if (down.n_tiles < gate_up.n_tiles && path == QM_CUDA_STREAM) {  // both take the same list of tiles
       gate_up_load.most_tiles = down.n_tiles;
@@ -155,9 +146,8 @@ Buffers allocate(const PlannedLayer& layer, qm_cuda_plan* plan) {
                                      (layer.gate_up.packed ? packed_columns(moe.w13, layer.w13) : moe.hidden_size) * 2);
   if (layer.down.packed) buffers.packed_hidden = workspace.take(pairs * packed_columns(moe.w2, layer.w2) * 2);
   if (moe.w13.perm) buffers.gathered = workspace.take(pairs * layer.w13.columns * 2);
-  if (!layer.decodes())
-    buffers.partial = workspace.take(pairs * moe.hidden_size * (layer.wgmma ? 2 * layer.down.warps_k : 4));
   if (!layer.decodes()) {
+    buffers.partial = workspace.take(pairs * moe.hidden_size * (layer.wgmma ? 2 * layer.down.warps_k : 4));
     const bool shared = layer.down.n_tiles == layer.gate_up.n_tiles;
     plan->max_tiles = most_tiles(layer.pairs, layer.problem.local_experts, layer.gate_up.n_tiles);
     plan->down_max_tiles = most_tiles(layer.pairs, layer.problem.local_experts, layer.down.n_tiles);
@@ -275,7 +265,7 @@ qm_cuda_step choose_linear(const ProductWeights& weights, int path, int64_t rows
   if (path == QM_CUDA_DECODE && !packs(weights.device.sm, weights.w))
     if (const qm_cuda_step step = choose_linear_decode(weights); step.shared_bytes) return step;
   if (path == QM_CUDA_STREAM && floats) return choose_float_stream(weights, rows);
-  return choose_gemm(weights, {path, Product::kDown, 1, 1, static_cast<double>(rows), 4});
+  return choose_gemm(weights, {path, Product::kDown, 1, static_cast<double>(rows), 4});
 }
 
 }  // namespace
