@@ -92,6 +92,8 @@ CASES = {
     ),
     "S=1..2": Case(3, ["1:1:1/1:1:2/0:16:64"], {"mixed": ("tokens", 1, [2, 1] * 6 + [1, 1], False)}),
 }
+#: in the names of models of drafting layers alone, whose files give the last token's logits
+DRAFTS = "+mtp"
 #: of weight formats, whose graphs are alike, and of slices
 BRIEF = ("prefill, decode", "S=1..512 opt 128", "in place")
 
@@ -145,14 +147,16 @@ def measure(folder: Path, dtype: str, run: Run, raw: np.ndarray) -> tuple[float,
     file, rows, steps, _ = run
     tokens = np.load(folder / f"{file}.npy")[:rows]
     want = np.load(folder / f"{file.replace('tokens', 'logits')}.npy")[:rows]
-    found, at = np.empty(want.shape, np.float32), 0
+    found, given, at = np.empty(want.shape, np.float32), np.zeros(tokens.shape, bool), 0
     raw = widen(raw, dtype)
-    for step, start in zip(steps, np.cumsum([0, *steps]), strict=False):
-        size = rows * step * want.shape[-1]
-        found[:, start : start + step] = raw[at : at + size].reshape(rows, step, -1)
+    for step, end in zip(steps, np.cumsum(steps), strict=True):
+        of = 1 if DRAFTS in folder.name else step
+        size = rows * of * want.shape[-1]
+        found[:, end - of : end], given[:, end - of : end] = raw[at : at + size].reshape(rows, of, -1), True
         at += size
     assert at == raw.size, f"{raw.size} logits, expected {at}"
-    found, want = found[tokens >= 0], want[tokens >= 0]
+    given &= tokens >= 0
+    found, want = found[given], want[given]
     distance = np.linalg.norm(found - want, axis=-1) / np.linalg.norm(want, axis=-1)
     distance = np.nan_to_num(distance, nan=np.inf)
     return float(distance.max()), float(np.quantile(distance, 0.9 if dtype == "bf16" else 1.0, method="lower"))
