@@ -1,7 +1,9 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
-    python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--formats int4,mxfp4,...] [--warm]
-                         [--against humming,marlin] [--json out.json] [--plot out.png]
+    python cuda_bench.py [--shapes qwen3-30b-a3b,2048/1024/64/8,...] [--tokens 1,8,512..4096] [--formats int4,...]
+                         [--warm] [--against humming,marlin] [--json out.json] [--plot out.png]
+
+A shape without a name is hidden / intermediate / experts / top_k; 512..4096 are 512, 768, 1024, 1536 and so on.
 
 Each graph holds several layers that rotate over copies of the weights and have their own ids, so that between two uses
 of any byte far more than L2 has been read; with `--warm` they have one copy and the same ids, and what fits stays in
@@ -10,7 +12,7 @@ FLOPs over the measured matrix rate.
 
 `--against humming,marlin` (PyPI humming-kernels, vllm) runs the peers on the same weights, ids and tokens; outputs are
 compared first, then replays take turns. `best` is the faster peer's time over ours; `sorted` is a peer with the pairs
-already sorted by expert, `alone` is each by itself.
+already sorted by expert, `alone` is each by itself. The last line is the cell with the smallest `best`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import importlib
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -202,6 +205,7 @@ def ceilings() -> tuple[float, float, float]:
 
 def measure(
     name: str,
+    s: Shape,
     tokens: int,
     layers: list[cuda.CudaMoE],
     peers: dict[str, list[Any]],
@@ -210,7 +214,6 @@ def measure(
     repeats: int,
     alone: float,
 ) -> dict[str, Any]:
-    s = SHAPES[name]
     spec = layers[0].spec
     row_bytes = sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
     touched, calls = 0, []
@@ -319,14 +322,36 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def shapes(text: str) -> dict[str, Shape]:
+    """argparse's type of a list of names and sizes."""
+    found = {}
+    for name in text.split(","):
+        sizes = re.fullmatch(r"(\d+)/(\d+)/(\d+)/(\d+)", name)
+        if not sizes and name not in SHAPES:
+            raise argparse.ArgumentTypeError(
+                f"{name!r}, expected some of {', '.join(SHAPES)}, or sizes as 2048/768/128/8"
+            )
+        found[name] = Shape(*map(int, sizes.groups())) if sizes else SHAPES[name]
+    return found
+
+
 def counts(text: str) -> list[int]:
-    return [int(count) for count in text.split(",")]
+    """argparse's type of a list of numbers of tokens and ranges of them."""
+    found = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part)
+        if not ends or not int(ends[1]):
+            raise argparse.ArgumentTypeError(f"{part!r}, expected numbers of tokens, or a range as 1..8192")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        steps = {first, last, *(of << i for of in (2, 3) for i in range(last.bit_length()))} | {1}
+        found += sorted(step for step in steps if first <= step <= last)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    shapes = "qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b,deepseek-v3-tp8"
-    parser.add_argument("--shapes", type=some_of(SHAPES), default=shapes, help=", ".join(SHAPES))
+    usual = "qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b,deepseek-v3-tp8"
+    parser.add_argument("--shapes", type=shapes, default=usual, help=f"{', '.join(SHAPES)}, or H/I/E/k")
     parser.add_argument("--tokens", type=counts, default="1,8,64,512,4096")
     parser.add_argument("--formats", type=some_of(FORMATS), default="int4", help=", ".join(FORMATS))
     parser.add_argument("--zipf", action="store_true")
@@ -352,24 +377,23 @@ def main() -> None:
     )
     generator = torch.Generator(device="cuda").manual_seed(0)
     results = []
-    for name, kind in itertools.product(args.shapes, args.formats):
-        spec = spec_of(SHAPES[name], kind)
+    for (name, shape), kind in itertools.product(args.shapes.items(), args.formats):
+        spec = spec_of(shape, kind)
         one = spec.num_experts * sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
         copies = 1 if args.warm else max(2, -(-8 * L2_BYTES // one))
         rows = [[random_rows(spec, p, generator) for p in ("w13", "w2")] for _ in range(copies)]
         layers = [cuda.CudaMoE(spec, *pair) for pair in rows]
-        peers = {
-            peer: [make(layer, SHAPES[name].top_k, args.tokens) for layer in layers] for peer, make in makers.items()
-        }
+        peers = {peer: [make(layer, shape.top_k, args.tokens) for layer in layers] for peer, make in makers.items()}
         for tokens in args.tokens:
-            r = measure(name, tokens, layers, peers, args.zipf, args.warm, args.repeats, args.alone)
+            r = measure(name, shape, tokens, layers, peers, args.zipf, args.warm, args.repeats, args.alone)
             peak = rate if spec.w13.activation_format == "none" else fp8_rate
             r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / peak) * 1e6
             if kind == "int4" and tokens in GOALS.get(name, {}):
                 r["goal_us"] = GOALS[name][tokens]
             results.append(r)
             if found := r["peers"].values():
-                print(f"{min(f['us'] for f in found) / r['us']:5.2f}x best", end="")
+                r["best"] = min(f["us"] for f in found) / r["us"]
+                print(f"{r['best']:5.2f}x best", end="")
                 for peer, f in r["peers"].items():
                     alone = f", {f['alone_us'] / r['alone_us']:.2f}x alone" if args.alone else ""
                     print(
@@ -386,6 +410,12 @@ def main() -> None:
             )
         del rows, layers, peers
         torch.cuda.empty_cache()
+    if args.against:
+        worst = min(results, key=lambda r: r["best"])
+        behind = sum(r["best"] < 1 for r in results)
+        print(
+            f"worst: {worst['shape']} T={worst['tokens']}, {worst['best']:.2f}; {behind} of {len(results)} cells behind"
+        )
     if args.json:
         with open(args.json, "w") as f:
             json.dump(
