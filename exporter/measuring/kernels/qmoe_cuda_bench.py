@@ -3,7 +3,7 @@
     python -m quantmoe.exporter.measuring.kernels.qmoe_cuda_bench [--shapes gpt-oss-20b,...] [--formats int4,mxfp4]
                                                                   [--tokens 1,8,64,512,4096] [--group-size 32]
 
-A model of each side has LAYERS layers in a row, each with logits and, in the GPU's memory, weights of its own: more
+A model of each side has LAYERS layers of one x, each with logits and, in the GPU's memory, weights of its own: more
 than L2 holds. Ours is MoERouting and QuantMoE, since QMoE routes, too. Both are sessions of ONNX Runtime's CUDA
 provider on the same f16 inputs; outputs are compared, then replays of both CUDA graphs take turns. Times are of a
 layer, medians; the ratio is QMoE's time by ours. Needs onnxruntime-gpu, PyTorch with CUDA, and this checkout's CUDA
@@ -36,8 +36,8 @@ from quantmoe.ort_ext import cuda_library_path
 
 LAYERS = 4
 ROUNDS = 30
-#: of outputs, relative to their norm: LAYERS times what f16 rounds of activations and weights, and some
-DIFFERENCE = 0.02
+#: of outputs, relative to their norm: what f16 rounds of weights and activations, and some
+DIFFERENCE = 0.005
 FORMATS = ("int4", "mxfp4")
 
 
@@ -71,7 +71,7 @@ class Side:
                 yield 3 + at, (self.spec.num_experts, sizes[at] // 4), [row.view(np.int32) for row in own]
 
     def save(self) -> Path:
-        """Inputs x [n, H] and logits.i [n, E], output y [n, H]: f16."""
+        """Inputs x [n, H] and logits.i [n, E], outputs y.i [n, H]: f16."""
         s = self.layer.shape
         regions, offset = {}, 0
         with self.path.with_suffix(".bin").open("wb") as file:
@@ -85,7 +85,7 @@ class Side:
             ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape(["n", size]))
             for name, size in [("x", s.hidden), *((f"logits.{i}", s.experts) for i in range(LAYERS))]
         ]
-        nodes, weights = [], []
+        nodes, weights, outputs = [], [], []
         for i, of in enumerate(logits):
             own: dict[int, ir.Value] = {}
             for at, shape, arrays in self.stored:
@@ -97,11 +97,10 @@ class Side:
                 own[at] = ir.Value(name=tensor.name, type=ir.TensorType(kind), shape=tensor.shape, const_value=tensor)
             nodes += self._nodes(i, x, of, own)
             weights += own.values()
-            x = nodes[-1].outputs[0]
-            x.type, x.shape = ir.TensorType(ir.DataType.FLOAT16), inputs[0].shape
-        x.name = "y"
+            outputs.append(y := nodes[-1].outputs[0])
+            y.name, y.type, y.shape = f"y.{i}", x.type, x.shape
         opsets = {"": 20, DOMAIN: 1, "com.microsoft": 1}
-        graph = ir.Graph(inputs, [x], nodes=nodes, initializers=weights, opset_imports=opsets, name=self.layout)
+        graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=weights, opset_imports=opsets, name=self.layout)
         ir.save(ir.Model(graph, ir_version=10), self.path)
         return self.path
 
@@ -136,14 +135,16 @@ def session(path: Path) -> ort.InferenceSession:
     return ort.InferenceSession(str(path), options, providers=[("CUDAExecutionProvider", cuda)])
 
 
-def bound(own: ort.InferenceSession, feeds: list[torch.Tensor], y: torch.Tensor) -> Callable[[], None]:
+def bound(own: ort.InferenceSession, feeds: list[torch.Tensor], ys: torch.Tensor) -> Callable[[], None]:
     """A run that is captured in a graph of its own."""
     binding, options = own.io_binding(), ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(len(y)))
-    names = [value.name for value in own.get_inputs()]
-    for bind, name, tensor in [*((binding.bind_input, *pair) for pair in zip(names, feeds, strict=True)),
-                               (binding.bind_output, "y", y)]:  # fmt: skip
-        bind(name, "cuda", 0, TensorProto.FLOAT16, list(tensor.shape), tensor.data_ptr())
+    options.add_run_config_entry("gpu_graph_id", str(len(feeds[0])))
+    for values, tensors, bind in (
+        (own.get_inputs(), feeds, binding.bind_input),
+        (own.get_outputs(), ys, binding.bind_output),
+    ):
+        for value, tensor in zip(values, tensors, strict=True):
+            bind(value.name, "cuda", 0, TensorProto.FLOAT16, list(tensor.shape), tensor.data_ptr())
     return lambda: own.run_with_iobinding(binding, options)
 
 
@@ -156,6 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, onnxruntime {ort.__version__}")
     torch.manual_seed(0)
+    differ = False
     for name, kind in product(options.shapes.split(","), options.formats.split(",")):
         s = SHAPES[name]
         layer = Layer.random(s, kind, 32 if kind == "mxfp4" else options.group_size)
@@ -163,19 +165,20 @@ def main() -> None:
             sessions = [session(Side(layer, layout, Path(folder)).save()) for layout in ("marlin", "qmoe")]
         for tokens in map(int, options.tokens.split(",")):
             feeds = [torch.randn(tokens, size, device="cuda").half() for size in (s.hidden, *[s.experts] * LAYERS)]
-            ys = [torch.empty_like(feeds[0]) for _ in sessions]
+            ys = [torch.empty(LAYERS, *feeds[0].shape, device="cuda").half() for _ in sessions]
             runs = [bound(own, feeds, y) for own, y in zip(sessions, ys, strict=True)]
             taken = [[seconds(run) for run in runs] for _ in range(5 + ROUNDS)][5:]
             mine, theirs = (y.float() for y in ys)
             apart = float((mine - theirs).norm() / mine.norm())
-            if not apart <= DIFFERENCE:
-                raise SystemExit(f"{name} {kind} T={tokens}: outputs differ by {apart:.2g} of their norm")
+            differ |= not apart <= DIFFERENCE
             ours, peer = (1e6 * median(column) / LAYERS for column in zip(*taken, strict=True))
             print(
                 f"{name:14} {kind:5} T={tokens:<5} QMoE / ours {peer / ours:5.2f}  ours {ours:8.1f} us, "
                 f"QMoE {peer:8.1f} us, outputs apart {apart:.1e}",
                 flush=True,
             )
+    if differ:
+        raise SystemExit(f"outputs differ by more than {DIFFERENCE} of their norm")
 
 
 if __name__ == "__main__":
