@@ -15,8 +15,8 @@
 #include <optional>
 
 #include "adapter.h"
+#include "experts/per_session.h"
 #include "group.h"
-#include "per_session.h"
 #include "pool.h"
 
 namespace quantmoe {

@@ -12,17 +12,17 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "core/attributes.h"
-#include "core/blake3.h"
+#include "core/identity.h"
 #include "core/numbers.h"
-#include "core/samples.h"
 #include "core/slots.h"
-#include "experts.h"
+#include "experts/experts.h"
 #include "ort_api.h"
 #include "quantmoe/quant_moe.h"
 #include "ranks/place.h"
@@ -96,6 +96,7 @@ class Kernel {
   const OrtValue* get_input(const OrtKernelContext* context, size_t index) const;
   OrtValue* get_output(OrtKernelContext* context, size_t index, const Shape& shape) const;
   void read_attributes(const OrtKernelInfo* info, void* attributes) const;
+  std::optional<std::string> find_string(const OrtKernelInfo* info, const std::string& attribute) const;
   const OrtValue* get_constant(const OrtKernelInfo* info, size_t input) const;
   const OrtValue* get_weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
   template <class Read>
@@ -238,6 +239,19 @@ void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) const 
   }
 }
 
+// An attribute that a node may lack.
+std::optional<std::string> Kernel::find_string(const OrtKernelInfo* info, const std::string& attribute) const {
+  size_t length = 0;
+  if (OrtStatus* status = api_->KernelInfoGetAttribute_string(info, attribute.c_str(), nullptr, &length)) {
+    api_->ReleaseStatus(status);
+    return std::nullopt;
+  }
+  std::string value(length, '\0');
+  check(api_->KernelInfoGetAttribute_string(info, attribute.c_str(), value.data(), &length), attribute);
+  value.resize(length - 1);  // its NUL
+  return value;
+}
+
 // An input that must be an initializer.
 const OrtValue* Kernel::get_constant(const OrtKernelInfo* info, size_t input) const {
   const std::string name = op_.inputs.first[input].name;
@@ -253,42 +267,28 @@ const OrtValue* Kernel::get_constant(const OrtKernelInfo* info, size_t input) co
 const OrtValue* Kernel::get_weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
   const OrtValue* value = get_constant(info, input);
   shape = shape_of(value);
+  const std::string name = op_.inputs.first[input].name;
+  if (find_string(info, name + "_external"))
+    fail(name + " is in a data file that TensorRT's plug-in reads (" + name +
+         "_external); for ONNX Runtime export without --experts external");
   if (shape.size() != 2)
-    fail(std::string(op_.inputs.first[input].name) + " has shape " + text_of(shape) +
-         ", expected [experts, int32 words of a packed expert]");
+    fail(name + " has shape " + text_of(shape) + ", expected [experts, int32 words of a packed expert]");
   return value;
 }
 
-// Compares a packed tensor with the one that the model was exported with (FORMAT.md 1.1), where the node says which
-// that is: some samples, or all bytes too. read(at, size) gives bytes of the tensor, until the next call.
+// Compares a packed tensor with what the node says of it, where it does. read: as check_identity's.
 template <class Read>
 void Kernel::check_identity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const {
-  constexpr size_t kAll = 64, kSome = 32, kPiece = 1 << 24;
   const std::string name = op_.inputs.first[input].name, attribute = name + "_identity";
-  size_t length = 0;
-  if (OrtStatus* status = api_->KernelInfoGetAttribute_string(info, attribute.c_str(), nullptr, &length))
-    return api_->ReleaseStatus(status);  // an export before there were any
-  std::string wanted(length, '\0');
-  check(api_->KernelInfoGetAttribute_string(info, attribute.c_str(), wanted.data(), &length), attribute);
-  wanted.resize(length - 1);  // its NUL
-  if (wanted.size() < kAll + kSome + 2)
-    fail(attribute + " is \"" + wanted + "\", expected two BLAKE3 sums and the data's name");
-  const auto compare = [&](const std::string& found, size_t at, const char* what) {
-    if (wanted.compare(at, found.size(), found) != 0)
-      fail(name + " is not the data that this model was exported with: the BLAKE3 of its " + what + " is " + found +
-           ", expected " + wanted.substr(at, found.size()) + ", of " + wanted.substr(kAll + kSome + 2) +
-           "; put the data file of the same export beside the model");
-  };
+  const std::optional<std::string> wanted = find_string(info, attribute);
+  if (!wanted) return;  // an export before there were any
   Shape shape;
   get_weight(info, input, shape);
-  const size_t bytes = static_cast<size_t>(shape[0] * shape[1]) * 4;
-  Blake3 some, all;
-  for (const size_t at : samples_of(bytes)) some.update(read(at, kLine), kLine);
-  compare(some.hex().substr(0, kSome), kAll + 1, "samples");
-  if (!verify) return;
-  for (size_t at = 0; at < bytes; at += kPiece)
-    all.update(read(at, std::min(kPiece, bytes - at)), std::min(kPiece, bytes - at));
-  compare(all.hex(), 0, "bytes");
+  try {
+    quantmoe::check_identity(name, *wanted, static_cast<size_t>(shape[0] * shape[1]) * 4, verify, read);
+  } catch (const std::invalid_argument& error) {
+    fail(error.what());
+  }
 }
 
 Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidden_size) const {

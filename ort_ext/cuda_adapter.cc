@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "adapter.h"
-#include "device_experts.h"
-#include "per_session.h"
+#include "experts/device_experts.h"
+#include "experts/per_session.h"
 #include "quantmoe/quant_moe_cuda.h"
 #include "ranks/nccl.h"
 
@@ -642,18 +642,6 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
 
 }  // namespace
 }  // namespace quantmoe
-
-// A line of JSON for each session whose experts are in host memory, cut at `size` with its NUL; returns the bytes of
-// all. Waits for what runs on the device.
-extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
-  std::string all;
-  try {
-    all = quantmoe::DeviceExperts::report();
-  } catch (const std::exception&) {  // the device is lost
-  }
-  if (size) text[all.copy(text, size - 1)] = 0;
-  return all.size() + 1;
-}
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   return quantmoe::register_ops(

@@ -13,7 +13,7 @@
 
 #include "core/blake3.h"
 #include "core/samples.h"
-#include "mapped_file.h"
+#include "files/mapped_file.h"
 
 namespace quantmoe {
 namespace {

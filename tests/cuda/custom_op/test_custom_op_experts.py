@@ -47,6 +47,19 @@ def test_other_weights_are_refused(driver, fake, layer, name):
     assert create(verify="1") == ""
 
 
+def test_experts_that_are_for_tensorrt_are_refused(driver, fake, layer):
+    """FORMAT.md 1.2."""
+    fake()
+    op = driver.op("bf16", "i64")
+    attributes = layer[0].attributes() | {"w13_external": "65536 4096 model.onnx.data"}
+    empty = [value((0,), True), value((0,), True)]
+    assert driver.create(op, attributes, [value(())] * 3 + empty) is None
+    assert driver.error == (
+        'QuantMoE node "moe": w13 is in a data file that TensorRT\'s plug-in reads (w13_external); for ONNX Runtime '
+        "export without --experts external"
+    )
+
+
 def test_other_weights_of_a_linear_are_refused(driver, fake):
     _, spec, w = build_linear(BASE)
     attributes = spec.attributes() | {"w_identity": identity(w)}
@@ -166,7 +179,7 @@ def test_experts_for_which_there_is_no_memory(driver, hosted, layer):
     assert hosted(reserve="9" * 15) is None
     assert f"bytes free less {'9' * 15} is 0, expected at least the {slot}" in driver.error
     assert hosted(captured=True) is None
-    assert driver.error.endswith("the session's first run is captured, expected a run before it")
+    assert driver.error.endswith("the first run is captured, expected a run before it")
 
 
 def ram_slot(layer) -> int:
@@ -290,7 +303,7 @@ def test_layers_share_the_ram(driver, fake, layer, tmp_path):
 def test_a_captured_graph_of_experts_in_the_file(driver, in_file):
     session = in_file()
     assert session.run([[0, 1]], captured=True) is None
-    assert driver.error.endswith("disk: the session's first run is captured, expected a run before it")
+    assert driver.error.endswith("disk: the first run is captured, expected a run before it")
     assert session.run([[0, 1]]) is not None
     assert session.run([[0, 1]], captured=True) is None
     assert driver.error.endswith("a CUDA graph is captured, whose replays read no file; run without one")

@@ -1,5 +1,5 @@
 // Experts that stay in the data file: whole ones are read on demand into slots of memory that all layers of a session
-// share (docs/experts.md). Nothing here knows ONNX Runtime.
+// share (docs/experts.md). Nothing here knows an engine.
 //
 // Invariants. A slot has one expert, or none; it is written by the reads that its expert was assigned with, and read by
 // runs that have it pinned after the last of these reads has succeeded. A pinned slot is never given away, and a read
@@ -18,9 +18,13 @@
 
 namespace quantmoe {
 
-// Session entries, as they were given; "": not given.
+// What is asked for, as it was given; "": not given.
 struct ExpertSettings {
   std::string experts, ram, reserve, trace, gpu_memory;
+  bool of_environment = false;  // how they were given
+
+  // A setting's name: quantmoe.ram, say, of a session, or QUANTMOE_RAM.
+  std::string key(const char* setting) const;
 
   // The CPU library: they may be read from the file. auto is disk unless all of them fit.
   bool disk() const { return experts == "disk" || experts == "auto"; }
@@ -30,12 +34,17 @@ struct ExpertSettings {
   bool operator==(const ExpertSettings&) const = default;
   // Throws std::invalid_argument for values that are none, and for entries that have no use together.
   void check() const;
-  // The same for the CUDA library, where experts are on the device (gpu, the default), in host memory or in the file.
+  // The same for GPUs, where experts are on the device (gpu, the default), in host memory or in the file.
   void check_cuda() const;
-};
+  // Bytes; -1: the default, or auto. Throw std::invalid_argument for what is neither.
+  int64_t ram_bytes() const { return bytes_of("ram", ram, true); }
+  int64_t gpu_memory_bytes() const { return bytes_of("gpu_memory", gpu_memory, true); }
+  int64_t reserve_bytes() const { return bytes_of("reserve", reserve, false); }
 
-// A number of bytes; -1 for "", and for "auto" where `automatic`. Throws std::invalid_argument for others.
-int64_t bytes_of(const std::string& entry, const std::string& text, bool automatic = false);
+ private:
+  int64_t bytes_of(const char* setting, const std::string& text, bool automatic) const;
+  [[noreturn]] void refuse(const std::string& why) const;
+};
 
 // A file that memory was mapped from, read past the page cache where the file system can (O_DIRECT), otherwise out of
 // it again.

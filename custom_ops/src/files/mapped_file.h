@@ -1,4 +1,4 @@
-// What the cache of packed weights asks of the system: mapped_file_posix.cc and mapped_file_windows.cc.
+// What maps a file asks of the system: mapped_file_posix.cc and mapped_file_windows.cc.
 #pragma once
 #include <cstddef>
 #include <filesystem>

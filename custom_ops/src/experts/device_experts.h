@@ -1,10 +1,10 @@
-// Experts that stay in host memory or in the data file, for the CUDA library: the page-locked rows, and what a
-// session's layers have of the device's memory (docs/experts.md). The device decides what is in it
-// (cuda/expert_cache.cuh). Nothing here knows ONNX Runtime.
+// Experts that stay in host memory or in the data file, for GPUs: the page-locked rows, and what layers that share a
+// budget have of the device's memory (docs/experts.md): those of an ONNX Runtime session, or of the engines of a
+// folder. The device decides what is in it (cuda/expert_cache.cuh). Nothing here knows an engine.
 //
 // With experts in the file (disk) the host looks, before each launch, at what the call asks for and at what the device
 // has, and reads the rest into page-locked memory that other experts then leave (experts.h). The launch copies from
-// there. What it may read stays until the session's next launch, which waits for this one.
+// there. What it may read stays until the next launch, which waits for this one.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -12,9 +12,10 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "experts.h"
+#include "experts/experts.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
@@ -27,15 +28,15 @@ class DeviceExperts {
   explicit DeviceExperts(const ExpertSettings& settings);
   ~DeviceExperts();
 
-  // While a session is created: a layer, whose number it returns. w13 and w2: its rows where ONNX Runtime has them.
+  // Before the first launch: a layer, whose number it returns. w13 and w2: its rows, which a file is mapped at.
   // Throws std::runtime_error where the memory cannot be page-locked, std::invalid_argument where experts are to be
   // read from a file and none is mapped.
   int add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2);
 
-  // A launch of a layer: launches of a session come one after the other, on whatever streams.
+  // A launch of a layer: launches come one after the other, on whatever streams.
   class Turn {
    public:
-    // Allocates the slots at a session's first, which `said` tells. Throws std::runtime_error when there is no memory
+    // Allocates the slots at the first, which `said` tells. Throws std::runtime_error when there is no memory
     // for them, and in a captured graph where that is no run before it, or where experts are read.
     Turn(DeviceExperts& all, cudaStream_t stream, std::string* said);
     ~Turn();
@@ -69,6 +70,7 @@ class DeviceExperts {
   void lock_ram();
   const char* lock_rows(const void* data, size_t bytes);
   void unlock_rows();
+  std::pair<size_t, std::string> find_budget(size_t least) const;
   std::string start();
   void allocate(size_t bytes, const char* what, void** memory);
 

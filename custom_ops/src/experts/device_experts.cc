@@ -1,12 +1,12 @@
-#include "device_experts.h"
+#include "experts/device_experts.h"
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
 #include "core/numbers.h"
-#include "mapping.h"
-#include "per_session.h"
+#include "experts/per_session.h"
+#include "files/mapping.h"
 
 #if defined(__linux__)
 #include <fcntl.h>
@@ -21,7 +21,7 @@ namespace {
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   (void)cudaGetLastError();  // the next call is not to find it
-  throw std::runtime_error(std::string("quantmoe.experts: ") + what + ": CUDA: " + cudaGetErrorString(error));
+  throw std::runtime_error(std::string("experts: ") + what + ": CUDA: " + cudaGetErrorString(error));
 }
 
 // A file's pages that memory at `data` is mapped from, mapped again and shared: the driver locks these without a copy,
@@ -51,6 +51,7 @@ DeviceExperts::DeviceExperts(const ExpertSettings& settings) : settings_(setting
   ExpertSettings below;
   below.experts = "disk";
   below.ram = settings.ram;
+  below.of_environment = settings.of_environment;
   ram_ = std::make_unique<Experts>(below);
 }
 
@@ -108,7 +109,7 @@ const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
 
 int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2) {
   const std::lock_guard lock(mutex_);
-  if (started_) throw std::runtime_error("quantmoe: a layer was added after the session's first run");
+  if (started_) throw std::runtime_error("a layer came after the first run of others, expected all layers before it");
   Layer layer{};
   layer.experts = problem.local_experts;
   layer.slot_bytes = qm_cuda_slot_bytes(&problem.moe);
@@ -134,6 +135,27 @@ void DeviceExperts::allocate(size_t bytes, const char* what, void** memory) {
   memory_.push_back(*memory);
 }
 
+// How much of the device's memory there is for experts, and why.
+std::pair<size_t, std::string> DeviceExperts::find_budget(size_t least) const {
+  int64_t given = settings_.gpu_memory_bytes();
+  std::string source = settings_.key("gpu_memory");
+  if (given < 0) {
+    const int64_t wanted = settings_.reserve_bytes();
+    const int64_t reserve = wanted < 0 ? int64_t{1} << 30 : wanted;
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "the device's free memory");
+    source = std::to_string(free) + " bytes free less " + std::to_string(reserve);
+    given = std::max<int64_t>(0, static_cast<int64_t>(free) - reserve);
+  }
+  const auto budget = static_cast<size_t>(given);
+  if (budget < least)
+    throw std::runtime_error(settings_.key("experts") + " = " + settings_.experts + ": " + source + " is " +
+                             std::to_string(budget) + ", expected at least the " + std::to_string(least) +
+                             " bytes of one expert of each layer; see " + settings_.key("gpu_memory") + " and " +
+                             settings_.key("reserve"));
+  return {budget, source};
+}
+
 std::string DeviceExperts::start() {
   size_t all = 0, one = 0, largest = 0, experts = 0;
   for (const Layer& layer : layers_) {
@@ -143,21 +165,8 @@ std::string DeviceExperts::start() {
     largest = std::max(largest, bytes);
     experts += static_cast<size_t>(layer.experts);
   }
-  int64_t given = bytes_of("quantmoe.gpu_memory", settings_.gpu_memory, true);
-  std::string source = "quantmoe.gpu_memory";
-  if (given < 0) {
-    const int64_t wanted = bytes_of("quantmoe.reserve", settings_.reserve);
-    const int64_t reserve = wanted < 0 ? int64_t{1} << 30 : wanted;
-    size_t free = 0, total = 0;
-    check(cudaMemGetInfo(&free, &total), "the device's free memory");
-    source = std::to_string(free) + " bytes free less " + std::to_string(reserve);
-    given = std::max<int64_t>(0, static_cast<int64_t>(free) - reserve);
-  }
-  const auto budget = static_cast<size_t>(given);
-  if (budget < one)
-    throw std::runtime_error("quantmoe.experts = " + settings_.experts + ": " + source + " is " +
-                             std::to_string(budget) + ", expected at least the " + std::to_string(one) +
-                             " bytes of one expert of each layer; see quantmoe.gpu_memory and quantmoe.reserve");
+  const auto [budget, source] =
+      settings_.experts == "gpu" ? std::pair(all, settings_.key("experts") + " = gpu") : find_budget(one);
   resident_ = budget >= all;
   if (resident_) {
     for (Layer& layer : layers_) {
@@ -206,9 +215,9 @@ void DeviceExperts::lock_ram() {
   int64_t most = 0;
   for (const Layer& layer : layers_) most = std::max(most, layer.experts);
   if (ram_->slots() < most)
-    throw std::runtime_error("quantmoe.experts = disk: quantmoe.ram has room for " + std::to_string(ram_->slots()) +
-                             " experts, expected at least the " + std::to_string(most) + " of one layer, " +
-                             std::to_string(most * ram_->slot_bytes()) + " bytes");
+    throw std::runtime_error(settings_.key("experts") + " = disk: " + settings_.key("ram") + " has room for " +
+                             std::to_string(ram_->slots()) + " experts, expected at least the " + std::to_string(most) +
+                             " of one layer, " + std::to_string(most * ram_->slot_bytes()) + " bytes");
   void* device = nullptr;
   if (!ram_device_) {
     const auto bytes = static_cast<size_t>(ram_->slots() * ram_->slot_bytes());
@@ -263,13 +272,13 @@ DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* 
   captured_ = status != cudaStreamCaptureStatusNone;
   if (!all.started_) {
     if (captured_)
-      throw std::runtime_error("quantmoe.experts = " + all.settings_.experts +
-                               ": the session's first run is captured, expected a run before it");
+      throw std::runtime_error(all.settings_.key("experts") + " = " + all.settings_.experts +
+                               ": the first run is captured, expected a run before it");
     *said = all.start();
   }
   if (captured_ && all.rows_)
-    throw std::runtime_error(
-        "quantmoe.experts = disk: a CUDA graph is captured, whose replays read no file; run without one");
+    throw std::runtime_error(all.settings_.key("experts") +
+                             " = disk: a CUDA graph is captured, whose replays read no file; run without one");
   if (all.done_ && !captured_ && all.last_ != stream)
     check(cudaStreamWaitEvent(stream, all.done_, 0), "waiting for another stream");
 }
@@ -331,3 +340,15 @@ std::string DeviceExperts::report() {
 }
 
 }  // namespace quantmoe
+
+// A line of JSON for each DeviceExperts, cut at `size` with its NUL; returns the bytes of all. Waits for what runs on
+// the device.
+extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
+  std::string all;
+  try {
+    all = quantmoe::DeviceExperts::report();
+  } catch (const std::exception&) {  // the device is lost
+  }
+  if (size) text[all.copy(text, size - 1)] = 0;
+  return all.size() + 1;
+}

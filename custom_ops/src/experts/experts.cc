@@ -1,4 +1,4 @@
-#include "experts.h"
+#include "experts/experts.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -9,8 +9,8 @@
 
 #include "core/control_groups.h"
 #include "core/numbers.h"
-#include "mapping.h"
-#include "per_session.h"
+#include "experts/per_session.h"
+#include "files/mapping.h"
 
 #if defined(__linux__)
 #include <fcntl.h>
@@ -21,49 +21,56 @@
 #endif
 
 namespace quantmoe {
-int64_t bytes_of(const std::string& entry, const std::string& text, bool automatic) {
+std::string ExpertSettings::key(const char* setting) const {
+  if (!of_environment) return std::string("quantmoe.") + setting;
+  std::string name = std::string("QUANTMOE_") + setting;
+  for (char& c : name)
+    if (c >= 'a' && c <= 'z') c += 'A' - 'a';
+  return name;
+}
+
+void ExpertSettings::refuse(const std::string& why) const {
+  throw std::invalid_argument((of_environment ? "" : "quantmoe: ") + why);
+}
+
+int64_t ExpertSettings::bytes_of(const char* setting, const std::string& text, bool automatic) const {
   if (text.empty() || (automatic && text == "auto")) return -1;
   if (text.size() > 18 || text.find_first_not_of("0123456789") != std::string::npos)
-    throw std::invalid_argument("quantmoe: " + entry + " is \"" + text + "\", expected a number of bytes" +
-                                (automatic ? " or auto" : ""));
+    refuse(key(setting) + " is \"" + text + "\", expected a number of bytes" + (automatic ? " or auto" : ""));
   return std::stoll(text);
 }
 
 void ExpertSettings::check() const {
   if (experts != "" && experts != "host" && !disk())
-    throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts + "\", expected host, disk or auto");
-  bytes_of("quantmoe.ram", ram, true);
-  bytes_of("quantmoe.reserve", reserve);
-  if (gpu_memory != "") throw std::invalid_argument("quantmoe: quantmoe.gpu_memory is an entry of the CUDA library");
+    refuse("quantmoe.experts is \"" + experts + "\", expected host, disk or auto");
+  (void)ram_bytes();
+  (void)reserve_bytes();
+  if (gpu_memory != "") refuse("quantmoe.gpu_memory is an entry of the CUDA library");
   if (!disk() && (ram != "" || reserve != ""))
-    throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk or auto");
+    refuse("quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk or auto");
   if (reserve != "" && ram != "" && ram != "auto")
-    throw std::invalid_argument("quantmoe: quantmoe.reserve is of quantmoe.ram = auto, here quantmoe.ram is " + ram);
+    refuse("quantmoe.reserve is of quantmoe.ram = auto, here quantmoe.ram is " + ram);
 #if !defined(__linux__)
-  if (disk() || trace != "")
-    throw std::invalid_argument("quantmoe: quantmoe.experts = disk and quantmoe.trace need Linux");
+  if (disk() || trace != "") refuse("quantmoe.experts = disk and quantmoe.trace need Linux");
 #endif
 }
 
 void ExpertSettings::check_cuda() const {
+  const std::string where = key("experts");
   if (experts != "" && experts != "gpu" && !host())
-    throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts +
-                                "\", the CUDA library takes gpu, host, disk or auto");
-  bytes_of("quantmoe.gpu_memory", gpu_memory, true);
-  bytes_of("quantmoe.ram", ram, true);
-  bytes_of("quantmoe.reserve", reserve);
+    refuse(where + " is \"" + experts + "\", the CUDA library takes gpu, host, disk or auto");
+  (void)gpu_memory_bytes();
+  (void)ram_bytes();
+  (void)reserve_bytes();
   if (ram != "" && experts != "disk")
-    throw std::invalid_argument("quantmoe: quantmoe.ram needs quantmoe.experts = disk, the CUDA library's is " +
-                                (experts == "" ? "gpu" : experts));
+    refuse(key("ram") + " needs " + where + " = disk, the CUDA library's is " + (experts == "" ? "gpu" : experts));
   if (!host() && (gpu_memory != "" || reserve != ""))
-    throw std::invalid_argument(
-        "quantmoe: quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host, disk or auto");
+    refuse(key("gpu_memory") + " and " + key("reserve") + " need " + where + " = host, disk or auto");
   if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")
-    throw std::invalid_argument("quantmoe: quantmoe.reserve is of quantmoe.gpu_memory = auto, here it is " +
-                                gpu_memory);
+    refuse(key("reserve") + " is of " + key("gpu_memory") + " = auto, here it is " + gpu_memory);
 #if !defined(__linux__)
-  if (host()) throw std::invalid_argument("quantmoe: quantmoe.experts = " + experts + " needs Linux");
-  if (trace != "") throw std::invalid_argument("quantmoe: quantmoe.trace needs Linux");
+  if (host()) refuse(where + " = " + experts + " needs Linux");
+  if (trace != "") refuse("quantmoe.trace needs Linux");
 #endif
 }
 
@@ -126,12 +133,12 @@ int64_t available_memory() {
 DataFile::DataFile(const std::string& path, std::string identity) : path_(path), identity_(std::move(identity)) {
   const auto refuse = [&](const std::string& why) {
     if (buffered_ >= 0) close(buffered_);
-    throw std::invalid_argument("quantmoe.experts = disk, but " + path_ + " " + why);
+    throw std::invalid_argument(path_ + " " + why);
   };
   const std::string deleted = " (deleted)";
   if (path_.size() > deleted.size() && path_.compare(path_.size() - deleted.size(), deleted.size(), deleted) == 0) {
     path_.erase(path_.size() - deleted.size());
-    refuse("was removed or replaced while the session was created");
+    refuse("was removed or replaced while it was opened");
   }
   buffered_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (buffered_ < 0) refuse("cannot be opened: " + words(errno));
@@ -140,7 +147,7 @@ DataFile::DataFile(const std::string& path, std::string identity) : path_(path),
   if (page == MAP_FAILED) refuse("cannot be mapped: " + words(errno));
   const std::string found = Mapping(page).identity;
   munmap(page, kPage);
-  if (found != identity_) refuse("was replaced while the session was created");
+  if (found != identity_) refuse("was replaced while it was opened");
   struct stat info;
   if (fstat(buffered_, &info)) refuse(words(errno));
   bytes_ = info.st_size;
@@ -150,7 +157,7 @@ DataFile::DataFile(const std::string& path, std::string identity) : path_(path),
   struct stat same;
   if (direct_ >= 0 && (fstat(direct_, &same) || same.st_ino != info.st_ino || same.st_dev != info.st_dev)) {
     close(direct_);
-    refuse("was replaced while the session was created");
+    refuse("was replaced while it was opened");
   }
 }
 
@@ -164,9 +171,9 @@ void DataFile::check_unchanged() const {
   if (fstat(buffered_, &info)) throw std::runtime_error(path_ + ": " + words(errno));
   if (info.st_size != bytes_)
     throw std::runtime_error(path_ + " has " + std::to_string(info.st_size) + " bytes, " + std::to_string(bytes_) +
-                             " when the session was created");
+                             " when it was opened");
   if (info.st_mtim.tv_sec != changed_[0] || info.st_mtim.tv_nsec != changed_[1])
-    throw std::runtime_error(path_ + " was written to since the session was created");
+    throw std::runtime_error(path_ + " was written to since it was opened");
 }
 
 void DataFile::read(int64_t offset, int64_t size, char* out) const {
@@ -206,16 +213,20 @@ ExpertLayer::Tensor Experts::find(const void* data, int64_t rows, int64_t row_by
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const bool found = !mapping.path.empty() && begin + static_cast<uintptr_t>(rows * row_bytes) <= mapping.end;
   if (!found && settings_.experts == "auto") return {nullptr, 0, row_bytes};
+  const std::string wanted = settings_.key("experts") + " = " + settings_.experts + ", but ";
   if (!found)
-    throw std::invalid_argument(
-        "quantmoe.experts = disk, but its packed weights are not mapped from a file: expected a model that is loaded "
-        "by its path, with external data");
+    throw std::invalid_argument(wanted +
+                                "its packed weights are not mapped from a file: expected a model that is loaded by "
+                                "its path, with external data");
   const int64_t offset = mapping.offset + static_cast<int64_t>(begin - mapping.begin);
   if (offset % 64) throw std::invalid_argument("packed weights are not at a multiple of 64 bytes in their file");
   auto file =
       std::find_if(files_.begin(), files_.end(), [&](const auto& f) { return f->identity() == mapping.identity; });
-  if (file == files_.end())
-    file = files_.insert(file, std::make_shared<const DataFile>(mapping.path, mapping.identity));
+  if (file == files_.end()) try {
+      file = files_.insert(file, std::make_shared<const DataFile>(mapping.path, mapping.identity));
+    } catch (const std::invalid_argument& why) {
+      throw std::invalid_argument(wanted + why.what());
+    }
   return {*file, offset, row_bytes};
 }
 
@@ -223,13 +234,13 @@ int Experts::add(ExpertLayer layer) {
   const std::lock_guard lock(mutex_);
   if (trace_ && layer.experts >= kNone)
     throw std::invalid_argument("quantmoe.trace has no room for " + std::to_string(layer.experts) + " experts");
-  if (started_) throw std::runtime_error("quantmoe: a layer was added after the session's first run");
+  if (started_) throw std::runtime_error("quantmoe: a layer was added after the first run");
   for (int i : {0, 1})
     region_[i] = std::max(region_[i], align_up(layer.tensors[i].row_bytes, DataFile::kPage) + DataFile::kPage);
   slot_bytes_ = region_[0] + region_[1];
-  const int64_t ram = bytes_of("quantmoe.ram", settings_.ram, true);
+  const int64_t ram = settings_.ram_bytes();
   if (disk() && ram >= 0 && ram < slot_bytes_)
-    throw std::invalid_argument("quantmoe.ram is " + std::to_string(ram) + ", expected at least the " +
+    throw std::invalid_argument(settings_.key("ram") + " is " + std::to_string(ram) + ", expected at least the " +
                                 std::to_string(slot_bytes_) +
                                 " bytes of one expert, and to be of use those of 3 top_k a layer");
   layers_.push_back(std::move(layer));
@@ -292,11 +303,11 @@ std::string Experts::start() {
     started_ = true;
     return disk() ? "experts = auto: the model is not loaded by its path, and stays in memory" : "";
   }
-  budget_ = bytes_of("quantmoe.ram", settings_.ram, true);
-  std::string source = "quantmoe.ram";
+  budget_ = settings_.ram_bytes();
+  std::string source = settings_.key("ram");
   if (budget_ < 0) {
     // The rest of the model is read, too, and the caches of the first tokens are not there yet.
-    int64_t reserve = bytes_of("quantmoe.reserve", settings_.reserve);
+    int64_t reserve = settings_.reserve_bytes();
     if (reserve < 0) {
       reserve = int64_t{512} << 20;
       for (const auto& file : files_) reserve += file->bytes();
@@ -313,9 +324,9 @@ std::string Experts::start() {
   }
   const int64_t count = std::min(experts, budget_ / slot_bytes_);
   if (count < 1)
-    throw std::runtime_error("quantmoe.ram = auto has " + source + " in reserve, expected at least the " +
-                             std::to_string(slot_bytes_) +
-                             " bytes of one expert; set quantmoe.ram or quantmoe.reserve");
+    throw std::runtime_error(settings_.key("ram") + " = auto has " + source + " in reserve, expected at least the " +
+                             std::to_string(slot_bytes_) + " bytes of one expert; set " + settings_.key("ram") +
+                             " or " + settings_.key("reserve"));
   const auto size = static_cast<size_t>(count * slot_bytes_);
   void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)

@@ -1,4 +1,4 @@
-// What a library keeps for each session, and what it says of it.
+// What a library keeps for each session, or for what shares a budget as its layers do, and what it says of it.
 #pragma once
 #include <cstdint>
 #include <map>

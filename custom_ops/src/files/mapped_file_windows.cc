@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "mapped_file.h"
+#include "files/mapped_file.h"
 
 namespace quantmoe {
 
