@@ -38,8 +38,8 @@ class Attribute:
 @dataclass(frozen=True)
 class Operator:
     """An operator; name_c: of its struct, qm_<name_c>; own: its attributes but for the projections'; optional: names of
-    those that a node may lack and that change no result, which structs and dataclasses leave out; optional_inputs:
-    after ``inputs``, of nodes that have a use for them."""
+    strings that a node may lack, which structs and dataclasses leave out; optional_inputs: after ``inputs``, of nodes
+    that have a use for them."""
 
     name: str
     name_c: str
@@ -107,8 +107,11 @@ def parse(text: str) -> Schema:
             tuple((name, type_) for name, type_ in of(m, op)) for m in ("INPUT", "INPUT_OPTIONAL", "OUTPUT")
         )
         projections = {prefix: projection for (prefix,) in of("PROJECTION", op)}
-        optional = frozenset(f"{prefix}_{name}" for prefix in projections for _, name in of("PROJECTION_OPTIONAL"))
-        operators[op] = Operator(op, name_c, int(version), inputs, outputs, own, projections, optional, more)
+        optional = {f"{prefix}_{name}" for prefix in projections for _, name in of("PROJECTION_OPTIONAL")}
+        optional |= {name for (name,) in of("STRING", op)}
+        operators[op] = Operator(
+            op, name_c, int(version), inputs, outputs, own, projections, frozenset(optional), more
+        )
     return Schema(operators, projection, enums)
 
 

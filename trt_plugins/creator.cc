@@ -14,11 +14,36 @@ union Node {
 #include "op.def"
 };
 
+// Strings that a node of the operator may lack.
+std::vector<std::string> strings_of(std::string_view op) {
+  std::vector<std::string> names;
+#define QM_STRING(of, name) \
+  if (op == #of) names.emplace_back(#name);
+#include "op.def"
+  return names;
+}
+// The same of its projections, which say more of the bytes that the former are about.
+std::vector<std::string> projection_strings_of(std::string_view op) {
+  constexpr const char* kNames[] = {
+#define QM_PROJECTION_OPTIONAL(kind, name) "_" #name,
+#include "op.def"
+  };
+  std::vector<std::string> names;
+#define QM_PROJECTION(of, prefix) \
+  for (const char* name : kNames) \
+    if (op == #of) names.push_back(std::string(#prefix) + name);
+#include "op.def"
+  return names;
+}
+
 class Creator final : public IPluginCreatorV3One {
  public:
-  explicit Creator(const char* op) : op_(op) {
-    for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op, i); ++i)
+  explicit Creator(const char* op) : op_(op), strings_(strings_of(op)), projection_strings_(projection_strings_of(op)) {
+    for (const qm_attribute* attribute; (attribute = qm_attribute_at(op, attributes_)); ++attributes_)
       fields_.emplace_back(attribute->name, nullptr, field_type(attribute->kind), 1);
+    if (strings_.empty()) projection_strings_.clear();
+    for (const auto* names : {&strings_, &projection_strings_})
+      for (const std::string& name : *names) fields_.emplace_back(name.c_str(), nullptr, PluginFieldType::kCHAR, 1);
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
   }
   const char* getPluginName() const noexcept override { return op_; }
@@ -38,13 +63,15 @@ class Creator final : public IPluginCreatorV3One {
     return kind == 'i' ? PluginFieldType::kINT32 : kind == 'f' ? PluginFieldType::kFLOAT32 : PluginFieldType::kCHAR;
   }
   const char* op_;
-  std::vector<PluginField> fields_;
+  std::vector<std::string> strings_, projection_strings_;
+  size_t attributes_ = 0;
+  std::vector<PluginField> fields_;  // of attributes, then of strings, then of projections' strings
   PluginFieldCollection collection_{};
 };
 
-// Sets the attribute of a field and keeps its value; false with the sentence in error.
+// Sets the attribute of a field, if it is one, and keeps its value; false with the sentence in error.
 bool set(const char* op, Node* node, std::vector<Value>* values, const PluginField& expected, const PluginField& field,
-         char* error) {
+         bool attribute, char* error) {
   const bool text = expected.type == PluginFieldType::kCHAR;
   if (field.type != expected.type || !field.data || (text ? field.length < 1 : field.length != 1)) {
     fail(error, QM_INVALID, "attribute %s is of field type %d and length %d, expected one %s", field.name,
@@ -58,7 +85,7 @@ bool set(const char* op, Node* node, std::vector<Value>* values, const PluginFie
   if (text) {  // the length counts the NUL, which a damaged plan may lack
     const std::string value(data, strnlen(data, field.length));
     values->push_back({expected.name, expected.type, std::string(value.c_str(), value.size() + 1)});
-    return !qm_set_string(op, node, field.name, value.c_str(), error);
+    return !attribute || !qm_set_string(op, node, field.name, value.c_str(), error);
   }
   values->push_back({expected.name, expected.type, std::string(data, 4)});
   if (expected.type == PluginFieldType::kFLOAT32) {
@@ -87,13 +114,23 @@ bool Creator::read_fields(const PluginFieldCollection* given, bool runs, Node* n
   };
   char error[QM_ERROR_SIZE];
   // op_version is the first: a file of an earlier one lacks the attributes that came later.
-  const auto later = [&](size_t i) { return i > 0 && qm_attribute_at(op_, i)->since > node->op_version; };
-  for (size_t i = 0; i < fields_.size(); ++i) {
+  const auto later = [&](size_t i) {
+    return i > 0 && i < attributes_ && qm_attribute_at(op_, i)->since > node->op_version;
+  };
+  for (size_t i = 0; i < attributes_; ++i) {
     if (later(i)) continue;
     const PluginField* field = find(fields_[i].name);
     if (field == end) return refuse(std::string("attribute ") + fields_[i].name + " is required");
-    if (!set(op_, node, values, fields_[i], *field, error)) return refuse(error);
+    if (!set(op_, node, values, fields_[i], *field, true, error)) return refuse(error);
     if (i == 0 && qm_set_version(op_, node, node->op_version, error)) return refuse(error);
+  }
+  // Those of projections are kept with the operator's alone: without them layers that are alike stay so, and a builder
+  // times one of them.
+  const size_t required = values->size();
+  for (size_t i = attributes_; i < fields_.size(); ++i) {
+    const PluginField* field = find(fields_[i].name);
+    if (field == end || (i >= attributes_ + strings_.size() && values->size() == required)) continue;
+    if (!set(op_, node, values, fields_[i], *field, false, error)) return refuse(error);
   }
   *workspace_bytes = 0;
   for (const PluginField* field = given->fields; field != end; ++field) {

@@ -5,7 +5,6 @@
 
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <memory>
@@ -14,17 +13,14 @@
 #include <string>
 #include <thread>
 
+#include "environment.h"
+
 namespace quantmoe {
 namespace {
 
 constexpr const char* kGroup = "QUANTMOE_GROUP";
 constexpr const char* kGroupFile = "QUANTMOE_GROUP_FILE";
 constexpr const char* kTimeout = "QUANTMOE_TIMEOUT";
-
-std::string environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value ? value : "";
-}
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,13 @@ struct PluginLayer {
   bool runs;  // of an engine that runs: its weights are the model's, not what the builder times with
   // The most that getWorkspaceSize returned, in an engine's plan as a field of its own; 0: not known.
   std::atomic<int64_t> workspace_bytes{0};
+
+  // A string of op.def's that it may lack; null where it does.
+  const char* text(std::string_view attribute) const {
+    for (const Value& value : values)
+      if (attribute == value.name) return value.bytes.c_str();
+    return nullptr;
+  }
 
   PluginLayer(std::string name, std::vector<Value> values, bool runs, int64_t workspace_bytes)
       : name(std::move(name)), values(std::move(values)), runs(runs), workspace_bytes(workspace_bytes) {}
@@ -167,6 +175,11 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   virtual bool configure(const Inputs& most) = 0;
   virtual bool prepare(const Inputs& in) = 0;
   virtual bool check_weights(const void* const*, cudaStream_t) { return true; }
+  // What a builder gets, which has nothing to choose: zeros. Of them an index can be made, too.
+  static int write_zeros(void* output, size_t bytes, cudaStream_t stream, char* error) {
+    const cudaError_t result = cudaMemsetAsync(output, 0, bytes, stream);
+    return result ? quantmoe::fail(error, QM_INVALID, "CUDA: %s", cudaGetErrorString(result)) : QM_OK;
+  }
   virtual int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
                      char* error) = 0;
 

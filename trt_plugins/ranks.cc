@@ -49,11 +49,8 @@ class OfRanks : public Plugin {
              char* error) override {
     const int64_t count = elements(x_);
     if (count == 0) return QM_OK;
-    if (!all_) {  // a builder has no other ranks; of zeros an index can be made, too
-      const auto bytes = static_cast<size_t>(outputs_of(count) * kTypeBytes);
-      const cudaError_t result = cudaMemsetAsync(outputs[0], 0, bytes, stream);
-      return result ? quantmoe::fail(error, QM_INVALID, "CUDA: %s", cudaGetErrorString(result)) : QM_OK;
-    }
+    if (!all_)  // a builder has no other ranks
+      return write_zeros(outputs[0], static_cast<size_t>(outputs_of(count) * kTypeBytes), stream, error);
     agree(stream);
     stream_ = stream;
     run(inputs[0], outputs[0], workspace, stream);

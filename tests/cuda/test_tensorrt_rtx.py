@@ -23,23 +23,25 @@ if found is None:
     pytest.skip("TensorRT-RTX is not installed", allow_module_level=True)
 from cuda.attention_model import attention_model  # noqa: E402
 
+from quantmoe.exporter.inspecting.inspect import inspect  # noqa: E402
+
 SAMPLE = Path(__file__).parents[2] / "samples/tensorrt_rtx/build_engine.py"
 
 
 #: by the model's type; NVFP4 has quantized activations too
 SCHEMES = {"bf16": "W4A16", "f16": "NVFP4"}
+SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+SIZES |= {"num_hidden_layers": 2, "moe_intermediate_size": 96}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_checkpoint
 
-    sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 96}
     out = tmp_path_factory.mktemp("exported")
     for dtype, scheme in SCHEMES.items():
         group = {"group_size": None} if scheme == "NVFP4" else {}  # the preset's
-        made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", scheme, **sizes, **group)
+        made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", scheme, **SIZES, **group)
         quantmoe.export(made, out / dtype, target="cuda", dtype=dtype)
     return out
 
@@ -72,6 +74,29 @@ def test_engine(folder, tmp_path, dtype):
     assert b"marlin\0" in plan
     assert (b"nvfp4\0" in plan) == (SCHEMES[dtype] == "NVFP4")
     assert b"workspace_bytes" in plan, "what the engine's builder was told, to be held to where it runs"
+
+
+def test_engine_without_its_experts(tmp_path_factory, tmp_path):
+    """--experts external: the plan is smaller by all of them, and says where they are."""
+    from tiny import make_checkpoint
+
+    made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", **SIZES | {"moe_intermediate_size": 768})
+    sizes = {}
+    for kind in ("inputs", "external"):
+        quantmoe.export(made, tmp_path / kind, target="cuda", experts=kind)
+        (tmp_path / f"of_{kind}").mkdir()
+        done = build(tmp_path / kind, tmp_path / f"plan_{kind}", tmp_path / f"of_{kind}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        sizes[kind] = (tmp_path / f"plan_{kind}").stat().st_size
+    layers = inspect(tmp_path / "external")["layers"]
+    experts = sum(layer["bytes"] for layer in layers)
+    assert experts > 1_000_000
+    assert abs(sizes["inputs"] - sizes["external"] - experts) < 200_000
+    plan = (tmp_path / "plan_external").read_bytes()
+    for node in ir.load(tmp_path / "external/model.onnx").graph:
+        if node.op_type == "QuantMoE":
+            for name in ("w13_external", "w2_external", "w13_identity", "w2_identity"):
+                assert node.attributes[name].as_string().encode() + b"\0" in plan
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -1,0 +1,46 @@
+// Packed experts in the data files of an exported folder, which an engine has no bytes of (FORMAT.md 1.2,
+// docs/experts.md). The environment says where the folder is, and what of them goes to the GPU's memory.
+#pragma once
+#include <memory>
+
+#include "experts/device_experts.h"
+#include "plugin.h"
+
+namespace quantmoe {
+
+class ExpertFolder;
+
+// Those of a layer. All layers of a folder share the device's memory.
+class ExternalExperts {
+ public:
+  // Null where they are the node's inputs. Throws std::invalid_argument for attributes that contradict each other.
+  static std::shared_ptr<ExternalExperts> of(const PluginLayer& layer, const qm_moe& moe);
+  ~ExternalExperts();
+
+  // Of an engine that runs: maps the files. Throws std::invalid_argument or std::runtime_error where the folder, a file
+  // or bytes of it are not there, or are others than the model was exported with, and for settings that are none.
+  void open(const PluginLayer& layer, const qm_moe& moe);
+
+  int64_t count() const { return count_; }  // rows of w13, and of w2
+  // Of those that are open: where w13 is mapped, what the folder's layers have of the device, the layer's number there.
+  const void* w13() const { return rows_[0]; }
+  DeviceExperts& experts() const;
+  int number() const { return number_; }
+
+ private:
+  struct Part {  // a projection's rows
+    std::string name, file;
+    int64_t offset = 0, bytes = 0;
+  };
+  friend class ExpertFolder;
+  ExternalExperts() = default;
+  static Part parse(const std::string& name, const char* text);
+
+  Part parts_[2];
+  int64_t count_ = 0;
+  std::shared_ptr<ExpertFolder> folder_;
+  const void* rows_[2] = {};
+  int number_ = 0;
+};
+
+}  // namespace quantmoe
