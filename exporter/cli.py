@@ -156,6 +156,10 @@ def export(
     paged: Annotated[
         bool, typer.Option("--paged", help="for onnxruntime-genai's Engine, which batches many requests (cuda)")
     ] = False,
+    experts: Annotated[
+        Literal["inputs", "external"],
+        typer.Option(help="external: TensorRT's engines have none, the plug-in reads model.onnx.data (cuda)"),
+    ] = "inputs",
     force: Annotated[
         bool, typer.Option("--force", help="replace an earlier export's files, edited or not, and nothing else")
     ] = False,
@@ -168,7 +172,7 @@ def export(
                "state_window": state_window, "mtp": mtp, "vision": vision, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
                "expert_parallel": expert_parallel, "expert_map": expert_map,
-               "data_parallel": data_parallel, "paged": paged}  # fmt: skip
+               "data_parallel": data_parallel, "paged": paged, "experts": experts}  # fmt: skip
     if tensor_parallel > 1:
         console.print(f"what follows is of rank 0 of {tensor_parallel}", style="yellow")
     if dry_run:

@@ -53,6 +53,7 @@ class Options:
     expert_map: str | Path | None = None
     data_parallel: bool = False
     paged: bool = False
+    experts: str = "inputs"
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -63,6 +64,7 @@ class Options:
             ("dense", ("quantmoe",) if self.target == "cuda" else ("quantmoe", "ort")),
             ("lm_head", (None, *HEAD_GROUPS)),
             ("cache", KINDS),
+            ("experts", ("inputs", "external")),
         ):
             if (value := getattr(self, name)) not in known:
                 of = f" (target {self.target})" if name in ("dtype", "dense") else ""
@@ -84,6 +86,10 @@ class Options:
             if self.target != "cuda":
                 raise OptionError("paged is for target cuda: ONNX Runtime has PagedAttention there alone")
             _apart("paged", ("vision", self.vision), *one_plain_graph)
+        if self.experts == "external":
+            if self.target != "cuda":
+                raise OptionError("experts external is for target cuda: TensorRT's plug-in reads them")
+            _apart("experts external", ("paged", self.paged), ("vision", self.vision))
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")

@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -191,6 +192,7 @@ def load(path: Path) -> ir.Model:
         raise ModelError(f"{path}: not an ONNX model: {_pointer(path) or error}") from None
     if not model.ir_version:  # an empty file is a message without fields
         raise ModelError(f"{path}: not an ONNX model: it has no ir_version")
+    _find_external(path, model)
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
@@ -217,6 +219,43 @@ def load(path: Path) -> ir.Model:
             reason = _pointer(file) or "truncated?"
             raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} ({reason})")
     return model
+
+
+def _find_external(path: Path, model: ir.Model) -> None:
+    """Gives packed weights of which a node says where they are the tensors that they are (FORMAT.md 1.2)."""
+    import onnx_ir as ir
+
+    for node in model.graph:
+        if (node.domain, node.op_type) != (DOMAIN, "QuantMoE"):
+            continue
+        for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=False):
+            attribute = node.attributes.get(f"{name}_external")
+            if attribute is None or value is None or (tensor := value.const_value) is None:
+                continue
+            where, text = f"{path}: node {node.name}: {name}_external", str(_attribute(attribute))
+            found = re.fullmatch(r"(\d{1,18}) (\d{1,18}) (.+)", text)
+            if found is None:
+                raise ModelError(f"{where} is {text[:80]!r}, expected first byte, bytes, and the name of a file")
+            if list(tensor.shape) != [0]:
+                raise ModelError(f"{where}: {name} has shape {list(tensor.shape)}, expected [0]")
+            spec, begin, length = _spec(path, node, MoESpec), int(found[1]), int(found[2])
+            try:
+                row = LAYOUTS[getattr(spec, name).layout].row_bytes(spec, name)
+            except (KeyError, ValueError, ZeroDivisionError):
+                continue  # what else reads the node says what is wrong with it
+            if length % row:
+                raise ModelError(f"{where} has {length} bytes, expected a multiple of the {row} of an expert")
+            value.shape = ir.Shape((length // row, row // 4))
+            value.const_value = ir.ExternalTensor(
+                found[3],
+                begin,
+                length,
+                ir.DataType.INT32,
+                shape=value.shape,
+                name=value.name or "",
+                metadata_props=tensor.metadata_props,
+                base_dir=path.parent,
+            )
 
 
 def _pointer(path: Path) -> str:

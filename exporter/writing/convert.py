@@ -74,6 +74,7 @@ def export(
     expert_map: str | Path | None = None,
     data_parallel: bool = False,
     paged: bool = False,
+    experts: Literal["inputs", "external"] = "inputs",
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -124,6 +125,9 @@ def export(
         paged: for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
             Runtime's PagedAttention, input_ids [num_tokens] are those of all requests of a run, and logits [num_logits,
             V] of the tokens that the input logits_indices names, or of all. See docs/generate.md.
+        experts: "external", for TensorRT alone: nodes say where in the data files their experts are, so that engines
+            have none of them, and the plug-in keeps in GPU memory what fits (docs/experts.md). "inputs": they are the
+            nodes' weights.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
             kept or refused.
         progress: called with stage, bytes done, bytes in all.
@@ -156,6 +160,7 @@ def export(
         expert_map,
         data_parallel,
         paged,
+        experts,
     )
     folders = rank_folders(Path(output), options)
     for folder in folders:
@@ -201,16 +206,20 @@ def _export(
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, options.layers)
-        if LOGITS in ends:
+        for_tensorrt = options.experts == "external"
+        if for_tensorrt:
+            report.genai = "no genai_config.json: with its experts in the data files TensorRT alone runs it"
+        elif LOGITS in ends:
             report.genai = "no genai_config.json: onnxruntime-genai takes the logits of the last token, or of all"
         elif part_of is None:
             _genai(ready, partial, options)
-        if target != "ort":
+        if target != "ort" and not for_tensorrt:
             report.library = _library(partial, target)
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
         if part_of:
             metadata |= {"rank": str(part_of.rank), "world": str(part_of.world)}
-        metadata["onnxruntime"] = ".".join(map(str, oldest(target, options.accuracy_level, options.paged)))
+        if not for_tensorrt:
+            metadata["onnxruntime"] = ".".join(map(str, oldest(target, options.accuracy_level, options.paged)))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:

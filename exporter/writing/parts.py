@@ -190,6 +190,8 @@ def _pack(
         if not isinstance(layer.ids, range):
             metadata["experts"] = json.dumps({"ids": list(layer.ids), "routed": layer.num_experts})
         region.finish(metadata)
+        if options.experts == "external":
+            _leave_in_file(region)
 
 
 def _tensors(spec: MoESpec, rows: dict[str, np.ndarray], options: Options) -> dict[str, np.ndarray]:
@@ -275,6 +277,18 @@ def _identify(region: Region, format: Format) -> None:
     for node, at in region.value.uses():
         name = f"{inputs(node.op_type)[at][0]}_identity"
         node.attributes[name] = ir.AttrString(name, region.identity(format.ckpt.folder.resolve().name))
+
+
+def _leave_in_file(region: Region) -> None:
+    """Tells the nodes where a packed weight is, in its place (FORMAT.md 1.2)."""
+    written = region.value.const_value
+    assert isinstance(written, ir.ExternalTensor)
+    for node, at in region.value.uses():
+        name = f"{inputs(node.op_type)[at][0]}_external"
+        node.attributes[name] = ir.AttrString(name, f"{written.offset} {written.length} {written.location}")
+    empty = np.empty(0, written.dtype.numpy())
+    region.value.shape = ir.Shape(empty.shape)
+    region.value.const_value = ir.Tensor(empty, name=region.value.name, metadata_props=written.metadata_props)
 
 
 def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) -> int:
