@@ -2,7 +2,8 @@
 
 usage: PYTHONPATH=tests:tests/export python tests/tensorrt/prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME or
 VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; ARCHITECTURE+mtp-SCHEME is its layer of multi-token prediction, +tp2 and +ep2
-its slices for two GPUs, of tensors and of experts; without names all of MODELS.
+its slices for two GPUs, of tensors and of experts, +external with its experts in the data file; without names all of
+MODELS.
 
 FOLDER/<name>/ gets bf16 and f16, each an exported model, or rank0 and rank1 of it; tokens.npy, int64 [ROWS, LENGTH];
 logits.npy, float32 of the model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same
@@ -73,7 +74,9 @@ HYBRID: dict[str, dict[str, Any]] = {
     },
 }
 SLICES = {"tp2": {"tensor_parallel": 2}, "ep2": {"tensor_parallel": 2, "expert_parallel": True}}
-PARTS = [f"{kind}+mtp" for kind in KINDS] + [f"{kind}+{of}" for kind in ("qwen3_moe", "deepseek_v3") for of in SLICES]
+EXTERNAL = "external"
+PARTS = [f"qwen3_moe+{EXTERNAL}", *(f"{kind}+mtp" for kind in KINDS)]
+PARTS += [f"{kind}+{of}" for kind in ("qwen3_moe", "deepseek_v3") for of in SLICES]
 MODELS = [f"{name}-W4A16" for name in dict.fromkeys((*SIZES, *VARIANTS, *HYBRID, *PARTS))] + [
     f"qwen3_moe-{scheme}" for scheme in SCHEMES
 ]
@@ -172,6 +175,8 @@ def prepare(name: str, folder: Path) -> None:
         *_, format = formats_of(find_format(open_checkpoint(checkpoint)), drafts)
         noise = reference(dequantized(Skeleton(format)), folder, drafts)
         options = {"activations": "float", "logits": "all", "mtp": drafts, "force": True} | slices
+        if part == EXTERNAL:
+            options["experts"] = "external"
         for dtype in ("bf16", "f16"):
             export(checkpoint, folder / dtype, target="cuda", dtype=dtype, **options)
     facts = {"files": files, "in_place": in_place(folder / "bf16" / files[0])}

@@ -17,6 +17,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -93,6 +95,7 @@ class Session {
     while (words >> profile) config->addOptimizationProfile(make_profile(*network, profile));
     const std::unique_ptr<IHostMemory> plan(builder_->buildSerializedNetwork(*network, *config));
     need(plan != nullptr, "no engine is built");
+    setenv("QUANTMOE_FOLDER", std::filesystem::path(model).parent_path().c_str(), 1);  // of --experts external
     return deserialize(name, plan->data(), plan->size());
   }
 
