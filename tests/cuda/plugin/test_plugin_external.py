@@ -371,24 +371,25 @@ def test_the_bytes_of_constants(driver, tmp_path, settings, where, dtype):
         "external": lambda n: layer.tensors(n, dtype, top_k=8),
     }
     fields = {"constants": attributes_of(layer.spec), "external": layer.fields()}
-    plugins, sizes, made = {}, {}, {}
+    plugins, workspaces, made = {}, {}, {}
     for kind, given in fields.items():
         built = driver.create(given)
         assert built.call("configure", shapes_of[kind](600)) == 0, driver.log()
-        sizes[kind] = built.call("workspace", shapes_of[kind](600))
+        size = built.call("workspace", shapes_of[kind](600))
+        workspaces[kind] = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
         plugins[kind] = driver.create(built.serialize(), RUNTIME)
         assert plugins[kind] is not None, driver.log()
         plugins[kind] = plugins[kind].attach()
     stream = torch.cuda.Stream()
     empty = torch.empty(0, dtype=torch.int32, device="cuda")
 
-    def call(kind: str, inputs: list[torch.Tensor], output: torch.Tensor, workspace: torch.Tensor, to) -> int:
+    def call(kind: str, inputs: list[torch.Tensor], output: torch.Tensor) -> int:
         shapes = shapes_of[kind](len(output))
         weights = packed if kind == "constants" else [empty, empty]
         pointers = (ctypes.c_void_p * 5)(*(x.data_ptr() for x in [*inputs, *weights]))
         results = (ctypes.c_void_p * 1)(output.data_ptr())
         assert plugins[kind].call("shape_change", shapes) == 0, driver.log()
-        arguments = (ctypes.c_void_p(workspace.data_ptr()), ctypes.c_void_p(to.cuda_stream))
+        arguments = (ctypes.c_void_p(p) for p in (workspaces[kind].data_ptr(), stream.cuda_stream))
         return plugins[kind].call("enqueue", shapes, pointers, results, *arguments)
 
     for step, tokens in enumerate((1, 4, 600, 1, 40, 1)):
@@ -397,9 +398,8 @@ def test_the_bytes_of_constants(driver, tmp_path, settings, where, dtype):
                   torch.from_numpy(weights).cuda()]  # fmt: skip
         for kind in fields:
             output = torch.full_like(inputs[0], float("nan"))
-            workspace = torch.full((sizes[kind],), 0xFF, dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
-            assert call(kind, inputs, output, workspace, stream) == 0, driver.log()
+            assert call(kind, inputs, output) == 0, driver.log()
             torch.cuda.synchronize()
             made[kind] = output.view(torch.int16)
         assert torch.equal(made["constants"], made["external"]), (where, tokens)
@@ -407,7 +407,7 @@ def test_the_bytes_of_constants(driver, tmp_path, settings, where, dtype):
         graph, output = torch.cuda.CUDAGraph(), torch.full_like(inputs[0], float("nan"))
         driver.log()
         with warnings.catch_warnings(action="ignore"), torch.cuda.graph(graph, stream=stream):  # that it is empty
-            failed = call("external", inputs, output, workspace, stream)
+            failed = call("external", inputs, output)
         if where == "disk":
             assert failed
             assert "a CUDA graph is captured, whose replays read no file" in driver.log()
@@ -421,12 +421,7 @@ def test_the_bytes_of_constants(driver, tmp_path, settings, where, dtype):
             graph.replay()
             want = torch.full_like(output, float("nan"))
             torch.cuda.synchronize()
-            assert (
-                call(
-                    "constants", inputs, want, torch.empty(sizes["constants"], dtype=torch.uint8, device="cuda"), stream
-                )
-                == 0
-            )
+            assert call("constants", inputs, want) == 0, driver.log()
             torch.cuda.synchronize()
             assert torch.equal(output.view(torch.int16), want.view(torch.int16)), (where, tokens, seed)
     (found,) = report(ctypes.CDLL(quantmoe.trt_library_path()))
