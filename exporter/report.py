@@ -112,6 +112,9 @@ def print_fit(fits: Fit) -> None:
         )
     _print_block("A token reads", rows)
     console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s")
+    if fits.external:
+        console.print(f"QUANTMOE_GPU_MEMORY={fits.budget}, which TensorRT's plug-in reads", highlight=False)
+        return
     flags = "--device cuda" if gpu else ""
     if fits.slots < fits.experts:
         flags += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
@@ -129,6 +132,8 @@ def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str,
         rows = {"scheme": group[0]["format"]}
         if "num_experts" in a:
             rows["experts"] = experts_of(a, len(group[0]["shared"]))
+            if group[0]["external"]:
+                rows["experts"] += ", in the data files: for TensorRT alone"
         for p in projections:
             rows[p] = _weights(*(a[f"{p}_{part}"] for part in ("format", "group_size", "scale_type")))
         rows["activations"] = a[f"{first}_activation_format"]

@@ -163,7 +163,14 @@ std::shared_ptr<ExternalExperts> ExternalExperts::of(const PluginLayer& layer, c
   return made;
 }
 
-void ExternalExperts::open(const PluginLayer& layer, const qm_moe& moe) {
+void ExternalExperts::open(const PluginLayer& layer, const qm_moe& moe) try {
+  find(layer, moe);
+} catch (const std::exception& error) {
+  failure_ = error.what();
+  log_message(Severity::kERROR, layer.name + " " + failure_);
+}
+
+void ExternalExperts::find(const PluginLayer& layer, const qm_moe& moe) {
   folder_ = ExpertFolder::of(parts_[0].file);
   for (const int i : {0, 1}) rows_[i] = folder_->find(parts_[i], layer.text(i ? "w2_identity" : "w13_identity"));
   qm_cuda_problem problem{};

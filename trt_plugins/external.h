@@ -17,9 +17,11 @@ class ExternalExperts {
   static std::shared_ptr<ExternalExperts> of(const PluginLayer& layer, const qm_moe& moe);
   ~ExternalExperts();
 
-  // Of an engine that runs: maps the files. Throws std::invalid_argument or std::runtime_error where the folder, a file
-  // or bytes of it are not there, or are others than the model was exported with, and for settings that are none.
+  // Of an engine that runs: maps the files. Logs and keeps as its failure that the folder, a file or bytes of it are
+  // not there, or are others than the model was exported with, and settings that are none: where no plug-in is made,
+  // TensorRT 10.6 crashes. So calls of the layer fail.
   void open(const PluginLayer& layer, const qm_moe& moe);
+  const std::string& failure() const { return failure_; }  // "": none
 
   int64_t count() const { return count_; }  // rows of w13, and of w2
   // Of those that are open: where w13 is mapped, what the folder's layers have of the device, the layer's number there.
@@ -35,12 +37,14 @@ class ExternalExperts {
   friend class ExpertFolder;
   ExternalExperts() = default;
   static Part parse(const std::string& name, const char* text);
+  void find(const PluginLayer& layer, const qm_moe& moe);
 
   Part parts_[2];
   int64_t count_ = 0;
   std::shared_ptr<ExpertFolder> folder_;
   const void* rows_[2] = {};
   int number_ = 0;
+  std::string failure_;
 };
 
 }  // namespace quantmoe

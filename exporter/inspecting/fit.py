@@ -29,6 +29,7 @@ class Fit:
         slots: experts that it holds. experts: how many there are.
         hit_rate: of the experts that tokens ask for. from_trace: a trace says so; otherwise it is the share that the
             memory holds, as if all experts were as likely as others, and what was used lately were not.
+        external: the model is for TensorRT, whose plug-in reads the experts.
         read: of the memory by a token. missed: of the bus or disk. rates: bytes a second of both.
     """
 
@@ -44,6 +45,7 @@ class Fit:
     experts: int
     hit_rate: float
     from_trace: bool
+    external: bool
     read: int
     missed: float
     rates: tuple[float, float]
@@ -124,6 +126,7 @@ def fit(
         experts=sum(counts),
         hit_rate=hit_rate,
         from_trace=trace is not None and budget < every,
+        external=all(layer["external"] for layer in layers),
         read=read,
         missed=missed,
         rates=(rates[0] or own[0], rates[1] or own[1]),
@@ -137,7 +140,7 @@ def file_slot_bytes(layers: Sequence[Mapping[str, Any]]) -> int:
 
 
 def device_slots(experts: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
-    """Slots that the CUDA library gives to layers of so many experts of so many bytes (ort_ext/device_experts.cc)."""
+    """Slots that the CUDA library gives to layers of so many experts of so many bytes (custom_ops/src/experts)."""
     layers = [count * size for count, size in zip(experts, sizes, strict=True)]
     staging = min(budget // 8, max(layers), budget - sum(sizes))
     share = (budget - staging) / sum(layers)

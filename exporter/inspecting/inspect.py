@@ -66,9 +66,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
         of QMoE and MatMulNBits nodes ``tensors`` by part in the place of one tensor;
         of layers ``shared``: names of the last experts where they are a shared one, ``experts``: where a map placed
-        them the ``ids`` of those in the file and how many are ``routed``, else None, and ``top_k`` of the router before
-        them, with these, None without one; of linears ``rows``: where a node
-        has those of several modules, how many of each),
+        them the ``ids`` of those in the file and how many are ``routed``, else None, ``external``: the node only says
+        where its experts are, and ``top_k`` of the router before them, with these, None without one; of linears
+        ``rows``: where a node has those of several modules, how many of each),
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token; PagedAttention
         nodes as the CachedAttention that computes the same),
@@ -300,6 +300,7 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
     return _description(node, spec, sizes, metadata, held * per_expert) | {
         "shared": shared,
         "experts": experts,
+        "external": "w13_external" in node.attributes,
         "top_k": _top_k(node),
     }
 
@@ -333,7 +334,12 @@ def _qmoe(path: Path, node: ir.Node, values: Mapping[int, ir.Value], metadata: d
             parts[projection][part] = values[index]
     sizes = {projection: _tensors(spec, projection, found) for projection, found in parts.items()}
     weights = 3 * spec.num_experts * spec.hidden_size * spec.intermediate_size
-    return _description(node, spec, sizes, metadata, weights) | {"shared": [], "experts": None, "top_k": own["k"]}
+    return _description(node, spec, sizes, metadata, weights) | {
+        "shared": [],
+        "experts": None,
+        "external": False,
+        "top_k": own["k"],
+    }
 
 
 def _matmul_nbits(

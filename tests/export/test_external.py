@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -13,8 +14,10 @@ from tiny import make_checkpoint
 import quantmoe
 from quantmoe.custom_ops.op import DOMAIN
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.inspecting.fit import fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.report import print_fit
 
 SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 SIZES |= {"num_hidden_layers": 2, "moe_intermediate_size": 96}
@@ -65,6 +68,8 @@ def test_what_onnx_runtime_has_is_left_out(folders):
 
 def test_it_is_inspected_and_unpacked_as_the_other(folders, tmp_path):
     found = {kind: inspect(folder, verify=True) for kind, folder in folders.items()}
+    for kind, of_kind in found.items():
+        assert [layer.pop("external") for layer in of_kind["layers"]] == 2 * [kind == "external"]
     for part in ("layers", "linears", "dense", "verified"):
         assert found["external"][part] == found["inputs"][part]
     for kind, folder in folders.items():
@@ -119,3 +124,12 @@ def test_files_that_are_split(checkpoint, tmp_path):
     }
     assert len(places) == 4
     assert inspect(tmp_path / "out", verify=True)["verified"] > 4
+
+
+def test_what_fits(folders, capsys):
+    """The slots of the same budget, and what sets it."""
+    found = {kind: inspect(folder) for kind, folder in folders.items()}
+    fits = {kind: fit(of_kind, 1_400_000_000, 64) for kind, of_kind in found.items()}
+    assert replace(fits["external"], external=False) == fits["inputs"]
+    print_fit(fits["external"])
+    assert f"QUANTMOE_GPU_MEMORY={fits['external'].budget}, which TensorRT's plug-in reads" in capsys.readouterr().out
