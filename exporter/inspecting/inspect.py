@@ -253,7 +253,7 @@ def _find_external(path: Path, model: ir.Model) -> None:
                 ir.DataType.INT32,
                 shape=value.shape,
                 name=value.name or "",
-                metadata_props=tensor.metadata_props,
+                metadata_props=dict(tensor.metadata_props),
                 base_dir=path.parent,
             )
 
