@@ -19,7 +19,7 @@ class Projection:
 @dataclass(frozen=True, kw_only=True)
 class QuantMoE(Spec):
     op_version: int = ...
-    num_experts: int  # of the whole layer; w13.shape[0] of them are in this node
+    num_experts: int  # of the whole layer; those of w13 and w2 are in this node
     expert_offset: int  # id of row 0
     hidden_size: int  # H
     intermediate_size: int  # I
