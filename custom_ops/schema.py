@@ -109,9 +109,7 @@ def parse(text: str) -> Schema:
         projections = {prefix: projection for (prefix,) in of("PROJECTION", op)}
         optional = {f"{prefix}_{name}" for prefix in projections for _, name in of("PROJECTION_OPTIONAL")}
         optional |= {name for (name,) in of("STRING", op)}
-        operators[op] = Operator(
-            op, name_c, int(version), inputs, outputs, own, projections, frozenset(optional), more
-        )
+        operators[op] = Operator(op, name_c, int(version), inputs, outputs, own, projections, frozenset(optional), more)
     return Schema(operators, projection, enums)
 
 
