@@ -18,6 +18,8 @@
 namespace quantmoe {
 namespace {
 
+#define QM_EACH_GROUP _Pragma("GCC unroll 4") for (int group = 0; group < kGroups; ++group)
+
 template <class V>
 struct FloatPanels {
   using Floats = typename V::Floats;
@@ -59,7 +61,7 @@ struct FloatPanels {
       if constexpr (kPlain) {
         for (; offset < end; offset += kBits == 4 ? 128 : 32) {
           V::template prefetch_group<kBits>(panels, offset);
-          V::template signed_columns<kBits>(panels, offset, store);
+          V::template signed_columns<kBits, 1>(&panels, offset, store);
         }
       } else {
         Floats zero[kVectors];
@@ -78,8 +80,8 @@ struct FloatPanels {
         begin(0);
         for (; offset < end; offset += 128) {
           V::template prefetch_group<kBits>(panels, offset);
-          V::template columns<C>(
-              panels, offset, column, [&]() __attribute__((always_inline)) {
+          V::template columns<C, 1>(
+              &panels, offset, column, [&]() __attribute__((always_inline)) {
                 if (matrix.parts == 2) begin(1);
               });
         }

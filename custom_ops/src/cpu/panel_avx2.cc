@@ -23,6 +23,7 @@ struct Avx2Rows : Avx2Lanes {
       5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
   static constexpr int kMost = 2;
   static constexpr int kFloatTokens = 6, kManyTokens = 16;  // on a Zen 3; int4 in groups of 32 is as fast by tiles
+  static constexpr int float_groups(int tokens) { return tokens == 1 ? 2 : 1; }
   static constexpr int panels_of_group(int) { return 2; }
   template <int kBits>
   static constexpr int kVectors = kBits == 4 ? 2 : 1;
@@ -221,45 +222,46 @@ struct Avx2Rows : Avx2Lanes {
   }
 
   // A code is the sign extension of its bits. 8-bit: 8 columns; 4-bit: a chunk's 32, the low nibbles first.
-  template <int kBits, class Column>
-  [[gnu::always_inline]] static void signed_columns(const Group& panels, int64_t offset, const Column& column) {
-    constexpr int kNibbles = kBits == 4 ? 2 : 1, V = kVectors<kBits>;
+  template <int kBits, int kGroups, class Column>
+  [[gnu::always_inline]] static void signed_columns(const Group* panels, int64_t offset, const Column& column) {
+    constexpr int kNibbles = kBits == 4 ? 2 : 1, V = kVectors<kBits>, kAll = kGroups * V;
 #pragma GCC unroll 2
     for (int shift = 28; shift > 28 - 4 * kNibbles; shift -= 4)
 #pragma GCC unroll 4
       for (int dword = 0; dword < 2 * kNibbles; ++dword) {
-        Integers dwords[V];
-        for (int v = 0; v < V; ++v) dwords[v] = load_dwords<kBits>(panels, v, offset + dword / 2 * 64, dword % 2);
+        Integers dwords[kAll];
+        for (int v = 0; v < kAll; ++v)
+          dwords[v] = load_dwords<kBits>(panels[v / V], v % V, offset + dword / 2 * 64, dword % 2);
 #pragma GCC unroll 4
         for (int byte = 0; byte < 4; ++byte) {
-          Floats value[V];
-          for (int v = 0; v < V; ++v)
+          Floats value[kAll];
+          for (int v = 0; v < kAll; ++v)
             value[v] = floats(
                 _mm256_srai_epi32(_mm256_slli_epi32(dwords[v], (kBits == 4 ? shift : 24) - 8 * byte), 32 - kBits));
           column(value);
         }
       }
   }
-  template <class C, class Column, class Next>
-  [[gnu::always_inline]] static void columns(const Group& panels, int64_t offset, const Column& column,
+  template <class C, int kGroups, class Column, class Next>
+  [[gnu::always_inline]] static void columns(const Group* panels, int64_t offset, const Column& column,
                                              const Next& next) {
-    constexpr int V = kVectors<C::kBits>;
+    constexpr int V = kVectors<C::kBits>, kAll = kGroups * V;
     const Floats magnitudes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
 #pragma GCC unroll 2
     for (int part = 0; part < 2; ++part) {  // unrolled, or the sums are in memory at next()
       if (part == 1) next();
       for (int first = 0; first < 16; first += 4) {
         const int64_t from = offset + (C::kBits == 4 ? first / 8 * 64 : (part * 2 + first / 8) * 32);
-        Integers dwords[V];
-        for (int v = 0; v < V; ++v) {
-          dwords[v] = load_dwords<C::kBits>(panels, v, from, first / 4 % 2);
+        Integers dwords[kAll];
+        for (int v = 0; v < kAll; ++v) {
+          dwords[v] = load_dwords<C::kBits>(panels[v / V], v % V, from, first / 4 % 2);
           if (C::kBits == 8) dwords[v] = flip8(dwords[v]);
           if (C::kBits == 4 && !C::kMultiplied) dwords[v] = flip(dwords[v]);
           if (C::kBits == 4 && part) dwords[v] = _mm256_srli_epi32(dwords[v], 4);
         }
         for (int byte = 0; byte < 4; ++byte) {
-          Floats value[V];
-          for (int v = 0; v < V; ++v) {
+          Floats value[kAll];
+          for (int v = 0; v < kAll; ++v) {
             const Integers code = _mm256_and_si256(dwords[v], integers(C::kBits == 4 ? 15 : 255));
             if constexpr (C::kMultiplied) {
               const Integers sign = _mm256_slli_epi32(_mm256_and_si256(code, integers(8)), 28);

@@ -26,6 +26,7 @@ struct Avx512Rows : Avx512Lanes {
   static constexpr int kTileRows = QM_TILE_ROWS;
   static constexpr int kMost = 4;
   static constexpr int kFloatTokens = 12, kManyTokens = 32;  // on a Xeon beside an H100; nvfp4 takes 1.2 times with 16
+  static constexpr int float_groups(int tokens) { return tokens == 1 ? 4 : tokens <= 4 ? 2 : 1; }
   static constexpr int panels_of_group(int nr) { return 16 / nr; }
   template <int kBits>
   static constexpr int kVectors = 1;
@@ -259,53 +260,69 @@ struct Avx512Rows : Avx512Lanes {
 
   // Values come out of a table of 16 entries (4 bits: the low nibbles of 128 bytes, next(), the high ones) or a sign
   // extension (8 bits).
-  template <class Column, class Next>
-  [[gnu::always_inline]] static void columns4(const Group& panels, int64_t offset, Floats values, const Column& column,
+  template <int kGroups, class Column, class Next>
+  [[gnu::always_inline]] static void columns4(const Group* panels, int64_t offset, Floats values, const Column& column,
                                               const Next& next) {
-    Integers dwords[4];  // columns 0..3, 4..7, 8..11, 12..15 in the low nibbles, 16 more in the high ones
-    for (int line = 0; line < 2; ++line) {
-      const Integers first = load_half<4>(panels, 0, offset + 64 * line),
-                     second = load_half<4>(panels, 1, offset + 64 * line);
-      dwords[2 * line] = even_dwords(first, second);
-      dwords[2 * line + 1] = odd_dwords(first, second);
+    // Columns 0..3, 4..7, 8..11, 12..15 in the low nibbles, 16 more in the high ones.
+    Integers dwords[4][kGroups];
+    QM_EACH_GROUP for (int line = 0; line < 2; ++line) {
+      const Integers first = load_half<4>(panels[group], 0, offset + 64 * line),
+                     second = load_half<4>(panels[group], 1, offset + 64 * line);
+      dwords[2 * line][group] = even_dwords(first, second);
+      dwords[2 * line + 1][group] = odd_dwords(first, second);
     }
     for (int nibble = 0; nibble < 2; ++nibble) {
       if (nibble == 1) next();
-      for (Integers& dword : dwords)
+      for (Integers(&dword)[kGroups] : dwords)
         for (int byte = 0; byte < 4; ++byte) {
-          Floats w[1] = {_mm512_permutexvar_ps(_mm512_srli_epi32(dword, 8 * byte + 4 * nibble), values)};
+          Floats w[kGroups];
+          QM_EACH_GROUP w[group] =
+              _mm512_permutexvar_ps(_mm512_srli_epi32(dword[group], 8 * byte + 4 * nibble), values);
           column(w);
         }
     }
   }
-  template <int kBits, class Column>
-  [[gnu::always_inline]] static void signed_columns(const Group& panels, int64_t offset, const Column& column) {
+  // from_dword(dwords of all groups, byte) for each of 8 columns of 8-bit codes.
+  template <int kGroups, class FromDword>
+  [[gnu::always_inline]] static void columns8(const Group* panels, int64_t offset, const FromDword& from_dword) {
+    Integers even[kGroups], odd[kGroups];
+    QM_EACH_GROUP {
+      const Integers first = load_half<8>(panels[group], 0, offset), second = load_half<8>(panels[group], 1, offset);
+      even[group] = even_dwords(first, second);
+      odd[group] = odd_dwords(first, second);
+    }
+    for (int byte = 0; byte < 4; ++byte) from_dword(even, byte);
+    for (int byte = 0; byte < 4; ++byte) from_dword(odd, byte);
+  }
+  template <int kBits, int kGroups, class Column>
+  [[gnu::always_inline]] static void signed_columns(const Group* panels, int64_t offset, const Column& column) {
     if constexpr (kBits == 4) {
-      columns4(panels, offset, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1), column, [] {});
+      columns4<kGroups>(panels, offset, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1), column,
+                        [] {});
     } else {
-      const Integers first = load_half<8>(panels, 0, offset), second = load_half<8>(panels, 1, offset);
-      for (Integers dword : {even_dwords(first, second), odd_dwords(first, second)})
-        for (int byte = 3; byte >= 0; --byte) {
-          Floats w[1] = {floats(_mm512_srai_epi32(_mm512_slli_epi32(dword, 8 * byte), 24))};
-          column(w);
-        }
+      columns8<kGroups>(
+          panels, offset, [&](const Integers(&dwords)[kGroups], int byte) __attribute__((always_inline)) {
+            Floats w[kGroups];
+            QM_EACH_GROUP w[group] = floats(_mm512_srai_epi32(_mm512_slli_epi32(dwords[group], 24 - 8 * byte), 24));
+            column(w);
+          });
     }
   }
-  template <class C, class Column, class Next>
-  [[gnu::always_inline]] static void columns(const Group& panels, int64_t offset, const Column& column,
+  template <class C, int kGroups, class Column, class Next>
+  [[gnu::always_inline]] static void columns(const Group* panels, int64_t offset, const Column& column,
                                              const Next& next) {
     if constexpr (C::kBits == 4) {
-      columns4(panels, offset, C::values(), column, next);
+      columns4<kGroups>(panels, offset, C::values(), column, next);
     } else {
       for (int line = 0; line < 4; ++line) {
         if (line == 2) next();
-        const Integers first = load_half<8>(panels, 0, offset + 32 * line),
-                       second = load_half<8>(panels, 1, offset + 32 * line);
-        for (Integers dword : {even_dwords(first, second), odd_dwords(first, second)})
-          for (int byte = 0; byte < 4; ++byte) {
-            Floats w[1] = {floats(_mm512_and_si512(_mm512_srli_epi32(flip8(dword), 8 * byte), integers(255)))};
-            column(w);
-          }
+        columns8<kGroups>(
+            panels, offset + 32 * line, [&](const Integers(&dwords)[kGroups], int byte) __attribute__((always_inline)) {
+              Floats w[kGroups];
+              QM_EACH_GROUP w[group] =
+                  floats(_mm512_and_si512(_mm512_srli_epi32(flip8(dwords[group]), 8 * byte), integers(255)));
+              column(w);
+            });
       }
     }
   }

@@ -17,9 +17,11 @@
 //   kStep<bits>, dot_step<M, C>    columns that a step of a plain tile adds to dot
 //   dot_chunk<M, C>, dot_part<M, C>
 //                                  adds 32 columns of a scaled tile, or 16 of them
-//   signed_columns<bits>(panels, offset, column)
-//                                  column(values) for each column of 128 bytes of 4-bit codes, or of 32 of 8-bit ones
-//   columns<C>(panels, offset, column, next)
+//   float_groups(M)                groups of panels at once: the sums of few tokens alone would wait for each other
+//   signed_columns<bits, groups>(panels, offset, column)
+//                                  column(values) for each column of 128 bytes of 4-bit codes, or of 32 of 8-bit ones;
+//                                  values [groups][kVectors]
+//   columns<C, groups>(panels, offset, column, next)
 //                                  of unsigned codes and e2m1, of 32 columns; next() between the first and the last 16
 //   prefetch_group<bits>           what comes after 128 bytes of each panel
 //   kFloatTokens, kManyTokens      float_panels.h's
@@ -36,6 +38,11 @@ namespace {
 // Written out so that arrays indexed by v live in registers.
 #define QM_EACH_VECTOR _Pragma("GCC unroll 2") for (int v = 0; v < kVectors; ++v)
 #define QM_EACH_SUM QM_EACH_TOKEN QM_EACH_VECTOR
+
+template <class V, int kBits, int kGroups>
+[[gnu::always_inline]] inline void prefetch_groups(const Panels<V::kMost>* panels, int64_t offset) {
+  QM_EACH_GROUP V::template prefetch_group<kBits>(panels[group], offset);
+}
 
 // A group's panels times a tile of M tokens, where scales are of rows or of blocks.
 template <class V, int M, class C>
@@ -86,42 +93,46 @@ void quantized_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, c
   }
 }
 
-// The same of float activations, for few tokens: float_panels.h takes many.
-template <class V, int M, class C>
-void float_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile, int64_t row_stride) {
+// Of float activations, for few tokens: float_panels.h takes many. kGroups: of panels.
+#define QM_EACH_ROWS _Pragma("GCC unroll 4") for (int v = 0; v < kGroups * kVectors; ++v)
+#define QM_EACH_FLOAT QM_EACH_TOKEN QM_EACH_ROWS
+template <class V, int M, class C, int kGroups>
+void float_tile(const PanelMatrix& matrix, const Panels<V::kMost>* panels, const uint8_t* tile, int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
   using Floats = typename V::Floats;
   const float* x = reinterpret_cast<const float*>(tile);
-  Floats acc[M][kVectors], partial[M][kVectors];
-  QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
-  const auto column = [&](const Floats(&w)[kVectors]) __attribute__((always_inline)) {
+  Floats acc[M][kGroups * kVectors], partial[M][kGroups * kVectors];
+  QM_EACH_FLOAT acc[i][v] = V::broadcast(0.0f);
+  const auto column = [&](const Floats(&w)[kGroups * kVectors]) __attribute__((always_inline)) {
     QM_EACH_TOKEN {
       const Floats number = V::broadcast(x + i);
-      QM_EACH_VECTOR partial[i][v] = V::fma(number, w[v], partial[i][v]);
+      QM_EACH_ROWS partial[i][v] = V::fma(number, w[v], partial[i][v]);
     }
     x += M;
   };
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     int64_t offset = block * matrix.block_bytes;
-    QM_EACH_SUM partial[i][v] = V::broadcast(0.0f);
+    QM_EACH_FLOAT partial[i][v] = V::broadcast(0.0f);
     const float* const end = x + matrix.block * M;
     do {
-      V::template signed_columns<kBits>(panels, offset, column);
+      if constexpr (kBits == 4) prefetch_groups<V, kBits, kGroups>(panels, offset);
+      V::template signed_columns<kBits, kGroups>(panels, offset, column);
       offset += kBits == 4 ? 128 : 32;
     } while (x != end);
-    QM_EACH_VECTOR if (matrix.grouped) {
-      const Floats scale =
-          V::template load_scales<kBits>(panels, v, block * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
+    QM_EACH_ROWS if (matrix.grouped) {
+      const Floats scale = V::template load_scales<kBits>(
+          panels[v / kVectors], v % kVectors, block * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
       QM_EACH_TOKEN acc[i][v] = V::fma(partial[i][v], scale, acc[i][v]);
     }
   }
-  QM_EACH_VECTOR {
-    const Floats bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
-    Floats scale = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));  // channelwise
-    if (kBits == 4) scale = V::multiply(scale, V::broadcast(16.0f));
+  QM_EACH_ROWS {
+    const auto& of = panels[v / kVectors];
+    const Floats bias = V::as_floats(V::template load_tail<kBits>(of, v % kVectors, matrix.biases()));
+    Floats scale = V::as_floats(V::template load_tail<kBits>(of, v % kVectors, matrix.tail() + 4 * matrix.nr));
+    if (kBits == 4) scale = V::multiply(scale, V::broadcast(16.0f));  // channelwise
     QM_EACH_TOKEN {
       const Floats y = matrix.grouped ? V::rows(acc[i][v]) : V::multiply(V::rows(partial[i][v]), scale);
-      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
+      V::template store_rows<kBits>(of, v % kVectors, i * row_stride, V::add(y, bias));
     }
   }
 }
@@ -193,29 +204,29 @@ void scaled_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, cons
   }
 }
 
-template <class V, int M, class C, int kParts>
-void scaled_float_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile,
+template <class V, int M, class C, int kParts, int kGroups>
+void scaled_float_tile(const PanelMatrix& matrix, const Panels<V::kMost>* panels, const uint8_t* tile,
                        int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
   using Floats = typename V::Floats;
   const float* x = reinterpret_cast<const float*>(tile);
   const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
-  Floats acc[M][kVectors], partial[M][kVectors], zero[kVectors];
-  QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
+  Floats acc[M][kGroups * kVectors], partial[M][kGroups * kVectors], zero[kGroups * kVectors];
+  QM_EACH_FLOAT acc[i][v] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const int64_t base = block * matrix.block_bytes;
     int part = 0;
     const auto begin = [&]() __attribute__((always_inline)) {
-      QM_EACH_SUM partial[i][v] = V::broadcast(0.0f);
-      QM_EACH_VECTOR zero[v] =
-          matrix.zero_points
-              ? V::floats(V::template load_zeros<kBits>(panels, v, base + matrix.zeros() + part * matrix.nr))
-              : V::broadcast(kBits == 4 ? 8.0f : 128.0f);
+      QM_EACH_FLOAT partial[i][v] = V::broadcast(0.0f);
+      QM_EACH_ROWS zero[v] = matrix.zero_points
+                                 ? V::floats(V::template load_zeros<kBits>(panels[v / kVectors], v % kVectors,
+                                                                           base + matrix.zeros() + part * matrix.nr))
+                                 : V::broadcast(kBits == 4 ? 8.0f : 128.0f);
     };
     const auto finish = [&]() __attribute__((always_inline)) {
-      QM_EACH_VECTOR {
-        const Floats scale =
-            V::template load_group_scales<C>(matrix, panels, v, base + matrix.codes_bytes + part * scale_bytes);
+      QM_EACH_ROWS {
+        const Floats scale = V::template load_group_scales<C>(matrix, panels[v / kVectors], v % kVectors,
+                                                              base + matrix.codes_bytes + part * scale_bytes);
         QM_EACH_TOKEN acc[i][v] = V::fma(partial[i][v], scale, acc[i][v]);
       }
       ++part;
@@ -226,32 +237,40 @@ void scaled_float_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels
         begin();
       }
     };
-    const auto column = [&](Floats(&weights)[kVectors]) __attribute__((always_inline)) {
-      if constexpr (!C::kMultiplied) QM_EACH_VECTOR weights[v] = V::subtract(weights[v], zero[v]);
+    const auto column = [&](Floats(&weights)[kGroups * kVectors]) __attribute__((always_inline)) {
+      if constexpr (!C::kMultiplied) QM_EACH_ROWS weights[v] = V::subtract(weights[v], zero[v]);
       QM_EACH_TOKEN {
         const Floats number = V::broadcast(x + i);
-        QM_EACH_VECTOR partial[i][v] = V::fma(number, weights[v], partial[i][v]);
+        QM_EACH_ROWS partial[i][v] = V::fma(number, weights[v], partial[i][v]);
       }
       x += M;
     };
     begin();
-    for (int64_t offset = base; offset < base + matrix.codes_bytes; offset += 128)
-      V::template columns<C>(panels, offset, column, next);
+    for (int64_t offset = base; offset < base + matrix.codes_bytes; offset += 128) {
+      prefetch_groups<V, kBits, kGroups>(panels, offset);
+      V::template columns<C, kGroups>(panels, offset, column, next);
+    }
     finish();
   }
-  QM_EACH_VECTOR {
-    const Floats multiplier = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));
-    const Floats bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
+  QM_EACH_ROWS {
+    const auto& of = panels[v / kVectors];
+    const Floats multiplier =
+        V::as_floats(V::template load_tail<kBits>(of, v % kVectors, matrix.tail() + 4 * matrix.nr));
+    const Floats bias = V::as_floats(V::template load_tail<kBits>(of, v % kVectors, matrix.biases()));
     QM_EACH_TOKEN {
       Floats y = V::rows(acc[i][v]);
       if (C::kMultiplied) y = V::multiply(y, multiplier);
-      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
+      V::template store_rows<kBits>(of, v % kVectors, i * row_stride, V::add(y, bias));
     }
   }
 }
+#undef QM_EACH_ROWS
+#undef QM_EACH_FLOAT
 
 template <class V>
 using RowTile = void (*)(const PanelMatrix&, const Panels<V::kMost>&, const uint8_t*, int64_t);
+template <class V>
+using FloatTile = void (*)(const PanelMatrix&, const Panels<V::kMost>*, const uint8_t*, int64_t);
 
 template <class V, int... M>
 constexpr auto row_tiles(std::integer_sequence<int, M...>) {
@@ -259,31 +278,75 @@ constexpr auto row_tiles(std::integer_sequence<int, M...>) {
   using Int8 = typename V::Int8;
   using E2m1 = typename V::E2m1;
   struct RowTiles {
-    RowTile<V> plain[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
+    RowTile<V> plain[2][sizeof...(M)];  // [8 bits][m - 1]
     // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
-    RowTile<V> quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], stepped[sizeof...(M)];
+    RowTile<V> scaled[5][2][sizeof...(M)], stepped[sizeof...(M)];
   };
-  return RowTiles{{{{float_tile<V, M + 1, Int4>...}, {float_tile<V, M + 1, Int8>...}},
-                   {{quantized_tile<V, M + 1, Int4>...}, {quantized_tile<V, M + 1, Int8>...}}},
+  return RowTiles{{{quantized_tile<V, M + 1, Int4>...}, {quantized_tile<V, M + 1, Int8>...}},
                   {{{scaled_tile<V, M + 1, E2m1, false, 1>...}, {scaled_tile<V, M + 1, E2m1, false, 2>...}},
                    {{nullptr}, {scaled_tile<V, M + 1, Int4, false, 2>...}},
                    {{nullptr}, {scaled_tile<V, M + 1, Int8, false, 2>...}},
                    {{scaled_tile<V, M + 1, Int4, true, 1>...}, {scaled_tile<V, M + 1, Int4, true, 2>...}},
                    {{scaled_tile<V, M + 1, Int8, true, 1>...}, {scaled_tile<V, M + 1, Int8, true, 2>...}}},
-                  {{{scaled_float_tile<V, M + 1, E2m1, 1>...}, {scaled_float_tile<V, M + 1, E2m1, 2>...}},
-                   {{scaled_float_tile<V, M + 1, Int4, 1>...}, {scaled_float_tile<V, M + 1, Int4, 2>...}},
-                   {{scaled_float_tile<V, M + 1, Int8, 1>...}, {scaled_float_tile<V, M + 1, Int8, 2>...}}},
                   {scaled_tile<V, M + 1, E2m1, false, 2, true>...}};
+}
+template <class V>
+struct FloatTiles {
+  FloatTile<V> plain[2][V::kTileRows], scaled[3][2][V::kTileRows];  // as those of RowTiles; zero points or middles
+};
+// Of kMost groups of panels, or fewer where tokens are many.
+template <class V, int kMost, int... M>
+constexpr FloatTiles<V> float_tiles(std::integer_sequence<int, M...>) {
+  using Int4 = typename V::Int4;
+  using Int8 = typename V::Int8;
+  using E2m1 = typename V::E2m1;
+  constexpr auto groups = [](int m) { return std::min(kMost, V::float_groups(m + 1)); };
+  return {
+      {{float_tile<V, M + 1, Int4, groups(M)>...}, {float_tile<V, M + 1, Int8, groups(M)>...}},
+      {{{scaled_float_tile<V, M + 1, E2m1, 1, groups(M)>...}, {scaled_float_tile<V, M + 1, E2m1, 2, groups(M)>...}},
+       {{scaled_float_tile<V, M + 1, Int4, 1, groups(M)>...}, {scaled_float_tile<V, M + 1, Int4, 2, groups(M)>...}},
+       {{scaled_float_tile<V, M + 1, Int8, 1, groups(M)>...}, {scaled_float_tile<V, M + 1, Int8, 2, groups(M)>...}}}};
+}
+
+inline int code_kind(const PanelMatrix& matrix) { return is_e2m1(matrix.format) ? 0 : matrix.bits == 4 ? 1 : 2; }
+
+template <class V>
+RowTile<V> row_tile(const PanelMatrix& matrix, int tokens) {
+  static constexpr auto kTiles = row_tiles<V>(std::make_integer_sequence<int, V::kTileRows>());
+  if (matrix.plain()) return kTiles.plain[matrix.bits == 8][tokens - 1];
+  if (matrix.stepped) return kTiles.stepped[tokens - 1];
+  const int kind = code_kind(matrix);
+  return kTiles.scaled[matrix.zero_points ? kind + 2 : kind][matrix.parts - 1][tokens - 1];
+}
+template <class V>
+FloatTile<V> float_tile_of(const PanelMatrix& matrix, int tokens, int groups) {
+  constexpr auto tokens_of_tile = std::make_integer_sequence<int, V::kTileRows>();
+  static constexpr FloatTiles<V> kOne = float_tiles<V, 1>(tokens_of_tile), kTwo = float_tiles<V, 2>(tokens_of_tile),
+                                 kFour = float_tiles<V, 4>(tokens_of_tile);
+  const FloatTiles<V>& tiles = groups == 4 ? kFour : groups == 2 ? kTwo : kOne;
+  if (matrix.plain()) return tiles.plain[matrix.bits == 8][tokens - 1];
+  return tiles.scaled[code_kind(matrix)][matrix.parts - 1][tokens - 1];
 }
 
 template <class V>
-RowTile<V> row_tile(const PanelMatrix& matrix, bool quantized, int tokens) {
-  static constexpr auto kTiles = row_tiles<V>(std::make_integer_sequence<int, V::kTileRows>());
-  if (matrix.plain()) return kTiles.plain[quantized][matrix.bits == 8][tokens - 1];
-  if (quantized && matrix.stepped) return kTiles.stepped[tokens - 1];
-  const int kind = is_e2m1(matrix.format) ? 0 : matrix.bits == 4 ? 1 : 2;
-  if (!quantized) return kTiles.floats[kind][matrix.parts - 1][tokens - 1];
-  return kTiles.quantized[matrix.zero_points ? kind + 2 : kind][matrix.parts - 1][tokens - 1];
+void multiply_float_tiles(const PanelProduct& product) {
+  const PanelMatrix& matrix = *product.matrix;
+  const int width = V::panels_of_group(matrix.nr),
+            most = product.tile_count > 1 ? 1 : V::float_groups(product.tiles->m);
+  for (int64_t panel = 0; panel < product.panel_count;) {
+    const int64_t left = ceil_div(product.panel_count - panel, width);
+    const int groups = std::min(most, left > 2 ? 4 : left > 1 ? 2 : 1);
+    Panels<V::kMost> panels[4];
+    for (int i = 0; i < groups; ++i, panel += width) panels[i] = {product, panel, width};
+    // What comes after the last ones is another lane's.
+    for (int i = 0; i < groups; ++i) panels[i].ahead = panel < product.panel_count ? groups * panels[i].ahead : 0;
+    for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
+      const TokenTile& tile = product.tiles[tile_index];
+      float_tile_of<V>(matrix, tile.m, groups)(matrix, panels, tile.data, product.row_stride);
+      panels[0].advance(tile.m * product.row_stride);
+      panels[0].ahead = 0;
+    }
+  }
 }
 
 // All panels of an instruction set of x86.
@@ -292,13 +355,14 @@ void multiply_panels(const PanelProduct& product) {
   const PanelMatrix& matrix = *product.matrix;
   if (is_k(matrix.format)) return multiply_k<V, V::kTileRows, true>(product);
   if (matrix.columns) return multiply_columns<V, V::kTileRows, true>(product);
-  if (!product.quantized && has_many_tokens<V>(product)) return multiply_float_panels<V>(product);
+  if (!product.quantized)
+    return has_many_tokens<V>(product) ? multiply_float_panels<V>(product) : multiply_float_tiles<V>(product);
   const int width = V::panels_of_group(matrix.nr);
   for (int64_t panel = 0; panel < product.panel_count; panel += width) {
     Panels<V::kMost> panels(product, panel, width);
     for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index, panels.ahead = 0) {
       const TokenTile& tile = product.tiles[tile_index];
-      row_tile<V>(matrix, product.quantized, tile.m)(matrix, panels, tile.data, product.row_stride);
+      row_tile<V>(matrix, tile.m)(matrix, panels, tile.data, product.row_stride);
       panels.advance(tile.m * product.row_stride);
     }
   }

@@ -20,7 +20,7 @@ Down::Down(const LayerCall& layer, const qm_projection& node, const PanelMatrix&
 void Down::plan() {
   const int64_t most = layer_.most_lanes;
   column_ranges_ = std::clamp<int64_t>(most > 1 ? (layer_.tokens < kSerialRows ? 8 : 4) * most : 1, 1,
-                                       ceil_div(w2.panel.n, kColumnsPerStep));
+                                       ceil_div(w2.panel.n, layer_.columns_of_task()));
 }
 
 void Down::lay_out_tokens(Arena& arena) {
@@ -55,6 +55,8 @@ void Down::pack(int lane, int64_t expert, int64_t first, int64_t last, const Hid
     ActivationRow list[kMaxTileRows];
     for (int i = 0; i < tokens; ++i, ++position) {
       const float* h = from.h + position * k;
+      // The next row, which other cores have written: one line after the other, each would be waited for.
+      for (int64_t at = 0; at < k; at += 16) __builtin_prefetch(h + k + at);
       const RowBuffers buffers = scratch.at(lane, i);
       const bool finite = own ? prepare_row(layer_.kernel, w2, how, h, buffers, &list[i])
                               : prepare_plain_row(layer_.kernel, w2, h, buffers, &list[i]);
@@ -66,7 +68,7 @@ void Down::pack(int lane, int64_t expert, int64_t first, int64_t last, const Hid
 }
 
 void Down::multiply() const {
-  const int64_t n = w2.panel.n, range = align_up(ceil_div(n, column_ranges_), kColumnsPerStep);
+  const int64_t n = w2.panel.n, range = align_up(ceil_div(n, column_ranges_), layer_.columns_of_task());
   layer_.for_each(ceil_div(n, range),
                   [&](int lane, int64_t i) { multiply_range(lane, i * range, std::min(n, (i + 1) * range)); });
 }

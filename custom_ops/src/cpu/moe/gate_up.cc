@@ -13,7 +13,7 @@ GateUp::GateUp(const LayerCall& layer, const qm_moe& moe, const qm_moe_call& cal
 void GateUp::plan() {
   const int64_t pairs = layer_.pairs(), experts = layer_.local_experts;
   const int64_t blocks = std::min(pairs, experts + pairs / kBlockRows);
-  const int64_t steps = ceil_div(w13.panel.panels * w13.panel.nr, kColumnsPerStep);
+  const int64_t steps = ceil_div(w13.panel.panels * w13.panel.nr, layer_.columns_of_task());
   // Enough tasks to balance lanes at the end, few enough that packing a block's tiles again for each is noise.
   const int64_t wanted = layer_.most_lanes > 1 ? 16 * layer_.most_lanes : 1;
   panel_splits_ = std::clamp<int64_t>(blocks > 0 ? ceil_div(wanted, blocks) : 1, 1, steps);
@@ -35,7 +35,8 @@ int GateUp::run(const ActivationRows& rows, const RowScratch& scratch, const Hid
 
 int GateUp::plan_tasks() {
   const int64_t panels = w13.panel.panels * halves(moe_);
-  const int64_t split = ceil_div(ceil_div(panels, step_panels()), panel_splits_) * step_panels();
+  const int64_t least = layer_.columns_of_task() / w13.panel.nr * halves(moe_);
+  const int64_t split = ceil_div(ceil_div(panels, least), panel_splits_) * least;
   const int64_t* const begin = layer_.routes.begin;
   int count = 0;
   for (int64_t expert = layer_.first_expert; expert < layer_.end_expert; ++expert)

@@ -169,6 +169,9 @@ struct LayerCall {
              [&](int lane, int64_t i) { body(lane, i * kRowsPerTask, std::min(kRowsPerTask, n - i * kRowsPerTask)); });
   }
 
+  // Of which a task has a multiple. Of few tokens tasks are short, and lanes would wait for the last ones.
+  int64_t columns_of_task() const { return all_tokens < kSerialRows ? kColumnsPerStep / 2 : kColumnsPerStep; }
+
   // Tiles of n rows, evenly filled: ceil(n / tile_rows) of them, the first ones a row longer.
   int64_t tile_count(int64_t n) const { return ceil_div(n, tile_rows); }
   static int rows_of_tile(int64_t n, int64_t count, int64_t tile) {
