@@ -53,6 +53,8 @@ class Problem(ctypes.Structure):
         ("local_experts", _I64),
         ("slots", _I32),
         ("staging", _I32),
+        ("host_share", _I32),
+        ("host_layer", _I32),
     ]
 
 
@@ -134,7 +136,7 @@ class DeltaPlan(ctypes.Structure):
 #: qm_cuda_step_kind
 STEPS = (
     *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
-    *("linear", "resolve", "fill"),
+    *("linear", "resolve", "fill", "add_host"),
 )
 #: QM_CUDA_CALLERS
 CALLERS = 2**64 - 1
@@ -165,7 +167,7 @@ class Plan(ctypes.Structure):
         ("max_tiles", _I32),
         ("down_max_tiles", _I32),
         *((n, _U64) for n in ("tiles", "down_tiles", "sorted_pairs", "positions")),
-        *((n, _U64) for n in ("where", "copies", "workspace_bytes")),
+        *((n, _U64) for n in ("where", "copies", "kept", "workspace_bytes")),
     ]
 
     @property
@@ -201,6 +203,7 @@ class Tensors(ctypes.Structure):
         for n in (
             *("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace"),
             *("slots", "staging", "cache_state", "rows"),
+            *("host_request", "host_x", "host_weights", "host_ids", "host_y"),
         )
     ]
 
@@ -380,8 +383,12 @@ class CudaMoE:
         pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
         tensors = Tensors(*(x.data_ptr() for x in pointers))
         tensors.rows = None if self.rows is None else self.rows.data_ptr()
+        self.place(tensors)
         stream = _PTR(torch.cuda.current_stream().cuda_stream)
         checked(library().qm_cuda_launch, *map(ctypes.byref, (*prepared, tensors)), stream)
+
+    def place(self, tensors: Tensors) -> None:
+        """Adds what a launch takes of a host that multiplies, qm_cuda_host."""
 
     def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """hidden f16 or bf16 [T, H], topk_ids int32 or int64 [T, k], topk_weights f32 [T, k] -> [T, H]."""
@@ -425,13 +432,13 @@ class CachedMoE(CudaMoE):
     @property
     def counts(self) -> dict[str, int]:
         """qm_cuda_cache_counts."""
-        counts = self.cache[2][:32].cpu().numpy().view("<u8")
-        return dict(zip(("hits", "misses", "staged", "not_copied"), map(int, counts), strict=True))
+        counts = self.cache[2][:40].cpu().numpy().view("<u8")
+        return dict(zip(("hits", "misses", "staged", "not_copied", "computed"), map(int, counts), strict=True))
 
     @property
     def experts(self) -> list[int]:
         """Of each slot: the local expert that it has, -1 for none."""
-        words = self.cache[2][40:].cpu().numpy().view("<i4")
+        words = self.cache[2][48:].cpu().numpy().view("<i4")
         return [int(expert) - 1 for expert in words[len(self.w13) : len(self.w13) + self.slots]]
 
 

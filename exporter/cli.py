@@ -337,6 +337,12 @@ def generate(
             help="of experts, with --device cuda --experts host, disk or auto; default: what is free", parser=_bytes
         ),
     ] = None,
+    misses: Annotated[
+        str | None,
+        typer.Option(
+            help="of experts that are not in --gpu-memory: copy, the default; cpu: it multiplies them; 62%: so many"
+        ),
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
@@ -368,7 +374,7 @@ def generate(
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
-                   trace=trace, group=group)  # fmt: skip
+                   misses=misses, trace=trace, group=group)  # fmt: skip
 
     def begin() -> tuple[Generator, Any]:
         model = make()

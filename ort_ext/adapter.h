@@ -640,8 +640,8 @@ bool wants_verify(const OrtApi* api, const OrtSessionOptions* options) {
 // What sessions with these options do with experts.
 ExpertSettings expert_settings(const OrtApi* api, const OrtSessionOptions* options) {
   const auto entry = [&](const char* key) { return session_entry(api, options, key); };
-  return {entry("quantmoe.experts"), entry("quantmoe.ram"), entry("quantmoe.reserve"), entry("quantmoe.trace"),
-          entry("quantmoe.gpu_memory")};
+  return {entry("quantmoe.experts"),    entry("quantmoe.ram"),    entry("quantmoe.reserve"), entry("quantmoe.trace"),
+          entry("quantmoe.gpu_memory"), entry("quantmoe.misses"), entry("quantmoe.threads")};
 }
 
 // Which ranks of a sliced model a session adds up with, and how long it waits for them.

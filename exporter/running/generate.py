@@ -96,6 +96,8 @@ class Generator:
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
             None for what is free; or "disk": the same, and RAM holds ``ram`` bytes of them, without cuda_graph. "auto"
             is "disk" on the cpu and "host" on cuda where they do not all fit.
+        misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
+            default; "cpu": the CPU multiplies them, in ``threads`` threads; "62%": so many, and the others are copied.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
         group: of a rank of a sliced model (docs/parallel.md): on the cpu a name that the ranks' generators in this
             process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.
@@ -121,6 +123,7 @@ class Generator:
         experts: Literal["gpu", "host", "disk", "auto"] | None = None,
         ram: int | None = None,
         gpu_memory: int | None = None,
+        misses: str | None = None,
         trace: str | Path | None = None,
         group: str | None = None,
     ):
@@ -136,6 +139,7 @@ class Generator:
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
+        entries |= {"misses": misses, "threads": threads if threads and misses not in (None, "copy") else None}
         self.session = self._session(ort, threads, prefault, entries)
         self._read_interface(speculate)
         #: what drafts with multi-token prediction

@@ -3,6 +3,7 @@ of a cache that evicts what was used least recently. Launches are skipped where 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,27 +11,40 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
-from cuda.built import TORCH, gpu
+from cuda.built import TORCH, UNIT, gpu
 from cuda.formats import FORMATS
 from cuda.layers import BASE, CASES, FP8_CASES, build, of_format
 
-from quantmoe.custom_ops import cuda
+from quantmoe.custom_ops import cuda, native
+from quantmoe.custom_ops.layouts import LAYOUTS
 
 LAYER = replace(BASE, hidden=256, intermediate=128, experts=12, top_k=3)
 
 
 class Lru:
-    """What resolve_experts does, of one call after the other."""
+    """What resolve_experts does, of one call after the other.
 
-    def __init__(self, slots: int, staging: int) -> None:
-        self.experts, self.used, self.staging = [-1] * slots, [0] * slots, staging
-        self.counts = dict.fromkeys(("hits", "misses", "staged", "not_copied"), 0)
+    Args:
+        share: of 256 experts that miss, the host's.
+    """
+
+    def __init__(self, slots: int, staging: int, share: int = 0) -> None:
+        self.experts, self.used, self.staging, self.share = [-1] * slots, [0] * slots, staging, share
+        self.counts = dict.fromkeys(("hits", "misses", "staged", "not_copied", "computed"), 0)
         self.step = 0
 
-    def call(self, wanted: set[int]) -> None:
+    def call(self, wanted: set[int], shared: bool = True) -> set[int]:
+        """The host's experts of a call; shared: it has a share."""
         self.step += 1
         hits = [s for s, expert in enumerate(self.experts) if expert in wanted]
-        misses = sorted(wanted - set(self.experts))
+        misses, of_host = sorted(wanted - set(self.experts)), 0
+        all_misses = len(misses)
+        if shared:
+            of_host = min(self.share * all_misses // 256, max(0, all_misses - self.experts.count(-1)))
+        if of_host:
+            first = -self.step % all_misses
+            misses = misses[first:] + misses[:first]
+        computed, misses = set(misses[:of_host]), misses[of_host:]
         free = sorted((s for s in range(len(self.experts)) if s not in hits), key=lambda s: (self.used[s], s))
         for slot, expert in zip(free, misses, strict=False):
             self.experts[slot] = expert
@@ -38,9 +52,10 @@ class Lru:
         for slot in hits:
             self.used[slot] = self.step
         over = max(0, len(misses) - len(free))
-        found = (len(wanted) - len(misses), len(misses), min(over, self.staging), max(0, over - self.staging))
-        for name, count in zip(self.counts, found, strict=True):
+        copied = (min(over, self.staging), max(0, over - self.staging))
+        for name, count in zip(self.counts, (len(wanted) - all_misses, all_misses, *copied, of_host), strict=True):
             self.counts[name] += count
+        return computed
 
 
 def layers(case: Case, slots: int, staging: int) -> tuple[cuda.CudaMoE, cuda.CachedMoE]:
@@ -51,6 +66,63 @@ def layers(case: Case, slots: int, staging: int) -> tuple[cuda.CudaMoE, cuda.Cac
         cuda.CudaMoE(spec, w13.cuda(), w2.cuda()),
         cuda.CachedMoE(spec, w13.pin_memory(), w2.pin_memory(), slots, staging),
     )
+
+
+class SharedMoE(cuda.CachedMoE):
+    """A cache whose misses a thread of the host multiplies in part.
+
+    Args:
+        share: of 256.
+    """
+
+    def __init__(self, case: Case, slots: int, staging: int, share: int) -> None:
+        spec, experts, w13, w2 = build(case)
+        super().__init__(spec, *(torch.from_numpy(w).pin_memory() for w in (w13, w2)), slots, staging)
+        w13, w2 = (replace(w, layout="cpu_panel", layout_version=1) for w in (spec.w13, spec.w2))
+        spec, layout = replace(spec, w13=w13, w2=w2), LAYOUTS["cpu_panel"]
+        rows = [
+            native.aligned(len(experts) * layout.row_bytes(spec, p)).reshape(len(experts), -1) for p in ("w13", "w2")
+        ]
+        for expert, *packed in zip(experts, *rows, strict=True):
+            layout.pack(expert, spec, *packed)
+        self.share, self.moe, self.shared = share, native.NativeMoE(spec, *rows), True
+        sizes = {"request": 32, "x": 8 * case.hidden, "weights": 128, "ids": 128, "y": 8 * case.hidden}
+        self.host = {name: torch.zeros(size, dtype=torch.int32).pin_memory() for name, size in sizes.items()}
+        self.asked: list[np.ndarray] = []
+        self.stopping = False
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[cuda.Problem, cuda.Plan]:
+        p, plan = super().prepare(hidden, topk_ids)
+        if self.shared and len(hidden) <= 8:
+            p.host_share, p.host_layer = self.share, 5
+            plan = cuda.plan(p, self.device)
+        return p, plan
+
+    def place(self, tensors: cuda.Tensors) -> None:
+        for name, memory in self.host.items():
+            setattr(tensors, f"host_{name}", memory.data_ptr())
+
+    def serve(self) -> None:
+        x, weights, ids, y = (self.host[name].numpy() for name in ("x", "weights", "ids", "y"))
+        x, weights, y = (words.view(np.float32) for words in (x, weights, y))
+        request = self.host["request"].numpy()
+        asked, answered, last = request[:2].view(np.uint64), request[16:18].view(np.uint64), 0
+        while not self.stopping:
+            if (number := int(asked[0])) == last:
+                continue
+            last, (layer, tokens, top_k) = number, request[2:5]
+            assert layer == 5
+            size, pairs = tokens * self.moe.spec.hidden_size, (tokens, top_k)
+            self.asked.append(ids[: tokens * top_k].reshape(pairs).copy())
+            found = self.moe(x[:size].reshape(tokens, -1), self.asked[-1], weights[: tokens * top_k].reshape(pairs))
+            y[:size] = found.ravel()
+            answered[0] = number
+
+    def close(self) -> None:
+        self.stopping = True
+        self.thread.join()
 
 
 def calls(case: Case, tokens: list[int], seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -144,6 +216,82 @@ def test_rows_at_addresses_of_their_own(name, slots, staging):
     assert cached.counts == lru.counts
 
 
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Five roundings to 16 bits at most, of h, the device's sum and the whole one here, of h and the sum there: each u
+    / sqrt(3) of the norm (built.UNIT)."""
+    got, want = got.double(), want.double()
+    assert torch.isfinite(got).all()
+    assert torch.linalg.norm(got - want) <= (5 / 3) ** 0.5 * UNIT["bf16"] * torch.linalg.norm(want)
+
+
+@gpu
+@pytest.mark.parametrize(("slots", "staging", "share"), [(1, 0, 256), (3, 1, 159), (5, 2, 60), (9, 0, 200)])
+@pytest.mark.parametrize("name", [*FORMATS, "bf16"])
+def test_the_host_multiplies_its_share(name, slots, staging, share):
+    case = of_format(name, LAYER)
+    resident, _ = layers(case, slots, staging)
+    shared = SharedMoE(case, slots, staging, share)
+    lru = Lru(slots, staging, share)
+    for args in calls(case, [1, 1, 1, 4, 8, 1, 30, 2, 1, 1, 200, 1, 8, 5] * 2):
+        poison(shared)
+        got = shared(*args)
+        torch.cuda.synchronize()
+        near(got, resident(*args))
+        computed = lru.call(wanted(case, args[1]), len(args[0]) <= 8)
+        assert shared.experts == lru.experts
+        if computed:
+            ids = args[1].cpu().numpy()
+            np.testing.assert_array_equal(shared.asked.pop(), np.where(np.isin(ids, [*computed]), ids, -1))
+        assert not shared.asked
+    assert shared.counts == lru.counts
+    assert lru.counts["computed"] > 0
+    shared.close()
+
+
+@gpu
+@pytest.mark.parametrize("name", ["gpt-oss", "ungated", "on-input", "two-orders-odd", "slice", "many-experts"])
+def test_the_host_of_every_layer(name):
+    case = CASES[name]
+    resident, _ = layers(case, 1, 0)
+    shared = SharedMoE(case, max(1, case.experts // 12), 0, 200)
+    for args in calls(case, [1, 5, 1, 8, 2]):
+        poison(shared)
+        got = shared(*args)
+        torch.cuda.synchronize()
+        near(got, resident(*args))
+    assert shared.counts["computed"] > 0
+    shared.close()
+
+
+@gpu
+def test_the_host_in_a_captured_graph():
+    """Each replay asks again."""
+    resident, _ = layers(LAYER, 3, 0)
+    shared, lru = SharedMoE(LAYER, 3, 0, 170), Lru(3, 0, 170)
+    args = [x.clone() for x in next(calls(LAYER, [2]))]
+    prepared = shared.prepare(args[0], args[1])
+    output, workspace = torch.empty_like(args[0]), torch.empty(prepared[1].workspace_bytes, dtype=torch.uint8).cuda()
+    shared.launch(prepared, *args, output, workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            shared.launch(prepared, *args, output, workspace)
+    lru.call(wanted(LAYER, args[1]))
+    for new in calls(LAYER, [2] * 40, seed=3):
+        for to, value in zip(args, new, strict=True):
+            to.copy_(value)
+        output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        near(output, resident(*args))
+        for _ in range(2):
+            lru.call(wanted(LAYER, args[1]))
+        assert shared.experts == lru.experts
+    assert shared.counts == lru.counts
+    shared.close()
+
+
 @gpu
 def test_many_experts():
     """More experts and slots than resolve_experts has threads."""
@@ -223,9 +371,9 @@ def test_evictions_of_many_tokens():
 def test_plan() -> None:
     spec, *_ = build(replace(LAYER, experts=8))
 
-    def steps(tokens: int, slots: int, staging: int = 0) -> list[str]:
+    def steps(tokens: int, slots: int, staging: int = 0, share: int = 0) -> list[str]:
         p = cuda.problem(spec, "f16", tokens, 2, 8)
-        p.slots, p.staging = slots, staging
+        p.slots, p.staging, p.host_share = slots, staging, share
         plan = cuda.plan(p)
         cuda.check_plan(p, plan)
         return list(plan.steps)
@@ -237,3 +385,9 @@ def test_plan() -> None:
     for slots, staging in ((9, 0), (-1, 0), (0, 1), (1, -1)):
         with pytest.raises(ValueError, match=f"a cache has {slots} slots and {staging} rows of staging for 8 experts"):
             steps(1, slots, staging)
+    assert steps(8, 3, share=200) == ["resolve", "fill", *steps(8, 0), "add_host"]
+    for slots, share in ((0, 1), (2, 257), (2, -1)):
+        with pytest.raises(ValueError, match=f"the host's share of misses is {share} of 256 with {slots} slots"):
+            steps(1, slots, share=share)
+    with pytest.raises(ValueError, match=r"a call with a host's share are \[9, 2\], expected at most 8 and 128"):
+        steps(9, 3, share=200)

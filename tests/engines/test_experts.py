@@ -243,6 +243,7 @@ def test_two_layers_share_the_slots(tmp_path: Path) -> None:
         ({"quantmoe.experts": "disk", "quantmoe.ram": "9", "quantmoe.reserve": "9"}, "is of quantmoe.ram = auto"),
         ({"quantmoe.experts": "disk", "quantmoe.ram": "9"}, f'"{NODE}".*quantmoe.ram is 9, expected at least the'),
         ({"quantmoe.trace": "/nowhere/t"}, "quantmoe.trace /nowhere/t: No such file"),
+        ({"quantmoe.misses": "cpu"}, "quantmoe.misses is an entry of the CUDA library"),
     ],
     ids=str,
 )

@@ -29,7 +29,13 @@ typedef struct {
   // A cache of the experts in device memory: slots that keep one expert each, and rows that a call fills for itself
   // when it asks for more. 0 slots: none, the experts are read where w13 and w2 are.
   int32_t slots, staging;
+  // Of 256 experts that the cache misses, so many are the host's to multiply (qm_cuda_host), rounded down in each call,
+  // and the others are copied; 0: none, and no host is asked. host_layer: what a request says. At most
+  // QM_CUDA_HOST_TOKENS and QM_CUDA_HOST_PAIRS.
+  int32_t host_share, host_layer;
 } qm_cuda_problem;
+#define QM_CUDA_HOST_TOKENS 8
+#define QM_CUDA_HOST_PAIRS 128
 
 // Which kernels a launch runs.
 typedef enum {
@@ -55,6 +61,7 @@ typedef enum {
   QM_CUDA_LINEAR = 9,           // a linear's product
   QM_CUDA_RESOLVE = 10,         // which experts are in a slot, which are to be copied, and where to
   QM_CUDA_FILL = 11,            // the copies
+  QM_CUDA_ADD_HOST = 12,        // adds what the host has multiplied, for which it waits
 } qm_cuda_step_kind;
 #define QM_CUDA_MOST_STEPS 10
 #define QM_CUDA_CALLERS UINT64_MAX  // in place of an offset: the caller's activations, or output
@@ -87,8 +94,29 @@ typedef struct {
   int32_t max_tiles, down_max_tiles;  // capacities of the lists of tiles
   // Byte offsets into the workspace. down_tiles is tiles where both products read one list. where and copies are of a
   // cache: the address of each expert's row of w13, then of w2; and what is copied, the number of which comes first.
-  uint64_t tiles, down_tiles, sorted_pairs, positions, where, copies, workspace_bytes;
+  // kept is of a host: what it is asked as qm_cuda_request::asked says, and 16 bytes later int32 ids [tokens, top_k] of
+  // the pairs that are left for the device.
+  uint64_t tiles, down_tiles, sorted_pairs, positions, where, copies, kept, workspace_bytes;
 } qm_cuda_plan;
+
+// The host's part of a call, when problem.host_share > 0: page-locked memory that both read and write, which the
+// session's layers share as their calls come one after the other. The device writes a request, `asked` last. A thread
+// of the host, which waits for that, multiplies, writes y and then `answered`; the call's last kernel waits for that.
+// No function of CUDA is called in between, so that replays of a captured graph ask as launches do.
+typedef struct {
+  uint64_t asked;  // another number than the last one, with 2^32 of the layer's calls; 0: nothing yet
+  int32_t layer, tokens, top_k;
+  int32_t unused[11];
+  uint64_t answered;  // the same number
+  int32_t unused_too[14];
+} qm_cuda_request;
+typedef struct {
+  qm_cuda_request* request;
+  float* x;        // [QM_CUDA_HOST_TOKENS, H]: hidden_states
+  float* weights;  // [QM_CUDA_HOST_PAIRS]: topk_weights
+  int32_t* ids;    // [QM_CUDA_HOST_PAIRS]: topk_ids of the host's pairs, -1 of others
+  float* y;        // [QM_CUDA_HOST_TOKENS, H]: a token's sum of these
+} qm_cuda_host;
 
 typedef struct {
   const void* hidden_states;  // [tokens, H]
@@ -106,6 +134,7 @@ typedef struct {
   // NULL, or where the device reads each expert's row of w13, then of w2, [2, local_experts], in place of w13 and w2;
   // of the experts that the call asks for and no slot has. 16-byte aligned, as the addresses are.
   const void* const* rows;
+  qm_cuda_host host;  // where the device has it
 } qm_cuda_tensors;
 
 // What a cache_state begins with: experts that calls asked for, once a call each.
@@ -113,6 +142,7 @@ typedef struct {
   uint64_t hits, misses;  // in a slot, and not
   uint64_t staged;        // of the misses: copied to staging
   uint64_t not_copied;    // of the misses: read in host memory
+  uint64_t computed;      // of the misses: by the host
 } qm_cuda_cache_counts;
 // Where a cache_state has int32[local_experts]: of each expert its slot and 1, or 0.
 #define QM_CUDA_SLOT_OF (sizeof(qm_cuda_cache_counts) + 8)

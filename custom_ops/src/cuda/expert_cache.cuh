@@ -8,6 +8,12 @@
 // for itself; or, when these are full, in host memory. A slot that the call reads is never given to another expert by
 // it. Misses take the slots that were used least recently; calls are one step of time, and slots of one step are in
 // ascending order, so that the same calls have the same hits on every device.
+//
+// With a host that multiplies (qm_cuda_host) a share of the misses is not copied: resolve_experts leaves their pairs
+// out of the ids that the products read, and writes a request, which a thread of the host waits for. add_host, the last
+// kernel, waits for the answer. A share is of one call's misses, rounded down: a single one is copied, as the host's
+// part takes longer than that, and comes to a slot. Which are copied changes from call to call. Slots that are empty
+// are filled first.
 #pragma once
 #include "cuda/kernels.cuh"
 #include "cuda/ptx.cuh"
@@ -42,6 +48,21 @@ struct CacheParams {
   const uint8_t** where[2];  // [experts]
   ExpertCopy* copies;        // [experts]
   int* copy_count;
+  // Of the host's part.
+  int host_share, host_layer;  // share 0: there is none
+  qm_cuda_host host;
+  uint64_t* asked;    // of this call, 0: nothing
+  int32_t* kept_ids;  // [pairs]
+  const uint16_t* x;  // [tokens, columns]
+  int columns;
+  bool is_bf16;
+};
+
+struct AddParams {
+  const uint64_t* asked;
+  qm_cuda_host host;
+  void* out;  // T [tokens, columns]
+  int columns;
 };
 
 // Where the bytes of an expert's row are that no slot has.
@@ -87,6 +108,31 @@ __device__ __forceinline__ int find_victims(int slots, const uint32_t* used, IsF
   return free_slots;
 }
 
+// Asks the host for the pairs of experts that are marked, and tells the products the others.
+constexpr int kMissed = 2;  // in `wanted`: the host's
+__device__ __forceinline__ void ask_host(const CacheParams& params, const int* wanted, uint32_t step, bool any) {
+  const RoutedPairs& routing = params.routing;
+  for (int pair = threadIdx.x; pair < routing.tokens * routing.top_k; pair += kRouteThreads) {
+    const int e = local_expert(routing, pair);
+    const bool missed = e >= 0 && wanted[e] == kMissed;
+    params.kept_ids[pair] = e < 0 || missed ? -1 : routing.expert_offset + e;
+    if (!any) continue;
+    params.host.ids[pair] = missed ? routing.expert_offset + e : -1;
+    params.host.weights[pair] = routing.topk_weights[pair];
+  }
+  const uint64_t asked = any ? static_cast<uint64_t>(step) << 32 | static_cast<uint32_t>(params.host_layer + 1) : 0;
+  if (threadIdx.x == 0) *params.asked = asked;
+  if (!any) return;
+  for (int i = threadIdx.x; i < routing.tokens * params.columns; i += kRouteThreads)
+    params.host.x[i] = params.is_bf16 ? Half<__nv_bfloat16>::low(params.x[i]) : Half<__half>::low(params.x[i]);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  volatile qm_cuda_request& request = *params.host.request;
+  request.layer = params.host_layer, request.tokens = routing.tokens, request.top_k = routing.top_k;
+  __threadfence_system();  // for all threads, which the barrier puts before it: a fence of each takes longer
+  request.asked = asked;
+}
+
 // Experts and slots are numbered by threads, kRouteThreads at a time. Shared memory: int wanted[experts], then
 // victims[slots].
 __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_constant__ CacheParams params) {
@@ -107,10 +153,22 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
   __syncthreads();
 
   const auto is_free = [&](int slot) { return expert_of[slot] == 0 || !wanted[expert_of[slot] - 1]; };
-  int missing = 0;
-  for (int e = threadIdx.x; e < experts; e += kRouteThreads) missing |= wanted[e] && slot_of[e] == 0;
-  int free_slots = 0;  // counted for misses alone: most calls of a token have none
-  if (__syncthreads_or(missing)) free_slots = find_victims(params.slot_count, used, is_free, victims);
+  int missing = 0;  // in all
+  for (int base = 0; base < experts; base += kRouteThreads) {
+    const int e = base + static_cast<int>(threadIdx.x);
+    missing += __syncthreads_count(e < experts && wanted[e] && slot_of[e] == 0);
+  }
+  int of_host = missing * params.host_share / 256;
+  if (of_host) {
+    int empty = 0;
+    for (int base = 0; base < params.slot_count; base += kRouteThreads) {
+      const int slot = base + static_cast<int>(threadIdx.x);
+      empty += __syncthreads_count(slot < params.slot_count && expert_of[slot] == 0);
+    }
+    of_host = min(of_host, max(0, missing - empty));
+  }
+  int free_slots = 0;  // counted for copies alone: most calls of a token have none
+  if (missing > of_host) free_slots = find_victims(params.slot_count, used, is_free, victims);
 
   int hits = 0, misses = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
@@ -119,9 +177,15 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
     const int slot = asked ? slot_of[e] - 1 : -1;
     int more_hits, more;
     count_before(asked && slot >= 0, more_hits);
-    const int rank = misses + count_before(asked && slot < 0, more);
+    const int miss = misses + count_before(asked && slot < 0, more);
     hits += more_hits, misses += more;
     if (!asked) continue;
+    // The first of those that are copied is another one in each call. Below 0: the host's.
+    const int rank = of_host ? (miss + static_cast<int>(step % missing)) % missing - of_host : miss;
+    if (slot < 0 && rank < 0) {
+      wanted[e] = kMissed;
+      continue;
+    }
     uint8_t* at = nullptr;
     if (slot >= 0) {
       used[slot] = step;
@@ -139,11 +203,17 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
     params.where[0][e] = at ? at : row_of(params, 0, e);
     params.where[1][e] = at ? at + params.second_at : row_of(params, 1, e);
   }
+  if (params.host_share) {
+    __syncthreads();  // wanted
+    ask_host(params, wanted, step, of_host > 0);
+  }
   if (threadIdx.x == 0) {
+    state.counts.computed += of_host;
+    misses -= of_host;
     *params.copy_count = min(misses, free_slots + params.staging_count);
     state.step = step;
     state.counts.hits += hits;
-    state.counts.misses += misses;
+    state.counts.misses += misses + of_host;
     state.counts.staged += max(0, min(misses - free_slots, params.staging_count));
     state.counts.not_copied += max(0, misses - free_slots - params.staging_count);
   }
@@ -172,6 +242,32 @@ __global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_consta
     for (int j = 0; j < 4; ++j)
       if (const int at = threadIdx.x + j * kFillThreads; at < left) to[at] = held[j];
   }
+}
+
+// out += what the host answers, whose memory no cache of the device has.
+template <typename T>
+__global__ void __launch_bounds__(kAddThreads) add_host(const __grid_constant__ AddParams params) {
+  wait_for_previous();
+  const uint64_t asked = *params.asked;
+  if (!asked) return;
+  if (threadIdx.x == 0) {
+    while (*const_cast<const volatile uint64_t*>(&params.host.request->answered) != asked) {
+    }
+    __threadfence_system();
+  }
+  __syncthreads();
+  const int column = (blockIdx.y * kAddThreads + threadIdx.x) * 8;
+  if (column >= params.columns) return;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * params.columns + column;
+  const auto* from = reinterpret_cast<const float4*>(params.host.y + at);
+  const float4 y[2] = {__ldcv(from), __ldcv(from + 1)};
+  auto* const to = reinterpret_cast<uint4*>(static_cast<T*>(params.out) + at);
+  const uint4 own = *to;
+  const auto sum = [](uint32_t a, float low, float high) {
+    return Half<T>::pack(Half<T>::low(a) + low, Half<T>::high(a) + high);
+  };
+  *to = make_uint4(sum(own.x, y[0].x, y[0].y), sum(own.y, y[0].z, y[0].w), sum(own.z, y[1].x, y[1].y),
+                   sum(own.w, y[1].z, y[1].w));
 }
 
 }  // namespace quantmoe

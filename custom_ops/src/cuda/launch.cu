@@ -381,6 +381,9 @@ int launch(const Call& call, cudaStream_t stream, char* err) {
       case QM_CUDA_FILL:
         run(launcher, fill_experts, call.cache, step);
         break;
+      case QM_CUDA_ADD_HOST:
+        run(launcher, add_host<T>, AddParams{call.cache.asked, call.cache.host, call.y, step.out_columns}, step);
+        break;
       case QM_CUDA_ROUND:
         launch_round<T>(launcher, call, call.first, step);
         break;
@@ -454,6 +457,17 @@ Call call_of(const qm_cuda_problem& problem, const qm_cuda_plan& plan, const qm_
   cache.state = static_cast<CacheState*>(tensors.cache_state);
   cache.copy_count = reinterpret_cast<int*>(workspace + plan.copies);
   cache.copies = reinterpret_cast<ExpertCopy*>(workspace + plan.copies + kCopyBytes);
+  if (!problem.host_share) return call;
+  cache.host_share = problem.host_share;
+  cache.host_layer = problem.host_layer;
+  cache.host = tensors.host;
+  cache.asked = reinterpret_cast<uint64_t*>(workspace + plan.kept);
+  cache.kept_ids = reinterpret_cast<int32_t*>(workspace + plan.kept + kKeptIds);
+  cache.x = static_cast<const uint16_t*>(tensors.hidden_states);
+  cache.columns = moe.hidden_size;
+  cache.is_bf16 = problem.type == QM_BF16;
+  call.routing.topk_ids = cache.kept_ids;
+  call.routing.id_bytes = 4;
   return call;
 }
 Call call_of(const qm_cuda_linear_problem& problem, const qm_moe& moe, const qm_cuda_plan& plan,

@@ -63,9 +63,10 @@ constexpr int kThreads = 256;      // of the mma.sync kernels
 constexpr int kWarps = kThreads / 32;
 // Of the kernels between the products.
 constexpr int kRouteThreads = 1024, kRoundThreads = 256, kQuantizeThreads = 256, kCombineThreads = 128,
-              kFillThreads = 256;
+              kFillThreads = 256, kAddThreads = 128;
 constexpr int kTileBytes = 16;  // of a tile in the lists
 constexpr int kCopyBytes = 16;  // of an expert to copy
+constexpr int kKeptIds = 16;    // of the ids after what the host is asked
 
 // Stages of a warp of the mma.sync kernels, and shared memory of one; `units` of K in it, lane_bytes being scales and
 // zero points.

@@ -166,6 +166,7 @@ Buffers allocate(const PlannedLayer& layer, qm_cuda_plan* plan) {
   if (layer.problem.slots) {
     plan->where = workspace.take(16 * layer.problem.local_experts);
     plan->copies = workspace.take(kCopyBytes * (layer.problem.local_experts + 1));
+    if (layer.problem.host_share) plan->kept = workspace.take(kKeptIds + 4 * pairs);
   }
   plan->workspace_bytes = workspace.end;
   return buffers;
@@ -248,6 +249,13 @@ void append_steps(const PlannedLayer& layer, const Buffers& buffers, qm_cuda_pla
     step.grid_y = to_int(ceil_div(moe.hidden_size, 8 * kCombineThreads));
     step.warps_k = layer.wgmma ? layer.down.warps_k : 1;
     append(plan, QM_CUDA_COMBINE, step, &x, {QM_CUDA_CALLERS, tokens, moe.hidden_size});
+  }
+  if (layer.problem.host_share) {
+    qm_cuda_step step{};
+    step.block = kAddThreads;
+    step.grid = to_int(tokens);
+    step.grid_y = to_int(ceil_div(moe.hidden_size, 8 * kAddThreads));
+    append(plan, QM_CUDA_ADD_HOST, step, &x, x);
   }
   // The router's weight multiplies x when it is first written or read, or what down has.
   for (qm_cuda_step* step = plan->steps; step < plan->steps + plan->step_count; ++step) {

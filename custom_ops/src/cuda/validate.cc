@@ -149,6 +149,14 @@ int validate_moe(const qm_cuda_problem& problem, const qm_cuda_device& device, c
   if (problem.slots && (problem.local_experts > kMaxCached))
     return fail(err, QM_UNSUPPORTED, "a cache is for %lld experts, the CUDA kernels take up to %lld",
                 static_cast<long long>(problem.local_experts), static_cast<long long>(kMaxCached));
+  if (problem.host_share < 0 || problem.host_share > 256 || (problem.host_share && !problem.slots))
+    return fail(err, QM_INVALID, "the host's share of misses is %d of 256 with %d slots, expected 0 to 256, 0 of none",
+                problem.host_share, problem.slots);
+  if (problem.host_share &&
+      (problem.tokens > QM_CUDA_HOST_TOKENS || problem.tokens * problem.top_k > QM_CUDA_HOST_PAIRS))
+    return fail(err, QM_INVALID, "topk_ids of a call with a host's share are [%lld, %lld], expected at most %d and %d",
+                static_cast<long long>(problem.tokens), static_cast<long long>(problem.top_k), QM_CUDA_HOST_TOKENS,
+                QM_CUDA_HOST_PAIRS);
   QM_TRY(validate_flag(moe.gated, "", "gated", err));
   QM_TRY(validate_flag(moe.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
   QM_TRY(check_activation(moe, err));

@@ -1,6 +1,7 @@
 #include "experts/device_experts.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 
@@ -46,7 +47,11 @@ void* map_again(const Mapping& mapping, size_t* bytes) {
 
 }  // namespace
 
-DeviceExperts::DeviceExperts(const ExpertSettings& settings) : settings_(settings) {
+DeviceExperts::DeviceExperts(const ExpertSettings& settings) : settings_(settings), host_share_(settings.host_share()) {
+  // One CPU is left for the program's own thread, which waits for the device.
+  if (host_share_)
+    host_ = std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads)
+                                                                 : std::max(1, qm_cpus(0, "") - 1));
   if (settings.experts != "disk") return;
   ExpertSettings below;
   below.experts = "disk";
@@ -58,6 +63,8 @@ DeviceExperts::DeviceExperts(const ExpertSettings& settings) : settings_(setting
 DeviceExperts::~DeviceExperts() {
   for (void* memory : memory_) (void)cudaFree(memory);  // waits for what runs
   if (done_) (void)cudaEventDestroy(done_);
+  host_.reset();
+  if (exchange_) (void)cudaFreeHost(exchange_);
   lease_.reset();
   if (rows_) (void)cudaFreeHost(rows_);
   if (ram_device_) (void)cudaHostUnregister(ram_->memory());
@@ -76,16 +83,16 @@ void DeviceExperts::unlock_rows() {
   locked_.clear();
 }
 
-// Where the device reads `bytes` at `data`.
-const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
+// Where the host and the device read `bytes` at `data`.
+DeviceExperts::Rows DeviceExperts::lock_rows(const void* data, size_t bytes) {
   const Mapping mapping(data);
   const auto address = reinterpret_cast<uintptr_t>(data);
   const size_t offset = static_cast<size_t>(mapping.offset) + (address - mapping.begin);
   if (!mapping.path.empty() && address + bytes <= mapping.end) {
     for (const Locked& locked : locked_)
-      if (locked.identity == mapping.identity) return locked.device + offset;
+      if (locked.identity == mapping.identity) return {locked.host + offset, locked.device + offset};
     size_t size = 0;
-    if (void* const host = map_again(mapping, &size)) {
+    if (auto* const host = static_cast<char*>(map_again(mapping, &size))) {
       void* device = nullptr;
       cudaError_t error = offset + bytes > size
                               ? cudaErrorInvalidValue
@@ -93,7 +100,7 @@ const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
       if (error == cudaSuccess) error = cudaHostGetDevicePointer(&device, host, 0);
       if (error == cudaSuccess) {
         locked_.push_back({mapping.identity, host, size, static_cast<const char*>(device)});
-        return locked_.back().device + offset;
+        return {host + offset, locked_.back().device + offset};
       }
       (void)cudaGetLastError();  // a driver that does not lock files: a copy does
       munmap(host, size);
@@ -101,10 +108,11 @@ const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
   }
   void *host = nullptr, *device = nullptr;
   check(cudaHostAlloc(&host, bytes, cudaHostAllocMapped), "page-locked memory for a layer's experts");
-  locked_.push_back({"", host, bytes, nullptr});
+  Locked& locked = locked_.emplace_back("", static_cast<char*>(host), bytes, nullptr);
   std::memcpy(host, data, bytes);
   check(cudaHostGetDevicePointer(&device, host, 0), "page-locked memory");
-  return locked_.back().device = static_cast<const char*>(device);
+  locked.device = static_cast<const char*>(device);
+  return {locked.host, locked.device};
 }
 
 int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2) {
@@ -113,6 +121,7 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
   Layer layer{};
   layer.experts = problem.local_experts;
   layer.slot_bytes = qm_cuda_slot_bytes(&problem.moe);
+  layer.hidden_size = problem.moe.hidden_size;
   ExpertLayer in_file{node, layer.experts, {}};
   for (const int i : {0, 1}) {
     const void* const data = i ? w2 : w13;
@@ -121,10 +130,13 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
       in_file.tensors[i] = ram_->find(data, layer.experts, static_cast<int64_t>(layer.row_bytes[i]));
       layer.host[i] = static_cast<const char*>(data);
     } else {
-      layer.host[i] = lock_rows(data, layer.row_bytes[i] * static_cast<size_t>(layer.experts));
+      const Rows rows = lock_rows(data, layer.row_bytes[i] * static_cast<size_t>(layer.experts));
+      layer.host[i] = rows.host;
+      layer.device[i] = rows.device;
     }
   }
-  if (ram_) ram_->add(std::move(in_file));  // the same number
+  if (ram_) ram_->add(std::move(in_file));                    // the same number
+  if (host_) host_->add(problem.moe, problem.local_experts);  // the same
   layers_.push_back(layer);
   return static_cast<int>(layers_.size()) - 1;
 }
@@ -179,6 +191,7 @@ std::string DeviceExperts::start() {
       check(cudaMemcpy(memory + second, layer.host[1], bytes, cudaMemcpyDefault), "copying experts");
     }
     unlock_rows();  // nothing reads them from now on
+    host_.reset();
     started_ = true;
     return "experts = " + settings_.experts + ": all " + std::to_string(experts) +
            " experts are in the device's memory (" + std::to_string(all) + " bytes; " + source + ")";
@@ -200,12 +213,46 @@ std::string DeviceExperts::start() {
     slots += static_cast<size_t>(layer.slots);
   }
   check(cudaDeviceSynchronize(), "a cache's state");  // other streams read it
+  const std::string shared = host_ ? start_host() : "";
   check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
   started_ = true;
   return "experts = " + settings_.experts + ": device memory for " + std::to_string(slots) + " of " +
          std::to_string(experts) + " experts, and " + std::to_string(staging) +
          " bytes for what a call copies for itself (" + source + ")" +
-         (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "");
+         (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "") + shared;
+}
+
+// Packs all experts for the CPU, and lets its threads wait for requests.
+std::string DeviceExperts::start_host() {
+  const auto begin = std::chrono::steady_clock::now();
+  const int64_t bytes = host_->bytes(), available = available_memory();
+  if (bytes > available)
+    throw std::runtime_error("quantmoe.misses = " + settings_.misses + ": the CPU's copy of the experts takes " +
+                             std::to_string(bytes) + " bytes, " + std::to_string(available) + " are available");
+  int64_t hidden = 0;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    host_->pack(static_cast<int>(i), layers_[i].host[0], layers_[i].host[1]);
+    hidden = std::max<int64_t>(hidden, layers_[i].hidden_size);
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  const auto rows = align_up(size_t{4} * QM_CUDA_HOST_TOKENS * static_cast<size_t>(hidden), size_t{64});
+  constexpr size_t kPairs = 4 * QM_CUDA_HOST_PAIRS;
+  void* device = nullptr;
+  check(cudaHostAlloc(&exchange_, sizeof(qm_cuda_request) + 2 * kPairs + 2 * rows, cudaHostAllocMapped),
+        "page-locked memory for what the CPU multiplies");
+  std::memset(exchange_, 0, sizeof(qm_cuda_request));
+  check(cudaHostGetDevicePointer(&device, exchange_, 0), "page-locked memory");
+  const auto at = [&](void* memory) {
+    char* const base = static_cast<char*>(memory) + sizeof(qm_cuda_request);
+    const auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };
+    return qm_cuda_host{static_cast<qm_cuda_request*>(memory), floats(2 * kPairs), floats(0),
+                        reinterpret_cast<int32_t*>(base + kPairs), floats(2 * kPairs + rows)};
+  };
+  host_at_ = at(device);
+  host_->serve(at(exchange_));
+  return "; the CPU multiplies " + std::to_string((host_share_ * 100 + 128) / 256) + "%" +
+         " of the experts that miss, in " + std::to_string(host_->lanes()) + " threads (" + std::to_string(bytes) +
+         " bytes, packed in " + std::to_string(static_cast<int>(took.count() * 1000)) + " ms)";
 }
 
 // The memory between the file and the device: at least for one layer's experts, all of which a prompt asks for.
@@ -299,11 +346,16 @@ void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_ten
   }
   problem->slots = own.slots;
   problem->staging = own.staging;
-  tensors->w13 = own.host[0];
-  tensors->w2 = own.host[1];
+  tensors->w13 = own.device[0];
+  tensors->w2 = own.device[1];
   tensors->slots = own.memory;
   tensors->staging = all_.staging_;
   tensors->cache_state = own.state;
+  if (problem->tokens <= QM_CUDA_HOST_TOKENS && problem->tokens * problem->top_k <= QM_CUDA_HOST_PAIRS) {
+    problem->host_share = all_.host_share_;
+    problem->host_layer = layer;
+    tensors->host = all_.host_at_;
+  }
   if (!all_.ram_) return;
   tensors->w13 = tensors->w2 = nullptr;
   all_.read_missing(layer, *problem, tensors->topk_ids, stream_);
@@ -325,6 +377,7 @@ std::string DeviceExperts::report() {
       sums.misses += counts.misses;
       sums.staged += counts.staged;
       sums.not_copied += counts.not_copied;
+      sums.computed += counts.computed;
       missed_bytes += counts.misses * layer.slot_bytes;
     }
     text += json_line({{"layers", experts->layers_.size()},
@@ -333,6 +386,7 @@ std::string DeviceExperts::report() {
                        {"misses", sums.misses},
                        {"staged", sums.staged},
                        {"not_copied", sums.not_copied},
+                       {"computed", sums.computed},
                        {"missed_bytes", missed_bytes},
                        {"bytes_read", experts->ram_ ? static_cast<uint64_t>(experts->ram_->bytes_read()) : 0}});
   }

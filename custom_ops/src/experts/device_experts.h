@@ -5,6 +5,9 @@
 // With experts in the file (disk) the host looks, before each launch, at what the call asks for and at what the device
 // has, and reads the rest into page-locked memory that other experts then leave (experts.h). The launch copies from
 // there. What it may read stays until the next launch, which waits for this one.
+//
+// With misses = cpu or a share threads of the host multiply a part of what the device's slots miss (host_experts.h),
+// from a copy of the rows in the layout of the CPU's kernels.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,6 +19,7 @@
 #include <vector>
 
 #include "experts/experts.h"
+#include "experts/host_experts.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
@@ -30,7 +34,7 @@ class DeviceExperts {
 
   // Before the first launch: a layer, whose number it returns. w13 and w2: its rows, which a file is mapped at.
   // Throws std::runtime_error where the memory cannot be page-locked, std::invalid_argument where experts are to be
-  // read from a file and none is mapped.
+  // read from a file and none is mapped, or the CPU is to multiply what its kernels do not take.
   int add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2);
 
   // A launch of a layer: launches come one after the other, on whatever streams.
@@ -55,26 +59,31 @@ class DeviceExperts {
   struct Layer {
     int64_t experts;
     size_t row_bytes[2], slot_bytes;
-    const char* host[2];  // as the device reads them
-    int32_t slots = 0, staging = 0;
+    const char *host[2], *device[2];  // the rows, as the host and the device read them
+    int32_t hidden_size, slots = 0, staging = 0;
     void *memory = nullptr, *state = nullptr;  // slots; where all are there, the rows of w13, then of w2
   };
   // Page-locked: a mapping of a whole data file, or a copy of a tensor.
   struct Locked {
     std::string identity;  // "": a copy
-    void* host;
+    char* host;
     size_t bytes;
     const char* device;
   };
+  struct Rows {
+    const char *host, *device;
+  };
   void read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream);
   void lock_ram();
-  const char* lock_rows(const void* data, size_t bytes);
+  Rows lock_rows(const void* data, size_t bytes);
   void unlock_rows();
   std::pair<size_t, std::string> find_budget(size_t least) const;
   std::string start();
+  std::string start_host();
   void allocate(size_t bytes, const char* what, void** memory);
 
   const ExpertSettings settings_;
+  const int32_t host_share_;
   mutable std::mutex mutex_;
   std::vector<Layer> layers_;
   std::vector<Locked> locked_;
@@ -86,6 +95,10 @@ class DeviceExperts {
   std::optional<Experts::Lease> lease_;
   char* ram_device_ = nullptr;
   const void** rows_ = nullptr;
+  // Of misses = cpu or a share; what the device asks it is in exchange_, which the device has at host_at_.
+  std::unique_ptr<HostExperts> host_;
+  void* exchange_ = nullptr;
+  qm_cuda_host host_at_{};
   bool started_ = false, resident_ = false;
   cudaStream_t last_ = nullptr;
   cudaEvent_t done_ = nullptr;  // the last launch that was not captured

@@ -21,6 +21,16 @@
 #endif
 
 namespace quantmoe {
+namespace {
+
+bool number_in(const std::string& text, int least, int most) {
+  if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos) return false;
+  const int number = std::stoi(text);
+  return least <= number && number <= most;
+}
+
+}  // namespace
+
 std::string ExpertSettings::key(const char* setting) const {
   if (!of_environment) return std::string("quantmoe.") + setting;
   std::string name = std::string("QUANTMOE_") + setting;
@@ -45,7 +55,8 @@ void ExpertSettings::check() const {
     refuse("quantmoe.experts is \"" + experts + "\", expected host, disk or auto");
   (void)ram_bytes();
   (void)reserve_bytes();
-  if (gpu_memory != "") refuse("quantmoe.gpu_memory is an entry of the CUDA library");
+  for (const auto& [name, given] : {std::pair{"gpu_memory", &gpu_memory}, {"misses", &misses}, {"threads", &threads}})
+    if (*given != "") refuse(key(name) + " is an entry of the CUDA library");
   if (!disk() && (ram != "" || reserve != ""))
     refuse("quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk or auto");
   if (reserve != "" && ram != "" && ram != "auto")
@@ -68,10 +79,25 @@ void ExpertSettings::check_cuda() const {
     refuse(key("gpu_memory") + " and " + key("reserve") + " need " + where + " = host, disk or auto");
   if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")
     refuse(key("reserve") + " is of " + key("gpu_memory") + " = auto, here it is " + gpu_memory);
+  const int32_t share = host_share();
+  if (misses != "" && (!host() || experts == "disk"))
+    refuse(key("misses") + " needs " + where + " = host or auto, here it is " + (experts == "" ? "gpu" : experts));
+  if (threads != "" && !share) refuse(key("threads") + " needs " + key("misses") + " = cpu or a share");
+  if (threads != "" && !number_in(threads, 1, 1024))
+    refuse(key("threads") + " is \"" + threads + "\", expected 1 to 1024");
 #if !defined(__linux__)
   if (host()) refuse(where + " = " + experts + " needs Linux");
   if (trace != "") refuse("quantmoe.trace needs Linux");
 #endif
+}
+
+int32_t ExpertSettings::host_share() const {
+  if (misses == "" || misses == "copy") return 0;
+  if (misses == "cpu") return 256;
+  const std::string percent = misses.substr(0, misses.size() - 1);
+  if (misses.back() != '%' || !number_in(percent, 0, 100))
+    refuse(key("misses") + " is \"" + misses + "\", expected copy, cpu or the CPU's share, 0% to 100%");
+  return (std::stoi(percent) * 256 + 50) / 100;
 }
 
 #if defined(__linux__)
@@ -120,15 +146,13 @@ int64_t within_limit(int64_t most, const std::string& folder, bool v2) {
   return std::min(most, std::max<int64_t>(0, limit - std::max<int64_t>(0, used - cache)));
 }
 
-// Bytes that the process may still allocate: what the machine has available, or less where a control group limits it;
-// page cache counts as available.
+}  // namespace
+
 int64_t available_memory() {
   int64_t most = value_of("/proc/meminfo", "MemAvailable") * 1024;
   for_control_groups("", "memory", [&](const std::string& folder, bool v2) { most = within_limit(most, folder, v2); });
   return most;
 }
-
-}  // namespace
 
 DataFile::DataFile(const std::string& path, std::string identity) : path_(path), identity_(std::move(identity)) {
   const auto refuse = [&](const std::string& why) {
@@ -538,6 +562,7 @@ template void Experts::trace(int, const int64_t*, int64_t, int64_t);
 
 #else  // check() refuses settings that need any of these
 
+int64_t available_memory() { return 0; }
 ExpertLayer::Tensor Experts::find(const void*, int64_t, int64_t) { return {}; }
 int Experts::add(ExpertLayer) { return 0; }
 std::string Experts::start() { return ""; }

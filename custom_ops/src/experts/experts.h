@@ -20,7 +20,7 @@ namespace quantmoe {
 
 // What is asked for, as it was given; "": not given.
 struct ExpertSettings {
-  std::string experts, ram, reserve, trace, gpu_memory;
+  std::string experts, ram, reserve, trace, gpu_memory, misses, threads;
   bool of_environment = false;  // how they were given
 
   // A setting's name: quantmoe.ram, say, of a session, or QUANTMOE_RAM.
@@ -40,11 +40,17 @@ struct ExpertSettings {
   int64_t ram_bytes() const { return bytes_of("ram", ram, true); }
   int64_t gpu_memory_bytes() const { return bytes_of("gpu_memory", gpu_memory, true); }
   int64_t reserve_bytes() const { return bytes_of("reserve", reserve, false); }
+  // Of 256 experts that the device's slots miss, those that the CPU multiplies: 0 of copy, 256 of cpu.
+  int32_t host_share() const;
 
  private:
   int64_t bytes_of(const char* setting, const std::string& text, bool automatic) const;
   [[noreturn]] void refuse(const std::string& why) const;
 };
+
+// Bytes that the process may still allocate: what the machine has available, or less where a control group limits it;
+// page cache counts as available.
+int64_t available_memory();
 
 // A file that memory was mapped from, read past the page cache where the file system can (O_DIRECT), otherwise out of
 // it again.

@@ -10,7 +10,8 @@ A sliced model is a folder with a graph for each rank (rank0/model.onnx by --ran
     torchrun --nproc-per-node 2 --local-ranks-filter 0 -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run FOLDER
 
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
-(docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says.
+(docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says,
+for each of --misses in a session of its own.
 --steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
 of whole runs on the host's clock, kernels are those that CUPTI saw.
 """
@@ -478,6 +479,8 @@ def bench(
     prompts: list[int],
     gpu_memory: int | None = None,
     routes: Sequence[str] = (),
+    of_misses: Sequence[str] = ("copy",),
+    threads: int | None = None,
     group: str = "",
     apart: bool = False,
 ) -> None:
@@ -486,24 +489,31 @@ def bench(
     Args:
         steps: BATCH:PAST:NEW.
         gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
-        routes: of misses. group: of a rank. apart: also the first token, of such a file.
+        routes: of misses. of_misses: values of quantmoe.misses, of which the first is also of steps and prompts.
+        threads: of the CPU's part; None: the library's choice. group: of a rank.
+        apart: also the first token, of such a file.
     """
     import onnxruntime as ort
     import torch
 
     free = torch.cuda.mem_get_info()[0]
     torch.manual_seed(0)  # which experts a batch takes decides about its time
-    options = ort.SessionOptions()
     settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
     open_session = partial(ort.InferenceSession, providers=[("CUDAExecutionProvider", settings)])
-    if gpu_memory is not None:
-        options.add_session_config_entry("quantmoe.experts", "host")
-        options.add_session_config_entry("quantmoe.gpu_memory", str(gpu_memory))
-    if group:
-        options.add_session_config_entry("quantmoe.group", group)
-    options.register_custom_ops_library(library)
+
+    def options(of: str) -> Any:
+        made, entries = ort.SessionOptions(), {"group": group} if group else {}
+        if gpu_memory is not None:
+            made.log_severity_level = 1  # says where experts are
+            entries |= {"experts": "host", "gpu_memory": str(gpu_memory), "misses": of}
+            entries |= {"threads": str(threads)} if threads and of != "copy" else {}
+        for name, value in entries.items():
+            made.add_session_config_entry(f"quantmoe.{name}", value)
+        made.register_custom_ops_library(library)
+        return made
+
     begin = time.perf_counter()
-    session = open_session(str(folder / "model.onnx"), options)
+    session = open_session(str(folder / "model.onnx"), options(of_misses[0]))
     loaded = time.perf_counter() - begin
     print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.2f} s to load")
     if apart:
@@ -521,7 +531,10 @@ def bench(
         del session
         sizes, driven, plain = drive(folder), str(folder / "driven.onnx"), ort.SessionOptions()
         plain.register_custom_ops_library(library)
-        misses(open_session(driven, options), open_session(driven, plain), library, routes, sizes)
+        resident = open_session(driven, plain)
+        for of in of_misses:
+            print(f"misses {of}")
+            misses(open_session(driven, options(of)), resident, library, routes, sizes)
 
 
 if __name__ == "__main__":
@@ -544,6 +557,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--routes", nargs="+", default=["local", "uniform"], help="of --gpu-memory: see route; or traces"
     )
+    parser.add_argument("--misses", nargs="+", default=["copy"], help="of --gpu-memory: quantmoe.misses")
+    parser.add_argument("--threads", type=int, help="of the CPU's part of --misses")
     parser.add_argument("--apart", action="store_true", help="each layer's bytes in the file, to measure its loading")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
@@ -571,6 +586,8 @@ if __name__ == "__main__":
             given.prompts,
             given.gpu_memory,
             given.routes,
+            given.misses,
+            given.threads,
             group,
             given.apart,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from cuda.built import TORCH, UNIT
-from cuda.layers import BASE, build, build_linear, of_format
+from cuda.formats import FORMATS
+from cuda.layers import BASE, CASES, build, build_linear, of_format
 from cuda.ort import FAKE, STREAM, constants, gpu, packed_values, value
 from engines.test_identity import identity
+from sweeps import every
 
-from quantmoe.custom_ops import cuda, reference
+import quantmoe
+from quantmoe.custom_ops import cuda, native, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.inspecting.fit import device_slots
@@ -92,6 +96,25 @@ def test_a_verify_that_is_none(driver, fake):
         ({"experts": "host", "gpu_memory": "9", "reserve": "9"}, "quantmoe.reserve is of quantmoe.gpu_memory = auto"),
         ({"experts": "host", "ram": "9"}, "quantmoe.ram needs quantmoe.experts = disk, the CUDA library's is host"),
         ({"experts": "disk", "ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes or auto'),
+        (
+            {"experts": "host", "misses": "gpu"},
+            'quantmoe.misses is "gpu", expected copy, cpu or the CPU\'s share, 0% to 100%',
+        ),
+        ({"experts": "host", "misses": "auto"}, 'quantmoe.misses is "auto", expected copy, cpu or'),
+        ({"experts": "host", "misses": "101%"}, 'quantmoe.misses is "101%", expected copy, cpu or'),
+        ({"misses": "cpu"}, "quantmoe.misses needs quantmoe.experts = host or auto, here it is gpu"),
+        (
+            {"experts": "disk", "misses": "cpu"},
+            "quantmoe.misses needs quantmoe.experts = host or auto, here it is disk",
+        ),
+        (
+            {"experts": "host", "misses": "copy", "threads": "2"},
+            "quantmoe.threads needs quantmoe.misses = cpu or a share",
+        ),
+        (
+            {"experts": "host", "misses": "cpu", "threads": "0"},
+            'quantmoe.threads is "0", expected 1 to 1024',
+        ),
     ],
 )
 def test_entries_that_are_refused(driver, fake, entries, message):
@@ -182,6 +205,128 @@ def test_experts_for_which_there_is_no_memory(driver, hosted, layer):
     assert driver.error.endswith("the first run is captured, expected a run before it")
 
 
+def of_cpu(spec: MoESpec) -> MoESpec:
+    """The same layer as the CPU's kernels read it."""
+    w13, w2 = (replace(w, layout="cpu_panel", layout_version=1) for w in (spec.w13, spec.w2))
+    return replace(spec, w13=w13, w2=w2)
+
+
+class Asked:
+    """What the device and the host tell one another, as the fake device sees it."""
+
+    def __init__(self, tensors: cuda.Tensors, layer) -> None:
+        self.spec, self.made = layer[0], layer
+        sizes = {"x": 8 * self.spec.hidden_size, "weights": 128, "ids": 128, "y": 8 * self.spec.hidden_size}
+        for name, size in sizes.items():
+            words = (ctypes.c_uint32 * size).from_address(getattr(tensors, f"host_{name}"))
+            setattr(self, name, np.frombuffer(words, np.int32 if name == "ids" else np.float32))
+        self.request = np.frombuffer((ctypes.c_int32 * 32).from_address(tensors.host_request), np.int32)
+        self.asked, self.answered = self.request[:2].view(np.uint64), self.request[16:18].view(np.uint64)
+
+    def multiply(self, number: int, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """y of a request, which the host is given 60 s for."""
+        for to, given in ((self.x, hidden), (self.ids, ids), (self.weights, weights)):
+            to[: given.size] = given.ravel()
+        self.y[:] = np.nan
+        self.request[2:5] = 0, *ids.shape
+        self.asked[0] = number
+        limit = time.monotonic() + 60
+        while self.answered[0] != number:
+            assert time.monotonic() < limit
+        return self.y[: hidden.size].reshape(hidden.shape).copy()
+
+
+@pytest.fixture
+def asked(driver, fake):
+    """Opens a session whose CPU multiplies the experts that miss, and runs it once; what it is asked by."""
+    kernels = []
+
+    def open_layer(layer, captured: bool = False, dtypes: tuple[str, str] = ("bf16", "i64"), **entries: str) -> Asked:
+        slot = sum(w.shape[1] for w in layer[2:])
+        settings = {"experts": "host", "misses": "cpu", "gpu_memory": str(3 * slot // 2), "threads": "3"}
+        assert fake(**settings | entries) > 0, driver.error
+        op, weights = driver.op(*dtypes), packed_values(layer[2:])
+        kernels.append((op, driver.create(op, layer[0].attributes(), [value(())] * 3 + weights)))
+        assert kernels[-1][1], driver.error
+        ids = np.zeros((2, 2), np.int64)
+        tokens = [value((2, layer[0].hidden_size)), value(ids.shape, data=ids.ctypes.data), value(ids.shape)]
+        for graph in (False, captured):
+            ctypes.CDLL(FAKE).driver_order(1, graph)
+            run = driver.run(op, kernels[-1][1], [*tokens, *weights], [tokens[0], value(()), value(())], STREAM)
+            ctypes.CDLL(FAKE).driver_order(1, 0)
+            assert run == 0, driver.error
+        problem, tensors = cuda.Problem(), cuda.Tensors()
+        ctypes.CDLL(FAKE).driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+        assert (problem.slots, problem.host_layer) == (1, 0)
+        return Asked(tensors, layer)
+
+    yield open_layer
+    for op, kernel in kernels:
+        driver.lib.driver_destroy(op, kernel)
+
+
+@pytest.mark.parametrize("name", every([*FORMATS, "bf16"]))
+@pytest.mark.parametrize("hidden", [256, 360])
+def test_the_cpu_multiplies_what_the_device_misses(asked, name, hidden):
+    """The bytes of the CPU's kernels on the same experts; pairs of none are zero."""
+    case = of_format(name, replace(BASE, hidden=hidden, intermediate=90, bias=True))
+    layer = build(case)
+    host, spec = asked(layer), of_cpu(layer[0])
+    rows = [native.aligned(8 * LAYOUTS["cpu_panel"].row_bytes(spec, p)).reshape(8, -1) for p in ("w13", "w2")]
+    for expert, *packed in zip(layer[1], *rows, strict=True):
+        LAYOUTS["cpu_panel"].pack(expert, spec, *packed)
+    moe = native.NativeMoE(spec, *rows)
+    for number, tokens in enumerate([1, 1, 2, 8, 5, 1], 1):
+        x, ids, weights = case.tokens(tokens, seed=number)
+        ids = np.where(np.arange(ids.size).reshape(ids.shape) % 3 == 1, -1, ids).astype(np.int32)
+        y = host.multiply(number, x.astype(np.float32), ids, weights)
+        assert y.tobytes() == moe(x.astype(np.float32), ids, weights).tobytes()
+        assert not y[(ids < 0).all(axis=1)].any()
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("wide", "split-k", "many-experts")])
+def test_the_cpu_multiplies_every_layer(asked, name):
+    """Act-orders, which layout marlin has in another order, slices and biases: to f32 sums (layers.rounding_bound)."""
+    case = CASES[name]
+    layer = build(case)
+    host = asked(layer)
+    x, ids, weights = case.tokens(4)
+    want = reference.quant_moe(layer[0], layer[1], x, ids, weights)
+    y = host.multiply(7, x.astype(np.float32), ids.astype(np.int32), weights)
+    assert np.linalg.norm(y - want) < 2.0**-18 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("misses", "share"), [("cpu", 256), ("62%", 159), ("0%", 0), ("100%", 256)])
+def test_the_share_of_the_cpu(driver, hosted, layer, misses, share):
+    """Of calls of a few tokens; others copy what they miss."""
+    slot, few = sum(w.shape[1] for w in layer[2:]), np.zeros((3, 2), np.int64)
+    entries = {"misses": misses, "gpu_memory": str(3 * slot)}
+    problem, tensors = hosted(ids=few, **entries)
+    assert (problem.host_share, bool(tensors.host_y)) == (share, share > 0)
+    said = driver.lib.driver_logged().decode()
+    assert (f"; the CPU multiplies {round(share / 2.56)}% of the experts that miss" in said) == (share > 0)
+
+
+def test_the_cpu_in_a_captured_graph(asked, layer):
+    """It is asked by what the device writes, which replays do as well."""
+    x, ids, weights = BASE.tokens(2)
+    host = asked(layer, captured=True)
+    first = host.multiply(1, x.astype(np.float32), ids.astype(np.int32), weights)
+    time.sleep(0.05)  # the threads sleep
+    assert host.multiply(2, x.astype(np.float32), ids.astype(np.int32), weights).tobytes() == first.tobytes()
+
+
+def test_a_layer_that_the_cpu_does_not_take(driver, fake):
+    layer = build(of_format("fp8", BASE))
+    attributes = layer[0].attributes() | {"w13_activation_format": "int8_token"}
+    assert fake(experts="host", misses="cpu") > 0
+    assert driver.create(driver.op("bf16", "i64"), attributes, [value(())] * 3 + packed_values(layer[2:])) is None
+    assert driver.error == (
+        'QuantMoE node "moe": quantmoe.misses: the CPU does not take this layer: w13_activation_format is '
+        '"int8_token", w13_format "fp8_e4m3" needs none or a float format'
+    )
+
+
 def ram_slot(layer) -> int:
     """Bytes of an expert in RAM: both rows in pages, and a page each for where they begin."""
     return sum(-(-w.shape[1] // 4096) * 4096 + 4096 for w in layer[2:])
@@ -235,7 +380,7 @@ class InFile:
     def slot_of(self, tensors: cuda.Tensors) -> np.ndarray:
         """The device's table, to be changed."""
         experts = len(self.layer[2])
-        return np.frombuffer((ctypes.c_int32 * experts).from_address(tensors.cache_state + 40), np.int32)
+        return np.frombuffer((ctypes.c_int32 * experts).from_address(tensors.cache_state + 48), np.int32)
 
     def bytes_read(self) -> int:
         text = ctypes.create_string_buffer(1 << 12)
@@ -384,6 +529,47 @@ def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_typ
         assert torch.equal(want.view(torch.int16), output.view(torch.int16)), at
     for session in sessions:
         session.close()
+    driver.open(21)
+
+
+@gpu
+@pytest.mark.parametrize("misses", ["cpu", "62%"])
+@pytest.mark.parametrize("id_type", ["i32", "i64"])
+def test_the_cpu_beside_the_device(driver, misses, id_type):
+    """Two layers of a session, on two streams: within five roundings of all experts on the device (built.UNIT)."""
+    shape = replace(BASE, hidden=512, intermediate=256)
+    layers = [build(replace(shape, seed=shape.seed + i)) for i in range(2)]
+    resident = [cuda.CudaMoE(made[0], *(torch.from_numpy(w).cuda() for w in made[2:])) for made in layers]
+    slot = sum(w.shape[1] for w in layers[0][2:])
+    assert driver.open(21, None, {"experts": "host", "misses": misses, "gpu_memory": str(6 * slot)}) > 0, driver.error
+    op, dtype = driver.op("bf16", id_type), {"i32": np.int32, "i64": np.int64}[id_type]
+    weights = [packed_values(made[2:]) for made in layers]
+    kernels = [
+        driver.create(op, made[0].attributes(), [value(())] * 3 + of) for made, of in zip(layers, weights, strict=True)
+    ]
+    streams, rng, found = [torch.cuda.Stream(), torch.cuda.Stream()], np.random.default_rng(5), []
+    for call in range(300):
+        tokens = int(rng.choice([1, 1, 1, 2, 8, 9, 70]))
+        hidden, _, factors = shape.tokens(tokens, seed=call)
+        ids = rng.integers(-1, 8, (tokens, shape.top_k)).astype(dtype)
+        x = torch.from_numpy(hidden).to(TORCH["bf16"]).cuda()
+        inputs = [x, torch.from_numpy(ids).cuda(), torch.from_numpy(factors).cuda()]
+        want, output = resident[call % 2](*inputs), torch.full_like(x, float("nan"))
+        values = [value(tuple(t.shape), data=t.data_ptr()) for t in (*inputs, output)]
+        torch.cuda.current_stream().synchronize()
+        made = driver.run(op, kernels[call % 2], [*values[:3], *weights[call % 2]], [values[3], *[value(())] * 2],
+                          streams[call // 3 % 2])  # fmt: skip
+        assert made == 0, driver.error
+        found.append((want, output, inputs))
+    torch.cuda.synchronize()
+    for at, (want, output, _) in enumerate(found):
+        limit = (5 / 3) ** 0.5 * UNIT["bf16"] * torch.linalg.norm(want.double())
+        assert torch.linalg.norm(output.double() - want.double()) <= limit, at
+    report = ctypes.create_string_buffer(1 << 12)
+    ctypes.CDLL(quantmoe.ort_cuda_library_path()).qm_experts_report(report, ctypes.c_size_t(len(report)))
+    assert json.loads(report.value)["computed"] > 0
+    for kernel in kernels:
+        driver.lib.driver_destroy(op, kernel)
     driver.open(21)
 
 

@@ -1,0 +1,82 @@
+// The host's part of the experts of a CUDA session (quantmoe.misses, docs/experts.md): threads that multiply what the
+// device asks for (qm_cuda_host) with the kernels of the CPU, from rows in their layout. No function of CUDA is called
+// here.
+//
+// Invariants. The device writes a request and does not write again before it is answered; so one thread serves, and
+// what it reads does not change. It is answered in any case: with NaN where the kernels fail.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace quantmoe {
+
+// Threads that look for the next call for some time before they sleep: a layer's calls are tens of microseconds apart.
+class HotPool {
+ public:
+  explicit HotPool(int lanes);  // the caller's thread is one
+  ~HotPool();
+  int lanes() const { return static_cast<int>(threads_.size()) + 1; }
+  // As qm_parallel_for; of one thread at a time. Lanes that nobody has begun when the caller's own is done are its own.
+  static void parallel_for(void* self, qm_task task, void* arg, size_t count);
+
+ private:
+  // A cache line each, which its thread and the caller alone write: twice the number of the last call that it has done,
+  // or that the caller did in its place, and one more while it runs.
+  struct alignas(64) Lane {
+    std::atomic<uint64_t> state{0};
+  };
+  static bool take(Lane& lane, uint64_t call, uint64_t state);
+  void work(size_t lane);
+
+  alignas(64) std::atomic<uint64_t> call_{0};  // its number and, in the low 16 bits, its lanes
+  qm_task task_ = nullptr;
+  void* arg_ = nullptr;
+  std::vector<Lane> lanes_;
+  std::atomic<uint32_t> sleeping_{0};
+  std::atomic<bool> stopping_{false};
+  std::mutex mutex_;
+  std::condition_variable wanted_;
+  std::vector<std::thread> threads_;
+};
+
+class HostExperts {
+ public:
+  explicit HostExperts(int threads) : pool_(threads) {}
+  ~HostExperts();
+
+  // While a session is created: a layer whose packed rows are in layout marlin, by its number. Throws
+  // std::invalid_argument where the kernels of the CPU do not take such weights.
+  int add(const qm_moe& moe, int64_t experts);
+  // Of all rows that pack() makes.
+  int64_t bytes() const;
+  int lanes() const { return pool_.lanes(); }
+  // Makes a layer's rows of those at w13 and w2. Throws std::runtime_error: no memory, or an act-order that is none.
+  void pack(int layer, const void* w13, const void* w2);
+  // From now on a thread answers the requests at `host`.
+  void serve(const qm_cuda_host& host);
+
+ private:
+  struct Layer {
+    qm_moe moe, packed;  // as the kernels of the CPU see it, and as it was packed
+    int64_t experts;
+    int64_t row_bytes[2];
+    char* rows[2];  // mapped; null before pack()
+  };
+  bool multiply(const Layer& layer, int64_t tokens, int64_t top_k, const qm_cuda_host& host);
+  void answer_until_stopped();
+
+  HotPool pool_;
+  std::vector<Layer> layers_;
+  std::vector<char> workspace_;
+  qm_cuda_host host_{};
+  std::atomic<bool> stopping_{false};
+  std::thread server_;
+};
+
+}  // namespace quantmoe
