@@ -94,7 +94,7 @@ bool MoE::check_shapes(const Dims* in) const {
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_moe& node, char* error) {
   const int64_t experts = int64_t{node.num_experts} - std::max(0, node.expert_offset);
   const qm_projection& floats = node.w13.format == k_format_bf16 ? node.w13 : node.w2;
-  qm_cuda_problem problem{node, type_beside(floats), 4, 1, 1, std::max<int64_t>(1, experts), 0, 0};
+  qm_cuda_problem problem{node, type_beside(floats), 4, 1, 1, std::max<int64_t>(1, experts), 0, 0, 0, 0};
   if (!MoE::takes(problem, error)) return nullptr;
   try {
     const std::shared_ptr<ExternalExperts> external = ExternalExperts::of(*layer, node);
