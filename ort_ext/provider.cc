@@ -30,16 +30,41 @@ struct Settings {
   bool verify = false;
 };
 
-Settings settings_of(const OrtApi* api, const OrtSessionOptions* options) {
-  const auto entry = [&](const char* name) {
-    return session_entry(api, options, (std::string("ep.quantmoe.") + name).c_str());
+// What the application has set of this provider, by the names without the prefix that ONNX Runtime puts before them.
+std::map<std::string, std::string> provider_options(const GraphApi& api, const OrtSessionOptions* options) {
+  constexpr std::string_view kPrefix = "ep.quantmoe.";
+  OrtKeyValuePairs* pairs = nullptr;
+  api.check(api.GetSessionOptionsConfigEntries(options, &pairs));
+  const std::unique_ptr<OrtKeyValuePairs, void (*)(OrtKeyValuePairs*)> owned(pairs, api.ReleaseKeyValuePairs.call);
+  const char *const *keys = nullptr, *const *values = nullptr;
+  size_t count = 0;
+  api.GetKeyValuePairs(pairs, &keys, &values, &count);
+  std::map<std::string, std::string> found;
+  for (size_t i = 0; i < count; ++i)
+    if (const std::string_view key = keys[i]; key.starts_with(kPrefix))
+      found.emplace(key.substr(kPrefix.size()), values[i]);
+  return found;
+}
+
+Settings settings_of(const GraphApi& api, const OrtSessionOptions* options) {
+  auto left = provider_options(api, options);
+  std::string known;
+  const auto take = [&](const char* name) {
+    known += (known.empty() ? "" : ", ") + std::string(name);
+    const auto node = left.extract(name);
+    return node ? node.mapped() : std::string();
   };
   const auto refuse = [](const char* name, const std::string& found, const char* expected) {
     throw std::invalid_argument(std::string("quantmoe: provider option ") + name + " is \"" + found + "\", expected " +
                                 expected);
   };
   Settings settings;
-  const std::string activations = entry("activations"), verify = entry("verify");
+  const std::string activations = take("activations");
+  settings.cache = take("cache");
+  const std::string verify = take("verify");
+  if (!left.empty())
+    throw std::invalid_argument("quantmoe: there is no provider option \"" + left.begin()->first +
+                                "\", expected one of " + known);
   if (activations == "float")
     settings.activations = Activations::kFloat;
   else if (activations == "int8")
@@ -48,7 +73,6 @@ Settings settings_of(const OrtApi* api, const OrtSessionOptions* options) {
     refuse("activations", activations, "auto, float or int8");
   if (verify != "" && verify != "0" && verify != "1") refuse("verify", verify, "0 or 1");
   settings.verify = verify == "1";
-  settings.cache = entry("cache");
   return settings;
 }
 
@@ -383,7 +407,7 @@ class Factory : public EpFactory {
     CreateEp = [](EpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*, size_t,
                   const OrtSessionOptions* options, const OrtLogger* logger, Ep** ep) {
       const OrtApi* const ort = static_cast<Factory*>(self)->api;
-      return guard(ort, [&] { *ep = new Provider(ort, logger, settings_of(ort, options)); });
+      return guard(ort, [&] { *ep = new Provider(ort, logger, settings_of(GraphApi(ort), options)); });
     };
     ReleaseEp = [](EpFactory*, Ep* ep) { delete static_cast<Provider*>(ep); };
     // Memory is ONNX Runtime's own of the CPU.

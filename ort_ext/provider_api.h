@@ -53,6 +53,9 @@ struct GraphApi {
 #define QM_ORT(place, name, ...) ApiFunction<place, __VA_ARGS__> name{api};
   QM_ORT(289, GetValueInfoName, OrtStatus* ORT_API_CALL(const OrtValueInfo*, const char**))
   QM_ORT(290, GetValueInfoTypeInfo, OrtStatus* ORT_API_CALL(const OrtValueInfo*, const OrtTypeInfo**))
+  QM_ORT(298, GetKeyValuePairs,
+         void ORT_API_CALL(const OrtKeyValuePairs*, const char* const** keys, const char* const** values, size_t*))
+  QM_ORT(300, ReleaseKeyValuePairs, void ORT_API_CALL(OrtKeyValuePairs*))
   QM_ORT(307, HardwareDevice_Type, int ORT_API_CALL(const OrtHardwareDevice*))  // 0: a CPU
   QM_ORT(317, GetEpApi, const EpApi* ORT_API_CALL())
   QM_ORT(326, ValueInfo_GetInitializerValue, OrtStatus* ORT_API_CALL(const OrtValueInfo*, const OrtValue**))
@@ -73,6 +76,7 @@ struct GraphApi {
   QM_ORT(370, ExternalInitializerInfo_GetFilePath, const ORTCHAR_T* ORT_API_CALL(const OrtExternalInitializerInfo*))
   QM_ORT(371, ExternalInitializerInfo_GetFileOffset, int64_t ORT_API_CALL(const OrtExternalInitializerInfo*))
   QM_ORT(372, ExternalInitializerInfo_GetByteSize, size_t ORT_API_CALL(const OrtExternalInitializerInfo*))
+  QM_ORT(379, GetSessionOptionsConfigEntries, OrtStatus* ORT_API_CALL(const OrtSessionOptions*, OrtKeyValuePairs**))
 #undef QM_ORT
   void check(OrtStatus* status) const { quantmoe::check(api, status); }
 };

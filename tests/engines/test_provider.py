@@ -321,6 +321,26 @@ def test_options_are_checked(saved, option, expected):
 
 
 @needs_provider
+@pytest.mark.parametrize("option", ["activation", "Cache", "verify ", "ep.quantmoe.cache", ""])
+def test_options_of_other_names_are_refused(saved, option):
+    """Also beside a known one that is wrong: a name that is not read would be taken for one that is."""
+    expected = f'there is no provider option "{re.escape(option)}", expected one of activations, cache, verify'
+    for others in ({}, {"activations": "int8"}, {"verify": "2"}):
+        with pytest.raises(Exception, match=expected):
+            session(saved, **{option: "off"}, **others)
+
+
+@needs_provider
+def test_entries_of_the_session_are_no_options(saved):
+    """ONNX Runtime's own, of another provider, and of the operators."""
+    options = ort.SessionOptions()
+    for entry in ("session.use_env_allocators", "ep.quantmoe2.cache", "ep.context_enable", "quantmoe.verify"):
+        options.add_session_config_entry(entry, "0")
+    options.add_provider_for_devices(ort_ext.provider_devices(), {"cache": "off"})
+    np.testing.assert_array_equal(outputs(ort.InferenceSession(saved, options)), outputs(session(saved)))
+
+
+@needs_provider
 def test_inputs_of_a_run_are_checked(saved):
     ours, x = session(saved), np.zeros((3, CASE.hidden), np.float32)
     with pytest.raises(Exception, match=r"the node: router_probs has shape \[2, 4\], expected \[3, 4\]"):
