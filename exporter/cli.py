@@ -356,8 +356,9 @@ def generate(
         raise typer.BadParameter("give either --prompt or --ids, or --chat")
     if ids is not None and (raw or stop):
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
-    if "" in (stop or ()):
-        raise typer.BadParameter("is empty", param_hint="--stop")
+    for option, texts in (("--prompt", [prompt]), ("--stop", stop or [])):
+        if "" in texts:
+            raise typer.BadParameter("is empty", param_hint=option)
     if save_state is not None and not save_state.parent.is_dir():
         raise typer.BadParameter(f"{save_state.parent}: no such folder", param_hint="--save-state")
     group = None

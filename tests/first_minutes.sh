@@ -86,6 +86,7 @@ sample() { # COMMAND...: a sample, with good and bad input
 ^"four": expected a number from 0$|"$model" four 1
 ^"-1": expected a number from 0$|"$model" 4 -1
 ^"99999999999999999999": expected|"$model" 4 1 99999999999999999999
+^"": expected a number from 0$|"$model" 4 ""
 idx=999999 must be within|"$model" 4 999999
 ^a prompt of 8 tokens leaves no room in the model's context of 8$|"$work/context" 4 1 2 3 4 5 6 7 8
 ^logits are not finite$|"$work/nan" 4 1
@@ -149,6 +150,7 @@ good '' java -cp "$classes" Text "$model" 24 "$text"
 bad 1 '^usage: Text FOLDER COUNT \[TEXT\]$' java -cp "$classes" Text "$model"
 bad 1 'no turns of a chat template' java -cp "$classes" Text "$model" 24
 bad 1 'nowhere/model.onnx' java -cp "$classes" Text nowhere 24 "$text"
+bad 1 '^the prompt has no tokens$' java -cp "$classes" Text "$model" 24 ""
 cat >"$work/Printed.java" <<'JAVA'
 import ai.djl.huggingface.tokenizers.HuggingFaceTokenizer;
 import java.nio.file.Path;
@@ -400,6 +402,7 @@ done <<TABLE
 1|nowhere: no such folder|quantmoe inspect nowhere
 1|expected an exported model|quantmoe generate nowhere --ids 1
 2|give either --prompt or --ids|quantmoe generate "$model"
+2|invalid value for --prompt: is empty|quantmoe generate "$model" --prompt ""
 2|--raw and --stop are of text|quantmoe generate "$model" --ids 1 --stop x
 1|top_p is 2.0, expected a number above 0|quantmoe generate "$model" --prompt a --top-p 2
 1|onnxruntime has no CUDA provider; pip uninstall|quantmoe generate "$model" --ids 1 --device cuda

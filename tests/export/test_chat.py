@@ -314,6 +314,7 @@ def test_command_line(talking: Path, exported) -> None:
     for arguments, code, message in (
         (("--ids", "5", "--stop", "x"), 2, "--raw and --stop are of text"),
         (("--prompt", "a", "--stop", ""), 2, "is empty"),
+        (("--prompt", ""), 2, "invalid value for --prompt: is empty"),
         (("--prompt", "a", "--save-state", "/nowhere/state"), 2, "/nowhere: no such folder"),
         (("--ids", "5", "--chat"), 2, "give either --prompt or --ids, or --chat"),
         (("--prompt", "a", "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),

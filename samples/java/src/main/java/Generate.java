@@ -75,6 +75,7 @@ public class Generate {
     void generate(OrtSession.RunOptions run, long count, long[] ids, LongPredicate more) throws OrtException {
       List<String> stop = List.of(metadata.getOrDefault("eos_token_id", "").split(","));
       ids = LongStream.concat(LongStream.of(unread), LongStream.of(ids)).toArray();
+      if (ids.length == 0) throw new IllegalArgumentException("the prompt has no tokens");
       if (count > 0 && past + ids.length >= room)
         throw new IllegalArgumentException(
             "a prompt of " + (past + ids.length) + " tokens leaves no room in "
