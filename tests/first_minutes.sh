@@ -204,6 +204,35 @@ if command -v dotnet >/dev/null; then
   library_of_the_folder dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
 fi
 
+section "models of other tools, in the execution provider"
+existing=$work/existing/model.onnx
+mkdir "$work/existing"
+PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH} python - "$existing" <<'PYTHON' || exit 1
+import sys
+import numpy as np
+import onnx_ir as ir
+from cases import Case
+from existing import moe
+
+case = Case(weights=("int4", "f32", False), activation_format="none", bias=True)
+ir.save(moe(case, [case.expert(np.random.default_rng(e)) for e in range(case.experts)], np.float32), sys.argv[1])
+PYTHON
+provider() { # COMMAND...: all print the same numbers; what the provider computes it has packed beside the model
+  rm -f "$existing.quantmoe"
+  good "^y:( -?[0-9]+\.[0-9]{6}){8}$" "$@" "$existing"
+  [ -s "$existing.quantmoe" ] || complain "expected that QuantMoE computes the node" "$@"
+  [ "$(cat "$work/out")" = "${numbers:=$(cat "$work/out")}" ] || complain "expected \"$numbers\"" "$@"
+  bad 1 nowhere.onnx "$@" nowhere.onnx
+  bad 1 '^usage: .*MODEL$' "$@"
+}
+provider python samples/python/provider.py
+provider java -cp "$classes" Provider
+if [ -e build/samples-cpp/provider ]; then
+  provider build/samples-cpp/provider "$(python -c 'from quantmoe.ort_ext import library_path; print(library_path())')"
+else
+  echo 'samples/cpp/provider.cc not run: the headers here are of an ONNX Runtime before 1.24'
+fi
+
 section "a prompt on disk, from Python and back"
 good '' quantmoe export samples/demo_model/hybrid "$work/hybrid" --activations float --logits 3 --state-window 3
 goes_on() { # FOLDER COMMAND...: from a file of Python, and Python from its file; the same tokens and, if identical is set, bytes
