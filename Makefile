@@ -82,15 +82,27 @@ test-long: build
 	python -m pytest -m long
 
 # The CUDA kernels and the libraries around them, compiled by PyPI's nvcc for every architecture or for CUDA_ARCHITECTURES; needs no GPU.
-CUDA_BUILD := $(CURDIR)/build/cuda
+# PLATFORM=linux_aarch64 is for Arm: with g++-aarch64-linux-gnu, CUDA's runtime of PyPI's wheel for it, and no tests' libraries.
+# sm_80's code serves Orin (8.7), sm_90a's GH200; Thor (11.0) and Spark (12.1) compile the PTX of 90 when it is loaded.
+PLATFORM ?= linux_$(ARCH)
+CROSS := $(patsubst linux_%,%,$(filter-out linux_$(ARCH),$(PLATFORM)))
+CUDA_BUILD := $(CURDIR)/build/cuda$(CROSS:%=-%)
+CUDA_ARCHITECTURES ?= $(if $(CROSS),80-real;90a-real;90-virtual)
+CUDA_TARGETS := quantmoe_cuda quantmoe_trt quantmoe_ort_cuda \
+  $(if $(CROSS),,quantmoe_trt_driver quantmoe_trt_sample quantmoe_ort_driver quantmoe_ort_fake)
 cuda: venv
-	@command -v c++ >/dev/null || { echo "No C++ compiler; on Debian and Ubuntu: apt-get install g++"; exit 1; }
+	@test -z "$(CROSS)" || test "$(CROSS)" = aarch64 || { echo "PLATFORM is $(PLATFORM), expected linux_$(ARCH) or linux_aarch64"; exit 1; }
+	@command -v $(if $(CROSS),$(CROSS)-linux-gnu-g++,c++) >/dev/null || \
+	  { echo "No C++ compiler; on Debian and Ubuntu: apt-get install g++$(CROSS:%=-%-linux-gnu)"; exit 1; }
 	$(UV) --group cuda
+	$(if $(CROSS),$(UV) --no-deps --target $(CUDA_BUILD)/runtime --python-platform $(CROSS)-manylinux_2_28 \
+	  "$$(grep -o 'nvidia-cuda-runtime==[0-9.*]*' pyproject.toml)")
 	cmake -S . -B $(CUDA_BUILD) -G Ninja -DQUANTMOE_CUDA=ON \
+	  $(if $(CROSS),-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/tests/arm/$(CROSS).cmake -DCMAKE_CUDA_HOST_COMPILER=$(CROSS)-linux-gnu-g++ \
+	    -DCUDART_STATIC=$(CUDA_BUILD)/runtime/nvidia/cu13/lib/libcudart_static.a) \
 	  $(if $(CUDA_ARCHITECTURES),-DCMAKE_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)") \
 	  -DCMAKE_CUDA_COMPILER="$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin/nvcc"
-	cmake --build $(CUDA_BUILD) --parallel $(JOBS) --target quantmoe_cuda quantmoe_trt quantmoe_trt_driver quantmoe_trt_sample \
-	  quantmoe_ort_cuda quantmoe_ort_driver quantmoe_ort_fake
+	cmake --build $(CUDA_BUILD) --parallel $(JOBS) --target $(CUDA_TARGETS)
 
 # Plans, plug-in and custom op without a GPU, engines for GPUs that are not here; with a GPU also the kernels.
 test-cuda: export QUANTMOE_CUDA_LIBRARY = $(CUDA_BUILD)/custom_ops/libquantmoe_cuda.so
@@ -102,14 +114,15 @@ test-cuda: build cuda
 	$(UV) --group test --requirements pyproject.toml --extra tensorrt-rtx
 	$(PYTEST) tests/cuda
 
-# The wheel quantmoe-cuda of what `make cuda` compiled, for this machine's architecture and its compiler's glibc, in dist/cuda.
+# The wheel quantmoe-cuda of what `make cuda` compiled, for this machine's architecture or PLATFORM and the compiler's glibc, in dist/cuda.
 wheel-cuda: build cuda
 	$(UV) --group wheel
-	rm -rf build/raw-cuda dist/cuda
-	python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/raw-cuda --config-settings build-dir=$(CUDA_BUILD) packages/cuda
+	rm -rf build/raw-cuda dist/cuda/*$(patsubst linux%,%,$(PLATFORM)).whl
+	$(if $(CROSS),_PYTHON_HOST_PLATFORM=linux-$(CROSS)) python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/raw-cuda \
+	  --config-settings build-dir=$(CUDA_BUILD) $(if $(CROSS),--config-settings cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tests/arm/$(CROSS).cmake) packages/cuda
 	auditwheel repair --plat auto --wheel-dir dist/cuda build/raw-cuda/*.whl
 	$(UV) --group test
-	python -m pytest tests/packages/check.py -k cuda_wheel
+	python -m pytest tests/packages/check.py -k wheel
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer; tiles of at most 3 rows, as the templates of
 # 16 take gcc minutes there (CMakeLists.txt). Guard pages are for the full ones, in make test, as is too little memory, which ends
@@ -205,6 +218,7 @@ release: build
 	$(MAKE) -o build test-macos
 	$(MAKE) -o build test-arm
 	$(MAKE) -o build wheel-cuda
+	$(MAKE) -o build wheel-cuda PLATFORM=linux_aarch64
 	python packages/natives.py dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
 	$(MAKE) -o build test-packages
 	@ls -l dist dist/cuda build/java/*.jar

@@ -12,6 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NATIVES = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in (ROOT / "build/natives").glob("*/*")}
 LICENCES = {name: (ROOT / name).read_bytes() for name in ("LICENSE", "THIRD_PARTY_NOTICES.txt")}
+#: how a library of a wheel's platform begins: its format, and of ELF e_machine at byte 18
+PLATFORMS = {
+    "manylinux.*_x86_64": rb"\x7fELF.{14}\x3e\0",
+    "manylinux.*_aarch64": rb"\x7fELF.{14}\xb7\0",
+    "win_amd64": rb"MZ",
+    "macosx_.*_arm64": rb"\xcf\xfa\xed\xfe\x0c\0\0\x01",
+}
 
 
 @pytest.fixture
@@ -57,6 +64,11 @@ def test_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         folder = f"{name}-{VERSION}.dist-info/licenses"
         assert {name: archive.read(f"{folder}/{name}") for name in LICENCES} == LICENCES
+        libraries = [n for n in archive.namelist() if n.endswith((".so", ".dll", ".dylib"))]
+        (begin,) = (b for tag, b in PLATFORMS.items() if re.fullmatch(f".*-{tag}", wheel.stem))
+        assert libraries
+        for library in libraries:
+            assert re.match(begin, archive.read(library), re.DOTALL), library
 
 
 @pytest.mark.parametrize("wheel", sorted((ROOT / "dist/cuda").glob("*.whl")), ids=lambda wheel: wheel.name)
