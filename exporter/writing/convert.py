@@ -33,6 +33,7 @@ from quantmoe.exporter.writing.output import (
     MODEL,
     MTP_MODEL,
     VISION_MODEL,
+    is_foreign,
     record,
     writing,
 )
@@ -46,6 +47,7 @@ from quantmoe.exporter.writing.prepare import (
     prepare,
     rank_folders,
 )
+from quantmoe.exporter.writing.readme import README, readme
 from quantmoe.ort_ext import LIBRARIES, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path, oldest
 
 
@@ -218,8 +220,11 @@ def _export(
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
         if part_of:
             metadata |= {"rank": str(part_of.rank), "world": str(part_of.world)}
-        if not for_tensorrt:
-            metadata["onnxruntime"] = ".".join(map(str, oldest(target, options.accuracy_level, options.paged)))
+        runtime = "" if for_tensorrt else ".".join(map(str, oldest(target, options.accuracy_level, options.paged)))
+        if runtime:
+            metadata["onnxruntime"] = runtime
+        if not is_foreign(output, README):
+            partial(README).write_text(readme(target, runtime))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:

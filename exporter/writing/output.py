@@ -109,6 +109,11 @@ def writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
             os.close(lock)
 
 
+def is_foreign(folder: Path, name: str) -> bool:
+    """Whether a file is there that no export is known to have written."""
+    return os.path.lexists(folder / name) and name not in _recorded(folder / MODEL).keys() | _left(folder).keys()
+
+
 def record(stage: Path) -> str:
     """``FILES`` of a model whose other files are all in the folder."""
     names = [path.name for path in _files(stage) if not _WEIGHTS.fullmatch(path.name)]

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -38,6 +39,7 @@ from quantmoe.exporter.writing.genai import genai_config
 from quantmoe.exporter.writing.output import writing
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import stops
+from quantmoe.exporter.writing.readme import readme
 from quantmoe.ort_ext import build_info, library_path
 
 
@@ -122,7 +124,22 @@ def test_companion_files(exported):
     names = {path.name for path in exported("qwen3_moe", activations="float").iterdir()}
     configs = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     genai = {"genai_config.json", "libquantmoe_ort.so"}
-    assert names == configs | genai | {"model.onnx", "model.onnx.data"}
+    assert names == configs | genai | {"model.onnx", "model.onnx.data", "README.md"}
+
+
+def test_the_folder_says_what_runs_it_elsewhere(exported):
+    text = (exported("qwen3_moe", activations="float") / "README.md").read_text()
+    assert "ONNX Runtime 1.21 or newer" in text
+    assert f"A `libquantmoe_ort.so` in this folder is for Linux {platform.machine()}." in text
+    assert "NuGet `QuantMoe`" in text
+    assert "libquantmoe_ort_cuda.so" in readme("cuda", "1.21")
+    assert "no library is needed" in readme("ort", "1.31")
+
+
+def test_a_readme_of_somebody_else_stays(checkpoint, tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    export(checkpoint("qwen3_moe"), tmp_path, activations="float")
+    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 def test_inspect_verifies_and_finds_corruption(exported, tmp_path):

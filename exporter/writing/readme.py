@@ -1,0 +1,36 @@
+"""README.md of an exported folder: what runs it, on this platform and on others."""
+
+from __future__ import annotations
+
+import platform
+
+from quantmoe.ort_ext import LIBRARIES
+
+README = "README.md"
+#: target -> what brings its library to the platforms of docs/platforms.md
+PACKAGES = {
+    "cpu": "PyPI `quantmoe`, Maven `quantmoe:quantmoe` or NuGet `QuantMoe`: Linux (x86-64, aarch64), Windows, macOS",
+    "cuda": "PyPI `quantmoe-cuda`: Linux (x86-64, aarch64)",
+}
+
+
+def readme(target: str, runtime: str) -> str:
+    """Text of the file, in Markdown.
+
+    Args:
+        target: of the export. runtime: the oldest ONNX Runtime that runs it, "" where TensorRT alone does.
+    """
+    if not runtime:
+        return (
+            f"# A model for TensorRT\n\n`quantmoe export --target {target} --experts external` wrote this folder. Its engines read "
+            "the experts\nin it where they run: set `QUANTMOE_FOLDER` to it. The plug-in comes with this package:\n\n"
+            f"{PACKAGES[target]}.\n"
+        )
+    head = f"# A model for ONNX Runtime {runtime} or newer\n\n`quantmoe export --target {target}` wrote this folder. "
+    if target not in LIBRARIES:
+        return f"{head}ONNX Runtime has all its operators: no library is needed.\n"
+    return (
+        f"{head}A program registers the library of its operators\nbefore it opens `model.onnx`. "
+        f"A `{LIBRARIES[target]}` in this folder is for {platform.system()} {platform.machine()}. "
+        f"The other\nfiles run on every platform. The library comes there with this package:\n\n{PACKAGES[target]}.\n"
+    )
