@@ -274,12 +274,12 @@ build/sample-model: | build
 	quantmoe export samples/demo_model/checkpoint $@ --activations float
 
 # The samples on one exported folder must print the same tokens; C# and Rust where dotnet and rustc stand.
-samples: build jar | $(MODEL)
+samples: build jar nupkg | $(MODEL)
 	$(UV) --group test
 	samples/compare.sh $(MODEL)
 
 # README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.
-first-minutes: build jar | $(MODEL)
+first-minutes: build jar nupkg | $(MODEL)
 	$(UV) --group test
 	tests/first_minutes.sh $(MODEL) $(wildcard dist/*_$(ARCH).whl)
 

@@ -135,7 +135,7 @@ good '' javac -cp "$classes" -d "$work" "$work/Many.java"
 good '^grown by -?[0-9]{1,2} MB$' java -Xmx64m -cp "$classes:$work" Many "$model"
 cat "$work/out"
 text='Then said the captain of the host,' classes=$classes:$work
-expected=$(python - "$model" "$text" <<'PYTHON'
+continued=$(python - "$model" "$text" <<'PYTHON'
 import subprocess, sys
 from tokenizers import Tokenizer
 
@@ -145,12 +145,35 @@ new = subprocess.check_output([sys.executable, "samples/python/generate.py", sys
 print(tokenizer.decode([*ids, *map(int, new.split())])[len(sys.argv[2]) :])
 PYTHON
 )
-good '' java -cp "$classes" Text "$model" 24 "$text"
-[ "$(cat "$work/out")" = "$expected" ] || complain "expected \"$expected\"" java Text
-bad 1 '^usage: Text FOLDER COUNT \[TEXT\]$' java -cp "$classes" Text "$model"
-bad 1 'no turns of a chat template' java -cp "$classes" Text "$model" 24
-bad 1 'nowhere/model.onnx' java -cp "$classes" Text nowhere 24 "$text"
-bad 1 '^the prompt has no tokens$' java -cp "$classes" Text "$model" 24 ""
+# A conversation: both answers as one prompt with all that was said before them would have.
+answers=$(python - "$work/turns" <<'PYTHON'
+import subprocess, sys
+from tokenizers import Tokenizer
+
+tokenizer, ids = Tokenizer.from_file(f"{sys.argv[1]}/tokenizer.json"), []
+for text in ("You: Who are you?\nI: ", ".\nYou: Whence?\nI: "):
+    ids += tokenizer.encode(text, add_special_tokens=False).ids
+    new = subprocess.check_output([sys.executable, "samples/python/generate.py", sys.argv[1], "12", *map(str, ids)], text=True)
+    print(tokenizer.decode(ids + (answer := [*map(int, new.split())]))[len(tokenizer.decode(ids)) :])
+    ids += answer
+PYTHON
+)
+texts() { # COMMAND...: a sample that takes text, and a line for each message
+  local program=("$@")
+  good '' "$@" "$model" 24 "$text"
+  [ "$(cat "$work/out")" = "$continued" ] || complain "expected \"$continued\"" "$@"
+  bad 1 '^usage: .*[Tt]ext FOLDER COUNT \[TEXT\]$' "$@" "$model"
+  bad 1 'no turns of a chat template' "$@" "$model" 24
+  bad 1 'nowhere/model.onnx' "$@" nowhere 24 "$text"
+  bad 1 '^the prompt has no tokens$' "$@" "$model" 24 ""
+  cancelled() { "${program[@]}" "$1" 1000000 "$text" <<<""; } # Enter, as it begins
+  good '' cancelled "$work/old"
+  [ "$(wc -c <"$work/out")" -lt 2000 ] || complain "expected an early end" cancelled
+  talk() { printf 'Who are you?\nWhence?\n' | "${program[@]}" "$work/turns" 12; }
+  good '' talk
+  [ "$(cat "$work/out")" = "$answers" ] || complain "expected \"$answers\"" talk
+}
+texts java -cp "$classes" Text
 cat >"$work/Printed.java" <<'JAVA'
 import ai.djl.huggingface.tokenizers.HuggingFaceTokenizer;
 import java.nio.file.Path;
@@ -172,25 +195,6 @@ public class Printed {
 JAVA
 good '' javac -cp "$classes" -d "$work" "$work/Printed.java"
 good '^true true$' env DJL_OFFLINE=true java -cp "$classes" Printed "$model" ' né, 日本語 𝄞 end'
-cancelled() { java -cp "$classes" Text "$1" 1000000 "$text" <<<""; } # Enter, as it begins
-good '' cancelled "$work/old"
-[ "$(wc -c <"$work/out")" -lt 2000 ] || complain "expected an early end" cancelled
-# A conversation: both answers as one prompt with all that was said before them would have.
-expected=$(python - "$work/turns" <<'PYTHON'
-import subprocess, sys
-from tokenizers import Tokenizer
-
-tokenizer, ids = Tokenizer.from_file(f"{sys.argv[1]}/tokenizer.json"), []
-for text in ("You: Who are you?\nI: ", ".\nYou: Whence?\nI: "):
-    ids += tokenizer.encode(text, add_special_tokens=False).ids
-    new = subprocess.check_output([sys.executable, "samples/python/generate.py", sys.argv[1], "12", *map(str, ids)], text=True)
-    print(tokenizer.decode(ids + (answer := [*map(int, new.split())]))[len(tokenizer.decode(ids)) :])
-    ids += answer
-PYTHON
-)
-talk() { printf 'Who are you?\nWhence?\n' | java -cp "$classes" Text "$work/turns" 12; }
-good '' talk
-[ "$(cat "$work/out")" = "$expected" ] || complain "expected \"$expected\"" talk
 if [ -e build/samples-rust/debug/generate ]; then
   section "samples/rust"
   export ORT_DYLIB_PATH
@@ -201,7 +205,8 @@ fi
 if command -v dotnet >/dev/null; then
   section "samples/csharp"
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
-  library_of_the_folder dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
+  bad 1 'nowhere/model.onnx' dotnet build/samples-csharp/bin/Generate/debug/Generate.dll nowhere 4 1
+  texts dotnet build/samples-csharp/bin/Generate/debug/Generate.dll --text
 fi
 
 section "models of other tools, in the execution provider"

@@ -5,27 +5,17 @@ using System.Linq;
 using Microsoft.ML.OnnxRuntime;
 
 /// Greedy decoding of an exported f32 folder: Generate FOLDER COUNT ID... prints up to COUNT token ids. What was read and said may
-/// be loaded from a file and saved.
+/// be loaded from a file and saved. With --text it takes text and gives text (Text.cs).
 static class Generate
 {
     static int Main(string[] args)
     {
         try
         {
-            string load = "", save = "";
-            for (; args.Length > 1 && args[0] is "--load-state" or "--save-state"; args = args[2..])
-                if (args[0] == "--load-state") load = args[1];
-                else save = args[1];
-            if (args.Length < 3)
-                throw new ArgumentException("usage: Generate [--load-state FILE] [--save-state FILE] FOLDER COUNT ID...");
-            long[] numbers = args.Skip(1).Select(Number).ToArray();
             var quiet = new EnvironmentCreationOptions { logId = "Generate", logLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR };
             OrtEnv.CreateInstanceWithOptions(ref quiet);
-            using var options = new SessionOptions();
-            options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL; // what it logs is in its exceptions
-            options.RegisterCustomOpLibrary(args[0] + "/libquantmoe_ort.so");
-            using var session = new InferenceSession(args[0] + "/model.onnx", options);
-            Console.WriteLine(string.Join(" ", Tokens(session, numbers[0], numbers[1..], load, save)));
+            if (args.Length > 0 && args[0] == "--text") Text.Run(args[1..]);
+            else Run(args);
             return 0;
         }
         catch (Exception error)
@@ -35,71 +25,139 @@ static class Generate
         }
     }
 
-    /// A prompt's continuation; what the file `load` has of it is not run again.
-    static List<long> Tokens(InferenceSession session, long count, long[] ids, string load, string save)
+    static void Run(string[] args)
     {
-        var metadata = session.ModelMetadata.CustomMetadataMap;
-        string[] stop = metadata.GetValueOrDefault("eos_token_id", "").Split(',');
-        long context = long.Parse(metadata.GetValueOrDefault("context_length", $"{long.MaxValue}"));
-        if (ids.Length >= context)
-            throw new ArgumentException($"a prompt of {ids.Length} tokens leaves no room in the model's context of {context}");
-        count = Math.Min(count, context - ids.Length);
+        string load = "", save = "";
+        for (; args.Length > 1 && args[0] is "--load-state" or "--save-state"; args = args[2..])
+            if (args[0] == "--load-state") load = args[1];
+            else save = args[1];
+        if (args.Length < 3)
+            throw new ArgumentException("usage: Generate [--load-state FILE] [--save-state FILE] FOLDER COUNT ID...");
+        long[] numbers = args.Skip(1).Select(Number).ToArray(), ids = numbers[1..];
+        using InferenceSession session = Open(args[0]);
+        using var state = new State(session, ids.Length + numbers[0], load, ids, saves: save != "");
+        var generated = new List<long>();
+        using var run = new RunOptions();
+        state.Generate(run, numbers[0], ids[state.Length..], id =>
+        {
+            generated.Add(id);
+            return true;
+        });
+        if (save != "") state.Save(save);
+        Console.WriteLine(string.Join(" ", generated));
+    }
 
-        // Batch 1. Past and present are one buffer that each run writes in place, if the model takes that. Otherwise present is
-        // the longer past of the next run.
-        bool shares = metadata.GetValueOrDefault("past_present_share_buffer") == "true";
-        Past[] pasts = session.InputNames.Where(name => name.StartsWith("past_key_values."))
+    public static InferenceSession Open(string folder)
+    {
+        using var options = new SessionOptions();
+        options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL; // what it logs is in its exceptions
+        options.RegisterQuantMoe();
+        return new InferenceSession(folder + "/model.onnx", options);
+    }
+
+    public static long Number(string text) =>
+        long.TryParse(text, NumberStyles.None, CultureInfo.InvariantCulture, out long number)
+            ? number
+            : throw new ArgumentException($"\"{text}\": expected a number from 0");
+}
+
+/// What a model has read and said, batch 1. Past and present are one buffer that each run writes in place, if the model takes
+/// that. Otherwise present is the longer past of the next run.
+sealed class State : IDisposable
+{
+    public readonly IReadOnlyDictionary<string, string> Metadata;
+    readonly InferenceSession session;
+    readonly OrtIoBinding binding;
+    readonly Past[] pasts;
+    readonly bool shares, saves;
+    readonly long context, room;
+    readonly string identity;
+    readonly OrtValue[] first;
+    readonly SortedDictionary<long, List<byte[]>> ends = new SortedDictionary<long, List<byte[]>>();
+    readonly List<long> read = new List<long>();
+    IReadOnlyList<OrtValue> cache;
+    IDisposableReadOnlyCollection<OrtValue>? last; // has the cache after the first step
+    long[] unread = { }; // the last token, which no run has read
+
+    /// Room for so many tokens, of prompts and answers together, but no more than the model's context. Of the file `load` it has
+    /// what the prompt begins with; where it is to be saved, it keeps states of linear attention to go back to.
+    public State(InferenceSession session, long tokens, string load = "", long[]? prompt = null, bool saves = false)
+    {
+        this.session = session;
+        this.saves = saves;
+        Metadata = session.ModelMetadata.CustomMetadataMap;
+        context = long.Parse(Metadata.GetValueOrDefault("context_length", $"{long.MaxValue}"));
+        room = Math.Min(tokens, context);
+        shares = Metadata.GetValueOrDefault("past_present_share_buffer") == "true";
+        identity = Metadata.GetValueOrDefault("identity", "");
+        pasts = session.InputNames.Where(name => name.StartsWith("past_key_values."))
             .Select(name => new Past(name, session.InputMetadata[name])).ToArray();
-        string identity = metadata.GetValueOrDefault("identity", "");
         using StateFile? file = load == "" ? null : new StateFile(load, identity, pasts);
-        int kept = file?.Keep(ids) ?? 0;
-        var ends = file?.LoadEnds(kept) ?? new SortedDictionary<long, List<byte[]>>();
-        long slots = shares ? ids.Length + count : kept;
-        OrtValue[] first = pasts
-            .Select(past => OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, past.Type, past.Shape(slots))).ToArray();
-        IReadOnlyList<OrtValue> cache = first;
-        var read = ids[..kept].ToList();
-        ids = ids[kept..];
-        IDisposableReadOnlyCollection<OrtValue>? last = null; // has the cache after the first step
-        try
+        int kept = file?.Keep(prompt!) ?? 0;
+        cache = first = pasts.Select(past =>
+            OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, past.Type, past.Shape(shares ? room : kept))).ToArray();
+        binding = session.CreateIoBinding();
+        if (file == null) return;
+        ends = file.LoadEnds(kept);
+        read.AddRange(prompt![..kept]);
+        for (int i = 0; i < pasts.Length; i++) file.Load(pasts[i], kept, first[i]);
+    }
+
+    /// How many tokens were read.
+    public int Length => read.Count;
+
+    /// Reads ids after all that was read and said before, hands over each token of the answer as it comes, and ends where that
+    /// returns false. run.Terminate = true, of any thread, ends it within a step, by an OnnxRuntimeException; after it a state is
+    /// of no more use.
+    public void Generate(RunOptions run, long count, long[] ids, Func<long, bool> more)
+    {
+        string[] stop = Metadata.GetValueOrDefault("eos_token_id", "").Split(',');
+        ids = unread.Concat(ids).ToArray();
+        if (ids.Length == 0) throw new ArgumentException("the prompt has no tokens");
+        long total = Length + ids.Length;
+        if (count > 0 && total >= room)
+            throw new ArgumentException($"a prompt of {total} tokens leaves no room in "
+                + (room < context ? "a cache of " : "the model's context of ") + room);
+        for (count = Math.Min(count, room - total); count-- > 0;)
         {
-            for (int i = 0; file != null && i < pasts.Length; i++) file.Load(pasts[i], kept, first[i]);
-            var generated = new List<long>();
-            using var run = new RunOptions();
-            using OrtIoBinding binding = session.CreateIoBinding();
-            for (int past = kept; count-- > 0;)
-            {
-                int total = past + ids.Length;
-                using OrtValue tokens = Row(ids), mask = Row(Enumerable.Repeat(1L, total));
-                using OrtValue positions = Row(Enumerable.Range(past, ids.Length).Select(i => (long)i));
-                binding.BindInput("input_ids", tokens);
-                binding.BindInput("attention_mask", mask);
-                binding.BindInput("position_ids", positions);
-                for (int i = 0; i < pasts.Length; i++)
-                {
-                    binding.BindInput(pasts[i].Name, cache[i]);
-                    if (shares) binding.BindOutput(pasts[i].Present, cache[i]);
-                    else binding.BindOutputToDevice(pasts[i].Present, OrtMemoryInfo.DefaultInstance);
-                }
-                binding.BindOutputToDevice("logits", OrtMemoryInfo.DefaultInstance);
-                var results = session.RunWithBoundResults(run, binding);
-                last?.Dispose();
-                cache = last = results;
-                past = total;
-                read.AddRange(ids);
-                if (save != "" && ids.Length > 1) ends[past] = StateFile.States(pasts, cache);
-                ids = new[] { Best(last[pasts.Length]) };
-                generated.AddRange(ids);
-                if (stop.Contains($"{ids[0]}")) break;
-            }
-            if (save != "") StateFile.Save(save, identity, read.ToArray(), pasts, cache, ends);
-            return generated;
+            ids = unread = new[] { Step(run, ids) };
+            bool over = stop.Contains($"{ids[0]}");
+            if (over) unread = new long[0]; // what follows an answer begins with it
+            if (!more(ids[0]) || over) break;
         }
-        finally
+    }
+
+    /// As `quantmoe generate --save-state` does.
+    public void Save(string path) => StateFile.Save(path, identity, read.ToArray(), pasts, cache, ends);
+
+    public void Dispose()
+    {
+        binding.Dispose();
+        last?.Dispose();
+        foreach (var value in first) value.Dispose();
+    }
+
+    /// Reads ids and returns the best token after them.
+    long Step(RunOptions run, long[] ids)
+    {
+        using OrtValue tokens = Row(ids), mask = Row(Enumerable.Repeat(1L, Length + ids.Length));
+        using OrtValue positions = Row(Enumerable.Range(Length, ids.Length).Select(i => (long)i));
+        binding.BindInput("input_ids", tokens);
+        binding.BindInput("attention_mask", mask);
+        binding.BindInput("position_ids", positions);
+        for (int i = 0; i < pasts.Length; i++)
         {
-            last?.Dispose();
-            foreach (var value in first) value.Dispose();
+            binding.BindInput(pasts[i].Name, cache[i]);
+            if (shares) binding.BindOutput(pasts[i].Present, cache[i]);
+            else binding.BindOutputToDevice(pasts[i].Present, OrtMemoryInfo.DefaultInstance);
         }
+        binding.BindOutputToDevice("logits", OrtMemoryInfo.DefaultInstance);
+        var results = session.RunWithBoundResults(run, binding);
+        last?.Dispose();
+        cache = last = results;
+        read.AddRange(ids);
+        if (saves && ids.Length > 1) ends[Length] = StateFile.States(pasts, cache);
+        return Best(last[pasts.Length]);
     }
 
     static OrtValue Row(IEnumerable<long> values)
@@ -121,9 +179,4 @@ static class Generate
         }
         return best;
     }
-
-    static long Number(string text) =>
-        long.TryParse(text, NumberStyles.None, CultureInfo.InvariantCulture, out long number)
-            ? number
-            : throw new ArgumentException($"\"{text}\": expected a number from 0");
 }

@@ -1,0 +1,125 @@
+using System;
+using System.Collections.Concurrent;
+using System.Collections.Generic;
+using System.IO;
+using System.Linq;
+using System.Text;
+using System.Threading;
+using Microsoft.ML.OnnxRuntime;
+using Tokenizers.DotNet;
+
+/// FOLDER COUNT TEXT goes on from a text, for up to COUNT tokens. FOLDER COUNT is a conversation: each line that is typed gets an
+/// answer of up to COUNT tokens. Both print tokens as they come, until Enter is pressed.
+static class Text
+{
+    const long Room = 4096; // tokens of a conversation: its cache is allocated as it begins
+
+    public static void Run(string[] args)
+    {
+        if (args.Length is not (2 or 3)) throw new ArgumentException("usage: Generate --text FOLDER COUNT [TEXT]");
+        long count = Generate.Number(args[1]);
+        Console.OutputEncoding = Console.InputEncoding = new UTF8Encoding(false);
+        using InferenceSession session = Generate.Open(args[0]);
+        using var tokenizer = new Tokenizer(vocabPath: args[0] + "/tokenizer.json");
+        if (args.Length == 3) GoOn(session, tokenizer, count, args[2]);
+        else Talk(session, tokenizer, count);
+    }
+
+    static void GoOn(InferenceSession session, Tokenizer tokenizer, long count, string text)
+    {
+        bool cancelled = false;
+        var run = new RunOptions(); // not disposed: the thread that reads lines has it
+        Lines(line =>
+        {
+            if (line == null) return;
+            cancelled = true;
+            run.Terminate = true;
+        });
+        uint[] prompt = tokenizer.Encode(text);
+        using var state = new State(session, prompt.Length + count);
+        try
+        {
+            state.Generate(run, count, Longs(prompt), new Printer(tokenizer, prompt).Add);
+        }
+        catch (OnnxRuntimeException) when (cancelled)
+        {
+        }
+        Console.WriteLine();
+    }
+
+    /// What a message is framed with is the chat template's, as the model's metadata has it: no Jinja is needed.
+    static void Talk(InferenceSession session, Tokenizer tokenizer, long count)
+    {
+        bool enter = false;
+        var messages = new BlockingCollection<string>();
+        Lines(line =>
+        {
+            if (line == null) messages.CompleteAdding();
+            else if (line == "") enter = true;
+            else messages.Add(line);
+        });
+        using var run = new RunOptions();
+        using var state = new State(session, Room);
+        if (!state.Metadata.TryGetValue("chat.begin", out string? before))
+            throw new ArgumentException("the model has no turns of a chat template; usage: Generate --text FOLDER COUNT TEXT");
+        foreach (string message in messages.GetConsumingEnumerable())
+        {
+            enter = false;
+            uint[] ids = Bare(tokenizer, before + message + state.Metadata["chat.reply"]);
+            var printer = new Printer(tokenizer, ids);
+            state.Generate(run, count, Longs(ids), id => printer.Add(id) && !enter);
+            Console.WriteLine();
+            before = state.Metadata["chat.next"];
+        }
+    }
+
+    /// A text's tokens without those that the tokenizer puts around any text, which a template's turns have already.
+    static uint[] Bare(Tokenizer tokenizer, string text)
+    {
+        uint[] around = tokenizer.Encode(""), example = tokenizer.Encode("a"), ids = tokenizer.Encode(text);
+        int front = 0;
+        while (front < around.Length && around[front] == example[front]) front++;
+        return ids[front..^(around.Length - front)];
+    }
+
+    static long[] Longs(uint[] ids) => Array.ConvertAll(ids, id => (long)id);
+
+    /// Hands over each line that is typed, and null at the end of the input.
+    static void Lines(Action<string?> each)
+    {
+        var thread = new Thread(() =>
+        {
+            while (Console.In.ReadLine() is string line) each(line);
+            each(null);
+        });
+        thread.IsBackground = true;
+        thread.Start();
+    }
+
+    /// Prints what each token adds: a token may be a part of a character, and what it adds may depend on those before.
+    sealed class Printer
+    {
+        readonly Tokenizer tokenizer;
+        readonly List<uint> ids; // of them the text of the first `printed` is out, and what follows `from` is enough to tell more
+        int from, printed;
+
+        public Printer(Tokenizer tokenizer, uint[] prompt)
+        {
+            this.tokenizer = tokenizer;
+            ids = prompt.ToList();
+            printed = prompt.Length;
+        }
+
+        public bool Add(long id)
+        {
+            ids.Add((uint)id);
+            string before = tokenizer.Decode(ids.GetRange(from, printed - from).ToArray());
+            string after = tokenizer.Decode(ids.Skip(from).ToArray());
+            if (after.EndsWith('\uFFFD')) return true; // a character of which more is to come
+            Console.Write(after[before.Length..]);
+            from = printed;
+            printed = ids.Count;
+            return true;
+        }
+    }
+}
