@@ -75,6 +75,7 @@ class AllReduce(Spec):
     op_version: int = ...
     rank: int  # 0 to world - 1
     world: int  # ranks
+    export_id: int = ...  # of the export that wrote all ranks' files; 0: not known
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Spec):
@@ -82,12 +83,14 @@ class AllGather(Spec):
     rank: int  # 0 to world - 1
     world: int  # ranks
     axis: int = ...  # of N: -1, the last dimension, or 0, the first
+    export_id: int = ...
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Spec):
     op_version: int = ...
     rank: int  # 0 to world - 1
     world: int  # ranks
+    export_id: int = ...
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows(Spec):

@@ -442,15 +442,17 @@ class RankNode : public Kernel {
   using Kernel::Kernel;
 
  protected:
-  void join(const OrtKernelInfo* info, int32_t rank, int32_t world);
+  template <class Node>
+  void join(const OrtKernelInfo* info, const Node& node);
   void meet(Piece part, void* y) const;
 
  private:
   std::shared_ptr<Member> member_;
 };
 
-void RankNode::join(const OrtKernelInfo* info, int32_t rank, int32_t world) {
-  const Place place = place_of(rank, world, "to one name in the sessions of all ranks, in this process");
+template <class Node>
+void RankNode::join(const OrtKernelInfo* info, const Node& node) {
+  const Place place = place_in_group(node, "to one name in the sessions of all ranks, in this process");
   const OrtLogger* logger;  // each session has one: it says which session this is
   check(api_->KernelInfo_GetLogger(info, &logger), "the session's logger");
   try {
@@ -473,7 +475,7 @@ class ReduceNode : public RankNode {
  public:
   ReduceNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : RankNode(op, api, info) {
     const auto reduce = read_checked<qm_reduce>(info, check_reduce);
-    join(info, reduce.rank, reduce.world);
+    join(info, reduce);
   }
   void run(OrtKernelContext* context) const override {
     const OrtValue* x = get_input(context, AllReduce_x);
@@ -486,7 +488,7 @@ class GatherNode : public RankNode {
  public:
   GatherNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : RankNode(op, api, info) {
     gather_ = read_checked<qm_gather>(info, check_gather);
-    join(info, gather_.rank, gather_.world);
+    join(info, gather_);
   }
   void run(OrtKernelContext* context) const override {
     const OrtValue* x = get_input(context, AllGather_x);
@@ -505,7 +507,7 @@ class ScatterNode : public RankNode {
   ScatterNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool)
       : RankNode(op, api, info) {
     scatter_ = read_checked<qm_scatter>(info, check_scatter);
-    join(info, scatter_.rank, scatter_.world);
+    join(info, scatter_);
   }
   void run(OrtKernelContext* context) const override {
     const OrtValue* x = get_input(context, ReduceScatter_x);

@@ -150,7 +150,13 @@ class Kernel {
     return node;
   }
   // The place of a node's rank in the group of the session entry, which `how` says how to set; throws without one.
-  Place place_of(int32_t rank, int32_t world, const std::string& how) const;
+  template <class Node>
+  Place place_in_group(const Node& node, const std::string& how) const {
+    const Place place = place_of(*op_.group, node);
+    if (place.group.name == "")
+      fail("this file is " + rank_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
+    return place;
+  }
   // The output of AllGather for its input, and of ReduceScatter.
   OrtValue* gathered(OrtKernelContext* context, const OrtValue* x, const qm_gather& gather) const;
   OrtValue* scattered(OrtKernelContext* context, const OrtValue* x, int32_t world) const;
@@ -314,13 +320,6 @@ int64_t elements(const Shape& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
-Place Kernel::place_of(int32_t rank, int32_t world, const std::string& how) const {
-  const Place place{*op_.group, rank, world};
-  if (place.group.name == "")
-    fail("this file is " + rank_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
-  return place;
-}
-
 OrtValue* Kernel::gathered(OrtKernelContext* context, const OrtValue* x, const qm_gather& gather) const {
   Shape shape = shape_of(x);
   if (shape.empty()) fail("x has no dimensions, expected [.., N] or [N, ..]");
@@ -337,8 +336,9 @@ OrtValue* Kernel::scattered(OrtKernelContext* context, const OrtValue* x, int32_
 }
 
 void Kernel::check_place(const Place& first, const Place& own) const {
-  if (first.rank != own.rank || first.world != own.world)
-    fail("it is " + rank_of(own) + ", another node of the file " + rank_of(first));
+  if (first.rank != own.rank || first.world != own.world || first.export_id != own.export_id)
+    fail("it is " + rank_of(own) + " of " + export_of(own.export_id) + ", another node of the file " + rank_of(first) + " of " +
+         export_of(first.export_id));
 }
 
 void Kernel::check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {

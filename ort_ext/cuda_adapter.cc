@@ -519,24 +519,34 @@ void CudaDelta::run(OrtKernelContext* context) const {
 class CudaRank : public CudaKernel {
  protected:
   using CudaKernel::CudaKernel;
-  void join(const OrtKernelInfo* info, int32_t rank, int32_t world);
+  template <class Node>
+  void join(const OrtKernelInfo* info, const Node& node);
+  // A run of the node begins.
+  void begin() const {
+    enqueue([this](const Communicator&) { runs_->begin(number_); });
+  }
   template <class Call>
   void enqueue(const Call& call) const;
 
  private:
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Runs> runs_;
+  size_t number_ = 0;  // of the node, in runs_
 };
 
-void CudaRank::join(const OrtKernelInfo* info, int32_t rank, int32_t world) {
+template <class Node>
+void CudaRank::join(const OrtKernelInfo* info, const Node& node) {
   const OrtLogger* logger;  // each session has one: it says which session this is
   check(api_->KernelInfo_GetLogger(info, &logger), "the session's logger");
-  const Place place = place_of(rank, world, "to rank 0's NCCL id in hex");
+  const Place place = place_in_group(node, "to rank 0's NCCL id in hex");
   try {
     communicator_ = PerSession<Communicator>::of(logger, DevicePlace{place, device_ordinal()});
   } catch (const std::exception& e) {
     fail(e.what());
   }
   check_place(communicator_->place(), place);
+  runs_ = PerSession<Runs>::of(logger, communicator_.get());
+  number_ = runs_->add();
 }
 
 template <class Call>
@@ -544,6 +554,7 @@ void CudaRank::enqueue(const Call& call) const {
   try {
     call(*communicator_);
   } catch (const std::runtime_error& error) {
+    communicator_->fail_all(node_ + ": " + error.what());
     throw std::runtime_error(node_ + ": " + error.what());
   }
 }
@@ -552,9 +563,10 @@ class CudaReduce : public CudaRank {
  public:
   CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
     const auto reduce = read_checked<qm_reduce>(info, check_reduce);
-    join(info, reduce.rank, reduce.world);
+    join(info, reduce);
   }
   void run(OrtKernelContext* context) const override {
+    begin();
     const OrtValue* x = get_input(context, AllReduce_x);
     const Shape shape = shape_of(x);
     OrtValue* y = get_output(context, 0, shape);
@@ -568,7 +580,7 @@ class CudaGather : public CudaRank {
  public:
   CudaGather(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
     gather_ = read_checked<qm_gather>(info, check_gather);
-    join(info, gather_.rank, gather_.world);
+    join(info, gather_);
   }
   void run(OrtKernelContext* context) const override;
 
@@ -577,6 +589,7 @@ class CudaGather : public CudaRank {
 };
 
 void CudaGather::run(OrtKernelContext* context) const {
+  begin();
   const OrtValue* x = get_input(context, AllGather_x);
   OrtValue* y = gathered(context, x, gather_);
   const Shape shape = shape_of(x);
@@ -595,9 +608,10 @@ class CudaScatter : public CudaRank {
  public:
   CudaScatter(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
     scatter_ = read_checked<qm_scatter>(info, check_scatter);
-    join(info, scatter_.rank, scatter_.world);
+    join(info, scatter_);
   }
   void run(OrtKernelContext* context) const override {
+    begin();
     const OrtValue* x = get_input(context, ReduceScatter_x);
     OrtValue* y = scattered(context, x, scatter_.world);
     const int64_t own = elements(shape_of(x)) / scatter_.world;

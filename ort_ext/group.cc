@@ -47,6 +47,7 @@ class Group {
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  int32_t export_id_ = 0;                    // of the files
   std::vector<bool> joined_;                 // by rank
   std::vector<std::optional<Piece>> parts_;  // of ranks that have arrived
   int32_t arrived_ = 0, leaving_ = 0;
@@ -61,6 +62,7 @@ std::shared_ptr<Group> Group::join(const Place& place) {
   std::shared_ptr<Group> found = entry.lock();
   if (!found) {
     entry = found = std::make_shared<Group>();
+    found->export_id_ = place.export_id;
     found->joined_.resize(static_cast<size_t>(place.world));
     found->parts_.resize(static_cast<size_t>(place.world));
   }
@@ -75,6 +77,9 @@ void Group::check(const Place& place) const {
   if (joined_.size() != static_cast<size_t>(place.world))
     throw std::invalid_argument("this file is rank " + rank + " of " + std::to_string(place.world) + ", " + name +
                                 " has sessions of " + std::to_string(joined_.size()) + " ranks");
+  if (export_id_ != place.export_id)
+    throw std::invalid_argument("this file is rank " + rank + " of " + export_of(place.export_id) + ", " + name +
+                                " has sessions of " + export_of(export_id_));
   if (joined_[static_cast<size_t>(place.rank)])
     throw std::invalid_argument(name + " has a session of rank " + rank + " already");
 }

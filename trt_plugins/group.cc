@@ -72,8 +72,8 @@ class GroupFile {
   bool written_ = false;
 };
 
-std::unique_ptr<Communicator> meet(int32_t rank, int32_t world) {
-  Place place{{environment(kGroup), environment(kTimeout), kGroup, kTimeout}, rank, world};
+std::unique_ptr<Communicator> meet(Place place) {
+  place.group = {environment(kGroup), environment(kTimeout), kGroup, kTimeout};
   check_launcher(place);
   GroupFile file(environment(kGroupFile));
   const bool by_file = environment(kGroupFile) != "";
@@ -83,8 +83,8 @@ std::unique_ptr<Communicator> meet(int32_t rank, int32_t world) {
            (by_file ? ", not both" : ""));
   if (by_file) {
     place.group.name_key = kGroupFile;
-    if (rank == 0) file.write(place.group.name = new_group());
-    if (rank != 0) place.group.name = file.read(place.group.patience());
+    if (place.rank == 0) file.write(place.group.name = new_group());
+    if (place.rank != 0) place.group.name = file.read(place.group.patience());
   }
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device))
@@ -101,19 +101,26 @@ struct Met {
 
 }  // namespace
 
-const Communicator& communicator_of(int32_t rank, int32_t world) {
+const Communicator& communicator_of(const Place& place) {
   static auto& met = *new Met;
   const std::lock_guard lock(met.mutex);
   if (met.failure != "") throw std::runtime_error(met.failure);
   if (!met.communicator) try {
-      met.communicator = meet(rank, world);
+      met.communicator = meet(place);
     } catch (const std::exception& error) {
       met.failure = error.what();
       throw;
     }
-  const Place& place = met.communicator->place();
-  if (place.rank != rank || place.world != world)
-    refuse("the engine is " + rank_of({{}, rank, world}) + ", the process " + rank_of(place));
+  const Place& own = met.communicator->place();
+  std::string differs;
+  if (own.rank != place.rank || own.world != place.world)
+    differs = "the engine is " + rank_of(place) + ", the process " + rank_of(own);
+  else if (own.export_id != place.export_id)
+    differs = "the engine is of " + export_of(place.export_id) + ", the ranks have met with engines of " + export_of(own.export_id);
+  if (differs != "") {
+    met.communicator->fail_all(differs);
+    refuse(differs);
+  }
   return *met.communicator;
 }
 

@@ -7,7 +7,8 @@ namespace quantmoe {
 
 // The process's communicator, made at the first call, on the current device, with all other ranks: an NCCL id serves
 // once, so it stays to the end of the process, for all engines. Throws std::runtime_error or std::invalid_argument
-// where the ranks do not meet, now and later, and for another rank than the process is.
-const Communicator& communicator_of(int32_t rank, int32_t world);
+// where the ranks do not meet, now and later, and, in all ranks, for another rank than the process is and for another
+// export than they have met with. `place` has no group.
+const Communicator& communicator_of(const Place& place);
 
 }  // namespace quantmoe

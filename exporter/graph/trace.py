@@ -151,8 +151,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     latent.absorb(skeleton)
     if (own := skeleton.format.slice) is not None:
         experts = [] if own.own_tokens else chosen.experts
-        meet(model, [*experts, *skeleton.summed], ReduceSpec(rank=own.rank, world=own.world))
-        meet(model, skeleton.gathered, GatherSpec(rank=own.rank, world=own.world))
+        meet(model, [*experts, *skeleton.summed], ReduceSpec(**own.place))
+        meet(model, skeleton.gathered, GatherSpec(**own.place))
     with _uncollected():
         graph = _trace_layers(skeleton, target)
     if not attends.plain:
@@ -162,7 +162,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     tables = {name: table for name, layer in chosen.experts.items() if (table := layer.table()) is not None}
     if own is not None and own.own_tokens:
         try:
-            meet_around_experts(graph, own.rank, own.world)
+            meet_around_experts(graph, own)
         except ValueError as error:
             raise CheckpointError(f"{skeleton.format.ckpt.folder}: --data-parallel: {error}") from None
     place_experts(graph, tables, own)

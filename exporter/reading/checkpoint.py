@@ -225,12 +225,22 @@ class Checkpoint:
         entry = self._entry(name)
         if self._headers_only and len(entry.shape) > 1 and not decides:
             return outline(entry.shape, DTYPES[entry.dtype])
+        return self._stored(name).view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def sample(self, name: str, size: int) -> bytes:
+        """So many bytes from the middle of a tensor, as they are stored; all where it has fewer."""
+        stored = self._stored(name)
+        begin = max(0, (len(stored) - size) // 2)
+        return stored[begin : begin + size].tobytes()
+
+    def _stored(self, name: str) -> np.ndarray:
+        """A tensor's bytes in the mapped file."""
+        entry = self._entry(name)
         if entry.shard not in self._maps:
             with doing(self.where(name)), open(entry.shard, "rb") as file:
                 self._maps[entry.shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        dtype = DTYPES[entry.dtype]
-        array = np.frombuffer(self._maps[entry.shard], np.uint8, prod(entry.shape) * dtype.itemsize, entry.begin)
-        return array.view(dtype).reshape(entry.shape)
+        size = prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        return np.frombuffer(self._maps[entry.shard], np.uint8, size, entry.begin)
 
     def release(self) -> None:
         """Takes the pages read so far out of this process's memory; they stay in the file cache."""

@@ -67,6 +67,7 @@ class Slice:
         whole_experts: it has some experts, not a part of each.
         placements: of layers by their numbers, where a map says which experts are where.
         own_tokens: it has tokens of its own, and all of the model but for the experts.
+        export_id: of the export, the same in all ranks (exporter/writing/identity.py); 0: not known.
     """
 
     rank: int
@@ -74,6 +75,12 @@ class Slice:
     whole_experts: bool = False
     placements: Mapping[int, Placement] | None = None
     own_tokens: bool = False
+    export_id: int = 0
+
+    @property
+    def place(self) -> dict[str, int]:
+        """What nodes that need the other ranks say of the rank."""
+        return {"rank": self.rank, "world": self.world, "export_id": self.export_id}
 
     def expert(self, expert: Expert) -> Expert:
         """The rank's part of an expert.

@@ -7,6 +7,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from quantmoe.exporter.writing.genai import (
     shared_tensors,
     shares_buffer,
 )
+from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.output import (
     DATA,
     EMBEDDINGS_MODEL,
@@ -188,6 +190,8 @@ def _export(
         from quantmoe.exporter.writing.parts import save_part, trace_part, write_beside, write_weights  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
+        if ready.format.slice is not None:
+            ready.format.slice = replace(ready.format.slice, export_id=export_id(ckpt, options))
         for part in parts:
             progress("tracing", 0, 1)
             trace_part(part, options, report, ends)

@@ -254,7 +254,10 @@ void* driver_create(void* creator, const char* layer, const DriverField* fields,
                                                                   static_cast<TensorRTPhase>(phase));
 }
 void driver_destroy(void* plugin) { delete static_cast<IPluginV3*>(plugin); }
-void* driver_attach(void* plugin) { return runtime_part(plugin)->attachToContext(nullptr); }
+// context: says which one it is, and is nothing else; null: none.
+void* driver_attach(void* plugin, void* context) {
+  return runtime_part(plugin)->attachToContext(static_cast<IPluginResourceContext*>(context));
+}
 
 struct Tensors {
   PluginTensorDesc now[kTensors]{};

@@ -29,6 +29,7 @@ from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.sums import meet_around_experts
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
+from quantmoe.exporter.reading.slices import Slice
 
 RNG = np.random.default_rng(0)
 
@@ -420,16 +421,15 @@ MIXTURE = """g (float[T, 8] x, float[8, 4] router, float[8, 8] shared, int32[4, 
 def test_tokens_meet_before_experts_and_their_router() -> None:
     """Not before what is beside them."""
     model = parsed(MIXTURE.format(extra="", beside="x"))
-    meet_around_experts(model, 1, 4)
+    meet_around_experts(model, Slice(1, 4, export_id=7))
     made = {node.op_type: node for node in model.graph}
     assert ops(model) == [
         "AllGather", "Cast", "MatMul", "Constant", "TopK", "MatMul", "QuantMoE", "ReduceScatter", "Add"
     ]  # fmt: skip
     every, own = made["AllGather"], made["ReduceScatter"]
     assert every.attributes["axis"].as_int() == 0
-    assert [(node.attributes["rank"].as_int(), node.attributes["world"].as_int()) for node in (every, own)] == [
-        (1, 4)
-    ] * 2
+    for node in (every, own):
+        assert [node.attributes[name].as_int() for name in ("rank", "world", "export_id")] == [1, 4, 7]
     assert made["QuantMoE"].inputs[0] is made["Cast"].inputs[0] is every.outputs[0]
     assert made["MatMul"].inputs[0] is every.inputs[0] is model.graph.inputs[0]
     assert made["Add"].inputs[0] is own.outputs[0]
@@ -444,13 +444,13 @@ def test_tokens_meet_before_experts_and_their_router() -> None:
 )
 def test_routers_with_other_uses_do_not_meet(extra: str, beside: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        meet_around_experts(parsed(MIXTURE.format(extra=extra, beside=beside)), 0, 2)
+        meet_around_experts(parsed(MIXTURE.format(extra=extra, beside=beside)), Slice(0, 2))
 
 
 def test_ids_of_something_else_do_not_meet() -> None:
     model = parsed(MIXTURE.format(extra="", beside="x").replace("(x, ids, weights", "(beside, ids, weights"))
     with pytest.raises(ValueError, match="ids and weights of  are not made of its input"):
-        meet_around_experts(model, 0, 2)
+        meet_around_experts(model, Slice(0, 2))
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])

@@ -144,7 +144,8 @@ static int check_ranks(const char* op, const Node& node, char* err) {
   constexpr int32_t kMaxRanks = 1 << 16;
   QM_TRY(check_node(op, &node, err));
   QM_TRY(check_range("world", node.world, 1, kMaxRanks, err));
-  return check_range("rank", node.rank, 0, node.world - 1, err);
+  QM_TRY(check_range("rank", node.rank, 0, node.world - 1, err));
+  return check_range("export_id", node.export_id, 0, INT32_MAX, err);
 }
 
 int check_reduce(const qm_reduce& reduce, char* err) { return check_ranks("AllReduce", reduce, err); }

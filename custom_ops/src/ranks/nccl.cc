@@ -214,7 +214,7 @@ void Communicator::watch() {
       },
       [this](const std::string& why) { give_up(why); }};
   watch_ = std::make_unique<Watch>(
-      place_.rank, place_.world, "quantmoe " QM_RELEASE, place_.group.patience(),
+      place_.rank, place_.world, "quantmoe " QM_RELEASE ", " + export_of(place_.export_id), place_.group.patience(),
       [this](const std::string& card) { return exchange(card); }, watched);
   must(cudaSetDevice(before));
 }
@@ -288,6 +288,37 @@ void Communicator::expect_same(const std::string& node) const {
       throw std::runtime_error("rank " + std::to_string(rank) + " is at " + all[rank] + ", rank " +
                                std::to_string(place_.rank) + " at " + own +
                                ": expected files of one export, and runs in one order");
+}
+
+void Communicator::fail_all(const std::string& why) const {
+  if (watch_) watch_->fail_all(why);
+}
+
+Runs::~Runs() {
+  if (count_ > 0) all_->fail_all(cut_short());
+}
+
+size_t Runs::add() {
+  const std::lock_guard lock(mutex_);
+  called_.push_back(false);
+  return called_.size() - 1;
+}
+
+std::string Runs::cut_short() const {
+  return "its last run has failed, after " + std::to_string(count_) + " of the " + std::to_string(called_.size()) +
+         " nodes that need the other ranks";
+}
+
+void Runs::begin(size_t node) {
+  const std::lock_guard lock(mutex_);
+  if (called_[node]) {
+    all_->fail_all(cut_short());
+    throw std::runtime_error("rank " + std::to_string(all_->place().rank) + " has failed: " + cut_short());
+  }
+  called_[node] = true;
+  if (++count_ < called_.size()) return;
+  called_.assign(count_, false);
+  count_ = 0;
 }
 
 }  // namespace quantmoe

@@ -6,6 +6,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
 
 #include "quantmoe/quant_moe.h"
 #include "ranks/place.h"
@@ -46,6 +49,8 @@ class Communicator {
   void forget(cudaStream_t stream) const;
   // Waits for all ranks; throws std::runtime_error in all of them unless they call it with one text.
   void expect_same(const std::string& node) const;
+  // Ends the runs of all ranks with an error: this one cannot have its part in them. The first reason counts.
+  void fail_all(const std::string& why) const;
 
  private:
   std::vector<std::string> exchange(const std::string& card) const;
@@ -62,6 +67,27 @@ class Communicator {
   cudaEvent_t done_ = nullptr;    // the last call outside graphs
   cudaStream_t end_ = nullptr;    // for launch_trap
   std::unique_ptr<Watch> watch_;  // null: there are no others
+};
+
+// The nodes of a session or context that need the other ranks. A run calls each of them once: one that is called again
+// before all have been, or a context that goes then, says that a run has failed, for which the others wait.
+class Runs {
+ public:
+  explicit Runs(const Communicator* all) : all_(all) {}
+  ~Runs();
+  Runs(const Runs&) = delete;
+  Runs& operator=(const Runs&) = delete;
+  size_t add();  // the number of a new node
+  // A node is called. Throws std::runtime_error, in all ranks, where the run before has failed.
+  void begin(size_t node);
+
+ private:
+  std::string cut_short() const;
+
+  const Communicator* const all_;
+  std::mutex mutex_;
+  std::vector<bool> called_;  // in this run
+  size_t count_ = 0;          // of them
 };
 
 }  // namespace quantmoe

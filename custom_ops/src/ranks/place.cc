@@ -1,6 +1,7 @@
 #include "ranks/place.h"
 
 #include <charconv>
+#include <cstdio>
 #include <stdexcept>
 
 namespace quantmoe {
@@ -16,6 +17,13 @@ std::chrono::seconds GroupSettings::patience() const {
                                   std::to_string(kMost) + " seconds");
   }
   return std::chrono::seconds(seconds);
+}
+
+std::string export_of(int32_t export_id) {
+  if (export_id == 0) return "an export that has no export_id";
+  char text[32];
+  std::snprintf(text, sizeof(text), "export %08x", static_cast<unsigned>(export_id));
+  return text;
 }
 
 }  // namespace quantmoe

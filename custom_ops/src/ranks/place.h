@@ -23,10 +23,18 @@ struct GroupSettings {
 struct Place {
   GroupSettings group;
   int32_t rank, world;
+  int32_t export_id;  // of the file; 0: not known
 };
 
+// A node's, of AllReduce, AllGather or ReduceScatter.
+template <class Node>
+Place place_of(const GroupSettings& group, const Node& node) {
+  return {group, node.rank, node.world, node.export_id};
+}
 inline std::string rank_of(const Place& place) {
   return "rank " + std::to_string(place.rank) + " of " + std::to_string(place.world);
 }
+// "export 1a2b3c4d", for messages.
+std::string export_of(int32_t export_id);
 
 }  // namespace quantmoe

@@ -30,10 +30,12 @@ constexpr std::chrono::milliseconds kTick{500};
 constexpr std::chrono::seconds kStuck{3};
 constexpr size_t kTokenSize = 32;
 
-// A rank is gone; `ended`: its session ended, and it said so.
+// What a rank says of itself, or rank 0 of another: after it no sum can be had.
 struct Message {
-  int32_t rank, ended;
+  int32_t rank;
+  char why[508];  // ends with a NUL
 };
+constexpr const char* kGone = "is gone: its process has ended, or its host is not reached";
 
 struct Hello {
   char token[kTokenSize];
@@ -252,24 +254,37 @@ std::string Watch::failure() const {
   return failure_;
 }
 
-void Watch::fail(const std::string& why) {
+void Watch::fail(int32_t rank, const std::string& why) {
   const std::lock_guard lock(mutex_);
-  if (failure_.empty()) failure_ = why;
+  if (!failure_.empty()) return;
+  failure_ = "rank " + std::to_string(rank) + " " + why;
+  if (rank == rank_) untold_ = why;
 }
+
+std::string Watch::take_untold() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(untold_, "");
+}
+
+void Watch::fail_all(const std::string& why) { fail(rank_, "has failed: " + why); }
 
 // Hears that a rank is gone: of itself, which says so or whose connections the system closes, or of another.
 void Watch::listen_to(Peer& peer) {
-  Message message{peer.rank, 0};
-  if (!receive_all(peer.socket, &message, sizeof(message), kTick)) message = {peer.rank, 0};
+  Message message{};
+  if (!receive_all(peer.socket, &message, sizeof(message), kTick)) {
+    message.rank = peer.rank;
+    std::strcpy(message.why, kGone);
+  }
+  message.why[sizeof(message.why) - 1] = 0;
   if (message.rank == peer.rank) close(std::exchange(peer.socket, -1));
   std::erase_if(peers_, [](const Peer& one) { return one.socket < 0; });
-  if (rank_ == 0) tell(message.rank, message.ended);
-  fail("rank " + std::to_string(message.rank) +
-       (message.ended ? " has ended its session" : " is gone: its process has ended, or its host is not reached"));
+  if (rank_ == 0) tell(message.rank, message.why);
+  fail(message.rank, message.why);
 }
 
-void Watch::tell(int32_t rank, bool ended) {
-  const Message message{rank, ended};
+void Watch::tell(int32_t rank, const std::string& why) {
+  Message message{rank, {}};
+  why.copy(message.why, sizeof(message.why) - 1);
   for (const Peer& peer : peers_) (void)send_all(peer.socket, &message, sizeof(message));
 }
 
@@ -280,16 +295,15 @@ void Watch::run() {
     std::vector<pollfd> all{{wake_, POLLIN, 0}};
     for (const Peer& peer : peers_) all.push_back({peer.socket, POLLIN, 0});
     poll(all.data(), all.size(), static_cast<int>(kTick.count()));
+    const std::string own = take_untold();
+    if (!own.empty()) tell(rank_, own);
     if (all[0].revents) {
-      tell(rank_, true);
+      if (own.empty()) tell(rank_, "has ended its session");
       return;
     }
     for (size_t i = all.size() - 1; i > 0; --i)
       if (all[i].revents) listen_to(peers_[i - 1]);
-    if (const std::string error = failure().empty() ? watched_.error() : ""; !error.empty()) {
-      fail(error);
-      tell(rank_, false);
-    }
+    if (const std::string error = failure().empty() ? watched_.error() : ""; !error.empty()) fail_all(error);
     const std::string why = failure();
     const auto now = Clock::now();
     if (why.empty() || gave_up || !watched_.busy()) {

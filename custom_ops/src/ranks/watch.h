@@ -1,4 +1,4 @@
-// Tells a rank of a sliced model when another one is gone, over TCP: what a GPU waits for then never comes, and NCCL
+// Tells a rank of a sliced model when another one is gone or has failed, over TCP: what a GPU waits for then never comes, and NCCL
 // does not notice a process that is killed on its own host. Rank 0 has a connection with each of the others and tells
 // them. Nothing here knows CUDA, NCCL or ONNX Runtime.
 #pragma once
@@ -26,7 +26,7 @@ class Watch {
   // Gives own cards of all ranks for this one's.
   using Exchange = std::function<std::vector<std::string>(const std::string& card)>;
 
-  // Meets the others. `release` is one text in all ranks. Throws std::runtime_error, naming the rank, where it is not
+  // Meets the others. `release`, and the file's export, is one text in all ranks. Throws std::runtime_error, naming the rank, where it is not
   // or one is not reached.
   Watch(int32_t rank, int32_t world, const std::string& release, std::chrono::seconds patience,
         const Exchange& exchange, Watched watched);
@@ -34,6 +34,8 @@ class Watch {
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
+  // Ends what all ranks wait for: this one has failed. The first reason counts; the watch's thread tells the others.
+  void fail_all(const std::string& why);
   // Why no sum can be had any more; "": it can.
   std::string failure() const;
 
@@ -47,8 +49,9 @@ class Watch {
   void connect_to(const std::string& card, std::chrono::seconds patience);
   void run();
   void listen_to(Peer& peer);
-  void tell(int32_t rank, bool ended);
-  void fail(const std::string& why);
+  void tell(int32_t rank, const std::string& why);
+  void fail(int32_t rank, const std::string& why);
+  std::string take_untold();
   void close_all();
 
   const int32_t rank_, world_;
@@ -57,6 +60,7 @@ class Watch {
   int wake_ = -1;            // the thread ends when this can be read
   mutable std::mutex mutex_;
   std::string failure_;
+  std::string untold_;  // of it what the others do not know yet
   std::thread thread_;
 };
 

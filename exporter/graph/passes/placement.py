@@ -64,7 +64,7 @@ def _of_all_ranks(model: ir.Model, before: ir.Node, turn: ir.Value, part: Slice)
     assert x is not None
     assert x.type is not None
     assert turn.type is not None
-    spec = GatherSpec(rank=part.rank, world=part.world, axis=0)
+    spec = GatherSpec(**part.place, axis=0)
     floats = _add(before, "Cast", [turn], x, to=x.type.dtype.value)
     every = _add(before, "AllGather", [floats], x, domain=DOMAIN, **spec.attributes())
     return _add(before, "Cast", [every], turn, to=turn.type.dtype.value)

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 
 from quantmoe.custom_ops.op import DOMAIN, GatherSpec, ReduceSpec, ScatterSpec
+from quantmoe.exporter.reading.slices import Slice
 
 
 def meet(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec | GatherSpec) -> None:
@@ -26,7 +27,7 @@ def meet(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec | Gath
         model.get_submodule(name).register_forward_hook(call)
 
 
-def meet_around_experts(model: ir.Model, rank: int, world: int) -> None:
+def meet_around_experts(model: ir.Model, part: Slice) -> None:
     """Gives each QuantMoE the tokens of all ranks, and each rank the experts' sums of its own.
 
     A router has all ranks' tokens, too: it is in all ranks, so only the tokens are sent, not their ids and weights.
@@ -34,13 +35,12 @@ def meet_around_experts(model: ir.Model, rank: int, world: int) -> None:
     Raises:
         ValueError: ids and weights are not made of the experts' input, or what makes them has other uses.
     """
-    place = {"rank": rank, "world": world}
     for node in [node for node in model.graph if node.op_type == "QuantMoE"]:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
         readers = {*_router(node, x), node}
-        every = ir.node("AllGather", [x], GatherSpec(**place, axis=0).attributes(), domain=DOMAIN)
-        own = ir.node("ReduceScatter", [y], ScatterSpec(**place).attributes(), domain=DOMAIN)
+        every = ir.node("AllGather", [x], GatherSpec(**part.place, axis=0).attributes(), domain=DOMAIN)
+        own = ir.node("ReduceScatter", [y], ScatterSpec(**part.place).attributes(), domain=DOMAIN)
         every.outputs[0].type, own.outputs[0].type = x.type, y.type
         model.graph.insert_before(next(other for other in model.graph if other in readers), every)
         for reader in readers:

@@ -1,0 +1,33 @@
+"""What the ranks of one export have in common, and no other export has."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.reading.checkpoint import Checkpoint
+from quantmoe.exporter.writing.external_data import LINE, new_hash
+
+
+def export_id(ckpt: Checkpoint, options: Options) -> int:
+    """The attribute of nodes that need the other ranks (FORMAT.md 7), 1 to 2^31 - 1.
+
+    It is made of the release, the options, the configuration, what the tensors are, and 64 bytes of each: two
+    fine-tunes of a model differ in nothing else. It is the same in all ranks and whenever the export is repeated.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    asked = dataclasses.asdict(options)
+    if options.expert_map is not None:
+        asked["expert_map"] = Path(options.expert_map).read_text()
+    made_of = new_hash()
+    made_of.update(json.dumps([version("quantmoe"), asked, ckpt.config, ckpt.quantization], default=str).encode())
+    for name in sorted(ckpt.names()):
+        made_of.update(f"\n{name} {ckpt.dtype(name)} {ckpt.shape(name)} ".encode())
+        made_of.update(ckpt.sample(name, LINE))
+    ckpt.release()
+    return int(made_of.hexdigest()[:16], 16) % (2**31 - 1) + 1
