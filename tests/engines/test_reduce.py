@@ -30,6 +30,8 @@ def write(
     node: str = "sum",
     op: str = "AllReduce",
     axis: int = -1,
+    export_ids: tuple[int, int] = (0, 0),
+    **given_version: int,
 ) -> Path:
     """x f32 [rows, 8] -> its sums over the ranks, or all ranks', twice: y of x, z of y."""
     dtype = ir.DataType[float_type]
@@ -39,7 +41,8 @@ def write(
     outputs = []
     for i, name in enumerate("yz"):
         own = {"axis": axis} if op == "AllGather" else {}
-        attributes = SPECS[op](rank=rank, world=world, **own).attributes()
+        place = {"rank": rank, "world": world, "export_id": export_ids[i]}
+        attributes = SPECS[op](**place, **own, **given_version).attributes()
         given = nodes[-1 if i == 0 else -2].outputs
         nodes.append(ir.node(op, given, attributes, domain=DOMAIN, name=f"{node}.{i}"))
         nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": int(ir.DataType.FLOAT)}))
@@ -169,6 +172,30 @@ def test_parts_of_different_sums(tmp_path: Path) -> None:
     sessions = [session(write(tmp_path / f"{r}.onnx", r, 2, node=f"file{r}"), other) for r in range(2)]
     for found in run(sessions, given):
         assert "expected files of one export, and runs in one order" in str(found)
+
+
+def test_files_of_two_exports(tmp_path: Path) -> None:
+    group = next(NAMES)
+    first = session(write(tmp_path / "0.onnx", 0, 2, export_ids=(5, 5)), group)
+    for ids, text in (((7, 7), "export 00000007"), ((0, 0), "an export that has no export_id")):
+        with pytest.raises(
+            Exception, match=f'this file is rank 1 of {text}, the group "{group}" has sessions of export 00000005'
+        ):
+            session(write(tmp_path / "1.onnx", 1, 2, export_ids=ids), group)
+    with pytest.raises(Exception, match="is rank 1 of 2 of export 00000006, another node of the file rank 1 of 2 of"):
+        session(write(tmp_path / "1.onnx", 1, 2, export_ids=(5, 6)), group)
+    with pytest.raises(Exception, match="export_id is -1, expected 0 to 2147483647"):
+        session(write(tmp_path / "1.onnx", 1, 2, export_ids=(-1, -1)), group)
+    del first
+
+
+@pytest.mark.parametrize("op", SPECS)
+def test_files_before_export_ids(tmp_path: Path, op: str) -> None:
+    group, version = next(NAMES), SPECS[op].OPERATOR.version - 1
+    sessions = [session(write(tmp_path / f"{r}.onnx", r, 1, op=op, op_version=version), group) for r in range(1)]
+    (found,) = run(sessions, parts(1))
+    assert isinstance(found, list)
+    assert "export_id" not in SPECS[op](rank=0, world=1, op_version=version).attributes()
 
 
 def test_what_is_no_group(tmp_path: Path) -> None:

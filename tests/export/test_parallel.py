@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from export.test_model import error, run, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from once import made_once
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sweeps import every
 from tiny import make_checkpoint
 
@@ -32,6 +33,7 @@ from quantmoe.exporter.reading.expert_map import balance, in_order, placements, 
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.running.generate import Generator, ModelError
 from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
 
@@ -249,15 +251,19 @@ def check_bytes(folder: Path, whole: Path, whole_experts: bool) -> None:
 
     for field in fields:
         assert torch.equal(joined(ranks, field), joined([want], field)), field
+    ids: set[int] = set()
     for rank, path in enumerate(sorted(folder.glob("rank*"))):
         model = ir.load(path / "model.onnx")
         assert (model.metadata_props["rank"], model.metadata_props["world"]) == (str(rank), str(len(ranks)))
         found = [node for node in model.graph if node.op_type == "AllReduce"]
         assert {node.attributes.get_int("rank") for node in found} == {rank}
+        ids |= {node.attributes.get_int("export_id") for node in model.graph if "export_id" in node.attributes}
         layers = [node for node in model.graph if node.op_type == "CachedAttention"]
         assert len(found) == 2 * len(layers)  # a shared expert is among the routed ones
         (joined,) = [node for node in model.graph if node.op_type == "AllGather"]
         assert [joined.attributes.get_int(name) for name in ("rank", "world")] == [rank, len(ranks)]
+    assert len(ids) == 1
+    assert ids != {0}
 
 
 def _field(name: str) -> str:
@@ -273,6 +279,32 @@ def unpacked(folder: Path) -> dict[str, torch.Tensor]:
             unpack(folder, layer, path := folder.parent / f"unpacked.{folder.name}.{layer}")
             found |= load_file(path)
     return found
+
+
+def test_exports_that_differ_have_other_identities(checkpoint, tmp_path, monkeypatch):
+    folder = checkpoint("qwen3_moe")
+    usual = {"tensor_parallel": 2, "expert_parallel": True}
+
+    def identity(folder: Path = folder, **options: object) -> int:
+        return export_id(open_format(folder, None, None, None).ckpt, Options(**usual | options))
+
+    maps = []
+    for order in (MAP[0], MAP[1]):
+        maps.append(tmp_path / f"{order[0]}.json")
+        maps[-1].write_text(json.dumps({"physical_to_logical_map": [order] * 2}))
+    tuned = tmp_path / "tuned"
+    shutil.copytree(folder, tuned)
+    assert identity(tuned) == identity()  # wherever it is
+    shard = next(tuned.glob("*.safetensors"))
+    tensors = load_file(shard)
+    name = min(name for name in tensors if name.endswith("o_proj.weight_scale"))
+    save_file(tensors | {name: tensors[name] * 2}, shard, {"format": "pt"})
+    found = [identity(), identity(tuned), identity(expert_parallel=False), identity(tensor_parallel=4)]
+    found += [identity(target="cuda"), identity(activations="float"), *(identity(expert_map=path) for path in maps)]
+    monkeypatch.setattr("quantmoe.exporter.writing.identity.version", lambda _: "0.0.1")
+    found.append(identity())
+    assert len({*found}) == len(found)
+    assert all(0 < one < 2**31 for one in found)
 
 
 def test_slices_for_gpus(checkpoint, tmp_path):

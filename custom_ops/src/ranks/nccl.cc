@@ -212,6 +212,8 @@ void Communicator::watch() {
         const cudaStream_t stream = captured_;
         return cudaEventQuery(done_) == cudaErrorNotReady || (stream && cudaStreamQuery(stream) == cudaErrorNotReady);
       },
+      [this] { return cudaEventQuery(done_) == cudaErrorNotReady; },
+      [this] { return calls_.load(); },
       [this](const std::string& why) { give_up(why); }};
   watch_ = std::make_unique<Watch>(
       place_.rank, place_.world, "quantmoe " QM_RELEASE ", " + export_of(place_.export_id), place_.group.patience(),
@@ -240,10 +242,12 @@ void Communicator::mark(cudaStream_t stream) const {
   if (!done_) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   must(cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone)
+  if (status != cudaStreamCaptureStatusNone) {
     captured_ = stream;
-  else
+  } else {
     must(cudaEventRecord(done_, stream));
+    ++calls_;
+  }
 }
 
 void Communicator::forget(cudaStream_t stream) const { captured_.compare_exchange_strong(stream, nullptr); }

@@ -63,6 +63,7 @@ class Communicator {
   const int device_;
   void* comm_ = nullptr;
   mutable std::atomic<cudaStream_t> captured_{};  // of graphs
+  mutable std::atomic<int64_t> calls_{0};         // outside them
   std::atomic<bool> given_up_{false};
   cudaEvent_t done_ = nullptr;    // the last call outside graphs
   cudaStream_t end_ = nullptr;    // for launch_trap

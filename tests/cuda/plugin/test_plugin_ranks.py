@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_files_of_two_exports(tmp_path: Path) -> None:
         said = Ranks(tmp_path, 2, [by_id(folder)], of={1: others}).said()
         exports = ["export 00000005", "export 00000007" if text == "7" else "an export that has no export_id"]
         for rank, log in enumerate(said):
-            own, other = (f"of quantmoe 0.1.0, {export}" for export in (exports[rank], exports[1 - rank]))
+            own, other = (f"of quantmoe {version('quantmoe')}, {export}" for export in (exports[rank], exports[1 - rank]))
             assert f"rank {1 - rank} is {other}, rank {rank} {own}" in log
 
 
