@@ -337,8 +337,8 @@ OrtValue* Kernel::scattered(OrtKernelContext* context, const OrtValue* x, int32_
 
 void Kernel::check_place(const Place& first, const Place& own) const {
   if (first.rank != own.rank || first.world != own.world || first.export_id != own.export_id)
-    fail("it is " + rank_of(own) + " of " + export_of(own.export_id) + ", another node of the file " + rank_of(first) + " of " +
-         export_of(first.export_id));
+    fail("it is " + rank_of(own) + " of " + export_of(own.export_id) + ", another node of the file " + rank_of(first) +
+         " of " + export_of(first.export_id));
 }
 
 void Kernel::check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {

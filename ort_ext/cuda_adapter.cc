@@ -522,8 +522,8 @@ class CudaRank : public CudaKernel {
   template <class Node>
   void join(const OrtKernelInfo* info, const Node& node);
   // A run of the node begins.
-  void begin() const {
-    enqueue([this](const Communicator&) { runs_->begin(number_); });
+  void begin(OrtKernelContext* context) const {
+    enqueue([&](const Communicator&) { runs_->begin(number_, static_cast<cudaStream_t>(stream_of(context))); });
   }
   template <class Call>
   void enqueue(const Call& call) const;
@@ -566,7 +566,7 @@ class CudaReduce : public CudaRank {
     join(info, reduce);
   }
   void run(OrtKernelContext* context) const override {
-    begin();
+    begin(context);
     const OrtValue* x = get_input(context, AllReduce_x);
     const Shape shape = shape_of(x);
     OrtValue* y = get_output(context, 0, shape);
@@ -589,7 +589,7 @@ class CudaGather : public CudaRank {
 };
 
 void CudaGather::run(OrtKernelContext* context) const {
-  begin();
+  begin(context);
   const OrtValue* x = get_input(context, AllGather_x);
   OrtValue* y = gathered(context, x, gather_);
   const Shape shape = shape_of(x);
@@ -611,7 +611,7 @@ class CudaScatter : public CudaRank {
     join(info, scatter_);
   }
   void run(OrtKernelContext* context) const override {
-    begin();
+    begin(context);
     const OrtValue* x = get_input(context, ReduceScatter_x);
     OrtValue* y = scattered(context, x, scatter_.world);
     const int64_t own = elements(shape_of(x)) / scatter_.world;

@@ -116,7 +116,8 @@ const Communicator& communicator_of(const Place& place) {
   if (own.rank != place.rank || own.world != place.world)
     differs = "the engine is " + rank_of(place) + ", the process " + rank_of(own);
   else if (own.export_id != place.export_id)
-    differs = "the engine is of " + export_of(place.export_id) + ", the ranks have met with engines of " + export_of(own.export_id);
+    differs = "the engine is of " + export_of(place.export_id) + ", the ranks have met with engines of " +
+              export_of(own.export_id);
   if (differs != "") {
     met.communicator->fail_all(differs);
     refuse(differs);

@@ -71,7 +71,7 @@ class OfRanks : public Plugin {
   int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const int64_t count = elements(x_);
-    if (runs_) runs_->begin(number_);
+    if (runs_) runs_->begin(number_, stream);
     if (count == 0) return QM_OK;
     if (!all_)  // a builder has no other ranks
       return write_zeros(outputs[0], static_cast<size_t>(outputs_of(count) * kTypeBytes), stream, error);
@@ -91,11 +91,7 @@ class OfRanks : public Plugin {
  private:
   // Before the first call of a context that is not captured: a rank with another file would wait without end.
   void agree(cudaStream_t stream) {
-    if (agreed_) return;
-    cudaStreamCaptureStatus capture;
-    if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture))
-      throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
-    if (capture != cudaStreamCaptureStatusNone) return;
+    if (agreed_ || is_captured(stream)) return;
     all_->expect_same(layer_->name + " x " + to_text(x_));
     agreed_ = true;
   }

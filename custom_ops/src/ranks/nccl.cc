@@ -108,6 +108,12 @@ bool in_time(std::chrono::seconds patience, const std::function<void()>& call) {
 
 }  // namespace
 
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  must(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 std::string new_group() {
   const Nccl& nccl = Nccl::get();
   UniqueId id;
@@ -212,8 +218,7 @@ void Communicator::watch() {
         const cudaStream_t stream = captured_;
         return cudaEventQuery(done_) == cudaErrorNotReady || (stream && cudaStreamQuery(stream) == cudaErrorNotReady);
       },
-      [this] { return cudaEventQuery(done_) == cudaErrorNotReady; },
-      [this] { return calls_.load(); },
+      [this] { return cudaEventQuery(done_) == cudaErrorNotReady; }, [this] { return calls_.load(); },
       [this](const std::string& why) { give_up(why); }};
   watch_ = std::make_unique<Watch>(
       place_.rank, place_.world, "quantmoe " QM_RELEASE ", " + export_of(place_.export_id), place_.group.patience(),
@@ -240,9 +245,7 @@ void Communicator::expect_all() const {
 // captured graphs, whose replays record no event of ours, after them; TensorRT's user says nothing, see forget.
 void Communicator::mark(cudaStream_t stream) const {
   if (!done_) return;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  must(cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone) {
+  if (is_captured(stream)) {
     captured_ = stream;
   } else {
     must(cudaEventRecord(done_, stream));
@@ -313,7 +316,8 @@ std::string Runs::cut_short() const {
          " nodes that need the other ranks";
 }
 
-void Runs::begin(size_t node) {
+void Runs::begin(size_t node, cudaStream_t stream) {
+  if (is_captured(stream)) return;
   const std::lock_guard lock(mutex_);
   if (called_[node]) {
     all_->fail_all(cut_short());

@@ -25,6 +25,9 @@ struct DevicePlace {
 // A new group's name: an NCCL id in hex, which rank 0 makes. Throws std::runtime_error without NCCL.
 std::string new_group();
 
+// Whether what is enqueued on the stream becomes a CUDA graph's.
+bool is_captured(cudaStream_t stream);
+
 // A rank's NCCL communicator. A rank that goes while this one waits for it, also in a CUDA graph's replay, ends the
 // run: the process has no CUDA after that.
 class Communicator {
@@ -79,8 +82,9 @@ class Runs {
   Runs(const Runs&) = delete;
   Runs& operator=(const Runs&) = delete;
   size_t add();  // the number of a new node
-  // A node is called. Throws std::runtime_error, in all ranks, where the run before has failed.
-  void begin(size_t node);
+  // A node is called. Throws std::runtime_error, in all ranks, where the run before has failed. Nobody waits for what
+  // is only captured.
+  void begin(size_t node, cudaStream_t stream);
 
  private:
   std::string cut_short() const;

@@ -1,6 +1,6 @@
-// Tells a rank of a sliced model when another one is gone or has failed, over TCP: what a GPU waits for then never comes, and NCCL
-// does not notice a process that is killed on its own host. Rank 0 has a connection with each of the others and tells
-// them. Nothing here knows CUDA, NCCL or ONNX Runtime.
+// Tells a rank of a sliced model when another one is gone or has failed, over TCP: what a GPU waits for then never
+// comes, and NCCL does not notice a process that is killed on its own host. Rank 0 has a connection with each of the
+// others and tells them. Nothing here knows CUDA, NCCL or ONNX Runtime.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -29,8 +29,8 @@ class Watch {
   using Exchange = std::function<std::vector<std::string>(const std::string& card)>;
 
   // Meets the others. A rank that has nothing to do while another one waits has failed when `patience` is over, or
-  // does not come. `release`, and the file's export, is one text in all ranks. Throws std::runtime_error, naming the rank, where it is not
-  // or one is not reached.
+  // does not come. `release`, and the file's export, is one text in all ranks. Throws std::runtime_error, naming the
+  // rank, where it is not or one is not reached.
   Watch(int32_t rank, int32_t world, const std::string& release, std::chrono::seconds patience,
         const Exchange& exchange, Watched watched);
   // Tells the others that this rank's session ends.

@@ -158,7 +158,9 @@ def test_files_of_two_exports(tmp_path: Path) -> None:
         said = Ranks(tmp_path, 2, [by_id(folder)], of={1: others}).said()
         exports = ["export 00000005", "export 00000007" if text == "7" else "an export that has no export_id"]
         for rank, log in enumerate(said):
-            own, other = (f"of quantmoe {version('quantmoe')}, {export}" for export in (exports[rank], exports[1 - rank]))
+            own, other = (
+                f"of quantmoe {version('quantmoe')}, {export}" for export in (exports[rank], exports[1 - rank])
+            )
             assert f"rank {1 - rank} is {other}, rank {rank} {own}" in log
 
 
