@@ -36,7 +36,9 @@ class Group {
   void meet(const Place& place, Piece part, void* y, std::chrono::seconds patience);
 
  private:
-  void check(const Place& place) const;
+  std::string difference(const Place& place) const;
+  void refuse(const Place& place, const std::string& why);
+  void give_up(const std::string& why);
   std::string missing() const;
   std::string difference() const;
   void finish();
@@ -53,6 +55,7 @@ class Group {
   int32_t arrived_ = 0, leaving_ = 0;
   int64_t attempt_ = 0;  // meetings that were given up
   std::string failure_;  // why the last of those was
+  std::string refused_;  // why the last session that came has not joined; "": it has
 };
 
 std::shared_ptr<Group> Group::join(const Place& place) {
@@ -67,21 +70,30 @@ std::shared_ptr<Group> Group::join(const Place& place) {
     found->parts_.resize(static_cast<size_t>(place.world));
   }
   const std::lock_guard own(found->mutex_);
-  found->check(place);
+  if (const std::string why = found->difference(place); !why.empty()) found->refuse(place, why);
+  if (found->joined_[static_cast<size_t>(place.rank)])
+    throw std::invalid_argument("the group \"" + place.group.name + "\" has a session of rank " +
+                                std::to_string(place.rank) + " already");
+  found->refused_ = "";
   found->joined_[static_cast<size_t>(place.rank)] = true;
   return found;
 }
 
-void Group::check(const Place& place) const {
-  const std::string name = "the group \"" + place.group.name + "\"", rank = std::to_string(place.rank);
+// Between a file and those that have joined; "": none.
+std::string Group::difference(const Place& place) const {
+  const std::string own = "this file is rank " + std::to_string(place.rank) + " of ",
+                    group = ", the group \"" + place.group.name + "\" has sessions of ";
   if (joined_.size() != static_cast<size_t>(place.world))
-    throw std::invalid_argument("this file is rank " + rank + " of " + std::to_string(place.world) + ", " + name +
-                                " has sessions of " + std::to_string(joined_.size()) + " ranks");
-  if (export_id_ != place.export_id)
-    throw std::invalid_argument("this file is rank " + rank + " of " + export_of(place.export_id) + ", " + name +
-                                " has sessions of " + export_of(export_id_));
-  if (joined_[static_cast<size_t>(place.rank)])
-    throw std::invalid_argument(name + " has a session of rank " + rank + " already");
+    return own + std::to_string(place.world) + group + std::to_string(joined_.size()) + " ranks";
+  if (export_id_ != place.export_id) return own + export_of(place.export_id) + group + export_of(export_id_);
+  return "";
+}
+
+// The ranks that wait for this one hear it, and those that meet before another one has come.
+void Group::refuse(const Place& place, const std::string& why) {
+  refused_ = "rank " + std::to_string(place.rank) + "'s session was refused: " + why;
+  if (arrived_ > 0 && leaving_ == 0) give_up(refused_);
+  throw std::invalid_argument(why);
 }
 
 void Group::leave(int32_t rank) {
@@ -159,10 +171,17 @@ void Group::finish() {
   changed_.notify_all();
 }
 
+void Group::give_up(const std::string& why) {
+  failure_ = why;
+  ++attempt_;
+  finish();
+}
+
 void Group::meet(const Place& place, Piece part, void* y, std::chrono::seconds patience) {
   const std::string rank = "rank " + std::to_string(place.rank);
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return leaving_ == 0; });
+  if (!refused_.empty()) throw std::runtime_error(refused_);
   const bool rows = part.row > 0;
   auto& own = parts_[static_cast<size_t>(place.rank)];
   if (own) throw std::runtime_error(rank + " is in two runs at a time, expected one after the other");
@@ -172,10 +191,8 @@ void Group::meet(const Place& place, Piece part, void* y, std::chrono::seconds p
     leaving_ = place.world;
     changed_.notify_all();
   } else if (!changed_.wait_for(lock, patience, [&] { return leaving_ > 0 || attempt_ != attempt; })) {
-    failure_ = "the group \"" + place.group.name + "\" of " + std::to_string(place.world) + " ranks waited " +
-               std::to_string(patience.count()) + " s for " + missing();
-    ++attempt_;
-    finish();
+    give_up("the group \"" + place.group.name + "\" of " + std::to_string(place.world) + " ranks waited " +
+            std::to_string(patience.count()) + " s for " + missing());
   }
   if (attempt_ != attempt) throw std::runtime_error(failure_);
   lock.unlock();

@@ -182,11 +182,22 @@ def test_files_of_two_exports(tmp_path: Path) -> None:
             Exception, match=f'this file is rank 1 of {text}, the group "{group}" has sessions of export 00000005'
         ):
             session(write(tmp_path / "1.onnx", 1, 2, export_ids=ids), group)
+        (found,) = run([first], parts(1))
+        assert f"rank 1's session was refused: this file is rank 1 of {text}, the group" in str(found)
+    with ThreadPoolExecutor(1) as pool:
+        second = session(write(tmp_path / "1.onnx", 1, 2, export_ids=(5, 5)), group)
+        waits = pool.submit(run, [first], parts(1))
+        while not waits.done():  # it may not wait yet
+            with pytest.raises(Exception, match="of export 00000007"):
+                session(write(tmp_path / "7.onnx", 1, 2, export_ids=(7, 7)), group)
+        assert "was refused: this file is rank 1 of export 00000007" in str(waits.result())
+    del second
+    second = session(tmp_path / "1.onnx", group)
+    assert all(isinstance(found, list) for found in run([first, second], parts(2)))
     with pytest.raises(Exception, match="is rank 1 of 2 of export 00000006, another node of the file rank 1 of 2 of"):
-        session(write(tmp_path / "1.onnx", 1, 2, export_ids=(5, 6)), group)
+        session(write(tmp_path / "2.onnx", 1, 2, export_ids=(5, 6)), next(NAMES))
     with pytest.raises(Exception, match="export_id is -1, expected 0 to 2147483647"):
-        session(write(tmp_path / "1.onnx", 1, 2, export_ids=(-1, -1)), group)
-    del first
+        session(write(tmp_path / "2.onnx", 1, 2, export_ids=(-1, -1)), group)
 
 
 @pytest.mark.parametrize("op", SPECS)
