@@ -28,6 +28,8 @@ from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
 
 #: ends of the names of what a cache has of linear attention: of one size however many tokens there were
 STATES = (".conv_state", ".recurrent_state")
+#: ONNX Runtime's entry of sessions: whether threads without work spin
+SPINNING = "session.intra_op.allow_spinning"
 
 
 class Generated(Iterator[int]):
@@ -157,6 +159,9 @@ class Generator:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what it logs is in its exceptions
+        if self.speculate == "mtp" or self.path.name == MTP_MODEL:
+            # two sessions take turns: threads of one that spin for its next run take cores from the other's
+            options.add_session_config_entry(SPINNING, "0")
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
         for entry, given in entries.items():

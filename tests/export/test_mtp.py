@@ -30,7 +30,7 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator, load_tokenizer
+from quantmoe.exporter.running.generate import SPINNING, Generator, load_tokenizer
 from quantmoe.exporter.running.speculate import Head
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -210,6 +210,20 @@ def test_tokens_and_bytes_are_those_of_generation_without(models, kind):
     assert found.tokens == want.tokens
     assert found.speculation.drafted > 20
     assert found.logits.tobytes() == want.logits.tobytes()
+
+
+def test_threads_of_two_sessions_do_not_spin(models):
+    """They take turns, and what spins for the next run of one takes cores from the other's."""
+
+    def spins(generator: Generator) -> bool:
+        try:
+            return generator.session.get_session_options().get_session_config_entry(SPINNING) != "0"
+        except Exception:  # onnxruntime's, of an entry that nobody made
+            return True
+
+    generator = Generator(models["deepseek_v3"], speculate="mtp")
+    assert [spins(one) for one in (generator, generator.head)] == [False, False]
+    assert spins(Generator(models["deepseek_v3"], speculate="ngram"))
 
 
 def test_drafts_follow_what_was_accepted(sources, models, monkeypatch):
