@@ -198,7 +198,7 @@ class OnCuda:
     def fill(self, depth: int, batch: int, length: int) -> None:
         self._random(batch, length)
         self._depth, self._batch = depth, batch
-        self.step = DecodeStep(self._model, self._caches, length, batch)
+        self.step = DecodeStep(self._model, self._caches, length, batch=batch)
         self.step.run(token_ids(batch, 1), depth)  # captures
 
     def decode(self, steps: int) -> float:

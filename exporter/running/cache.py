@@ -10,7 +10,7 @@ import ctypes
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
+from quantmoe.exporter.names import HIDDEN
 
 if TYPE_CHECKING:
     from quantmoe.exporter.running.generate import Generator
@@ -44,6 +45,7 @@ class Cache:
         given: inputs of the next runs beside the tokens.
         generation: what generates on it. One that was left is closed by whatever uses the cache next, and takes back
             what it had drafted.
+        drafting: the cache of the layer that drafts, of the tokens of that generation; None where nothing has drafted.
     """
 
     def __init__(self, model: Generator):
@@ -52,6 +54,7 @@ class Cache:
         self.hidden: np.ndarray | None = None
         self.given: dict[str, np.ndarray] = {}
         self.generation: Generation[Any, None, None] | None = None
+        self.drafting: Cache | None = None
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
         self._slots = 0  # tokens before the last one whose states are in the window
         self._snapshots: dict[int, dict[str, np.ndarray]] = {}
@@ -260,31 +263,87 @@ class Buffer:
         """A copy."""
         return np.array(self.value.numpy()).view(self.dtype)
 
-    def here(self) -> np.ndarray | None:
-        """The memory itself; None of a device's."""
-        if self.value.device_name() != "cpu":
-            return None
-        shape = self.value.shape()
+    def here(self, slot: int | None = None) -> np.ndarray:
+        """The host's memory itself; slot: as :meth:`bind`."""
+        shape, address = self._place(slot)
         size = math.prod(shape) * self.dtype.itemsize
-        memory = (ctypes.c_uint8 * size).from_address(self.value.data_ptr())
+        memory: Any = (ctypes.c_uint8 * size).from_address(address)
         return np.frombuffer(memory, self.dtype).reshape(shape)
 
     def write(self, array: np.ndarray) -> None:
         """Copies all of an array of the same shape and type here."""
         self.value.update_inplace(_stored(array))
 
-    def bind(self, binding: Any, name: str = "", output: str = "") -> None:
-        """As an input and as an output of a session, by their names."""
+    def bind(self, binding: Any, name: str = "", output: str = "", slot: int | None = None) -> None:
+        """As an input and as an output of a session, by their names; slot: of the first dimension that one alone."""
         element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
-        device, place = (self.value.device_name(), 0), (element, self.value.shape(), self.value.data_ptr())
+        device, place = (self.value.device_name(), 0), (element, *self._place(slot))
         if name:
             binding.bind_input(name, *device, *place)
         if output:
             binding.bind_output(output, *device, *place)
 
+    def _place(self, slot: int | None) -> tuple[list[int], int]:
+        """Shape and address of a slot; None: of all."""
+        shape, address = self.value.shape(), self.value.data_ptr()
+        if slot is None:
+            return shape, address
+        return shape[1:], address + slot * math.prod(shape[1:]) * self.dtype.itemsize
+
 
 def _stored(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+class States:
+    """The states of linear attention in a cache's buffers, copied where they are.
+
+    Args:
+        buffers: of the states at least, by the names of the inputs.
+    """
+
+    def __init__(self, model: Generator, buffers: Mapping[str, Buffer]):
+        self._model, self._buffers = model, {name: buffers[name] for name in model.states}
+        #: that of the last token, which a run reads; None where that is all there is
+        self._live = model.window - 1 if model.window > 1 else None
+
+    def read(self) -> dict[str, np.ndarray]:
+        """Copies of those after the last token."""
+        made = {}
+        for name, buffer in self._buffers.items():
+            shape = buffer.value.shape()[self._live is not None :]
+            made[name] = Buffer.of(np.empty(shape, buffer.dtype), "cpu")
+        self._copy(self._buffers, self._live, made, None)
+        return {name: buffer.numpy() for name, buffer in made.items()}
+
+    def write(self, states: Mapping[str, np.ndarray]) -> None:
+        """Makes these the ones after the last token."""
+        given = {name: Buffer.of(np.ascontiguousarray(states[name]), "cpu") for name in self._buffers}
+        self._copy(given, None, self._buffers, self._live)
+
+    def back(self, count: int) -> None:
+        """Makes those so many tokens before the last, which are in the window, the ones after the last."""
+        assert self._live is not None
+        self._copy(self._buffers, self._live - count, self._buffers, self._live)
+
+    def _copy(
+        self, sources: Mapping[str, Buffer], slot: int | None, targets: Mapping[str, Buffer], to: int | None
+    ) -> None:
+        if self._buffers and self._model.device != "cpu":
+            return self._copy_there(sources, slot, targets, to)
+        for name in self._buffers:
+            targets[name].here(to)[...] = sources[name].here(slot)
+
+    def _copy_there(
+        self, sources: Mapping[str, Buffer], slot: int | None, targets: Mapping[str, Buffer], to: int | None
+    ) -> None:
+        """By a session: ONNX Runtime's Python has no other copy that leaves numbers on a device."""
+        binding = self._model.copies.io_binding()
+        for name in self._buffers:
+            sources[name].bind(binding, name, slot=slot)
+            targets[name].bind(binding, output=present(name), slot=to)
+        with doing(f"{self._model.path}: copying states"):
+            self._model.copies.run_with_iobinding(binding)
 
 
 class SharedCache(Cache):
@@ -295,9 +354,10 @@ class SharedCache(Cache):
         self.capacity = 0
         self._buffers: dict[str, Buffer] = {}
         self._binding = self.model.session.io_binding()
-        self._step: DecodeStep | None = None
+        self._steps: dict[int, DecodeStep] = {}  # by the tokens of a run
         for name in self.model.states:
             self._bind(name, np.zeros(self.model.shape(name), self.model.past[name][1]))
+        self._copies = States(self.model, self._buffers)
         if self.model.capacity is not None:
             self._allocate(self.model.capacity)
 
@@ -328,7 +388,7 @@ class SharedCache(Cache):
                 array[:, :, :length] = self._buffers[name].numpy()[:, :, :length]
             self._bind(name, array)
         self.capacity = capacity
-        self._step = DecodeStep(self.model, self._buffers, capacity) if self.model.cuda_graph else None
+        self._steps = {}
 
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, b.numpy()) for name, b in self._buffers.items() if name not in self.model.states)
@@ -344,95 +404,99 @@ class SharedCache(Cache):
         self._buffers[name].bind(self._binding, name, present(name))
 
     def _states(self) -> dict[str, np.ndarray]:
-        return {name: self._live(array).copy() for name, array in self._windows(change=False)}
+        return self._copies.read()
 
     def _restore(self, states: dict[str, np.ndarray]) -> None:
-        for name, array in self._windows():
-            self._live(array)[...] = states[name]
+        self._copies.write(states)
 
     def _crop(self, back: int) -> None:
-        for _, array in self._windows():
-            array[-1] = array[-1 - back]
-
-    def _windows(self, change: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-        """Every state by its name, where it is or, on a device, a copy that is written back."""
-        for name in self.model.states:
-            if (array := self._buffers[name].here()) is not None:
-                yield name, array
-                continue
-            array = self._buffers[name].numpy()
-            yield name, array
-            if change:
-                self._buffers[name].write(array)
+        self._copies.back(back)
 
     def _run(self, ids: np.ndarray) -> np.ndarray:
-        if self._step is not None and ids.shape[1] == 1 and not self.model.hidden:
-            return self._step.run(ids, len(self.tokens))
+        new = ids.shape[1]
+        if self.model.cuda_graph and new <= self.model.step_tokens:
+            if new not in self._steps:
+                self._steps[new] = DecodeStep(self.model, self._buffers, self.capacity, new)
+            step = self._steps[new]
+            found = step.run(ids, len(self.tokens), self.given)
+            self.hidden = step.hidden_states()
+            return found
         for name, value in self.model.feed(ids, len(self.tokens)).items():
             self._binding.bind_cpu_input(name, value)
         given = {name: Buffer.of(value, "cpu") for name, value in self.given.items()}
         for name, buffer in given.items():
             buffer.bind(self._binding, name)
-        logits = self.model.logits_of(ids.shape[1], "cpu")
+        logits = self.model.logits_of(new, "cpu")
         logits.bind(self._binding, output="logits")
-        hidden = self.model.hidden_of(ids.shape[1])
+        hidden = self.model.hidden_of(new, "cpu")
         if hidden is not None:
             hidden.bind(self._binding, output=self.model.hidden)
-        with self.model.running(ids.shape[1], len(self.tokens)):
+        with self.model.running(new, len(self.tokens)):
             self.model.session.run_with_iobinding(self._binding, self.model.run_options(-1))
         self.hidden = None if hidden is None else hidden.numpy()[0]
         return logits.numpy()
 
 
 class DecodeStep:
-    """A decode step whose shapes and addresses never change, as a CUDA graph wants it: a token a row, and a mask of the
-    whole capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session.
+    """A decode step whose shapes and addresses never change, as a CUDA graph wants it: so many tokens a row, one or one
+    and its drafts, and a mask of the whole capacity. ONNX Runtime captures the first and replays it; each cache has a
+    graph of its own in the session, for each number of tokens.
 
     The call that captures runs several times (microsoft/onnxruntime 32243), and a state goes on with each: states are
-    put back after it, and the token is run again. Keys and values are only written again.
+    put back after it, and the tokens are run again. Keys and values are only written again.
 
     Attributes:
-        logits: of the last run, [batch, 1, vocabulary].
+        logits: of the last run, [batch, min(tokens, ``model.rows``), vocabulary].
     """
 
-    def __init__(self, model: Generator, buffers: dict[str, Buffer], capacity: int, batch: int = 1):
-        self.model = model
+    def __init__(self, model: Generator, buffers: Mapping[str, Buffer], capacity: int, tokens: int = 1, batch: int = 1):
+        self.model, self._tokens = model, tokens
         self._options = model.run_options(next(model.graphs))
         self._mask = np.zeros((batch, capacity), np.int64)
-        arrays = model.feed(np.zeros((batch, 1), np.int64), 0) | {"attention_mask": self._mask}
+        arrays = model.feed(np.zeros((batch, tokens), np.int64), 0) | {"attention_mask": self._mask}
+        if model.takes_hidden:
+            arrays[HIDDEN] = model.hidden_array(tokens)
         self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
-        self.logits = model.logits_of(1, model.device, batch)
-        self._states = [buffers[name] for name in model.states]
+        self.logits = model.logits_of(tokens, model.device, batch)
+        self._hidden = model.hidden_of(tokens, model.device)
+        self._states = States(model, buffers)
         self._captured = False
         self._binding = model.session.io_binding()
         self.logits.bind(self._binding, output="logits")
+        if self._hidden is not None:
+            self._hidden.bind(self._binding, output=model.hidden)
         for name, buffer in self._inputs.items():
             buffer.bind(self._binding, name)
         for name, buffer in buffers.items():
             buffer.bind(self._binding, name, present(name))
 
-    def run(self, ids: np.ndarray, length: int) -> np.ndarray:
-        """Logits [batch, 1, vocabulary] of tokens [batch, 1] after ``length`` others of each row."""
-        self.put(ids, length)
+    def run(self, ids: np.ndarray, length: int, given: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+        """Logits of tokens [batch, ``tokens``] after ``length`` others of each row; given: as :meth:`put`."""
+        self.put(ids, length, given)
         self.launch(length)
         return self.logits.numpy()
 
-    def put(self, ids: np.ndarray, length: int) -> None:
-        """The inputs of a run."""
-        self._mask[:, : length + 1], self._mask[:, length + 1 :] = 1, 0
-        for name, array in (self.model.feed(ids, length) | {"attention_mask": self._mask}).items():
+    def put(self, ids: np.ndarray, length: int, given: Mapping[str, np.ndarray] | None = None) -> None:
+        """The inputs of a run; given: those beside the tokens."""
+        end = length + self._tokens
+        self._mask[:, :end], self._mask[:, end:] = 1, 0
+        arrays = self.model.feed(ids, length) | {"attention_mask": self._mask} | dict(given or {})
+        for name, array in arrays.items():
             self._inputs[name].write(array)
 
     def launch(self, length: int) -> None:
         """The run of what was put; length: for errors."""
-        with self.model.running(1, length):
-            if self._states and not self._captured:
-                before = [state.numpy() for state in self._states]
+        with self.model.running(self._tokens, length):
+            if self.model.states and not self._captured:
+                before = self._states.read()
                 self.model.session.run_with_iobinding(self._binding, self._options)
-                for state, array in zip(self._states, before, strict=True):
-                    state.write(array)
+                self._states.write(before)
             self._captured = True
             self.model.session.run_with_iobinding(self._binding, self._options)
+
+    def hidden_states(self) -> np.ndarray | None:
+        """Of the last run's tokens [``tokens``, H]; None where nobody wants them."""
+        return None if self._hidden is None else self._hidden.numpy()[0]
 
 
 def present(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import time
@@ -17,7 +18,7 @@ from quantmoe.exporter.inspecting.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
-from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache
+from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache, present
 from quantmoe.exporter.running.sampling import Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
@@ -137,6 +138,8 @@ class Generator:
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
         self.speculate, self.drafts = speculate, drafts
+        #: tokens of a decode step, at most: runs of so many are CUDA graphs
+        self.step_tokens = 1 if speculate is None else 1 + drafts
         for name, value in (("chunk", chunk), ("capacity", capacity), ("drafts", drafts)):
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
@@ -152,7 +155,8 @@ class Generator:
             path = self.path.with_name(MTP_MODEL)
             if not (self.hidden and path.is_file()):
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
-            self.head = Generator(path, threads, prefault, chunk, device=device)
+            self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=cuda_graph)
+            self.head.step_tokens = drafts + 2  # it reads those accepted and the one after them, then drafts one by one
 
     def _session(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
         """Opens the model; entries: of its session, None for what is not given."""
@@ -211,7 +215,7 @@ class Generator:
             or not all(i.type in caches for i in past.values())
             or not all(i.type in floats for i in logits)
             or not all(len(i.shape) - _rank(name) in (0, name.endswith(STATES)) for name, i in past.items())
-            or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
+            or not all(present(name) in self.outputs for name in past)
         ):
             raise ModelError(
                 f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
@@ -242,6 +246,8 @@ class Generator:
         #: output of the hidden states after the last norm, where somebody drafts from them; "": none
         self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
         self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
+        #: whether a run takes hidden states, as that of the layer which drafts
+        self.takes_hidden = any(i.name == HIDDEN for i in self.session.get_inputs())
 
     def _check_drafts(self) -> None:
         """A run of a token and its drafts takes the logits and the states after each."""
@@ -314,10 +320,30 @@ class Generator:
         assert self.vocabulary is not None  # where caches are shared
         return Buffer.of(np.empty([batch, min(new, self.rows), self.vocabulary], self._logits), device)
 
-    def hidden_of(self, new: int) -> Buffer | None:
+    def hidden_of(self, new: int, device: str) -> Buffer | None:
         """Memory for the hidden states of a run of so many new tokens of one sequence; None where nobody wants them."""
+        return Buffer.of(self.hidden_array(new), device) if self.hidden else None
+
+    def hidden_array(self, new: int) -> np.ndarray:
+        """Of hidden states of so many tokens of one sequence, [1, new, H]."""
         size, dtype = self._hidden
-        return Buffer.of(np.empty([1, new, size], dtype), "cpu") if self.hidden else None
+        return np.empty([1, new, size], dtype)
+
+    @functools.cached_property
+    def copies(self) -> Any:
+        """A session that copies each state from the input of its name to the output present.*, where they are."""
+        import onnx_ir as ir
+
+        nodes = []
+        for name in self.states:
+            x = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(self.past[name][1])))
+            node = ir.node("Identity", [x])
+            node.outputs[0].name, node.outputs[0].type = present(name), x.type
+            nodes.append(node)
+        inputs, outputs = zip(*((node.inputs[0], node.outputs[0]) for node in nodes), strict=True)
+        graph = ir.Graph(inputs, outputs, nodes=nodes, opset_imports={"": 20}, name="copies")
+        model, ort = ir.to_proto(ir.Model(graph, ir_version=9)), runtime()
+        return ort.InferenceSession(model.SerializeToString(), providers=self.session.get_providers())
 
     def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
         """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""
@@ -355,7 +381,7 @@ class Generator:
             raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
         length = past_length(past)
         found = self.run(self.feed(ids, length) | past, ids.shape[1], length)
-        return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
+        return found["logits"], {name: found[present(name)] for name in past}
 
     def run(self, feed: dict[str, np.ndarray], new: int, past: int) -> dict[str, np.ndarray]:
         """All outputs by name, of new tokens after ``past`` of each row.
@@ -405,7 +431,7 @@ class Generator:
         cache, sample = cache or self.cache(), Sampler(sampling)
         if self.speculate is None:
             return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
-        speculation = Speculation(Lookup() if self.head is None else Head(self.head), self.drafts)
+        speculation = Speculation(Lookup() if self.head is None else Head(self.head, cache), self.drafts)
         cache.generation = speculation.steps(cache, list(ids), count, stop, sample)
         return Generated(cache.generation, len(ids), logits, speculation)
 

@@ -65,10 +65,12 @@ class Head:
 
     Args:
         model: of mtp.onnx.
+        cache: of the main model, which keeps the layer's own from stream to stream, and with it its CUDA graphs.
     """
 
-    def __init__(self, model: Generator):
-        self._cache = model.cache()
+    def __init__(self, model: Generator, cache: Cache):
+        self._cache = cache.drafting = cache.drafting or model.cache()
+        self._cache.rewind(0)
         self._last: np.ndarray | None = None  # [1, H], of the last token that was heard
         self._ids: list[int] = []  # tokens that were heard and not run yet, and the hidden states before them
         self._hidden: list[np.ndarray] = []

@@ -22,6 +22,7 @@ from sweeps import every
 from test_generate import PROMPT
 from test_hybrid import multimodal, rewritten
 from test_model import error
+from test_shared import capture
 from test_speculate import Guess
 from transformers.modeling_layers import MtpModel
 
@@ -30,6 +31,7 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running.cache import States
 from quantmoe.exporter.running.generate import SPINNING, Generator, load_tokenizer
 from quantmoe.exporter.running.speculate import Head
 from quantmoe.exporter.writing.convert import export
@@ -210,6 +212,32 @@ def test_tokens_and_bytes_are_those_of_generation_without(models, kind):
     assert found.tokens == want.tokens
     assert found.speculation.drafted > 20
     assert found.logits.tobytes() == want.logits.tobytes()
+
+
+@pytest.mark.parametrize("kind", every(["qwen3_next", "mimo_v2_flash"]))
+def test_steps_of_drafts_as_a_cuda_graph_has_them(models, kind, monkeypatch):
+    """On the CPU: one for each number of tokens, of the model and of its layer; states are copied as on a device."""
+    monkeypatch.setattr(States, "_copy", States._copy_there)
+    usual, steps = (Generator(models[kind], speculate="mtp") for _ in range(2))
+    capture(steps)
+    capture(steps.head)
+    caches, ran = [], []
+    cache_ = steps.head.cache
+    monkeypatch.setattr(steps.head, "cache", lambda: caches.append(cache_()) or caches[-1])
+    found, want = ([] for _ in range(2))
+    for generator, given in ((usual, want), (steps, found)):
+        cache = generator.cache()
+        first = generator.generate(PROMPT, 30, cache=cache, logits=True)
+        cache.reserve(cache.capacity + 1)
+        given += [first, generator.generate([5, 6], 9, cache=cache, logits=True)]
+        ran.append(cache)
+    for one, other in zip(found, want, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logits.tobytes() == other.logits.tobytes()
+    assert not ran[0]._steps
+    assert {2, 5} <= set(ran[1]._steps) <= set(range(1, 6))
+    assert {1, 2} <= set(caches[0]._steps) <= set(range(1, 7))
+    assert len(steps.session.captured) >= len(ran[1]._steps) + 1  # those before the cache grew, too
 
 
 def test_threads_of_two_sessions_do_not_spin(models):

@@ -60,6 +60,27 @@ def test_a_full_cache_is_copied_to_a_larger_one(exported, nan):
     assert addresses == [buffer.value.data_ptr() for buffer in cache._buffers.values()]
 
 
+class Capturing:
+    """A session that runs each binding's first call three times, but of those whose graph is -1."""
+
+    def __init__(self, session: ort.InferenceSession):
+        self.session, self.captured = session, []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.session, name)
+
+    def run_with_iobinding(self, binding: ort.IOBinding, graph: int) -> None:
+        for _ in range(3 if graph != -1 and binding not in self.captured else 1):
+            self.session.run_with_iobinding(binding)
+        self.captured += [binding]
+
+
+def capture(generator: Generator) -> None:
+    """Its decode steps are as with a CUDA graph, on the CPU."""
+    generator.session = Capturing(generator.session)
+    generator.cuda_graph, generator.run_options = True, lambda graph: graph
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
 def test_a_step_of_unchanging_shapes_and_addresses(exported, architecture, nan):
     """What a CUDA graph is made of, on the CPU: other shapes of the mask, the same bytes; and its cache may grow."""
@@ -71,7 +92,7 @@ def test_a_step_of_unchanging_shapes_and_addresses(exported, architecture, nan):
         tokens = generator.generate(PROMPT, 12, cache=one, logits=True)
         one.reserve(one.capacity + 1)
         found.append(np.concatenate([tokens.logits, generator.generate([3], 5, cache=one, logits=True).logits]))
-    assert cache._step is not None
+    assert list(cache._steps) == [1]
     assert np.array_equal(*found)
 
 
@@ -79,24 +100,9 @@ def test_a_call_that_captures_runs_several_times(exported):
     """As ONNX Runtime's CUDA provider does it: the states of linear attention are of one run, in the first token, after
     the cache has grown, and in another cache."""
 
-    class Capturing:
-        """A session that runs each binding's first call three times, but of those whose graph is -1."""
-
-        def __init__(self, session: ort.InferenceSession):
-            self.session, self.captured = session, []
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.session, name)
-
-        def run_with_iobinding(self, binding: ort.IOBinding, graph: int) -> None:
-            for _ in range(3 if graph != -1 and binding not in self.captured else 1):
-                self.session.run_with_iobinding(binding)
-            self.captured += [binding]
-
     folder = exported("qwen3_next", activations="float", logits="last")
     usual, steps = Generator(folder), Generator(folder)
-    steps.session = Capturing(steps.session)
-    steps.cuda_graph, steps.run_options = True, lambda graph: graph
+    capture(steps)
     for _ in range(2):
         found = []
         for generator in (usual, steps):
