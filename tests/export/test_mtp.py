@@ -381,6 +381,17 @@ def test_half_of_the_tensors(sources, tmp_path, leaf, message):
             command(folder, tmp_path / "model", **OPTIONS)
 
 
+def test_a_layer_without_its_experts(sources, tmp_path):
+    def bare(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if not name.startswith("mtp.layers.0.mlp.experts."):
+            yield name, tensor
+
+    folder = rewritten(sources["qwen3_5_moe_text"], tmp_path / "checkpoint", bare, lambda config: config)
+    names = ".* or ".join(rf"mtp\.layers\.0\.mlp\.experts\.{end}" for end in ("<number>", "gate_up_proj", "down_proj$"))
+    with pytest.raises(CheckpointError, match=f"no experts of multi-token prediction; expected tensors named {names}"):
+        plan(folder, tmp_path / "model", **OPTIONS)
+
+
 def test_a_published_checkpoint_and_onnxruntime_genai(sources, tmp_path):
     """Multimodal names; MtpGenerator with one draft a run and three gives the tokens of a Generator without. In f16:
     0.18 casts a CPU's logits to f32 and fails where they are."""

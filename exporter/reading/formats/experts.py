@@ -63,7 +63,7 @@ def moe_layers(format: Format) -> list[MoELayer]:
 
     # quantizers that store experts one by one leave those of a part that they do not know fused, in floats
     left = bool(format.part) and not format.fused
-    found = named_experts(format.ckpt, Unquantized.fused if left else format.fused, format.has)
+    found = named_experts(format.ckpt, Unquantized.fused if left else format.fused, format.has, format.part)
     last = format.ckpt.text_config.get("num_hidden_layers")
     limit = last if type(last) is int and not format.part else MAX_SIZE
     layers = {name: experts for name, experts in found.items() if _index(name) < limit}
@@ -77,11 +77,13 @@ def named_experts(
     ckpt: Checkpoint,
     fused: tuple[str, ...],
     has: Callable[[str], bool] = lambda name: not name.startswith(ALL_BESIDE),
+    part: str = "",
 ) -> dict[str, dict[int, set[str]]]:
     """What tensor names show: experts' module -> number -> the children of each; {} where they are fused.
 
     Args:
-        fused: ends of the names of tensors of all experts. has: which tensors count.
+        fused: ends of the names of tensors of all experts. has: which tensors count. part: whose they are, if not the
+            text model's.
 
     Raises:
         CheckpointError: there are none, or the family is one of RECURRENT.
@@ -101,7 +103,7 @@ def named_experts(
         elif name.endswith(fused):
             found.setdefault(name.rpartition(".")[0], {})
     if not found:
-        raise CheckpointError(f"{ckpt.folder}: {_absence(ckpt, fused)}")
+        raise CheckpointError(f"{ckpt.folder}: {_absence(ckpt, fused, has, part)}")
     return found
 
 
@@ -118,9 +120,12 @@ def _index(name: str) -> int:
     return int(number[-1]) if number else 0
 
 
-def _absence(ckpt: Checkpoint, fused: tuple[str, ...]) -> str:
+def _absence(ckpt: Checkpoint, fused: tuple[str, ...], has: Callable[[str], bool], part: str) -> str:
     """That it is a dense model; or which names there are none of, and the first tensor that may be experts' by its
     name or three dimensions."""
+    if part:
+        layer = next((m[1] for name in ckpt.names() if has(name) and (m := re.match(r"(.+?\.\d+)\.", name))), "<layer>")
+        return f"no experts of {part}; expected tensors named {_expected(f'{layer}.mlp', fused)}"
     some = [name for name in ckpt.names() if re.search(r"\bexpert", name)]
     some += [name for name in ckpt.names() if len(ckpt.shape(name)) == 3]
     counted = [key for key in _COUNTS if ckpt.text_config.get(key)]
@@ -129,9 +134,12 @@ def _absence(ckpt: Checkpoint, fused: tuple[str, ...]) -> str:
             f"a dense model ({ckpt.text_config.get('model_type')}): no experts; expected a mixture of experts; "
             "optimum-onnx (optimum-cli export onnx) and onnxruntime-genai's model builder export dense ones"
         )
-    names = " or ".join(f"<layer>{end}" for end in (".experts.<number>.*", *fused))
     found = f", found {ckpt.where(some[0])} {ckpt.dtype(some[0])} {list(ckpt.shape(some[0]))}" if some else ""
-    return f"no experts; expected tensors named {names}{found}"
+    return f"no experts; expected tensors named {_expected('<layer>', fused)}{found}"
+
+
+def _expected(layer: str, fused: tuple[str, ...]) -> str:
+    return " or ".join(f"{layer}{end}" for end in (".experts.<number>.*", *fused))
 
 
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
