@@ -421,8 +421,11 @@ class Generator:
             logits: keep those that each token was chosen from.
 
         Raises:
-            ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite.
+            ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite;
+                the model is the layer that drafts for another.
         """
+        if self.takes_hidden:
+            raise ModelError(f"{self.path}: this is the layer that drafts for a model; run {self.path.parent}")
         if cache is not None:
             cache.settle()
         past = len(cache.tokens) if cache else 0
