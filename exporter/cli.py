@@ -361,6 +361,8 @@ def generate(
             raise typer.BadParameter("is empty", param_hint=option)
     if save_state is not None and not save_state.parent.is_dir():
         raise typer.BadParameter(f"{save_state.parent}: no such folder", param_hint="--save-state")
+    if save_state is not None and save_state.is_dir():
+        raise typer.BadParameter(f"{save_state} is a folder, expected a file", param_hint="--save-state")
     group = None
     if ranks.launched() and (outdir / "rank0").is_dir():
         if chat or save_state is not None:

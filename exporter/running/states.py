@@ -76,7 +76,10 @@ def load(cache: Cache, path: str | Path) -> None:
                 f"{path}: {name} is {entry.dtype} {list(entry.shape)}, expected {dtype.name} {shape} of this model"
             )
         count = int(np.prod(shape)) * dtype.itemsize
-        return np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
+        found = np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
+        if dtype.kind not in "iu" and not np.isfinite(found).all():
+            raise ModelError(f"{path}: {name} has numbers that are not finite")
+        return found
 
     identity = _identity(model)
     if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):

@@ -316,6 +316,7 @@ def test_command_line(talking: Path, exported) -> None:
         (("--prompt", "a", "--stop", ""), 2, "is empty"),
         (("--prompt", ""), 2, "invalid value for --prompt: is empty"),
         (("--prompt", "a", "--save-state", "/nowhere/state"), 2, "/nowhere: no such folder"),
+        (("--prompt", "a", "--save-state", "/"), 2, "/ is a folder, expected a file"),
         (("--ids", "5", "--chat"), 2, "give either --prompt or --ids, or --chat"),
         (("--prompt", "a", "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),
         (("--prompt", "a", "--temperature", 0, "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),

@@ -97,6 +97,7 @@ def test_damaged_files_are_named(saved, tmp_path):
     refused(rf"{key} is F16 ", {key: tensors[key].astype(np.float16)})
     refused("model is missing", {"model": None})
     refused("tokens is I64 ", {"tokens": tensors["tokens"][None]})
+    refused(rf"{path}: {key} has numbers that are not finite", {key: tensors[key] * np.float32(np.nan)})
     refused("more is not of this model's cache", {"more": np.zeros(1, np.float32)})
     refused("token id 99999 is outside the vocabulary", {"tokens": np.full(23, 99999)})
     refused(r"past_key_values\.0\.key@4 is not of this model", {"past_key_values.0.key@4": np.zeros(1, np.float32)})
@@ -110,6 +111,13 @@ def test_states_must_be_of_the_last_token(exported, tmp_path):
     tensors = {name.replace("@23", "@22"): array for name, array in load_file(tmp_path / "state").items()}
     save_file(tensors, tmp_path / "state")
     with pytest.raises(ModelError, match=r"expected states after its 23 tokens, found those after \[22\]"):
+        generator.load_cache(tmp_path / "state")
+    name = next(name for name in tensors if ".recurrent_state@" in name)
+    tensors[name][..., -1] = np.nan
+    save_file({name.replace("@22", "@23"): array for name, array in tensors.items()}, tmp_path / "state")
+    with pytest.raises(
+        ModelError, match=r"state: past_key_values\.0\.recurrent_state@23 has numbers that are not finite"
+    ):
         generator.load_cache(tmp_path / "state")
     with pytest.raises(ModelError, match="the cache has no tokens to save"):
         generator.save_cache(generator.cache(), tmp_path / "state")
