@@ -32,10 +32,12 @@ def print_survey(found: dict[str, Any]) -> None:
     if "format" in found:
         console.print(f"architecture {found['model_type']}, format {found['format'] or 'floats, not quantized'}")
     rows = (
-        (x["scheme"], x["experts"], f"{x['hidden_size']} x {x['intermediate_size']}") for x in found.get("layers", ())
+        (x["scheme"], x["experts"], x["hidden_size"], x["intermediate_size"], x["shared_size"])
+        for x in found.get("layers", ())
     )
-    for (scheme, experts, size), count in Counter(rows).items():
-        _print_block(f"{count} {plural('layer', count)}", {"scheme": scheme, "experts": f"{experts} of {size}"})
+    for (scheme, experts, hidden, size, shared), count in Counter(rows).items():
+        text = f"{experts} of {hidden} x {size}{f', a shared one of {hidden} x {shared}' if shared else ''}"
+        _print_block(f"{count} {plural('layer', count)}", {"scheme": scheme, "experts": text})
     for text, count in found.get("linears", {}).items():
         console.print(f"{count} quantized {plural('linear', count)} outside the experts: {text}")
     if found.get("attention"):

@@ -194,7 +194,7 @@ class Skeleton(Stored):
         for name, reason in left.items():
             raise CheckpointError(f"{folder}: {name}: {reason}")
         names = (name for name, _ in self.model.named_modules() if name.endswith(".self_attn"))
-        if (found or self.lightning) and all(name in self.lightning for name in names):
+        if (found or self.lightning) and all(name in found or name in self.lightning for name in names):
             raise CheckpointError(
                 f"{folder}: {len(stack)} layers of linear attention alone; expected one of full attention among them, "
                 "whose cache says how many tokens there are"

@@ -28,8 +28,9 @@ def survey(path: str | Path) -> dict[str, Any]:
         ``checkpoint`` (path), ``files`` (of a folder, by ending: count, bytes), ``refused`` (target -> why an export
         would be, as far as headers show it, else ""); where it can be read ``model_type``, ``tensors`` (by dtype:
         count, bytes), ``format`` (None: of floats), ``layers`` (one dict each: module, scheme, experts, hidden_size,
-        intermediate_size), ``linears`` (scheme -> how many outside the experts), ``attention`` (how
-        many layers are of which type, where config.json says), ``kv_cache`` and ``left_out`` (see Report).
+        intermediate_size, shared_size: of the shared expert, 0 without one), ``linears`` (scheme -> how many outside
+        the experts), ``attention`` (how many layers are of which type, where config.json says), ``kv_cache`` and
+        ``left_out`` (see Report).
 
     Raises:
         CheckpointError: there is nothing of that name.
@@ -81,11 +82,24 @@ def _tensors(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
     return found
 
 
+def _shared_size(format: Format, experts: str) -> int:
+    """Intermediate features of the shared expert beside routed ones; 0: there is none."""
+    mixture = experts.rpartition(".")[0]
+    for name in ("shared_expert", "shared_experts"):
+        module = f"{mixture}.{name}.down_proj"
+        if format.is_quantized(module):
+            return format.outline().matrix(module).shape[1]
+        if f"{module}.weight" in format.ckpt:
+            return format.shape2d(f"{module}.weight")[1]
+    return 0
+
+
 def _quantized(format: Format) -> dict[str, Any]:
     layers = []
     for layer in format.moe_layers():
         sizes = {name: getattr(layer, name) for name in ("hidden_size", "intermediate_size")}
-        layers.append({"module": layer.name, "scheme": layer.scheme_text, "experts": layer.num_experts, **sizes})
+        described = {"module": layer.name, "scheme": layer.scheme_text, "experts": layer.num_experts}
+        layers.append(described | sizes | {"shared_size": _shared_size(format, layer.name)})
     linears: dict[str, int] = {}
     for name in format.parameters():
         module = name.removesuffix(".weight")

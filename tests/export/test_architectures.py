@@ -5,6 +5,7 @@ Every tensor is random, norms and biases, too: what is left at zero or one hides
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
@@ -173,6 +175,31 @@ def test_mimos_values_are_scaled_behind_the_node(tmp_path: Path) -> None:
     assert [node["attributes"]["v_scale"] * 0.707 for node in nodes] == pytest.approx([1.0] * 4)
     assert {node["attributes"]["k_scale"] for node in nodes} == {1.0}
     assert not (tmp_path / "onnx" / "genai_config.json").exists()  # which has one width for keys and values
+
+
+def test_kimis_layers(tmp_path: Path) -> None:
+    """Counted as they are published, one of full attention at least; --quantize rounds nothing that stays float."""
+    make_checkpoint(tmp_path / "kimi", "kimi_linear")
+    dry = plan(tmp_path / "kimi", tmp_path / "onnx", quantize="int4", group_size=32)
+    assert dry.dequantized == {}
+    path = tmp_path / "kimi" / "config.json"
+    config = json.loads(path.read_text())
+    kinds = config.pop("layer_types")
+    lists = {
+        name: [i + 1 for i, own in enumerate(kinds) if own == kind]
+        for name, kind in (("kda_layers", "linear_attention"), ("full_attn_layers", "full_attention"))
+    }
+    counted = ", ".join(f"{len(lists[name])} layers of {kind}" for name, kind in
+                        (("kda_layers", "linear attention"), ("full_attn_layers", "full attention")))  # fmt: skip
+    path.write_text(json.dumps(config | {"linear_attn_config": lists}))
+    found = survey(tmp_path / "kimi")
+    assert found["attention"] == counted
+    assert {layer["shared_size"] for layer in found["layers"]} == {SIZES["moe_intermediate_size"]}
+    path.write_text(json.dumps(config | {"layer_types": ["linear_attention"] * len(kinds)}))
+    with pytest.raises(
+        CheckpointError, match=r"4 layers of linear attention alone; expected one of full attention among"
+    ):
+        plan(tmp_path / "kimi", tmp_path / "onnx", quantize="int4", group_size=32)
 
 
 def test_messages_name_the_tensors_of_the_file(tmp_path: Path) -> None:

@@ -395,6 +395,20 @@ def test_a_text_model_has_nothing_to_export(checkpoint, tmp_path):
         plan(checkpoint("qwen3_5_moe_text"), tmp_path / "out", vision=True)
 
 
+@pytest.mark.parametrize("heads", [5, 48, 0])
+def test_heads_that_do_not_fit_the_tower(source, tmp_path, heads):
+    """Queries turn by rows and columns, two features each: a head has a multiple of four."""
+
+    def change(config: dict) -> dict:
+        return config | {"vision_config": config["vision_config"] | {"num_heads": heads}}
+
+    other = rewritten(source, tmp_path / "checkpoint", lambda *pair: [pair], change)
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: vision_config\.num_heads is {heads}, expected a divisor of"
+    ):
+        plan(other, tmp_path / "out", **FLOATS)
+
+
 def test_nothing_says_how_images_become_patches(source, tmp_path):
     shutil.copytree(source, tmp_path / "bare")
     (tmp_path / "bare" / "preprocessor_config.json").unlink()

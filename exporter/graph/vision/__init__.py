@@ -6,7 +6,7 @@ positions of three axes. A module provides
 
 - ``tower(config)``: transformers' module of the configuration's tower, with a forward of ``pixel_values`` f32
   [patches, values of a patch] and ``image_grid_thw`` int64 [images, 3] that torch.export can follow. Returns
-  ``image_features`` [patches / merged, hidden size].
+  ``image_features`` [patches / merged, hidden size]. Raises ValueError of a configuration that makes none.
 - ``derived(tower)``: parameters of it that are functions of the checkpoint's tensors: name -> (that tensor's shape,
   the function).
 - ``prepare(model)``: makes a text model's rotary tables take positions int64 [3, batch, sequence].

@@ -28,7 +28,14 @@ def _positions_of(rotary: Any, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def tower(config: Any) -> torch.nn.Module:
-    """Qwen3_5MoeVisionModel of the configuration; the convolution of patches, which do not overlap, is a product."""
+    """Qwen3_5MoeVisionModel of the configuration; the convolution of patches, which do not overlap, is a product.
+
+    Raises:
+        ValueError: heads of a width that cannot be turned by rows and columns.
+    """
+    size, heads = config.vision_config.hidden_size, config.vision_config.num_heads
+    if heads < 1 or size % (4 * heads):
+        raise ValueError(f"vision_config.num_heads is {heads}, expected a divisor of hidden_size / 4, {size} / 4")
     made: Any = qwen.Qwen3_5MoeVisionModel._from_config(config.vision_config)
     convolution = made.patch_embed.proj
     made.patch_embed.proj = torch.nn.Linear(convolution.weight[0].numel(), convolution.out_channels)

@@ -20,7 +20,7 @@ from quantmoe.exporter.graph.vision.attention import place_attention
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
-from quantmoe.exporter.reading.formats.base import BESIDE, VISION
+from quantmoe.exporter.reading.formats.base import BESIDE, VISION, reading
 
 #: sizes of the traced examples, distinct, and neither 0 nor 1, which torch.export would take as fixed
 _BATCH, _TOKENS, _IMAGES, _FEATURES = 2, 7, 3, 5
@@ -82,7 +82,8 @@ class Tower(Stored):
     def __init__(self, family: ModuleType, format: Format, config: Any, dtype: str, target: str):
         super().__init__(format, torch.float32 if target == "cpu" else DTYPES[dtype])
         self.features, self.target, folder = DTYPES[dtype], target, format.ckpt.folder
-        with init_empty_weights(), quiet(), doing(f"{folder}: making the vision tower without weights"):
+        making = doing(f"{folder}: making the vision tower without weights")
+        with init_empty_weights(), quiet(), making, reading(str(folder / "config.json")):
             self.model = family.tower(config).to(self.dtype).eval().requires_grad_(False)
         found = {}
         for name in format.parameters():

@@ -367,6 +367,11 @@ class Format(ABC):
         config = self.ckpt.text_config
         types = config.get("layer_types")
         every, count = config.get("full_attention_interval"), config.get("num_hidden_layers")
+        if types is None and isinstance(listed := config.get("linear_attn_config"), dict):  # Kimi's
+            kinds = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
+            lists = {kind: listed.get(name) for name, kind in kinds.items()}
+            if all(isinstance(layers, list) for layers in lists.values()):
+                types = [kind for kind, layers in lists.items() for _ in layers or ()]
         if types is None and type(every) is int and every > 0 and type(count) is int:
             types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 1 << 16))]
         if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types) or len(set(types)) < 2:

@@ -33,7 +33,8 @@ from quantmoe.exporter.reading.formats.rounding import rounded_to_nearest
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
 #: model_type whose fused experts are [E, in, out]
 TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text")
-_LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$)(\w+_proj\w*|w[123])")  # decays and betas stay as they are
+#: but decays and betas, and what latent attention keeps in floats (passes/latent.py)
+_LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$|kv_b_proj$)(\w+_proj\w*|w[123])")
 
 
 class Unquantized(Format):
