@@ -196,7 +196,8 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, pa
         paged: all attention is to become PagedAttention (passes/paged.py).
 
     Raises:
-        CheckpointError: scales of the KV cache are damaged; with ``paged``, a module that PagedAttention does not do.
+        CheckpointError: the model does not run, for which :func:`trace` would refuse it, too; scales of the KV cache
+            are damaged; with ``paged``, a module that PagedAttention does not do.
         OptionError: there is no such cache.
     """
     model, decoder = skeleton.model, decoder_of(skeleton.model)
@@ -218,7 +219,7 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, pa
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, linear_attention.as_taken)
     skeleton.derive(lightning.attach(skeleton, rows), np.asarray)
-    with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
+    with _exporting(skeleton, "recognising attention"):
         own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]
         found, plain = recognise(model, decoder, refuses, kinds, skeleton.with_states)
@@ -309,19 +310,11 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     model = skeleton.model
     placeholders = {name for name, _ in model.named_parameters()}
     placeholders |= model.state_dict().keys()
-    try:
-        with doing(f"{skeleton.format.ckpt.folder}: tracing {type(model).__name__}"):
-            inputs, dynamic_shapes = _inputs(skeleton)
-            config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
-            with quiet(), keeping(placeholders):
-                graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{skeleton.format.ckpt.folder}: {type(model).__name__} cannot be exported by transformers "
-            f"{transformers.__version__}: {error}"
-        ) from error
+    with _exporting(skeleton, f"tracing {type(model).__name__}"):
+        inputs, dynamic_shapes = _inputs(skeleton)
+        config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
+        with quiet(), keeping(placeholders):
+            graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
     hidden = hide(graph, placeholders, skeleton.tied)
     if target != "cuda":
         with quiet():
@@ -334,6 +327,22 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden
     return graph
+
+
+@contextlib.contextmanager
+def _exporting(skeleton: Skeleton, what: str) -> Iterator[None]:
+    """A model that does not run, or cannot be traced, is refused: in a dry run as in an export."""
+    folder = skeleton.format.ckpt.folder
+    try:
+        with doing(f"{folder}: {what}"):
+            yield
+    except (MemoryError, CheckpointError):
+        raise
+    except Exception as error:  # of any kind, from the depths of an architecture
+        raise CheckpointError(
+            f"{folder}: {type(skeleton.model).__name__} cannot be exported by transformers "
+            f"{transformers.__version__}: {error}"
+        ) from error
 
 
 def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> list[ir.Value]:

@@ -77,6 +77,23 @@ OWN_NAMES = {
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
 }
+
+
+def _attention_rows(config: Mapping[str, int]) -> dict[str, int]:
+    size = config["head_dim"]
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+    return {f"{name}_proj": count * size for name, count in heads.items()}
+
+
+def _delta_rows(config: Mapping[str, int]) -> dict[str, int]:
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"]
+    z = values * config["linear_value_head_dim"]
+    return {"in_proj_qkv": 2 * keys + z, "in_proj_z": z, "in_proj_b": values, "in_proj_a": values}
+
+
+#: model_type -> a linear whose rows are those of several in transformers' model -> how many each of them has
+DIVIDED = {"lara_mini": ("in_proj", _delta_rows), "sarvam_moe": ("query_key_value", _attention_rows)}
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 #: of a model on the hub, or its page as Path has it
 _HUB_NAME = re.compile(r"(https?:/huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)(/.*)?")
@@ -127,10 +144,10 @@ class Checkpoint:
             with doing(str(shard)):
                 header = read_header(shard)
             for entry in header.values():
-                name = _renamed(entry.name, own)
-                if name in self._entries:
-                    raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
-                self._entries[name] = entry
+                for name, part in self._divided(_renamed(entry.name, own), entry).items():
+                    if name in self._entries:
+                        raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
+                    self._entries[name] = part
             if len(self._entries) > MAX_TENSORS:
                 raise CheckpointError(f"{shard}: more than {MAX_TENSORS} tensors in this and the shards before it")
         self._check_index()
@@ -256,6 +273,39 @@ class Checkpoint:
         for name, entry in self._entries.items():
             module, _, suffix = name.rpartition(".")
             found.setdefault(module, {})[suffix] = entry
+        return found
+
+    def _divided(self, name: str, entry: Entry) -> dict[str, Entry]:
+        """A tensor under its name; of a linear of :data:`DIVIDED` its rows under the names of transformers' linears."""
+        family = self.text_config.get("model_type")
+        joined, rows = DIVIDED.get(family, ("", None)) if isinstance(family, str) else ("", None)
+        stem, _, leaf = name.rpartition(".")
+        parent, _, linear = stem.rpartition(".")
+        if rows is None or linear != joined:
+            return {name: entry}
+        path = self.folder / "config.json"
+        try:
+            counts = rows(self.text_config)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: {error!r}: expected the sizes that divide the rows of {joined}") from None
+        where = f"{entry.shard}: {entry.name}"
+        if leaf not in ("weight", "bias"):
+            raise CheckpointError(
+                f"{where}: {joined} is quantized, expected a weight of floats: its rows are those of "
+                f"{', '.join(counts)}, and only floats are divided"
+            )
+        if not all(type(count) is int and count > 0 for count in counts.values()):
+            raise CheckpointError(f"{path}: {joined} would have the rows {counts}, expected positive numbers")
+        if entry.shape[:1] != (total := sum(counts.values()),):
+            raise CheckpointError(
+                f"{where} is {entry.dtype} {list(entry.shape)}, expected {total} rows, {counts} (config.json)"
+            )
+        size, begin = DTYPES[entry.dtype].itemsize * prod(entry.shape[1:]), entry.begin
+        found: dict[str, Entry] = {}
+        for part, count in counts.items():
+            shape = (count, *entry.shape[1:])
+            found[f"{parent}.{part}.{leaf}"] = Entry(entry.shard, entry.dtype, shape, begin, entry.name)
+            begin += count * size
         return found
 
     def _entry(self, name: str) -> Entry:

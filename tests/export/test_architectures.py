@@ -84,6 +84,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "axk1": {"num_key_value_heads": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "granitemoe": {},
@@ -94,6 +95,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"] * 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "lara_mini": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "mellum": {},
     "mimo_v2_flash": {"swa_head_dim": 16, "swa_num_key_value_heads": 2},
     "minimax": {},
@@ -102,19 +109,61 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phimoe": {},
     "qwen2_moe": {},
     "sarvam_mla": {"num_key_value_heads": 4},
+    "sarvam_moe": {},
     "solar_open": {},
 }
 #: latent attention with a shared expert, and linear attention
 BRIEF = ("glm4_moe_lite", "kimi_linear")
 #: MiniMax's tables of decays, which transformers makes in f32 where there are none; stored they would be in bf16
 TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+#: model_type -> fields of its own, of types that are refused, and the reason
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "glm_moe_dsa": ({"num_key_value_heads": 4}, "GlmMoeDsaAttention: attention with indices is not supported"),
+    "longcat_flash": ({"num_layers": 2}, "longcat_flash: experts that return their input"),
+    "axk2": ({"num_key_value_heads": 4}, "AXK2Attention: attention with indices is not supported"),
+    "deepseek_v32": ({"num_key_value_heads": 4}, "DeepseekV32Attention: attention with indices is not supported"),
+    "deepseek_v4": (
+        {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16}
+        | {"mlp_layer_types": ["hash_moe", *["moe"] * 3], "num_nextn_predict_layers": 0},
+        "DeepseekV4Experts.: its own gating is not silu",
+    ),
+    "dots3_note_text": (
+        {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")}
+        | {name: SIZES[name] for name in ("num_hidden_layers", "num_attention_heads", "n_routed_experts")}
+        | {name: 4 for name in ("num_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads")}
+        | {name: 16 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_v_head_dim")}
+        | {"head_dim": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2}
+        | {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "sliding_window": 8, "q_lora_rank": 32}
+        | {"mlp_layer_types": ["dense", *["sparse"] * 3], "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
+        | {"shared_experts_intermediate_size": 64},
+        "Dots3NoteTextAttention: attention with indices is not supported",
+    ),
+    "qwen4_exp_text": (
+        {"hc_count": 2, "hc_lowrank": 8, "ngram_vocab_size_base": 200, "split_ngram_parts": 1, "heads_per_ngram": 2}
+        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+        | {"indexer_compress_ratio": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "ple_embed_dim": 16}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        "Qwen4ExpForCausalLM cannot be exported",
+    ),
+    "inkling2_loop_text": (
+        {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8}
+        | {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4}
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "unpadded_vocab_size": 128,
+        },
+        "inkling2_loop: a short convolution after attention and experts is not supported",
+    ),
+}
 LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla")
 
 
 def fields(model_type: str) -> dict[str, Any]:
     """Small sizes, each kind of layer once."""
-    if model_type == "gemma4_text":
-        return GEMMA4
+    own = ARCHITECTURES[model_type] if model_type in ARCHITECTURES else REFUSED[model_type][0]
+    if model_type in ("gemma4_text", "dots3_note_text"):  # whose configurations have no sizes of all layers
+        return own
     usual = CONFIG_MAPPING[model_type]()
     names = usual.to_dict().keys() | (usual.attribute_map or {}).keys()
     found = {name: value for name, value in SIZES.items() if name in names and getattr(usual, name) is not None}
@@ -122,7 +171,7 @@ def fields(model_type: str) -> dict[str, Any]:
         found["layer_types"] = (kinds * 4)[:4]
     if getattr(usual, "mlp_layer_types", None):
         found["mlp_layer_types"] = ["dense", *["sparse"] * 3]
-    return found | ARCHITECTURES[model_type]
+    return found | own
 
 
 def make_checkpoint(folder: Path, model_type: str, **sizes: Any) -> None:
@@ -161,6 +210,50 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
         found.append(logits)
         at += piece
     assert np.abs(np.concatenate(found, axis=1) - want).max() < 2e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("model_type", every(REFUSED, 2))
+def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Path) -> None:
+    """In the same words, and for what the model needs."""
+    make_checkpoint(tmp_path / "checkpoint", model_type)
+    said = []
+    for call in (plan, export):
+        with pytest.raises(CheckpointError, match=REFUSED[model_type][1]) as refused:
+            call(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", activations="float")
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
+JOINED = {
+    "sarvam_moe": ("model.layers.1.attention.query_key_value", 128),
+    "lara_mini": ("model.layers.0.linear_attn.in_proj", 200),
+}
+
+
+@pytest.mark.parametrize("model_type", every(JOINED))
+def test_joined_projections_are_floats_of_the_rows_that_config_json_says(model_type: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type)
+    stored, rows = JOINED[model_type]
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight = tensors[f"{stored}.weight"]
+    assert len(weight) == rows
+    for changed, reason in (
+        ({f"{stored}.weight": weight[1:]}, rf"{stored}\.weight is BF16 \[{rows - 1}, 64\], expected {rows} rows"),
+        (
+            {f"{stored}.weight_packed": weight.clone()},
+            rf"{stored}\.weight_packed: .* is quantized, expected a weight of floats",
+        ),
+    ):
+        save_file(tensors | changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {reason}"):
+            plan(tmp_path, tmp_path / "onnx", quantize="none")
+    config = json.loads((tmp_path / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("head_dim", "linear_key_head_dim"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json: .*head_dim.*: expected the sizes that divide the rows"):
+        plan(tmp_path, tmp_path / "onnx", quantize="none")
 
 
 def test_mimos_values_are_scaled_behind_the_node(tmp_path: Path) -> None:

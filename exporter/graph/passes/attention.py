@@ -155,10 +155,7 @@ def recognise(
     fitting = {m: name for name, m in modules.items() if m in of}
     found: dict[str, RecognisedAttention] = {}
     left = {name: "it has other projections than q, k, v and o" for name, m in modules.items() if m not in fitting}
-    try:
-        run, known = _watch(decoder, list(fitting)), dict[str, RecognisedAttention]()
-    except FAILURES as error:  # the trace says it, too
-        return {}, left | dict.fromkeys(fitting.values(), f"the model does not run: {line(error)}")
+    run, known = _watch(decoder, list(fitting)), dict[str, RecognisedAttention]()
     for module, name in fitting.items():
         try:
             called = Called(run.arguments[module], _window(run, module), _table(run, module))

@@ -24,12 +24,17 @@ NAMINGS = (
 MAX_SIZE = 1 << 24
 #: model_type of families whose layers keep a state from token to token -> what no operator computes of it
 RECURRENT = {
+    "inkling": "a short convolution after attention and experts",
+    "inkling2": "a short convolution after attention and experts",
+    "inkling2_loop": "a short convolution after attention and experts",
     "bailing_hybrid": "delta attention of a bounded decay",
     "glm5_next": "delta attention of a bounded decay",
     "granitemoehybrid": "Mamba-2's state space",
     "nemotron_h": "Mamba-2's state space",
     "jamba": "Mamba's selective scan",
 }
+#: the same of families with experts that have no weights -> what they do
+WEIGHTLESS = {"longcat_flash": "experts that return their input (zero_expert_num in config.json)"}
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: fields of config.json that count them
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -86,13 +91,17 @@ def named_experts(
             text model's.
 
     Raises:
-        CheckpointError: there are none, or the family is one of RECURRENT.
+        CheckpointError: there are none, or the family is one of RECURRENT or WEIGHTLESS.
     """
     kind = ckpt.text_config.get("model_type")
     if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
         raise CheckpointError(
             f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
             "Kimi-Linear, LFM2, MiniMax-Text-01, Qwen3-Next and Qwen3.5 are"
+        )
+    if isinstance(kind, str) and (what := WEIGHTLESS.get(kind)):
+        raise CheckpointError(
+            f"{ckpt.folder / 'config.json'}: {kind}: {what} are not supported; expected a gate, up and down in each"
         )
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
