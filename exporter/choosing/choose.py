@@ -88,12 +88,14 @@ class Choice:
     """What a model is made of.
 
     Attributes:
-        layers: experts module name -> its node's attributes.
+        layers: name of a node of experts -> its attributes. It is their module's, or of several groups
+            ``<module>.groups.<number>``.
         linears: the same of the linears outside the experts: what the layout carries of Skeleton.linears; some of them
             together as one, ``qkv_proj`` beside where ``q_proj`` was.
         parts: name of a linear -> the model's modules whose rows it has, in this order, and their checkpoint modules.
         dequantized: checkpoint tensor of a linear that stays float -> why.
-        experts: experts module name -> what its node has, a shared expert included where it is one of them.
+        experts: the same names -> what the node has, a shared expert included where it is one of them.
+        nodes: experts module name -> its nodes.
         shared: experts module name -> that shared expert in the model.
         apart: checkpoint module of a shared expert that stays a module of its own -> why.
         not_ort: with ``dense="ort"`` of every quantized linear why it is no MatMulNBits, "" of one that is.
@@ -106,6 +108,7 @@ class Choice:
     parts: dict[str, dict[str, str]]
     dequantized: dict[str, str]
     experts: dict[str, MoELayer]
+    nodes: dict[str, list[str]]
     shared: dict[str, Shared]
     apart: dict[str, str]
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -124,8 +127,9 @@ def choose_experts(
     scales: str,
     layers: int | None = None,
     floats: str | None = None,
-) -> dict[str, MoESpec]:
-    """Attributes of the nodes of the first so many decoder layers, by the experts' names in the checkpoint.
+) -> dict[str, list[tuple[MoELayer, MoESpec]]]:
+    """The nodes of the first so many decoder layers, by the experts' names in the checkpoint: each group of a layer and
+    its attributes.
 
     What headers decide, before torch is imported to make a model of them.
 
@@ -140,13 +144,32 @@ def choose_experts(
     last = format.ckpt.text_config.get("num_hidden_layers") or found[-1].index + 1
     if layers is not None and not 1 <= layers <= last:
         raise CheckpointError(f"{format.ckpt.folder}: --layers {layers}; the model has 1 to {last}")
-    wanted = (layer for layer in found if layers is None or layer.index < layers)
-    return {layer.name: choose_layer(layer, layout, activations, scales, floats) for layer in wanted}
+    made = {}
+    for layer in found:
+        if layers is not None and layer.index >= layers:
+            continue
+        own = layer.groups()
+        if reason := _no_parts(own, layout):
+            raise CheckpointError(f"{format.ckpt.folder}: {reason}")
+        made[layer.name] = [(group, choose_layer(group, layout, activations, scales, floats)) for group in own]
+    return made
+
+
+def _no_parts(parts: Sequence[MoELayer], layout: str) -> str:
+    """Why the groups of a layer cannot be a node each; "" where they can, or there is one."""
+    own = parts[0].format.slice
+    why = "QMoE routes them itself" if layout == "qmoe" else ""
+    if own is not None and own.own_tokens:
+        why = "with --data-parallel tokens are sent to and from one node"
+    if len(parts) == 1 or not why:
+        return ""
+    (a, its), (b, other) = ((part.label(part.routed[0]), part.scheme_text) for part in parts[:2])
+    return f"{b} ({other}) and {a} ({its}) are of different formats; expected one in all experts of a layer: {why}"
 
 
 def choose(
     skeleton: Skeleton,
-    experts: Mapping[str, MoESpec],
+    experts: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]],
     layout: str,
     activations: str | None,
     scales: str,
@@ -158,13 +181,13 @@ def choose(
         experts: of :func:`choose_experts` with the same arguments.
         dense: see export.
     """
-    layers = {name: experts[layer.name] for name, layer in skeleton.experts.items()}
-    chosen = Choice(layers, {}, {}, {}, dict(skeleton.experts), {}, {})
-    for name, shared in skeleton.shared(layers).items():
+    parts_of = {name: experts[layer.name] for name, layer in skeleton.experts.items()}
+    chosen = Choice({}, {}, {}, {}, {}, {}, {}, {})
+    for name, shared in skeleton.shared({name: own[0][1] for name, own in parts_of.items()}).items():
         try:
             if layout == "qmoe":
                 raise ValueError("QMoE routes every expert")
-            chosen.experts[name], layers[name] = with_shared(skeleton, name, shared, layers[name], activations, scales)
+            parts_of[name] = with_shared(skeleton, shared, parts_of[name], activations, scales)
         except ValueError as reason:
             first = shared.projections[0]
             chosen.apart[skeleton.linears.get(first, first).rpartition(".")[0]] = str(reason)
@@ -173,6 +196,11 @@ def choose(
         gate = skeleton.linears.get(shared.gate)
         if gate is not None and skeleton.format.is_quantized(gate):
             chosen.dequantized[f"{gate}.weight"] = "it is a row of the router's"
+    for name, own in parts_of.items():
+        held = [(group, spec) for group, spec in own if len(group.ids)]  # a rank may have none of a group
+        chosen.nodes[name] = [f"{name}.groups.{i}" for i in range(len(held))] if len(own) > 1 else [name]
+        for node, (group, spec) in zip(chosen.nodes[name], held, strict=True):
+            chosen.experts[node], chosen.layers[node] = group, spec
     merged = {path for shared in chosen.shared.values() for path in (*shared.projections, shared.gate)}
     linears = {name: source for name, source in skeleton.linears.items() if name not in merged}
     for whole, parts in groups(skeleton.format, linears).items():
@@ -224,17 +252,51 @@ def not_ort(skeleton: Skeleton, modules: Sequence[str], scales: str) -> str:
 
 
 def with_shared(
-    skeleton: Skeleton, name: str, shared: Shared, spec: MoESpec, activations: str | None, scales: str
-) -> tuple[MoELayer, MoESpec]:
-    """A layer with its shared expert among its experts, and its node's attributes.
+    skeleton: Skeleton,
+    shared: Shared,
+    parts: Sequence[tuple[MoELayer, MoESpec]],
+    activations: str | None,
+    scales: str,
+) -> list[tuple[MoELayer, MoESpec]]:
+    """A layer's groups and their nodes' attributes with its shared expert, which is of the first group whose experts
+    are of its kind.
 
     Args:
-        name: of the experts in the model. spec: of the node without it.
+        parts: the same without it.
 
     Raises:
-        ValueError: the node's experts are of another kind than the shared expert.
+        ValueError: no node's experts are of its kind; the first one's reason.
     """
-    layer, layout = skeleton.experts[name], LAYOUTS[spec.w13.layout]
+    reasons: list[ValueError] = []
+    for at, pair in enumerate(parts):
+        try:
+            layer = _shared_like(skeleton, shared, *pair, activations, scales)
+        except ValueError as reason:
+            reasons.append(reason)
+            continue
+        made = []
+        for i, (group, spec) in enumerate(parts):
+            ids = range(layer.num_experts, layer.every) if i == at else ()
+            members = None if group.members is None else (*group.members, *ids)
+            group = replace(group, shared=layer.shared, members=members)
+            first, count = group.span
+            made.append((group, replace(spec, num_experts=count, expert_offset=first)))
+        for _, spec in made:
+            if refused := refusal(spec) or _too_large(spec):
+                raise ValueError(refused)
+        return made
+    raise reasons[0]
+
+
+def _shared_like(
+    skeleton: Skeleton, shared: Shared, layer: MoELayer, spec: MoESpec, activations: str | None, scales: str
+) -> MoELayer:
+    """A layer or group with its shared expert, of whose kind its experts are.
+
+    Raises:
+        ValueError: they are not.
+    """
+    layout = LAYOUTS[spec.w13.layout]
     floats = skeleton.type_name if spec.w13.layout == "marlin" else None
     sources = [skeleton.linears.get(path) for path in shared.projections]
     modules = tuple(source for source in sources if source is not None)
@@ -257,11 +319,7 @@ def with_shared(
         if not same:
             unlike = ", ".join(differences(spec.w13, own.w13) or differences(spec.w2, own.w2))
             raise ValueError(f"it and the routed experts differ in {unlike}")
-    first, count = layer.span
-    spec = replace(spec, num_experts=count, expert_offset=first)
-    if reason := refusal(spec) or _too_large(spec):
-        raise ValueError(reason)
-    return layer, spec
+    return layer
 
 
 def groups(format: Format, linears: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -319,7 +377,7 @@ def layer_candidate(
     """
     found = _candidate(layout, partial(layer_spec, layer, activations=activations, scales=scales, floats=floats))
     if isinstance(found.spec, MoESpec) and (reason := found.reason or _too_large(found.spec)):
-        return replace(found, reason=f"{layer.name}: {reason}")
+        return replace(found, reason=f"{layer.title}: {reason}")
     return found
 
 
@@ -361,8 +419,15 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
     """Of every layer and every quantized linear: the kind of its node's attributes, its scheme in the tool's words, its
     module, and every layout's verdict with the activations that it has by default."""
     for layer in format.moe_layers():
-        found = [layer_candidate(layer, layout, ACTIVATIONS[layout]) for layout in LAYOUTS]
-        yield MoESpec, layer.scheme_text, layer.name, found
+        own = layer.groups()
+        for group in own:
+            found = [
+                Candidate(layout, None, reason)
+                if (reason := _no_parts(own, layout))
+                else layer_candidate(group, layout, ACTIVATIONS[layout])
+                for layout in LAYOUTS
+            ]
+            yield MoESpec, group.scheme_text, group.title, found
     names = (name.removesuffix(".weight") for name in format.parameters() if name.endswith(".weight"))
     quantized = {name: name for name in names if format.is_quantized(name)}
     of = {part: parts for parts in groups(format, quantized).values() for part in parts}
@@ -510,19 +575,20 @@ def layer_spec(
         except ValueError as error:
             raise ValueError(f"{layer.name}.{e}: {error}") from None
 
-    spec = describe(0)
+    first, *others = layer.routed
+    spec = describe(first)
     # Experts may differ in act-order: expert 0 may have none, nothing orders the inputs of one that no token reached.
     # They may in zero points, which decode to none where all are the middle, and in whether gate's and up's inputs
-    # share scales, as some layouts want. One whose tensors or scheme are not those of expert 0 is damaged or differs.
+    # share scales, as some layouts want. One whose tensors or scheme are not those of the first is damaged or differs.
     ends = (*DECIDING, *(INPUT_SCALES if layer.format.input_scales else ()))
-    decided = any(suffix.endswith(ends) for module in layer.tensors(0) for suffix in module)
-    for e in range(1, layer.num_experts):
+    decided = any(suffix.endswith(ends) for module in layer.tensors(first) for suffix in module)
+    for e in others:
         if decided or e in odd:
             other = describe(e)
             try:
                 w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
             except ValueError:
-                raise ValueError(_difference(layer, e, spec, other)) from None
+                raise ValueError(_difference(layer, first, e, spec, other)) from None
             spec = replace(spec, w13=w13, w2=w2)
     return spec
 
@@ -533,18 +599,18 @@ def differences(a: Projection, b: Projection) -> list[str]:
     return [f"{name} ({x} and {y})" for name, (x, y) in pairs.items() if x != y]
 
 
-def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
-    """What experts 0 and ``e`` differ in and must not."""
+def _difference(layer: MoELayer, first: int, e: int, spec: MoESpec, other: MoESpec) -> str:
+    """What experts ``first`` and ``e`` differ in and must not."""
 
-    names, found = layer.projections[:-1], differences(first.w13, other.w13)
+    names, found = layer.projections[:-1], differences(spec.w13, other.w13)
     if not found:
-        names, found = layer.projections[-1:], differences(first.w2, other.w2)
+        names, found = layer.projections[-1:], differences(spec.w2, other.w2)
     texts = [[f"{layer.name}.{i}.{name}", layer.format.scheme_of(f"{layer.name}.{i}.{name}").text]
-             for name in names for i in (e, 0)]  # fmt: skip
+             for name in names for i in (e, first)]  # fmt: skip
     pairs = list(zip(texts[::2], texts[1::2], strict=True))
     a, b = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
     return (
-        f"{a[0]} ({a[1]}) and {b[0]} ({b[1]}) differ in {', '.join(found)}; expected the same in all experts of a layer"
+        f"{a[0]} ({a[1]}) and {b[0]} ({b[1]}) differ in {', '.join(found)}; expected the same in all experts of a node"
     )
 
 

@@ -1,4 +1,4 @@
-"""transformers' experts interface: a layer's node, and which experts it does not compute."""
+"""transformers' experts interface: a layer's nodes, and which experts they do not compute."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from quantmoe.exporter.reading.formats import MoELayer
 def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    found: torch.Tensor = quant_moe(
-        hidden_states, top_k_index, top_k_weights.float(), self.w13, self.w2, self.attributes
+    """The sum of a layer's nodes in the order of its groups: mostly one, the module's own."""
+    weights = top_k_weights.float()
+    first, *others = (
+        quant_moe(hidden_states, top_k_index, weights, node.w13, node.w2, node.attributes)
+        for node in getattr(self, "groups", [self])
     )
+    found: torch.Tensor = first
+    for other in others:
+        found = found + other
     return found
 
 

@@ -150,7 +150,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     attach_shared(model, every)
     latent.absorb(skeleton)
     if (own := skeleton.format.slice) is not None:
-        experts = [] if own.own_tokens else chosen.experts
+        experts = [] if own.own_tokens else chosen.nodes
         meet(model, [*experts, *skeleton.summed], ReduceSpec(**own.place))
         meet(model, skeleton.gathered, GatherSpec(**own.place))
     with _uncollected():
@@ -206,6 +206,9 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, pa
         raise CheckpointError(
             f"{skeleton.format.ckpt.folder}: {name}: --paged has no linear attention: its states are not in blocks"
         )
+    for name, nodes in chosen.nodes.items():
+        if nodes != [name]:
+            model.get_submodule(name).groups = torch.nn.ModuleList(torch.nn.Module() for _ in nodes)
     for name, spec in chosen.layers.items():
         module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
         module.attributes = json.dumps(spec.attributes())

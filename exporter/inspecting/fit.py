@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,11 @@ def fit(
             f"{least:,} of experts"
         )
     every = sum(layer["bytes"] for layer in layers)
-    asked = sum(layer["top_k"] * size for layer, size in zip(layers, sizes, strict=True))
+    held_in: Counter[str] = Counter()  # of all nodes of a module: a layer's experts may be several
+    for layer, count in zip(layers, counts, strict=True):
+        held_in[layer["module"]] += count
+    parts = (count / held_in[layer["module"]] for layer, count in zip(layers, counts, strict=True))
+    asked = sum(int(part * layer["top_k"] * size) for part, layer, size in zip(parts, layers, sizes, strict=True))
     held, hit_rate, missed = sum(counts), 1.0, 0.0
     if trace is not None and [layer["experts"] for layer in trace.layers] != counts:
         raise ModelError(f"{found['model']}: the trace is of a model with other layers or experts")

@@ -66,9 +66,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
         of QMoE and MatMulNBits nodes ``tensors`` by part in the place of one tensor;
         of layers ``shared``: names of the last experts where they are a shared one, ``experts``: where a map placed
-        them the ``ids`` of those in the file and how many are ``routed``, else None, ``external``: the node only says
-        where its experts are, and ``top_k`` of the router before them, with these, None without one; of linears
-        ``rows``: where a node has those of several modules, how many of each),
+        them, or a layer has several nodes, the ``ids`` of those in the node and how many are ``routed``, else None,
+        ``external``: the node only says where its experts are, and ``top_k`` of the router before them, with these,
+        None without one; of linears ``rows``: where a node has those of several modules, how many of each),
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token; PagedAttention
         nodes as the CachedAttention that computes the same),

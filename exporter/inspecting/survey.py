@@ -27,9 +27,10 @@ def survey(path: str | Path) -> dict[str, Any]:
     Returns:
         ``checkpoint`` (path), ``files`` (of a folder, by ending: count, bytes), ``refused`` (target -> why an export
         would be, as far as headers show it, else ""); where it can be read ``model_type``, ``tensors`` (by dtype:
-        count, bytes), ``format`` (None: of floats), ``layers`` (one dict each: module, scheme, experts, hidden_size,
-        intermediate_size, shared_size: of the shared expert, 0 without one), ``linears`` (scheme -> how many outside
-        the experts), ``attention`` (how many layers are of which type, where config.json says), ``kv_cache`` and
+        count, bytes), ``format`` (None: of floats), ``layers`` (one dict each, of experts of several formats one for
+        each: module, scheme, experts, hidden_size, intermediate_size, shared_size: of the shared expert, 0 without
+        one), ``linears`` (scheme -> how many outside the experts), ``attention`` (how many layers are of which type,
+        where config.json says), ``kv_cache`` and
         ``left_out`` (see Report).
 
     Raises:
@@ -96,9 +97,9 @@ def _shared_size(format: Format, experts: str) -> int:
 
 def _quantized(format: Format) -> dict[str, Any]:
     layers = []
-    for layer in format.moe_layers():
-        sizes = {name: getattr(layer, name) for name in ("hidden_size", "intermediate_size")}
-        described = {"module": layer.name, "scheme": layer.scheme_text, "experts": layer.num_experts}
+    for layer, group in ((layer, group) for layer in format.moe_layers() for group in layer.groups()):
+        sizes = {name: getattr(group, name) for name in ("hidden_size", "intermediate_size")}
+        described = {"module": group.name, "scheme": group.scheme_text, "experts": len(group.routed)}
         layers.append(described | sizes | {"shared_size": _shared_size(format, layer.name)})
     linears: dict[str, int] = {}
     for name in format.parameters():

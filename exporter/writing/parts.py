@@ -59,7 +59,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
             raise CheckpointError(f"{part.skeleton.format.ckpt.folder}: {error}") from None
     else:
         routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
-        report.plain_routers += len(part.chosen.layers) - routers
+        report.plain_routers += len(part.chosen.nodes) - routers
         keep_tables(part.weights, part.skeleton.stored_type)
     name_interface(graph)
     head, config = bool(part.skeleton.format.part), part.skeleton.model.config
@@ -185,7 +185,7 @@ def _pack(
         else:
             _identify(region, layer.format)
             metadata["spec"] = json.dumps(spec.attributes())
-        if layer.shared:
+        if layer.shared and layer.every - 1 in layer.ids:
             metadata["shared"] = json.dumps(layer.shared.names())
         if not isinstance(layer.ids, range):
             metadata["experts"] = json.dumps({"ids": list(layer.ids), "routed": layer.num_experts})

@@ -34,7 +34,7 @@ class DryRun:
     """What :func:`plan` found.
 
     Attributes:
-        layers: checkpoint module name -> (scheme in the tool's words, node attributes, packed bytes).
+        layers: as in Report -> (scheme in the tool's words, node attributes, packed bytes).
         shared, apart: see Report.
         linears: the same of linears outside the experts; the bytes of a MatMulNBits are close to these.
         read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
@@ -83,7 +83,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
     layout, folder = LAYOUTS[wanted.layout], Path(output).resolve()
     ready = prepare(checkpoint, wanted, part=wanted.slices[0])
     report, format = ready.report, ready.format
-    rows = {layer.name: len(layer.ids) for part in ready.parts for layer in part.chosen.experts.values()}
+    rows = {layer.title: len(layer.ids) for part in ready.parts for layer in part.chosen.experts.values()}
     found = {
         name: (scheme, spec, rows[name] * sum(layout.row_bytes(spec, p) for p in ("w13", "w2")))
         for name, (scheme, spec) in report.layers.items()

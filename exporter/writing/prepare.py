@@ -18,7 +18,7 @@ from quantmoe.exporter.choosing.choose import Choice, activation_format, choose,
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.expert_map import placements
-from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
@@ -59,8 +59,9 @@ class Report:
 
     Attributes:
         format: name of the checkpoint format.
-        layers: checkpoint module name -> (scheme in the tool's words, node attributes).
-        shared: checkpoint module name -> how many of that node's experts are a shared expert.
+        layers: checkpoint module name, of several nodes with their experts (:attr:`MoELayer.title`) -> (scheme in the
+            tool's words, node attributes).
+        shared: the same names -> how many of that node's experts are a shared expert.
         apart: checkpoint module of a shared expert that is no expert of its layer's node -> why.
         activations: remark when they are not what the checkpoint says, else "".
         head_error: of ``lm_head``: root of the mean square error of its weights, relative to theirs.
@@ -229,9 +230,9 @@ def _vision(format: Format) -> tuple[ModuleType, Format]:
     return found
 
 
-def _check_floats(format: Format, nodes: Mapping[str, MoESpec]) -> None:
+def _check_floats(format: Format, nodes: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]]) -> None:
     """Refuses MXFP4 experts in a graph of float32: the one provider whose QMoE has them, CUDA, takes 16 bits."""
-    for name, spec in nodes.items():
+    for name, spec in ((layer.title, spec) for groups in nodes.values() for layer, spec in groups):
         if "mxfp4" in (spec.w13.format, spec.w2.format):
             raise CheckpointError(
                 f"{format.ckpt.folder}: {name}: ONNX Runtime has mxfp4 experts on CUDA alone, whose QMoE takes no f32: "
@@ -340,8 +341,8 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -
         report.kv_cache = report.kv_cache or part.attention.caches.remark
         for name, spec in chosen.layers.items():
             layer = chosen.experts[name]
-            report.layers[layer.name] = layer.scheme.text, spec
-            report.shared[layer.name] = layer.every - layer.num_experts
+            report.layers[layer.title] = layer.scheme.text, spec
+            report.shared[layer.title] = len([e for e in layer.members or range(layer.every) if e >= layer.num_experts])
             schemes += [layer.scheme, layer.down_scheme]
         for name, linear in chosen.linears.items():
             scheme = skeleton.format.scheme_of(next(iter(chosen.parts[name].values())))

@@ -29,7 +29,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.choosing import choose
-from quantmoe.exporter.choosing.choose import layer_spec
+from quantmoe.exporter.choosing.choose import choose_layer, layer_spec
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
@@ -144,24 +144,23 @@ def rewritten(fixture: str, folder: Path, edit) -> Path:
     return write_checkpoint(folder, tensors, quantization, **config)
 
 
-def test_experts_of_other_bits_are_refused_by_name(tmp_path):
+def test_experts_of_other_bits_are_a_group(tmp_path):
+    """GPTQModel's ``dynamic``. Formats of w13 and w2 may differ; groups are of experts that are alike in both."""
     module = "model.layers.0.mlp.experts.1.down_proj"
+    four = find_format(open_checkpoint(FIXTURES / "gptqmodel-gptq-desc_act")).matrix(module)
 
     def widen(tensors, quantization):
-        four = find_format(open_checkpoint(FIXTURES / "gptqmodel-gptq-desc_act")).matrix(module)
         eight = dataclasses.replace(four, kind="int8", codes=four.codes + np.uint8(120))  # the same weights
         tensors.update({f"{module}.{name}": array for name, array in gptq(eight).items()})
         quantization["dynamic"] = {rf"+:{re.escape(module)}": {"bits": 8}}
 
-    folder = rewritten("gptqmodel-gptq-desc_act", tmp_path / "checkpoint", widen)
-    with pytest.raises(CheckpointError) as refused:
-        export(folder, tmp_path / "model")
-    reason = (
-        f"{module} (GPTQ int8 symmetric group 32, desc_act) and {module.replace('1', '0')} (GPTQ int4 symmetric group "
-        "32, desc_act) differ in format (int8 and int4); expected the same in all experts of a layer"
-    )
-    assert str(refused.value) == f"{folder}: {reason}"
-    assert [c.reason for c in explain(folder)[0]["candidates"] if c.layout == "cpu_panel"] == [reason]
+    folder = rewritten("gptqmodel-gptq-desc_act", tmp_path, widen)
+    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    found = {g.title.removeprefix(layer.name): choose_layer(g, "cpu_panel", "float") for g in layer.groups()}
+    formats = {title: (spec.w13.format, spec.w2.format) for title, spec in found.items()}
+    assert formats == {" (0)": ("int4", "int4"), " (1)": ("int4", "int8")}
+    np.testing.assert_array_equal(layer.expert(1).down.dequantize(), four.dequantize())
+    assert [len(entry["modules"]) for entry in explain(folder)[:2]] == [1, 1]
 
 
 def test_an_expert_that_no_token_reached_has_no_order(tmp_path):
@@ -208,15 +207,13 @@ def expert_group(number: int, **weights):
     return edit
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_an_expert_configured_otherwise_is_refused_from_its_headers(tmp_path, target):
+@pytest.mark.parametrize("layout", ["cpu_panel", "marlin"])
+def test_an_expert_configured_otherwise_is_a_group(tmp_path, layout):
     """Its tensors have the names, types and shapes of the others'."""
-    folder = rewritten("llmcompressor-w8a8", tmp_path / "checkpoint", expert_group(1, num_bits=4))
-    with pytest.raises(CheckpointError, match=r"experts\.1\.gate_proj \(.* int4 .*differ in format") as planned:
-        plan(folder, tmp_path / "model", target=target)
-    with pytest.raises(CheckpointError) as refused:
-        export(folder, tmp_path / "model", target=target)
-    assert str(refused.value) == str(planned.value)
+    folder = rewritten("llmcompressor-w8a8", tmp_path, expert_group(1, num_bits=4))
+    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    found = {g.members: choose_layer(g, layout, "float").w13.format for g in layer.groups()}
+    assert found == {(0,): "int8", (1,): "int4"}
 
 
 @pytest.mark.parametrize("layout", [cpu_panel, marlin])

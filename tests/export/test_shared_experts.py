@@ -141,7 +141,8 @@ def test_a_mixture_that_is_another_is_left_alone(broken: str, tmp_path: Path, mo
     folder = checkpoint(tmp_path / "c", "qwen3_next")
     format = find_format(open_checkpoint(folder))
     skeleton = Skeleton(format)
-    specs = {name: choose_experts(format, "cpu_panel", "int8", "exact")[x.name] for name, x in skeleton.experts.items()}
+    chosen = choose_experts(format, "cpu_panel", "int8", "exact")
+    specs = {name: chosen[layer.name][0][1] for name, layer in skeleton.experts.items()}
     assert len(recognise(skeleton.model, specs)) == 2
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,7 @@ class MoELayer:
         down_scheme: of down.
         num_experts: routed ones.
         shared: which are the experts from ``num_experts`` on.
+        members: of one of the layer's :meth:`groups` its experts; None: all of the layer's.
     """
 
     name: str
@@ -121,6 +122,7 @@ class MoELayer:
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
     shared: SharedExpert | None = None
+    members: tuple[int, ...] | None = None
 
     @property
     def every(self) -> int:
@@ -129,27 +131,82 @@ class MoELayer:
 
     @property
     def ids(self) -> Sequence[int]:
-        """Those in a file, in its order: all of them, or a rank's."""
+        """Those in a file, in its order: all of them, or a rank's, or those of them that are in the group."""
+        return self._held if self.members is None else tuple(e for e in self._held if e in self.members)
+
+    @property
+    def _held(self) -> Sequence[int]:
+        """The layer's, whatever the group."""
         part = self.format.slice
         return part.ids(self.every, self.num_experts, self.index) if part else range(self.every)
 
     @property
     def span(self) -> tuple[int, int]:
-        """Of the ids that the node knows, the first one in its file and how many there are; a node after a map's table
-        counts its file's experts from 0."""
+        """Of the ids that the node knows, the first one in its file and how many there are; a node after a table counts
+        its file's experts from 0. A group that the rank has nothing of has the layer's."""
         ids = self.ids
-        return (ids.start, self.every) if isinstance(ids, range) else (0, len(ids))
+        return (ids.start, self.every) if isinstance(ids, range) else (0, len(ids) or self.every)
 
     def table(self) -> np.ndarray | None:
-        """Of a rank whose experts a map says: see :meth:`Placement.table`, with the shared experts; else None."""
-        part = self.format.slice
+        """The node's row of each expert, -1 where it has none: int64 [copies, every]; None: those of ``expert_offset``.
+
+        A rank whose experts a map says has one, see :meth:`Placement.table`; and so has each of several groups.
+        """
+        part, held = self.format.slice, self._held
         if part is None or part.placements is None:
-            return None
-        found = part.placements[self.index].table(part.rank, self.every)
-        for at, expert in enumerate(self.ids):
-            if expert >= self.num_experts:
-                found[:, expert] = at
-        return found
+            if self.members is None:
+                return None
+            found = np.full((1, self.every), -1)
+            found[0, held] = np.arange(len(held))
+        else:
+            found = part.placements[self.index].table(part.rank, self.every)
+            for at, expert in enumerate(held):
+                if expert >= self.num_experts:
+                    found[:, expert] = at
+        if self.members is None:
+            return found
+        rows = {at: row for row, at in enumerate(at for at, e in enumerate(held) if e in self.members)}
+        return np.vectorize(lambda at: rows.get(at, -1), otypes=[np.int64])(found)
+
+    def groups(self) -> list[MoELayer]:
+        """The layer in parts that one node each can hold: experts of the same formats, group sizes, types of scales and
+        formats of activations; mostly it is one, the layer itself.
+
+        Raises:
+            CheckpointError: see :meth:`expert`.
+        """
+        if not self.projections:
+            return [self]
+        outline = self.outline()
+        found: dict[object, list[int]] = {}
+        kinds: dict[object, object] = {}
+        for e, stored in enumerate(self._stored):
+            if (alike := repr(stored)) not in kinds:
+                expert = outline.expert(e)
+                matrices = [m for m in (expert.gate, expert.up, expert.down) if m is not None]
+                weights = [(m.kind, m.group_size, m.block_n, m.scale_type) for m in matrices]
+                kinds[alike] = repr((weights, [scheme.activation_format for scheme in stored[1]]))
+            found.setdefault(kinds[alike], []).append(e)
+        if len(found) == 1:
+            return [self]
+        made = []
+        for members in found.values():
+            schemes = self._stored[members[0]][1]
+            made.append(replace(self, members=tuple(members), scheme=schemes[0], down_scheme=schemes[-1]))
+        return made
+
+    @property
+    def title(self) -> str:
+        """Its name, of a group with its experts: ``model.layers.0.mlp.experts (0-2, 5)``."""
+        if self.members is None:
+            return self.name
+        runs: list[list[int]] = []
+        for e in self.members:
+            if runs and e == runs[-1][-1] + 1:
+                runs[-1][1:] = [e]
+            else:
+                runs.append([e])
+        return f"{self.name} ({', '.join('-'.join(map(str, run)) for run in runs)})"
 
     @property
     def width(self) -> int:
@@ -208,15 +265,24 @@ class MoELayer:
             found[role] = matrix
         return Expert(found.get("gate"), found["up"], found["down"])
 
+    @property
+    def routed(self) -> Sequence[int]:
+        """The routed experts of the group, or of the layer."""
+        return range(self.num_experts) if self.members is None else [e for e in self.members if e < self.num_experts]
+
     def odd(self) -> list[int]:
-        """Experts whose tensors are not named, typed or shaped as those of expert 0, or configured otherwise."""
+        """Experts whose tensors are not named, typed or shaped as those of the first one, or configured otherwise."""
+        first, *others = self.routed
+        return [e for e in others if self._stored[e] != self._stored[first]]
 
-        def stored(e: int) -> tuple[object, ...]:
-            schemes = [self.format.scheme_of(f"{self.name}.{e}.{projection}") for projection in self.projections]
-            return self.tensors(e), schemes
-
-        usual = stored(0)
-        return [e for e in range(1, self.num_experts) if stored(e) != usual]
+    @cached_property
+    def _stored(self) -> list[tuple[object, list[ModuleScheme]]]:
+        """What headers and configuration say of each routed expert."""
+        of = self.format.scheme_of
+        return [
+            (self.tensors(e), [of(f"{self.name}.{e}.{projection}") for projection in self.projections])
+            for e in range(self.num_experts)
+        ]
 
     @property
     def halves(self) -> tuple[slice, slice]:

@@ -228,18 +228,16 @@ def _projections(format: Format, name: str, experts: dict[int, set[str]], num_ex
 def _schemes(
     format: Format, name: str, projections: tuple[str, ...], num_experts: int
 ) -> tuple[ModuleScheme, ModuleScheme]:
-    """Schemes of gate and up, and of down: a node has one activation_format for each of the two."""
+    """Schemes of the first expert's gate and up, and down: a node has one activation_format for each of the two."""
     if not projections:
         return format.scheme(name), format.scheme(name)
-    found = []
-    for names in (projections[:-1], projections[-1:]):
-        modules = [f"{name}.{e}.{projection}" for e in range(num_experts) for projection in names]
-        first = format.scheme_of(modules[0])
-        for module in modules[1:]:
-            if (other := format.scheme_of(module)).activation_format != first.activation_format:
+    for e in range(num_experts):
+        first, *others = (f"{name}.{e}.{projection}" for projection in projections[:-1])
+        wanted = format.scheme_of(first).activation_format
+        for module in others:
+            if (found := format.scheme_of(module).activation_format) != wanted:
                 raise CheckpointError(
-                    f"{format.ckpt.folder}: {module} quantizes activations as {other.activation_format}, "
-                    f"{modules[0]} as {first.activation_format}; expected one way in all experts"
+                    f"{format.ckpt.folder}: {module} quantizes activations as {found}, {first} as {wanted}; expected "
+                    "one way in both, which read the same tokens"
                 )
-        found.append(first)
-    return found[0], found[1]
+    return format.scheme_of(f"{name}.0.{projections[0]}"), format.scheme_of(f"{name}.0.{projections[-1]}")
