@@ -75,6 +75,22 @@ struct LevelsAt {
   }
 };
 
+// The results of some of a tile's tokens from sum(i), and from what the tile has of the first one after its sums of x.
+template <class V, class Sum>
+[[gnu::always_inline]] inline void store_k(const PanelMatrix& matrix, const uint8_t* panel, int row,
+                                           const uint8_t* tail, int tile_tokens, int tokens, float* out,
+                                           int64_t row_stride, const Sum& sum) {
+  const float* steps = reinterpret_cast<const float*>(tail);
+  const int32_t* zero_points = reinterpret_cast<const int32_t*>(tail + 4 * tile_tokens);
+  const typename V::Floats row_sums = V::load_floats(panel + matrix.tail() + 4 * row);
+  const typename V::Floats bias = V::load_floats(panel + matrix.biases() + 4 * row);
+  _Pragma("GCC unroll 32") for (int i = 0; i < tokens; ++i) {
+    const typename V::Floats y = V::multiply(
+        V::fma(row_sums, V::broadcast(static_cast<float>(-zero_points[i])), sum(i)), V::broadcast(steps + i));
+    V::store(out + i * row_stride + row, V::add(y, bias));
+  }
+}
+
 // Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
 template <class V, int M, int kHigh, bool kWhole>
 void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
@@ -118,15 +134,8 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
       });
     }
   }
-  const float* steps = reinterpret_cast<const float*>(starts);
-  const int32_t* zero_points = reinterpret_cast<const int32_t*>(starts + 4 * tile_tokens);
-  const typename V::Floats row_sums = V::load_floats(panel + matrix.tail() + 4 * row);
-  const typename V::Floats bias = V::load_floats(panel + matrix.biases() + 4 * row);
-  QM_EACH_TOKEN {
-    const typename V::Floats y = V::multiply(
-        V::fma(row_sums, V::broadcast(static_cast<float>(-zero_points[i])), acc[i]), V::broadcast(steps + i));
-    V::store(out + (first + i) * row_stride + row, V::add(y, bias));
-  }
+  store_k<V>(matrix, panel, row, starts, tile_tokens, M, out + first * row_stride, row_stride,
+             [&](int i) __attribute__((always_inline)) { return acc[i]; });
 }
 
 // The same of float activations, x f32 [kp][tokens].

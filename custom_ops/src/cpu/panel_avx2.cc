@@ -11,19 +11,19 @@
 // of 8-bit codes. Codes are offset by 8 or 128; accumulators start at -offset * sum(x), which pack_tile has put into
 // the tile.
 #include "cpu/avx2_lanes.h"
+#include "cpu/code_panels.h"
 #include "cpu/elementwise.h"
-#include "cpu/row_tile.h"
 #include "cpu/x86.h"
 
 namespace quantmoe {
 namespace {
 
 struct Avx2Rows : Avx2Lanes {
-  static constexpr int kTileRows =
-      5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
+  static constexpr int kTileRows = 6;  // two s16 accumulators a row, two registers of codes, two of products: 16
   static constexpr int kMost = 2;
   static constexpr int kFloatTokens = 6, kManyTokens = 16;  // on a Zen 3; int4 in groups of 32 is as fast by tiles
   static constexpr int float_groups(int tokens) { return tokens == 1 ? 2 : 1; }
+  static constexpr int kCodeTokens = 7, kLeastTokens = 3;
   static constexpr int panels_of_group(int) { return 2; }
   template <int kBits>
   static constexpr int kVectors = kBits == 4 ? 2 : 1;
@@ -221,6 +221,52 @@ struct Avx2Rows : Avx2Lanes {
     for (int part = 0; part < 2; ++part) dot_part<M, C>(panels, offset, part, x, dot);
   }
 
+  // 32 columns for add_products: nibbles of 16 rows, or the low and the high ones of 8.
+  template <class C>
+  [[gnu::always_inline]] static void unpack(const Group& panels, int64_t offset, Integers (*codes)[2]) {
+    if constexpr (C::kBits == 4) {
+      for (int c = 0; c < 4; ++c)
+        for (int v = 0; v < 2; ++v) {
+          const Integers both = load_dwords<4>(panels, v, offset + c / 2 * 64, c % 2);
+          codes[c][v] = C::low(both);
+          codes[c + 4][v] = C::low(_mm256_srli_epi32(both, 4));
+        }
+    } else {
+      for (int c = 0; c < 8; ++c) {
+        const Integers both = flip8(load_dwords<8>(panels, 0, offset + c / 2 * 32, c % 2));
+        codes[c][0] = low_nibbles(both);
+        codes[c][1] = high_nibbles(both);
+      }
+    }
+  }
+  // 16 bits hold 8 pairs of codes below 16 (2 * 15 * 128), 4 of e2m1's 24 and of 5 bits, 2 of 6 bits.
+  template <int kBits>
+  static constexpr int kFours = kBits == 5 ? 4 : kBits == 6 ? 2 : 8;
+  template <int M, int kBits, int kFours, class From>
+  [[gnu::always_inline]] static void add_products(const Integers (*codes)[2], const uint8_t* x, const From& from,
+                                                  Integers (&dot)[M][kVectors<kBits>]) {
+    Integers sum[M][2];
+#pragma GCC unroll 8
+    for (int c = 0; c < kFours; ++c) {
+      const Integers first = codes[c][0], second = codes[c][1];
+      QM_EACH_TOKEN {
+        const Integers x4 = quantmoe::broadcast(x + 4 * (c * M + i));
+        const Integers products[2] = {_mm256_maddubs_epi16(first, x4), _mm256_maddubs_epi16(second, x4)};
+        for (int v = 0; v < 2; ++v) sum[i][v] = c ? _mm256_add_epi16(sum[i][v], products[v]) : products[v];
+        asm("" : "+x"(sum[i][0]), "+x"(sum[i][1]));  // as in multiply4
+      }
+    }
+    const Integers one = _mm256_set1_epi16(1), second = _mm256_set1_epi16(kBits == 4 ? 1 : 16);
+    QM_EACH_TOKEN {
+      if constexpr (kBits == 4) {
+        for (int v = 0; v < 2; ++v) dot[i][v] = _mm256_add_epi32(from(i, v), _mm256_madd_epi16(sum[i][v], one));
+      } else {
+        dot[i][0] = _mm256_add_epi32(_mm256_add_epi32(from(i, 0), _mm256_madd_epi16(sum[i][0], one)),
+                                     _mm256_madd_epi16(sum[i][1], second));
+      }
+    }
+  }
+
   // A code is the sign extension of its bits. 8-bit: 8 columns; 4-bit: a chunk's 32, the low nibbles first.
   template <int kBits, int kGroups, class Column>
   [[gnu::always_inline]] static void signed_columns(const Group* panels, int64_t offset, const Column& column) {
@@ -278,12 +324,16 @@ struct Avx2Rows : Avx2Lanes {
   }
 };
 
+void multiply(const PanelProduct& product) {
+  has_many_codes<Avx2Rows>(product) ? multiply_codes<Avx2Rows>(product) : multiply_panels<Avx2Rows>(product);
+}
+
 bool usable() { return x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2, 0); }
 
 }  // namespace
 
 const CpuKernel panel_avx2 = {
-    "panel_avx2",   usable,          Avx2Rows::kTileRows,   QM_ELEMENTWISE(pack_rows), multiply_panels<Avx2Rows>,
+    "panel_avx2",   usable,          Avx2Rows::kTileRows,   QM_ELEMENTWISE(pack_rows), multiply,
     int8_peak_avx2, &attention_avx2, &linear_attention_avx2};
 
 }  // namespace quantmoe

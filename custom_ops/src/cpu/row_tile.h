@@ -44,6 +44,50 @@ template <class V, int kBits, int kGroups>
   QM_EACH_GROUP V::template prefetch_group<kBits>(panels[group], offset);
 }
 
+// The results of a tile's tokens from sum(i, v), and from what the tile has after its sums of x.
+template <class V, class C, class Sum>
+[[gnu::always_inline]] inline void store_plain(const PanelMatrix& matrix, const Panels<V::kMost>& panels,
+                                               const int32_t* tail, int tokens, int64_t row_stride, const Sum& sum) {
+  constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
+  const float* steps = reinterpret_cast<const float*>(tail);
+  const int32_t* zero_points = tail + tokens;
+  QM_EACH_VECTOR {
+    const auto sums = V::template load_tail<kBits>(panels, v, matrix.tail());
+    const auto bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
+    const auto scale =
+        V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));  // channelwise
+    _Pragma("GCC unroll 32") for (int i = 0; i < tokens; ++i) {
+      const auto step = V::broadcast(steps[i]), all = V::rows(sum(i, v));
+      typename V::Floats y;
+      if (matrix.grouped)
+        y = V::multiply(V::fma(V::as_floats(sums), V::broadcast(static_cast<float>(-zero_points[i])), all), step);
+      else
+        y = V::multiply(V::floats(V::template corrected<kBits>(V::as_integers(all), sums, -zero_points[i])),
+                        V::multiply(scale, step));
+      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
+    }
+  }
+}
+template <class V, class C, bool kStepped, class Sum>
+[[gnu::always_inline]] inline void store_scaled(const PanelMatrix& matrix, const Panels<V::kMost>& panels,
+                                                const int32_t* tail, int tokens, int64_t row_stride, const Sum& sum) {
+  constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
+  const float* steps = reinterpret_cast<const float*>(tail);
+  const int32_t* zero_points = tail + tokens;
+  QM_EACH_VECTOR {
+    const auto sums = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail()));
+    const auto multiplier = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));
+    const auto bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
+    _Pragma("GCC unroll 32") for (int i = 0; i < tokens; ++i) {
+      typename V::Floats y = V::rows(sum(i, v));
+      if constexpr (!kStepped) y = V::fma(sums, V::broadcast(static_cast<float>(-zero_points[i])), y);
+      if constexpr (C::kMultiplied) y = V::multiply(y, multiplier);
+      if constexpr (!kStepped) y = V::multiply(y, V::broadcast(steps[i]));
+      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
+    }
+  }
+}
+
 // A group's panels times a tile of M tokens, where scales are of rows or of blocks.
 template <class V, int M, class C>
 void quantized_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile,
@@ -73,24 +117,8 @@ void quantized_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, c
       QM_EACH_TOKEN acc[i][v] = V::as_floats(dot[i][v]);
     }
   }
-  const float* steps = reinterpret_cast<const float*>(start);
-  const int32_t* zero_points = start + M;
-  QM_EACH_VECTOR {
-    const auto sums = V::template load_tail<kBits>(panels, v, matrix.tail());
-    const auto bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
-    const auto scale =
-        V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));  // channelwise
-    QM_EACH_TOKEN {
-      const auto step = V::broadcast(steps[i]), sum = V::rows(acc[i][v]);
-      typename V::Floats y;
-      if (matrix.grouped)
-        y = V::multiply(V::fma(V::as_floats(sums), V::broadcast(static_cast<float>(-zero_points[i])), sum), step);
-      else
-        y = V::multiply(V::floats(V::template corrected<kBits>(V::as_integers(sum), sums, -zero_points[i])),
-                        V::multiply(scale, step));
-      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
-    }
-  }
+  store_plain<V, C>(
+      matrix, panels, start, M, row_stride, [&](int i, int v) __attribute__((always_inline)) { return acc[i][v]; });
 }
 
 // Of float activations, for few tokens: float_panels.h takes many. kGroups: of panels.
@@ -188,20 +216,8 @@ void scaled_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, cons
       V::opaque(x);
     }
   }
-  const float* steps = reinterpret_cast<const float*>(start);
-  const int32_t* zero_points = start + M;
-  QM_EACH_VECTOR {
-    const auto sums = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail()));
-    const auto multiplier = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));
-    const auto bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
-    QM_EACH_TOKEN {
-      typename V::Floats y = V::rows(acc[i][v]);
-      if constexpr (!kStepped) y = V::fma(sums, V::broadcast(static_cast<float>(-zero_points[i])), y);
-      if constexpr (C::kMultiplied) y = V::multiply(y, multiplier);
-      if constexpr (!kStepped) y = V::multiply(y, V::broadcast(steps[i]));
-      V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
-    }
-  }
+  store_scaled<V, C, kStepped>(
+      matrix, panels, start, M, row_stride, [&](int i, int v) __attribute__((always_inline)) { return acc[i][v]; });
 }
 
 template <class V, int M, class C, int kParts, int kGroups>

@@ -1,0 +1,301 @@
+// Prompts with int8 activations: the panels of row_tile.h and k_tile.h times many tokens, where codes are unpacked once
+// for all of them, some columns at a time, which stay in L1 while the tokens' tiles pass:
+//
+//   codes [four columns][2 vectors]  x  tile [four columns][token]  ->  sums [token][vectors of rows]
+//
+// The two vectors are those of 16 rows or, of 8-bit codes, the low and the high nibbles of 8 rows. Activations are
+// loaded once for both, codes once for all tokens of a tile. The order of operations is that of quantized_tile,
+// scaled_tile and k_tile, which take fewer tokens. V is what row_tile.h says, and has
+//   kCodeTokens                    from how many tokens on this pays; 0: it is not for V
+//   kLeastTokens                   of a tile; others go to the tiles
+//   unpack<C>(panels, offset, codes)
+//                                  32 columns to bytes, as add_products takes them
+//   kFours<bits of a code>         most fours of columns that add_products sums up at a time
+//   add_products<M, kBits, kFours>(codes, x, from, dot)
+//                                  dot[i][v] = from(i, v) + codes . x of so many fours of M tokens; kBits: of
+//                                  row_tile.h's kVectors, other codes' 4
+// Everything is in an unnamed namespace, as in elementwise.h.
+#pragma once
+#include <algorithm>
+#include <utility>
+
+#include "cpu/row_tile.h"
+
+namespace quantmoe {
+namespace {
+
+// What a loop over a tile depends on. Units: of fours, in a group.
+struct Codes {
+  int bits;   // 8: two vectors of nibbles are one of rows
+  int fours;  // of a unit
+  int units;  // of a group; 0: any number
+  bool zero, stepped, minima;
+};
+
+template <class V>
+struct CodePanels {
+  using Floats = typename V::Floats;
+  using Integers = typename V::Integers;
+  using Group = Panels<V::kMost>;
+  using Fours = Integers[2];
+  using Rows = Floats[2];
+  static constexpr int kColumns = 512, kTokens = 96;  // at a time; of tokens what a layer's task has
+
+  // Columns whose codes are unpacked at a time: whole groups, or a part of one.
+  struct Piece {
+    int64_t column, group;  // the first ones
+    int groups, columns;    // columns of a group
+    bool begins, ends;      // whether groups do here
+  };
+
+  const PanelMatrix& matrix;
+  alignas(64) Fours codes[kColumns / 4];
+  alignas(64) Rows scales[kColumns / 16], minima[kColumns / 16];
+  alignas(64) Fours zeros[kColumns / 16];
+  alignas(64) Rows sums[kTokens];
+  alignas(64) Fours partial[kTokens];  // of a group that ends in a later piece
+
+  explicit CodePanels(const PanelMatrix& whole) : matrix(whole) {}
+
+  template <class C>
+  void load(const Group& panels, const Piece& piece) {
+    constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
+    const int64_t end = piece.column + piece.groups * piece.columns;
+    Fours* to = codes;
+    for (int64_t column = piece.column; column < end; column += 32, to += 8) {
+      const int64_t offset = column / matrix.block * matrix.block_bytes + column % matrix.block * 4;
+      V::template unpack<C>(panels, offset, to);
+    }
+    if (!matrix.grouped) return;
+    for (int i = 0; i < piece.groups; ++i) {
+      const int64_t group = piece.group + i, base = group / matrix.parts * matrix.block_bytes,
+                    part = group % matrix.parts;
+      const int64_t at = base + matrix.codes_bytes + part * matrix.nr * scale_size(matrix.scale_type);
+      for (int v = 0; v < kVectors; ++v) {
+        scales[i][v] = V::template load_group_scales<C>(matrix, panels, v, at);
+        if (matrix.zero_points)
+          zeros[i][v] = V::pairs(V::template load_zeros<kBits>(panels, v, base + matrix.zeros() + part * matrix.nr));
+      }
+    }
+  }
+  template <int kHigh>
+  void load_k(const uint8_t* panel, const Piece& piece) {
+    using Levels = LevelsAt<V, kHigh>;
+    constexpr int kChunk = 256 + 64 * kHigh;
+    Fours* to = codes;
+    for (int64_t column = piece.column; column < piece.column + piece.groups * piece.columns; column += 32, to += 8) {
+      const uint8_t* chunk = panel + column / 256 * matrix.block_bytes + column % 256 / 32 * kChunk;
+      for_fours([&](auto four) __attribute__((always_inline)) {
+        constexpr int j = decltype(four)::value;
+        for (int v = 0; v < 2; ++v) to[j][v] = load_codes<V, kHigh, j>(chunk + 4 * V::kRows * v);
+      });
+    }
+    for (int v = 0; v < 2; ++v)
+      for (int i = 0; i < piece.groups; ++i) {
+        const int64_t group = piece.group + i;
+        const Levels levels(panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes, V::kRows * v);
+        scales[i][v] = levels.scale(group % matrix.parts);
+        if constexpr (Levels::kMinima) minima[i][v] = levels.minimum(group % matrix.parts);
+      }
+  }
+
+  // The tile of M tokens.
+  template <int M, Codes kCodes>
+  static void multiply(const CodePanels& of, const Piece& piece, const uint8_t* tile, Rows* sum, Fours* part) {
+    constexpr int kVectors = V::template kVectors<kCodes.bits>;
+    const uint8_t* x = tile + piece.column * M;
+    const int64_t groups = of.matrix.groups();
+    const int32_t* start = reinterpret_cast<const int32_t*>(tile + of.matrix.kp * M) + piece.group * M;
+    const Fours* codes = of.codes;
+    for (int group = 0; group < piece.groups; ++group, start += M) {
+      Integers dot[M][kVectors];
+      const auto first = [&](int i, int v) __attribute__((always_inline)) {
+        if constexpr (kCodes.units == 0)
+          if (!piece.begins) return part[i][v];
+        if constexpr (kCodes.minima) return V::integers(0);
+        if constexpr (kCodes.zero) return V::starts(of.zeros[group][v], start[i]);
+        return V::integers(start[i]);
+      };
+      const auto so_far = [&](int i, int v) __attribute__((always_inline)) { return dot[i][v]; };
+      const auto unit = [&](const auto& from) __attribute__((always_inline)) {
+        V::template add_products<M, kCodes.bits, kCodes.fours>(codes, x, from, dot);
+        codes += kCodes.fours;
+        x += 4 * kCodes.fours * M;
+      };
+      unit(first);
+      if constexpr (kCodes.units == 2) unit(so_far);
+      if constexpr (kCodes.units == 0)
+        for (int done = 4 * kCodes.fours; done < piece.columns; done += 4 * kCodes.fours) unit(so_far);
+      if constexpr (kCodes.units == 0)
+        if (!piece.ends) {
+          QM_EACH_SUM part[i][v] = dot[i][v];
+          continue;
+        }
+      // Once: sums might be anywhere, and the compiler would read these for each.
+      Floats scale[kVectors], minimum[kVectors];
+      for (int v = 0; v < kVectors; ++v) scale[v] = of.scales[group][v], minimum[v] = of.minima[group][v];
+      if constexpr (kCodes.stepped) {
+        const float* steps = reinterpret_cast<const float*>(start + groups * M);
+        QM_EACH_SUM sum[i][v] = V::fma(V::multiply(V::floats(dot[i][v]), scale[v]), V::broadcast(steps + i), sum[i][v]);
+      } else {
+        QM_EACH_SUM sum[i][v] = V::fma(V::floats(dot[i][v]), scale[v], sum[i][v]);
+      }
+      if constexpr (kCodes.minima)
+        QM_EACH_SUM sum[i][v] =
+            V::negative_fma(V::broadcast(reinterpret_cast<const float*>(start) + i), minimum[v], sum[i][v]);
+    }
+  }
+  template <Codes kCodes, int... M>
+  static constexpr auto products(std::integer_sequence<int, M...>) {
+    struct Products {
+      decltype(&multiply<1, kCodes>) of[sizeof...(M)];  // [tokens - kLeastTokens]
+    };
+    return Products{{multiply<M + V::kLeastTokens, kCodes>...}};
+  }
+
+  // The tiles of a panel, or of some side by side: load(piece) unpacks, store(tile, row) stores. What comes `ahead`, so
+  // many bytes, is fetched into L2 a little with each tile: at once it would fill the buffers that all loads wait for.
+  template <Codes kCodes, class Load, class Store>
+  void run(const TokenTile* tiles, int64_t count, int tokens, const uint8_t* ahead, int64_t bytes, const Load& load,
+           const Store& store) {
+    static constexpr auto kProducts =
+        products<kCodes>(std::make_integer_sequence<int, V::kTileRows - V::kLeastTokens + 1>());
+    const int64_t group = matrix.group(), groups = group <= kColumns ? kColumns / group : 1,
+                  part = std::min<int64_t>(group, kColumns);
+    const int64_t pieces = ceil_div(matrix.groups(), groups) * ceil_div(group, part),
+                  fetched = align_up(ceil_div(bytes, pieces * count), 64);
+    for (Rows* sum = sums; sum != sums + tokens; ++sum) (*sum)[0] = (*sum)[1] = V::broadcast(0.0f);
+    for (int64_t first = 0; first < matrix.groups(); first += groups)
+      for (int64_t from = 0; from < group; from += part) {
+        const Piece piece{first * group + from,
+                          first,
+                          static_cast<int>(std::min(groups, matrix.groups() - first)),
+                          static_cast<int>(std::min(part, group - from)),
+                          from == 0,
+                          from + part >= group && matrix.grouped};
+        load(piece);
+        int row = 0;
+        for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) {
+          if (ahead)
+            for (const uint8_t* const end = ahead + fetched; ahead != end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+          kProducts.of[tile->m - V::kLeastTokens](*this, piece, tile->data, sums + row, partial + row);
+        }
+      }
+    int row = 0;
+    for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) store(*tile, row);
+  }
+};
+
+// Whether the product is one for CodePanels.
+template <class V>
+bool has_many_codes(const PanelProduct& product) {
+  const PanelMatrix& matrix = *product.matrix;
+  if (!product.quantized || matrix.columns || (is_e2m1(matrix.format) && matrix.group() > 32)) return false;
+  int64_t tokens = 0;
+  for (int64_t t = 0; t < product.tile_count; ++t) {
+    if (product.tiles[t].m < V::kLeastTokens) return false;
+    tokens += product.tiles[t].m;
+  }
+  return tokens >= V::kCodeTokens;
+}
+
+// product.tiles some at a time, as many as CodePanels takes: body(first, count, tokens).
+template <class V, class Body>
+void for_tiles(const PanelProduct& product, const Body& body) {
+  for (int64_t first = 0, count; first < product.tile_count; first += count) {
+    int tokens = 0;
+    for (count = 0;
+         first + count < product.tile_count && tokens + product.tiles[first + count].m <= CodePanels<V>::kTokens;
+         ++count)
+      tokens += product.tiles[first + count].m;
+    body(product.tiles + first, count, tokens);
+  }
+}
+
+template <class V, class C, Codes kCodes>
+void multiply_row_codes(const PanelProduct& product) {
+  const PanelMatrix& matrix = *product.matrix;
+  CodePanels<V> of(matrix);
+  const int width = V::panels_of_group(matrix.nr);
+  for (int64_t panel = 0; panel < product.panel_count; panel += width) {
+    Panels<V::kMost> panels(product, panel, width);
+    for_tiles<V>(product, [&](const TokenTile* tiles, int64_t count, int tokens) {
+      of.template run<kCodes>(
+          tiles, count, tokens, panels.ahead ? panels.panel[0] + panels.ahead : nullptr, panels.ahead,
+          [&](const auto& piece) { of.template load<C>(panels, piece); },
+          [&](const TokenTile& tile, int first) {
+            const int32_t* tail =
+                reinterpret_cast<const int32_t*>(tile.data + matrix.kp * tile.m) + matrix.groups() * tile.m;
+            const auto sum = [&](int i, int v) __attribute__((always_inline)) {
+              return matrix.grouped ? of.sums[first + i][v] : V::as_floats(of.partial[first + i][v]);
+            };
+            if (matrix.plain())
+              store_plain<V, C>(matrix, panels, tail, tile.m, product.row_stride, sum);
+            else
+              store_scaled<V, C, kCodes.stepped>(matrix, panels, tail, tile.m, product.row_stride, sum);
+            panels.advance(tile.m * product.row_stride);
+          });
+      panels.ahead = 0;
+    });
+  }
+}
+
+template <class V, class C>
+void multiply_integer_codes(const PanelProduct& product) {
+  constexpr int kFours = V::template kFours<C::kBits>;
+  const PanelMatrix& matrix = *product.matrix;
+  if (matrix.zero_points) {
+    if (matrix.group() == 16) return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, true, false, false}>(product);
+    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, true, false, false}>(product);
+  }
+  if (matrix.group() == 16) return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, false, false, false}>(product);
+  if (matrix.grouped && matrix.group() == 32)
+    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 8 / kFours, false, false, false}>(product);
+  multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, false, false, false}>(product);
+}
+
+template <class V, int kHigh>
+void multiply_k_codes(const PanelProduct& product) {
+  constexpr int kWidth = kHigh == 2 ? 4 : 8, kFours = V::template kFours<4 + kHigh>;
+  const PanelMatrix& matrix = *product.matrix;
+  CodePanels<V> of(matrix);
+  for (int64_t index = 0; index < product.panel_count; ++index) {
+    const uint8_t* const panel = product.panels + index * matrix.stride;
+    float* out = product.out + index % product.halves * product.half_stride + index / product.halves * matrix.nr;
+    const uint8_t* ahead = panel + matrix.stride;
+    for_tiles<V>(product, [&](const TokenTile* tiles, int64_t count, int tokens) {
+      of.template run<Codes{4, kFours, kWidth / kFours, false, false, kHigh < 2}>(
+          tiles, count, tokens, ahead, matrix.stride,
+          [&](const auto& piece) { of.template load_k<kHigh>(panel, piece); },
+          [&](const TokenTile& tile, int first) {
+            const uint8_t* const tail = tile.data + (matrix.kp + 4 * matrix.groups()) * tile.m;
+            for (int v = 0; v < 2; ++v)
+              store_k<V>(
+                  matrix, panel, V::kRows * v, tail, tile.m, tile.m, out,
+                  product.row_stride, [&](int i) __attribute__((always_inline)) { return of.sums[first + i][v]; });
+            out += tile.m * product.row_stride;
+          });
+      ahead = nullptr;
+    });
+  }
+}
+
+template <class V>
+void multiply_codes(const PanelProduct& product) {
+  const PanelMatrix& matrix = *product.matrix;
+  using E2m1 = typename V::E2m1;
+  if (is_k(matrix.format)) {
+    if (matrix.bits == 4) return multiply_k_codes<V, 0>(product);
+    return matrix.bits == 5 ? multiply_k_codes<V, 1>(product) : multiply_k_codes<V, 2>(product);
+  }
+  if (is_e2m1(matrix.format)) {
+    if (matrix.stepped) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, true, false}>(product);
+    return matrix.parts == 2 ? multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, false, false}>(product)
+                             : multiply_row_codes<V, E2m1, Codes{4, 4, 2, false, false, false}>(product);
+  }
+  matrix.bits == 8 ? multiply_integer_codes<V, typename V::Int8>(product)
+                   : multiply_integer_codes<V, typename V::Int4>(product);
+}
+
+}  // namespace
+}  // namespace quantmoe
