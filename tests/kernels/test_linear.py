@@ -16,6 +16,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.schemes import SCHEMES
 
 LAYOUT = LAYOUTS["cpu_panel"]
 CASES = [
@@ -36,6 +37,15 @@ CASES = [
     Case(weights=("mxfp4", "e8m0", False)),
     Case(intermediate=300, weights=("q5_k", "k32", False), bias=True),
     Case(intermediate=520, weights=("q6_k", "k16", False), act_order="shared"),
+    # Rows longer than what AVX2's prompts unpack at a time: whole groups of it, and parts of groups.
+    Case(intermediate=1100),
+    Case(intermediate=1100, group_size=96, weights=("int4", "f16", True)),
+    Case(intermediate=1100, group_size=-1, activation_format="int8_token"),
+    Case(intermediate=1100, group_size=544, weights=("int8", "bf16", True)),
+    Case(intermediate=1100, group_size=16, weights=INT8),
+    Case(intermediate=1100, weights=("mxfp4", "e8m0", False)),
+    Case(intermediate=1100, weights=NVFP4, group_size=16, activation_format="nvfp4"),
+    Case(intermediate=1100, weights=("q4_k", "k32", False)),
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),
     Case(weights=("fp8_e4m3", "f32", False), group_size=-1, activation_format="fp8_tensor", static=False),
     Case(hidden=200, weights=("fp8_e4m3", "f32", False), group_size=128, block_n=128, activation_format="none"),
@@ -77,6 +87,43 @@ def test_same_bytes_on_every_kernel(case: Case, kernel: str, monkeypatch: pytest
     want = native.NativeLinear(spec, w)(x)
     monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", kernel)
     np.testing.assert_array_equal(native.NativeLinear(spec, w)(x), want)
+
+
+@pytest.mark.parametrize("kernel", [name for name, usable in native.kernels().items() if usable])
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize(
+    ("weights", "group_size"),
+    [
+        (INT4, 32),
+        (INT4, 16),
+        (INT8, -1),
+        (("int4", "bf16", True), 128),
+        (("mxfp4", "e8m0", False), 32),
+        (NVFP4, 16),
+        (("q4_k", "k32", False), 32),
+        (("q5_k", "k32", False), 32),
+        (("q6_k", "k16", False), 16),
+    ],
+    ids=str,
+)
+def test_sums_of_extremes(
+    weights: tuple[str, str, bool], group_size: int, rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and activations at the ends of their ranges: sums of 16 bits are as large as they can be."""
+    case = Case(intermediate=1100, weights=weights, group_size=group_size, activation_format="int8_token")
+    m, spec, w = build(case)
+    top, zeros = (1 << SCHEMES[m.kind].bits) - 1, m.zero_points
+    for code in (0, top // 2, top):
+        opposite = None if zeros is None else np.full_like(zeros, 0 if code else top)
+        LAYOUT.pack_down(
+            dataclasses.replace(m, codes=np.full_like(m.codes, code), zero_points=opposite), spec.moe, w[0]
+        )
+        for sign in (-1, 1):
+            x = np.full((rows, case.intermediate), sign, np.float32)
+            monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", "panel_portable")
+            want = native.NativeLinear(spec, w)(x)
+            monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", kernel)
+            np.testing.assert_array_equal(native.NativeLinear(spec, w)(x), want)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -6,8 +6,8 @@
 // The two vectors are those of 16 rows or, of 8-bit codes, the low and the high nibbles of 8 rows. Activations are
 // loaded once for both, codes once for all tokens of a tile. The order of operations is that of quantized_tile,
 // scaled_tile and k_tile, which take fewer tokens. V is what row_tile.h says, and has
-//   kCodeTokens                    from how many tokens on this pays; 0: it is not for V
-//   kLeastTokens                   of a tile; others go to the tiles
+//   code_tokens(bits)              from how many tokens on this pays; fewer wait for memory, which tiles fetch better
+//   kLeastTokens                   fewest of a tile
 //   unpack<C>(panels, offset, codes)
 //                                  32 columns to bytes, as add_products takes them
 //   kFours<bits of a code>         most fours of columns that add_products sums up at a time
@@ -134,15 +134,17 @@ struct CodePanels {
       // Once: sums might be anywhere, and the compiler would read these for each.
       Floats scale[kVectors], minimum[kVectors];
       for (int v = 0; v < kVectors; ++v) scale[v] = of.scales[group][v], minimum[v] = of.minima[group][v];
-      if constexpr (kCodes.stepped) {
-        const float* steps = reinterpret_cast<const float*>(start + groups * M);
-        QM_EACH_SUM sum[i][v] = V::fma(V::multiply(V::floats(dot[i][v]), scale[v]), V::broadcast(steps + i), sum[i][v]);
-      } else {
-        QM_EACH_SUM sum[i][v] = V::fma(V::floats(dot[i][v]), scale[v], sum[i][v]);
+      const float* factors = reinterpret_cast<const float*>(start);  // of minima
+      const float* steps = reinterpret_cast<const float*>(start + groups * M);
+      QM_EACH_SUM {
+        Floats all = V::floats(dot[i][v]);
+        if constexpr (kCodes.stepped)
+          all = V::fma(V::multiply(all, scale[v]), V::broadcast(steps + i), sum[i][v]);
+        else
+          all = V::fma(all, scale[v], sum[i][v]);
+        if constexpr (kCodes.minima) all = V::negative_fma(V::broadcast(factors + i), minimum[v], all);
+        sum[i][v] = all;
       }
-      if constexpr (kCodes.minima)
-        QM_EACH_SUM sum[i][v] =
-            V::negative_fma(V::broadcast(reinterpret_cast<const float*>(start) + i), minimum[v], sum[i][v]);
     }
   }
   template <Codes kCodes, int... M>
@@ -196,7 +198,7 @@ bool has_many_codes(const PanelProduct& product) {
     if (product.tiles[t].m < V::kLeastTokens) return false;
     tokens += product.tiles[t].m;
   }
-  return tokens >= V::kCodeTokens;
+  return tokens >= V::code_tokens(matrix.bits);
 }
 
 // product.tiles some at a time, as many as CodePanels takes: body(first, count, tokens).

@@ -23,7 +23,8 @@ struct Avx2Rows : Avx2Lanes {
   static constexpr int kMost = 2;
   static constexpr int kFloatTokens = 6, kManyTokens = 16;  // on a Zen 3; int4 in groups of 32 is as fast by tiles
   static constexpr int float_groups(int tokens) { return tokens == 1 ? 2 : 1; }
-  static constexpr int kCodeTokens = 7, kLeastTokens = 3;
+  static constexpr int code_tokens(int bits) { return bits == 8 ? 16 : 12; }  // on a Zen 3
+  static constexpr int kLeastTokens = 4;                                      // 13 are 5, 4 and 4
   static constexpr int panels_of_group(int) { return 2; }
   template <int kBits>
   static constexpr int kVectors = kBits == 4 ? 2 : 1;
@@ -241,7 +242,9 @@ struct Avx2Rows : Avx2Lanes {
   }
   // 16 bits hold 8 pairs of codes below 16 (2 * 15 * 128), 4 of e2m1's 24 and of 5 bits, 2 of 6 bits.
   template <int kBits>
-  static constexpr int kFours = kBits == 5 ? 4 : kBits == 6 ? 2 : 8;
+  static constexpr int kFours = kBits == 5   ? 4
+                                : kBits == 6 ? 2
+                                             : 8;
   template <int M, int kBits, int kFours, class From>
   [[gnu::always_inline]] static void add_products(const Integers (*codes)[2], const uint8_t* x, const From& from,
                                                   Integers (&dot)[M][kVectors<kBits>]) {
@@ -332,8 +335,7 @@ bool usable() { return x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2
 
 }  // namespace
 
-const CpuKernel panel_avx2 = {
-    "panel_avx2",   usable,          Avx2Rows::kTileRows,   QM_ELEMENTWISE(pack_rows), multiply,
-    int8_peak_avx2, &attention_avx2, &linear_attention_avx2};
+const CpuKernel panel_avx2 = {"panel_avx2", usable,         Avx2Rows::kTileRows, QM_ELEMENTWISE(pack_rows),
+                              multiply,     int8_peak_avx2, &attention_avx2,     &linear_attention_avx2};
 
 }  // namespace quantmoe
