@@ -134,8 +134,9 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
       });
     }
   }
-  store_k<V>(matrix, panel, row, starts, tile_tokens, M, out + first * row_stride, row_stride,
-             [&](int i) __attribute__((always_inline)) { return acc[i]; });
+  store_k<V>(
+      matrix, panel, row, starts, tile_tokens, M, out + first * row_stride,
+      row_stride, [&](int i) __attribute__((always_inline)) { return acc[i]; });
 }
 
 // The same of float activations, x f32 [kp][tokens].
