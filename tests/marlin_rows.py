@@ -61,7 +61,7 @@ def reference_row(matrices: Sequence[QuantizedMatrix], p: Projection) -> np.ndar
     biases = [np.zeros(n, np.float32) if m.bias is None else m.bias.astype(np.float32) for m in matrices]
     parts = [
         [_codes(_panels(padded, fill), units, scheme.bits)],
-        [by_group(scales)],
+        [_levels(_panels(scales, 0))] if "d" in (scales[0].dtype.names or ()) else [by_group(scales)],
         [by_group(zeros)] if p.zero_points else none,
         [np.array(both, np.float32)] if p.format == "nvfp4" else none,
         [_panels(biases, 0)] if p.bias else none,
@@ -101,8 +101,29 @@ def _panels(halves: Sequence[np.ndarray], fill: int) -> np.ndarray:
     return rows.reshape(2, -1, 8, *rest).swapaxes(0, 1) if len(halves) == 2 else rows.reshape(-1, 2, 8, *rest)
 
 
+def _levels(panels: np.ndarray) -> np.ndarray:
+    """Scales of two levels [P, 2, 8, blocks]: a block's factors, then its units' levels (3.3)."""
+    blocks = panels.transpose(0, 3, 2, 1)
+    factors, levels = (("d", "d_min"), ("scales", "minima")) if "d_min" in panels.dtype.names else (("d",), ("scales",))
+    first = np.stack([blocks[name] for name in factors], -1)
+    of_units = np.concatenate([blocks[name].reshape(*blocks.shape, 4, -1) for name in levels], -1)
+    parts = first, of_units.transpose(0, 1, 4, 2, 3, 5)
+    flat = [np.ascontiguousarray(a).reshape(*blocks.shape[:2], -1).view(np.uint8) for a in parts]
+    return np.concatenate(flat, -1)
+
+
 def _codes(panels: np.ndarray, units: int, bits: int) -> np.ndarray:
     """[P, 2, 8, columns] as they are stored (3.2)."""
+    if bits in (5, 6):
+        low = _codes(panels & 15, units, 4).reshape(len(panels), units, -1)
+        x = (panels >> 4).reshape(len(panels), 2, 8, units, 2, 4, 2, 2, 2).astype(np.uint32)
+        x = x.transpose([_MATRIX.index(axis) for axis in "Pugthsrab"]).reshape(len(panels), units, 32, 16, 2)
+        # A lane's words: 16 places of low halves, the same of high ones.
+        high, per_word = bits - 4, 16 // (bits - 4)
+        x = x.reshape(len(panels), units, 32, high, per_word, 2)
+        shifts = (np.arange(per_word) * high)[:, None] + np.array([0, 16])
+        words = np.bitwise_or.reduce(x << shifts.astype(np.uint32), axis=(-2, -1))
+        return np.concatenate([low, words.reshape(len(panels), units, -1).view(np.uint8)], -1)
     if bits == 16:
         return panels.reshape(len(panels), 16, units, UNIT).swapaxes(1, 2)
     x = panels.reshape(len(panels), 2, 8, units, 2, 4, 2, 2, 2)

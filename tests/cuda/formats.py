@@ -1,6 +1,6 @@
 """Formats of the CUDA tests, and layers' attributes; needs no CUDA library."""
 
-from cases import INT4
+from cases import INT4, K_QUANTS
 from specs import moe_spec, projection
 
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -22,6 +22,7 @@ FORMATS = {
     "fp8-e8m0": (("fp8_e4m3", "e8m0", False), 32, 1),
     "mxfp4": (("mxfp4", "e8m0", False), 32, 1),
     "nvfp4": (("nvfp4", "e4m3", False), 16, 1),
+    **{kind: (weights, 256, 1) for kind, weights in K_QUANTS.items()},
 }
 #: the same of floats, which are multiplied with activations of their type alone
 FLOATS = {kind: ((kind, "f32", False), -1, 1) for kind in ("bf16", "f16")}

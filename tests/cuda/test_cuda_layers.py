@@ -88,7 +88,12 @@ def test_scales_of_every_size(name, tokens):
 
     def wild(m, rng):
         s = m.scales
-        if name == "nvfp4":
+        if s.dtype.names:
+            s = s.copy()
+            for factor in ("d", "d_min")[: len(s.dtype.names) // 2]:
+                s[factor] *= (2.0 ** rng.integers(-4, 1, s.shape)).astype(np.float16)
+                s[factor][rng.random(s.shape) < 0.1] = 0
+        elif name == "nvfp4":
             s = rng.integers(0, 0x7F, s.shape, dtype=np.uint8).view(s.dtype)
         elif s.dtype.itemsize == 1:
             s = (s.view(np.uint8) - rng.integers(0, 20, s.shape, dtype=np.uint8)).view(s.dtype)
@@ -191,6 +196,8 @@ def test_rings_from_work_to_work(name, tokens):
 MIXED = {
     "int4-mxfp4": replace(CASES["g128"], down_weights=FORMATS["mxfp4"]),
     "nvfp4-fp8": replace(of_format("nvfp4", BASE), down_weights=FORMATS["fp8"]),
+    "q4_k-q6_k": replace(of_format("q4_k", BASE), down_weights=FORMATS["q6_k"]),  # as in Q4_K_M files
+    "q5_k-int8": replace(of_format("q5_k", BASE), down_weights=FORMATS["int8-f16"]),
     "mxfp4-int8": replace(of_format("mxfp4", BASE), down_weights=FORMATS["int8"]),
     "int8-int4": replace(of_format("int8", BASE), down_weights=(BASE.weights, 64, 1)),
     "codes-int4": replace(of_format("fp8-bf16", BASE), activation_format="fp8_token", down_format="none",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import K_QUANTS
 from cuda.formats import FLOATS, FORMATS, spec_of
 from specs import linear_spec
 
@@ -28,6 +29,8 @@ SM89 = cuda.Device(89, 132, 102400)
 def test_each_is_planned(monkeypatch, name, device, tokens, paths):
     monkeypatch.setattr(cuda, "library", native.library)
     weights, group_size, _ = FORMATS[name]
+    if name in K_QUANTS and tokens > 8:
+        paths = ("stream", "stream")  # mma.sync: wgmma reads scales of one level
     spec = spec_of(2048, 768, 8, group_size, weights)
     layer = cuda.plan(cuda.problem(spec, "bf16", tokens, 2, 8), device)
     linear = cuda.plan(cuda.linear_problem(linear_spec(768, 2048, spec.w2), "bf16", tokens), device)
@@ -76,10 +79,23 @@ def test_each_of_the_kernels_is_here():
     assert len(rows) - 2 == len(here), f"formats.inc has {rows}, FORMATS {here}"
 
 
+def test_one_of_two_projections_has_scales_of_two_levels(monkeypatch):
+    """As a layer of a Q4_K_M file may: neither is on wgmma then."""
+    monkeypatch.setattr(cuda, "library", native.library)
+    spec = spec_of(2048, 768, 8)
+    two = spec_of(2048, 768, 8, 256, K_QUANTS["q6_k"])
+    for layer in (replace(spec, w2=two.w2), replace(spec, w13=two.w13)):
+        assert cuda.PATHS[cuda.plan(cuda.problem(layer, "bf16", 4096, 2, 8), cuda.H200).path] == "stream"
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (("q4_k", "k32", False), "format is q4_k, the CUDA kernels take int4, int8, mxfp4, "),
+        (("q4_k", "k32", False), "group_size is 32, the CUDA kernels take 256 for q4_k with k32 scales"),
+        (("q5_k", "f16", False), "scale_type is f16, the CUDA kernels take k32 for q5_k"),
+        (("q6_k", "k32", False), "scale_type is k32, the CUDA kernels take k16 for q6_k"),
+        (("int4", "k32", False), "scale_type is k32, the CUDA kernels take f16, bf16 for int4"),
+        (("q6_k", "k16", True), "zero_points is 1, the CUDA kernels take 0, and 1 with int4, int8"),
         (("mxfp4", "e8m0", True), "zero_points is 1, the CUDA kernels take 0, and 1 with int4, int8"),
     ],
 )

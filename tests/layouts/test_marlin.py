@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import assert_same
+from cases import K_QUANTS, assert_same
 from cuda.formats import FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ KINDS = sorted({("int4", "f16"), ("int4", "bf16"), *(weights[:2] for weights, *_
 
 
 def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias=False, **fields):
-    block_n = fields.get("block_n", 1)
+    block_n, group = fields.get("block_n", 1), 256 if kind in K_QUANTS else group
     shape = (-(-n // block_n), 1 if group == -1 else -(-k // group))
     dtype = SCALE_DTYPES[scale_type]
     codes = rng.integers(0, 1 << SCHEMES[kind].bits, (n, k), np.uint8)
@@ -195,6 +195,43 @@ def test_bytes_are_the_documented_ones():
     assert scales[2, 1, 2, 0, 1] == up.scales.view(np.uint16)[18, 2]
 
 
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_bytes_of_k_quants(kind):
+    """Every code and scale found where FORMAT.md 3.2 and 3.3 say it is."""
+    rng = np.random.default_rng(7)
+    n, k, bits = 40, 320, SCHEMES[kind].bits
+    m = random_matrix(rng, n, k, kind, 256, K_QUANTS[kind][1])
+    spec = linear_spec(k, n, marlin.describe_down(m, "none"))
+    row = np.zeros(marlin.row_bytes(spec.moe, "w2"), np.uint8)
+    marlin.pack_down(m, spec.moe, row)
+    panels, units, size = 3, 5, 128 * bits
+    for row_, column in np.ndindex(panels * 16, units * 64):
+        unit = row[(row_ // 16 * units + column // 64) * size :][:size]
+        low, high = unit[:512].view(np.uint32), unit[512:].view(np.uint32)
+        lane, s = row_ % 8 * 4 + column % 32 // 8, column % 64 // 32 * 2 + column % 8 // 4
+        nibble = {(0, 0): 0, (0, 2): 1, (1, 0): 2, (1, 2): 3, (0, 1): 4, (0, 3): 5, (1, 1): 6, (1, 3): 7}
+        place = nibble[row_ % 16 // 8, column % 4]
+        code = int(low[4 * lane + s]) >> 4 * place & 15
+        if bits > 4:
+            at = (bits - 4) * (4 * s + place % 4)
+            word = int(high[(bits - 4) * lane + at // 16]) >> at % 16 + place // 4 * 16
+            code |= (word & (1 << bits - 4) - 1) << 4
+        assert code == (m.codes[row_, column] if row_ < n and column < k else 0)
+    scales = row[panels * units * size :][: panels * 2 * 16 * m.scales.itemsize].reshape(panels, 2, -1)
+    for row_, block in np.ndindex(panels * 16, 2):
+        of, place = scales[row_ // 16, block], row_ % 8 * 2 + row_ % 16 // 8
+        want = m.scales[row_, block] if row_ < n else np.zeros((), m.scales.dtype)  # zero bits past the end
+        factors = [want["d"]] if kind == "q6_k" else [want["d"], want["d_min"]]
+        np.testing.assert_array_equal(of[2 * len(factors) * place :][: 2 * len(factors)].view("<f2"), factors)
+        for unit in range(4):
+            found = of[32 * len(factors) + 64 * unit + 4 * place :][:4].view(np.int8)
+            pair = slice(2 * unit, 2 * unit + 2)
+            levels = (
+                [want["scales"][pair], want["minima"][pair]] if len(factors) == 2 else [want["scales"][4 * unit :][:4]]
+            )
+            np.testing.assert_array_equal(found, np.concatenate(levels))
+
+
 def test_bytes_of_input_scales_and_pre_scales():
     """FORMAT.md 3.5: the last parts of a row, after the permutation."""
     rng = np.random.default_rng(5)
@@ -240,7 +277,8 @@ def test_refusals_name_what_is_wrong():
     for change, why in (
         ({"layout_version": 1}, "w2: layout marlin version 1, expected marlin version 2: export the model again"),
         ({"group_size": 48}, "w2: group_size 48; layout marlin carries -1, 16, 32, multiples of 64"),
-        ({"format": "q4_k"}, "w2: format q4_k; layout marlin carries int4"),
+        ({"format": "q4_k"}, "w2: group_size 32 with f16 scales; q4_k and q5_k have k32 scales, .* in groups of 256"),
+        ({"format": "q6_k", "group_size": 256, "scale_type": "k32"}, "w2: group_size 256 with k32 .* q6_k has k16"),
         ({"format": "bf16"}, "w2: group_size 32; layout marlin carries -1 of floats"),
         ({"format": "mxfp4", "zero_points": 1}, "w2: zero_points is 1, expected 0 to 0"),
         ({"perm": 2}, "w2: perm is 2, expected 0 to 1"),
@@ -306,6 +344,8 @@ def test_a_linear_keeps_its_act_order(kind, scale_type):
     marlin.pack_down(m, spec.moe, row)
     assert row.tobytes() == reference_row([m], spec.w).tobytes()
     assert_same(m, marlin.unpack_down(spec.moe, row))
+    if kind in K_QUANTS:
+        return  # test_bytes_of_k_quants
     scales = row[marlin.row(spec.moe, "w2").part("scales")].reshape(3, -1, 8, 2, 2, SCALE_DTYPES[scale_type].itemsize)
     assert not scales[2, :, :, :, 1].any(), "rows past the end have zero bits, whatever the type"
     assert not scales[:, 1, :, 1].any(), "groups past the end too"

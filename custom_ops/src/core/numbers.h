@@ -27,6 +27,12 @@ constexpr int code_bits(int32_t format) {
                                                                   : 4;
 }
 
+// ggml's K-quants: the one group size and type of scales of each.
+constexpr bool takes_k_scales(int32_t format, int32_t group_size, int32_t scale_type) {
+  return group_size == 256 && scale_type == (format == k_format_q6_k ? k_scale_type_k16 : k_scale_type_k32);
+}
+constexpr const char* kKScales = "q4_k and q5_k have k32 scales, q6_k has k16 scales, in groups of 256";
+
 // Whether the row holds the scales that its activations are quantized with.
 inline bool has_input_scales(const qm_projection& w) {
   return w.activation_format == k_activation_format_fp8_tensor || w.activation_format == k_activation_format_nvfp4;

@@ -249,7 +249,7 @@ qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
   qm_cuda_step step{};
   if (sizes.bits == 16) {
     step.panels = 1, step.stages = stages_of(1);
-  } else if (sizes.bits == 8) {
+  } else if (sizes.bits > 4) {
     step.panels = row.units < 24 * kWarps ? 1 : 2;
     step.stages = step.panels == 2 ? 5 : short_k ? 3 : 6;
   } else if (row.panels <= multiprocessors) {

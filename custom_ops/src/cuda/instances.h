@@ -17,7 +17,7 @@ struct FormatSizes {
   int units;        // of K that may be a stage of four panels
   int span_panels;  // 0: Span is not for the format
   int span_bytes;
-  bool codes;
+  bool codes, two_levels;
 };
 template <class Facts>
 constexpr FormatSizes sizes_of(int per_block, bool codes) {
@@ -27,7 +27,8 @@ constexpr FormatSizes sizes_of(int per_block, bool codes) {
           Facts::kPairsUnits && per_block == 1 ? 2 : 1,
           codes ? 0 : Facts::kSpanPanels,
           span_shared_bytes<Facts::kSpanPanels, Facts::scale_bytes(2)>(),
-          codes};
+          codes,
+          Facts::kTwoLevels};
 }
 inline FormatSizes sizes_of(const qm_projection& w, bool codes) {
   return with_facts(kind_of(w), [&](auto f) { return sizes_of<decltype(f)>(groups_in_block(w), codes); });

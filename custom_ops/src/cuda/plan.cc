@@ -12,6 +12,8 @@ namespace {
 
 // Whether moe_gemm_wgmma.cuh can address the rows: in pieces of 16 bytes, with 32 bits.
 bool addresses(int64_t rows, int64_t columns) { return rows * ceil_div(columns, 64) <= UINT32_MAX / 8; }
+// Whether that reads the weights.
+bool on_wgmma(const qm_projection& w) { return kind_of(w) != WeightKind::kFloat && !two_levels(kind_of(w)); }
 int32_t to_int(int64_t value) { return static_cast<int32_t>(value); }
 
 // Hands out parts of the workspace.
@@ -97,8 +99,8 @@ struct PlannedLayer {
     pairs = problem.tokens * problem.top_k;
     const bool decode = problem.tokens <= kDecodeTokens && pairs <= kDecodePairs &&
                         decode_fits({device, problem.moe.w13, w13}) && decode_fits({device, problem.moe.w2, w2});
-    const bool floats = kind_of(problem.moe.w13) == WeightKind::kFloat || kind_of(problem.moe.w2) == WeightKind::kFloat;
-    const bool many = !decode && device.sm == 90 && problem.moe.gated && mean() > 5 && !floats;
+    const bool many = !decode && device.sm == 90 && problem.moe.gated && mean() > 5 && on_wgmma(problem.moe.w13) &&
+                      on_wgmma(problem.moe.w2);
     fp8 = many && takes_fp8(problem.moe.w13) && takes_fp8(problem.moe.w2);
     wgmma = many && (fp8 || addresses(pairs, std::max(w13.columns, problem.moe.intermediate_size)));
     path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
@@ -323,7 +325,8 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   const bool floats = kind_of(linear.w) == WeightKind::kFloat;
   const bool decode =
       rows <= kDecodeTokens && (floats ? choose_linear_decode(weights).shared_bytes > 0 : decode_fits(weights));
-  const bool dense = !decode && device->sm == 90 && (!packs(device->sm, linear.w) || rows > 64);
+  const bool dense =
+      !decode && device->sm == 90 && (!packs(device->sm, linear.w) || rows > 64) && !two_levels(kind_of(linear.w));
   plan->path = decode ? QM_CUDA_DECODE : dense ? QM_CUDA_DENSE : QM_CUDA_STREAM;
   const qm_cuda_step product = choose_linear(weights, plan->path, rows);
   if (plan->path == QM_CUDA_STREAM) plan->max_tiles = to_int(ceil_div(rows, 8 * product.n_tiles));

@@ -36,6 +36,7 @@ struct Stream {
   static constexpr int kTokenUnit = F::kPacked ? F::kPackedUnitBytes / 2 : kUnit;  // of T: values, or what is packed
   static constexpr bool kCodes = F::kPacked && F::kBits == 8;
   static constexpr bool kScaledWeights = F::template kScaledWeights<T>;
+  static constexpr int kHighBytes = Size::kBits == 5 || Size::kBits == 6 ? 4 * Size::kBits - 16 : 0;  // of a lane
 
   int lane, g, t;
   uint32_t codes_at, scales_at;  // this lane's bytes in the first stage of the warp's ring
@@ -76,7 +77,12 @@ struct Stream {
       panel_at[m] = at * weights.units * kUnitBytes, scale_panel_at[m] = at * weights.blocks * 8 * scale_bytes;
     }
     codes = expert + (static_cast<int64_t>(panel) * weights.units + k) * kUnitBytes + Size::from_at(lane);
-    scales = expert + weights.scales_at + ((panel * weights.blocks + (kScalesAhead ? k : 0)) * 8 + g) * scale_bytes;
+    scales = expert + weights.scales_at + (panel * weights.blocks + (kScalesAhead ? k : 0)) * 8 * scale_bytes;
+    if constexpr (F::kTwoLevels) {
+      scales += F::level_at(g, t);
+    } else {
+      scales += g * scale_bytes;
+    }
     if constexpr (Size::kZeroBytes > 0)
       zeros = expert + weights.zeros_at + panel * weights.blocks * weights.zero_bytes +
               (two_groups(weights) ? 4 * g : 2 * g & ~3);
@@ -86,7 +92,7 @@ struct Stream {
   }
   // Bytes of rows g and g + 8 in a block.
   __device__ static int scale_lane_bytes(const Weights& weights) {
-    return Size::kRuntime ? weights.scale_bytes : Size::kScaleBytes;
+    return Size::kRuntime || F::kTwoLevels ? weights.scale_bytes : Size::kScaleBytes;
   }
 
   __device__ void seek_tokens(int n, const T* row, int x_columns) {
@@ -98,15 +104,17 @@ struct Stream {
     const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
     const int block = k >> weights.block_shift;
     const uint8_t* first = kScalesAhead ? scales : scales + block * (8 * scale_lane_bytes(weights));
+    if constexpr (F::kTwoLevels) first += t / 2 * (k % 4 * F::kUnitLevels);
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       const uint8_t *c = m ? codes + panel_at[m] : codes, *s = m ? first + scale_panel_at[m] : first;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
 #pragma unroll
-        for (int i = 0; i < kUnitBytes; i += 512)
+        for (int i = 0; i + 512 <= kUnitBytes; i += 512)
           if (u == 0 || k + u < weights.units)  // else: any codes, the tokens there are zero
             copy_async16_once(to + (u * MT + m) * kUnitBytes + i, c + u * kUnitBytes + Size::piece_at(i), once);
+      if constexpr (kHighBytes > 0) copy_async_small<kHighBytes>(high_at(stage, m), c + high_from_codes());
       if constexpr (Size::kScaleBytes == 0) continue;
       if (Size::kScaleBytes == 4 || (Size::kRuntime && weights.scale_bytes == 4)) {
         copy_async_small<4>(scales_to + m * 32 * Size::kScaleBytes, s);
@@ -126,6 +134,11 @@ struct Stream {
   }
   __device__ uint32_t zero_at(int stage, int m) const {
     return scales_at + stage * kStageBytes + (kZerosAt - kScalesAt) - lane * (Size::kScaleBytes - 4) + m * 128;
+  }
+  // High bits of 5- and 6-bit codes: from a lane's 16 bytes of a unit, which they follow.
+  __device__ int high_from_codes() const { return 512 - lane * (16 - kHighBytes); }
+  __device__ uint32_t high_at(int stage, int m) const {
+    return codes_at + stage * kStageBytes + m * kUnitBytes + high_from_codes();
   }
   __device__ void copy_tokens(int stage, int n_tiles) {
     const uint32_t to = codes_at + stage * kStageBytes + kTokensAt;
@@ -158,6 +171,8 @@ struct Stream {
       consume_e4m3<N, kFactor>(stage, acc, weights, factor);
     } else if constexpr (F::kPacked) {
       consume_nvfp4<N, kFactor>(stage, acc, factor);
+    } else if constexpr (F::kTwoLevels) {
+      consume_levels<N, kFactor>(stage, acc, factor);
     } else {
       consume_values<N, kFactor, kShift>(stage, acc, weights, factor);
     }
@@ -304,6 +319,67 @@ struct Stream {
           add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
           add([&](int m) { return make_float2(e8m0(scale[m][0], 2 * half), e8m0(scale[m][0], 2 * half + 1)); });
+        }
+      }
+    }
+  }
+
+  // The same of scales of two levels. They multiply the products of codes of a group, and the minima the sums of its
+  // tokens' values, which one more product has: exact but for f32 sums. In groups of 16 lanes t = 0, 1 have the columns
+  // of one, t = 2, 3 those of the other, so each is multiplied with zeros for the other's.
+  template <int N, bool kFactor>
+  __device__ void consume_levels(int stage, float (&acc)[MT][NT][4], const float* factor) const {
+    constexpr int kOfHalf = 32 / F::kGroup;  // groups
+    const uint32_t base = codes_at + stage * kStageBytes;
+    uint32_t words[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      const uint32_t own = load4(scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[m][i] = __shfl_sync(~0u, own, 4 * g + i);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 x[N];
+      float sum[N][4];
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        x[n] = load16(base + kTokensAt + n * 1024 + half * 512);
+        sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
+        if constexpr (F::kMinima) {
+          constexpr uint32_t one = Half<T>::kOne;
+          const uint32_t ones[4] = {one, one, one, one};
+          Half<T>::mma(sum[n], ones, x[n].x, x[n].y);
+          Half<T>::mma(sum[n], ones, x[n].z, x[n].w);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        const uint2 q = load8(base + m * kUnitBytes + half * 8);
+        uint2 high{};
+        if constexpr (kHighBytes == 4) high.x = load4(high_at(stage, m));
+        if constexpr (kHighBytes == 8) high = load8(high_at(stage, m));
+        uint32_t a[2][4];
+        F::template dequant<T>(q.x, high, 2 * half, a[0]);
+        F::template dequant<T>(q.y, high, 2 * half + 1, a[1]);
+#pragma unroll
+        for (int group = 0; group < kOfHalf; ++group) {
+          float scale[2], minimum[2];
+          F::template levels<T>(words[m], half * kOfHalf + group, scale, minimum);
+          const bool here = kOfHalf == 1 || t / 2 == group;
+#pragma unroll
+          for (int n = 0; n < N; ++n) {
+            float part[4] = {};
+            const uint4 of_group = here ? x[n] : make_uint4(0, 0, 0, 0);
+            Half<T>::mma(part, a[0], of_group.x, of_group.y);
+            Half<T>::mma(part, a[1], of_group.z, of_group.w);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float p = scale[i / 2] * part[i];
+              if constexpr (F::kMinima) p = fmaf(-minimum[i / 2], sum[n][i % 2], p);
+              acc[m][n][i] = kFactor ? fmaf(factor[i % 2], p, acc[m][n][i]) : acc[m][n][i] + p;
+            }
+          }
         }
       }
     }

@@ -20,9 +20,7 @@ const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type,
   const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
   if (format < k_format_int4 || format > k_format_q6_k)
     return "it carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16, q4_k, q5_k, q6_k";
-  if (is_k(format) &&
-      (group_size != 256 || scale_type != (format == k_format_q6_k ? k_scale_type_k16 : k_scale_type_k32)))
-    return "q4_k and q5_k have k32 scales, q6_k has k16 scales, in groups of 256";
+  if (is_k(format) && !takes_k_scales(format, group_size, scale_type)) return kKScales;
   if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
     return "group_size must be -1, 16 or a multiple of 32 up to 65536";
   if (is_integer(format) && !wide) return "integer codes have f32, f16 or bf16 scales";

@@ -2,7 +2,8 @@
 // tensor-core fragments.
 //
 // A column is 32 h + 8 t + 4 s + 2 a + b; row r * 8 + g of a panel is row g of gate (r = 0) and up (r = 1), or of one
-// matrix. 4 bits: bytes [g][t][h][s][b][r], the code of a = 0 low; 8 bits: [r][g][t ^ g / 2][h ^ t % 2][s][b][a].
+// matrix. 4 bits: bytes [g][t][h][s][b][r], the code of a = 0 low; 8 bits: [r][g][t ^ g / 2][h ^ t % 2][s][b][a]. 5 and
+// 6 bits: those of 4, then the high bits of each lane [g][t].
 #include "layouts/marlin.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ constexpr int64_t kUnit = kMarlinUnit, kRows = 16;
 template <class Code>
 using Unit = Code[kRows][kUnit];
 
-void pack_unit4(const Unit<uint8_t>& codes, uint8_t* out) {
+void pack_unit4(const Unit<uint8_t>& codes, uint8_t* out) {  // their low 4 bits
   for (int g = 0; g < 8; ++g)
     for (int t = 0; t < 4; ++t)
       for (int h = 0; h < 2; ++h)
@@ -28,7 +29,7 @@ void pack_unit4(const Unit<uint8_t>& codes, uint8_t* out) {
           for (int b = 0; b < 2; ++b)
             for (int r = 0; r < 2; ++r) {
               const uint8_t* pair = codes[8 * r + g] + 32 * h + 8 * t + 4 * s + b;
-              *out++ = static_cast<uint8_t>(pair[0] | pair[2] << 4);
+              *out++ = static_cast<uint8_t>((pair[0] & 15) | pair[2] << 4);
             }
 }
 void unpack_unit4(const uint8_t* from, Unit<uint8_t>& codes) {
@@ -42,6 +43,28 @@ void unpack_unit4(const uint8_t* from, Unit<uint8_t>& codes) {
               pair[0] = *from & 15;
               pair[2] = *from >> 4;
             }
+}
+
+// Calls body(code, where its high bits begin, counted in bits) for the codes of a unit; `high` is 1 or 2 of them.
+template <class Codes, class Body>
+void each_high(Codes& codes, int high, const Body& body) {
+  for (int lane = 0; lane < 32; ++lane)
+    for (int step = 0; step < 4; ++step)
+      for (int n = 0; n < 8; ++n) {  // of the step's word, the nibble
+        const int column = 32 * (step / 2) + 8 * (lane % 4) + 4 * (step % 2) + 2 * (n % 2) + n / 4;
+        const int place = high * (4 * step + n % 4);  // of 16 bits; those of the words' upper halves are n's of 4 to 7
+        body(codes[lane / 4 + 8 * (n / 2 % 2)][column], 32 * (high * lane + place / 16) + place % 16 + n / 4 * 16);
+      }
+}
+constexpr int kLowBytes = kRows * kUnit / 2;
+void pack_high(const Unit<uint8_t>& codes, int high, uint8_t* out) {
+  std::fill_n(out, kRows * kUnit * high / 8, uint8_t{0});
+  each_high(codes, high, [&](uint8_t code, int at) { out[at / 8] |= static_cast<uint8_t>(code >> 4 << at % 8); });
+}
+void unpack_high(const uint8_t* from, int high, Unit<uint8_t>& codes) {
+  each_high(codes, high, [&](uint8_t& code, int at) {
+    code |= static_cast<uint8_t>((from[at / 8] >> at % 8 & ((1 << high) - 1)) << 4);
+  });
 }
 
 // Two bytes of each word change places, which undoes itself.
@@ -73,10 +96,14 @@ void unpack_unit8(const uint8_t* from, Unit<uint8_t>& codes) {
       }
 }
 
-void pack_unit(const Unit<uint8_t>& codes, int bits, uint8_t* to) { (bits == 4 ? pack_unit4 : pack_unit8)(codes, to); }
+void pack_unit(const Unit<uint8_t>& codes, int bits, uint8_t* to) {
+  (bits == 8 ? pack_unit8 : pack_unit4)(codes, to);
+  if (bits == 5 || bits == 6) pack_high(codes, bits - 4, to + kLowBytes);
+}
 void pack_unit(const Unit<uint16_t>& codes, int, uint8_t* to) { std::memcpy(to, codes, sizeof codes); }
 void unpack_unit(const uint8_t* from, int bits, Unit<uint8_t>& codes) {
-  (bits == 4 ? unpack_unit4 : unpack_unit8)(from, codes);
+  (bits == 8 ? unpack_unit8 : unpack_unit4)(from, codes);
+  if (bits == 5 || bits == 6) unpack_high(from + kLowBytes, bits - 4, codes);
 }
 void unpack_unit(const uint8_t* from, int, Unit<uint16_t>& codes) { std::memcpy(codes, from, sizeof codes); }
 
@@ -192,6 +219,37 @@ void unpack_groups(const RowMatrices& matrices, const MarlinRow& geometry, const
   });
 }
 
+// Calls body(where a part of a row's scales of two levels lies in its matrix, among the panel's, its bytes).
+template <class Body>
+void each_level(const RowMatrices& matrices, const PanelRow& row, int64_t i, const Body& body) {
+  const int factor = marlin_factor_bytes(matrices.w.scale_type), size = scale_size(matrices.w.scale_type);
+  const int64_t place = 2 * (i % 8) + i / 8;
+  for (int64_t group = 0; group < matrices.groups(); ++group) {
+    const int64_t own = (row.first_scale + group) * size, block = (row.first_group + group) * kRows * size;
+    body(own, block + place * factor, factor);
+    for (int64_t unit = 0; unit < 4; ++unit) {
+      const int64_t levels = block + (kRows * (factor + 4 * unit)) + place * 4;
+      if (factor == 2) {  // 4 scales
+        body(own + factor + 4 * unit, levels, 4);
+      } else {  // 2 scales, 2 minima
+        body(own + factor + 2 * unit, levels, 2), body(own + factor + 8 + 2 * unit, levels + 2, 2);
+      }
+    }
+  }
+}
+void pack_levels(const RowMatrices& matrices, const MarlinRow&, const PanelRow& row, int64_t i, const void* from,
+                 void* to) {
+  each_level(matrices, row, i, [&](int64_t own, int64_t place, size_t count) {
+    std::memcpy(static_cast<uint8_t*>(to) + place, static_cast<const uint8_t*>(from) + own, count);
+  });
+}
+void unpack_levels(const RowMatrices& matrices, const MarlinRow&, const PanelRow& row, int64_t i, const void* from,
+                   void* to) {
+  each_level(matrices, row, i, [&](int64_t own, int64_t place, size_t count) {
+    std::memcpy(static_cast<uint8_t*>(to) + own, static_cast<const uint8_t*>(from) + place, count);
+  });
+}
+
 // Where a panel's scales, zero points and biases begin in a row.
 struct PanelAt {
   size_t scales, zeros, biases;
@@ -209,7 +267,10 @@ void pack_panel(const RowMatrices& matrices, const MarlinRow& geometry, int64_t 
   const int bits = code_bits(matrices.w.format), size = scale_size(matrices.w.scale_type);
   (bits == 16 ? pack_codes<uint16_t> : pack_codes<uint8_t>)(matrices, geometry, rows,
                                                             out + panel * geometry.units * kRows * kUnit * bits / 8);
-  const auto pack_scales = size == 4 ? pack_groups<uint32_t> : size == 2 ? pack_groups<uint16_t> : pack_groups<uint8_t>;
+  const auto pack_scales = is_k(matrices.w.format) ? pack_levels
+                           : size == 4             ? pack_groups<uint32_t>
+                           : size == 2             ? pack_groups<uint16_t>
+                                                   : pack_groups<uint8_t>;
   for (int64_t i = 0; i < kRows; ++i) {
     const PanelRow& row = rows[static_cast<size_t>(i)];
     if (row.index < 0) continue;  // zero bits
@@ -233,9 +294,10 @@ void unpack_panel(const RowMatrices& matrices, const MarlinRow& geometry, int64_
   (bits == 16
        ? unpack_codes<uint16_t>
        : unpack_codes<uint8_t>)(matrices, geometry, rows, packed + panel * geometry.units * kRows * kUnit * bits / 8);
-  const auto unpack_scales = size == 4   ? unpack_groups<uint32_t>
-                             : size == 2 ? unpack_groups<uint16_t>
-                                         : unpack_groups<uint8_t>;
+  const auto unpack_scales = is_k(matrices.w.format) ? unpack_levels
+                             : size == 4             ? unpack_groups<uint32_t>
+                             : size == 2             ? unpack_groups<uint16_t>
+                                                     : unpack_groups<uint8_t>;
   for (int64_t i = 0; i < kRows; ++i) {
     const PanelRow& row = rows[static_cast<size_t>(i)];
     if (row.index < 0) continue;
@@ -248,7 +310,7 @@ void unpack_panel(const RowMatrices& matrices, const MarlinRow& geometry, int64_
   }
 }
 
-constexpr bool carries(int32_t format) { return format >= k_format_int4 && format <= k_format_f16; }
+constexpr bool carries(int32_t format) { return format >= k_format_int4 && format <= k_format_q6_k; }
 
 int check_marlin(const qm_projection& weights, int halves, char* err) {
   if (weights.layout != k_layout_marlin || weights.layout_version != kMarlinVersion)
@@ -262,7 +324,13 @@ int check_marlin(const qm_projection& weights, int halves, char* err) {
     return fail(err, QM_UNSUPPORTED, "group_size %d; layout marlin carries %s", weights.group_size,
                 floats ? "-1 of floats" : "-1, 16, 32, multiples of 64");
   QM_TRY(check_range("block_n", weights.block_n, 1, INT32_MAX, err));
-  QM_TRY(check_range("scale_type", weights.scale_type, k_scale_type_f32, k_scale_type_e4m3, err));
+  if (is_k(weights.format)) {
+    if (!takes_k_scales(weights.format, weights.group_size, weights.scale_type))
+      return fail(err, QM_UNSUPPORTED, "group_size %d with %s scales; %s", weights.group_size,
+                  enum_name("scale_type", weights.scale_type), kKScales);
+  } else {
+    QM_TRY(check_range("scale_type", weights.scale_type, k_scale_type_f32, k_scale_type_e4m3, err));
+  }
   QM_TRY(check_range("zero_points", weights.zero_points, 0, is_integer(weights.format), err));
   QM_TRY(check_range("bias", weights.bias, 0, 1, err));
   QM_TRY(check_range("pre_scale", weights.pre_scale, 0, 1, err));

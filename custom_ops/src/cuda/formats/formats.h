@@ -4,6 +4,7 @@
 #include "cuda/formats/fp8.cuh"
 #include "cuda/formats/int4.cuh"
 #include "cuda/formats/int8.cuh"
+#include "cuda/formats/k_quants.cuh"
 #include "cuda/formats/mxfp4.cuh"
 #include "cuda/formats/nvfp4.cuh"
 
@@ -32,6 +33,9 @@ inline WeightKind kind_of(const qm_projection& w) {
 
 constexpr int bits_of(WeightKind kind) {
   return with_facts(kind, [](auto f) { return f.kBits; });
+}
+constexpr bool two_levels(WeightKind kind) {
+  return with_facts(kind, [](auto f) { return f.kTwoLevels; });
 }
 constexpr int scale_bytes(WeightKind kind, int per_block) {
   return with_facts(kind, [=](auto f) { return f.scale_bytes(per_block); });
