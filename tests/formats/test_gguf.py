@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sweeps import every
 
+from quantmoe.custom_ops.layouts import marlin
+from quantmoe.exporter.choosing.choose import choose_experts
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
@@ -88,6 +90,23 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
         expert.up.group_size,
         expert.up.scale_type,
     )
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
+    """What layout marlin packs has gguf-py's numbers, too."""
+    blocks = random_blocks(kind, 2, 256)
+    format = find_format(open_checkpoint(small_file(tmp_path / "model.gguf", kind, blocks)))
+    if kind == "Q3_K":
+        with pytest.raises(CheckpointError, match="group_size is 16, the CUDA kernels take -1, 32 and powers of two"):
+            choose_experts(format, "marlin", None, "bf16")
+        return
+    (spec,) = choose_experts(format, "marlin", None, "exact").values()
+    rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
+    marlin.pack(format.moe_layers()[0].expert(1), spec, *rows)
+    found, want = marlin.unpack(spec, *rows), gguf.dequantize(blocks[1], gguf.GGMLQuantizationType[kind])
+    for matrix in (found.gate, found.up, found.down):
+        np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
 
 
 @pytest.mark.parametrize("kind", [name for name, weights, _ in TYPES.values() if weights > 1 and name not in CARRIED])
