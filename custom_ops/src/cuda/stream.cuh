@@ -77,11 +77,10 @@ struct Stream {
       panel_at[m] = at * weights.units * kUnitBytes, scale_panel_at[m] = at * weights.blocks * 8 * scale_bytes;
     }
     codes = expert + (static_cast<int64_t>(panel) * weights.units + k) * kUnitBytes + Size::from_at(lane);
-    scales = expert + weights.scales_at + (panel * weights.blocks + (kScalesAhead ? k : 0)) * 8 * scale_bytes;
     if constexpr (F::kTwoLevels) {
-      scales += F::level_at(g, t);
+      scales = expert + weights.scales_at + panel * weights.blocks * F::kBlockBytes + F::level_at(g, t);
     } else {
-      scales += g * scale_bytes;
+      scales = expert + weights.scales_at + ((panel * weights.blocks + (kScalesAhead ? k : 0)) * 8 + g) * scale_bytes;
     }
     if constexpr (Size::kZeroBytes > 0)
       zeros = expert + weights.zeros_at + panel * weights.blocks * weights.zero_bytes +
