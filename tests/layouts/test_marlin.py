@@ -21,6 +21,10 @@ from quantmoe.custom_ops.schemes import SCHEMES
 KINDS = sorted({("int4", "f16"), ("int4", "bf16"), *(weights[:2] for weights, *_ in FORMATS.values())})
 
 
+#: (row less g, i of column c(i)) -> nibble of a word
+NIBBLES = {(0, 0): 0, (0, 2): 1, (8, 0): 2, (8, 2): 3, (0, 1): 4, (0, 3): 5, (8, 1): 6, (8, 3): 7}
+
+
 def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias=False, **fields):
     block_n, group = fields.get("block_n", 1), 256 if kind in K_QUANTS else group
     shape = (-(-n // block_n), 1 if group == -1 else -(-k // group))
@@ -165,7 +169,6 @@ def test_bytes_are_the_documented_ones():
     spec = moe_spec(1, H, I, w13, w2)
     a, b = (np.zeros(marlin.row_bytes(spec, p), np.uint8) for p in ("w13", "w2"))
     marlin.pack(expert, spec, a, b)
-    nibble = {(0, 0): 0, (0, 2): 1, (8, 0): 2, (8, 2): 3, (0, 1): 4, (0, 3): 5, (8, 1): 6, (8, 3): 7}
     for p in range(3):
         for unit in range(2):
             for lane in range(32):
@@ -173,7 +176,7 @@ def test_bytes_are_the_documented_ones():
                 for s in range(4):
                     at = ((p * 2 + unit) * 32 + lane) * 16 + s * 4
                     word = int(a[at : at + 4].view(np.uint32)[0])
-                    for (row, i), n in nibble.items():
+                    for (row, i), n in NIBBLES.items():
                         column = 64 * unit + 32 * (s // 2) + 8 * t + 4 * (s % 2) + i
                         source = gate if row == 0 else up
                         want = source.codes[8 * p + g, column] if 8 * p + g < I and column < H else 8
@@ -209,8 +212,7 @@ def test_bytes_of_k_quants(kind):
         unit = row[(row_ // 16 * units + column // 64) * size :][:size]
         low, high = unit[:512].view(np.uint32), unit[512:].view(np.uint32)
         lane, s = row_ % 8 * 4 + column % 32 // 8, column % 64 // 32 * 2 + column % 8 // 4
-        nibble = {(0, 0): 0, (0, 2): 1, (1, 0): 2, (1, 2): 3, (0, 1): 4, (0, 3): 5, (1, 1): 6, (1, 3): 7}
-        place = nibble[row_ % 16 // 8, column % 4]
+        place = NIBBLES[row_ % 16 // 8 * 8, column % 4]
         code = int(low[4 * lane + s]) >> 4 * place & 15
         if bits > 4:
             at = (bits - 4) * (4 * s + place % 4)
