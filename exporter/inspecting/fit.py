@@ -95,11 +95,12 @@ def fit(
             f"{least:,} of experts"
         )
     every = sum(layer["bytes"] for layer in layers)
-    held_in: Counter[str] = Counter()  # of all nodes of a module: a layer's experts may be several
-    for layer, count in zip(layers, counts, strict=True):
-        held_in[layer["module"]] += count
-    parts = (count / held_in[layer["module"]] for layer, count in zip(layers, counts, strict=True))
-    asked = sum(int(part * layer["top_k"] * size) for part, layer, size in zip(parts, layers, sizes, strict=True))
+    names = [layer["module"] or layer["node"] for layer in layers]
+    held_in: Counter[str] = Counter()  # a layer's experts may be several nodes, which share its top_k
+    for name, count in zip(names, counts, strict=True):
+        held_in[name] += count
+    of = zip(layers, names, counts, sizes, strict=True)
+    asked = sum(layer["top_k"] * size * count // held_in[name] for layer, name, count, size in of)
     held, hit_rate, missed = sum(counts), 1.0, 0.0
     if trace is not None and [layer["experts"] for layer in trace.layers] != counts:
         raise ModelError(f"{found['model']}: the trace is of a model with other layers or experts")

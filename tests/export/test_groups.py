@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.explain import explain
+from quantmoe.exporter.inspecting.fit import fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.inspecting.unpack import unpack
@@ -171,6 +172,17 @@ def test_what_is_said_of_the_checkpoint(source):
     assert {
         f"model.layers.{i}.mlp.experts ({ids})" for i in range(2) for ids in ("0, 7", "1, 4-5", "2-3, 6, 8-15")
     } <= {*modules}
+
+
+def test_a_token_asks_all_nodes_of_a_layer_for_its_experts(exported):
+    """Each node for as many as it has of them, not each for top_k."""
+    found = inspect(exported)
+    shared = fit(found, 1 << 40, 16)
+    each = fit(found | {"layers": [node | {"module": None} for node in found["layers"]]}, 1 << 40, 16)
+    asked = [
+        (4 * node["bytes"] // len(node["experts"]["ids"]), len(node["experts"]["ids"])) for node in found["layers"]
+    ]
+    assert each.read - shared.read == sum(size - size * count // 16 for size, count in asked)
 
 
 def test_refusals(source, tmp_path):
