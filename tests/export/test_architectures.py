@@ -116,7 +116,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "solar_open": {},
 }
 #: those that have been compared in 4 bits, too
-INT4 = ("sarvam_moe", "afmoe", "aria_text", "axk1")
+INT4 = ("sarvam_moe", "afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "dots1", "ernie4_5_moe",
+        "exaone_moe")  # fmt: skip
 #: latent attention with a shared expert, and linear attention
 BRIEF = ("glm4_moe_lite", "kimi_linear")
 #: MiniMax's tables of decays, which transformers makes in f32 where there are none; stored they would be in bf16
