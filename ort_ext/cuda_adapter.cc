@@ -521,17 +521,11 @@ class CudaRank : public CudaKernel {
   using CudaKernel::CudaKernel;
   template <class Node>
   void join(const OrtKernelInfo* info, const Node& node);
-  // A run of the node begins.
-  void begin(OrtKernelContext* context) const {
-    enqueue([&](const Communicator&) { runs_->begin(number_, static_cast<cudaStream_t>(stream_of(context))); });
-  }
   template <class Call>
   void enqueue(const Call& call) const;
 
  private:
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Runs> runs_;
-  size_t number_ = 0;  // of the node, in runs_
 };
 
 template <class Node>
@@ -545,8 +539,6 @@ void CudaRank::join(const OrtKernelInfo* info, const Node& node) {
     fail(e.what());
   }
   check_place(communicator_->place(), place);
-  runs_ = PerSession<Runs>::of(logger, communicator_.get());
-  number_ = runs_->add();
 }
 
 template <class Call>
@@ -566,7 +558,6 @@ class CudaReduce : public CudaRank {
     join(info, reduce);
   }
   void run(OrtKernelContext* context) const override {
-    begin(context);
     const OrtValue* x = get_input(context, AllReduce_x);
     const Shape shape = shape_of(x);
     OrtValue* y = get_output(context, 0, shape);
@@ -589,7 +580,6 @@ class CudaGather : public CudaRank {
 };
 
 void CudaGather::run(OrtKernelContext* context) const {
-  begin(context);
   const OrtValue* x = get_input(context, AllGather_x);
   OrtValue* y = gathered(context, x, gather_);
   const Shape shape = shape_of(x);
@@ -611,7 +601,6 @@ class CudaScatter : public CudaRank {
     join(info, scatter_);
   }
   void run(OrtKernelContext* context) const override {
-    begin(context);
     const OrtValue* x = get_input(context, ReduceScatter_x);
     OrtValue* y = scattered(context, x, scatter_.world);
     const int64_t own = elements(shape_of(x)) / scatter_.world;

@@ -1,7 +1,4 @@
 // AllReduce, AllGather and ReduceScatter over NCCL.
-#include <map>
-#include <memory>
-#include <mutex>
 #include <string>
 
 #include "group.h"
@@ -17,18 +14,6 @@ int64_t elements(const Dims& dims) {
 }
 constexpr int64_t kTypeBytes = 2;  // float16 and bfloat16
 
-// Those of a context, which its resource context says: each context has another. Null: it is the node's own.
-std::shared_ptr<Runs> runs_of(const IPluginResourceContext* context, const Communicator* all) {
-  static auto& mutex = *new std::mutex;
-  static auto& found = *new std::map<const IPluginResourceContext*, std::weak_ptr<Runs>>;
-  const std::lock_guard lock(mutex);
-  std::erase_if(found, [](const auto& entry) { return entry.second.expired(); });
-  std::shared_ptr<Runs> own = context ? found[context].lock() : nullptr;
-  if (!own) own = std::make_shared<Runs>(all);
-  if (context) found[context] = own;
-  return own;
-}
-
 // A node that needs the other ranks.
 template <class Node>
 class OfRanks : public Plugin {
@@ -41,12 +26,11 @@ class OfRanks : public Plugin {
   OfRanks(const OfRanks&) = delete;
   OfRanks& operator=(const OfRanks&) = delete;
   // A context of an engine that runs is made in all ranks at the same time: they meet here.
-  IPluginV3* attachToContext(IPluginResourceContext* context) noexcept override {
+  IPluginV3* attachToContext(IPluginResourceContext*) noexcept override {
     return attempt<IPluginV3*>(nullptr, [&] {
       const Communicator* all = layer_->runs ? &communicator_of(place_of({}, node_)) : nullptr;
       auto* copy = static_cast<OfRanks*>(make_copy());
       copy->all_ = all;
-      if (all) copy->runs_ = runs_of(context, all), copy->number_ = copy->runs_->add();
       return copy;
     });
   }
@@ -71,7 +55,6 @@ class OfRanks : public Plugin {
   int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const int64_t count = elements(x_);
-    if (runs_) runs_->begin(number_, stream);
     if (count == 0) return QM_OK;
     if (!all_)  // a builder has no other ranks
       return write_zeros(outputs[0], static_cast<size_t>(outputs_of(count) * kTypeBytes), stream, error);
@@ -83,8 +66,6 @@ class OfRanks : public Plugin {
 
   const Node node_;
   const Communicator* all_ = nullptr;  // null: a builder's
-  std::shared_ptr<Runs> runs_;         // of the context
-  size_t number_ = 0;                  // of the node, in runs_
   Dims x_{};
   ::qm_type type_{};
 

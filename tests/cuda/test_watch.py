@@ -83,15 +83,6 @@ def test_an_error_of_the_connections(tmp_path: Path) -> None:
     assert said == ["gave up: rank 1 has failed: NCCL: unhandled system error"] * 2
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_does_nothing_while_others_wait(tmp_path: Path, late: int) -> None:
-    ranks = Ranks(tmp_path, 3, busy={late: 0}, ms={late: 14_000}).wait()
-    for r, text in enumerate(ranks.said()):
-        said, _, waiting = text.partition(" while rank ")
-        assert said == ("" if r == late else "gave up: ") + f"rank {late} has sent nothing for 6 s"
-        assert waiting[:1] in {"0", "1", "2"} - {str(late)}
-
-
 def test_ranks_of_two_releases(tmp_path: Path) -> None:
     said = Ranks(tmp_path, 2, release={1: "quantmoe 2"}).said()
     assert said[0] == "refused: rank 1 is of quantmoe 2, rank 0 of quantmoe 1"

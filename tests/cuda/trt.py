@@ -128,8 +128,8 @@ class Plugin:
         names = {code: name for name, code in TYPES.items()}
         return [(names[t.type], tuple(t.dims[: t.rank])) for t in found[len(inputs(self.driver.op)) :]]
 
-    def attach(self, context: int | None = None) -> Plugin:
-        return Plugin(self.driver, _PTR(self.driver.lib.driver_attach(self.handle, _PTR(context))))
+    def attach(self) -> Plugin:
+        return Plugin(self.driver, _PTR(self.driver.lib.driver_attach(self.handle)))
 
     def serialize(self) -> dict[str, Attribute]:
         found = {}

@@ -254,10 +254,7 @@ void* driver_create(void* creator, const char* layer, const DriverField* fields,
                                                                   static_cast<TensorRTPhase>(phase));
 }
 void driver_destroy(void* plugin) { delete static_cast<IPluginV3*>(plugin); }
-// context: says which one it is, and is nothing else; null: none.
-void* driver_attach(void* plugin, void* context) {
-  return runtime_part(plugin)->attachToContext(static_cast<IPluginResourceContext*>(context));
-}
+void* driver_attach(void* plugin) { return runtime_part(plugin)->attachToContext(nullptr); }
 
 struct Tensors {
   PluginTensorDesc now[kTensors]{};

@@ -41,8 +41,7 @@ extern "C" void driver_watch(int32_t rank, int32_t world, const char* release, c
         rank, world, release, std::chrono::seconds(10),
         [&](const std::string& card) { return exchange(folder, rank, world, card); },
         {[&] { return Clock::now() - begin > std::chrono::milliseconds(200) ? std::string(error) : ""; },
-         [&] { return busy != 0; }, [&] { return busy != 0; }, [] { return 0; },
-         [&](const std::string&) { gave_up = true; }});
+         [&] { return busy != 0; }, [&](const std::string&) { gave_up = true; }});
     std::ofstream(std::filesystem::path(folder) / "met");
     while (!gave_up && Clock::now() - begin < std::chrono::milliseconds(ms))
       std::this_thread::sleep_for(std::chrono::milliseconds(10));

@@ -218,7 +218,6 @@ void Communicator::watch() {
         const cudaStream_t stream = captured_;
         return cudaEventQuery(done_) == cudaErrorNotReady || (stream && cudaStreamQuery(stream) == cudaErrorNotReady);
       },
-      [this] { return cudaEventQuery(done_) == cudaErrorNotReady; }, [this] { return calls_.load(); },
       [this](const std::string& why) { give_up(why); }};
   watch_ = std::make_unique<Watch>(
       place_.rank, place_.world, "quantmoe " QM_RELEASE ", " + export_of(place_.export_id), place_.group.patience(),
@@ -245,12 +244,10 @@ void Communicator::expect_all() const {
 // captured graphs, whose replays record no event of ours, after them; TensorRT's user says nothing, see forget.
 void Communicator::mark(cudaStream_t stream) const {
   if (!done_) return;
-  if (is_captured(stream)) {
+  if (is_captured(stream))
     captured_ = stream;
-  } else {
+  else
     must(cudaEventRecord(done_, stream));
-    ++calls_;
-  }
 }
 
 void Communicator::forget(cudaStream_t stream) const { captured_.compare_exchange_strong(stream, nullptr); }
@@ -299,34 +296,6 @@ void Communicator::expect_same(const std::string& node) const {
 
 void Communicator::fail_all(const std::string& why) const {
   if (watch_) watch_->fail_all(why);
-}
-
-Runs::~Runs() {
-  if (count_ > 0) all_->fail_all(cut_short());
-}
-
-size_t Runs::add() {
-  const std::lock_guard lock(mutex_);
-  called_.push_back(false);
-  return called_.size() - 1;
-}
-
-std::string Runs::cut_short() const {
-  return "its last run has failed, after " + std::to_string(count_) + " of the " + std::to_string(called_.size()) +
-         " nodes that need the other ranks";
-}
-
-void Runs::begin(size_t node, cudaStream_t stream) {
-  if (is_captured(stream)) return;
-  const std::lock_guard lock(mutex_);
-  if (called_[node]) {
-    all_->fail_all(cut_short());
-    throw std::runtime_error("rank " + std::to_string(all_->place().rank) + " has failed: " + cut_short());
-  }
-  called_[node] = true;
-  if (++count_ < called_.size()) return;
-  called_.assign(count_, false);
-  count_ = 0;
 }
 
 }  // namespace quantmoe

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -66,33 +65,10 @@ class Communicator {
   const int device_;
   void* comm_ = nullptr;
   mutable std::atomic<cudaStream_t> captured_{};  // of graphs
-  mutable std::atomic<int64_t> calls_{0};         // outside them
   std::atomic<bool> given_up_{false};
   cudaEvent_t done_ = nullptr;    // the last call outside graphs
   cudaStream_t end_ = nullptr;    // for launch_trap
   std::unique_ptr<Watch> watch_;  // null: there are no others
-};
-
-// The nodes of a session or context that need the other ranks. A run calls each of them once: one that is called again
-// before all have been, or a context that goes then, says that a run has failed, for which the others wait.
-class Runs {
- public:
-  explicit Runs(const Communicator* all) : all_(all) {}
-  ~Runs();
-  Runs(const Runs&) = delete;
-  Runs& operator=(const Runs&) = delete;
-  size_t add();  // the number of a new node
-  // A node is called. Throws std::runtime_error, in all ranks, where the run before has failed. Nobody waits for what
-  // is only captured.
-  void begin(size_t node, cudaStream_t stream);
-
- private:
-  std::string cut_short() const;
-
-  const Communicator* const all_;
-  std::mutex mutex_;
-  std::vector<bool> called_;  // in this run
-  size_t count_ = 0;          // of them
 };
 
 }  // namespace quantmoe

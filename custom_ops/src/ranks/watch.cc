@@ -33,7 +33,7 @@ constexpr size_t kTokenSize = 32;
 // What a rank says of itself, or rank 0 of another: after it no sum can be had.
 struct Message {
   int32_t rank;
-  char why[508];  // ends with a NUL; "": it waits for the others
+  char why[508];  // ends with a NUL
 };
 constexpr const char* kGone = "is gone: its process has ended, or its host is not reached";
 
@@ -164,11 +164,7 @@ Socket try_to_connect(const std::string& address, const std::string& port, std::
 
 Watch::Watch(int32_t rank, int32_t world, const std::string& release, std::chrono::seconds patience,
              const Exchange& exchange, Watched watched)
-    : rank_(rank),
-      world_(world),
-      watched_(std::move(watched)),
-      // Told, the others' runs end after kStuck.
-      late_(std::max<std::chrono::milliseconds>(patience - kStuck - 2 * kTick, std::chrono::seconds(1))) {
+    : rank_(rank), world_(world), watched_(std::move(watched)) {
   Socket door;
   std::string token, card = release + "\n";
   if (rank == 0) {
@@ -272,7 +268,8 @@ std::string Watch::take_untold() {
 
 void Watch::fail_all(const std::string& why) { fail(rank_, "has failed: " + why); }
 
-// Hears that a rank is gone: of itself, which says so or whose connections the system closes, or of another.
+// Hears that a rank is gone or has failed: of itself, which says so or whose connections the system closes, or of
+// another.
 void Watch::listen_to(Peer& peer) {
   Message message{};
   if (!receive_all(peer.socket, &message, sizeof(message), kTick)) {
@@ -280,10 +277,6 @@ void Watch::listen_to(Peer& peer) {
     std::strcpy(message.why, kGone);
   }
   message.why[sizeof(message.why) - 1] = 0;
-  if (!*message.why) {
-    if (rank_ == 0) tell(message.rank, "");
-    return answer(message.rank);
-  }
   if (message.rank == peer.rank) close(std::exchange(peer.socket, -1));
   std::erase_if(peers_, [](const Peer& one) { return one.socket < 0; });
   if (rank_ == 0) tell(message.rank, message.why);
@@ -296,25 +289,8 @@ void Watch::tell(int32_t rank, const std::string& why) {
   for (const Peer& peer : peers_) (void)send_all(peer.socket, &message, sizeof(message));
 }
 
-// A rank has waited for so long: for this one, if it has had nothing to do.
-void Watch::answer(int32_t waiting) {
-  if (waiting == rank_ || Clock::now() - resting_ < late_) return;
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(late_);
-  fail(rank_, "has sent nothing for " + std::to_string(seconds.count()) + " s while rank " + std::to_string(waiting) +
-                  " waits for it: its run has failed, or has not begun");
-}
-
-void Watch::look() {
-  const auto now = Clock::now();
-  const int64_t before = std::exchange(calls_, watched_.calls());
-  if (calls_ != before || !watched_.waits()) waiting_ = now;
-  if (calls_ != before || watched_.busy()) resting_ = now;
-  if (now - waiting_ >= late_ && failure().empty()) tell(rank_, "");
-}
-
 void Watch::run() {
   Clock::time_point idle = Clock::now();  // when work was last seen to have ended
-  waiting_ = resting_ = idle;
   bool gave_up = false;
   for (;;) {
     std::vector<pollfd> all{{wake_, POLLIN, 0}};
@@ -326,7 +302,6 @@ void Watch::run() {
       if (own.empty()) tell(rank_, "has ended its session");
       return;
     }
-    look();
     for (size_t i = all.size() - 1; i > 0; --i)
       if (all[i].revents) listen_to(peers_[i - 1]);
     if (const std::string error = failure().empty() ? watched_.error() : ""; !error.empty()) fail_all(error);

@@ -16,8 +16,6 @@ namespace quantmoe {
 struct Watched {
   std::function<std::string()> error;                   // of the connections between the GPUs; "": none
   std::function<bool()> busy;                           // whether work of this rank has not ended
-  std::function<bool()> waits;                          // the same of work that `calls` counts
-  std::function<int64_t()> calls;                       // that were made for the other ranks' parts
   std::function<void(const std::string& why)> give_up;  // ends that work with an error; called once at most
 };
 
@@ -28,8 +26,7 @@ class Watch {
   // Gives own cards of all ranks for this one's.
   using Exchange = std::function<std::vector<std::string>(const std::string& card)>;
 
-  // Meets the others. A rank that has nothing to do while another one waits has failed when `patience` is over, or
-  // does not come. `release`, and the file's export, is one text in all ranks. Throws std::runtime_error, naming the
+  // Meets the others. `release`, and the file's export, is one text in all ranks. Throws std::runtime_error, naming the
   // rank, where it is not or one is not reached.
   Watch(int32_t rank, int32_t world, const std::string& release, std::chrono::seconds patience,
         const Exchange& exchange, Watched watched);
@@ -52,8 +49,6 @@ class Watch {
   void connect_to(const std::string& card, std::chrono::seconds patience);
   void run();
   void listen_to(Peer& peer);
-  void answer(int32_t waiting);
-  void look();
   void tell(int32_t rank, const std::string& why);
   void fail(int32_t rank, const std::string& why);
   std::string take_untold();
@@ -61,15 +56,11 @@ class Watch {
 
   const int32_t rank_, world_;
   const Watched watched_;
-  const std::chrono::milliseconds late_;
   std::vector<Peer> peers_;  // of rank 0 all others, of these rank 0
   int wake_ = -1;            // the thread ends when this can be read
   mutable std::mutex mutex_;
   std::string failure_;
   std::string untold_;  // of it what the others do not know yet
-  // The thread's: since when this rank waits without a new call, and has nothing to do.
-  std::chrono::steady_clock::time_point waiting_, resting_;
-  int64_t calls_ = 0;
   std::thread thread_;
 };
 

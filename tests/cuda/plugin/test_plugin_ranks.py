@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self, folder: Path, ranks: int, environments: list[dict[str, str]], of: Any = None, **given: Any):
         usual = {"folder": str(folder), "nodes": [0], "world": ranks, "layer": "sum", "waits": 0, "other": 0, "gpu": 0}
-        usual |= {"export_id": 5, "fails": ""} | given
+        usual |= {"export_id": 5, "refused": 0} | given
         clean = {name: value for name, value in os.environ.items() if name not in GROUP}
         self.processes = []
         for rank in range(ranks):
@@ -164,21 +164,12 @@ def test_files_of_two_exports(tmp_path: Path) -> None:
             assert f"rank {1 - rank} is {other}, rank {rank} {own}" in log
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("in a run", "its last run has failed, after 1 of the 2 nodes that need the other ranks"),
-        ("in a context that is gone", "its last run has failed, after 1 of the 2 nodes that need the other ranks"),
-        (
-            "with another export",
-            "the engine is of export 00000007, the ranks have met with engines of export 00000005",
-        ),
-    ],
-)
-def test_a_rank_that_fails_and_lives(tmp_path: Path, how: str, why: str) -> None:
-    said = Ranks(tmp_path, 2, [by_id(tmp_path)], nodes=[], fails=how).said()
-    assert f'AllGather layer "sum": rank 1 has failed: {why}' in said[0]
-    assert why in said[1] or how == "in a context that is gone"
+def test_a_rank_that_fails_and_lives(tmp_path: Path) -> None:
+    """It has an engine of another export than the ranks have met with."""
+    said = Ranks(tmp_path, 2, [by_id(tmp_path)], nodes=[], refused=1).said()
+    why = "the engine is of export 00000007, the ranks have met with engines of export 00000005"
+    assert f'AllReduce layer "sum": rank 1 has failed: {why}' in said[0]
+    assert why in said[1]
 
 
 def test_a_process_is_one_rank(tmp_path: Path) -> None:
