@@ -97,10 +97,12 @@ def _shared_size(format: Format, experts: str) -> int:
 
 def _quantized(format: Format) -> dict[str, Any]:
     layers = []
-    for layer, group in ((layer, group) for layer in format.moe_layers() for group in layer.groups()):
-        sizes = {name: getattr(group, name) for name in ("hidden_size", "intermediate_size")}
-        described = {"module": group.name, "scheme": group.scheme_text, "experts": len(group.routed)}
-        layers.append(described | sizes | {"shared_size": _shared_size(format, layer.name)})
+    for layer in format.moe_layers():
+        shared_size = _shared_size(format, layer.name)
+        for group in layer.groups():
+            sizes = {name: getattr(group, name) for name in ("hidden_size", "intermediate_size")}
+            described = {"module": group.name, "scheme": group.scheme_text, "experts": len(group.routed)}
+            layers.append(described | sizes | {"shared_size": shared_size})
     linears: dict[str, int] = {}
     for name in format.parameters():
         module = name.removesuffix(".weight")

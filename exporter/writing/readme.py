@@ -22,8 +22,9 @@ def readme(target: str, runtime: str) -> str:
     """
     if not runtime:
         return (
-            f"# A model for TensorRT\n\n`quantmoe export --target {target} --experts external` wrote this folder. Its engines read "
-            "the experts\nin it where they run: set `QUANTMOE_FOLDER` to it. The plug-in comes with this package:\n\n"
+            f"# A model for TensorRT\n\n`quantmoe export --target {target} --experts external` wrote this folder. "
+            "Its engines read the experts\nin it where they run: set `QUANTMOE_FOLDER` to it. "
+            "The plug-in comes with this package:\n\n"
             f"{PACKAGES[target]}.\n"
         )
     head = f"# A model for ONNX Runtime {runtime} or newer\n\n`quantmoe export --target {target}` wrote this folder. "

@@ -331,7 +331,11 @@ def shapes(text: str) -> dict[str, Shape]:
             raise argparse.ArgumentTypeError(
                 f"{name!r}, expected some of {', '.join(SHAPES)}, or sizes as 2048/768/128/8"
             )
-        found[name] = Shape(*map(int, sizes.groups())) if sizes else SHAPES[name]
+        if sizes:
+            hidden, intermediate, experts, top_k = map(int, sizes.groups())
+            found[name] = Shape(hidden, intermediate, experts, top_k)
+        else:
+            found[name] = SHAPES[name]
     return found
 
 

@@ -85,7 +85,9 @@ class Side:
             ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape(["n", size]))
             for name, size in [("x", s.hidden), *((f"logits.{i}", s.experts) for i in range(LAYERS))]
         ]
-        nodes, weights, outputs = [], [], []
+        nodes: list[ir.Node] = []
+        weights: list[ir.Value] = []
+        outputs: list[ir.Value] = []
         for i, of in enumerate(logits):
             own: dict[int, ir.Value] = {}
             for at, shape, arrays in self.stored:
