@@ -365,13 +365,19 @@ def test_the_same_by_other_code_is_recognised(monkeypatch):
 @pytest.mark.parametrize(
     "change",
     ["no norm of queries", "keys do not turn", "values are clipped", "temperature by position", "factor by position",
-     "another scale for one head", "softcap", "output gate"],
+     "another scale for one head", "output gate"],
 )  # fmt: skip
 def test_an_altered_module_is_not_recognised(change, monkeypatch):
     monkeypatch.setattr(Qwen3MoeAttention, "forward", altered(change))
     found, left = recognised()
     assert found == {}
     assert list(left) == ["model.layers.0.self_attn"]
+
+
+def test_an_argument_that_no_attention_takes_is_refused(monkeypatch):
+    monkeypatch.setattr(Qwen3MoeAttention, "forward", altered("softcap"))
+    with pytest.raises(ValueError, match="Qwen3MoeAttention: attention with softcap is not supported"):
+        recognised()
 
 
 def test_windows_are_those_of_the_masks():

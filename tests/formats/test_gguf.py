@@ -101,7 +101,7 @@ def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="group_size is 16, the CUDA kernels take -1, 32 and powers of two"):
             choose_experts(format, "marlin", None, "bf16")
         return
-    (spec,) = choose_experts(format, "marlin", None, "exact").values()
+    (((_, spec),),) = choose_experts(format, "marlin", None, "exact").values()
     rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
     marlin.pack(format.moe_layers()[0].expert(1), spec, *rows)
     found, want = marlin.unpack(spec, *rows), gguf.dequantize(blocks[1], gguf.GGMLQuantizationType[kind])
