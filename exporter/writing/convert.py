@@ -14,7 +14,7 @@ from typing import Any, Literal
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.formats import Checkpoint
+from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
@@ -169,9 +169,12 @@ def export(
     folders = rank_folders(Path(output), options)
     for folder in folders:
         check_output(Path(checkpoint), folder, target, force)
-    reports = [
-        _export(checkpoint, *pair, options, force, progress) for pair in zip(folders, options.slices, strict=True)
-    ]
+    slices: list[Slice | None] = [*options.slices]
+    if options.tensor_parallel > 1:  # a page of each tensor, so once for all ranks
+        with doing(str(checkpoint)):
+            number = export_id(open_checkpoint(checkpoint), options)
+        slices = [part and replace(part, export_id=number) for part in slices]
+    reports = [_export(checkpoint, *pair, options, force, progress) for pair in zip(folders, slices, strict=True)]
     return reports[0]
 
 
@@ -190,8 +193,6 @@ def _export(
         from quantmoe.exporter.writing.parts import save_part, trace_part, write_beside, write_weights  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
-        if ready.format.slice is not None:
-            ready.format.slice = replace(ready.format.slice, export_id=export_id(ckpt, options))
         for part in parts:
             progress("tracing", 0, 1)
             trace_part(part, options, report, ends)
