@@ -166,6 +166,24 @@ class Layer:
         order = ["x", "logits", "fc1", "fc1_scales", None, "fc2", "fc2_scales", *[None] * 7, "weights"]
         return self._save(folder / "qmoe.onnx", "QMoE", "com.microsoft", inputs, weights, order, attributes)
 
+    def write_data(self, path: Path, weights: Sequence[Sequence[np.ndarray]]) -> list[tuple[int, int]]:
+        """Writes each weight's distinct experts, repeated to all, to a file that is no longer being written to disk.
+
+        Returns:
+            First byte and bytes of each.
+        """
+        regions, offset = [], 0
+        with path.open("wb") as file:
+            for arrays in weights:
+                file.seek(offset)
+                for e in range(self.shape.experts):
+                    file.write(arrays[e % len(arrays)].view(np.uint8).data)
+                regions.append((offset, file.tell() - offset))
+                offset = -(-file.tell() // PAGE) * PAGE
+            file.flush()
+            os.fsync(file.fileno())
+        return regions
+
     def _save(
         self,
         path: Path,
@@ -176,7 +194,7 @@ class Layer:
         order: Sequence[str | None],
         attributes: dict[str, Any],
     ) -> Path:
-        """One node; weights [DISTINCT, ...] repeated to all experts, in a data file no longer being written to disk."""
+        """One node; weights [DISTINCT, ...] of all experts."""
 
         import onnx_ir as ir  # seconds, which the processes of --session need not spend
 
@@ -184,22 +202,14 @@ class Layer:
             return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
         values = {n: value(n, ir.DataType.from_numpy(np.dtype(t)), ("n", size)) for n, (t, size) in inputs.items()}
-        graph_inputs, initializers, offset = list(values.values()), [], 0
-        with path.with_suffix(".bin").open("wb") as file:
-            for name, array in weights:
-                file.seek(offset)
-                for e in range(self.shape.experts):
-                    file.write(array[e % len(array)].data)
-                shape = (self.shape.experts, *array.shape[1:])
-                dtype, size = ir.DataType.from_numpy(array.dtype), file.tell() - offset
-                values[name] = value(name, dtype, shape)
-                values[name].const_value = ir.ExternalTensor(
-                    Path(file.name).name, offset, size, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
-                )
-                initializers.append(values[name])
-                offset = -(-file.tell() // PAGE) * PAGE
-            file.flush()
-            os.fsync(file.fileno())
+        graph_inputs, initializers, file = list(values.values()), [], path.with_suffix(".bin")
+        for (name, array), region in zip(weights, self.write_data(file, [[*a] for _, a in weights]), strict=True):
+            shape, dtype = (self.shape.experts, *array.shape[1:]), ir.DataType.from_numpy(array.dtype)
+            values[name] = value(name, dtype, shape)
+            values[name].const_value = ir.ExternalTensor(
+                file.name, *region, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
+            )
+            initializers.append(values[name])
         node = ir.node(op, [values[n] if n else None for n in order], attributes, domain=domain, name=op)
         y = node.outputs[0]
         y.name, y.type, y.shape = "y", ir.TensorType(ir.DataType.FLOAT), ir.Shape(("n", self.shape.hidden))

@@ -347,7 +347,7 @@ def counts(text: str) -> list[int]:
         if not ends or not int(ends[1]):
             raise argparse.ArgumentTypeError(f"{part!r}, expected numbers of tokens, or a range as 1..8192")
         first, last = int(ends[1]), int(ends[2] or ends[1])
-        steps = {first, last, *(of << i for of in (2, 3) for i in range(last.bit_length()))} | {1}
+        steps = {first, last, *(of << i for of in (2, 3) for i in range(last.bit_length()))}
         found += sorted(step for step in steps if first <= step <= last)
     return found
 

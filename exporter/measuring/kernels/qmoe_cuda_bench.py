@@ -31,7 +31,8 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join, qmoe
 from quantmoe.custom_ops.op import DOMAIN, MoESpec, RoutingSpec
 from quantmoe.custom_ops.shapes import SHAPES
 from quantmoe.exporter.measuring.kernels.all_reduce import seconds
-from quantmoe.exporter.measuring.layer import PAGE, Layer
+from quantmoe.exporter.measuring.kernels.cuda_bench import counts, shapes, some_of
+from quantmoe.exporter.measuring.layer import Layer
 from quantmoe.ort_ext import cuda_library_path
 
 LAYERS = 4
@@ -72,15 +73,8 @@ class Side:
 
     def save(self) -> Path:
         """Inputs x [n, H] and logits.i [n, E], outputs y.i [n, H]: f16."""
-        s = self.layer.shape
-        regions, offset = {}, 0
-        with self.path.with_suffix(".bin").open("wb") as file:
-            for at, _, arrays in self.stored:
-                file.seek(offset)
-                for expert in range(s.experts):
-                    file.write(arrays[expert % len(arrays)].tobytes())
-                regions[at] = offset, file.tell() - offset
-                offset = -(-file.tell() // PAGE) * PAGE
+        s, data = self.layer.shape, self.path.with_suffix(".bin")
+        written = self.layer.write_data(data, [arrays for *_, arrays in self.stored])
         x, *logits = inputs = [
             ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape(["n", size]))
             for name, size in [("x", s.hidden), *((f"logits.{i}", s.experts) for i in range(LAYERS))]
@@ -90,12 +84,11 @@ class Side:
         outputs: list[ir.Value] = []
         for i, of in enumerate(logits):
             own: dict[int, ir.Value] = {}
-            for at, shape, arrays in self.stored:
+            for (at, shape, arrays), region in zip(self.stored, written, strict=True):
                 kind = ir.DataType.from_numpy(arrays[0].dtype)
                 tensor = ir.ExternalTensor(
-                    self.path.with_suffix(".bin").name, *regions[at], kind, shape=ir.Shape(shape), name=f"{i}.{at}",
-                    base_dir=self.path.parent,
-                )  # fmt: skip
+                    data.name, *region, kind, shape=ir.Shape(shape), name=f"{i}.{at}", base_dir=data.parent
+                )
                 own[at] = ir.Value(name=tensor.name, type=ir.TensorType(kind), shape=tensor.shape, const_value=tensor)
             nodes += self._nodes(i, x, of, own)
             weights += own.values()
@@ -152,20 +145,20 @@ def bound(own: ort.InferenceSession, feeds: list[torch.Tensor], ys: torch.Tensor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="gpt-oss-20b,qwen3-30b-a3b", help=", ".join(SHAPES))
-    parser.add_argument("--formats", default="int4,mxfp4", help=", ".join(FORMATS))
-    parser.add_argument("--tokens", default="1,8,64,512,4096")
+    usual = "gpt-oss-20b,qwen3-30b-a3b"
+    parser.add_argument("--shapes", type=shapes, default=usual, help=f"{', '.join(SHAPES)}, or H/I/E/k")
+    parser.add_argument("--formats", type=some_of(FORMATS), default="int4,mxfp4", help=", ".join(FORMATS))
+    parser.add_argument("--tokens", type=counts, default="1,8,64,512,4096")
     parser.add_argument("--group-size", type=int, default=32, help="of int4")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, onnxruntime {ort.__version__}")
     torch.manual_seed(0)
     differ = False
-    for name, kind in product(options.shapes.split(","), options.formats.split(",")):
-        s = SHAPES[name]
+    for (name, s), kind in product(options.shapes.items(), options.formats):
         layer = Layer.random(s, kind, 32 if kind == "mxfp4" else options.group_size)
         with tempfile.TemporaryDirectory() as folder:
             sessions = [session(Side(layer, layout, Path(folder)).save()) for layout in ("marlin", "qmoe")]
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in options.tokens:
             feeds = [torch.randn(tokens, size, device="cuda").half() for size in (s.hidden, *[s.experts] * LAYERS)]
             ys = [torch.empty(LAYERS, *feeds[0].shape, device="cuda").half() for _ in sessions]
             runs = [bound(own, feeds, y) for own, y in zip(sessions, ys, strict=True)]
