@@ -30,8 +30,7 @@ def survey(path: str | Path) -> dict[str, Any]:
         count, bytes), ``format`` (None: of floats), ``layers`` (one dict each, of experts of several formats one for
         each: module, scheme, experts, hidden_size, intermediate_size, shared_size: of the shared expert, 0 without
         one), ``linears`` (scheme -> how many outside the experts), ``attention`` (how many layers are of which type,
-        where config.json says), ``kv_cache`` and
-        ``left_out`` (see Report).
+        where config.json says), ``kv_cache`` and ``left_out`` (see Report).
 
     Raises:
         CheckpointError: there is nothing of that name.

@@ -227,8 +227,9 @@ std::string DeviceExperts::start_host() {
   const auto begin = std::chrono::steady_clock::now();
   const int64_t bytes = host_->bytes(), available = available_memory();
   if (bytes > available)
-    throw std::runtime_error("quantmoe.misses = " + settings_.misses + ": the CPU's copy of the experts takes " +
-                             std::to_string(bytes) + " bytes, " + std::to_string(available) + " are available");
+    throw std::runtime_error(settings_.key("misses") + " = " + settings_.misses +
+                             ": the CPU's copy of the experts takes " + std::to_string(bytes) + " bytes, " +
+                             std::to_string(available) + " are available");
   int64_t hidden = 0;
   for (size_t i = 0; i < layers_.size(); ++i) {
     host_->pack(static_cast<int>(i), layers_[i].host[0], layers_[i].host[1]);
