@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from cases import K_QUANTS  # noqa: E402
 from cuda.built import TORCH, UNIT, gpu  # noqa: E402
 from cuda.formats import FORMATS, spec_of  # noqa: E402
 from cuda.layers import BASE, LINEARS, SM89, build_linear, of_format  # noqa: E402
@@ -88,7 +89,7 @@ def plan_of(spec, rows: int, width: int, parts: int) -> cuda.Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", [*LINEARS, "int4-32"])
+@pytest.mark.parametrize("name", [*(name for name in LINEARS if name not in K_QUANTS), "int4-32"])
 def test_plans_are_of_compiled_kernels(name):
     """For any number of rows: the tiles cover them, parts have units of K, the blocks fit."""
     case = replace(BASE, hidden=1032, intermediate=520) if name == "int4-32" else LINEARS[name]
@@ -108,6 +109,16 @@ def test_plans_are_of_compiled_kernels(name):
         assert 1 <= g.cluster <= min(8, units)
         assert g.grid == (tiles * g.cluster if g.cluster > 1 else min(tiles, g.grid))
         assert (plan.workspace_bytes > 0) == bool(spec.w.perm)
+
+
+@pytest.mark.parametrize("rows", [9, 300, 4096])
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_scales_of_two_levels_have_no_dense_kernel(name, rows):
+    _, spec, _ = build_linear(LINEARS[name])
+    p = cuda.linear_problem(spec, "bf16", rows)
+    plan = cuda.plan(p, cuda.H200)
+    cuda.check_plan(p, plan)
+    assert cuda.PATHS[plan.path] == "stream"
 
 
 @pytest.mark.parametrize(
