@@ -191,13 +191,23 @@ def parted(m: QuantizedMatrix, rows: Sequence[int]) -> list[QuantizedMatrix]:
     """
     found, ends = [], np.cumsum(rows)
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-        blocks = slice(begin // m.block_n, -(-end // m.block_n))
-        zero_points = None if m.zero_points is None else m.zero_points[blocks]
-        if zero_points is not None and (zero_points == SCHEMES[m.kind].zero).all():
-            zero_points = None
-        bias = None if m.bias is None or not m.bias[begin:end].any() else m.bias[begin:end]
-        found.append(replace(m, codes=m.codes[begin:end], scales=m.scales[blocks], zero_points=zero_points, bias=bias))
+        own = rows_of(m, begin, end)
+        if own.zero_points is not None and (own.zero_points == SCHEMES[m.kind].zero).all():
+            own = replace(own, zero_points=None)
+        found.append(own if own.bias is None or own.bias.any() else replace(own, bias=None))
     return found
+
+
+def rows_of(m: QuantizedMatrix, begin: int, end: int) -> QuantizedMatrix:
+    """Some rows of a matrix, which begin where rows begin that share a scale."""
+    blocks = slice(begin // m.block_n, -(-end // m.block_n))
+    return replace(
+        m,
+        codes=m.codes[begin:end],
+        scales=m.scales[blocks],
+        zero_points=None if m.zero_points is None else m.zero_points[blocks],
+        bias=None if m.bias is None else m.bias[begin:end],
+    )
 
 
 def reordered(m: QuantizedMatrix, order: np.ndarray) -> QuantizedMatrix:

@@ -107,10 +107,9 @@ class Skeleton(Stored):
                 mtp.prepare(model)
         if format.slice and not format.slice.own_tokens:
             self._narrow_head(format.slice.world)
+            linear_attention.narrow(model, format.slice, str(folder))
         self.lightning = self._lightning(state_window)
         self.linear_attention = self._linear_attention(target, state_window)
-        if self.with_states and format.slice and not format.slice.own_tokens:
-            raise CheckpointError(f"{folder}: {self.with_states[0]}: linear attention is not divided among ranks")
         if state_window > 1 and not self.with_states:
             raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
         self.experts = self._experts(layers)
@@ -181,6 +180,11 @@ class Skeleton(Stored):
             found, left = lightning.recognise(self.model, layers, window)
         for name, reason in left.items():
             raise CheckpointError(f"{ckpt.folder}: {name}: {reason}")
+        for name in found if self.format.slice and not self.format.slice.own_tokens else ():
+            raise CheckpointError(
+                f"{ckpt.folder}: {name}: lightning attention is not divided among ranks: it normalizes all heads "
+                "together, which would be on several"
+            )
         for name in ckpt.names() if found else ():
             own = found.get(self._rename(name).removesuffix(".slope_rate"))
             if own and not np.allclose(ckpt.tensor(name).astype(np.float32).ravel(), own.rates, rtol=2**-7, atol=0):
@@ -317,10 +321,19 @@ class Skeleton(Stored):
                 f"{where} has shape {list(found)}: it normalizes all heads together, which are on several ranks; "
                 f"expected [{self.model.config.head_dim}], a norm of each head"
             )
-        if found == want or part is None:
+        sections = self._sections(name)
+        if part is None or (found == want and not sections):
             return self._check_shape(name, found)
-        self.format.cuts |= part.cuts(source, found, want, where)
+        self.format.cuts |= part.cuts(self.joined.get(name, [source]), found, want, where, sections)
         return None
+
+    def _sections(self, name: str) -> tuple[int, ...]:
+        """Of a parameter that a rank has its heads or channels of linear attention of, see :class:`Cut`; (): others."""
+        if self.format.slice and not self.format.slice.own_tokens:
+            for path, found in self.linear_attention.items():
+                if name.startswith(f"{path}."):
+                    return found.sections(name.removeprefix(f"{path}."))
+        return ()
 
     @property
     def summed(self) -> list[str]:

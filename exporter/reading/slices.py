@@ -6,23 +6,28 @@ whole experts; the rest is in all ranks. Sums over the ranks of what the columns
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
+from quantmoe.custom_ops.matrix import QuantizedMatrix, joined, portion, rows_of
 from quantmoe.exporter.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from quantmoe.exporter.reading.expert_map import Placement
 
 #: linears whose rows, and whose columns, are divided; others would need their heads in another order, or more sums
-ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "sinks", "lm_head")
-COLUMNS = ("o_proj", "down_proj")
+ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3", "sinks",
+        "lm_head")  # fmt: skip
+COLUMNS = ("o_proj", "out_proj", "down_proj", "w2")
+#: sizes of a configuration that are divided beside the heads of attention
+DIVIDED = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "linear_num_key_heads",
+           "linear_num_value_heads", "linear_num_heads")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,21 +35,26 @@ class Cut:
     """A rank's part of a tensor: the ``index``-th of ``count`` equal ones.
 
     Attributes:
-        axis: 0: rows; 1: columns, of which every rank's product is a part of a sum; None: what is added to that sum,
-            which the first rank has and others have zeros for.
+        axis: 0: rows; 1: columns of a linear, of which every rank's product is a part of a sum; None: what is added to
+            that sum, which the first rank has and others have zeros for.
+        sections: relative sizes of what the axis has one after the other, such as queries, keys and values: the part is
+            that of each.
     """
 
     axis: int | None
     index: int
     count: int
+    sections: tuple[int, ...] = (1,)
 
     def array(self, array: np.ndarray) -> np.ndarray:
         """The part of a tensor of floats."""
         if self.axis is None:
             return array if self.index == 0 else np.zeros_like(array)
-        size = array.shape[self.axis] // self.count
-        at = slice(self.index * size, (self.index + 1) * size)
-        return array[:, at] if self.axis else array[at]
+        before, found = (slice(None),) * self.axis, []
+        for begin, end in self._sections(array.shape[self.axis]):
+            size = (end - begin) // self.count
+            found.append(array[*before, begin + self.index * size : begin + (self.index + 1) * size])
+        return found[0] if len(found) == 1 else np.concatenate(found, self.axis)
 
     def matrix(self, m: QuantizedMatrix) -> QuantizedMatrix:
         """The part of a linear, its bias included.
@@ -53,9 +63,15 @@ class Cut:
             ValueError: it would divide what shares a scale, or columns in act-order.
         """
         if self.axis == 0:
-            return portion(m, self.index, self.count, 0)
+            found = [portion(rows_of(m, *at), self.index, self.count, 0) for at in self._sections(m.shape[0])]
+            return found[0] if len(found) == 1 else joined(found)
         bias = m.bias if m.bias is None or self.index == 0 else np.zeros_like(m.bias)
         return replace(portion(replace(m, bias=None), self.index, self.count, 1), bias=bias)
+
+    def _sections(self, size: int) -> Iterator[tuple[int, int]]:
+        """Where they begin and end on an axis of this size."""
+        ends = [size * end // sum(self.sections) for end in itertools.accumulate(self.sections)]
+        return itertools.pairwise([0, *ends])
 
 
 @dataclass(frozen=True)
@@ -113,7 +129,7 @@ class Slice:
 
     def width(self, intermediate_size: int, where: str) -> int:
         """Of the rank's experts."""
-        return intermediate_size if self.whole_experts else self._part(intermediate_size, where)
+        return intermediate_size if self.whole_experts else self.part(intermediate_size, where)
 
     def narrow(self, config: Any, where: str) -> None:
         """Gives transformers' configuration the rank's sizes.
@@ -132,36 +148,54 @@ class Slice:
             )
         if not getattr(config, "head_dim", None):
             config.head_dim = config.hidden_size // heads
-        config.num_attention_heads = self._part(heads, f"{where}: num_attention_heads")
+        config.num_attention_heads = self.part(heads, f"{where}: num_attention_heads")
         config.num_key_value_heads = max(1, kv_heads // self.world)
         of_experts = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
-        for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        for key in DIVIDED:
             own = key in (of_experts, "shared_expert_intermediate_size")  # of experts, routed or shared
             if getattr(config, key, None) and not (own and self.whole_experts):
-                setattr(config, key, self._part(getattr(config, key), f"{where}: {key}"))
+                setattr(config, key, self.part(getattr(config, key), f"{where}: {key}"))
 
-    def cuts(self, name: str, found: tuple[int, ...], want: tuple[int, ...], where: str) -> Mapping[str, Cut]:
+    def cuts(
+        self,
+        names: Sequence[str],
+        found: tuple[int, ...],
+        want: tuple[int, ...],
+        where: str,
+        sections: tuple[int, ...] = (),
+    ) -> Mapping[str, Cut]:
         """Which tensors of a linear the rank has parts of, where the model's parameter is smaller than the stored one.
 
         Args:
-            name: of the tensor. found: its shape. want: the parameter's. where: named in the error.
+            names: of the tensor, or of those whose rows are the parameter's sections.
+            found: its shape. want: the parameter's. where: named in the error.
+            sections: of what linear attention has of each head or channel, see :class:`Cut`; (): it is not that.
 
         Raises:
             CheckpointError: it is none of those that are divided.
         """
-        module, _, leaf = name.rpartition(".")
+        module, _, leaf = names[0].rpartition(".")
         linear = leaf if leaf == "sinks" else module.rpartition(".")[2]
-        axis = 0 if linear in ROWS else 1 if linear in COLUMNS else None
-        if axis is None or len(found) != len(want) or [i for i, n in enumerate(want) if n != found[i]] != [axis]:
+        divided = [i for i, n in enumerate(want) if len(found) == len(want) and n != found[i]]
+        axis = 0 if linear in ROWS else 1 if linear in COLUMNS else divided[0] if sections and divided else None
+        # fewer than the ranks where several have the same heads
+        count, rest = divmod(found[axis], want[axis]) if divided == [axis] else (0, 0)
+        if not count or rest or self.world % count:
             raise CheckpointError(
                 f"{where} has shape {list(found)}, {list(want)} in each of {self.world} ranks: expected rows of "
-                f"{', '.join(ROWS)} or columns of {', '.join(COLUMNS)}; nothing else is divided"
+                f"{', '.join(ROWS)}, columns of {', '.join(COLUMNS)} or heads of linear attention; nothing else is "
+                "divided"
             )
-        count = found[axis] // want[axis]  # fewer than the ranks where several have the same heads
-        made = {name: Cut(axis, self.rank * count // self.world, count)}
-        return made if axis == 0 else made | {f"{module}.bias": Cut(None, self.rank, self.world)}
+        own = sections if sections and len(names) == 1 else (1,)
+        made = {name: Cut(axis, self.rank * count // self.world, count, own) for name in names}
+        return made | {f"{module}.bias": Cut(None, self.rank, self.world)} if linear in COLUMNS else made
 
-    def _part(self, size: int, what: str) -> int:
+    def part(self, size: int, what: str) -> int:
+        """A rank's share of heads, features or channels; ``what`` they are, for the error.
+
+        Raises:
+            CheckpointError: the ranks do not divide them.
+        """
         if size % self.world:
             raise CheckpointError(f"{what} is {size}, expected a multiple of --tensor-parallel {self.world}")
         return size // self.world

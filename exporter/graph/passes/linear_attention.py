@@ -36,6 +36,7 @@ from quantmoe.exporter.graph.passes.attention import (
     signature,
 )
 from quantmoe.exporter.graph.passes.rows import Rows
+from quantmoe.exporter.reading.slices import Slice
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
 _TOLERANCE = 1e-4
@@ -50,6 +51,8 @@ class StateFamily:
         out, conv: the last linear, the convolution. norm: the output's. decay: the module of A_log and dt_bias.
         sizes: the attributes that say key heads, value heads, and the width of each.
         apart: q, k and v beside each other, z, b and a, of what the projections give.
+        mixed: a projection whose rows are queries, keys and values, or gates and what they multiply, one after the
+            other; None: each has one of these, or parts of each head beside each other.
     """
 
     projections: tuple[tuple[str, ...], ...]
@@ -59,6 +62,7 @@ class StateFamily:
     norm: str = "norm"
     decay: str = ""
     sizes: tuple[str, ...] = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    mixed: str | None = None
 
     def of(self, module: torch.nn.Module) -> bool:
         """Whether a module has these parts."""
@@ -91,7 +95,9 @@ def _chained(*projections: str) -> tuple[tuple[str, ...], ...]:
 #: each key head's q, k, v and z beside each other, and its b and a
 QWEN3_NEXT = StateFamily(_chained("in_proj_qkvz", "in_proj_ba"), _interleaved)
 #: the same apart, heads in order
-QWEN3_5 = StateFamily(_chained("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), lambda _, *given: given)
+QWEN3_5 = StateFamily(
+    _chained("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), lambda _, *given: given, mixed="in_proj_qkv"
+)
 #: Kimi delta attention: a decay of each key feature; gates of low rank
 KIMI = StateFamily(
     _chained("q_proj", "k_proj", "v_proj", "g_a_proj g_b_proj", "b_proj", "forget_gate.f_a_proj forget_gate.f_b_proj"),
@@ -102,7 +108,7 @@ KIMI = StateFamily(
     sizes=("num_heads", "num_heads", "head_dim", "head_dim"),
 )
 #: a convolution between two gates and nothing else: the gates and what they multiply beside each other
-LFM2 = StateFamily(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=())
+LFM2 = StateFamily(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=(), mixed="in_proj")
 FAMILIES = (QWEN3_NEXT, QWEN3_5, KIMI, LFM2)
 #: of QWEN3_5's projections one linear in the place of several -> which, in the order of its rows
 WHOLES = {whole: parts for parts, whole in JOINED.items() if {(part,) for part in parts} <= {*QWEN3_5.projections}}
@@ -118,6 +124,34 @@ class RecognisedState:
 
     def specs(self) -> list[ConvSpec | DeltaSpec]:
         return [self.conv, self.delta] if self.delta else [self.conv]
+
+    def sections(self, parameter: str) -> tuple[int, ...]:
+        """Relative sizes of what heads or channels divide in a parameter of the module, of each of which ranks have
+        parts (see :class:`quantmoe.exporter.reading.slices.Cut`); (): of a norm, or what all heads have."""
+        module, family, delta = parameter.rpartition(".")[0], self.family, self.delta
+        if module not in {family.conv, family.decay, *(chain[-1] for chain in family.projections)}:
+            return ()
+        if delta is None:
+            return (1, 1, 1) if module == family.mixed else (1,)
+        keys, values = delta.num_k_heads * delta.k_head_size, delta.num_v_heads * delta.v_head_size
+        return (keys, keys, values) if module in (family.mixed, family.conv) else (1,)
+
+
+def narrow(model: torch.nn.Module, part: Slice, where: str) -> None:
+    """Gives short convolutions a rank's channels, of which a configuration has no size.
+
+    Raises:
+        CheckpointError: the ranks do not divide them.
+    """
+    for name, module in [(name, module) for name, module in model.named_modules() if LFM2.of(module)]:
+        given, conv, out = (getattr(module, leaf) for leaf in ("in_proj", "conv", "out_proj"))
+        channels = part.part(conv.in_channels, f"{where}: channels of {name}")
+        kind = {"device": "meta", "dtype": conv.weight.dtype}
+        sizes, kernel = (channels, channels), {"padding": conv.padding, "groups": channels}
+        module.conv = torch.nn.Conv1d(*sizes, conv.kernel_size, **kernel, bias=conv.bias is not None, **kind)
+        module.in_proj = torch.nn.Linear(given.in_features, 3 * channels, given.bias is not None, **kind)
+        module.out_proj = torch.nn.Linear(channels, out.out_features, out.bias is not None, **kind)
+        module.requires_grad_(False)
 
 
 def windowed(found: RecognisedState, window: int) -> RecognisedState:
