@@ -95,7 +95,8 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 #: linears that quantizers leave alone
-IGNORE = ("lm_head", "mlp.gate", "shared_expert_gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
+IGNORE = ("lm_head", "mlp.gate", "shared_expert_gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router",
+          "feed_forward.gate")  # fmt: skip
 
 
 def make_checkpoint(

@@ -27,7 +27,8 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
 
     Tensors are ``<module>.<field>``, module as in the checkpoint, experts as ``<experts>.<number>.gate``, ``up`` and
     ``down``, a shared expert among them as ``<shared expert>.gate`` (``<shared expert>.<number>.gate`` where it is
-    several); fields as in QuantizedMatrix.
+    several); fields as in QuantizedMatrix. Scales of two levels are ``<module>.scales.d``, ``scales.scales`` and so on,
+    see SCALE_DTYPES.
 
     Returns:
         The modules written.
@@ -61,10 +62,7 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
                     modules[module] = None
                     for field in FIELDS:
                         if (value := getattr(matrix, field)) is not None:
-                            yield (
-                                f"{module}.{field}",
-                                np.atleast_1d(np.asarray(value, None if isinstance(value, np.ndarray) else np.float32)),
-                            )
+                            yield from _arrays(f"{module}.{field}", value)
 
     partial = Path(f"{output}.partial")
     try:
@@ -74,6 +72,16 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
     finally:
         partial.unlink(missing_ok=True)
     return list(modules)
+
+
+def _arrays(name: str, value: np.ndarray | float) -> Iterator[tuple[str, np.ndarray]]:
+    """A field as what a file can hold: scales of two levels are four or two tensors."""
+    if not isinstance(value, np.ndarray):
+        yield name, np.array([value], np.float32)
+    elif value.dtype.names is None:
+        yield name, np.atleast_1d(value)
+    else:
+        yield from ((f"{name}.{part}", value[part]) for part in value.dtype.names)
 
 
 def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, QuantizedMatrix]]:

@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -23,14 +24,18 @@ from hypothesis import strategies as st
 from once import made_once
 from safetensors.torch import load_file, save_file
 from sweeps import every
-from tiny import make_checkpoint
+from test_hybrid import multimodal, published, rewritten
+from tiny import COMMON, make_checkpoint, make_float_checkpoint
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.measuring.gguf import write_gguf
 from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
-from quantmoe.exporter.reading.slices import Slice
+from quantmoe.exporter.reading.slices import Cut, Slice
 from quantmoe.exporter.running.generate import Generator, ModelError
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.identity import export_id
@@ -47,6 +52,17 @@ SIZES = {
     "num_hidden_layers": 2,
     "moe_intermediate_size": 128,
 }
+#: linear attention, of whose heads two share a key, and full attention with a gate; a shared expert with a gate
+HYBRID = SIZES | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 128,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 OF = {
     "qwen3_moe": SIZES,
     # latent attention, a dense layer, a shared expert of two experts' width
@@ -54,9 +70,20 @@ OF = {
     | {"num_key_value_heads": 4, "n_shared_experts": 2},
     # biases of o_proj and of the experts' down, sinks, a window
     "gpt_oss": {k: v for k, v in SIZES.items() if k != "moe_intermediate_size"} | {"intermediate_size": 128},
-    # linear attention, which only ranks with tokens of their own have
-    "qwen3_next": {},
+    "qwen3_next": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+    # decays of each key feature, gates of low rank, full attention with a latent, a dense layer
+    "kimi_linear": {k: v for k, v in SIZES.items() if k != "head_dim"}
+    | {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    | {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    | {"linear_num_heads": 4, "linear_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
+    | {"mlp_layer_types": ["dense", "sparse"]},
+    # short convolutions with biases, whose channels are as many as the model's features; a dense layer
+    "lfm2_moe": SIZES
+    | {"hidden_size": 256, "num_experts": 8, "num_experts_per_tok": 2, "num_dense_layers": 1, "conv_bias": True}
+    | {"layer_types": ["conv", "full_attention"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
+HYBRIDS = ("qwen3_5_moe_text", "qwen3_next", "kimi_linear", "lfm2_moe")
 EVERY_LOGIT = {"activations": "float", "logits": "all", "cache": "f32"}
 
 
@@ -82,6 +109,51 @@ def whole(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     return make
 
 
+#: of formats whose scales are of up to 128 rows or 256 columns, which two ranks have whole
+WIDE = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 512,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+#: a preset, "_ASYM" with zero points, or a type of GGUF, or floats -> the columns that share a scale
+SCHEMES = {
+    "Q4_K": 256,
+    "Q5_K": 256,
+    "Q6_K": 256,
+    "W4A16": 32,
+    "W4A16_ASYM": 32,
+    "W8A16": 32,
+    "W8A16_ASYM": 32,
+    "FP8_BLOCK": 128,
+    "NVFP4A16": 16,
+    "MXFP4A16": 32,
+    "MXFP8A16": 32,
+    "bf16": 0,
+}
+
+
+def make_scheme_checkpoint(folder: Path, scheme: str, **sizes: int) -> Path:
+    """Qwen3-MoE in a scheme of SCHEMES."""
+    sizes = WIDE | sizes
+    if scheme == "bf16":
+        return make_float_checkpoint(folder, "qwen3_moe", **sizes)
+    if scheme.endswith("_K"):
+        config = CONFIG_MAPPING["qwen3_moe"](**COMMON | sizes, vocab_size=384).to_dict()
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quantmoe.exporter.measuring.gguf.ROWS", 4 * 512 * 4)  # no two rows of a tensor alike
+            write_gguf(folder / "model.gguf", config, scheme)
+        return folder / "model.gguf"
+    preset = scheme.removesuffix("_ASYM")
+    group_size = None if "FP" in scheme else SCHEMES[scheme]
+    return make_checkpoint(folder, "qwen3_moe", preset, group_size, symmetric=preset == scheme, **sizes)
+
+
 def run_all(folder: Path, ids: np.ndarray, pieces: tuple[int, ...]) -> list[np.ndarray]:
     """Each rank's logits of ids [B, S], fed in consecutive pieces through its cache."""
     group = next(GROUPS)
@@ -94,6 +166,7 @@ def run_all(folder: Path, ids: np.ndarray, pieces: tuple[int, ...]) -> list[np.n
     ("architecture", "world", "whole_experts"),
     every(
         [
+            ("qwen3_5_moe_text", 2, False),
             ("qwen3_moe", 2, False),
             ("qwen3_moe", 2, True),
             ("deepseek_v3", 2, False),
@@ -106,6 +179,7 @@ def run_all(folder: Path, ids: np.ndarray, pieces: tuple[int, ...]) -> list[np.n
             ("gpt_oss", 4, False),
             ("gpt_oss", 2, True),
             ("gpt_oss", 4, True),
+            *[(name, world, whole) for name in HYBRIDS for world in (2, 4) for whole in (False, True)][1:],
         ],
     ),
 )
@@ -120,13 +194,81 @@ def test_all_ranks_equal_the_whole_model(checkpoint, whole, tmp_path, architectu
     folder = tmp_path / "slices"
     export(checkpoint(architecture), folder, **EVERY_LOGIT, tensor_parallel=world, expert_parallel=whole_experts)
     ids = tokens(2, 9)
-    want = run(Generator(whole(architecture)), ids, (7, 1, 1))
-    found = run_all(folder, ids, (7, 1, 1))
+    want = run(Generator(whole(architecture)), ids, (4, 3, 1, 1))
+    found = run_all(folder, ids, (4, 3, 1, 1))
     assert len(found) == world
     for logits in found:
         assert error(logits, want) < 2e-5
         np.testing.assert_array_equal(logits, found[0])  # every rank chooses the same tokens
     check_bytes(folder, whole(architecture), whole_experts)
+
+
+@pytest.mark.parametrize("whole_experts", every([False, True]))
+@pytest.mark.parametrize("scheme", every(SCHEMES))
+def test_ranks_of_every_scheme_equal_the_whole_model(tmp_path, scheme, whole_experts):
+    """The bound is that above. Codes and scales of the parts are the checkpoint's, those of two levels, too."""
+    folder = make_scheme_checkpoint(tmp_path / "checkpoint", scheme)
+    options = EVERY_LOGIT | ({"quantize": "none"} if scheme == "bf16" else {})
+    export(folder, tmp_path / "whole", **options)
+    export(folder, tmp_path / "slices", **options, tensor_parallel=2, expert_parallel=whole_experts)
+    ids = tokens(2, 6)
+    want = run(Generator(tmp_path / "whole"), ids, (5, 1))
+    for logits in run_all(tmp_path / "slices", ids, (5, 1)):
+        assert error(logits, want) < 2e-5
+    check_bytes(tmp_path / "slices", tmp_path / "whole", whole_experts, layers=1)
+
+
+@pytest.mark.parametrize("scheme", every((scheme for scheme, columns in SCHEMES.items() if columns), 0))
+def test_a_scale_that_two_ranks_would_have(tmp_path, scheme):
+    """Of experts of one group of columns each rank would have half: refused by name. Whole experts go."""
+    columns = SCHEMES[scheme]
+    folder = make_scheme_checkpoint(tmp_path / "checkpoint", scheme, moe_intermediate_size=columns)
+    what = rf"{columns} (rows|columns) in blocks of {columns} are not 2 parts"
+    refused(folder, rf"model\.layers\.0\.mlp\.experts\.0 among 2 ranks: {what}")
+    plan(folder, "nowhere", tensor_parallel=2, expert_parallel=True)
+
+
+@pytest.mark.every
+def test_a_checkpoint_as_it_is_published(checkpoint, whole, tmp_path):
+    """Qwen3_5MoeForConditionalGeneration: of its text model ranks have parts, as the dry run and inspect say."""
+    folder = rewritten(checkpoint("qwen3_5_moe_text"), tmp_path / "checkpoint", published, multimodal)
+    options = EVERY_LOGIT | {"tensor_parallel": 2}
+    dry = plan(folder, tmp_path / "slices", **options)
+    export(folder, tmp_path / "slices", **options)
+    ids, alone = tokens(2, 9), whole("qwen3_5_moe_text")
+    want = run(Generator(alone), ids, (4, 3, 1, 1))
+    for logits in run_all(tmp_path / "slices", ids, (4, 3, 1, 1)):
+        assert error(logits, want) < 2e-5
+    found, all_of_it = inspect(tmp_path / "slices/rank0"), inspect(alone)
+    assert sum(node["bytes"] for node in found["layers"]) == dry.packed
+    assert {node["module"] for node in found["linears"]} == dry.linears.keys()
+    (states,), (all_states,) = ([node["state_bytes"] for node in f["linear_attention"]] for f in (found, all_of_it))
+    assert 2 * states == all_states
+
+
+@given(st.data())
+def test_parts_of_sections(data):
+    """What ranks have of rows with sections, put together again, is all rows; biases and zero points go with them."""
+    count, block_n = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2]))
+    sections = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    n, k = sum(sections) * count * block_n, 8
+    codes = np.arange(n, dtype=np.uint8)[:, None].repeat(k, 1) % 16
+    scales = np.arange(1, n // block_n * 2 + 1, dtype=np.float32).reshape(-1, 2)
+    zero_points = (np.arange(scales.size) % 16).astype(np.uint8).reshape(scales.shape)
+    bias = np.arange(n, dtype=np.float32)
+    whole = QuantizedMatrix("int4", codes, scales, 4, block_n, zero_points, bias=bias)
+    cuts = [Cut(0, rank, count, sections) for rank in range(count)]
+    parts = [cut.matrix(whole) for cut in cuts]
+    ends = np.cumsum(sections)[:-1] * block_n
+    for name in ("codes", "scales", "zero_points", "bias"):
+        own = [getattr(part, name) for part in parts]
+        split = [np.split(rows, ends // (block_n if name in ("scales", "zero_points") else 1)) for rows in own]
+        found = np.concatenate([rows for of_section in zip(*split, strict=True) for rows in of_section])
+        np.testing.assert_array_equal(found, getattr(whole, name))
+    for rank, cut in enumerate(cuts):
+        np.testing.assert_array_equal(cut.array(bias), parts[rank].bias)
+        turned = replace(cut, axis=2).array(bias[None, None, :, None])
+        np.testing.assert_array_equal(turned[0, 0, :, 0], parts[rank].bias)
 
 
 @pytest.mark.parametrize(
@@ -239,11 +381,11 @@ def test_a_map_that_is_not_there(tmp_path):
         Options(tensor_parallel=2, data_parallel=True)
 
 
-def check_bytes(folder: Path, whole: Path, whole_experts: bool) -> None:
+def check_bytes(folder: Path, whole: Path, whole_experts: bool, layers: int = 2) -> None:
     """Codes and scales of the experts, bit for bit; which nodes there are."""
     want, ranks = unpacked(whole), [unpacked(path) for path in sorted(folder.glob("rank*"))]
-    fields = {_field(name) for name in want if "expert" in name and name.endswith((".codes", ".scales"))}
-    assert len(fields) > 2 * 2 * 3
+    fields = {_field(name) for name in want if "expert" in name and re.search(r"\.(codes|scales)\b", name)}
+    assert len(fields) >= 4 * 2 * 3  # of four experts
 
     def joined(files: list[dict[str, torch.Tensor]], field: str) -> torch.Tensor:
         parts = [tensor for file in files for name, tensor in file.items() if _field(name) == field]
@@ -258,8 +400,7 @@ def check_bytes(folder: Path, whole: Path, whole_experts: bool) -> None:
         found = [node for node in model.graph if node.op_type == "AllReduce"]
         assert {node.attributes.get_int("rank") for node in found} == {rank}
         ids |= {node.attributes.get_int("export_id") for node in model.graph if "export_id" in node.attributes}
-        layers = [node for node in model.graph if node.op_type == "CachedAttention"]
-        assert len(found) == 2 * len(layers)  # a shared expert is among the routed ones
+        assert len(found) == 2 * layers  # a shared expert is among the routed ones
         (joined,) = [node for node in model.graph if node.op_type == "AllGather"]
         assert [joined.attributes.get_int(name) for name in ("rank", "world")] == [rank, len(ranks)]
     assert len(ids) == 1
@@ -305,6 +446,23 @@ def test_exports_that_differ_have_other_identities(checkpoint, tmp_path, monkeyp
     found.append(identity())
     assert len({*found}) == len(found)
     assert all(0 < one < 2**31 for one in found)
+
+
+@pytest.mark.every
+def test_joined_projections_for_gpus(tmp_path):
+    """Float projections of linear attention are one product: of each section of rows a rank's part, then the next."""
+    sizes = HYBRID | {"linear_key_head_dim": 64, "linear_value_head_dim": 128}  # of GPUs' kernels
+    folder = make_float_checkpoint(tmp_path / "checkpoint", "qwen3_5_moe_text", **sizes)
+    export(folder, tmp_path / "slices", target="cuda", quantize="none", dtype="bf16", tensor_parallel=2)
+    stored = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    parts = {name: stored[f"model.layers.0.linear_attn.in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")}
+    sections = [*parts.pop("qkv").split([256, 256, 1024]), *parts.values()]
+    for rank in range(2):
+        want = torch.cat([section.chunk(2)[rank] for section in sections]).T.contiguous()
+        values = ir.load(tmp_path / f"slices/rank{rank}/model.onnx").graph.initializers.values()
+        alike = [value for value in values if tuple(value.shape) == tuple(want.shape)]
+        found = [value.const_value.numpy().view(np.uint16) for value in alike]
+        assert any(np.array_equal(array, want.view(torch.uint16).numpy()) for array in found)
 
 
 def test_slices_for_gpus(checkpoint, tmp_path):
@@ -371,9 +529,21 @@ def test_what_ranks_do_not_divide_is_named(checkpoint, tmp_path):
     refused(norms, r"self_attn\.[qk]_norm\.weight has shape .*: it normalizes all heads together")
     few = make_checkpoint(tmp_path / "few", num_experts=4, **TINY | {"num_attention_heads": 8, "num_hidden_layers": 1})
     refused(few, rf"{experts}\.0: 4 experts among 8 ranks", tensor_parallel=8, expert_parallel=True)
-    hybrid = TINY | {"full_attention_interval": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-    hybrid = make_checkpoint(tmp_path / "hybrid", "qwen3_next", **hybrid)
-    refused(hybrid, r"linear_attn: linear attention is not divided among ranks")
+
+
+def test_what_of_linear_attention_ranks_do_not_divide_is_named(tmp_path):
+    hybrid = make_checkpoint(tmp_path / "hybrid", "qwen3_next", **HYBRID | {"num_attention_heads": 8})
+    refused(hybrid, r"config\.json: linear_num_key_heads is 4, expected a multiple of --tensor-parallel 8",
+            tensor_parallel=8, expert_parallel=True)  # fmt: skip
+    blocks = make_checkpoint(tmp_path / "blocks", "qwen3_5_moe_text", "FP8_BLOCK", None, **HYBRID | {"head_dim": 128})
+    refused(blocks, r"layers\.0\.linear_attn\.in_proj_qkv among 2 ranks: 64 rows in blocks of 128 are not 2 parts",
+            expert_parallel=True)  # fmt: skip
+    short = {"hidden_size": 128, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+    short = make_checkpoint(tmp_path / "short", "lfm2_moe", **OF["lfm2_moe"] | short)
+    refused(short, r"channels of model\.layers\.0\.conv is 128, expected a multiple of --tensor-parallel 3",
+            tensor_parallel=3, expert_parallel=True)  # fmt: skip
+    lightning = make_checkpoint(tmp_path / "lightning", "minimax", **SIZES | {"intermediate_size": 128})
+    refused(lightning, r"self_attn: lightning attention is not divided among ranks: it normalizes all heads together")
 
 
 def test_options():
