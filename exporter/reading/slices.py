@@ -178,8 +178,9 @@ class Slice:
         linear = leaf if leaf == "sinks" else module.rpartition(".")[2]
         divided = [i for i, n in enumerate(want) if len(found) == len(want) and n != found[i]]
         axis = 0 if linear in ROWS else 1 if linear in COLUMNS else divided[0] if sections and divided else None
-        # fewer than the ranks where several have the same heads
-        count, rest = divmod(found[axis], want[axis]) if divided == [axis] else (0, 0)
+        count = rest = 0  # fewer parts than ranks where several have the same heads
+        if axis is not None and divided == [axis]:
+            count, rest = divmod(found[axis], want[axis])
         if not count or rest or self.world % count:
             raise CheckpointError(
                 f"{where} has shape {list(found)}, {list(want)} in each of {self.world} ranks: expected rows of "

@@ -531,10 +531,24 @@ def test_what_ranks_do_not_divide_is_named(checkpoint, tmp_path):
     refused(few, rf"{experts}\.0: 4 experts among 8 ranks", tensor_parallel=8, expert_parallel=True)
 
 
+def changed(folder: Path, to: Path, leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A checkpoint whose tensors of this name are others."""
+    return rewritten(
+        folder, to, lambda name, t: [(name, change(t) if name.endswith(leaf) else t)], lambda config: config
+    )
+
+
 def test_what_of_linear_attention_ranks_do_not_divide_is_named(tmp_path):
     hybrid = make_checkpoint(tmp_path / "hybrid", "qwen3_next", **HYBRID | {"num_attention_heads": 8})
     refused(hybrid, r"config\.json: linear_num_key_heads is 4, expected a multiple of --tensor-parallel 8",
             tensor_parallel=8, expert_parallel=True)  # fmt: skip
+    for leaf, change, shapes in (
+        ("A_log", lambda t: t[:4].clone(), r"\[4\], \[4\]"),
+        ("conv1d.weight", lambda t: torch.cat([t, t]), r"\[768, 1, 4\], \[192, 1, 4\]"),
+    ):
+        found = changed(hybrid, tmp_path / leaf, leaf, change)
+        text = "expected rows of .* or heads of linear attention"
+        refused(found, rf"{leaf} has shape {shapes} in each of 2 ranks: {text}")
     blocks = make_checkpoint(tmp_path / "blocks", "qwen3_5_moe_text", "FP8_BLOCK", None, **HYBRID | {"head_dim": 128})
     refused(blocks, r"layers\.0\.linear_attn\.in_proj_qkv among 2 ranks: 64 rows in blocks of 128 are not 2 parts",
             expert_parallel=True)  # fmt: skip
