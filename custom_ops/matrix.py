@@ -232,7 +232,7 @@ def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatri
     """One of ``count`` equal parts of a matrix: rows (axis 0), or columns (axis 1), whose products' sum is the whole's.
 
     Raises:
-        ValueError: rows or columns that share a scale, a bias or an act-order would be divided.
+        ValueError: rows or columns that share a scale or a bias would be divided, also those of a group in act-order.
     """
     if count == 1:
         return m
@@ -242,22 +242,31 @@ def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatri
         together = size  # a row's scale is that of all its parts
     if rest or size % together:
         raise ValueError(f"{m.shape[axis]} {('rows', 'columns')[axis]} in blocks of {together} are not {count} parts")
-    if axis and (m.perm is not None or m.bias is not None):
-        raise ValueError("columns in act-order, or with a bias, are not divided")
+    if not axis:
+        return rows_of(m, i * size, (i + 1) * size)
+    if m.bias is not None:
+        raise ValueError("columns with a bias are not divided")
+    features, perm = slice(i * size, (i + 1) * size), None
+    columns: slice | np.ndarray = features
+    groups: slice | np.ndarray = slice(features.start // together, features.stop // together)
+    if m.perm is not None:
+        parts = m.perm.reshape(-1, together) // size
+        if (parts != parts[:, :1]).any():
+            raise ValueError("columns in act-order, a group of which has features of several parts, are not divided")
+        groups = np.flatnonzero(parts[:, 0] == i)
+        columns = np.flatnonzero(m.perm // size == i)
+        perm = m.perm[columns] - np.int32(i * size)
 
-    def own(array: np.ndarray, axis: int = axis, each: int = 1) -> np.ndarray:
-        if array.shape[axis] == 1 and axis and m.group_size == -1:
-            return array
-        at = slice(i * size // each, (i + 1) * size // each)
-        return array[:, at] if axis else array[at]
+    def own(scales: np.ndarray) -> np.ndarray:
+        return scales if m.group_size == -1 else scales[:, groups]
 
     return replace(
         m,
-        codes=own(m.codes),
-        scales=own(m.scales, each=together),
-        zero_points=None if m.zero_points is None else own(m.zero_points, each=together),
-        pre_scale=own(m.pre_scale, 0) if axis and m.pre_scale is not None else m.pre_scale,
-        bias=None if m.bias is None else own(m.bias, 0),
+        codes=m.codes[:, columns],
+        scales=own(m.scales),
+        zero_points=None if m.zero_points is None else own(m.zero_points),
+        pre_scale=None if m.pre_scale is None else m.pre_scale[features],
+        perm=None if perm is None else perm_or_none(perm),
     )
 
 

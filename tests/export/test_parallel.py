@@ -143,15 +143,19 @@ def make_scheme_checkpoint(folder: Path, scheme: str, **sizes: int) -> Path:
     if scheme == "bf16":
         return make_float_checkpoint(folder, "qwen3_moe", **sizes)
     if scheme.endswith("_K"):
-        config = CONFIG_MAPPING["qwen3_moe"](**COMMON | sizes, vocab_size=384).to_dict()
-        folder.mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quantmoe.exporter.measuring.gguf.ROWS", 4 * 512 * 4)  # no two rows of a tensor alike
-            write_gguf(folder / "model.gguf", config, scheme)
-        return folder / "model.gguf"
+        return make_gguf(folder, "qwen3_moe", scheme, **sizes)
     preset = scheme.removesuffix("_ASYM")
     group_size = None if "FP" in scheme else SCHEMES[scheme]
     return make_checkpoint(folder, "qwen3_moe", preset, group_size, symmetric=preset == scheme, **sizes)
+
+
+def make_gguf(folder: Path, architecture: str, kind: str, **sizes: int) -> Path:
+    folder.mkdir()
+    config = CONFIG_MAPPING[architecture](**COMMON | sizes, vocab_size=384).to_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantmoe.exporter.measuring.gguf.ROWS", 4 * 512 * 4)  # no two rows of a tensor alike
+        write_gguf(folder / "model.gguf", config, kind)
+    return folder / "model.gguf"
 
 
 def run_all(folder: Path, ids: np.ndarray, pieces: tuple[int, ...]) -> list[np.ndarray]:
@@ -446,6 +450,24 @@ def test_exports_that_differ_have_other_identities(checkpoint, tmp_path, monkeyp
     found.append(identity())
     assert len({*found}) == len(found)
     assert all(0 < one < 2**31 for one in found)
+
+
+@pytest.mark.every
+def test_heads_in_another_order(tmp_path):
+    """GGUF has the value heads of a key apart. Blocks of two heads go to the rank that has both, in act-order."""
+    sizes = WIDE | HYBRID | {"hidden_size": 256, "head_dim": 128, "linear_key_head_dim": 64}
+    sizes |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 512)
+    folder = make_gguf(tmp_path / "checkpoint", "qwen3_5_moe_text", "Q4_K", **sizes | {"linear_value_head_dim": 128})
+    export(folder, tmp_path / "whole", **EVERY_LOGIT)
+    export(folder, tmp_path / "slices", **EVERY_LOGIT, tensor_parallel=2)
+    ids = tokens(2, 9)
+    want = run(Generator(tmp_path / "whole"), ids, (4, 3, 1, 1))
+    for logits in run_all(tmp_path / "slices", ids, (4, 3, 1, 1)):
+        assert error(logits, want) < 2e-5
+    modules = {node["module"]: node["attributes"] for node in inspect(tmp_path / "slices/rank1")["linears"]}
+    assert modules["model.layers.0.linear_attn.out_proj"]["w_perm"]
+    short = make_gguf(tmp_path / "short", "qwen3_5_moe_text", "Q4_K", **sizes | {"linear_num_key_heads": 2})
+    refused(short, r"linear_attn\.out_proj among 2 ranks: 256 columns in blocks of 256 are not 2 parts")
 
 
 @pytest.mark.every

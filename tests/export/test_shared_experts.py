@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,18 @@ def test_portions(axis: int, block_n: int, group_size: int) -> None:
     if block_n == 16 and axis == 0:
         with pytest.raises(ValueError, match="48 rows in blocks of 16 are not 2 parts"):
             portion(m, 0, 2, axis)
+
+
+def test_portions_in_act_order() -> None:
+    """Columns go to the part that has their features, if a whole group does."""
+    rng = np.random.default_rng(0)
+    groups = [rng.permutation(32 * part + np.arange(32)).reshape(4, 8) for part in range(3)]
+    perm = rng.permutation(np.concatenate(groups)).reshape(-1).astype(np.int32)
+    codes, scales = rng.integers(0, 16, (48, 96), np.uint8), rng.uniform(0.5, 1, (48, 12)).astype(np.float32)
+    zero_points, pre_scale = rng.integers(0, 16, (48, 12), np.uint8), rng.uniform(0.5, 2, 96).astype(np.float32)
+    m = QuantizedMatrix("int4", codes, scales, 8, zero_points=zero_points, pre_scale=pre_scale, perm=perm)
+    parts = [portion(m, i, 3, 1) for i in range(3)]
+    assert all(part.perm is not None for part in parts)
+    np.testing.assert_array_equal(np.concatenate([part.dequantize() for part in parts], 1), m.dequantize())
+    with pytest.raises(ValueError, match="act-order, a group of which has features of several parts"):
+        portion(replace(m, perm=rng.permutation(96).astype(np.int32)), 0, 3, 1)
