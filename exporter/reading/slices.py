@@ -1,7 +1,8 @@
 """What one of several ranks has of a model: a smaller configuration, and parts of tensors that give it those sizes.
 
-Rows of linears that make heads, features or logits, columns of those that take them, experts' rows and columns or
-whole experts; the rest is in all ranks. Sums over the ranks of what the columns give are the whole model's.
+Rows of linears that make heads, features or logits, channels of convolutions, columns of linears that take them,
+experts' rows and columns or whole experts; the rest is in all ranks. Sums over the ranks of what the columns give are
+the whole model's.
 """
 
 from __future__ import annotations
@@ -177,11 +178,13 @@ class Slice:
         module, _, leaf = names[0].rpartition(".")
         linear = leaf if leaf == "sinks" else module.rpartition(".")[2]
         divided = [i for i, n in enumerate(want) if len(found) == len(want) and n != found[i]]
-        axis = 0 if linear in ROWS else 1 if linear in COLUMNS else divided[0] if sections and divided else None
-        count = rest = 0  # fewer parts than ranks where several have the same heads
+        axis = 0 if linear in ROWS or sections else 1 if linear in COLUMNS else None
+        if sections and len(want) == 4:
+            axis = 2  # Kimi's A_log [1, 1, heads, 1]
+        count = rest = 0  # fewer parts than ranks where several have the same heads of keys and values
         if axis is not None and divided == [axis]:
             count, rest = divmod(found[axis], want[axis])
-        if not count or rest or self.world % count:
+        if not count or rest or self.world % count or (sections and count < self.world):
             raise CheckpointError(
                 f"{where} has shape {list(found)}, {list(want)} in each of {self.world} ranks: expected rows of "
                 f"{', '.join(ROWS)}, columns of {', '.join(COLUMNS)} or heads of linear attention; nothing else is "
