@@ -26,7 +26,7 @@ from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration
 from quantmoe.exporter.graph.experts import check_experts
-from quantmoe.exporter.graph.passes import latent, lightning, linear_attention
+from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
 from quantmoe.exporter.graph.passes.shared import Shared
 from quantmoe.exporter.graph.passes.shared import recognise as recognise_shared
 from quantmoe.exporter.graph.stored import DTYPES, Stored, placeholder
@@ -60,7 +60,7 @@ class Skeleton(Stored):
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         tied: parameter name -> the first of the names of the same parameter.
-        linear_attention, lightning: module name -> what it computes, of those that keep a state.
+        linear_attention, lightning, state_space: module name -> what it computes, of those that keep a state.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
 
     Raises:
@@ -109,6 +109,7 @@ class Skeleton(Stored):
             self._narrow_head(format.slice.world)
             linear_attention.narrow(model, format.slice, str(folder))
         self.lightning = self._lightning(state_window)
+        self.state_space = self._state_space(target, state_window)
         self.linear_attention = self._linear_attention(target, state_window)
         if state_window > 1 and not self.with_states:
             raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
@@ -171,7 +172,7 @@ class Skeleton(Stored):
     @property
     def with_states(self) -> list[str]:
         """Modules that keep a state from token to token."""
-        return [*self.linear_attention, *self.lightning]
+        return [*self.linear_attention, *self.lightning, *self.state_space]
 
     def _lightning(self, window: int) -> dict[str, lightning.Lightning]:
         ckpt = self.format.ckpt
@@ -191,14 +192,24 @@ class Skeleton(Stored):
                 raise CheckpointError(f"{ckpt.where(name)}: other decays than of a model of {layers} layers")
         return found
 
+    def _state_space(self, target: str, window: int) -> dict[str, state_space.StateSpace]:
+        folder = self.format.ckpt.folder
+        with doing(f"{folder}: recognising state spaces"), quiet():
+            found, left = state_space.recognise(self.model, kernels_refuse(target), window)
+        for name, reason in left.items():
+            raise CheckpointError(f"{folder}: {name}: {reason}")
+        return found
+
     def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.RecognisedState]:
         folder, stack = self.format.ckpt.folder, decoder_of(self.model).layers
         with doing(f"{folder}: recognising linear attention"), quiet():
-            found, left = linear_attention.recognise(self.model, stack, kernels_refuse(target), window, self.lightning)
+            others = self.lightning.keys() | self.state_space
+            found, left = linear_attention.recognise(self.model, stack, kernels_refuse(target), window, others)
         for name, reason in left.items():
             raise CheckpointError(f"{folder}: {name}: {reason}")
-        names = (name for name, _ in self.model.named_modules() if name.endswith(".self_attn"))
-        if (found or self.lightning) and all(name in found or name in self.lightning for name in names):
+        attends = {name for name, m in self.model.named_modules() if type(m).__name__.endswith("Attention")}
+        with_states = others | found.keys()
+        if with_states and attends <= with_states:
             raise CheckpointError(
                 f"{folder}: {len(stack)} layers of linear attention alone; expected one of full attention among them, "
                 "whose cache says how many tokens there are"

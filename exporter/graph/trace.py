@@ -36,7 +36,7 @@ from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.passes import latent, lightning, linear_attention
+from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
 from quantmoe.exporter.graph.passes.add_norms import add_norms
 from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
@@ -56,6 +56,7 @@ from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
+from quantmoe.exporter.graph.passes.state_space_nodes import place_state_spaces
 from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts
 from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.memory import doing
@@ -155,6 +156,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         meet(model, skeleton.gathered, GatherSpec(**own.place))
     with _uncollected():
         graph = _trace_layers(skeleton, target)
+    place_state_spaces(graph.graph)
     if not attends.plain:
         layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
         set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
@@ -220,6 +222,7 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, pa
     skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
     rows = Rows(decoder, target)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
+    changed += state_space.attach(model, skeleton.state_space, rows)
     skeleton.derive(changed, linear_attention.as_taken)
     skeleton.derive(lightning.attach(skeleton, rows), np.asarray)
     with _exporting(skeleton, "recognising attention"):
@@ -285,6 +288,8 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
             cache.layers.append(made)
             states = zip((made.conv_states[0], made.recurrent_states[0]), (3, 4), strict=True)
             sizes += [{t.ndim - rank: dynamic} for t, rank in states if t is not None]  # behind the window
+        elif layer.keys is None:  # of experts alone
+            cache.layers.append(layer)
         else:
             shapes = [(batch, t.shape[1], past, t.shape[3]) for t in (layer.keys, layer.values)]
             cache.update(*(torch.zeros(shape, dtype=skeleton.dtype) for shape in shapes), i)

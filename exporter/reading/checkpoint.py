@@ -75,6 +75,7 @@ OWN_NAMES = {
         ".mlp.experts.fc2.weight": ".mlp.experts.down_proj",
     },
     "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
 }
 

@@ -29,6 +29,7 @@ from quantmoe.exporter.graph.passes.attention import (
     randomise,
     signature,
 )
+from quantmoe.exporter.graph.passes.linear_attention import recurrent_state
 from quantmoe.exporter.graph.passes.rows import Rows
 
 if TYPE_CHECKING:
@@ -140,11 +141,8 @@ def attach(skeleton: Skeleton, rows: Rows) -> list[str]:
 def _forward(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
     found, layer = self.found, cache.layers[self.layer_idx]
     qkv = self.act_fn(self.qkv_proj(hidden_states)).float()
-    if layer.recurrent_states[0] is None:
-        window = [found.window] * (found.window > 1)
-        shape = (*window, len(qkv), found.heads, found.size, found.size)
-        layer.recurrent_states[0] = qkv.new_zeros(shape)
-    mixed, layer.recurrent_states[0] = _attend(found, qkv, self.rate, layer.recurrent_states[0], self.rows.rows)
+    state = recurrent_state(layer, qkv, found.window, (found.heads, found.size, found.size))
+    mixed, layer.recurrent_states[0] = _attend(found, qkv, self.rate, state, self.rows.rows)
     layer.has_previous_state[0] = True
     output = self.norm(mixed).to(hidden_states.dtype)
     return self.out_proj(self.output_gate(hidden_states).sigmoid() * output), None

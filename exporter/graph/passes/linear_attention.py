@@ -350,16 +350,22 @@ def attach(model: torch.nn.Module, found: dict[str, RecognisedState], rows: Rows
         of = [(family.conv, "weight"), (family.conv, "bias")]
         if recognised.delta:
             of += [(family.decay, "A_log"), (family.decay, "dt_bias"), (family.norm, "weight")]
-        for name, leaf in of:
-            part = module.get_submodule(name)
-            if (old := part._parameters[leaf]) is None:
-                continue
-            shape = as_taken(np.broadcast_to(np.zeros(1), old.shape)).shape
-            wide = old.data.flatten()[:1].float().expand(shape)  # a placeholder as it was
-            part._parameters[leaf] = torch.nn.Parameter(wide, requires_grad=False)
-            changed.append(".".join(filter(None, (path, name, leaf))))
+        names = (".".join(filter(None, parts)) for parts in of)
+        changed += [f"{path}.{name}" for name in names if widen(module, name)]
         module.forward = MethodType(_forward if recognised.delta else _forward_short, module)
     return changed
+
+
+def widen(module: torch.nn.Module, name: str) -> bool:
+    """Makes a parameter of a module, if it has this one, f32 and of the shape of :func:`as_taken`."""
+    path, _, leaf = name.rpartition(".")
+    part = module.get_submodule(path)
+    if (old := part._parameters[leaf]) is None:
+        return False
+    shape = as_taken(np.broadcast_to(np.zeros(1), old.shape)).shape
+    wide = old.data.flatten()[:1].float().expand(shape)  # a placeholder as it was
+    part._parameters[leaf] = torch.nn.Parameter(wide, requires_grad=False)
+    return True
 
 
 def as_taken(parameter: np.ndarray) -> np.ndarray:
@@ -378,6 +384,15 @@ def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
         own[0] = torch.zeros(shape, dtype=states[0].dtype)  # theirs may be without memory
     made.has_previous_state[0] = True
     return made
+
+
+def recurrent_state(layer: Any, x: torch.Tensor, window: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """What a layer has of the tokens before, zeros f32 [B, *sizes] where it has nothing; a window of several in front.
+    x: [B, ..]."""
+    if layer.recurrent_states[0] is None:
+        layer.recurrent_states[0] = x.new_zeros((*[window] * (window > 1), len(x), *sizes), dtype=torch.float32)
+    state: torch.Tensor = layer.recurrent_states[0]
+    return state
 
 
 def _whole(module: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
@@ -399,17 +414,20 @@ def _size(tensor: torch.Tensor, own: int) -> int:
     return 0 if tensor.shape[-1] == own else tensor.shape[-1]
 
 
-def _convolved(self: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
-    """The output of a module's CausalConv, whose state is the layer's. x: [B, S, C], or more behind that."""
-    spec, convolution = self.found.conv, getattr(self, self.found.family.conv)
+def convolve(spec: ConvSpec, convolution: Any, x: torch.Tensor, layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The output of a CausalConv, whose state is the layer's. x: [B, S, C], or more behind that."""
     attributes = json.dumps(dataclasses.replace(spec, x_size=_size(x, spec.channels)).attributes())
     if layer.conv_states[0] is None:
         window = [spec.state_window] * (spec.state_window > 1)
         layer.conv_states[0] = x.new_zeros((*window, x.shape[0], spec.channels, spec.width - 1))
     bias = convolution.bias if convolution.bias is not None else torch.zeros(0)
-    state, rows = layer.conv_states[0], self.rows.rows
+    state = layer.conv_states[0]
     x, layer.conv_states[0] = torch.ops.quantmoe.causal_conv(x, convolution.weight, bias, state, rows, attributes)
     return x
+
+
+def _convolved(self: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+    return convolve(self.found.conv, getattr(self, self.found.family.conv), x, layer, self.rows.rows)
 
 
 def _forward_short(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -438,11 +456,8 @@ def _forward(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: 
     else:
         qkv, z, b, a = family.apart(spec, *family.projected(self, x))
         qkv = _convolved(self, qkv, layer)
-    if layer.recurrent_states[0] is None:
-        window = [spec.state_window] * (spec.state_window > 1)
-        shape = *window, x.shape[0], spec.num_v_heads, spec.k_head_size, spec.v_head_size
-        layer.recurrent_states[0] = x.new_zeros(shape, dtype=torch.float32)
-    norm, state, rows = getattr(self, family.norm).weight, layer.recurrent_states[0], self.rows.rows
+    state = recurrent_state(layer, x, spec.state_window, (spec.num_v_heads, spec.k_head_size, spec.v_head_size))
+    norm, rows = getattr(self, family.norm).weight, self.rows.rows
     y, layer.recurrent_states[0] = torch.ops.quantmoe.gated_delta(
         qkv, a, b, z, decay.A_log, decay.dt_bias, norm, state, rows, json.dumps(spec.attributes())
     )

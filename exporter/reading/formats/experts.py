@@ -29,8 +29,6 @@ RECURRENT = {
     "inkling2_loop": "a short convolution after attention and experts",
     "bailing_hybrid": "delta attention of a bounded decay",
     "glm5_next": "delta attention of a bounded decay",
-    "granitemoehybrid": "Mamba-2's state space",
-    "nemotron_h": "Mamba-2's state space",
     "jamba": "Mamba's selective scan",
 }
 #: the same of families with experts that have no weights -> what they do
