@@ -475,7 +475,7 @@ def _short_convolution(path: Path, node: ir.Node) -> dict[str, Any]:
 
 
 def _plain_states(model: ir.Model) -> Iterator[dict[str, Any]]:
-    """Recurrent states that no GatedDelta has: lightning attention's."""
+    """Recurrent states that no GatedDelta has: those of lightning attention and of state spaces."""
     for value in model.graph.inputs:
         nodes = {use.node.op_type for use in value.uses()}
         sizes = [size for size in value.shape or () if isinstance(size, int)]  # all but the batch

@@ -370,10 +370,8 @@ def test_layers_without_attention_are_refused(floats, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "missing"),
     [
-        ("granitemoehybrid", "Mamba-2's state space"),
         ("jamba", "Mamba's selective scan"),
         ("bailing_hybrid", "delta attention of a bounded decay"),
-        ("nemotron_h", "Mamba-2's state space"),
     ],
 )
 def test_other_recurrences_are_refused_by_name(floats, tmp_path, architecture, missing):

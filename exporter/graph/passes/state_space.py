@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from types import MethodType
@@ -145,8 +144,8 @@ def _compare(module: Any, found: StateSpace) -> None:
             z, mixed, dt = projected.split([inner, own.conv.channels, own.heads], -1)
             rows = torch.tensor([[0, new, int(past)]] * batch, dtype=torch.int32)
             given = (np.zeros(0) if bias is None else bias.numpy(), conv[..., 1:].numpy(), rows.numpy())
-            y, present_conv = reference_conv(own.conv, mixed.numpy(), weight, *given)
-            parts = (torch.from_numpy(y).float(), dt, probe.A_log, probe.dt_bias, probe.D, state, rows)
+            convolved, present_conv = reference_conv(own.conv, mixed.numpy(), weight, *given)
+            parts = (torch.from_numpy(convolved).float(), dt, probe.A_log, probe.dt_bias, probe.D, state, rows)
             named = zip(nodes.input_names, (part.detach().numpy() for part in parts), strict=True)
             with np.errstate(divide="ignore", invalid="ignore"):  # of numbers that Where leaves out
                 y, present = nodes.run(None, dict(named))

@@ -84,22 +84,21 @@ def alone(sizes: dict[str, int], dtype: ir.DataType = _FLOAT) -> ir.Model:
 
 def place_state_spaces(graph: ir.Graph) -> None:
     """Gives each of those nodes its final form."""
-    shared: dict[str, _Run] = {}
+    shared: dict[tuple[ir.Value, int], _Run] = {}
     constants: dict[str, ir.Value] = {}
     for node in [node for node in graph if node.op_type == _NAME]:
-        *given, rows = node.inputs
+        given = [value for value in node.inputs if value is not None]
         ops, sizes = _Ops(constants), {name: attribute.as_int() for name, attribute in node.attributes.items()}
-        key = f"{rows.name} {sizes['window']}"
+        key = given[-1], sizes["window"]
         if key not in shared:
-            shared[key] = _Run(ops, given[0], rows, sizes["window"])
-        made = _place(ops, shared[key], given, **sizes)
-        for old, new in zip(node.outputs, made, strict=True):
+            shared[key] = _Run(ops, given[0], *key)
+        for old, new in zip(node.outputs, _place(ops, shared[key], given[:-1], **sizes), strict=True):
             new.name, new.shape, new.type = old.name, old.shape, old.type
             old.name = None
             old.replace_all_uses_with(new, replace_graph_outputs=True)
-        for i, new in enumerate(ops.nodes):
-            new.name = f"{node.name}.{i}"
-            new.metadata_props.update(node.metadata_props)
+        for i, made in enumerate(ops.nodes):
+            made.name = f"{node.name}.{i}"
+            made.metadata_props.update(node.metadata_props)
         graph.insert_before(node, ops.nodes)
         graph.remove(node, safe=True)
 

@@ -431,7 +431,9 @@ class Format(ABC):
     def attention(self) -> str:
         """How many layers have attention of which type, as config.json says; "" of models that have one."""
         config = self.ckpt.text_config
-        types = config.get("layer_types")
+        types = config.get("layer_types") or config.get("layers_block_type")
+        if types is None and isinstance(pattern := config.get("hybrid_override_pattern"), str):  # Nemotron's
+            types = [{"M": "linear_attention", "*": "full_attention"}.get(block, "moe") for block in pattern]
         every, count = config.get("full_attention_interval"), config.get("num_hidden_layers")
         if types is None and isinstance(listed := config.get("linear_attn_config"), dict):  # Kimi's
             kinds = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
@@ -440,7 +442,10 @@ class Format(ABC):
                 types = [kind for kind, layers in lists.items() for _ in layers or ()]
         if types is None and type(every) is int and every > 0 and type(count) is int:
             types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 1 << 16))]
-        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types) or len(set(types)) < 2:
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+            return ""
+        types = [kind for kind in types if kind not in ("moe", "mlp")]  # blocks without attention
+        if len(set(types)) < 2:
             return ""
         return ", ".join(f"{n} layers of {kind.replace('_', ' ')}" for kind, n in Counter(types).items())
 

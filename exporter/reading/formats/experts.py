@@ -182,7 +182,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         name=name,
         index=_index(name),
         num_experts=num_experts,
-        hidden_size=setting(int, "hidden_size"),
+        hidden_size=setting(int, "moe_latent_size", "hidden_size"),  # Nemotron-3-Super: of experts alone
         intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
         activation="swiglu_oai" if oai else ACTIVATIONS[activation],
         gated=len(projections) != 2,

@@ -1,0 +1,372 @@
+"""Mamba-2's state space in standard nodes: the nodes alone against the recurrence in float64, whole models against
+transformers and against themselves in other pieces, rows and windows, checkpoints as NVIDIA publishes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from once import made_once
+from safetensors.torch import load_file, save_file
+from sweeps import every
+from test_architectures import SIZES, make_checkpoint
+from test_hybrid import ragged
+from test_lightning import run
+from test_model import error
+from test_speculate import Guess
+from tiny import add_quantization, rewrite_linears
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.graph.passes.state_space_nodes import CHUNK, alone
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.survey import survey
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
+
+OPTIONS: dict[str, Any] = {"quantize": "none", "activations": "float", "cache": "f32"}
+BLOCKS = ["linear_attention", "moe", "full_attention"]
+TOKENS = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (3, 300))
+PROMPT = TOKENS[0, :23].tolist()
+#: of the nodes alone
+NODE = {"groups": 2, "heads": 4, "size": 8, "states": 16}
+#: logarithms of rates: a token that leaves nothing of the state, and one that leaves all, and two in between
+RATES = np.array([5.0, -12.0, 0.0, 1.0], np.float32)
+#: steps near 0.0001, 1 and 2
+BIASES = np.array([0.0, 2.0, -9.0, -9.0], np.float32)
+
+
+def recurrence(given: dict[str, np.ndarray], window: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """What :func:`alone` gives, token by token in float64; of tokens that do not count zeros."""
+    groups, heads, size, states = NODE.values()
+    parts = {name: array.astype(np.float64) for name, array in given.items()}
+    mixed, dt = parts["mixed"], parts["dt"]
+    y, present = np.zeros((*mixed.shape[:2], heads, size)), np.zeros((window, len(mixed), heads, states, size))
+    for b, (begin, count, past) in enumerate(given["rows"].tolist()):
+        kept = [parts["state"][b] * bool(past or not count)]
+        for t in range(begin, begin + count):
+            x, k, q = np.split(mixed[b, t], np.cumsum([heads * size, groups * states]))
+            x = x.reshape(heads, size)
+            k, q = (np.repeat(part.reshape(groups, states), heads // groups, 0) for part in (k, q))
+            step = np.logaddexp(0, dt[b, t] + parts["dt_bias"])
+            state = kept[-1] * np.exp(-np.exp(parts["a_log"]) * step)[:, None, None]
+            kept.append(state + k[:, :, None] * (step[:, None] * x)[:, None])
+            y[b, t] = np.einsum("hn,hnp->hp", q, kept[-1]) + parts["d"][:, None] * x
+        for back in range(window):
+            present[-1 - back, b] = kept[max(count - back, 0)]
+    return y.reshape(*mixed.shape[:2], -1), present
+
+
+def draw(rows: Sequence[Sequence[int]], new: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    groups, heads, size, states = NODE.values()
+    shapes = {"mixed": (len(rows), new, heads * size + 2 * groups * states), "dt": (len(rows), new, heads)}
+    shapes |= {"d": (heads,), "state": (len(rows), heads, states, size)}
+    found = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return found | {"a_log": RATES, "dt_bias": BIASES, "rows": np.array(rows, np.int32)}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Any:
+    """The nodes alone in ONNX Runtime, by the window of states."""
+    made: dict[int, ort.InferenceSession] = {}
+
+    def call(given: dict[str, np.ndarray], window: int = 1) -> list[np.ndarray]:
+        if window not in made:
+            model = ir.to_proto(alone(NODE | {"window": window}))
+            made[window] = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        found: list[np.ndarray] = made[window].run(None, given)
+        return found
+
+    return call
+
+
+#: of outputs and states in f32: products of 16 and of 64 terms, decays of a sum of 64. Measured: at most 4e-7
+BOUND = 2e-6
+
+
+@pytest.mark.parametrize("new", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 300])
+def test_nodes_are_the_recurrence(nodes, new):
+    given = draw([[0, new, 5], [0, new, 0]], new)
+    (y, present), (want, state) = nodes(given), recurrence(given)
+    for head in range(NODE["heads"]):  # each by its own largest number: they differ by orders of magnitude
+        at = slice(head * NODE["size"], (head + 1) * NODE["size"])
+        assert error(y[..., at], want[..., at]) < BOUND
+        assert error(present[:, head], state[0, :, head]) < BOUND
+
+
+def test_a_token_that_lets_go_of_everything_blurs_no_decay_behind_it(nodes):
+    """Sums of 2e4 in front of decays of 1 to 0.9: as the difference of two such sums those would err by 1e-3."""
+    given = draw([[0, CHUNK, 0]], CHUNK)
+    given["a_log"], given["dt_bias"] = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    given["dt"][:] = -4
+    given["dt"][:, :3] = 7000
+    (y, present), (want, state) = nodes(given), recurrence(given)
+    assert error(y[:, 3:], want[:, 3:]) < BOUND
+    assert error(present, state[0]) < BOUND
+
+
+def test_small_steps_keep_their_digits(nodes):
+    """Steps of 1e-4: some roundings, where 1 + exp(x) rounded would have left 2e-4."""
+    given = draw([[0, 1, 0]], 1)
+    given["dt"][:] = 0
+    _, present = nodes(given)
+    assert error(present[:, 2:], recurrence(given)[1][0, :, 2:]) < 8 * 2.0**-24
+
+
+@pytest.mark.parametrize("pieces", [(1, 7, 64, 65), (65, 64, 1, 7), (137,)])
+def test_states_are_handed_on(nodes, pieces):
+    given = draw([[0, 137, 3], [0, 137, 0]], 137)
+    state, at, found = given["state"], 0, []
+    for new in pieces:
+        part = given | {name: given[name][:, at : at + new] for name in ("mixed", "dt")}
+        past = given["rows"][:, 2] + at
+        rows = np.stack([np.zeros(2), np.full(2, new), past], 1).astype(np.int32)
+        y, state = nodes(part | {"state": state, "rows": rows})
+        found.append(y)
+        at += new
+    want, last = recurrence(given)
+    assert error(np.concatenate(found, 1), want) < BOUND
+    assert error(state, last[0]) < BOUND
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_ragged_rows_and_windows(nodes, window):
+    """Padding on both sides, a row that has ended, fewer tokens than states. Padding may hold any number."""
+    rows = [[0, 70, 9], [3, 60, 0], [0, 0, 9], [69, 1, 4], [68, 2, 0]]
+    given = draw(rows, 70)
+    for row, (begin, count, _) in enumerate(rows):
+        given["mixed"][row, :begin] = given["mixed"][row, begin + count :] = 1e4
+    if window > 1:  # slots before the last are not read
+        slots = np.full((window, *given["state"].shape), 1e30, np.float32)
+        slots[-1] = given["state"]
+        given["state"] = slots
+    y, present = nodes(given, window)
+    want, states = recurrence(given | {"state": given["state"][-1] if window > 1 else given["state"]}, window)
+    for row, (begin, count, _) in enumerate(rows):
+        counted = slice(begin, begin + count)
+        if count:
+            assert error(y[row, counted], want[row, counted]) < BOUND
+    assert error(present if window > 1 else present[None], states) < BOUND
+    slot = present[-1] if window > 1 else present
+    assert slot[2].tobytes() == (given["state"][-1] if window > 1 else given["state"])[2].tobytes()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state space, experts and attention. Of four heads two have steps below 0.001."""
+
+    def write(folder: Path) -> None:
+        make_checkpoint(folder, "nemotron_h", layer_types=BLOCKS, max_position_embeddings=512)
+        tensors = load_file(folder / "model.safetensors")
+        for name, values in (("A_log", [0.0, -4.0, 3.0, 5.0]), ("dt_bias", [0.0, 1.0, -8.0, -9.0])):
+            tensors[f"backbone.layers.0.mixer.{name}"] = torch.tensor(values, dtype=torch.bfloat16)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return made_once(tmp_path_factory, write, "nemotron")
+
+
+@pytest.fixture(scope="module")
+def model(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, lambda folder: export(source, folder, logits="all", **OPTIONS), "nemotron-model")
+
+
+def whole(source: Path) -> PreTrainedModel:
+    """transformers' model with time steps limited as config.json says, see architectures/nemotron_h.py."""
+    found = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    for module in found.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
+    return found
+
+
+def logits(model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)).logits.numpy()
+
+
+def test_pieces_give_the_logits_of_transformers(source, model):
+    """Whose prompts have a least time step that config.json does not have: it moves logits."""
+    want = logits(whole(source), TOKENS[:1])
+    for pieces in ((300,), (1, 7, 64, 65, 163), (65, 64, *[1] * 20, 7, 144)):
+        assert error(run(Generator(model), TOKENS[:1], pieces), want) < 2e-5, pieces
+    other = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    assert error(logits(other, TOKENS[:1]), want) > 1e-3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_ragged_prompts(model, side):
+    generator, lengths = Generator(model), (7, 4, 1)
+    for row, (n, found) in enumerate(zip(lengths, ragged(generator, TOKENS, lengths, side), strict=True)):
+        want = run(generator, TOKENS[row : row + 1, : n + 2], (n, 1, 1))[0, n - 1 :]
+        assert error(found, want) < 2e-5, (row, n)
+
+
+def test_interface(model):
+    found = inspect(model)
+    convolution, states = found["linear_attention"]
+    assert (convolution["state_bytes"], states["state_bytes"]) == (4 * 128 * 3, 4 * 4 * 16 * 16)
+    assert states["node"] == "past_key_values.0.recurrent_state"
+    names = set(Generator(model).start())
+    assert names == {f"past_key_values.{name}" for name in ("0.conv_state", "0.recurrent_state", "2.key", "2.value")}
+    assert not (model / "genai_config.json").exists()  # which has keys and values in every layer
+    nodes = [node.op_type for node in ir.load(model / "model.onnx").graph if node.domain == "quantmoe"]
+    assert {"CausalConv", "QuantMoE", "MoERouting"} <= set(nodes)
+    assert "StateSpace" not in nodes
+
+
+@pytest.mark.every
+def test_speculation_with_a_window_of_states(source, model, tmp_path):
+    windowed = tmp_path / "windowed"
+    export(source, windowed, logits=5, state_window=5, **OPTIONS)
+    want = Generator(model).greedy(PROMPT, 30)
+    stream = Generator(windowed, speculate="ngram").stream(PROMPT, 30)
+    stream.speculation.draft = Guess(want.tokens, len(PROMPT))
+    assert list(stream) == want.tokens
+    assert stream.speculation.drafted > stream.speculation.accepted > 0
+    cache = Generator(windowed).cache()
+    cache.append(PROMPT[:10])
+    cache.verify(PROMPT[10:15])
+    cache.rewind(12)
+    found = cache.append(PROMPT[12:14])
+    assert error(found, run(Generator(model), np.array([PROMPT[:14]]), (14,))[0, -1]) < 2e-5
+
+
+@pytest.mark.every
+def test_going_back_and_states_on_disk(model, tmp_path):
+    generator = Generator(model, chunk=8)
+    cache = generator.cache()
+    said = generator.generate(PROMPT, 6, cache=cache).tokens
+    generator.save_cache(cache, tmp_path / "state")
+    again = Generator(model).load_cache(tmp_path / "state")
+    assert again.tokens == PROMPT + said[:-1]
+    for each in (cache, again):
+        each.rewind(len(PROMPT))
+    want = generator.generate([5, 6], 5, cache=cache, logits=True)
+    found = generator.generate([5, 6], 5, cache=again, logits=True)
+    assert found.tokens == want.tokens == Generator(model).greedy([*PROMPT, 5, 6], 5).tokens
+    assert found.logits.tobytes() == want.logits.tobytes()
+
+
+@pytest.mark.every
+def test_states_are_f32_in_any_graph(source, tmp_path):
+    """float16 has 11 significant bits: 5e-4 a rounding, some tens of them in a row. All experts get every token."""
+    make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=BLOCKS, num_experts_per_tok=8, n_group=1)
+    export(tmp_path / "checkpoint", tmp_path / "model", logits="all", **OPTIONS | {"cache": "f16", "dtype": "f16"})
+    generator, ids = Generator(tmp_path / "model"), TOKENS[:1, :70]
+    dtypes = {name: array.dtype for name, array in generator.start().items()}
+    assert dtypes["past_key_values.0.conv_state"] == np.float16
+    assert dtypes["past_key_values.0.recurrent_state"] == np.float32
+    assert error(run(generator, ids, (60, 1, 9)), logits(whole(tmp_path / "checkpoint"), ids)) < 2e-2
+
+
+@pytest.mark.every
+def test_experts_of_a_latent(tmp_path):
+    """As Nemotron-3-Super's: they read and write 32 features, the shared expert 64."""
+    make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=BLOCKS, moe_latent_size=32)
+    export(tmp_path / "checkpoint", tmp_path / "model", logits="all", **OPTIONS)
+    (layer,) = inspect(tmp_path / "model")["layers"]
+    assert layer["attributes"]["hidden_size"] == 32
+    found = run(Generator(tmp_path / "model"), TOKENS[:1, :9], (7, 1, 1))
+    assert error(found, logits(whole(tmp_path / "checkpoint"), TOKENS[:1, :9])) < 2e-5
+
+
+def nvfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random codes; scales near those of the weight."""
+    rng, (n, k) = np.random.default_rng(weight.numel()), weight.shape
+    scales = rng.uniform(0.5, 2, (n, k // 16)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return {
+        "weight": torch.from_numpy(rng.integers(0, 256, (n, k // 2), dtype=np.uint8)),
+        "weight_scale": torch.from_numpy(scales).view(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.02),
+        "input_scale": torch.tensor(0.01),
+    }
+
+
+def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.float().abs().max() / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.01)}
+
+
+@pytest.mark.parametrize("tool", every(["MIXED_PRECISION", "FP8"], 0))
+def test_checkpoints_as_nvidia_publishes_them(source, tmp_path, tool):
+    """NVFP4 experts and FP8 projections of state spaces in one, FP8 of all of them in the other; what lies around
+    attention in 16 bits, keys and values in FP8. config.json has a pattern of blocks, and an infinite limit."""
+    folder = tmp_path / "checkpoint"
+    make_checkpoint(folder, "nemotron_h", layer_types=["linear_attention", *BLOCKS], max_position_embeddings=512)
+    plain = ["layers.1.", "layers.3.", "lm_head", "gate", "embeddings", "conv1d"]
+    stored: dict[str, str] = {}
+
+    def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        experts = weight.shape in ((64, 64), (128, 64), (64, 128))  # of the experts and the shared one, up and down
+        return nvfp4(weight) if tool != "FP8" and experts else fp8(weight)
+
+    rewrite_linears(folder, quantize, plain)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith(".weight_scale"):
+            module = name.removesuffix(".weight_scale")
+            stored[module] = "NVFP4" if f"{module}.weight_scale_2" in tensors else "FP8"
+    assert set(stored.values()) == ({"FP8"} if tool == "FP8" else {"FP8", "NVFP4"})
+    scales = {f"backbone.layers.3.mixer.{name}_proj.{name}_scale": torch.tensor(0.5) for name in "kv"}
+    save_file(tensors | scales, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization: dict[str, Any] = {"quant_algo": tool, "kv_cache_quant_algo": "FP8"}
+    if tool == "FP8":
+        quantization["exclude_modules"] = ["lm_head", "backbone.layers.1.mixer.*", "backbone.layers.3.mixer.*"]
+    else:
+        quantization["quantized_layers"] = {module: {"quant_algo": kind} for module, kind in stored.items()}
+    saved = {"producer": {"name": "modelopt", "version": "0.39.0"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(saved))
+    add_quantization(folder, {"quant_method": "modelopt", **quantization})
+    config = json.loads((folder / "config.json").read_text())
+    del config["layers_block_type"]
+    config |= {"hybrid_override_pattern": "MME*", "num_hidden_layers": 4, "time_step_limit": [0.0, math.inf]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert survey(folder)["attention"] == "2 layers of linear attention, 1 layers of full attention"
+
+    export(folder, tmp_path / "model", activations="float", logits="all", cache="f32")
+    found = inspect(tmp_path / "model")
+    formats = {layer["attributes"]["w13_format"] for layer in found["layers"]}
+    assert formats == {"fp8_e4m3" if tool == "FP8" else "nvfp4"}
+    want = dequantized(Skeleton(find_format(open_checkpoint(folder))))
+    for module in want.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
+    ids = TOKENS[:2, :9]
+    assert error(run(Generator(tmp_path / "model"), ids, (7, 1, 1)), logits(want, ids)) < 2e-5
+
+
+def test_what_cannot_be_is_named(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    for fields, reason in (
+        ({"time_step_limit": [0.0, 0.1]}, r"mixer: NemotronHMamba2Mixer: its time_step_limit is \(0\.0, 0\.1\), expe"),
+        ({"mamba_hidden_act": "gelu"}, r"mixer: NemotronHMamba2Mixer: it computes something else than Mamba-2's state"),
+    ):
+        folder = tmp_path / next(iter(fields))
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=reason):
+            plan(folder, tmp_path / "model", **OPTIONS)
+    with pytest.raises(CheckpointError, match=r"mixer: linear attention is not divided among ranks"):
+        plan(source, tmp_path / "model", tensor_parallel=2, **OPTIONS)
+
+
+def test_state_spaces_alone_are_refused(tmp_path):
+    make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=BLOCKS[:2])
+    with pytest.raises(CheckpointError, match="2 layers of linear attention alone; expected one of full attention"):
+        plan(tmp_path / "checkpoint", tmp_path / "model", **OPTIONS)
