@@ -34,6 +34,8 @@ _HYBRID: dict[str, Any] = {
     "rope_theta": 1e7,
     "rms_norm_eps": 1e-6,
 }
+#: Nemotron's pattern
+_BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 #: config.json of each model's Hugging Face repository, without what no size depends on
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
@@ -132,6 +134,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
         "vocab_size": 151936,
     },
+    "nemotron-3-nano-30b-a3b": {
+        "model_type": "nemotron_h",
+        "hidden_size": 2688,
+        "hidden_act": "relu2",
+        "mlp_hidden_act": "relu2",
+        "intermediate_size": 1856,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_hidden_layers": 52,
+        "layer_types": [_BLOCKS[kind] for kind in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"],
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": 131072,
+    },
     "glm-4.5-air": {
         "model_type": "glm4_moe",
         "hidden_size": 4096,
@@ -164,7 +195,7 @@ GROUP_SIZE = 32
 #: (safetensors dtype, shape, values: "codes", ("scales", mean), a standard deviation, or an array)
 Declared = tuple[str, tuple[int, ...], Any]
 BYTES = {"I32": 4, "I64": 8, "BF16": 2}
-EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias|)")
+EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)(_bias|)")
 
 
 def cut(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -202,7 +233,7 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         stem, projection, bias = match.groups()
         if not bias and config["model_type"] == "gpt_oss":  # [E, K, N]
             shape = (shape[0], shape[2], shape[1])
-        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
         for part in parts:
             found[f"{stem}.{part}.{'bias' if bias else 'weight'}"] = (shape[0], shape[1] // len(parts), *shape[2:])
     return found

@@ -26,11 +26,12 @@ import onnx_ir as ir
 import torch
 from onnx_ir import tape
 
+from quantmoe.exporter.names import STATE_SPACE
+
 #: tokens whose products of every two are made
 CHUNK = 64
 #: of ONNX, in which the nodes are as they are
 OPSET = 18
-_NAME = "StateSpace"
 _FLOAT, _INT = ir.DataType.FLOAT, ir.DataType.INT64
 
 
@@ -56,7 +57,7 @@ def state_space(
         f32 [B, S, heads * size], of tokens that do not count numbers that nothing reads; and the next state.
     """
     y, present = torch.onnx.ops.symbolic_multi_out(
-        f"quantmoe::{_NAME}",
+        f"quantmoe::{STATE_SPACE}",
         (mixed, dt, a_log, dt_bias, d, state, rows),
         sizes,
         dtypes=(torch.float32, torch.float32),
@@ -76,8 +77,8 @@ def alone(sizes: dict[str, int], dtype: ir.DataType = _FLOAT) -> ir.Model:
     kinds["rows"] = ir.DataType.INT32
     inputs = [ir.Value(name=name, type=ir.TensorType(kind)) for name, kind in kinds.items()]
     outputs = [ir.Value(name=name, type=ir.TensorType(_FLOAT)) for name in ("y", "present")]
-    node = ir.node(_NAME, inputs, sizes, outputs=outputs, name=_NAME)
-    graph = ir.Graph(inputs, outputs, nodes=[node], opset_imports={"": OPSET}, name=_NAME)
+    node = ir.node(STATE_SPACE, inputs, sizes, outputs=outputs, name=STATE_SPACE)
+    graph = ir.Graph(inputs, outputs, nodes=[node], opset_imports={"": OPSET}, name=STATE_SPACE)
     place_state_spaces(graph)
     return ir.Model(graph, ir_version=10)
 
@@ -86,7 +87,7 @@ def place_state_spaces(graph: ir.Graph) -> None:
     """Gives each of those nodes its final form."""
     shared: dict[tuple[ir.Value, int], _Run] = {}
     constants: dict[str, ir.Value] = {}
-    for node in [node for node in graph if node.op_type == _NAME]:
+    for n, node in enumerate([node for node in graph if node.op_type == STATE_SPACE]):
         given = [value for value in node.inputs if value is not None]
         ops, sizes = _Ops(constants), {name: attribute.as_int() for name, attribute in node.attributes.items()}
         key = given[-1], sizes["window"]
@@ -97,7 +98,7 @@ def place_state_spaces(graph: ir.Graph) -> None:
             old.name = None
             old.replace_all_uses_with(new, replace_graph_outputs=True)
         for i, made in enumerate(ops.nodes):
-            made.name = f"{node.name}.{i}"
+            made.name = f"{STATE_SPACE}_{n}.{i}"
             made.metadata_props.update(node.metadata_props)
         graph.insert_before(node, ops.nodes)
         graph.remove(node, safe=True)

@@ -95,7 +95,7 @@ def named_experts(
     if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
         raise CheckpointError(
             f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
-            "Kimi-Linear, LFM2, MiniMax-Text-01, Qwen3-Next and Qwen3.5 are"
+            "Kimi-Linear, LFM2, MiniMax-Text-01, Mamba-2 (Nemotron-H, Granite 4), Qwen3-Next and Qwen3.5 are"
         )
     if isinstance(kind, str) and (what := WEIGHTLESS.get(kind)):
         raise CheckpointError(
