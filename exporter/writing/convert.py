@@ -20,7 +20,6 @@ from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
     LOGITS,
-    TYPES,
     add_mtp,
     add_paged,
     add_vision,
@@ -270,10 +269,7 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
     config, shares = _config(ckpt, options.layers), shares_buffer(parts[0].graph.graph)
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(config, ckpt.generation_config, LIBRARIES.get(options.target, ""), shares, cuda)
-        inputs = parts[0].graph.graph.inputs
-        if found["model"]["type"] not in TYPES.values() and any(str(v.name).endswith("_state") for v in inputs):
-            raise KeyError("layer_types")  # a plain decoder has keys and values in every layer
-        caches = (v for v in inputs if str(v.name).endswith((".key", ".value")))
+        caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))
         heads = 2 if options.paged else 1
         shapes = {(v.shape[heads], v.shape[3]) for v in caches if v.shape is not None}
         if len(shapes) > 1:  # onnxruntime-genai allocates all alike
@@ -286,7 +282,7 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
             # a CPU maps the file: one copy, however many sessions
             add_mtp(found, MTP_MODEL, shared_tensors(*values) if cuda else [])
         if options.paged:
-            add_paged(found, (str(v.name) for v in inputs))
+            add_paged(found, (str(v.name) for v in parts[0].graph.graph.inputs))
         if ready.whole is not None:
             add_vision(found, ready.whole, PROCESSOR, (VISION_MODEL, EMBEDDINGS_MODEL))
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2))
