@@ -165,7 +165,7 @@ def touched_bytes(
         others = 1 - config["num_experts_per_tok"] / (every - shared)
         total += layer["bytes"] / every * ((every - shared) * (1 - others**batch) + shared)
     total += sum(linear["bytes"] for linear in found["linears"])
-    total += sum(tensor["bytes"] for tensor in found["dense"] if "embed_tokens" not in tensor["name"])
+    total += sum(tensor["bytes"] for tensor in found["dense"] if not tensor["table"])
     total += batch * sum(node["state_bytes"] for node in found["linear_attention"])
     for name, size in cache.items():
         layer = int(name.split(".")[1])

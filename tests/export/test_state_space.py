@@ -26,8 +26,10 @@ from test_model import error
 from test_speculate import Guess
 from tiny import add_quantization, rewrite_linears
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.graph.passes.state_space import recognise
 from quantmoe.exporter.graph.passes.state_space_nodes import CHUNK, alone
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
@@ -386,3 +388,28 @@ def test_state_spaces_alone_are_refused(tmp_path):
     make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=BLOCKS[:2])
     with pytest.raises(CheckpointError, match="2 layers of linear attention alone; expected one of full attention"):
         plan(tmp_path / "checkpoint", tmp_path / "model", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "blocks"),
+    [
+        ("bamba", {"attn_layer_indices": [1]}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}),
+    ],
+)
+def test_mixers_of_the_same_kind_are_recognised(model_type, blocks):
+    """Whatever their class is called; not one that computes a little else."""
+    sizes = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_expand": 2}
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    given = sizes | blocks | {name: SIZES[name] for name in names} | {"num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**given))
+    found, left = recognise(model, lambda spec: "", 3)
+    assert [(own.groups, own.heads, own.size, own.states, own.window) for own in found.values()] == [(2, 8, 16, 16, 3)]
+    assert not left
+    (name,) = found
+    assert recognise(model, lambda spec: "no kernel", 1)[1] == {
+        name: f"{type(model.get_submodule(name)).__name__}: no kernel"
+    }
+    model.get_submodule(name).act = torch.nn.ReLU()
+    model.get_submodule(name).activation = "relu"
+    assert "something else than Mamba-2" in recognise(model, lambda spec: "", 1)[1][name]
