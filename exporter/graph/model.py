@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -181,16 +181,20 @@ class Skeleton(Stored):
             found, left = lightning.recognise(self.model, layers, window)
         for name, reason in left.items():
             raise CheckpointError(f"{ckpt.folder}: {name}: {reason}")
-        for name in found if self.format.slice and not self.format.slice.own_tokens else ():
-            raise CheckpointError(
-                f"{ckpt.folder}: {name}: lightning attention is not divided among ranks: it normalizes all heads "
-                "together, which would be on several"
-            )
+        self._check_whole("lightning attention", found)
         for name in ckpt.names() if found else ():
             own = found.get(self._rename(name).removesuffix(".slope_rate"))
             if own and not np.allclose(ckpt.tensor(name).astype(np.float32).ravel(), own.rates, rtol=2**-7, atol=0):
                 raise CheckpointError(f"{ckpt.where(name)}: other decays than of a model of {layers} layers")
         return found
+
+    def _check_whole(self, kind: str, modules: Iterable[str]) -> None:
+        """What has no parts for ranks is named."""
+        for name in modules if self.format.slice and not self.format.slice.own_tokens else ():
+            raise CheckpointError(
+                f"{self.format.ckpt.folder}: {name}: {kind} is not divided among ranks: it normalizes heads together, "
+                "which would be on several"
+            )
 
     def _state_space(self, target: str, window: int) -> dict[str, state_space.StateSpace]:
         folder = self.format.ckpt.folder
@@ -198,6 +202,7 @@ class Skeleton(Stored):
             found, left = state_space.recognise(self.model, kernels_refuse(target), window)
         for name, reason in left.items():
             raise CheckpointError(f"{folder}: {name}: {reason}")
+        self._check_whole("a state space", found)
         return found
 
     def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.RecognisedState]:

@@ -380,7 +380,7 @@ def test_what_cannot_be_is_named(source, tmp_path):
         shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
         with pytest.raises(CheckpointError, match=reason):
             plan(folder, tmp_path / "model", **OPTIONS)
-    with pytest.raises(CheckpointError, match=r"mixer: linear attention is not divided among ranks"):
+    with pytest.raises(CheckpointError, match=r"mixer: a state space is not divided among ranks"):
         plan(source, tmp_path / "model", tensor_parallel=2, **OPTIONS)
 
 
