@@ -20,6 +20,7 @@ import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 import transformers
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -331,6 +332,8 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         divide_by_roots(graph)
         add_norms(graph)
     drop_repeated_reshapes(graph)
+    # A fusion leaves each norm without weights ones of its own; layers whose constants are others are not alike.
+    CommonSubexpressionEliminationPass(size_limit=1 << 16)(graph)
     for value in hidden:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden

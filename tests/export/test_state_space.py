@@ -275,6 +275,16 @@ def test_states_are_f32_in_any_graph(source, tmp_path):
 
 
 @pytest.mark.every
+def test_copied_layers(tmp_path):
+    """Of five pairs three are traced; their group norms without weights have one constant."""
+    make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=[*BLOCKS[:2] * 5, BLOCKS[2]])
+    report = export(tmp_path / "checkpoint", tmp_path / "model", logits="all", **OPTIONS)
+    assert not report.untraced
+    found = run(Generator(tmp_path / "model"), TOKENS[:1, :9], (7, 1, 1))
+    assert error(found, logits(whole(tmp_path / "checkpoint"), TOKENS[:1, :9])) < 2e-5
+
+
+@pytest.mark.every
 def test_experts_of_a_latent(tmp_path):
     """As Nemotron-3-Super's: they read and write 32 features, the shared expert 64."""
     make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=BLOCKS, moe_latent_size=32)
