@@ -155,7 +155,7 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("weights", "formats"),
-    every([("Q4_K_M", [("q4_k", "q4_k"), ("q4_k", "q6_k")]), ("Q4_0", [("int4", "int4"), ("int4", "int4")])]),
+    every([("Q4_K_M", [("q4_k", "q4_k"), ("q4_k", "q6_k")]), ("Q4_0", [("int4", "int4"), ("int4", "int4")])], 0),
 )
 def test_both_sides_have_one_gguf_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, formats: list[tuple[str, str]]

@@ -72,6 +72,7 @@ def test_caches_that_grow(exported, architecture):
     assert found.speculation.accepted
 
 
+@pytest.mark.every
 def test_attention_of_standard_nodes(plain_of, reference):
     """Products and sums of attention and the products of routers are ONNX Runtime's, and may be added up in another
     order where a run has several rows. The bound is 1.3e-6 of the largest logit; on AVX2 with ONNX Runtime 1.32 the

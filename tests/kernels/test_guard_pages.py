@@ -22,6 +22,7 @@ from attention import SPECS, assert_bytes, ragged
 from cases import CASES, Case
 from panels import reference_row
 from specs import linear_spec
+from sweeps import every
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
@@ -100,7 +101,7 @@ def sweep(kernel: str) -> None:
     ctypes.memmove(guarded(64).ctypes.data + 64, b"x", 1)
 
 
-@pytest.mark.parametrize("kernel", USABLE)
+@pytest.mark.parametrize("kernel", every(USABLE))
 def test_kernel_stays_inside_its_buffers(kernel: str) -> None:
     """The child ends by touching a guard page itself, so that a guard that guards nothing fails the test."""
     code = f"from kernels.test_guard_pages import sweep; sweep({kernel!r})"
