@@ -71,7 +71,15 @@ def _validating(folder: Path) -> Iterator[None]:
 
 
 def _check_layers(format: Format, count: int) -> None:
-    """Refuses layers that have no tensors."""
+    """Refuses layers that have no tensors, and Nemotron's lists of another length, of which transformers takes that."""
+    own = format.ckpt.text_config.get("num_hidden_layers")
+    for field in ("hybrid_override_pattern", "layers_block_type"):
+        blocks = format.ckpt.text_config.get(field)
+        if isinstance(blocks, str | list) and type(own) is int and len(blocks) != own:
+            raise CheckpointError(
+                f"{format.ckpt.folder / 'config.json'}: {field} is of {len(blocks)} layers, expected "
+                f"num_hidden_layers, {own}"
+            )
     found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\.layers\.([0-9]{1,6})\.", name))}
     if found and count > len(found):
         raise CheckpointError(

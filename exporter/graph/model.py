@@ -216,8 +216,8 @@ class Skeleton(Stored):
         with_states = others | found.keys()
         if with_states and attends <= with_states:
             raise CheckpointError(
-                f"{folder}: {len(stack)} layers of linear attention alone; expected one of full attention among them, "
-                "whose cache says how many tokens there are"
+                f"{folder}: {len(with_states)} layers of linear attention alone; expected one of full attention among "
+                "them, whose cache says how many tokens there are"
             )
         return found
 

@@ -219,7 +219,7 @@ def test_stored_rates_are_checked(source, tmp_path, factor):
 
 
 def test_what_cannot_be_is_named(source, tmp_path):
-    with pytest.raises(CheckpointError, match=r"self_attn: linear attention is not divided among ranks"):
+    with pytest.raises(CheckpointError, match=r"self_attn: lightning attention is not divided among ranks"):
         plan(source, tmp_path / "model", tensor_parallel=2, **OPTIONS)
 
     def narrow(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -227,6 +227,8 @@ def test_interface(model):
     nodes = [node.op_type for node in ir.load(model / "model.onnx").graph if node.domain == "quantmoe"]
     assert {"CausalConv", "QuantMoE", "MoERouting"} <= set(nodes)
     assert "StateSpace" not in nodes
+    decoder = json.loads((model / "genai_config.json").read_text())["model"]["decoder"]
+    assert decoder["num_hidden_layers"] == len(BLOCKS)
 
 
 @pytest.mark.every
@@ -382,6 +384,7 @@ def test_what_cannot_be_is_named(source, tmp_path):
     config = json.loads((source / "config.json").read_text())
     for fields, reason in (
         ({"time_step_limit": [0.0, 0.1]}, r"mixer: NemotronHMamba2Mixer: its time_step_limit is \(0\.0, 0\.1\), expe"),
+        ({"num_hidden_layers": 5}, "config.json: layers_block_type is of 3 layers, expected num_hidden_layers, 5"),
         ({"mamba_hidden_act": "gelu"}, r"mixer: NemotronHMamba2Mixer: it computes something else than Mamba-2's state"),
     ):
         folder = tmp_path / next(iter(fields))
@@ -396,7 +399,7 @@ def test_what_cannot_be_is_named(source, tmp_path):
 
 def test_state_spaces_alone_are_refused(tmp_path):
     make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=BLOCKS[:2])
-    with pytest.raises(CheckpointError, match="2 layers of linear attention alone; expected one of full attention"):
+    with pytest.raises(CheckpointError, match="1 layers of linear attention alone; expected one of full attention"):
         plan(tmp_path / "checkpoint", tmp_path / "model", **OPTIONS)
 
 
