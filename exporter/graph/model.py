@@ -6,9 +6,10 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +36,11 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
+from quantmoe.exporter.reading.slices import Slice
 
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
+Found = TypeVar("Found")
 
 
 class Skeleton(Stored):
@@ -105,9 +108,9 @@ class Skeleton(Stored):
         if format.part:
             with init_empty_weights(), _LargeOnMeta():
                 mtp.prepare(model)
-        if format.slice and not format.slice.own_tokens:
-            self._narrow_head(format.slice.world)
-            linear_attention.narrow(model, format.slice, str(folder))
+        if self.divided:
+            self._narrow_head(self.divided.world)
+            linear_attention.narrow(model, self.divided, str(folder))
         self.lightning = self._lightning(state_window)
         self.state_space = self._state_space(target, state_window)
         self.linear_attention = self._linear_attention(target, state_window)
@@ -170,17 +173,40 @@ class Skeleton(Stored):
         self._check_parameters()
 
     @property
+    def divided(self) -> Slice | None:
+        """The rank's share of a model of which ranks have parts; None where they have all of it but for the experts."""
+        part = self.format.slice
+        return part if part and not part.own_tokens else None
+
+    @property
     def with_states(self) -> list[str]:
         """Modules that keep a state from token to token."""
         return [*self.linear_attention, *self.lightning, *self.state_space]
 
+    def _recognised(
+        self, what: str, recognise: Callable[[], tuple[dict[str, Found], dict[str, str]]]
+    ) -> dict[str, Found]:
+        """What a pass found; a module that looks like it and is not is named."""
+        folder = self.format.ckpt.folder
+        with doing(f"{folder}: recognising {what}"), quiet():
+            found, left = recognise()
+        for name, reason in left.items():
+            raise CheckpointError(f"{folder}: {name}: {reason}")
+        return found
+
+    def _check_whole(self, kind: str, modules: Iterable[str]) -> None:
+        """What has no parts for ranks is named."""
+        for name in modules if self.divided else ():
+            raise CheckpointError(
+                f"{self.format.ckpt.folder}: {name}: {kind} is not divided among ranks: it normalizes heads together, "
+                "which would be on several"
+            )
+
     def _lightning(self, window: int) -> dict[str, lightning.Lightning]:
         ckpt = self.format.ckpt
         layers = ckpt.text_config.get("num_hidden_layers", self.model.config.num_hidden_layers)
-        with doing(f"{ckpt.folder}: recognising lightning attention"), quiet():
-            found, left = lightning.recognise(self.model, layers, window)
-        for name, reason in left.items():
-            raise CheckpointError(f"{ckpt.folder}: {name}: {reason}")
+        recognise = partial(lightning.recognise, self.model, layers, window)
+        found = self._recognised("lightning attention", recognise)
         self._check_whole("lightning attention", found)
         for name in ckpt.names() if found else ():
             own = found.get(self._rename(name).removesuffix(".slope_rate"))
@@ -188,30 +214,19 @@ class Skeleton(Stored):
                 raise CheckpointError(f"{ckpt.where(name)}: other decays than of a model of {layers} layers")
         return found
 
-    def _check_whole(self, kind: str, modules: Iterable[str]) -> None:
-        """What has no parts for ranks is named."""
-        for name in modules if self.format.slice and not self.format.slice.own_tokens else ():
-            raise CheckpointError(
-                f"{self.format.ckpt.folder}: {name}: {kind} is not divided among ranks: it normalizes heads together, "
-                "which would be on several"
-            )
-
     def _state_space(self, target: str, window: int) -> dict[str, state_space.StateSpace]:
-        folder = self.format.ckpt.folder
-        with doing(f"{folder}: recognising state spaces"), quiet():
-            found, left = state_space.recognise(self.model, kernels_refuse(target), window)
-        for name, reason in left.items():
-            raise CheckpointError(f"{folder}: {name}: {reason}")
+        recognise = partial(state_space.recognise, self.model, kernels_refuse(target), window)
+        found = self._recognised("state spaces", recognise)
         self._check_whole("a state space", found)
         return found
 
     def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.RecognisedState]:
         folder, stack = self.format.ckpt.folder, decoder_of(self.model).layers
-        with doing(f"{folder}: recognising linear attention"), quiet():
-            others = self.lightning.keys() | self.state_space
-            found, left = linear_attention.recognise(self.model, stack, kernels_refuse(target), window, others)
-        for name, reason in left.items():
-            raise CheckpointError(f"{folder}: {name}: {reason}")
+        others = self.lightning.keys() | self.state_space
+        recognise = linear_attention.recognise
+        found = self._recognised(
+            "linear attention", partial(recognise, self.model, stack, kernels_refuse(target), window, others)
+        )
         attends = {name for name, m in self.model.named_modules() if type(m).__name__.endswith("Attention")}
         with_states = others | found.keys()
         if with_states and attends <= with_states:
@@ -345,7 +360,7 @@ class Skeleton(Stored):
 
     def _sections(self, name: str) -> tuple[int, ...]:
         """Of a parameter that a rank has its heads or channels of linear attention of, see :class:`Cut`; (): others."""
-        if self.format.slice and not self.format.slice.own_tokens:
+        if self.divided:
             for path, found in self.linear_attention.items():
                 if name.startswith(f"{path}."):
                     return found.sections(name.removeprefix(f"{path}."))

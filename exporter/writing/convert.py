@@ -266,7 +266,8 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
 def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> None:
     """What onnxruntime-genai reads beside the model."""
     ckpt, parts, cuda = ready.format.ckpt, ready.parts, options.target == "cuda"
-    config, shares = _config(ckpt, options.layers), shares_buffer(parts[0].graph.graph)
+    layers = parts[0].skeleton.model.config.num_hidden_layers  # which config.json may say as a list of kinds alone
+    config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(config, ckpt.generation_config, LIBRARIES.get(options.target, ""), shares, cuda)
         caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))

@@ -88,7 +88,7 @@ def genai_config(
                 "head_size": width,
                 "num_attention_heads": heads,
                 "num_key_value_heads": groups,
-                "num_hidden_layers": text.get("num_hidden_layers") or len(text["layers_block_type"]),
+                "num_hidden_layers": text["num_hidden_layers"],
                 "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")}
                 | {key: value for key, value in cache.items() if key.startswith("past")},
                 "outputs": {"logits": "logits"}

@@ -164,33 +164,43 @@ def test_decays_near_0_and_1_stay_finite():
     assert torch.isfinite(mixed).all()
 
 
-def test_speculation_with_a_window_of_states(model, windowed):
-    want = Generator(model).greedy(PROMPT, 30)
-    stream = Generator(windowed, speculate="ngram").stream(PROMPT, 30)
-    stream.speculation.draft = Guess(want.tokens, len(PROMPT))
+def check_window(model: Path, windowed: Path, prompt: list[int]) -> None:
+    """With states after each of a run's last 5 tokens: rejected drafts are taken back, and so are verified tokens."""
+    want = Generator(model).greedy(prompt, 30)
+    stream = Generator(windowed, speculate="ngram").stream(prompt, 30)
+    stream.speculation.draft = Guess(want.tokens, len(prompt))
     assert list(stream) == want.tokens
     assert stream.speculation.drafted > stream.speculation.accepted > 0
     cache = Generator(windowed).cache()
-    cache.append(PROMPT[:10])
-    cache.verify(PROMPT[10:15])
+    cache.append(prompt[:10])
+    cache.verify(prompt[10:15])
     cache.rewind(12)
-    found = cache.append(PROMPT[12:14])
-    assert error(found, run(Generator(model), np.array([PROMPT[:14]]), (14,))[0, -1]) < 2e-5
+    found = cache.append(prompt[12:14])
+    assert error(found, run(Generator(model), np.array([prompt[:14]]), (14,))[0, -1]) < 2e-5
+
+
+def check_going_back(model: Path, prompt: list[int], file: Path) -> None:
+    """To a prompt's end, with states in memory and on disk."""
+    generator = Generator(model, chunk=8)
+    cache = generator.cache()
+    said = generator.generate(prompt, 6, cache=cache).tokens
+    generator.save_cache(cache, file)
+    again = Generator(model).load_cache(file)
+    assert again.tokens == prompt + said[:-1]
+    for each in (cache, again):
+        each.rewind(len(prompt))
+    want = generator.generate([5, 6], 5, cache=cache, logits=True)
+    found = generator.generate([5, 6], 5, cache=again, logits=True)
+    assert found.tokens == want.tokens == Generator(model).greedy([*prompt, 5, 6], 5).tokens
+    assert found.logits.tobytes() == want.logits.tobytes()
+
+
+def test_speculation_with_a_window_of_states(model, windowed):
+    check_window(model, windowed, PROMPT)
 
 
 def test_going_back_and_states_on_disk(model, tmp_path):
-    generator = Generator(model, chunk=8)
-    cache = generator.cache()
-    said = generator.generate(PROMPT, 6, cache=cache).tokens
-    generator.save_cache(cache, tmp_path / "state")
-    again = Generator(model).load_cache(tmp_path / "state")
-    assert again.tokens == PROMPT + said[:-1]
-    for each in (cache, again):
-        each.rewind(len(PROMPT))
-    want = generator.generate([5, 6], 5, cache=cache, logits=True)
-    found = generator.generate([5, 6], 5, cache=again, logits=True)
-    assert found.tokens == want.tokens == Generator(model).greedy([*PROMPT, 5, 6], 5).tokens
-    assert found.logits.tobytes() == want.logits.tobytes()
+    check_going_back(model, PROMPT, tmp_path / "state")
 
 
 def test_the_first_layers_decay_as_in_the_whole_model(source):

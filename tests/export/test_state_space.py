@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from sweeps import every
 from test_architectures import SIZES, make_checkpoint
 from test_hybrid import ragged
-from test_lightning import run
+from test_lightning import check_going_back, check_window, run
 from test_model import error
-from test_speculate import Guess
 from tiny import add_quantization, rewrite_linears
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -233,35 +232,13 @@ def test_interface(model):
 
 @pytest.mark.every
 def test_speculation_with_a_window_of_states(source, model, tmp_path):
-    windowed = tmp_path / "windowed"
-    export(source, windowed, logits=5, state_window=5, **OPTIONS)
-    want = Generator(model).greedy(PROMPT, 30)
-    stream = Generator(windowed, speculate="ngram").stream(PROMPT, 30)
-    stream.speculation.draft = Guess(want.tokens, len(PROMPT))
-    assert list(stream) == want.tokens
-    assert stream.speculation.drafted > stream.speculation.accepted > 0
-    cache = Generator(windowed).cache()
-    cache.append(PROMPT[:10])
-    cache.verify(PROMPT[10:15])
-    cache.rewind(12)
-    found = cache.append(PROMPT[12:14])
-    assert error(found, run(Generator(model), np.array([PROMPT[:14]]), (14,))[0, -1]) < 2e-5
+    export(source, tmp_path / "windowed", logits=5, state_window=5, **OPTIONS)
+    check_window(model, tmp_path / "windowed", PROMPT)
 
 
 @pytest.mark.every
 def test_going_back_and_states_on_disk(model, tmp_path):
-    generator = Generator(model, chunk=8)
-    cache = generator.cache()
-    said = generator.generate(PROMPT, 6, cache=cache).tokens
-    generator.save_cache(cache, tmp_path / "state")
-    again = Generator(model).load_cache(tmp_path / "state")
-    assert again.tokens == PROMPT + said[:-1]
-    for each in (cache, again):
-        each.rewind(len(PROMPT))
-    want = generator.generate([5, 6], 5, cache=cache, logits=True)
-    found = generator.generate([5, 6], 5, cache=again, logits=True)
-    assert found.tokens == want.tokens == Generator(model).greedy([*PROMPT, 5, 6], 5).tokens
-    assert found.logits.tobytes() == want.logits.tobytes()
+    check_going_back(model, PROMPT, tmp_path / "state")
 
 
 @pytest.mark.every

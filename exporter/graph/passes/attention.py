@@ -43,6 +43,7 @@ Sizes = tuple[int, int, int]
 Draw = Callable[..., torch.Tensor]
 Made = TypeVar("Made")
 Candidate = TypeVar("Candidate")
+Judged = TypeVar("Judged")
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 
 
@@ -168,6 +169,32 @@ def recognise(
         except Unlike as reason:
             left[name] = str(reason)
     return found, left
+
+
+def judged(
+    modules: Iterable[tuple[str, Any]], judge: Callable[[Any], Judged]
+) -> tuple[dict[str, Judged], dict[str, str]]:
+    """What modules with names compute, as ``judge`` says, and of those for which it raises Unlike why not. By name."""
+    found: dict[str, Judged] = {}
+    left: dict[str, str] = {}
+    for name, module in modules:
+        try:
+            found[name] = judge(module)
+        except Unlike as reason:
+            left[name] = f"{type(module).__name__}: {reason}"
+    return found, left
+
+
+def once_a_kind(compare: Callable[..., Judged]) -> Callable[..., Judged]:
+    """Of modules that are alike it is called with the first one: the others have what it returned."""
+    known: dict[str, Judged] = {}
+
+    def call(module: Any, *given: Any) -> Judged:
+        if (kind := repr(signature(module))) not in known:
+            known[kind] = compare(module, *given)
+        return known[kind]
+
+    return call
 
 
 def signature(module: torch.nn.Module) -> list[Any]:

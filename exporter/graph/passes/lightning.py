@@ -24,10 +24,11 @@ from quantmoe.exporter.graph.passes.attention import (
     Given,
     Unlike,
     drawing,
+    judged,
     line,
     near_all,
+    once_a_kind,
     randomise,
-    signature,
 )
 from quantmoe.exporter.graph.passes.linear_attention import recurrent_state
 from quantmoe.exporter.graph.passes.rows import Rows
@@ -63,21 +64,18 @@ def recognise(model: torch.nn.Module, layers: int, window: int) -> tuple[dict[st
         layers: of the whole model, which decays depend on; ``model`` may have the first of them only.
         window: see :class:`Lightning`.
     """
-    found: dict[str, Lightning] = {}
-    left: dict[str, str] = {}
-    known: set[str] = set()
-    for name, module in model.named_modules():
-        if not hasattr(module, "slope_rate") or not all(hasattr(module, part) for part in LINEARS):
-            continue
-        try:
-            own = _spec(module, layers, window)
-            if (kind := repr(signature(module))) not in known:
-                _compare(module, own)
-                known.add(kind)
-            found[name] = own
-        except Unlike as reason:
-            left[name] = f"{type(module).__name__}: {reason}"
-    return found, left
+    compare = once_a_kind(_compare)
+
+    def judge(module: Any) -> Lightning:
+        own = _spec(module, layers, window)
+        compare(module, own)
+        return own
+
+    return judged(((name, module) for name, module in model.named_modules() if _looks_like_one(module)), judge)
+
+
+def _looks_like_one(module: Any) -> bool:
+    return hasattr(module, "slope_rate") and all(hasattr(module, part) for part in LINEARS)
 
 
 def _spec(module: Any, layers: int, window: int) -> Lightning:

@@ -30,10 +30,11 @@ from quantmoe.exporter.graph.passes.attention import (
     Given,
     Unlike,
     drawing,
+    judged,
     line,
     near_all,
+    once_a_kind,
     randomise,
-    signature,
 )
 from quantmoe.exporter.graph.passes.rows import Rows
 from quantmoe.exporter.reading.slices import Slice
@@ -177,22 +178,22 @@ def recognise(
         window: of states, of every node.
         others: names of modules that keep one of another kind.
     """
-    found: dict[str, RecognisedState] = {}
-    left: dict[str, str] = {}
-    kinds: dict[str, RecognisedState] = {}
-    for name, module in model.named_modules():
-        if (family := next((family for family in FAMILIES if family.of(module)), None)) is None:
-            continue
-        try:
-            if (kind := repr(signature(module))) not in kinds:
-                compare = _compare if family.sizes else _compare_short
-                kinds[kind] = windowed(compare(module, family), window)
-            for spec in kinds[kind].specs():
-                if reason := refusal(spec):
-                    raise Unlike(reason)
-            found[name] = kinds[kind]
-        except Unlike as reason:
-            left[name] = f"{type(module).__name__}: {reason}"
+
+    @once_a_kind
+    def compared(module: Any) -> RecognisedState:
+        family = _family(module)
+        assert family is not None
+        compare = _compare if family.sizes else _compare_short
+        return windowed(compare(module, family), window)
+
+    def judge(module: Any) -> RecognisedState:
+        own = compared(module)
+        for spec in own.specs():
+            if reason := refusal(spec):
+                raise Unlike(reason)
+        return own
+
+    found, left = judged(((name, module) for name, module in model.named_modules() if _family(module)), judge)
     config: Any = model.config
     try:
         caches = DynamicCache(config=config).layers
@@ -203,6 +204,10 @@ def recognise(
         if isinstance(cache, LinearAttentionCacheLayerMixin) and not known:
             left[f"layer {i}"] = f"{type(layer).__name__}: it keeps a state from token to token that no operator has"
     return found, left
+
+
+def _family(module: torch.nn.Module) -> StateFamily | None:
+    return next((family for family in FAMILIES if family.of(module)), None)
 
 
 def _specs(module: Any, family: StateFamily) -> Iterator[tuple[ConvSpec, DeltaSpec]]:

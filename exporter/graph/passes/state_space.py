@@ -27,10 +27,11 @@ from quantmoe.exporter.graph.passes.attention import (
     Given,
     Unlike,
     drawing,
+    judged,
     line,
     near_all,
+    once_a_kind,
     randomise,
-    signature,
 )
 from quantmoe.exporter.graph.passes.linear_attention import convolve, recurrent_state, widen
 from quantmoe.exporter.graph.passes.rows import Rows
@@ -78,23 +79,16 @@ def recognise(
         refusal: why the target's kernels do not run a node; "" when they do.
         window: see :class:`StateSpace`.
     """
-    found: dict[str, StateSpace] = {}
-    left: dict[str, str] = {}
-    known: set[str] = set()
-    for name, module in model.named_modules():
-        if not _looks_like_one(module):
-            continue
-        try:
-            own = _spec(module, window)
-            if (kind := repr(signature(module))) not in known:
-                _compare(module, own)
-                known.add(kind)
-            if reason := refusal(own.conv):
-                raise Unlike(reason)
-            found[name] = own
-        except Unlike as reason:
-            left[name] = f"{type(module).__name__}: {reason}"
-    return found, left
+    compare = once_a_kind(_compare)
+
+    def judge(module: Any) -> StateSpace:
+        own = _spec(module, window)
+        compare(module, own)
+        if reason := refusal(own.conv):
+            raise Unlike(reason)
+        return own
+
+    return judged(((name, module) for name, module in model.named_modules() if _looks_like_one(module)), judge)
 
 
 def _looks_like_one(module: Any) -> bool:
