@@ -118,6 +118,11 @@ FORMAT_SHAPES = {
 }
 
 
+#: of FORMAT_SHAPES, with tokens that give each product each of wgmma's tiles where a GPU has one multiprocessor
+ONE = cuda.Device(90, 1, 233472)
+TILES = [*(("odd", n) for n in (33, 120, 200, 250, 320, 400)), *(("split-k", n) for n in (33, 72, 100, 130, 200, 330))]
+
+
 def of_format(name: str, case: Case) -> Case:
     weights, group_size, block_n = {**FORMATS, **FLOATS}[name]
     return replace(case, weights=weights, group_size=group_size, block_n=block_n)

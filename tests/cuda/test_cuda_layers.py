@@ -10,7 +10,7 @@ import torch
 from cases import Case
 from cuda.built import TORCH, UNIT, gpu
 from cuda.formats import FLOATS, FORMATS
-from cuda.layers import BASE, CASES, FORMAT_SHAPES, FP8_CASES, SM89, build, of_format, run
+from cuda.layers import BASE, CASES, FORMAT_SHAPES, FP8_CASES, ONE, SM89, TILES, build, of_format, run
 
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.expert import Expert
@@ -278,6 +278,28 @@ def test_repeated_and_crowded_ids(tokens):
 def test_full_tiles_and_one_more(tokens, dtype):
     for case in (BASE, CASES["odd-sizes"]):
         check(replace(case, experts=3, top_k=1), tokens, dtype, ids=np.full((tokens, 1), 2))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize(("shape", "tokens"), TILES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tile(name, shape, tokens, dtype):
+    """Blocks take several units of work each."""
+    check(of_format(name, FORMAT_SHAPES[shape]), tokens, dtype, device=ONE)
+
+
+@gpu
+@pytest.mark.parametrize("tile", [64, 80, 96, 144])
+def test_tiles_full_by_one(tile):
+    """An expert's tokens fill tiles, or have one more or less; the mean of four experts chooses the tile."""
+    case = replace(FORMAT_SHAPES["split-k"], top_k=1)
+    mean = {64: 48, 80: 60, 96: 165, 144: 100}[tile]
+    problem = cuda.problem(build(case)[0], "bf16", 4 * mean, 1, case.experts)
+    assert cuda.plan(problem, ONE).w13.n_tiles == tile // 8
+    for count in (tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1):
+        ids = np.where(np.arange(4 * mean)[:, None] < count, 2, np.arange(4 * mean)[:, None] % 2)
+        check(case, 4 * mean, "bf16", ids=ids, device=ONE)
 
 
 @gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cases import INT4
 from cuda.formats import FLOATS, FORMATS, spec_of
-from cuda.layers import FP8, LINEARS, SM120, build_linear
+from cuda.layers import FORMAT_SHAPES, FP8, LINEARS, ONE, SM120, TILES, build, build_linear, of_format
 from specs import linear_spec
 
 from quantmoe.custom_ops import cuda
@@ -68,6 +68,33 @@ def test_wgmma_plans_end_where_its_addresses_do():
     for tokens, path in ((2**23 - 1, "wgmma"), (2**23, "stream")):
         plan = cuda.plan(cuda.problem(spec, "bf16", tokens, 1, 16), cuda.Device(90, 132, 233472))
         assert cuda.PATHS[plan.path] == path
+
+
+def tiles_of(plan):
+    """(tokens, panels) of a block, of both products."""
+    return tuple((8 * step.n_tiles, step.panels) for step in (plan.w13, plan.w2))
+
+
+@pytest.mark.parametrize(("name", "most"), [("int4-zero", 6), ("nvfp4", 6), ("int8", 3), ("fp8", 3)])
+def test_every_tile_of_wgmma_has_its_tokens(name, most):
+    """What test_cuda_layers.test_every_tile runs: 8 bits have no blocks of 512 rows."""
+    found = []
+    for shape, tokens in TILES:
+        case = of_format(name, FORMAT_SHAPES[shape])
+        problem = cuda.problem(build(case)[0], "bf16", tokens, case.top_k, case.experts)
+        found.append(tiles_of(cuda.plan(problem, ONE)))
+    for tiles in zip(*found, strict=True):
+        assert len(set(tiles)) == most, tiles
+
+
+@pytest.mark.parametrize(
+    ("an_expert", "tokens", "panels"),
+    [(16, 24, 32), (32, 48, 16), (48, 64, 32), (64, 80, 32), (80, 96, 16), (128, 144, 16)],
+)
+def test_tiles_grow_with_the_tokens_of_an_expert(an_expert, tokens, panels):
+    """As measured with Qwen3-235B's sizes on an H100 and an H200."""
+    problem = cuda.problem(spec_of(4096, 1536, 128), "bf16", 16 * an_expert, 8, 128)
+    assert tiles_of(cuda.plan(problem, cuda.H200)) == ((tokens, panels),) * 2
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 16, 40, 4096])

@@ -16,21 +16,25 @@ double fill(int64_t count, int64_t slots) {
   return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, ceil_div(count, slots)) * slots);
 }
 
-// Tiles of at most `tokens` of experts that get `mean` on average, as Poisson has it, each at least one; one expert
-// gets just that.
-double expected_tiles(int64_t experts, double mean, int tokens) {
-  if (experts == 1) return std::ceil(mean / tokens);
-  double tiles = mean / tokens + 0.5;
+// How many tiles of at most `tokens` experts have that get `mean` on average, as Poisson has it, each at least one; one
+// expert gets just that.
+struct Tiles {
+  double mean, deviation;
+};
+Tiles expected_tiles(int64_t experts, double mean, int tokens) {
+  if (experts == 1) return {std::ceil(mean / tokens), 0};
+  double tiles = mean / tokens + 0.5, squares = tiles * tiles + mean / tokens / tokens;
   if (mean < 512) {
     double chance = std::exp(-mean), more = 1 - chance;  // that an expert gets k tokens, more than k
-    tiles = 1;
+    tiles = squares = 1;
     for (int k = 1; k < mean + 8 * std::sqrt(mean); ++k) {
       chance *= mean / k;
       more -= chance;
-      if (k % tokens == 0) tiles += more;
+      if (k % tokens == 0) tiles += more, squares += (2 * (k / tokens) + 1) * more;
     }
   }
-  return std::floor(static_cast<double>(experts) * tiles);
+  const double of = static_cast<double>(experts);
+  return {of * tiles, std::sqrt(of * (squares - tiles * tiles))};
 }
 
 int multiprocessors_of(const qm_cuda_device& device) { return std::max(device.multiprocessors, 1); }
@@ -101,43 +105,45 @@ struct Choice {
   }
 };
 
-// A shape of the wgmma kernels' blocks, whose units of work take `cost` each.
+// A shape of the wgmma kernels' blocks. cost: of a unit of work, which blocks of all multiprocessors do at the same
+// time. Measured: of 4096 columns of int4 on an H200, about 97 us of one of 24 tokens and 512 rows.
 struct BlockShape {
-  int tokens, panels, grid, parts;
+  int path, tokens, panels;
   double cost;
 };
-// Few units: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of combine.
-BlockShape wgmma_shape(const Choice& choice, int sms, int tokens, int panels, double unit_cost) {
-  const MarlinRow& row = choice.weights.row;
-  BlockShape best{tokens, panels, tokens >= 128 ? sms : 2 * sms, 1, INFINITY};
-  const double units = expected_tiles(choice.load.most_experts, choice.load.mean, tokens) *
-                       static_cast<double>(ceil_div(row.panels, panels));
-  for (int parts : {1, 2, 4}) {
-    if (parts > 1 && (choice.load.product != Product::kDown || row.units / parts < 16)) continue;
-    const double rounds = std::ceil(units * parts / best.grid) / parts / (1 - 0.02 * parts);
-    if (unit_cost * rounds < best.cost) best.parts = parts, best.cost = unit_cost * rounds;
-  }
-  return best;
-}
+constexpr BlockShape kBlockShapes[] = {{QM_CUDA_WGMMA, 48, 16, 0.6},  {QM_CUDA_WGMMA, 24, 32, 1},
+                                       {QM_CUDA_WGMMA, 64, 32, 0.72}, {QM_CUDA_WGMMA, 80, 32, 0.77},
+                                       {QM_CUDA_WGMMA, 96, 16, 0.45}, {QM_CUDA_WGMMA, 144, 16, 0.56},
+                                       {QM_CUDA_FP8, 128, 16, 1}};
 
+// The shape and the parts of K that are expected to be done first. Where units are few, down's K is cut into parts that
+// fill the multiprocessors best. A part costs a pass of combine.
 qm_cuda_step choose_wgmma_of(const Choice& choice, int sms) {
+  const MarlinRow& row = choice.weights.row;
   qm_cuda_step step = choice.step;
-  const int tokens = choice.load.path == QM_CUDA_FP8 ? 128 : choice.load.mean <= 48 ? 48 : 144;
-  // Measured: a unit of 48 tokens and 256 rows takes 0.6 of one of 24 and 512.
-  BlockShape shape = wgmma_shape(choice, sms, tokens, 16, 0.6);
-  // 512 rows cost fewer instructions a byte than 256, 24 tokens more tiles.
-  const BlockShape wide = wgmma_shape(choice, sms, 24, 32, 1);
-  qm_cuda_step few{};
-  few.panels = wide.panels, few.n_tiles = wide.tokens / 8, few.warps_k = 1;
-  if (tokens == 48 && wide.cost < shape.cost &&
-      instance_of(choice.sizes, choice.load.path, choice.load.product, few).there)
-    shape = wide;
-  step.n_tiles = shape.tokens / 8;
-  step.panels = shape.panels;
-  step.grid = shape.grid;
-  step.warps_k = shape.parts;
-  step.shared_bytes =
-      shared_bytes_of(instance_of(choice.sizes, choice.load.path, choice.load.product, step), choice.sizes);
+  double best = INFINITY;
+  for (const BlockShape& shape : kBlockShapes) {
+    qm_cuda_step tile = choice.step;
+    tile.panels = shape.panels, tile.n_tiles = shape.tokens / 8, tile.warps_k = 1;
+    const Instance instance = instance_of(choice.sizes, choice.load.path, choice.load.product, tile);
+    if (shape.path != choice.load.path || !instance.there) continue;
+    tile.grid = small_tile(shape.tokens) ? 2 * sms : sms;
+    tile.shared_bytes = shared_bytes_of(instance, choice.sizes);
+    const Tiles tiles = expected_tiles(choice.load.most_experts, choice.load.mean, shape.tokens);
+    for (int parts : {1, 2, 4}) {
+      if (parts > 1 && (choice.load.product != Product::kDown || row.units / parts < 16)) continue;
+      const auto rounds = [&](double of) {
+        const double units = std::floor(of) * static_cast<double>(ceil_div(row.panels, shape.panels));
+        return std::ceil(units * parts / tile.grid) / parts / (1 - 0.02 * parts);
+      };
+      // A round more or less may be a tile's chance.
+      const double cost = shape.cost * (rounds(tiles.mean) + rounds(tiles.mean + tiles.deviation)) / 2;
+      if (cost >= best) continue;
+      best = cost;
+      step = tile;
+      step.warps_k = parts;
+    }
+  }
   return step;
 }
 qm_cuda_step choose_wgmma(const Choice& choice) {

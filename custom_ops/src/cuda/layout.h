@@ -96,14 +96,14 @@ constexpr bool small_tile(int tokens) { return tokens <= 48; }
 constexpr int wgmma_shared_limit(int tokens) { return small_tile(tokens) ? 115712 : 232448; }
 // Besides, static: barriers, works, the tokens' pairs and weights.
 constexpr int wgmma_static_bytes(int tokens, int stages) { return 16 * stages + 64 + 16 * tokens; }
-// Of moe_gemm_wgmma.cuh, for tiles of 24, 48 or 144 tokens: panels of a warp, stages (of 64 columns of the tokens and
-// of the panels' codes, and their scales and zero points), staging of the results; what it takes.
+// Of moe_gemm_wgmma.cuh, for tiles of 24, 48, 64, 80, 96 or 144 tokens: panels of a warp, stages (of 64 columns of the
+// tokens and of the panels' codes, and their scales and zero points), staging of the results; what it takes.
 struct WgmmaSizes {
   int panels, stages, result_row_bytes, shared_bytes;
 };
 constexpr WgmmaSizes wgmma_sizes_of(int tokens, int bits, int lane_bytes, bool down) {
   WgmmaSizes sizes{};
-  sizes.panels = tokens == 24 ? 4 : 2;
+  sizes.panels = tokens == 24 || tokens == 64 || tokens == 80 ? 4 : 2;
   sizes.result_row_bytes = (down ? 128 : 64) * sizes.panels + 16;  // of a token; padded against bank conflicts
   const int stage = tokens * 128 + 8 * sizes.panels * (128 * bits + 8 * lane_bytes);
   const int rest = 1024 + 2 * tokens * sizes.result_row_bytes;  // 1024: to align the first stage

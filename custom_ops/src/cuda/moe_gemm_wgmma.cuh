@@ -24,9 +24,10 @@
 
 namespace quantmoe {
 
-// Block shapes: up to 144 tokens (an expert with 128 on average seldom has more), one block a multiprocessor; up to 48
-// tokens, two blocks, which hide each other's waits when there is little to multiply; up to 24 tokens and 512 rows, of
-// 4-bit codes, where the plan expects fewer rounds of blocks.
+// Block shapes: up to 144 tokens (an expert with 128 on average seldom has more) or 96, one block a multiprocessor; up
+// to 48 tokens, two blocks, which hide each other's waits when there is little to multiply; of 4-bit codes also 512
+// rows, with up to 64 or 80 tokens, or with up to 24 and two blocks. The plan takes the one that it expects to be done
+// first.
 template <typename F, bool down, int kTokens>
 struct WgmmaTile {
   static constexpr WgmmaSizes kSizes = wgmma_sizes_of(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
@@ -181,7 +182,8 @@ struct WgmmaConsumer {
     uint32_t zeros[kHeld];
     // A operands as products takes them: [buffer][panel or half][k16].
     constexpr int kBuffers = Shape::kBuffers;
-    constexpr bool kAhead = !Shape::kSmall;  // scales are loaded with the codes; small tiles lack the registers
+    constexpr bool kAhead =
+        !Shape::kSmall && kPanels == 2;  // scales are loaded with the codes; others lack the registers
     uint32_t a[kBuffers][2][2][4];
     // Half of the columns of two panels, or all of one.
     auto dequantize = [&](int panel, int half, uint32_t(&a)[2][2][4]) {
@@ -269,7 +271,7 @@ struct WgmmaConsumer {
         if (kByPanel) load(stage, 1);
         products<kTokens>(acc, kByPanel ? 0 : 2 * pair, tokens, a[0], count, wide, add);
         wgmma_wait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
-        if (kBuffers == 2 && k > k_begin) barrier_arrive(empty + 8 * used);
+        if (kBuffers == 2 && pair == 0 && k > k_begin) barrier_arrive(empty + 8 * used);
         dequantize(kByPanel ? 1 : 2 * pair, 1, a[kBuffers - 1]);
         if (pair < kPanels / 2 - 1) load(stage, 2 * pair + 2);
         products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide,
