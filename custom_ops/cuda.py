@@ -79,7 +79,7 @@ class RouterProblem(ctypes.Structure):
 class RouterPlan(ctypes.Structure):
     """qm_cuda_router_plan."""
 
-    _fields_ = [("path", _I32), ("workspace_bytes", _U64)]
+    _fields_ = [("path", _I32), ("cluster", _I32), ("workspace_bytes", _U64)]
 
 
 class NormProblem(ctypes.Structure):

@@ -15,6 +15,7 @@ from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.op import NormSpec, RouterSpec, RoutingSpec, RowsSpec
 
 PATHS = ("cluster", "rows", "tiles")
+H20 = cuda.Device(90, 78, 233472)
 
 
 def router_spec(routing: RoutingSpec, hidden_size: int) -> RouterSpec:
@@ -40,7 +41,21 @@ def test_the_plan() -> None:
         odd = dataclasses.replace(spec, hidden_size=spec.hidden_size + 3)
         assert [path(odd, tokens) for tokens in (1, 2048)] == ["rows", "rows"]
     # 80 experts a block
-    assert [path(dataclasses.replace(QWEN3, num_experts=e), 1) for e in (640, 641)] == ["cluster", "rows"]
+    for device, most in ((H20, 640), (cuda.H200, 1280)):
+        assert [path(dataclasses.replace(QWEN3, num_experts=e), 1, device) for e in (most, most + 1)] == [
+            "cluster",
+            "rows",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("device", "experts", "blocks"),
+    [(cuda.H200, 128, 8), (cuda.H200, 129, 16), (H20, 512, 8), (cuda.Device(120, 188, 101376), 512, 8)],
+)
+def test_blocks_of_a_cluster(device: cuda.Device, experts: int, blocks: int) -> None:
+    """16 need 16 multiprocessors in a group, as one of eight has of more than 112, and a GPU that takes them."""
+    spec = dataclasses.replace(QWEN3, num_experts=experts)
+    assert cuda.plan_router(cuda.router_problem(spec, "f16", 1), device).cluster == blocks
 
 
 @pytest.mark.parametrize(
@@ -112,8 +127,8 @@ def check_router(spec: RouterSpec, inputs: list[Any], device: cuda.Device | None
 def test_router(name: str, hidden: int, tokens: int, dtype: str) -> None:
     spec = router_spec(ROUTERS[name], hidden)
     inputs = router_inputs(spec, tokens, dtype, biases=tokens % 2 == 1)
-    check_router(spec, inputs)
-    check_router(spec, inputs, SM80)
+    for device in (None, H20, SM80):
+        check_router(spec, inputs, device)
 
 
 @gpu
@@ -131,6 +146,7 @@ def test_routers_of_models(spec: RouterSpec, tokens: int) -> None:
         inputs = router_inputs(spec, tokens, dtype, biases=spec is not QWEN3)
         if tokens:
             check_router(spec, inputs)
+            check_router(spec, inputs, H20)
         else:
             assert [t.shape for t in cuda.router(spec, *inputs)] == [(0, spec.routing.slots)] * 2
 

@@ -208,7 +208,8 @@ typedef struct {
   int64_t tokens;
 } qm_cuda_router_problem;
 typedef struct {
-  int32_t path;  // src/cuda/between.h
+  int32_t path;     // src/cuda/between.h
+  int32_t cluster;  // blocks of one, of the path that has them
   uint64_t workspace_bytes;
 } qm_cuda_router_plan;
 typedef struct {

@@ -32,9 +32,9 @@ int launch_router(const qm_cuda_router_problem& problem, const qm_cuda_router_pl
     constexpr void (*kernels[])(RouterParams) = {router_cluster<T, 1>, router_cluster<T, 2>, router_cluster<T, 3>,
                                                  router_cluster<T, 4>, router_cluster<T, 5>};
     static_assert(std::size(kernels) == kRouterMostTiles);
-    launcher.run(kernels[router_tiles_of(params.routing) - 1], params,
-                 dim3(kRouterBlocks, blocks_for(tokens, kRouterTokens)), kRouterThreads, router_shared(params.routing),
-                 true, kRouterBlocks);
+    launcher.run(kernels[router_tiles_of(params.routing, plan.cluster) - 1], params,
+                 dim3(plan.cluster, blocks_for(tokens, kRouterTokens)), kRouterThreads,
+                 router_shared(params.routing, plan.cluster), true, plan.cluster);
     return report(launcher.error, err);
   }
   if (plan.path == kRouterTiles)

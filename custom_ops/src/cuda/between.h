@@ -16,21 +16,25 @@ enum RouterPath {
   kRouterRows = 1,     // a warp an expert of a token, then moe_select
   kRouterTiles = 2,    // mma.sync on tiles of tokens and experts, then moe_select
 };
-constexpr int kRouterBlocks = 8;  // of a cluster, which every GPU with clusters runs
-constexpr int kRouterThreads = 512, kRouterWarps = kRouterThreads / 32;  // of one of them
-constexpr int kRouterTokens = kRouterBlocks;                             // of a cluster
-constexpr int kRouterMostTiles = 5;                                      // of 16 experts a block has
-constexpr int kRouterFew = 32;  // tokens up to which weights are read again for each cluster or token
+constexpr int kRouterThreads = 512, kRouterWarps = kRouterThreads / 32;  // of a block of a cluster
+constexpr int kRouterTokens = 8;     // of a cluster: its first blocks select for one each
+constexpr int kRouterMostTiles = 5;  // of 16 experts a block has
+constexpr int kRouterFew = 32;       // tokens up to which weights are read again for each cluster or token
 constexpr int kRouterRowsThreads = 128;
 constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 8;
 constexpr int kRouterTileThreads = 128;
 constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
-constexpr int router_tiles_of(const qm_routing& r) {
-  return ((logits_of(r) + kRouterBlocks - 1) / kRouterBlocks + 15) / 16;
+// Blocks of a cluster: 8, which every GPU with clusters runs, or for more experts 16. Those have to lie in one of at
+// most eight groups of multiprocessors (GPCs), of which more than 8 * 14 multiprocessors fill one.
+constexpr int router_cluster_of(const qm_routing& r, const qm_cuda_device& device) {
+  return device.sm == 90 && device.multiprocessors > 112 && logits_of(r) > 128 ? 16 : 8;
+}
+constexpr int router_tiles_of(const qm_routing& r, int blocks) {
+  return ((logits_of(r) + blocks - 1) / blocks + 15) / 16;
 }
 // Dynamic shared memory of a block of a cluster.
-constexpr int router_shared(const qm_routing& r) {
-  return 4 * (kRouterWarps * router_tiles_of(r) * 16 * kRouterTokens + select_words(r));
+constexpr int router_shared(const qm_routing& r, int blocks) {
+  return 4 * (kRouterWarps * router_tiles_of(r, blocks) * 16 * kRouterTokens + select_words(r));
 }
 // MoERouter's attributes but for the first: MoERouting's.
 constexpr qm_routing routing_of(const qm_router& r) {

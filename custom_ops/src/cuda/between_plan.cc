@@ -34,9 +34,9 @@ extern "C" int qm_cuda_plan_router(const qm_cuda_router_problem* problem, const 
   QM_TRY(validate_size("rows of hidden_states", problem->tokens, 0, kMostRows, err));
   const bool words = router.hidden_size % 8 == 0, few = problem->tokens <= kRouterFew;
   *plan = qm_cuda_router_plan{};
-  plan->path = words && few && device->sm >= 90 && router_tiles_of(routing.routing) <= kRouterMostTiles ? kRouterCluster
-               : words && !few                                                                          ? kRouterTiles
-                                                                                                        : kRouterRows;
+  plan->cluster = router_cluster_of(routing.routing, *device);
+  const bool cluster = device->sm >= 90 && router_tiles_of(routing.routing, plan->cluster) <= kRouterMostTiles;
+  plan->path = words && few && cluster ? kRouterCluster : words && !few ? kRouterTiles : kRouterRows;
   if (plan->path != kRouterCluster)
     plan->workspace_bytes =
         static_cast<uint64_t>(problem->tokens) * static_cast<uint64_t>(logits_of(routing.routing)) * 4;

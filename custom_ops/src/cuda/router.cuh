@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
   __shared__ float biases[kRows];
   launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, rank = blockIdx.x;
-  const int rows = logits_of(params.routing), each = (rows + kRouterBlocks - 1) / kRouterBlocks;
+  const int rows = logits_of(params.routing), blocks = gridDim.x, each = (rows + blocks - 1) / blocks;
   const int first = min(rank * each, rows), count = min(each, rows - first), words = params.columns / 8;
   const int token0 = blockIdx.y * kRouterTokens, tokens = min(kRouterTokens, params.tokens - token0);
   float* logits = parts + kRouterWarps * kRows * kRouterTokens;
