@@ -216,12 +216,17 @@ def test_rows_at_addresses_of_their_own(name, slots, staging):
     assert cached.counts == lru.counts
 
 
-def near(got: torch.Tensor, want: torch.Tensor) -> None:
+def near(got: torch.Tensor, want: torch.Tensor, stray: float = 1) -> None:
     """Five roundings to 16 bits at most, of h, the device's sum and the whole one here, of h and the sum there: each u
-    / sqrt(3) of the norm (built.UNIT)."""
+    / sqrt(3) of the norm (built.UNIT).
+
+    Args:
+        stray: how much farther h's two may go. Where a group of 32 columns shares an offset their errors add up before
+            they are multiplied: of 300 layers drawn of q4_k and of q5_k at most 2.9 and 3.4 times.
+    """
     got, want = got.double(), want.double()
     assert torch.isfinite(got).all()
-    assert torch.linalg.norm(got - want) <= (5 / 3) ** 0.5 * UNIT["bf16"] * torch.linalg.norm(want)
+    assert torch.linalg.norm(got - want) <= ((2 * stray**2 + 3) / 3) ** 0.5 * UNIT["bf16"] * torch.linalg.norm(want)
 
 
 @gpu
@@ -236,7 +241,7 @@ def test_the_host_multiplies_its_share(name, slots, staging, share):
         poison(shared)
         got = shared(*args)
         torch.cuda.synchronize()
-        near(got, resident(*args))
+        near(got, resident(*args), 3.4 if name in ("q4_k", "q5_k") else 1)
         computed = lru.call(wanted(case, args[1]), len(args[0]) <= 8)
         assert shared.experts == lru.experts
         if computed:
