@@ -65,6 +65,21 @@ HYBRID: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "num_dense_layers": 0,
     },
+    "nemotron_h": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "moe", "full_attention"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 64,
+        "moe_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "n_groups": 2,
+    },
     "minimax": {
         "layer_types": ["linear_attention", "full_attention"],
         "num_local_experts": 8,
@@ -76,7 +91,8 @@ HYBRID: dict[str, dict[str, Any]] = {
 SLICES = {"tp2": {"tensor_parallel": 2}, "ep2": {"tensor_parallel": 2, "expert_parallel": True}}
 EXTERNAL = "external"
 PARTS = [f"qwen3_moe+{EXTERNAL}", *(f"{kind}+mtp" for kind in KINDS)]
-PARTS += [f"{kind}+{of}" for kind in ("qwen3_moe", "deepseek_v3") for of in SLICES]
+PARTS += [f"{kind}+{of}" for kind in ("qwen3_moe", "deepseek_v3", "qwen3_5_moe_text") for of in SLICES]
+PARTS += [f"{kind}+tp2" for kind in ("qwen3_next", "kimi_linear", "lfm2_moe")]
 MODELS = [f"{name}-W4A16" for name in dict.fromkeys((*SIZES, *VARIANTS, *HYBRID, *PARTS))] + [
     f"qwen3_moe-{scheme}" for scheme in SCHEMES
 ]
