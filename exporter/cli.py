@@ -254,7 +254,7 @@ def inspect(
         if as_json:
             print(json.dumps(asdict(fits) | {"tokens_per_second": fits.tokens_per_second}, indent=1))
         else:
-            print_fit(fits)
+            print_fit(fits, model)
         return
     if as_json:
         print(json.dumps(found, indent=1))
@@ -337,6 +337,12 @@ def generate(
             help="of experts, with --device cuda --experts host, disk or auto; default: what is free", parser=_bytes
         ),
     ] = None,
+    reserve: Annotated[
+        int | None,
+        typer.Option(
+            help="memory to leave where --ram or --gpu-memory is not given; default: docs/experts.md", parser=_bytes
+        ),
+    ] = None,
     misses: Annotated[
         str | None,
         typer.Option(
@@ -377,13 +383,15 @@ def generate(
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
-                   misses=misses, trace=trace, group=group)  # fmt: skip
+                   reserve=reserve, misses=misses, trace=trace, group=group)  # fmt: skip
 
     def begin() -> tuple[Generator, Any]:
         model = make()
         return model, model.cache() if load_state is None else model.load_cache(load_state)
 
     def end(model: Generator, cache: Any) -> None:
+        if experts is not None:
+            print(_placed(model.experts_report(), device), file=sys.stderr)
         if save_state is not None:
             model.save_cache(cache, save_state)
 
@@ -494,6 +502,18 @@ def _converse(chat: Any, message: str | None, reply: Any) -> None:
             with contextlib.suppress(KeyboardInterrupt) if typed else contextlib.nullcontext():
                 reply(chat, message)
         message = None
+
+
+def _placed(report: dict[str, int], device: str) -> str:
+    """Where experts were: a line of what the library reports."""
+    if not report.get("slots"):
+        return f"experts: all in {'the mapped file' if device == 'cpu' else 'GPU memory'}"
+    uses = report["hits"] + report["misses"]
+    read = report.get("missed_bytes", report["bytes_read"])
+    return (
+        f"experts: {report['slots']} slots in {report['layers']} layers, "
+        f"{100 * report['hits'] / max(1, uses):.0f} % of {uses} uses hit, {decimal(read)} read for the others"
+    )
 
 
 def _speed(found: Any) -> str:

@@ -95,7 +95,7 @@ def print_model(found: dict[str, Any]) -> None:
         console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
 
 
-def print_fit(fits: Fit) -> None:
+def print_fit(fits: Fit, model: Path) -> None:
     gpu = fits.target == "cuda"
     where, through = ("GPU memory", "the bus") if gpu else ("memory", "the disk")
     rows = {
@@ -117,10 +117,10 @@ def print_fit(fits: Fit) -> None:
     if fits.external:
         console.print(f"QUANTMOE_GPU_MEMORY={fits.budget}, which TensorRT's plug-in reads", highlight=False)
         return
-    flags = "--device cuda" if gpu else ""
+    command = f"quantmoe generate {model}" + " --device cuda" * gpu
     if fits.slots < fits.experts:
-        flags += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
-    console.print(f"quantmoe generate {flags}".rstrip(), highlight=False)
+        command += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
+    console.print(command, highlight=False, soft_wrap=True)
 
 
 def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:

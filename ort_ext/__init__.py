@@ -1,6 +1,7 @@
 """The ONNX Runtime custom-op libraries."""
 
 import ctypes
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,18 @@ def cuda_library_path() -> str:
         FileNotFoundError: the package quantmoe-cuda is not installed.
     """
     return library_file(__name__, LIBRARIES["cuda"], "QUANTMOE_ORT_CUDA_LIBRARY")
+
+
+def experts_report(library: str) -> list[dict[str, int]]:
+    """What a loaded library has of each of this process's sessions whose experts it reads, caches or traces: layers,
+    slots, hits, misses, bytes_read, and on GPUs more (docs/experts.md).
+
+    Args:
+        library: its path.
+    """
+    text = ctypes.create_string_buffer(1 << 16)
+    ctypes.CDLL(library).qm_experts_report(text, ctypes.c_size_t(len(text)))
+    return [json.loads(line) for line in text.value.splitlines()]
 
 
 def provider_devices() -> list[Any]:

@@ -7,6 +7,8 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <cstdio>
+#include <cstring>
 #include <deque>
 #include <list>
 #include <memory>
@@ -46,6 +48,7 @@ struct Op : OrtCustomOp {
   ONNXTensorElementDataType float_type, other_type;  // T; I or C
   Make make;
   // Of the registration.
+  bool lists_entries = false;  // whether the runtime does
   const ExpertSettings* experts = nullptr;
   const GroupSettings* group = nullptr;
 
@@ -588,6 +591,42 @@ class Inference {
   OrtShapeInferContext* context_;
 };
 
+// A session's entries begin so. All are read when the library is registered.
+constexpr const char* kPrefix = "quantmoe.";
+constexpr const char* kEntries[] = {"prefault",   "verify", "experts", "ram",   "reserve", "trace",
+                                    "gpu_memory", "misses", "threads", "group", "timeout"};
+// Left in the options by the registration: which library they have; what the entries were.
+constexpr const char* kRegistered = "quantmoe.registered";
+constexpr const char* kSeen = "quantmoe.seen";
+
+std::string list_of(const std::map<std::string, std::string>& entries) {
+  std::string text;
+  for (const auto& [name, value] : entries) text += (text.empty() ? "" : ", ") + name + "=" + value;
+  return text;
+}
+
+// Throws for an entry that is none of kEntries.
+std::map<std::string, std::string> check_names(std::map<std::string, std::string> entries) {
+  for (const auto& [name, value] : entries)
+    if (std::find(std::begin(kEntries), std::end(kEntries), name) == std::end(kEntries)) {
+      std::string known;
+      for (const char* entry : kEntries) known += (known.empty() ? "" : ", ") + std::string(entry);
+      throw std::invalid_argument("quantmoe: there is no session entry \"quantmoe." + name + "\", expected one of " +
+                                  known);
+    }
+  return entries;
+}
+
+// Throws where a session's entries are others than those that the library was registered with.
+void check_entries(const OrtApi* api, const OrtKernelInfo* info) {
+  auto now = session_entries(api, info, kPrefix);
+  const auto seen = now.extract(std::string(kSeen).substr(std::strlen(kPrefix)));
+  now.erase(std::string(kRegistered).substr(std::strlen(kPrefix)));
+  if (seen && list_of(check_names(now)) != seen.mapped())
+    throw std::invalid_argument("quantmoe: session entries are \"" + list_of(now) + "\", but were \"" + seen.mapped() +
+                                "\" when the library was registered; set them before that");
+}
+
 Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
        ONNXTensorElementDataType other_type, Make make)
     : OrtCustomOp{},
@@ -617,7 +656,10 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
   GetStartVersion = GetEndVersion = [](const OrtCustomOp*) { return 1; };
   CreateKernelV2 = [](const OrtCustomOp* self, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
-    return guard(api, [&] { *kernel = of(self).make(of(self), api, info); });
+    return guard(api, [&] {
+      if (of(self).lists_entries) check_entries(api, info);
+      *kernel = of(self).make(of(self), api, info);
+    });
   };
   KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
     const auto& self = *static_cast<const Kernel*>(kernel);
@@ -649,9 +691,6 @@ GroupSettings group_settings(const OrtApi* api, const OrtSessionOptions* options
   return {session_entry(api, options, "quantmoe.group"), session_entry(api, options, "quantmoe.timeout")};
 }
 
-// Which library these options have.
-constexpr const char* kRegistered = "quantmoe.registered";
-
 // Appends a library's operators.
 using Fill = void (*)(const OrtApi* api, std::deque<Op>& ops);
 
@@ -665,10 +704,12 @@ struct Registration {
   std::deque<Op> ops;
   OrtCustomOpDomain* domain = nullptr;
 
-  Registration(const OrtApi* api, Fill fill, const ExpertSettings& experts, const GroupSettings& group)
+  Registration(const OrtApi* api, Fill fill, bool lists_entries, const ExpertSettings& experts,
+               const GroupSettings& group)
       : api(api), fill(fill), experts(experts), group(group) {
     fill(api, ops);
     for (Op& op : ops) {
+      op.lists_entries = lists_entries;
       op.experts = &this->experts;
       op.group = &this->group;
     }
@@ -703,6 +744,10 @@ OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, cons
       throw std::invalid_argument("quantmoe: these session options have the " + found +
                                   "'s library, expected that or the " + provider + "'s, not both");
     }
+    int minor = 0;
+    const bool lists_entries = std::sscanf(base->GetVersionString(), "1.%d", &minor) == 1 && minor >= kListsEntries;
+    std::string seen;
+    if (lists_entries) seen = list_of(check_names(session_entries(api, options, kPrefix)));
     const Fill fill = choose(api, options);
     const ExpertSettings experts = expert_settings(api, options);
     const GroupSettings group = group_settings(api, options);
@@ -711,9 +756,10 @@ OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, cons
     auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) {
       return r.api == api && r.fill == fill && r.experts == experts && r.group == group;
     });
-    if (r == all.end()) r = all.emplace(all.end(), api, fill, experts, group);
+    if (r == all.end()) r = all.emplace(all.end(), api, fill, lists_entries, experts, group);
     status = api->AddCustomOpDomain(options, r->domain);
     if (!status) status = api->AddSessionConfigEntry(options, kRegistered, provider.c_str());
+    if (!status && lists_entries) status = api->AddSessionConfigEntry(options, kSeen, seen.c_str());
   });
   return failure ? failure : status;
 }

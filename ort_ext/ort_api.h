@@ -1,10 +1,15 @@
 // What every file that speaks to ONNX Runtime needs: its header, errors, session entries.
 #pragma once
 #include <cstdint>
+#include <cstring>
 #include <functional>
+#include <map>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <vector>
 
 #if defined(__MINGW32__) && !defined(_Return_type_success_)
@@ -13,7 +18,23 @@
 #endif
 #include "onnxruntime_c_api.h"
 
+struct OrtKeyValuePairs;
+
 namespace quantmoe {
+
+// A function of OrtApi that the headers lack, which are of an older API (FindORTHeaders.cmake), by its place in the
+// table of functions, which is ABI and only grows.
+template <size_t kPlace, class Function>
+struct ApiFunction {
+  Function* call;
+  explicit ApiFunction(const OrtApi* api) {
+    std::memcpy(&call, reinterpret_cast<const char*>(api) + kPlace * sizeof(void*), sizeof call);
+  }
+  template <class... Arguments>
+  auto operator()(Arguments... arguments) const {
+    return call(arguments...);
+  }
+};
 
 template <class F>
 OrtStatus* guard(const OrtApi* api, F&& body) noexcept {
@@ -61,6 +82,33 @@ inline std::string session_entry(const OrtApi* api, const OrtSessionOptions* opt
   }
   check(api, status, std::string("quantmoe: session entry ") + key);
   return value;
+}
+
+// Minor version of the runtime from which on it lists a session's entries.
+constexpr int kListsEntries = 24;
+
+// What begins with `prefix` of the entries of session options, or of the session that a kernel is made for, by the rest
+// of the names.
+template <class Of>
+std::map<std::string, std::string> session_entries(const OrtApi* api, const Of* of, std::string_view prefix) {
+  // GetSessionOptionsConfigEntries, KernelInfo_GetConfigEntries
+  constexpr size_t kPlace = std::is_same_v<Of, OrtSessionOptions> ? 379 : 391;
+  const ApiFunction<kPlace, OrtStatus * ORT_API_CALL(const Of*, OrtKeyValuePairs**)> list{api};
+  const ApiFunction<298, void ORT_API_CALL(const OrtKeyValuePairs*, const char* const** keys,
+                                           const char* const** values, size_t* count)>
+      read{api};
+  const ApiFunction<300, void ORT_API_CALL(OrtKeyValuePairs*)> release{api};
+  OrtKeyValuePairs* pairs = nullptr;
+  check(api, list(of, &pairs), "the session's entries");
+  const std::unique_ptr<OrtKeyValuePairs, void (*)(OrtKeyValuePairs*)> owned(pairs, release.call);
+  const char *const *keys = nullptr, *const *values = nullptr;
+  size_t count = 0;
+  read(pairs, &keys, &values, &count);
+  std::map<std::string, std::string> found;
+  for (size_t i = 0; i < count; ++i)
+    if (const std::string_view key = keys[i]; key.starts_with(prefix))
+      found.emplace(key.substr(prefix.size()), values[i]);
+  return found;
 }
 
 }  // namespace quantmoe

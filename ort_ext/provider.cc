@@ -30,24 +30,8 @@ struct Settings {
   bool verify = false;
 };
 
-// What the application has set of this provider, by the names without the prefix that ONNX Runtime puts before them.
-std::map<std::string, std::string> provider_options(const GraphApi& api, const OrtSessionOptions* options) {
-  constexpr std::string_view kPrefix = "ep.quantmoe.";
-  OrtKeyValuePairs* pairs = nullptr;
-  api.check(api.GetSessionOptionsConfigEntries(options, &pairs));
-  const std::unique_ptr<OrtKeyValuePairs, void (*)(OrtKeyValuePairs*)> owned(pairs, api.ReleaseKeyValuePairs.call);
-  const char *const *keys = nullptr, *const *values = nullptr;
-  size_t count = 0;
-  api.GetKeyValuePairs(pairs, &keys, &values, &count);
-  std::map<std::string, std::string> found;
-  for (size_t i = 0; i < count; ++i)
-    if (const std::string_view key = keys[i]; key.starts_with(kPrefix))
-      found.emplace(key.substr(kPrefix.size()), values[i]);
-  return found;
-}
-
 Settings settings_of(const GraphApi& api, const OrtSessionOptions* options) {
-  auto left = provider_options(api, options);
+  auto left = session_entries(api.api, options, "ep.quantmoe.");  // with the prefix that ONNX Runtime puts before them
   std::string known;
   const auto take = [&](const char* name) {
     known += (known.empty() ? "" : ", ") + std::string(name);

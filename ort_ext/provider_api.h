@@ -1,10 +1,7 @@
-// ONNX Runtime's plug-in execution provider interface as far as the provider uses it. The headers that the library is
-// built with are of an older API (FindORTHeaders.cmake): what 1.23 and 1.24 have added stands here by its place in the
-// tables of functions, which are ABI and only grow.
+// ONNX Runtime's plug-in execution provider interface as far as the provider uses it: what 1.23 and 1.24 have added.
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "ort_api.h"
 
@@ -13,7 +10,6 @@ struct OrtEpGraphSupportInfo;
 struct OrtExternalInitializerInfo;
 struct OrtGraph;
 struct OrtHardwareDevice;
-struct OrtKeyValuePairs;
 struct OrtNode;
 struct OrtNodeComputeContext;
 struct OrtValueInfo;
@@ -23,19 +19,6 @@ namespace quantmoe {
 // ONNX Runtime 1.24: its API is asked for. The structs below are those of 1.23, which is what they say of themselves.
 constexpr uint32_t kProviderApi = 24;
 constexpr uint32_t kProviderStructs = 23;
-
-// Of OrtApi, at its place.
-template <size_t kPlace, class Function>
-struct ApiFunction {
-  Function* call;
-  explicit ApiFunction(const OrtApi* api) {
-    std::memcpy(&call, reinterpret_cast<const char*>(api) + kPlace * sizeof(void*), sizeof call);
-  }
-  template <class... Arguments>
-  auto operator()(Arguments... arguments) const {
-    return call(arguments...);
-  }
-};
 
 struct EpFactory;
 
@@ -53,9 +36,6 @@ struct GraphApi {
 #define QM_ORT(place, name, ...) ApiFunction<place, __VA_ARGS__> name{api};
   QM_ORT(289, GetValueInfoName, OrtStatus* ORT_API_CALL(const OrtValueInfo*, const char**))
   QM_ORT(290, GetValueInfoTypeInfo, OrtStatus* ORT_API_CALL(const OrtValueInfo*, const OrtTypeInfo**))
-  QM_ORT(298, GetKeyValuePairs,
-         void ORT_API_CALL(const OrtKeyValuePairs*, const char* const** keys, const char* const** values, size_t*))
-  QM_ORT(300, ReleaseKeyValuePairs, void ORT_API_CALL(OrtKeyValuePairs*))
   QM_ORT(307, HardwareDevice_Type, int ORT_API_CALL(const OrtHardwareDevice*))  // 0: a CPU
   QM_ORT(317, GetEpApi, const EpApi* ORT_API_CALL())
   QM_ORT(326, ValueInfo_GetInitializerValue, OrtStatus* ORT_API_CALL(const OrtValueInfo*, const OrtValue**))
@@ -76,7 +56,6 @@ struct GraphApi {
   QM_ORT(370, ExternalInitializerInfo_GetFilePath, const ORTCHAR_T* ORT_API_CALL(const OrtExternalInitializerInfo*))
   QM_ORT(371, ExternalInitializerInfo_GetFileOffset, int64_t ORT_API_CALL(const OrtExternalInitializerInfo*))
   QM_ORT(372, ExternalInitializerInfo_GetByteSize, size_t ORT_API_CALL(const OrtExternalInitializerInfo*))
-  QM_ORT(379, GetSessionOptionsConfigEntries, OrtStatus* ORT_API_CALL(const OrtSessionOptions*, OrtKeyValuePairs**))
 #undef QM_ORT
   void check(OrtStatus* status) const { quantmoe::check(api, status); }
 };

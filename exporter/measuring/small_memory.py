@@ -11,8 +11,6 @@ a control group to limit its page cache, too.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import resource
 import time
 import zlib
@@ -23,7 +21,7 @@ import numpy as np
 from quantmoe.custom_ops import native
 from quantmoe.exporter.measuring.sides import LlamaCpp
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.ort_ext import library_path
+from quantmoe.ort_ext import experts_report, library_path
 
 
 def ours(model: Generator, ids: np.ndarray) -> Iterator[np.ndarray]:
@@ -60,10 +58,7 @@ def main() -> None:
         f"{given.tokens / seconds:.2f} tokens/s, {times[0] - begin:.2f} s to load and the first token, "
         f"CRC {checksum:08x}, {resource.getrusage(resource.RUSAGE_SELF).ru_majflt} major faults"
     )
-    text = ctypes.create_string_buffer(1 << 16)
-    ctypes.CDLL(library_path()).qm_experts_report(text, ctypes.c_size_t(len(text)))
-    for line in text.value.splitlines():
-        counts = json.loads(line)
+    for counts in experts_report(library_path()):
         hits = counts["hits"] / max(1, counts["hits"] + counts["misses"])
         read = counts["bytes_read"] / len(ids) / 1e6
         print(f"  hit rate {hits:.3f}, {read:.0f} MB read a token, {counts}")

@@ -25,7 +25,7 @@ from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
 from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.writing.output import MTP_MODEL
-from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
+from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
 
 #: ends of the names of what a cache has of linear attention: of one size however many tokens there were
 STATES = (".conv_state", ".recurrent_state")
@@ -99,6 +99,7 @@ class Generator:
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
             None for what is free; or "disk": the same, and RAM holds ``ram`` bytes of them, without cuda_graph. "auto"
             is "disk" on the cpu and "host" on cuda where they do not all fit.
+        reserve: bytes of what is free that experts leave, where their memory is not given.
         misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
             default; "cpu": the CPU multiplies them, in ``threads`` threads; "62%": so many, and the others are copied.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
@@ -126,6 +127,7 @@ class Generator:
         experts: Literal["gpu", "host", "disk", "auto"] | None = None,
         ram: int | None = None,
         gpu_memory: int | None = None,
+        reserve: int | None = None,
         misses: str | None = None,
         trace: str | Path | None = None,
         group: str | None = None,
@@ -144,7 +146,11 @@ class Generator:
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
-        entries |= {"misses": misses, "threads": threads if threads and misses not in (None, "copy") else None}
+        entries |= {
+            "reserve": reserve,
+            "misses": misses,
+            "threads": threads if threads and misses not in (None, "copy") else None,
+        }
         self.session = self._session(ort, threads, prefault, entries)
         self._read_interface(speculate)
         #: what drafts with multi-token prediction
@@ -263,6 +269,11 @@ class Generator:
                 f"{self.path}: {self.drafts} drafts make runs of {tokens} tokens, this model "
                 f"{' and '.join(lacking)}: export it with {' '.join(options)}"
             )
+
+    def experts_report(self) -> dict[str, int]:
+        """Of the last of this process's sessions with a cache of experts: ort_ext.experts_report; {}: none."""
+        library = library_path() if self.device == "cpu" else cuda_library_path()
+        return (experts_report(library) or [{}])[-1]
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:
         """An empty KV cache of arrays, for :meth:`step`.

@@ -209,6 +209,39 @@ def test_two_libraries() -> None:
         options.register_custom_ops_library(quantmoe.ort_library_path())
 
 
+LISTS_ENTRIES = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 24)
+
+
+@pytest.mark.skipif(not LISTS_ENTRIES, reason="ONNX Runtime lists no entries to kernels")
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"experts": "disk", "ram": "1000"}, 'entries are "experts=disk, ram=1000", but were "" when the library'),
+        ({"verify": "1"}, {"verify": "0"}, 'entries are "verify=0", but were "verify=1" when the library was'),
+        ({}, {"expert": "disk"}, 'there is no session entry "quantmoe.expert", expected one of prefault, verify, exp'),
+        ({"expert": "disk"}, {}, 'there is no session entry "quantmoe.expert", expected one of prefault, verify, exp'),
+    ],
+)
+def test_entries_that_nobody_would_read(
+    before: dict[str, str], after: dict[str, str], message: str, tmp_path: Path, small: Layer
+) -> None:
+    """Set after the library was registered, or misspelt."""
+    options = ort.SessionOptions()
+
+    def add(entries: dict[str, str]) -> None:
+        for name, value in entries.items():
+            options.add_session_config_entry(f"quantmoe.{name}", value)
+
+    def begin() -> None:
+        add(before)
+        options.register_custom_ops_library(quantmoe.ort_library_path())
+        add(after)
+        ort.InferenceSession(str(write(tmp_path, small)), options, providers=["CPUExecutionProvider"])
+
+    with pytest.raises(Exception, match=re.escape(message)):
+        begin()
+
+
 def test_not_aligned(tmp_path: Path, small: Layer) -> None:
     """An app's own buffer, and a file that somebody wrote anew: the message says what helps, and that does."""
     path, tokens = write(tmp_path, small), SMALL.tokens(5)

@@ -292,6 +292,7 @@ def test_joined_projections_are_floats_of_the_rows_that_config_json_says(model_t
         plan(tmp_path, tmp_path / "onnx", quantize="none")
 
 
+@pytest.mark.every
 def test_mimos_values_are_scaled_behind_the_node(tmp_path: Path) -> None:
     """One node with its published widths on both engines. It caches values before attention_value_scale, so that codes
     of them have a scale as much larger."""

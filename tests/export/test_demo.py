@@ -104,6 +104,7 @@ def test_the_trained_model_writes_words(tmp_path, monkeypatch):
     assert sum(word in known for word in words) > 0.8 * len(words)
 
 
+@pytest.mark.every
 def test_perplexity_of_the_trained_model(tmp_path):
     """What README says of its accuracy, on a part of the text.
 

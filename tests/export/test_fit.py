@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
-import quantmoe
+from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.fit import RATES, RESERVE, fit
 from quantmoe.exporter.inspecting.inspect import inspect
@@ -17,12 +18,6 @@ from quantmoe.exporter.running.generate import Generator
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 CONTEXT = 100
-
-
-def report() -> dict[str, int]:
-    text = ctypes.create_string_buffer(1 << 16)
-    ctypes.CDLL(quantmoe.ort_library_path()).qm_experts_report(text, ctypes.c_size_t(len(text)))
-    return json.loads(text.value.decode().splitlines()[-1])
 
 
 @pytest.fixture
@@ -44,6 +39,25 @@ def test_everything_fits(found):
     assert every.tokens_per_second == RATES["cpu"][0] / every.read
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--experts", "disk", "--ram", "600kB"],
+            r"experts: \d+ slots in 2 layers, \d+ % of \d+ uses hit, [\d.]+ [kM]B",
+        ),
+        (["--experts", "auto", "--reserve", "1MB"], "experts: all in the mapped file"),
+    ],
+)
+def test_generate_says_where_experts_were(given, said, exported, capsys, monkeypatch):
+    folder = exported("qwen3_moe", activations="float")
+    arguments = ["quantmoe", "generate", str(folder), "--ids", "5", "--max-new-tokens", "3", *given]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert re.search(said, capsys.readouterr().err)
+
+
 def test_a_cache_on_the_cpu(found, exported, tmp_path):
     """Slots, misses and bytes of a session with this budget, to the last."""
     every = fit(found, 1 << 33, CONTEXT)
@@ -55,7 +69,7 @@ def test_a_cache_on_the_cpu(found, exported, tmp_path):
     folder = exported("qwen3_moe", activations="float")
     generator = Generator(folder, threads=1, experts="disk", ram=half.budget, trace=tmp_path / "trace")
     generator.greedy([5], 12)
-    counts = report()
+    counts = generator.experts_report()
     assert counts["slots"] == half.slots
     del generator
     traced = fit(found, memory, CONTEXT, read_trace(tmp_path / "trace"))

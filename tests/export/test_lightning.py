@@ -195,6 +195,7 @@ def check_going_back(model: Path, prompt: list[int], file: Path) -> None:
     assert found.logits.tobytes() == want.logits.tobytes()
 
 
+@pytest.mark.every
 def test_speculation_with_a_window_of_states(model, windowed):
     check_window(model, windowed, PROMPT)
 

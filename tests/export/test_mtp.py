@@ -474,6 +474,7 @@ def test_what_cannot_speculate_is_named(models, exported):
     assert found["mtp"]["verified"]
 
 
+@pytest.mark.every
 def test_the_trained_models_drafts(tmp_path):
     """samples/demo_model's hybrid, whose layer was trained with it: random weights' drafts are never right."""
     folder = Path(__file__).parents[2] / "samples" / "demo_model" / "hybrid"

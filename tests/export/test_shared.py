@@ -45,6 +45,7 @@ def test_in_place_gives_the_bytes_of_growing(folder, nan):
         assert found == expected == generator.greedy(prompt, 6).tokens
 
 
+@pytest.mark.every
 def test_a_full_cache_is_copied_to_a_larger_one(exported, nan):
     generator = Generator(exported("qwen3_moe", activations="float", logits="last"), chunk=100)
     generator.context = 1 << 20

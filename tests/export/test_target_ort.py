@@ -220,6 +220,7 @@ def test_activations_that_onnxruntime_rounds(exported, checkpoint, reference, tm
     check_unpacked(checkpoint("qwen3_moe", "W8A16"), tmp_path / "W8A16", tmp_path / "layers")
 
 
+@pytest.mark.every
 def test_float16(exported, reference):
     folder = exported("qwen3_moe", target="ort", dtype="f16", cache="f16")
     ids = tokens(2, 4)
@@ -227,6 +228,7 @@ def test_float16(exported, reference):
     assert error(run(Plain(folder), ids, (3, 1)), expected(reference("qwen3_moe"), ids)) < 5e-3
 
 
+@pytest.mark.every
 def test_mxfp4_is_written_for_cuda(checkpoint, tmp_path):
     """ONNX Runtime has no kernel of it for the CPU: the bytes are compared in tests/layouts/test_qmoe.py."""
     source = checkpoint("qwen3_moe", "MXFP4A16")

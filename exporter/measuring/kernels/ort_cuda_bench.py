@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
 import io
 import json
 import re
@@ -43,6 +42,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.inspecting.trace import read_trace
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.running import ranks
+from quantmoe.ort_ext import experts_report
 
 #: experts of different bytes in a layer
 EXPERTS = 8
@@ -305,13 +305,6 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     return "cuda", 0, dtype, list(tensor.shape), tensor.data_ptr()
 
 
-def _report(library: str) -> dict[str, int]:
-    """Of the one session whose experts are in host memory."""
-    text = ctypes.create_string_buffer(1 << 16)
-    ctypes.CDLL(library).qm_experts_report(text, ctypes.c_size_t(len(text)))
-    return dict(json.loads(text.value))
-
-
 def _bus() -> float:
     """Bytes a second from page-locked memory to the device's."""
     import torch
@@ -399,19 +392,20 @@ def misses(
         tensor.copy_((bound[0].inputs | bound[0].caches)[name])
     for how in routes:
         ids = route(how, warm + tokens, sizes)
-        took, kept, counts = [], [], []
+        counts: list[dict[str, int]] = []
+        took, kept = [], []
         for one in bound:
             steps = one.routed.new_tensor(ids)
             times, checksums = [], []
             for at in range(len(ids)):
                 if at == warm:
-                    counts.append(_report(library))
+                    counts.append(experts_report(library)[0])
                 one.routed.copy_(steps[at, :, None])
                 begin = time.perf_counter()
                 one.session.run_with_iobinding(one.binding, one.options)
                 times.append(time.perf_counter() - begin)
                 checksums.append(zlib.crc32(one.logits.cpu().numpy().tobytes()))
-            counts.append(_report(library))
+            counts.append(experts_report(library)[0])
             took.append(float(np.mean(times[warm:])))
             kept.append(checksums)
         hits, missed, size = (counts[1][name] - counts[0][name] for name in ("hits", "misses", "missed_bytes"))
@@ -521,7 +515,7 @@ def bench(
 
     def report() -> None:
         if gpu_memory is not None:
-            print(f"  {_report(library)}")
+            print(f"  {experts_report(library)[0]}")
 
     measure_steps(session, steps, report)
     measure_prompts(session, prompts, report)
