@@ -37,6 +37,7 @@ from quantmoe.exporter.writing.output import (
     VISION_MODEL,
     is_foreign,
     record,
+    remove,
     writing,
 )
 from quantmoe.exporter.writing.prepare import (
@@ -46,6 +47,7 @@ from quantmoe.exporter.writing.prepare import (
     Report,
     check_output,
     companion_files,
+    other_ranks,
     prepare,
     rank_folders,
 )
@@ -133,7 +135,7 @@ def export(
             have none of them, and the plug-in keeps in GPU memory what fits (docs/experts.md). "inputs": they are the
             nodes' weights.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
-            kept or refused.
+            kept or refused. Of an earlier export in more slices the other ranks are removed, but files edited since.
         progress: called with stage, bytes done, bytes in all.
 
     Raises:
@@ -169,12 +171,15 @@ def export(
     folders = rank_folders(Path(output), options)
     for folder in folders:
         check_output(Path(checkpoint), folder, target, force)
+    others = other_ranks(Path(output), options, force)
     slices: list[Slice | None] = [*options.slices]
     if options.tensor_parallel > 1:  # a page of each tensor, so once for all ranks
         with doing(str(checkpoint)):
             number = export_id(open_checkpoint(checkpoint), options)
         slices = [part and replace(part, export_id=number) for part in slices]
     reports = [_export(checkpoint, *pair, options, force, progress) for pair in zip(folders, slices, strict=True)]
+    for folder in others:
+        remove(folder)
     return reports[0]
 
 

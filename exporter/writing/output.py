@@ -18,8 +18,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantmoe.exporter.writing.external_data import file_hash, naming
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 try:
     import fcntl
@@ -41,6 +45,7 @@ _INTERIM, _REPLACED = "interim.onnx", "replaced.onnx"
 _NAMES = "names"
 _SECOND = ".partial"
 _WEIGHTS = re.compile(r"model\.onnx\.data(\.\d+)?(\.partial)?")
+_RANK = re.compile(r"rank(0|[1-9][0-9]*)")
 
 
 def weight_files(folder: Path) -> set[str]:
@@ -69,6 +74,33 @@ def _check_names(folder: Path, names: Iterable[str], force: bool) -> None:
             raise FileExistsError(f"{path} exists and no export is known to have written it; export to another folder")
         if os.path.lexists(path) and not force:
             raise FileExistsError(f"{path} exists; --force replaces an earlier export")
+
+
+def ranks_in(folder: Path) -> dict[int, Path]:
+    """Rank -> the folder in this one that has its model."""
+    found = ((_RANK.fullmatch(path.name), path) for path in folder.glob("rank*") if (path / MODEL).is_file())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def ranks_stated(model: Path) -> int:
+    """Among how many ranks the export that wrote a model divided it; 0: among none, or no export wrote it."""
+    found = _load(model)
+    world = found.metadata_props.get("world", "") if found else ""
+    return int(world) if world.isdecimal() else 0
+
+
+def remove(folder: Path) -> None:
+    """Removes the model in a folder, with what its export wrote and is as it was; the folder, if it is then empty.
+
+    The model, which says what that is, goes last.
+    """
+    files = _recorded(folder / MODEL)
+    for name in sorted(files, key=lambda name: name == MODEL):
+        path, own = folder / name, name == MODEL or _WEIGHTS.fullmatch(name)
+        if path.is_file() and (own or file_hash(path) == files[name]):
+            path.unlink()
+    if not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -237,23 +269,35 @@ def _recorded(model: Path) -> dict[str, str]:
     A stranger's file is read here: no name leads out of its folder, and what is removed must have the hash, or a name
     that only exports use.
     """
-    if not model.is_file():
+    if (graph := _load(model)) is None:
         return {}
     import onnx_ir as ir  # it imports sympy, half a second
 
     try:
-        graph = ir.load(model)
-        if graph.producer_name != PRODUCER:
-            return {}
         files = json.loads(graph.metadata_props.get(FILES, "{}"))
         found = {str(name): str(digest) for name, digest in files.items() if "/" not in name and "\0" not in name}
         tensors = (value.const_value for value in graph.graph.initializers.values())
         locations = {str(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
     except MemoryError:
         raise
-    except Exception:  # protobuf's own, by backend; fields of another type
+    except Exception:  # fields of another type
         return {}
     return found | {name: "" for name in locations if _WEIGHTS.fullmatch(name)} | {MODEL: ""}
+
+
+def _load(model: Path) -> ir.Model | None:
+    """What an export wrote; None: another model, or none."""
+    if not model.is_file():
+        return None
+    import onnx_ir as ir  # it imports sympy, half a second
+
+    try:
+        found = ir.load(model)
+    except MemoryError:
+        raise
+    except Exception:  # protobuf's own, by backend
+        return None
+    return found if found.producer_name == PRODUCER else None
 
 
 def _left(folder: Path) -> dict[str, Path]:

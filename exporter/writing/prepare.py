@@ -30,6 +30,8 @@ from quantmoe.exporter.writing.output import (
     MTP_MODEL,
     VISION_MODEL,
     check_folder,
+    ranks_in,
+    ranks_stated,
     weight_files,
 )
 from quantmoe.ort_ext import LIBRARIES
@@ -259,6 +261,25 @@ def formats_of(format: Format, mtp: bool) -> list[Format]:
 def rank_folders(output: Path, options: Options) -> list[Path]:
     """Where each of the slices goes."""
     return [output if part is None else output / f"rank{part.rank}" for part in options.slices]
+
+
+def other_ranks(output: Path, options: Options, force: bool) -> list[Path]:
+    """Of an earlier export in slices, folders of ranks that this one has not: with them its ranks would be too many.
+
+    Raises:
+        FileExistsError: there is one, and not ``force``.
+    """
+    if options.tensor_parallel == 1:
+        return []
+    own = rank_folders(output, options)
+    there = {path: ranks_stated(path / MODEL) for path in ranks_in(output).values() if path not in own}
+    found = [path for path, world in there.items() if world]
+    if found and not force:
+        raise FileExistsError(
+            f"{found[0]} exists, of an export in {there[found[0]]} slices, expected those of "
+            f"{options.tensor_parallel} alone; --force removes it"
+        )
+    return found
 
 
 def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:

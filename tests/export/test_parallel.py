@@ -38,6 +38,7 @@ from quantmoe.exporter.reading.expert_map import balance, in_order, placements, 
 from quantmoe.exporter.reading.slices import Cut, Slice
 from quantmoe.exporter.running.generate import Generator, ModelError
 from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.external_data import file_hash
 from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
@@ -555,6 +556,44 @@ def test_what_ranks_do_not_divide_is_named(checkpoint, tmp_path):
     refused(norms, r"self_attn\.[qk]_norm\.weight has shape .*: it normalizes all heads together")
     few = make_checkpoint(tmp_path / "few", num_experts=4, **TINY | {"num_attention_heads": 8, "num_hidden_layers": 1})
     refused(few, rf"{experts}\.0: 4 experts among 8 ranks", tensor_parallel=8, expert_parallel=True)
+
+
+def write_rank(folder: Path, rank: int, world: int, **files: str) -> Path:
+    """A rank's folder as an export leaves it, as far as its files say whose they are."""
+    path = folder / f"rank{rank}"
+    path.mkdir(parents=True)
+    for name, text in files.items():
+        (path / name).write_text(text)
+    hashes = json.dumps({name: file_hash(path / name) for name in files})
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 21})
+    model = ir.Model(graph, ir_version=10, producer_name="quantmoe")
+    model.metadata_props.update(rank=str(rank), world=str(world), files=hashes)
+    ir.save(model, path / "model.onnx")
+    return path
+
+
+def test_ranks_that_an_export_in_more_slices_left(checkpoint, tmp_path, monkeypatch):
+    """They are refused, with force removed when the new ranks are there: files that an export wrote, and no others."""
+    folder = checkpoint("qwen3_moe")
+    for rank in (2, 3, 4):
+        write_rank(tmp_path, rank, 5, config="1", license="2")
+    (tmp_path / "rank3/config").write_text("edited")
+    (tmp_path / "rank4/notes").write_text("the user's")
+    shutil.copytree(tmp_path / "rank4", tmp_path / "ranks of mine")
+    other = write_rank(tmp_path / "another", 7, 8)
+    (tmp_path / "rank7").symlink_to(other)
+    ir.save(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10), write_rank(tmp_path, 8, 9) / "model.onnx")
+    for command in (plan, export):
+        text = r"rank2 exists, of an export in 5 slices, expected those of 2 alone; --force removes it"
+        with pytest.raises(FileExistsError, match=text):
+            command(folder, tmp_path, tensor_parallel=2)
+    plan(folder, tmp_path, tensor_parallel=2, force=True)
+    before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    monkeypatch.setattr("quantmoe.exporter.writing.convert._export", lambda *_: None)
+    export(folder, tmp_path, tensor_parallel=2, force=True)
+    gone = {f"rank{rank}/{name}" for rank in (2, 3, 4) for name in ("model.onnx", "config", "license")}
+    gone = gone - {"rank3/config"} | {"rank2", "another/rank7/model.onnx"}
+    assert before - {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == gone
 
 
 def changed(folder: Path, to: Path, leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
