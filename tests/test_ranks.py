@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
 from quantmoe.exporter.errors import ModelError
@@ -28,10 +29,13 @@ Path(sys.argv[1], f"said{own.rank}").write_text(said)
 """
 
 
-def slices(folder: Path, count: int) -> Path:
+def slices(folder: Path, count: int, stated: int | None = None) -> Path:
+    """The first ``count`` of an export's folders; stated: how many that has."""
     for rank in range(count):
-        (folder / f"rank{rank}").mkdir()
-        (folder / f"rank{rank}" / "model.onnx").touch()
+        (folder / f"rank{rank}").mkdir(exist_ok=True)
+        model = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10, producer_name="quantmoe")
+        model.metadata_props.update(rank=str(rank), world=str(stated or count))
+        ir.save(model, folder / f"rank{rank}" / "model.onnx")
     return folder
 
 
@@ -58,6 +62,9 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ranks.launched()
     with pytest.raises(ModelError, match="has slices of 0 ranks, the launcher started 2"):
         ranks.meet(tmp_path, "cuda")
+    slices(tmp_path, 2, 4)
+    with pytest.raises(ModelError, match=r"rank0: is of 4 ranks, .* has slices of 2: repeat the export"):
+        ranks.meet(tmp_path, "cuda")  # two of four: the export was killed
     slices(tmp_path, 2)
     with pytest.raises(ModelError, match="on the cpu ranks are threads of one"):
         ranks.meet(tmp_path, "cpu")

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.writing.output import MODEL, ranks_in, ranks_stated
 
 #: what torchrun says to each process
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,13 +45,18 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
         outdir: what ``export --tensor-parallel`` wrote. seed: rank 0's is all ranks'; None: it takes one.
 
     Raises:
-        ModelError: the folder has slices of another number of ranks; the device is no GPU; there are fewer GPUs than
-            ranks; no NCCL; rank 0 does not come.
+        ModelError: the folder has slices of another number of ranks, or not all of them; the device is no GPU; there
+            are fewer GPUs than ranks; no NCCL; rank 0 does not come.
     """
     rank, local, world = (int(os.environ[name]) for name in LAUNCHED[:3])
-    found = len(list(outdir.glob("rank*/model.onnx")))
-    if found != world or not (path := outdir / f"rank{rank}").is_dir():
-        raise ModelError(f"{outdir}: has slices of {found} ranks, the launcher started {world}")
+    there = ranks_in(outdir)
+    path = there.get(rank, next(iter(there.values()), outdir))
+    if (stated := ranks_stated(path / MODEL)) not in (0, len(there)):  # 0: no export's, as a measured layer
+        raise ModelError(
+            f"{path}: is of {stated} ranks, {outdir} has slices of {len(there)}: repeat the export, which did not end"
+        )
+    if len(there) != world or rank not in there:
+        raise ModelError(f"{outdir}: has slices of {len(there)} ranks, the launcher started {world}")
     if device != "cuda":
         raise ModelError(
             f"{outdir}: processes of a launcher are for --device cuda; on the cpu ranks are threads of one"
