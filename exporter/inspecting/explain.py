@@ -9,6 +9,7 @@ from quantmoe.custom_ops.layouts.qmoe import from_attributes
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import candidate, candidates
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 
 
@@ -24,7 +25,7 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
         CheckpointError, ModelError: the folder or file cannot be read.
     """
     path = Path(path)
-    if path.is_file() or (path / "model.onnx").exists():
+    if is_model(path):
         return _model(path)
     format = find_format(open_checkpoint(path))
     found: dict[Any, dict[str, Any]] = {}

@@ -33,7 +33,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER
 from quantmoe.exporter.writing.external_data import HASH, new_hash
-from quantmoe.exporter.writing.output import EMBEDDINGS_MODEL, MODEL, MTP_MODEL, VISION_MODEL
+from quantmoe.exporter.writing.output import EMBEDDINGS_MODEL, MODEL, MTP_MODEL, VISION_MODEL, ranks_in
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -46,10 +46,20 @@ PAGED_ATTENTION = ("com.microsoft", "PagedAttention")
 
 
 def model_path(path: str | Path) -> Path:
-    """The .onnx file of a folder or file argument."""
+    """The .onnx file of a folder or file argument.
+
+    Raises:
+        ModelError: there is none; a folder of slices is named as that.
+    """
     given = Path(path)
     path = given / MODEL if given.is_dir() else given
     if not path.is_file():
+        if there := ranks_in(given):
+            raise ModelError(
+                f"{given}: has slices of {len(there)} ranks, expected one model, as {next(iter(there.values()))} is. "
+                f"All together: torchrun --nproc-per-node {len(there)} --no-python quantmoe generate {given} "
+                "--device cuda (docs/parallel.md)"
+            )
         own = "; this is a checkpoint: quantmoe export it first" if any(given.glob("*.safetensors")) else ""
         raise ModelError(f"{path}: missing; expected an exported model or its folder{own}")
     return path

@@ -14,11 +14,14 @@ from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.writing.output import MODEL, ranks_in
 
 
 def is_model(path: Path) -> bool:
-    """Whether a path is meant as an exported model, not as a checkpoint."""
-    return (path / "model.onnx").exists() or (path.is_file() and path.suffix not in (".gguf", ".safetensors"))
+    """Whether a path is meant as an exported model, whole or in slices, not as a checkpoint."""
+    if path.is_file():
+        return path.suffix not in (".gguf", ".safetensors")
+    return (path / MODEL).exists() or (bool(ranks_in(path)) and not any(path.glob("*.safetensors")))
 
 
 def survey(path: str | Path) -> dict[str, Any]:

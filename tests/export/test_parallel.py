@@ -27,11 +27,15 @@ from sweeps import every
 from test_hybrid import multimodal, published, rewritten
 from tiny import COMMON, make_checkpoint, make_float_checkpoint
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typer.testing import CliRunner
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.measuring.gguf import write_gguf
 from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
@@ -594,6 +598,22 @@ def test_ranks_that_an_export_in_more_slices_left(checkpoint, tmp_path, monkeypa
     gone = {f"rank{rank}/{name}" for rank in (2, 3, 4) for name in ("model.onnx", "config", "license")}
     gone = gone - {"rank3/config"} | {"rank2", "another/rank7/model.onnx"}
     assert before - {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == gone
+
+
+def test_a_folder_of_slices_is_no_model(checkpoint, tmp_path):
+    for rank in range(2):
+        write_rank(tmp_path, rank, 2)
+    text = r"has slices of 2 ranks, expected one model, as .*/rank0 is\. All together: torchrun --nproc-per-node 2"
+    for command in (Generator, inspect, explain):
+        with pytest.raises(ModelError, match=text):
+            command(tmp_path)
+    for arguments in (["generate", str(tmp_path), "--ids", "1"], ["inspect", str(tmp_path)]):
+        with pytest.raises(ModelError, match=text):
+            CliRunner().invoke(app, arguments, catch_exceptions=False)
+    ckpt = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    shutil.copytree(tmp_path / "rank0", ckpt / "rank0")
+    assert not is_model(ckpt)
+    assert is_model(tmp_path / "rank0")
 
 
 def changed(folder: Path, to: Path, leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
