@@ -53,6 +53,24 @@ class Placement:
         return np.array([each[list(own)].sum() for own in self.ranks])
 
 
+def read_text(path: Path) -> str:
+    """What a map's file says.
+
+    Raises:
+        OptionError: the file cannot be read, or is no map.
+    """
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise OptionError(f"expert_map {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(_expected(path)) from None
+
+
+def _expected(path: Path) -> str:
+    return f'expert_map {path}: expected JSON, {{"{KEY}": [[expert, ...], ...]}}'
+
+
 def placements(path: Path, world: int, experts: Mapping[int, int]) -> dict[int, Placement]:
     """What a map says of each layer.
 
@@ -63,14 +81,13 @@ def placements(path: Path, world: int, experts: Mapping[int, int]) -> dict[int, 
         OptionError: the file cannot be read, or is no map.
         CheckpointError: it does not fit the model or the number of ranks; names the file and the layer.
     """
+    text = read_text(path)
     try:
-        rows = json.loads(path.read_text())[KEY]
+        rows = json.loads(text)[KEY]
         if any(type(e) is not int for row in rows for e in row):
             raise TypeError
-    except OSError as error:
-        raise OptionError(f"expert_map {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise OptionError(f'expert_map {path}: expected JSON, {{"{KEY}": [[expert, ...], ...]}}') from None
+        raise OptionError(_expected(path)) from None
     if len(rows) != len(experts):
         raise CheckpointError(f"{path}: {KEY} has {len(rows)} rows, expected one for each of {len(experts)} layers")
     found = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.reading.checkpoint import Checkpoint
+from quantmoe.exporter.reading.expert_map import read_text
 from quantmoe.exporter.writing.external_data import LINE, new_hash
 
 
@@ -20,10 +21,11 @@ def export_id(ckpt: Checkpoint, options: Options) -> int:
 
     Raises:
         CheckpointError: a tensor cannot be read.
+        OptionError: the map of experts cannot be.
     """
     asked = dataclasses.asdict(options)
     if options.expert_map is not None:
-        asked["expert_map"] = Path(options.expert_map).read_text()
+        asked["expert_map"] = read_text(Path(options.expert_map))
     made_of = new_hash()
     made_of.update(json.dumps([version("quantmoe"), asked, ckpt.config, ckpt.quantization], default=str).encode())
     for name in sorted(ckpt.names()):

@@ -381,9 +381,16 @@ def test_maps_that_do_not_fit(tmp_path, text, message):
     assert str(path) in str(raised.value)
 
 
-def test_a_map_that_is_not_there(tmp_path):
+def test_a_map_that_is_not_there(checkpoint, tmp_path):
     with pytest.raises(OptionError, match="no map: No such file"):
         placements(tmp_path / "no map", 2, {3: 4})
+    (tmp_path / "map.gz").write_bytes(b"\x1f\x8b\xff")
+    command = ["export", str(checkpoint("qwen3_moe")), str(tmp_path / "out"), "--tensor-parallel", "2"]
+    command += ["--expert-parallel", "--expert-map"]
+    for name, text in (("no map", "No such file"), (".", "Is a directory"), ("map.gz", "expected JSON")):
+        for dry in ([], ["--dry-run"]):
+            with pytest.raises(OptionError, match=f"expert_map {re.escape(str(tmp_path / name))}: {text}"):
+                CliRunner().invoke(app, [*command, str(tmp_path / name), *dry], catch_exceptions=False)
     with pytest.raises(OptionError, match="expert_map needs expert_parallel"):
         Options(tensor_parallel=2, expert_map=tmp_path / "no map")
     with pytest.raises(OptionError, match="data_parallel needs expert_parallel"):
