@@ -18,6 +18,7 @@ from sweeps import every
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.exporter.choosing.choose import choose_experts
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.gguf import CARRIED
@@ -145,6 +146,10 @@ def test_export(name: str, tmp_path: Path) -> None:
     generator = Generator(tmp_path / "out")
     found, want = generator.step(LOGITS["ids"][None], generator.start())[0], LOGITS[name]
     np.testing.assert_allclose(found[0], want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def test_explain() -> None:
+    assert explain(FILES / "qwen3moe-Q4_0.gguf")[0]["scheme"] == "GGUF Q4_0"
 
 
 def test_pieces(tmp_path: Path) -> None:
