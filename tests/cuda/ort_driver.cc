@@ -225,7 +225,11 @@ int32_t driver_open(const char* path, uint32_t api_version, const char* entries)
   }
   static const OrtApiBase base{
       [](uint32_t version) noexcept -> const OrtApi* { return version <= newest ? &api : nullptr; },
-      []() noexcept { return "1.99"; }};
+      []() noexcept {
+        static std::string version;
+        version = "1." + std::to_string(newest);
+        return version.c_str();
+      }};
   options.domains.clear();
   options.entries.clear();
   std::istringstream lines(entries);

@@ -372,7 +372,7 @@ def test_plans_take_every_instance():
         spec = spec_of(hidden, intermediate, experts, group, kind)
         codes = replace(spec.w13, activation_format="fp8_group128")
         for layer in (spec, replace(spec, w13=codes, w2=codes))[: 2 if kind == FP8.weights else 1]:
-            for tokens in (1, 2, 8, 16, 32, 64, 128, 512, 4096):
+            for tokens in (1, 2, 8, 16, 32, 64, 128, 384, 512, 640, 4096):
                 plan = cuda.plan(cuda.problem(layer, "bf16", tokens, top_k, experts), device)
                 found |= {instance(plan, plan.w13, "GateUp"), instance(plan, plan.w2, "Down")}
     specs = [build_linear(case)[1] for case in LINEARS.values()]
