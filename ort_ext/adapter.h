@@ -599,10 +599,11 @@ constexpr const char* kEntries[] = {"prefault",   "verify", "experts", "ram",   
 constexpr const char* kRegistered = "quantmoe.registered";
 constexpr const char* kSeen = "quantmoe.seen";
 
+// Cut, as it becomes an entry, which ONNX Runtime limits.
 std::string list_of(const std::map<std::string, std::string>& entries) {
   std::string text;
   for (const auto& [name, value] : entries) text += (text.empty() ? "" : ", ") + name + "=" + value;
-  return text;
+  return text.substr(0, 1024);
 }
 
 // Throws for an entry that is none of kEntries.

@@ -217,6 +217,7 @@ LISTS_ENTRIES = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 24)
     ("before", "after", "message"),
     [
         ({}, {"experts": "disk", "ram": "1000"}, 'entries are "experts=disk, ram=1000", but were "" when the library'),
+        ({"trace": "a" * 1500}, {"ram": "1000"}, 'entries are "ram=1000, trace=aaaaaaa'),
         ({"verify": "1"}, {"verify": "0"}, 'entries are "verify=0", but were "verify=1" when the library was'),
         ({}, {"expert": "disk"}, 'there is no session entry "quantmoe.expert", expected one of prefault, verify, exp'),
         ({"expert": "disk"}, {}, 'there is no session entry "quantmoe.expert", expected one of prefault, verify, exp'),
