@@ -428,10 +428,13 @@ def trace(
     ranks: Annotated[int, typer.Option(min=2, help="of --expert-map")] = 2,
     copies: Annotated[int, typer.Option(min=0, help="of --expert-map: how many experts more the ranks hold")] = 0,
     shared: Annotated[int, typer.Option(min=0, help="of --expert-map: the last experts that are no routed ones")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw use, locality and hit rates into this file (needs matplotlib)")
+    ] = None,
 ) -> None:
     """How well a cache of experts would do: its hit rate, and what of each token is read from the disk; or with
     --expert-map where experts of a sliced model should stand."""
-    from quantmoe.exporter.inspecting.trace import curve, read_trace
+    from quantmoe.exporter.inspecting.trace import curve, draw, read_trace
 
     found = read_trace(file)
     if expert_map is not None:
@@ -445,12 +448,15 @@ def trace(
     shares = [experts * share // 100 for share in (5, 10, 20, 33, 50, 75, 100)]
     slots = [min(size // found.slot_bytes, experts) for size in ram] if ram else shares
     table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(read)}/s, at most")
-    for row in curve(found, sorted({max(count, 1) for count in slots}), read):
+    rows = curve(found, sorted({max(count, 1) for count in slots}), read)
+    for row in rows:
         speed = row["tokens_per_second"]
         memory, missed = (decimal(int(row[key])) for key in ("bytes", "read"))
         fastest = f"{speed:.1f}" if speed < 1e6 else "-"
         table.add_row(memory, str(row["slots"]), f"{row['hit_rate']:.1%}", missed, fastest)
     console.print(table)
+    if plot is not None:
+        draw(found, rows, plot)
 
 
 def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None:

@@ -38,7 +38,8 @@ def need(*modules: str) -> None:
 def missing(error: ModuleNotFoundError, command: str) -> str:
     """What to install."""
     package = (error.name or str(error)).partition(".")[0]
-    extra = f"[{EXTRAS[command]}]" if command in EXTRAS else ""
+    wanted = "bench" if package == "matplotlib" else EXTRAS.get(command, "")  # what --plot asks for, of any command
+    extra = f"[{wanted}]" if wanted else ""
     return f"{package} is not installed; pip install 'quantmoe{extra}'"
 
 

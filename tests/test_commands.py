@@ -377,6 +377,7 @@ def test_an_extra_has_what_its_command_imports(command: str) -> None:
     gguf -= {name for name in gguf if name.startswith("transformers")}  # to write its tokenizer, as only export does
     names = {name.partition(".")[0] for name in set.union(*found.values())} - sys.stdlib_module_names - {"quantmoe"}
     names -= {"llama_cpp", "onnxruntime_genai"} if command == "bench" else set()  # --against says what to install
+    names -= {"matplotlib"} if command == "trace" else set()  # and --plot
     assert names >= {"numpy"}
     assert names <= packages(EXTRAS.get(command, ""))
 

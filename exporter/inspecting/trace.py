@@ -69,6 +69,18 @@ class Trace:
             counts[layer] += np.bincount(ids[ids != NONE], minlength=len(counts[layer]))
         return counts
 
+    def distances(self) -> np.ndarray:
+        """int64 [uses]: how many runs of its node ago each expert was used before; 0: it was not."""
+        ran, found = [0] * len(self.layers), []
+        last: dict[tuple[int, int], int] = {}
+        for visit in self.visits():
+            for key in visit:
+                found.append(ran[key[0]] - last[key] if key in last else 0)
+                last[key] = ran[key[0]]
+            for layer in {layer for layer, _ in visit}:
+                ran[layer] += 1
+        return np.array(found, np.int64)
+
 
 def read_trace(path: str | Path) -> Trace:
     """A trace; of a session that still runs, what it has written so far.
@@ -118,3 +130,26 @@ def curve(trace: Trace, slots: Sequence[int], read: float) -> list[dict[str, flo
             }
         )
     return rows
+
+
+def draw(trace: Trace, rows: Sequence[dict[str, float]], path: Path) -> None:
+    """Three panels: how unevenly experts are used, how soon again, and what a cache hits; rows are :func:`curve`'s."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (use, reuse, hits) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for counts in trace.use():
+        use.plot(np.linspace(0, 100, len(counts)), 100 * np.sort(counts)[::-1].cumsum() / max(counts.sum(), 1), "0.6")
+    use.plot([0, 100], [0, 100], "k:")
+    use.set(xlabel="% of a layer's experts, the busiest first", ylabel="% of its uses")
+    distances = trace.distances()
+    runs = np.unique(np.geomspace(1, max(distances.max(initial=1), 1), 30).astype(int))
+    within = [100 * np.mean((distances > 0) & (distances <= run)) if len(distances) else 0 for run in runs]
+    reuse.plot(runs, within, "o-")
+    reuse.set(xlabel="runs of the layer", ylabel="% of uses that it had used in so many", xscale="log", ylim=(0, 100))
+    hits.plot([row["slots"] for row in rows], [100 * row["hit_rate"] for row in rows], "o-")
+    hits.set(xlabel="slots of a cache of all layers", ylabel="% of uses that hit", ylim=(0, 100))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -25,7 +25,7 @@ from engines.one_layer import NODE, in_threads, run, session, write_model
 
 import quantmoe
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.trace import curve, read_trace
+from quantmoe.exporter.inspecting.trace import NONE, Trace, curve, draw, read_trace
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 
@@ -136,6 +136,17 @@ def test_least_recently_used_go(tmp_path: Path) -> None:
     assert (found["slots"], found["hits"], found["misses"]) == (4, 4, 8)
     del s
     assert not report()
+
+
+def test_what_a_trace_says_of_locality(tmp_path: Path) -> None:
+    layers = [{"node": name, "experts": 4, "bytes": 8} for name in "ab"]
+    ids = [[0, 1], [3, NONE], [1, 2], [3, 3], [0, 2]]
+    found = Trace(layers, 16, [(i % 2, np.array([row], np.uint16)) for i, row in enumerate(ids)])
+    # of layer 0 experts 0 and 1, then 1 and 2, then 0 and 2; of layer 1 twice 3, once a run
+    assert found.distances().tolist() == [0, 0, 0, 1, 0, 1, 2, 1]
+    draw(found, curve(found, [1, 4], 1e9), tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    draw(Trace(layers, 16, []), [], tmp_path / "empty.png")
 
 
 def test_trace(tmp_path: Path) -> None:
