@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <cstring>
 #include <deque>
 #include <list>
 #include <memory>
@@ -592,7 +591,7 @@ class Inference {
 };
 
 // A session's entries begin so. All are read when the library is registered.
-constexpr const char* kPrefix = "quantmoe.";
+constexpr std::string_view kPrefix = "quantmoe.";
 constexpr const char* kEntries[] = {"prefault",   "verify", "experts", "ram",   "reserve", "trace",
                                     "gpu_memory", "misses", "threads", "group", "timeout"};
 // Left in the options by the registration: which library they have; what the entries were.
@@ -621,8 +620,8 @@ std::map<std::string, std::string> check_names(std::map<std::string, std::string
 // Throws where a session's entries are others than those that the library was registered with.
 void check_entries(const OrtApi* api, const OrtKernelInfo* info) {
   auto now = session_entries(api, info, kPrefix);
-  const auto seen = now.extract(std::string(kSeen).substr(std::strlen(kPrefix)));
-  now.erase(std::string(kRegistered).substr(std::strlen(kPrefix)));
+  const auto seen = now.extract(kSeen + kPrefix.size());
+  now.erase(kRegistered + kPrefix.size());
   if (seen && list_of(check_names(now)) != seen.mapped())
     throw std::invalid_argument("quantmoe: session entries are \"" + list_of(now) + "\", but were \"" + seen.mapped() +
                                 "\" when the library was registered; set them before that");

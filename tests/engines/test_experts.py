@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from engines.one_layer import NODE, in_threads, run, session, write_model
 import quantmoe
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.trace import NONE, Trace, curve, draw, read_trace
+from quantmoe.ort_ext import experts_report
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 
@@ -81,9 +81,7 @@ def slot_bytes(path: Path) -> int:
 
 def report() -> list[dict[str, int]]:
     """Of each session with experts that this process has."""
-    library, text = ctypes.CDLL(quantmoe.ort_library_path()), ctypes.create_string_buffer(1 << 16)
-    library.qm_experts_report(text, ctypes.c_size_t(len(text)))
-    return [json.loads(line) for line in text.value.decode().splitlines()]
+    return experts_report(quantmoe.ort_library_path())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,7 +1,9 @@
 #include "cuda/heuristics.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <iterator>
 #include <optional>
 
 namespace quantmoe {
@@ -106,7 +108,7 @@ struct Choice {
 };
 
 // A shape of the wgmma kernels' blocks. cost: of a unit of work, which blocks of all multiprocessors do at the same
-// time. Measured: of 4096 columns of int4 on an H200, about 97 us of one of 24 tokens and 512 rows.
+// time. Measured: of 4096 columns of int4 on an H100, about 97 us of one of 24 tokens and 512 rows.
 struct BlockShape {
   int path, tokens, panels;
   double cost;
@@ -118,18 +120,20 @@ constexpr BlockShape kBlockShapes[] = {{QM_CUDA_WGMMA, 48, 16, 0.6},  {QM_CUDA_W
 
 // The shape and the parts of K that are expected to be done first. Where units are few, down's K is cut into parts that
 // fill the multiprocessors best. A part costs a pass of combine.
-qm_cuda_step choose_wgmma_of(const Choice& choice, int sms) {
+// tiles: of each shape.
+using ShapeTiles = std::array<Tiles, std::size(kBlockShapes)>;
+qm_cuda_step choose_wgmma_of(const Choice& choice, const ShapeTiles& tiles, int sms) {
   const MarlinRow& row = choice.weights.row;
   qm_cuda_step step = choice.step;
   double best = INFINITY;
-  for (const BlockShape& shape : kBlockShapes) {
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const BlockShape& shape = kBlockShapes[i];
     qm_cuda_step tile = choice.step;
     tile.panels = shape.panels, tile.n_tiles = shape.tokens / 8, tile.warps_k = 1;
     const Instance instance = instance_of(choice.sizes, choice.load.path, choice.load.product, tile);
     if (shape.path != choice.load.path || !instance.there) continue;
     tile.grid = small_tile(shape.tokens) ? 2 * sms : sms;
     tile.shared_bytes = shared_bytes_of(instance, choice.sizes);
-    const Tiles tiles = expected_tiles(choice.load.most_experts, choice.load.mean, shape.tokens);
     for (int parts : {1, 2, 4}) {
       if (parts > 1 && (choice.load.product != Product::kDown || row.units / parts < 16)) continue;
       const auto rounds = [&](double of) {
@@ -137,7 +141,7 @@ qm_cuda_step choose_wgmma_of(const Choice& choice, int sms) {
         return std::ceil(units * parts / tile.grid) / parts / (1 - 0.02 * parts);
       };
       // A round more or less may be a tile's chance.
-      const double cost = shape.cost * (rounds(tiles.mean) + rounds(tiles.mean + tiles.deviation)) / 2;
+      const double cost = shape.cost * (rounds(tiles[i].mean) + rounds(tiles[i].mean + tiles[i].deviation)) / 2;
       if (cost >= best) continue;
       best = cost;
       step = tile;
@@ -147,10 +151,13 @@ qm_cuda_step choose_wgmma_of(const Choice& choice, int sms) {
   return step;
 }
 qm_cuda_step choose_wgmma(const Choice& choice) {
-  qm_cuda_step most = choose_wgmma_of(choice, choice.sms);
+  ShapeTiles tiles;
+  for (size_t i = 0; i < tiles.size(); ++i)
+    tiles[i] = expected_tiles(choice.load.most_experts, choice.load.mean, kBlockShapes[i].tokens);
+  qm_cuda_step most = choose_wgmma_of(choice, tiles, choice.sms);
   if (!choice.weights.device.multiprocessors)
     for (int sms = 2; sms <= kMostMultiprocessors; ++sms) {
-      const qm_cuda_step other = choose_wgmma_of(choice, sms);
+      const qm_cuda_step other = choose_wgmma_of(choice, tiles, sms);
       most.n_tiles = std::min(most.n_tiles, other.n_tiles), most.warps_k = std::max(most.warps_k, other.warps_k);
     }
   return most;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import time
 from dataclasses import replace
@@ -25,6 +24,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.inspecting.fit import device_slots
 from quantmoe.exporter.inspecting.trace import read_trace
+from quantmoe.ort_ext import experts_report
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
@@ -383,9 +383,7 @@ class InFile:
         return np.frombuffer((ctypes.c_int32 * experts).from_address(tensors.cache_state + 48), np.int32)
 
     def bytes_read(self) -> int:
-        text = ctypes.create_string_buffer(1 << 12)
-        self.lib.qm_experts_report(text, ctypes.c_size_t(len(text)))
-        return json.loads(text.value)["bytes_read"]
+        return experts_report(FAKE)[0]["bytes_read"]
 
     def close(self) -> None:
         self.driver.lib.driver_destroy(self.op, self.kernel)
@@ -565,9 +563,8 @@ def test_the_cpu_beside_the_device(driver, misses, id_type):
     for at, (want, output, _) in enumerate(found):
         limit = (5 / 3) ** 0.5 * UNIT["bf16"] * torch.linalg.norm(want.double())
         assert torch.linalg.norm(output.double() - want.double()) <= limit, at
-    report = ctypes.create_string_buffer(1 << 12)
-    ctypes.CDLL(quantmoe.ort_cuda_library_path()).qm_experts_report(report, ctypes.c_size_t(len(report)))
-    assert json.loads(report.value)["computed"] > 0
+    (report,) = experts_report(quantmoe.ort_cuda_library_path())
+    assert report["computed"] > 0
     for kernel in kernels:
         driver.lib.driver_destroy(op, kernel)
     driver.open(21)
