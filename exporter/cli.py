@@ -515,10 +515,10 @@ def _placed(report: dict[str, int], device: str) -> str:
     if not report.get("slots"):
         return f"experts: all in {'the mapped file' if device == 'cpu' else 'GPU memory'}"
     uses = report["hits"] + report["misses"]
-    read = report.get("missed_bytes", report["bytes_read"])
+    missed = report.get("missed_bytes", report["bytes_read"])  # copied, read, or the CPU's
     return (
         f"experts: {report['slots']} slots in {report['layers']} layers, "
-        f"{100 * report['hits'] / max(1, uses):.0f} % of {uses} uses hit, {decimal(read)} read for the others"
+        f"{100 * report['hits'] / max(1, uses):.0f} % of {uses} uses hit, {decimal(missed)} missed"
     )
 
 

@@ -92,7 +92,7 @@ def test_every_tile_of_wgmma_has_its_tokens(name, most):
     [(16, 24, 32), (32, 48, 16), (48, 64, 32), (64, 80, 32), (80, 96, 16), (128, 144, 16)],
 )
 def test_tiles_grow_with_the_tokens_of_an_expert(an_expert, tokens, panels):
-    """As measured with Qwen3-235B's sizes on an H100 and an H200."""
+    """As measured with Qwen3-235B's sizes on an H100."""
     problem = cuda.problem(spec_of(4096, 1536, 128), "bf16", 16 * an_expert, 8, 128)
     assert tiles_of(cuda.plan(problem, cuda.H200)) == ((tokens, panels),) * 2
 
