@@ -126,6 +126,7 @@ class CausalConv(Spec):
     activation: str
     state_window: int = ...  # states after each of the last so many tokens; 1: after the last
     x_size: int = ...  # 0: C
+    x_offset: int = ...
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta(Spec):
@@ -147,3 +148,18 @@ class GatedDelta(Spec):
     b_offset: int = ...
     z_size: int = ...
     z_offset: int = ...
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpace(Spec):
+    op_version: int = ...
+    num_groups: int  # G
+    num_heads: int  # H, a multiple of num_groups
+    state_size: int  # N
+    head_size: int  # P
+    norm_size: int  # features that are normed together, a multiple of P and divisor of H P
+    norm_epsilon: float
+    state_window: int  # as CausalConv's
+    dt_size: int  # 0: its own alone; so z_size
+    dt_offset: int
+    z_size: int
+    z_offset: int

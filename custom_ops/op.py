@@ -156,3 +156,7 @@ class ConvSpec(nodes.CausalConv):
 
 class DeltaSpec(nodes.GatedDelta):
     """All attributes of a GatedDelta node."""
+
+
+class SpaceSpec(nodes.StateSpace):
+    """All attributes of a StateSpace node."""

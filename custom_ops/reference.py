@@ -1,4 +1,4 @@
-"""The slow, obvious truth: QuantMoE, linear, router, norm, attention, convolution and delta rule in NumPy float64.
+"""The slow, obvious truth: QuantMoE, linear, router, norm, attention and what keeps a state in NumPy float64.
 
 Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
 everything after them is exact arithmetic rounded to float64.
@@ -15,7 +15,16 @@ import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, MoESpec, NormSpec, RouterSpec, RoutingSpec
+from quantmoe.custom_ops.op import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    MoESpec,
+    NormSpec,
+    RouterSpec,
+    RoutingSpec,
+    SpaceSpec,
+)
 
 #: activation formats of floats: their values, features that share a scale (None: the row), exponent of the largest one
 FLOAT_FORMATS: dict[str, tuple[np.dtype, int | None, int]] = {
@@ -408,14 +417,14 @@ def attention(
 
 
 def check_rows(rows: np.ndarray, tokens: int) -> None:
-    """Raises ValueError where ``rows`` of CausalConv or GatedDelta asks for tokens that are not there."""
+    """Raises ValueError where ``rows`` of CausalConv, GatedDelta or StateSpace asks for tokens that are not there."""
     for b, (begin, count, past) in enumerate(rows.tolist()):
         if min(begin, count, past) < 0 or begin + count > tokens:
             raise ValueError(f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens")
 
 
-def windowed(spec: ConvSpec | DeltaSpec, state: np.ndarray) -> np.ndarray:
-    """A view of CausalConv's or GatedDelta's state as [state_window, B, ..]."""
+def windowed(spec: ConvSpec | DeltaSpec | SpaceSpec, state: np.ndarray) -> np.ndarray:
+    """A view of their state as [state_window, B, ..]."""
     return state if spec.state_window > 1 else state[None]
 
 
@@ -440,7 +449,7 @@ def conv(
         ValueError: ``rows`` asks for tokens that are not there.
     """
     check_rows(rows, x.shape[1])
-    before, x = spec.width - 1, x[..., : spec.channels]
+    before, x = spec.width - 1, x[..., spec.x_offset : spec.x_offset + spec.channels]
     y, present = np.zeros(x.shape), np.zeros_like(past_conv)
     slots, live = windowed(spec, present), windowed(spec, past_conv)[-1]
     for b, (begin, count, past) in enumerate(rows.tolist()):
@@ -513,3 +522,57 @@ def delta(
     for i, (begin, count, _) in enumerate(rows.tolist()):
         y[i, begin : begin + count] *= gate[i, begin : begin + count]
     return y.reshape(batch, tokens, heads * value), present
+
+
+def space(
+    spec: SpaceSpec,
+    xbc: np.ndarray,
+    dt: np.ndarray,
+    z: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    d: np.ndarray,
+    norm: np.ndarray,
+    past_state: np.ndarray,
+    rows: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """StateSpace, token after token.
+
+    Args:
+        spec: the node's attributes. The others: inputs of op.def's shapes, any float type.
+
+    Returns:
+        y [B, S, H P], zero for tokens that do not count, and present_state of past_state's shape, zeros in slots of no
+        token, both float64.
+
+    Raises:
+        ValueError: ``rows`` asks for tokens that are not there.
+    """
+    check_rows(rows, xbc.shape[1])
+    batch, tokens, _ = xbc.shape
+    groups, heads, size, states = spec.num_groups, spec.num_heads, spec.head_size, spec.state_size
+    dt, z = dt[..., spec.dt_offset :][..., :heads], z[..., spec.z_offset :][..., : heads * size]
+    x, b, c = np.split(xbc.astype(np.float64), [heads * size, heads * size + groups * states], axis=2)
+    x = x.reshape(batch, tokens, heads, size)
+    b, c = (np.repeat(part.reshape(batch, tokens, groups, states), heads // groups, 2) for part in (b, c))
+    step = np.logaddexp(0, dt.astype(np.float64) + dt_bias)
+    decay = np.exp(-np.exp(a_log.astype(np.float64)) * step)
+    y, present = np.zeros((batch, tokens, heads, size)), np.zeros(past_state.shape)
+    slots, live = windowed(spec, present), windowed(spec, past_state.astype(np.float64))[-1]
+    for i, (begin, count, past) in enumerate(rows.tolist()):
+        state = live[i] if past or not count else np.zeros(live[i].shape)
+        for t in range(begin, begin + count):
+            new = x[i, t] * step[i, t][:, None]
+            state = state * decay[i, t][:, None, None] + b[i, t][:, :, None] * new[:, None]
+            y[i, t] = np.einsum("hn,hnp->hp", c[i, t], state) + d.astype(np.float64)[:, None] * x[i, t]
+            if (slot := len(slots) - begin - count + t) >= 0:
+                slots[slot, i] = state
+        slots[-1, i] = state
+    z = z.astype(np.float64)
+    gated = np.zeros(z.shape)
+    for i, (begin, count, _) in enumerate(rows.tolist()):
+        own = slice(begin, begin + count)
+        gated[i, own] = y[i, own].reshape(count, -1) * z[i, own] * sigmoid(z[i, own])
+    parts = gated.reshape(batch, tokens, -1, spec.norm_size)
+    parts = parts / np.sqrt((parts * parts).mean(3, keepdims=True) + np.float32(spec.norm_epsilon))
+    return parts.reshape(gated.shape) * norm.astype(np.float64), present

@@ -217,6 +217,32 @@ QM_API size_t qm_delta_workspace(const qm_delta*, const qm_delta_call*);
 // As qm_conv_run.
 QM_API int qm_delta_run(const qm_delta*, const qm_delta_call*, char* err);
 
+// StateSpace. G: num_groups, H: num_heads, N: state_size, P: head_size. With a state_window of W > 1 its states are
+// [W, B, H, N, P].
+QM_API int qm_space_validate(const qm_space*, char* err);
+typedef struct {
+  qm_type type;             // of xbc, dt, z and y
+  int64_t batch, tokens;    // B, S
+  const void* xbc;          // [B, S, H P + 2 G N]
+  const void *dt, *z;       // [B, S, <name>_size], 0: H, H P
+  const float* a_log;       // [H]
+  const float* dt_bias;     // [H]
+  const float* d;           // [H]
+  const float* norm;        // [H P]
+  const float* past_state;  // [B, H, N, P]
+  const int32_t* rows;      // as qm_conv_call's
+  void* y;                  // [B, S, H P]
+  float* present_state;     // as past_state, or its memory
+  void* workspace;          // qm_space_workspace bytes, 64-byte aligned
+  int lanes;
+  qm_parallel_for parallel_for;
+  void* parallel_context;
+} qm_space_call;
+// 4 H P bytes a token, and a lane's as qm_delta_workspace's.
+QM_API size_t qm_space_workspace(const qm_space*, const qm_space_call*);
+// As qm_conv_run.
+QM_API int qm_space_run(const qm_space*, const qm_space_call*, char* err);
+
 // One matrix [n, k] as QuantizedMatrix has it, beside the attributes that say what its codes and scales are. Packing
 // reads the arrays, and what is NULL has none; unpacking fills them, NULL or not by the attributes.
 typedef struct {

@@ -326,6 +326,28 @@ QM_API int qm_cuda_plan_delta(const qm_cuda_delta_problem*, const qm_cuda_device
 QM_API int qm_cuda_launch_delta(const qm_cuda_delta_problem*, const qm_cuda_delta_plan*, const qm_cuda_delta_tensors*,
                                 void* stream, char* err);
 
+// StateSpace; `rows` as CausalConv's.
+typedef struct {
+  qm_space space;
+  int32_t type;  // qm_type of xbc, dt, z and y: QM_F16 or QM_BF16
+  int64_t batch, tokens;
+} qm_cuda_space_problem;
+typedef struct {
+  uint64_t workspace_bytes;
+} qm_cuda_space_plan;
+typedef struct {
+  const void *xbc, *dt, *z;  // xbc and y 16-byte aligned
+  const float *a_log, *dt_bias, *d, *norm, *past_state;
+  const int32_t* rows;
+  void* y;
+  float* present_state;  // past_state's memory, or other
+  void* workspace;
+} qm_cuda_space_tensors;
+// A state_size of 64, 128 or 256 and a head_size that is a multiple of 32; QM_UNSUPPORTED for others.
+QM_API int qm_cuda_plan_space(const qm_cuda_space_problem*, const qm_cuda_device*, qm_cuda_space_plan*, char* err);
+QM_API int qm_cuda_launch_space(const qm_cuda_space_problem*, const qm_cuda_space_plan*, const qm_cuda_space_tensors*,
+                                void* stream, char* err);
+
 #ifdef __cplusplus
 }
 #endif

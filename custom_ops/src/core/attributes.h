@@ -61,7 +61,7 @@ struct RoutingLimits {
 };
 int check_routing(const qm_routing& routing, const RoutingLimits& limits, char* err);
 
-// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, AllReduce, AllGather, ReduceScatter.
+// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, AllReduce, AllGather, ReduceScatter.
 int check_attention(const qm_attention& attention, char* err);
 constexpr int32_t kMaxConvWidth = 64;
 int check_conv(const qm_conv& conv, char* err);
@@ -69,6 +69,7 @@ int check_reduce(const qm_reduce& reduce, char* err);
 int check_gather(const qm_gather& gather, char* err);
 int check_scatter(const qm_scatter& scatter, char* err);
 int check_delta(const qm_delta& delta, char* err);
+int check_space(const qm_space& space, char* err);
 // Of CachedAttention's caches: whether k_scale and v_scale multiply their codes; bytes after the codes of a token and
 // head.
 inline bool has_cache_scales(const qm_attention& attention) {
@@ -90,7 +91,7 @@ struct Part {
   int64_t size, offset;
 };
 inline Part part_of(int32_t size, int32_t offset, int64_t own) { return {size ? size : own, offset}; }
-inline Part x_of(const qm_conv& conv) { return part_of(conv.x_size, 0, conv.channels); }
+inline Part x_of(const qm_conv& conv) { return part_of(conv.x_size, conv.x_offset, conv.channels); }
 inline Part a_of(const qm_delta& delta) {
   return part_of(delta.a_size, delta.a_offset,
                  int64_t{delta.num_v_heads} * (delta.decay_per_key ? delta.k_head_size : 1));
@@ -99,6 +100,9 @@ inline Part b_of(const qm_delta& delta) { return part_of(delta.b_size, delta.b_o
 inline Part z_of(const qm_delta& delta) {
   return part_of(delta.z_size, delta.z_offset, int64_t{delta.num_v_heads} * delta.v_head_size);
 }
+inline int64_t width_of(const qm_space& space) { return int64_t{space.num_heads} * space.head_size; }  // of x, z and y
+inline Part dt_of(const qm_space& space) { return part_of(space.dt_size, space.dt_offset, space.num_heads); }
+inline Part z_of(const qm_space& space) { return part_of(space.z_size, space.z_offset, width_of(space)); }
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);
 

@@ -114,7 +114,7 @@ int check_conv(const qm_conv& conv, char* err) {
   QM_TRY(check_range("channels", conv.channels, 1, 1 << 24, err));
   QM_TRY(check_range("width", conv.width, 2, kMaxConvWidth, err));
   QM_TRY(check_state_window(conv.state_window, err));
-  return check_part("x", conv.x_size, 0, conv.channels, err);
+  return check_part("x", conv.x_size, conv.x_offset, conv.channels, err);
 }
 
 int check_delta(const qm_delta& delta, char* err) {
@@ -137,6 +137,26 @@ int check_delta(const qm_delta& delta, char* err) {
   QM_TRY(check_part("b", delta.b_size, delta.b_offset, heads, err));
   QM_TRY(check_part("z", delta.z_size, delta.z_offset, heads * delta.v_head_size, err));
   return check_state_window(delta.state_window, err);
+}
+
+int check_space(const qm_space& space, char* err) {
+  constexpr int32_t kMaxHeads = 1 << 16, kMaxSize = 1024;  // as check_delta's
+  QM_TRY(check_node("StateSpace", &space, err));
+  QM_TRY(check_range("num_groups", space.num_groups, 1, kMaxHeads, err));
+  QM_TRY(check_range("num_heads", space.num_heads, 1, kMaxHeads, err));
+  if (space.num_heads % space.num_groups)
+    return fail(err, QM_INVALID, "num_heads is %d, expected a multiple of num_groups %d", space.num_heads,
+                space.num_groups);
+  QM_TRY(check_range("state_size", space.state_size, 1, kMaxSize, err));
+  QM_TRY(check_range("head_size", space.head_size, 1, kMaxSize, err));
+  const int64_t width = width_of(space);
+  if (space.norm_size < 1 || space.norm_size % space.head_size || width % space.norm_size)
+    return fail(err, QM_INVALID, "norm_size is %d, expected whole heads of %d, and a divisor of all heads' %lld",
+                space.norm_size, space.head_size, (long long)width);
+  QM_TRY(check_not_negative("norm_epsilon", space.norm_epsilon, err));
+  QM_TRY(check_part("dt", space.dt_size, space.dt_offset, space.num_heads, err));
+  QM_TRY(check_part("z", space.z_size, space.z_offset, width, err));
+  return check_state_window(space.state_window, err);
 }
 
 template <class Node>

@@ -84,3 +84,8 @@ int qm_delta_validate(const qm_delta* d, char* err) {
   QM_TRY(check_delta(*d, err));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }
+
+int qm_space_validate(const qm_space* s, char* err) {
+  QM_TRY(check_space(*s, err));
+  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
+}
