@@ -23,6 +23,7 @@ from quantmoe.custom_ops.op import (
     MoESpec,
     Projection,
     RoutingSpec,
+    SpaceSpec,
     Spec,
     inputs,
     optional_inputs,
@@ -36,7 +37,7 @@ _share = threading.local()
 #: operator -> its functions' name, of those that the CPU kernels run
 _NAMES = {
     op: schema().operators[op].name_c
-    for op in ("QuantMoE", "QuantLinear", "MoERouting", "CachedAttention", "CausalConv", "GatedDelta")
+    for op in ("QuantMoE", "QuantLinear", "MoERouting", "CachedAttention", "CausalConv", "GatedDelta", "StateSpace")
 }
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 
@@ -100,6 +101,7 @@ _AttentionCall = _call(
 )
 _ConvCall = _call("_ConvCall", "CausalConv", *_sizes("batch", "tokens"))
 _DeltaCall = _call("_DeltaCall", "GatedDelta", *_sizes("batch", "tokens"))
+_SpaceCall = _call("_SpaceCall", "StateSpace", *_sizes("batch", "tokens"))
 
 
 @cache
@@ -514,6 +516,41 @@ def delta(
     given.append(np.ascontiguousarray(rows, np.int32))
     shape = (*qkv.shape[:2], spec.num_v_heads * spec.v_head_size)
     return _stateful("delta", _DeltaCall, spec, given, shape, present, lanes, buffer)
+
+
+def space(
+    spec: SpaceSpec,
+    xbc: np.ndarray,
+    dt: np.ndarray,
+    z: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    d: np.ndarray,
+    norm: np.ndarray,
+    past: np.ndarray,
+    rows: np.ndarray,
+    lanes: int = 1,
+    present: np.ndarray | None = None,
+    buffer: Callable[[int], np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """StateSpace through the C ABI.
+
+    Args:
+        xbc: [B, S, H P + 2 G N], dt, z (as wide as the attributes say): of one type, f32, f16 or bf16.
+        past: f32 [B, H, N, P], with a state_window of W > 1 [W, B, H, N, P].
+        present, buffer: as :func:`conv`'s.
+
+    Returns:
+        y of xbc's type and present_state f32.
+
+    Raises:
+        ValueError: with the C ABI's message.
+    """
+    floats = [np.ascontiguousarray(t, np.float32) for t in (a_log, dt_bias, d, norm)]
+    given = [*(np.ascontiguousarray(t) for t in (xbc, dt, z)), *floats, np.ascontiguousarray(past)]
+    given.append(np.ascontiguousarray(rows, np.int32))
+    shape = (*xbc.shape[:2], spec.num_heads * spec.head_size)
+    return _stateful("space", _SpaceCall, spec, given, shape, present, lanes, buffer)
 
 
 def _stateful(

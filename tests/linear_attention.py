@@ -1,22 +1,22 @@
-"""CausalConv and GatedDelta in float64, with a bound on how far a kernel may be from it; FORMAT.md 6, as in
+"""CausalConv, GatedDelta and StateSpace in float64, with a bound on how far a kernel may be from it; FORMAT.md 6, as in
 tests/arithmetic.py.
 
-A state's error is bounded for each of its columns as a whole (2-norm over the K rows): a token takes an error e to
-(1 - beta k k^T) D e, whose norm is no larger than max(D) times that of e, as |k| <= 1 and 0 <= beta <= 2, and adds what
-its own operations err.
+The error of GatedDelta's state is bounded for each of its columns as a whole (2-norm over the K rows): a token takes an
+error e to (1 - beta k k^T) D e, whose norm is no larger than max(D) times that of e, as |k| <= 1 and 0 <= beta <= 2, and
+adds what its own operations err. StateSpace takes e to d e, so that of its state is bounded number by number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from arithmetic import SECOND, SIGMOID, TINY, Span, U, assert_within
-from specs import conv_spec, delta_spec
+from specs import conv_spec, delta_spec, space_spec
 
 from quantmoe.custom_ops import native, reference
-from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
+from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
 
 #: of a batch: right padding, left padding, nothing new, from nothing, everything
 RAGGED = [[0, 5, 7], [3, 6, 2], [4, 0, 17], [1, 8, 0], [0, 9, 300]]
@@ -27,6 +27,7 @@ CONVS = {
     "3": conv_spec(256, width=3),
     "12": conv_spec(7, width=12),
     "part": replace(conv_spec(40), x_size=61),
+    "middle": replace(conv_spec(40), x_size=61, x_offset=20),
 }
 DELTAS = {
     "plain": delta_spec(2, 4, 32),
@@ -40,16 +41,45 @@ DELTAS = {
     "parts": delta_spec(2, 4, 32, a_size=9, a_offset=5, b_size=4, z_size=200, z_offset=71),
     "parts-decay-per-key": delta_spec(2, 2, 24, decay_per_key=1, a_size=57, a_offset=9, b_size=5, b_offset=1),
 }
+SPACES = {
+    "plain": space_spec(2, 4, 32, 16),
+    "one-head": space_spec(1, 1, 16, 32),
+    "one-norm": space_spec(2, 6, 16, 16, norm_size=96),
+    "norm-a-head": space_spec(2, 4, 16, 48, norm_size=48),
+    "odd-widths": space_spec(2, 4, 19, 37),
+    "narrow": space_spec(1, 2, 1, 1),
+    "parts": space_spec(2, 4, 32, 16, dt_size=9, dt_offset=5, z_size=150, z_offset=71),
+}
 #: exp is within 4u; log(1 + u) is a quotient, a square, fused operations, a product and what the series lacks: 14u
 EXP, SOFTPLUS = 4 * U, 14 * U
 #: exponents are clamped to -87, and a decay below e^-60 is 0
 SMALLEST, NO_DECAY = np.exp(-87.0), np.exp(-60.0)
 
 
+class Rows:
+    """Inputs of which ``PER_TOKEN`` have tokens, and ``past`` a state for each row."""
+
+    PER_TOKEN: ClassVar[tuple[str, ...]]
+    rows: np.ndarray
+
+    def tokens(self, at: slice, rows: list[list[int]]) -> Any:
+        """Only some of the new tokens."""
+        cut = {name: getattr(self, name)[:, at] for name in self.PER_TOKEN}
+        return replace(self, rows=np.array(rows, np.int32).reshape(-1, 3), **cut)  # type: ignore[type-var]
+
+    def row(self, b: int) -> Any:
+        """Row b alone, without padding."""
+        begin, count, past = self.rows[b].tolist()
+        cut = {name: getattr(self, name)[b : b + 1] for name in (*self.PER_TOKEN, "past")}
+        alone = replace(self, **cut)  # type: ignore[type-var]
+        return alone.tokens(slice(begin, begin + count), [[0, count, past]])
+
+
 @dataclass(frozen=True)
-class Conv:
+class Conv(Rows):
     """A call's inputs."""
 
+    PER_TOKEN = ("x",)
     spec: ConvSpec
     x: np.ndarray
     weight: np.ndarray
@@ -67,21 +97,12 @@ class Conv:
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         return reference.conv(self.spec, *self.tensors)
 
-    def tokens(self, at: slice, rows: list[list[int]]) -> Conv:
-        """Only some of the new tokens."""
-        return replace(self, x=self.x[:, at], rows=np.array(rows, np.int32).reshape(-1, 3))
-
-    def row(self, b: int) -> Conv:
-        """Row b alone, without padding."""
-        begin, count, past = self.rows[b].tolist()
-        alone = replace(self, x=self.x[b : b + 1], past=self.past[b : b + 1])
-        return alone.tokens(slice(begin, begin + count), [[0, count, past]])
-
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(Rows):
     """A call's inputs."""
 
+    PER_TOKEN = ("qkv", "a", "b", "z")
     spec: DeltaSpec
     qkv: np.ndarray
     a: np.ndarray
@@ -115,16 +136,38 @@ class Delta:
         cut = {name: getattr(self, name)[..., at : at + sizes[name]] for name, at in offsets.items()}
         return replace(self, **cut)
 
-    def tokens(self, at: slice, rows: list[list[int]]) -> Delta:
-        """Only some of the new tokens."""
-        cut = {name: getattr(self, name)[:, at] for name in ("qkv", "a", "b", "z")}
-        return replace(self, rows=np.array(rows, np.int32).reshape(-1, 3), **cut)
 
-    def row(self, b: int) -> Delta:
-        """Row b alone, without padding."""
-        begin, count, past = self.rows[b].tolist()
-        alone = replace(self, **{name: getattr(self, name)[b : b + 1] for name in ("qkv", "a", "b", "z", "past")})
-        return alone.tokens(slice(begin, begin + count), [[0, count, past]])
+@dataclass(frozen=True)
+class Space(Rows):
+    """A call's inputs."""
+
+    PER_TOKEN = ("xbc", "dt", "z")
+    spec: SpaceSpec
+    xbc: np.ndarray
+    dt: np.ndarray
+    z: np.ndarray
+    a_log: np.ndarray
+    dt_bias: np.ndarray
+    d: np.ndarray
+    norm: np.ndarray
+    past: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def tensors(self) -> tuple[np.ndarray, ...]:
+        return self.xbc, self.dt, self.z, self.a_log, self.dt_bias, self.d, self.norm, self.past, self.rows
+
+    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        return native.space(self.spec, *self.tensors, **options)
+
+    def reference(self) -> tuple[np.ndarray, np.ndarray]:
+        return reference.space(self.spec, *self.tensors)
+
+    def own(self) -> Space:
+        """Without what dt and z are parts of."""
+        spec = self.spec
+        dt, z = self.dt[..., spec.dt_offset :], self.z[..., spec.z_offset :]
+        return replace(self, dt=dt[..., : spec.num_heads], z=z[..., : spec.num_heads * spec.head_size])
 
 
 def conv_inputs(
@@ -174,9 +217,36 @@ def delta_inputs(
     )
 
 
+def space_inputs(
+    spec: SpaceSpec,
+    rows: list[list[int]],
+    tokens: int,
+    dtype: Any = np.float32,
+    decay: tuple[float, float] = (0.01, 16.0),
+    seed: int = 0,
+) -> Space:
+    """As :func:`delta_inputs`."""
+    rng, (batch, heads), width = np.random.default_rng(seed), (len(rows), spec.num_heads), spec.num_heads * spec.head_size
+    widths = width + 2 * spec.num_groups * spec.state_size, spec.dt_size or heads, spec.z_size or width
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    return Space(
+        spec,
+        *(draw(batch, tokens, n).astype(dtype) for n in widths),
+        np.log(rng.uniform(*decay, heads)).astype(np.float32),
+        draw(heads),
+        draw(heads),
+        1 + draw(width) / 4,
+        draw(batch, heads, spec.state_size, spec.head_size) / 4,
+        np.array(rows, np.int32).reshape(-1, 3),
+    )
+
+
 def conv_span(a: Conv) -> Span:
     """What y may be."""
-    a = replace(a, x=a.x[..., : a.spec.channels])
+    a = replace(a, x=a.x[..., a.spec.x_offset :][..., : a.spec.channels])
     y, error = np.zeros(a.x.shape), np.zeros(a.x.shape)
     for b, (begin, count, past) in enumerate(a.rows.tolist()):
         before = a.past[b] if past else np.zeros_like(a.past[b])
@@ -206,6 +276,18 @@ class Token:
     beta: Span
 
 
+def decays(given: np.ndarray, bias: np.ndarray, a_log: np.ndarray) -> tuple[Span, Span]:
+    """softplus(given + bias), and the decay of it and exp(a_log)."""
+    step = given.astype(np.float64) + bias
+    soft = np.logaddexp(0, step)
+    soft_error = SOFTPLUS * soft + U * np.abs(step) + SMALLEST
+    rate = np.repeat(np.exp(a_log.astype(np.float64)), len(step) // len(a_log))
+    g = rate * soft
+    g_error = rate * soft_error + (EXP + U) * g
+    decay = np.exp(-g)
+    return Span(soft, soft_error), Span(decay, decay * np.expm1(g_error + EXP) + np.where(g + g_error > 60, NO_DECAY, 0))
+
+
 def prepared(a: Delta, b: int, t: int) -> Token:
     spec, heads, key = a.spec, a.spec.num_v_heads, a.spec.k_head_size
     x = a.qkv[b, t].astype(np.float64)
@@ -217,15 +299,10 @@ def prepared(a: Delta, b: int, t: int) -> Token:
         y = x / np.sqrt((x * x).sum(1, keepdims=True) + np.float32(spec.l2_epsilon)) * scale
         return Span(y, np.abs(y) * ((squares + U) / 2 + (2 + products) * U) + TINY)
 
-    step = a.a[b, t].astype(np.float64) + a.dt_bias
-    soft = np.logaddexp(0, step)
-    soft_error = SOFTPLUS * soft + U * np.abs(step) + SMALLEST
-    rate = np.repeat(np.exp(a.a_log.astype(np.float64)), len(step) // heads)
-    g = rate * soft
-    g_error = rate * soft_error + (EXP + U) * g
-    decay = np.exp(-g)
-    decay_error = decay * np.expm1(g_error + EXP) + np.where(g + g_error > 60, NO_DECAY, 0)
-    decay, decay_error = (np.broadcast_to(x.reshape(heads, -1), (heads, key)) for x in (decay, decay_error))
+    _, step_decay = decays(a.a[b, t], a.dt_bias, a.a_log)
+    decay, decay_error = (
+        np.broadcast_to(x.reshape(heads, -1), (heads, key)) for x in (step_decay.value, step_decay.error)
+    )
     beta = np.float32(spec.beta_scale) * reference.sigmoid(a.b[b, t].astype(np.float64))
     return Token(
         unit(q, float(np.float32(spec.scale)), 2),
@@ -301,17 +378,73 @@ def gated(a: Delta, o: Span) -> np.ndarray:
     return y.reshape(a.z.shape)
 
 
-def gated_error(a: Delta, o: Span) -> np.ndarray:
-    scale, scale_error = scales(a)
-    size, epsilon = np.abs(o.value), float(np.float32(a.spec.norm_epsilon))
+def normed(o: Span, norm_epsilon: float) -> tuple[np.ndarray, np.ndarray]:
+    """1 / sqrt(mean(o^2) + epsilon) over the last dimension, and its error."""
+    size, epsilon = np.abs(o.value), float(np.float32(norm_epsilon))
     mean, n = (o.value**2).mean(3, keepdims=True), o.value.shape[3]
     spread = ((2 * size + o.error) * o.error).mean(3, keepdims=True)
     spread += (-(-n // 16) + 4 + 2) * U * (mean + spread) + U * epsilon
     r = 1 / np.sqrt(mean + epsilon)
-    r_error = 1 / np.sqrt(np.maximum(mean + epsilon - spread, 0) + TINY) - r + 2 * U * r
+    return r, 1 / np.sqrt(np.maximum(mean + epsilon - spread, 0) + TINY) - r + 2 * U * r
+
+
+def gated_error(a: Delta, o: Span) -> np.ndarray:
+    scale, scale_error = scales(a)
+    size = np.abs(o.value)
+    r, r_error = normed(o, a.spec.norm_epsilon)
     error = np.abs(scale) * (o.error * (r + r_error) + size * r_error) + scale_error * size * r
     error += 3 * U * np.abs(scale) * size * r + 3 * TINY
     return (error * SECOND).reshape(a.z.shape)
+
+
+def space_span(a: Space) -> tuple[Span, Span]:
+    """What y and present_state may be."""
+    a = a.own()
+    spec, heads, groups = a.spec, a.spec.num_heads, a.spec.num_groups
+    width, n = heads * spec.head_size, spec.state_size
+    y, error = np.zeros(a.z.shape), np.zeros(a.z.shape)
+    states, state_errors = a.past.astype(np.float64), np.zeros(a.past.shape)
+    for row, (begin, count, past) in enumerate(a.rows.tolist()):
+        if not count:
+            continue
+        state = states[row] if past else np.zeros(states[row].shape)
+        wrong = np.zeros(state.shape)
+        for t in range(begin, begin + count):
+            x, b, c = np.split(a.xbc[row, t].astype(np.float64), [width, width + groups * n])
+            x = x.reshape(heads, -1)
+            b, c = (np.repeat(part.reshape(groups, n), heads // groups, 0) for part in (b, c))
+            step, decay = decays(a.dt[row, t], a.dt_bias, a.a_log)
+            kept = Span(decay.value[:, None], decay.error[:, None])
+            u = product(Span(x, np.zeros(x.shape)), Span(step.value[:, None], step.error[:, None]))
+            query = product(Span(c, np.zeros(c.shape)), kept)
+            terms = (query.value[:, :, None] * state).cumsum(1)
+            out = terms[:, -1]
+            out_error = U * np.abs(terms).sum(1) + (query.error[:, :, None] * np.abs(state)).sum(1)
+            out_error += ((np.abs(query.value) + query.error)[:, :, None] * wrong).sum(1)
+            p = (c * b).sum(1)[:, None]
+            p_error = (-(-n // 16) + 4) * U * np.abs(c * b).sum(1)[:, None]
+            out = out + p * u.value
+            out_error += p_error * (np.abs(u.value) + u.error) + np.abs(p) * u.error + U * np.abs(out)
+            out = out + a.d.astype(np.float64)[:, None] * x
+            out_error += U * np.abs(out) + TINY
+            old = product(Span(state, wrong), Span(kept.value[:, :, None], kept.error[:, :, None]))
+            added = b[:, :, None] * u.value[:, None]
+            state = old.value + added
+            wrong = old.error + np.abs(b)[:, :, None] * u.error[:, None] + U * np.abs(state) + TINY
+            y[row, t], error[row, t] = out.reshape(-1), out_error.reshape(-1)
+        states[row], state_errors[row] = state, wrong * SECOND
+    z = a.z.astype(np.float64)
+    gate = z * reference.sigmoid(z)
+    gate_error = (SIGMOID + U) * np.abs(gate) + np.abs(z) * SMALLEST
+    parts = (*a.z.shape[:2], -1, spec.norm_size)
+    gated = product(Span(y, error), Span(gate, gate_error))
+    o = Span(gated.value.reshape(parts), gated.error.reshape(parts))
+    r, r_error = normed(o, spec.norm_epsilon)
+    norm = np.abs(a.norm.astype(np.float64)).reshape(-1, spec.norm_size)
+    size = np.abs(o.value)
+    most = norm * (o.error * (r + r_error) + size * r_error) + 3 * U * norm * size * r + 3 * TINY
+    value = (o.value * r).reshape(a.z.shape) * a.norm
+    return Span(value, (most * SECOND).reshape(a.z.shape)), Span(states, state_errors)
 
 
 def check_conv(a: Conv, got: tuple[np.ndarray, np.ndarray]) -> None:
@@ -324,7 +457,14 @@ def check_conv(a: Conv, got: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 def check_delta(a: Delta, got: tuple[np.ndarray, np.ndarray]) -> None:
-    y, state = delta_span(a)
+    _check(a, got, *delta_span(a))
+
+
+def check_space(a: Space, got: tuple[np.ndarray, np.ndarray]) -> None:
+    _check(a, got, *space_span(a))
+
+
+def _check(a: Delta | Space, got: tuple[np.ndarray, np.ndarray], y: Span, state: Span) -> None:
     assert_within(got[0], y)
     assert_within(got[1], state)
     for found, want in zip(a.reference(), (y, state), strict=True):
@@ -336,7 +476,7 @@ def assert_bytes(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> None:
         assert x.tobytes() == y.tobytes()
 
 
-def check_window(a: Conv | Delta, window: int, lanes: int = 3) -> None:
+def check_window(a: Conv | Delta | Space, window: int, lanes: int = 3) -> None:
     """A node with a window of states: slots have the bytes of calls that end there, the others are zeros, or in place
     what they were; the last one is all that is read.
 

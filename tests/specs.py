@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, MoESpec, Projection, RoutingSpec
+from quantmoe.custom_ops.op import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LinearSpec,
+    MoESpec,
+    Projection,
+    RoutingSpec,
+    SpaceSpec,
+)
 
 
 def projection(format: str, group_size: int, scale_type: str, activation_format: str, **others: Any) -> Projection:
@@ -79,14 +88,26 @@ def delta_spec(num_k_heads: int, num_v_heads: int, k_head_size: int, **others: A
     return DeltaSpec(num_k_heads=num_k_heads, num_v_heads=num_v_heads, k_head_size=k_head_size, **(unsaid | others))
 
 
-def state_shapes(spec: ConvSpec | DeltaSpec, batch: int, tokens: int) -> list[tuple[int, ...]]:
-    """Of CausalConv's or GatedDelta's inputs, then outputs."""
+def space_spec(num_groups: int, num_heads: int, state_size: int, head_size: int, **others: Any) -> SpaceSpec:
+    unsaid: dict[str, Any] = {"norm_size": num_heads // num_groups * head_size, "norm_epsilon": 1e-5, "state_window": 1}
+    unsaid |= dict.fromkeys(("dt_size", "dt_offset", "z_size", "z_offset"), 0)
+    sizes = {"num_groups": num_groups, "num_heads": num_heads, "state_size": state_size, "head_size": head_size}
+    return SpaceSpec(**(sizes | unsaid | others))
+
+
+def state_shapes(spec: ConvSpec | DeltaSpec | SpaceSpec, batch: int, tokens: int) -> list[tuple[int, ...]]:
+    """Of an operator's inputs, then outputs."""
     x = (batch, tokens)
     states = (*[spec.state_window] * (spec.state_window > 1), batch)
     if isinstance(spec, ConvSpec):
         state: tuple[int, ...] = (*states, spec.channels, spec.width - 1)
         weights = [(spec.channels, spec.width), (spec.channels,)]
         return [(*x, spec.channels), *weights, state, (batch, 3), (*x, spec.channels), state]
+    if isinstance(spec, SpaceSpec):
+        heads, width = spec.num_heads, spec.num_heads * spec.head_size
+        state, y = (*states, heads, spec.state_size, spec.head_size), (*x, width)
+        xbc = (*x, width + 2 * spec.num_groups * spec.state_size)
+        return [xbc, (*x, heads), y, *[(heads,)] * 3, (width,), state, (batch, 3), y, state]
     heads, k, v = spec.num_v_heads, spec.k_head_size, spec.v_head_size
     decays, state, y = heads * (k if spec.decay_per_key else 1), (*states, heads, k, v), (*x, heads * v)
     qkv = (*x, 2 * spec.num_k_heads * k + heads * v)

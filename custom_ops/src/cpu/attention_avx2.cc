@@ -1,4 +1,4 @@
-// CachedAttention, CausalConv and GatedDelta with AVX2, FMA and F16C: a vector is two ymm.
+// CachedAttention, CausalConv, GatedDelta and StateSpace with AVX2, FMA and F16C: a vector is two ymm.
 #include <immintrin.h>
 
 #pragma GCC diagnostic push

@@ -1,4 +1,4 @@
-// CachedAttention, CausalConv and GatedDelta with AVX-512: a vector is a zmm.
+// CachedAttention, CausalConv, GatedDelta and StateSpace with AVX-512: a vector is a zmm.
 #include <immintrin.h>
 
 #pragma GCC diagnostic push

@@ -1,4 +1,4 @@
-// CachedAttention, CausalConv and GatedDelta with NEON: a vector is four registers.
+// CachedAttention, CausalConv, GatedDelta and StateSpace with NEON: a vector is four registers.
 #include <arm_neon.h>
 
 #pragma GCC diagnostic push

@@ -1,4 +1,4 @@
-// CachedAttention, CausalConv and GatedDelta in standard C++.
+// CachedAttention, CausalConv, GatedDelta and StateSpace in standard C++.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "cpu/latent_attention.h"

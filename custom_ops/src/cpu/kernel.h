@@ -190,7 +190,7 @@ struct AttentionFunctions {
 };
 extern const AttentionFunctions attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
 
-// CausalConv and GatedDelta: what their kernels see of a call (linear_attention.cc), and their arithmetic
+// CausalConv, GatedDelta and StateSpace: what their kernels see of a call (linear_attention.cc), and their arithmetic
 // (linear_attention.h, FORMAT.md 6).
 constexpr int64_t kConvChannels = 256;  // of a task
 constexpr int64_t kDeltaTokens = 32;    // whose operands are prepared together
@@ -207,24 +207,57 @@ struct ConvContext {
   int64_t scratch_floats() const { return (2 * int64_t{node.width} + 2) * kConvChannels; }
 };
 
-struct DeltaContext {
+// What GatedDelta and StateSpace share: a state of [keys, values] a head.
+struct StateContext {
+  qm_type type;
+  int64_t batch, tokens;
+  const int32_t* rows;
+  const float* past_state;
+  float* present_state;
+  int64_t heads, keys, values, window;
+
+  int64_t head_state() const { return keys * values; }
+  int64_t slot(int64_t i) const { return i * batch * heads * head_state(); }  // of the window
+  int64_t live() const { return slot(window - 1); }
+  int64_t width() const { return heads * values; }  // of z and y
+  int64_t padded_keys() const { return align_up(keys, 16); }
+  int64_t padded_values() const { return align_up(values, 16); }
+  int64_t operand_floats() const { return 4 * padded_keys() + 16; }  // of a token
+  // Scratch of a lane, in floats; each piece is a multiple of a cache line. The state's columns are in slabs, one after
+  // the other, each [keys][its columns].
+  int64_t operands_at() const { return keys * padded_values(); }
+  int64_t values_at() const { return operands_at() + kDeltaTokens * operand_floats(); }
+  int64_t outputs_at() const { return values_at() + kDeltaTokens * padded_values(); }
+  int64_t scan_floats() const { return outputs_at() + kDeltaTokens * padded_values(); }
+};
+
+struct DeltaContext : StateContext {
   const qm_delta& node;
   const qm_delta_call& call;
 
-  int64_t head_state() const { return int64_t{node.k_head_size} * node.v_head_size; }
-  int64_t slot(int64_t i) const { return i * call.batch * node.num_v_heads * head_state(); }  // of the window
-  int64_t live() const { return slot(node.state_window - 1); }
+  DeltaContext(const qm_delta& of, const qm_delta_call& made)
+      : StateContext{made.type,          made.batch,     made.tokens,    made.rows,       made.past_state,
+                     made.present_state, of.num_v_heads, of.k_head_size, of.v_head_size, of.state_window},
+        node(of),
+        call(made) {}
   int64_t qkv_width() const { return 2 * int64_t{node.num_k_heads} * node.k_head_size + width(); }
-  int64_t width() const { return int64_t{node.num_v_heads} * node.v_head_size; }  // of z and y
-  int64_t padded_keys() const { return align_up(node.k_head_size, 16); }
-  int64_t padded_values() const { return align_up(node.v_head_size, 16); }
-  int64_t operand_floats() const { return 4 * padded_keys() + 16; }  // of a token
-  // Scratch of a lane, in floats; each piece is a multiple of a cache line. The state's columns are in slabs, one after
-  // the other, each [k_head_size][its columns].
-  int64_t operands_at() const { return node.k_head_size * padded_values(); }
-  int64_t values_at() const { return operands_at() + kDeltaTokens * operand_floats(); }
-  int64_t outputs_at() const { return values_at() + kDeltaTokens * padded_values(); }
-  int64_t scratch_floats() const { return outputs_at() + kDeltaTokens * padded_values(); }
+  int64_t scratch_floats() const { return scan_floats(); }
+};
+
+struct SpaceContext : StateContext {
+  const qm_space& node;
+  const qm_space_call& call;
+
+  SpaceContext(const qm_space& of, const qm_space_call& made)
+      : StateContext{made.type,          made.batch,   made.tokens,   made.rows,    made.past_state,
+                     made.present_state, of.num_heads, of.state_size, of.head_size, of.state_window},
+        node(of),
+        call(made) {}
+  int64_t xbc_width() const { return width() + 2 * int64_t{node.num_groups} * node.state_size; }
+  // The workspace begins with what the norm takes, [B, S, H P]. A lane has its scan, then what gates a norm's features.
+  float* outputs(int64_t token) const { return static_cast<float*>(call.workspace) + token * width(); }
+  int64_t output_floats() const { return align_up(batch * tokens * width(), 16); }
+  int64_t scratch_floats() const { return std::max(scan_floats(), align_up(node.norm_size, 16)); }
 };
 
 struct LinearAttentionFunctions {
@@ -232,6 +265,9 @@ struct LinearAttentionFunctions {
   void (*conv)(const ConvContext& conv, int64_t b, int64_t first, float* scratch);
   // Row b's tokens, of a value head; `ahead`, a state like that head's, is read soon.
   void (*delta)(const DeltaContext& delta, int64_t b, int64_t head, const float* ahead, float* scratch);
+  // The same, without the norm; and gate and norm of a token of row b.
+  void (*space)(const SpaceContext& space, int64_t b, int64_t head, const float* ahead, float* scratch);
+  void (*space_norm)(const SpaceContext& space, int64_t b, int64_t token, float* scratch);
 };
 extern const LinearAttentionFunctions linear_attention_portable, linear_attention_avx2, linear_attention_avx512vnni,
     linear_attention_neon_dotprod;

@@ -1,5 +1,5 @@
-// CausalConv and GatedDelta on the CPU. A task is all tokens of a row and some channels, or of a row and a value head:
-// it alone reads and writes its part of the state, which may be in place.
+// CausalConv, GatedDelta and StateSpace on the CPU. A task is all tokens of a row and some channels, or of a row and a
+// head: it alone reads and writes its part of the state, which may be in place.
 #include <algorithm>
 
 #include "core/parallel.h"
@@ -28,12 +28,18 @@ int check_rows(const Call& call, char* err) {
   return QM_OK;
 }
 
-// Runs body(b, i, scratch) for each row b and i < count.
+// Runs body(b, i, scratch) for each row b and i < count; of the workspace lanes have `floats` each from `at` on.
 template <class Call, class Body>
-void each(const Call& call, int64_t count, int64_t floats, const Body& body) {
+void each(const Call& call, int64_t count, int64_t floats, const Body& body, int64_t at = 0) {
   parallel(lanes_of(call), call.parallel_for, call.parallel_context, call.batch * count, [&](int lane, int64_t task) {
-    body(task / count, task % count, static_cast<float*>(call.workspace) + lane * floats);
+    body(task / count, task % count, static_cast<float*>(call.workspace) + at + lane * floats);
   });
+}
+
+// The state that the lane of this one probably takes next.
+const float* state_after(const StateContext& states, int64_t b, int64_t head, int lanes) {
+  const int64_t next = std::min(b * states.heads + head + lanes, states.batch * states.heads - 1);
+  return states.past_state + states.live() + next * states.head_state();
 }
 
 }  // namespace
@@ -66,11 +72,32 @@ int qm_delta_run(const qm_delta* node, const qm_delta_call* call, char* err) {
   if (!kernel) return QM_UNSUPPORTED;
   if (int status = check_rows(*call, err)) return status;
   const DeltaContext delta{*node, *call};
-  const int64_t heads = node->num_v_heads;
-  each(*call, heads, delta.scratch_floats(), [&](int64_t b, int64_t head, float* scratch) {
-    const int64_t next = std::min(b * heads + head + lanes_of(*call), call->batch * heads - 1);
-    kernel->linear_attention->delta(delta, b, head, call->past_state + delta.live() + next * delta.head_state(),
-                                    scratch);
+  each(*call, delta.heads, delta.scratch_floats(), [&](int64_t b, int64_t head, float* scratch) {
+    kernel->linear_attention->delta(delta, b, head, state_after(delta, b, head, lanes_of(*call)), scratch);
   });
+  return QM_OK;
+}
+
+size_t qm_space_workspace(const qm_space* node, const qm_space_call* call) {
+  const SpaceContext space{*node, *call};
+  return static_cast<size_t>(space.output_floats() + lanes_of(*call) * space.scratch_floats()) * 4;
+}
+
+int qm_space_run(const qm_space* node, const qm_space_call* call, char* err) {
+  const CpuKernel* kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  if (int status = check_rows(*call, err)) return status;
+  const SpaceContext space{*node, *call};
+  const LinearAttentionFunctions& run = *kernel->linear_attention;
+  const int64_t floats = space.scratch_floats(), at = space.output_floats();
+  each(
+      *call, space.heads, floats,
+      [&](int64_t b, int64_t head, float* scratch) {
+        run.space(space, b, head, state_after(space, b, head, lanes_of(*call)), scratch);
+      },
+      at);
+  each(
+      *call, space.tokens, floats,
+      [&](int64_t b, int64_t token, float* scratch) { run.space_norm(space, b, token, scratch); }, at);
   return QM_OK;
 }

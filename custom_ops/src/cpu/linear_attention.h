@@ -1,10 +1,12 @@
-// CausalConv and GatedDelta: FORMAT.md section 6, operation by operation, on the vectors of attention.h. Of these Isa
-// has
+// CausalConv, GatedDelta and StateSpace: FORMAT.md section 6, operation by operation, on the vectors of attention.h. Of
+// these Isa has
 //
 //   a head's state S, K rows:  | slab 0 | slab 1 | ...     a slab: kSlab vectors of columns of all K rows
 //   a token, of each slab:     m = (k d) S, o = (q d) S    one pass over the rows, d being their decays
 //                              delta = beta (v - m)
 //                              S = d S + k delta, o += (q k) delta
+//
+// StateSpace's delta is x dt, its k and q are B and C, and there is no m.
 //
 //   kSlab                  vectors of a state's columns that are worked on at a time: their sums fit the registers, K
 //                          rows of them L1
@@ -75,7 +77,8 @@ void convolution(const ConvContext& conv, int64_t batch_row, int64_t first, floa
   Bits* const slots = static_cast<Bits*>(call.present_conv) + state_at;
   Bits* const present = slots + conv.live();
   const int64_t size = x_of(conv.node).size;
-  const Bits* const x = static_cast<const Bits*>(call.x) + batch_row * tokens * size + first;
+  const Bits* const x =
+      static_cast<const Bits*>(call.x) + batch_row * tokens * size + x_of(conv.node).offset + first;
   Bits* const y = static_cast<Bits*>(call.y) + batch_row * tokens * channels + first;
   for (int64_t token = 0; token < tokens; ++token)
     if (token < begin || token >= begin + count) std::fill_n(y + token * channels, slice, Bits{});
@@ -134,54 +137,78 @@ struct Operands {
   float beta, product;                       // of key and query
 };
 
-// What a task of GatedDelta works on: row b's tokens that count, of a value head.
+// What a task works on: row b's tokens that count, of a head.
 struct Head {
-  const DeltaContext& d;
+  const StateContext& states;
   int64_t b, head;
   float* scratch;
 
-  int64_t token(int64_t i) const { return b * d.call.tokens + d.call.rows[3 * b] + i; }  // of its i-th, in the call
+  int64_t count() const { return states.rows[3 * b + 1]; }
+  int64_t token(int64_t i) const { return b * states.tokens + states.rows[3 * b] + i; }  // of its i-th, in the call
   // What an input or output of `width` numbers a token has of its i-th, from number `at` on.
   template <class Bytes>
   Bytes* of(Bytes* tensor, int64_t i, int64_t width, int64_t at) const {
-    return tensor + (token(i) * width + at) * (d.call.type == QM_F32 ? 4 : 2);
+    return tensor + (token(i) * width + at) * (states.type == QM_F32 ? 4 : 2);
   }
   const uint8_t* of(const void* tensor, int64_t i, int64_t width, int64_t at) const {
     return of(static_cast<const uint8_t*>(tensor), i, width, at);
   }
-  const uint8_t* query(int64_t i) const { return of(d.call.qkv, i, d.qkv_width(), group() * d.node.k_head_size); }
-  const uint8_t* key(int64_t i) const {
-    return of(d.call.qkv, i, d.qkv_width(), (d.node.num_k_heads + group()) * d.node.k_head_size);
-  }
-  const uint8_t* value(int64_t i) const {
-    return of(d.call.qkv, i, d.qkv_width(), d.qkv_width() - (d.node.num_v_heads - head) * d.node.v_head_size);
-  }
   const uint8_t* of(const void* tensor, int64_t i, Part part, int64_t at) const {
     return of(tensor, i, part.size, part.offset + at);
   }
-  const uint8_t* z(int64_t i) const { return of(d.call.z, i, z_of(d.node), head * d.node.v_head_size); }
-  uint8_t* y(int64_t i) const { return of(static_cast<uint8_t*>(d.call.y), i, d.width(), head * d.node.v_head_size); }
-  int64_t group() const { return head / (d.node.num_v_heads / d.node.num_k_heads); }
-
   // Where the state after the i-th token goes, but for the last; null: nowhere.
   float* slot(int64_t i) const {
-    const int64_t count = d.call.rows[3 * b + 1], at = d.node.state_window - count + i;
-    if (at < 0 || i == count - 1) return nullptr;
-    return d.call.present_state + d.slot(at) + (b * d.node.num_v_heads + head) * d.head_state();
+    const int64_t at = states.window - count() + i;
+    if (at < 0 || i == count() - 1) return nullptr;
+    return states.present_state + states.slot(at) + (b * states.heads + head) * states.head_state();
   }
   float* state() const { return scratch; }
-  float* operands(int64_t i) const { return scratch + d.operands_at() + i * d.operand_floats(); }
-  float* values(int64_t i) const { return scratch + d.values_at() + i * d.padded_values(); }
-  float* outputs(int64_t i) const { return scratch + d.outputs_at() + i * d.padded_values(); }
+  float* operands(int64_t i) const { return scratch + states.operands_at() + i * states.operand_floats(); }
+  float* values(int64_t i) const { return scratch + states.values_at() + i * states.padded_values(); }
+  float* outputs(int64_t i) const { return scratch + states.outputs_at() + i * states.padded_values(); }
   Operands read(int64_t i) const {
     const float* const at = operands(i);
-    const int64_t k = d.padded_keys();
+    const int64_t k = states.padded_keys();
     return {at, at + k, at + 2 * k, at + 3 * k, at[4 * k], at[4 * k + 1]};
   }
 };
 
+struct DeltaHead : Head {
+  static constexpr bool kRecalls = true;  // a token's delta is of what the state says to its key
+  const DeltaContext& d;
+
+  DeltaHead(const DeltaContext& of, int64_t row, int64_t number, float* lane)
+      : Head{of, row, number, lane}, d(of) {}
+  const uint8_t* query(int64_t i) const { return of(d.call.qkv, i, d.qkv_width(), group() * d.keys); }
+  const uint8_t* key(int64_t i) const {
+    return of(d.call.qkv, i, d.qkv_width(), (d.node.num_k_heads + group()) * d.keys);
+  }
+  const uint8_t* value(int64_t i) const {
+    return of(d.call.qkv, i, d.qkv_width(), d.qkv_width() - (d.heads - head) * d.node.v_head_size);
+  }
+  const uint8_t* z(int64_t i) const { return of(d.call.z, i, z_of(d.node), head * d.node.v_head_size); }
+  uint8_t* y(int64_t i) const { return of(static_cast<uint8_t*>(d.call.y), i, d.width(), head * d.node.v_head_size); }
+  int64_t group() const { return head / (d.heads / d.node.num_k_heads); }
+};
+
+struct SpaceHead : Head {
+  static constexpr bool kRecalls = false;
+  const SpaceContext& d;
+
+  SpaceHead(const SpaceContext& of, int64_t row, int64_t number, float* lane)
+      : Head{of, row, number, lane}, d(of) {}
+  const uint8_t* value(int64_t i) const { return of(d.call.xbc, i, d.xbc_width(), head * d.node.head_size); }
+  const uint8_t* key(int64_t i) const { return of(d.call.xbc, i, d.xbc_width(), d.width() + group() * d.keys); }
+  const uint8_t* query(int64_t i) const {
+    return of(d.call.xbc, i, d.xbc_width(), d.width() + (d.node.num_groups + group()) * d.keys);
+  }
+  const uint8_t* z(int64_t i) const { return of(d.call.z, i, z_of(d.node), head * d.node.head_size); }
+  float* y(int64_t i) const { return d.outputs(token(i)) + head * d.node.head_size; }
+  int64_t group() const { return head / (d.heads / d.node.num_groups); }
+};
+
 // Operands and values of `count` tokens, from the first-th on.
-void prepare(const Head& head, int64_t first, int64_t count) {
+void prepare(const DeltaHead& head, int64_t first, int64_t count) {
   const qm_delta& node = head.d.node;
   const qm_delta_call& call = head.d.call;
   const int64_t k = node.k_head_size, v = node.v_head_size, decays = node.decay_per_key ? k : 1;
@@ -207,6 +234,26 @@ void prepare(const Head& head, int64_t first, int64_t count) {
     for (int64_t j = 0; j < k; ++j) query[j] = query[j] * decay[j];
   }
 }
+void prepare(const SpaceHead& head, int64_t first, int64_t count) {
+  const qm_space_call& call = head.d.call;
+  const int64_t k = head.d.keys, v = head.d.values;
+  const float rate = exp_f32(call.a_log[head.head]);
+  for (int64_t i = 0; i < count; ++i) {
+    float* const key = head.operands(i);
+    float *const decay = key + head.d.padded_keys(), *const query = decay + 2 * head.d.padded_keys();
+    float *const scalars = query + head.d.padded_keys(), *const values = head.values(i);
+    to_float(call.type, head.query(first + i), k, query);
+    to_float(call.type, head.key(first + i), k, key);
+    to_float(call.type, head.value(first + i), v, values);
+    float dt;
+    to_float(call.type, head.of(call.dt, first + i, dt_of(head.d.node), head.head), 1, &dt);
+    const float x = dt + call.dt_bias[head.head], step = softplus_f32(x);
+    std::fill(decay, decay + k, decay_f32(rate, x));
+    scalars[1] = dot_lanes(query, key, k);
+    for (int64_t j = 0; j < k; ++j) query[j] = query[j] * decay[j];
+    for (int64_t j = 0; j < v; ++j) values[j] = values[j] * step;
+  }
+}
 
 // A state, or what it becomes: rows of columns.
 struct State {
@@ -227,9 +274,9 @@ struct Lines {
 };
 
 // What the i-th token of a head reads and writes; queries and keys, or the rest.
-Lines lines_of(const Head& head, int64_t i, bool rest) {
-  const int64_t element = head.d.call.type == QM_F32 ? 4 : 2, k = head.d.node.k_head_size * element;
-  const int64_t v = head.d.node.v_head_size * element;
+template <class OwnHead>
+Lines lines_of(const OwnHead& head, int64_t i, bool rest) {
+  const int64_t element = head.d.type == QM_F32 ? 4 : 2, k = head.d.keys * element, v = head.d.values * element;
   Lines lines;
   if (!rest) {
     lines.add(head.query(i), k);
@@ -244,8 +291,8 @@ Lines lines_of(const Head& head, int64_t i, bool rest) {
 
 // K rows of 16 V columns of a head's state: updated with a token's delta, where there is one, then multiplied by the
 // next token's operands, where there is one; `lines` come into L2. kLast: no NaN has a payload, and rows from `ahead`
-// on come into L2.
-template <class Isa, int V, bool kUpdate, bool kMultiply, bool kLast>
+// on come into L2. kRecalls: recalled is made.
+template <class Isa, int V, bool kUpdate, bool kMultiply, bool kLast, bool kRecalls>
 inline void pass(const float* from, int64_t from_stride, State state, int64_t k, const Operands& token,
                  const typename Isa::Vector (&delta)[V], const Operands& next, typename Isa::Vector (&recalled)[V],
                  typename Isa::Vector (&outputs)[V], const float* ahead = nullptr, const Lines* lines = nullptr) {
@@ -261,7 +308,7 @@ inline void pass(const float* from, int64_t from_stride, State state, int64_t k,
       QM_EACH(v, V) Isa::store(state.at + v * 16, kLast ? Isa::without_payload(row[v]) : row[v]);
     }
     if (kMultiply) {
-      QM_EACH(v, V) recalled[v] = Isa::multiply_add(next.decayed_key[i], row[v], recalled[v]);
+      if (kRecalls) QM_EACH(v, V) recalled[v] = Isa::multiply_add(next.decayed_key[i], row[v], recalled[v]);
       QM_EACH(v, V) outputs[v] = Isa::multiply_add(next.decayed_query[i], row[v], outputs[v]);
     }
   }
@@ -270,8 +317,8 @@ inline void pass(const float* from, int64_t from_stride, State state, int64_t k,
 // Columns from `column` on, 16 V of them, of a state as it is between two tokens.
 template <class Isa, int V>
 void save(const Head& head, State state, int64_t column, float* slot) {
-  const int64_t v = head.d.node.v_head_size, width = std::min<int64_t>(16 * V, v - column);
-  for (int64_t i = 0; i < head.d.node.k_head_size; ++i, state.at += state.stride) {
+  const int64_t v = head.states.values, width = std::min<int64_t>(16 * V, v - column);
+  for (int64_t i = 0; i < head.states.keys; ++i, state.at += state.stride) {
     float columns[16 * V];
     QM_EACH(j, V) Isa::store(columns + j * 16, Isa::without_payload(Isa::load(state.at + j * 16)));
     std::copy_n(columns, width, slot + i * v + column);
@@ -280,45 +327,47 @@ void save(const Head& head, State state, int64_t column, float* slot) {
 
 // `count` tokens, from the first-th on, over 16 V columns of a state, from `column` on: values to outputs. ahead: null,
 // or the tokens are the last, and what pass brings into L2.
-template <class Isa, int V>
-void slab(const Head& head, const float* from, int64_t from_stride, State state, int64_t column, int64_t first,
+template <class Isa, int V, class OwnHead>
+void slab(const OwnHead& head, const float* from, int64_t from_stride, State state, int64_t column, int64_t first,
           int64_t count, const float* ahead) {
-  const int64_t k = head.d.node.k_head_size;
+  constexpr bool kRecalls = OwnHead::kRecalls;
+  const int64_t k = head.states.keys;
   typename Isa::Vector recalled[V], outputs[V], delta[V];
   Operands token = head.read(0);
-  pass<Isa, V, false, true, false>(from, from_stride, {}, k, token, delta, token, recalled, outputs);
+  pass<Isa, V, false, true, false, kRecalls>(from, from_stride, {}, k, token, delta, token, recalled, outputs);
   for (int64_t i = 0; i < count; ++i) {
     QM_EACH(v, V) {
-      delta[v] =
-          Isa::multiply(token.beta, Isa::multiply_add(-1.0f, recalled[v], Isa::load(head.values(i) + column + v * 16)));
+      delta[v] = Isa::load(head.values(i) + column + v * 16);
+      if (kRecalls) delta[v] = Isa::multiply(token.beta, Isa::multiply_add(-1.0f, recalled[v], delta[v]));
       Isa::store(head.outputs(i) + column + v * 16, Isa::multiply_add(token.product, delta[v], outputs[v]));
     }
     if (i + 1 < count) {
       const Operands next = head.read(i + 1);
       const int64_t later = first + kDeltaTokens + i;
-      const Lines lines = later < head.d.call.rows[3 * head.b + 1] ? lines_of(head, later, column > 0) : Lines();
-      pass<Isa, V, true, true, false>(from, from_stride, state, k, token, delta, next, recalled, outputs, nullptr,
-                                      &lines);
+      const Lines lines = later < head.count() ? lines_of(head, later, column > 0) : Lines();
+      pass<Isa, V, true, true, false, kRecalls>(from, from_stride, state, k, token, delta, next, recalled, outputs,
+                                                nullptr, &lines);
       token = next;
     } else if (ahead) {
-      pass<Isa, V, true, false, true>(from, from_stride, state, k, token, delta, token, recalled, outputs, ahead);
+      pass<Isa, V, true, false, true, kRecalls>(from, from_stride, state, k, token, delta, token, recalled, outputs,
+                                                ahead);
     } else {
-      pass<Isa, V, true, false, false>(from, from_stride, state, k, token, delta, token, recalled, outputs);
+      pass<Isa, V, true, false, false, kRecalls>(from, from_stride, state, k, token, delta, token, recalled, outputs);
     }
     if (float* const slot = head.slot(first + i)) save<Isa, V>(head, state, column, slot);
     from = state.at;
     from_stride = state.stride;
   }
 }
-template <class Isa, int V = Isa::kSlab>
-void slab(int64_t vectors, const Head& head, const float* from, int64_t from_stride, State state, int64_t column,
+template <class Isa, int V = Isa::kSlab, class OwnHead>
+void slab(int64_t vectors, const OwnHead& head, const float* from, int64_t from_stride, State state, int64_t column,
           int64_t first, int64_t count, const float* ahead) {
   if (vectors >= V) return slab<Isa, V>(head, from, from_stride, state, column, first, count, ahead);
   if constexpr (V > 1) slab<Isa, V - 1>(vectors, head, from, from_stride, state, column, first, count, ahead);
 }
 
 // Outputs of `count` tokens, from the first-th on, normed and gated, to y.
-void gate(const Head& head, int64_t first, int64_t count) {
+void finish(const DeltaHead& head, int64_t first, int64_t count) {
   const qm_delta& node = head.d.node;
   const int64_t v = node.v_head_size;
   float* const z = head.values(0);
@@ -326,53 +375,59 @@ void gate(const Head& head, int64_t first, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     float* const output = head.outputs(i);
     const float norm = 1.0f / std::sqrt(dot_lanes(output, output, v) / static_cast<float>(v) + node.norm_epsilon);
-    to_float(head.d.call.type, head.z(first + i), v, z);
+    to_float(head.d.type, head.z(first + i), v, z);
     if (node.gate == k_output_gate_silu)
       for (int64_t j = 0; j < v; ++j) z[j] = silu_f32(z[j]);
     else
       for (int64_t j = 0; j < v; ++j) z[j] = sigmoid_f32(z[j]);
     for (int64_t j = 0; j < v; ++j) output[j] = output[j] * norm * head.d.call.norm[j] * z[j];
-    from_float(head.d.call.type, output, v, head.y(first + i));
+    from_float(head.d.type, output, v, head.y(first + i));
+  }
+}
+// The same with D x, to what the norm takes.
+void finish(const SpaceHead& head, int64_t first, int64_t count) {
+  const int64_t v = head.d.values;
+  const float d = head.d.call.d[head.head];
+  float* const x = head.values(0);
+  for (int64_t i = 0; i < count; ++i) {
+    const float* const output = head.outputs(i);
+    float* const y = head.y(first + i);
+    to_float(head.d.type, head.value(first + i), v, x);
+    for (int64_t j = 0; j < v; ++j) y[j] = fma(d, x[j], output[j]);
   }
 }
 
-// All tokens of a row and value head. ahead: a state that this lane probably takes next.
-template <class Isa>
-void delta(const DeltaContext& context, int64_t batch_row, int64_t v_head, const float* ahead, float* scratch) {
-  const qm_delta& node = context.node;
-  const qm_delta_call& call = context.call;
-  const Head head{context, batch_row, v_head, scratch};
-  const int64_t key_size = node.k_head_size, value_size = node.v_head_size,
-                width = value_size * (call.type == QM_F32 ? 4 : 2);
-  const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
-                state_at = (batch_row * node.num_v_heads + v_head) * key_size * value_size;
-  const float* const past = call.past_state + context.live() + state_at;
-  float* const present = call.present_state + context.live() + state_at;
-  for (int64_t t = -begin; t < call.tokens - begin; ++t)
-    if (t < 0 || t >= count) std::memset(head.y(t), 0, static_cast<size_t>(width));
+// All tokens of a row and head. ahead: a state that this lane probably takes next.
+template <class Isa, class OwnHead>
+void scan(const OwnHead& head, const float* ahead) {
+  const StateContext& states = head.states;
+  const int64_t keys = states.keys, values = states.values, count = head.count(),
+                state_at = (head.b * states.heads + head.head) * states.head_state();
+  const float* const past = states.past_state + states.live() + state_at;
+  float* const present = states.present_state + states.live() + state_at;
   if (past != present)
-    for (int64_t i = 0; i < node.state_window - std::max<int64_t>(1, count); ++i)
-      std::fill_n(call.present_state + context.slot(i) + state_at, key_size * value_size, 0.0f);
+    for (int64_t i = 0; i < states.window - std::max<int64_t>(1, count); ++i)
+      std::fill_n(states.present_state + states.slot(i) + state_at, keys * values, 0.0f);
   if (!count) {
-    if (past != present) std::memcpy(present, past, static_cast<size_t>(key_size * value_size) * 4);
+    if (past != present) std::memcpy(present, past, static_cast<size_t>(keys * values) * 4);
     return;
   }
   // A few tokens read and write the state where it is; for more, slabs of it lie together, in other sets of L1.
-  const bool here = count <= kDeltaHere && value_size % 16 == 0, zeros = call.rows[3 * batch_row + 2] == 0;
-  if (zeros) std::fill_n(here ? present : head.state(), key_size * (here ? value_size : context.padded_values()), 0.0f);
+  const bool here = count <= kDeltaHere && values % 16 == 0, zeros = states.rows[3 * head.b + 2] == 0;
+  if (zeros) std::fill_n(here ? present : head.state(), keys * (here ? values : states.padded_values()), 0.0f);
   const auto each_slab = [&](const auto& body) {
-    for (int64_t c = 0; c < context.padded_values(); c += 16 * Isa::kSlab)
-      body(c, std::min<int64_t>(Isa::kSlab, (context.padded_values() - c) / 16));
+    for (int64_t c = 0; c < states.padded_values(); c += 16 * Isa::kSlab)
+      body(c, std::min<int64_t>(Isa::kSlab, (states.padded_values() - c) / 16));
   };
   const auto copy = [&](bool in) {
     each_slab([&](int64_t column, int64_t vectors) {
-      const int64_t columns = std::min(16 * vectors, value_size - column);
-      for (int64_t i = 0; i < key_size; ++i) {
-        float* const inside = head.state() + key_size * column + i * 16 * vectors;
+      const int64_t columns = std::min(16 * vectors, values - column);
+      for (int64_t i = 0; i < keys; ++i) {
+        float* const inside = head.state() + keys * column + i * 16 * vectors;
         if (!in) {
-          std::copy_n(inside, columns, present + i * value_size + column);
+          std::copy_n(inside, columns, present + i * values + column);
         } else {
-          std::copy_n(past + i * value_size + column, columns, inside);
+          std::copy_n(past + i * values + column, columns, inside);
           std::fill(inside + columns, inside + 16 * vectors, 0.0f);
         }
       }
@@ -384,17 +439,50 @@ void delta(const DeltaContext& context, int64_t batch_row, int64_t v_head, const
     const bool last = first + tokens == count;
     prepare(head, first, tokens);
     each_slab([&](int64_t c, int64_t vectors) {
-      const State to = here ? State{present + c, value_size} : State{head.state() + key_size * c, 16 * vectors};
+      const State to = here ? State{present + c, values} : State{head.state() + keys * c, 16 * vectors};
       const float* const from = here && !zeros ? past + c : to.at;
       slab<Isa>(vectors, head, from, to.stride, to, c, first, tokens, !last ? nullptr : here ? ahead + c : from);
     });
-    gate(head, first, tokens);
+    finish(head, first, tokens);
   }
   if (!here) copy(false);
 }
 
 template <class Isa>
-constexpr LinearAttentionFunctions linear_attention_kernel = {conv, delta<Isa>};
+void delta(const DeltaContext& context, int64_t b, int64_t v_head, const float* ahead, float* scratch) {
+  const DeltaHead head{context, b, v_head, scratch};
+  const int64_t begin = context.rows[3 * b], width = context.values * (context.type == QM_F32 ? 4 : 2);
+  for (int64_t t = -begin; t < context.tokens - begin; ++t)
+    if (t < 0 || t >= head.count()) std::memset(head.y(t), 0, static_cast<size_t>(width));
+  scan<Isa>(head, ahead);
+}
+
+template <class Isa>
+void space(const SpaceContext& context, int64_t b, int64_t head, const float* ahead, float* scratch) {
+  scan<Isa>(SpaceHead{context, b, head, scratch}, ahead);
+}
+
+void space_norm(const SpaceContext& context, int64_t b, int64_t token, float* z) {
+  const qm_space& node = context.node;
+  const int64_t begin = context.rows[3 * b], at = b * context.tokens + token, n = node.norm_size,
+                width = context.width(), element = context.type == QM_F32 ? 4 : 2;
+  uint8_t* const y = static_cast<uint8_t*>(context.call.y) + at * width * element;
+  if (token < begin || token >= begin + context.rows[3 * b + 1])
+    return void(std::memset(y, 0, static_cast<size_t>(width * element)));
+  const Part part = z_of(node);
+  const uint8_t* const gates = static_cast<const uint8_t*>(context.call.z) + (at * part.size + part.offset) * element;
+  for (int64_t first = 0; first < width; first += n) {
+    float* const output = context.outputs(at) + first;
+    to_float(context.type, gates + first * element, n, z);
+    for (int64_t j = 0; j < n; ++j) output[j] = output[j] * silu_f32(z[j]);
+    const float by = 1.0f / std::sqrt(dot_lanes(output, output, n) / static_cast<float>(n) + node.norm_epsilon);
+    for (int64_t j = 0; j < n; ++j) output[j] = output[j] * by * context.call.norm[first + j];
+    from_float(context.type, output, n, y + first * element);
+  }
+}
+
+template <class Isa>
+constexpr LinearAttentionFunctions linear_attention_kernel = {conv, delta<Isa>, space<Isa>, space_norm};
 
 }  // namespace
 }  // namespace quantmoe
