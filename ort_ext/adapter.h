@@ -129,12 +129,14 @@ class Kernel {
   // Throws unless the caches' type is that of cache_format.
   void check_caches(const qm_attention& attention) const;
 
-  // Sizes and tensors of a run of CausalConv or GatedDelta, into the C ABI's structs, which on the CPU are one; throws
-  // unless its inputs' shapes agree.
+  // Sizes and tensors of a run of CausalConv, GatedDelta or StateSpace, into the C ABI's structs, which on the CPU are
+  // one; throws unless its inputs' shapes agree.
   template <class Sizes, class Tensors>
   void read_conv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const;
   template <class Sizes, class Tensors>
   void read_delta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
+  template <class Sizes, class Tensors>
+  void read_space(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const;
 
   // A state's shape, with the window's size in front where there is one.
   static Shape windowed(int32_t window, Shape state) {
@@ -463,6 +465,36 @@ void Kernel::read_delta(OrtKernelContext* context, const qm_delta& delta, Sizes&
   tensors.present_state = static_cast<float*>(data_of(get_output(context, 1, state)));
 }
 
+template <class Sizes, class Tensors>
+void Kernel::read_space(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const {
+  const int64_t heads = space.num_heads, width = width_of(space);
+  check_shape(context, StateSpace_xbc, {-1, -1, width + 2 * int64_t{space.num_groups} * space.state_size});
+  const Shape xbc = shape_of(get_input(context, StateSpace_xbc));
+  const Shape output{xbc[0], xbc[1], width},
+      state = windowed(space.state_window, {xbc[0], heads, space.state_size, space.head_size});
+  check_shape(context, StateSpace_dt, {xbc[0], xbc[1], dt_of(space).size});
+  check_shape(context, StateSpace_z, {xbc[0], xbc[1], z_of(space).size});
+  for (const int32_t input : {StateSpace_a_log, StateSpace_dt_bias, StateSpace_d}) check_shape(context, input, {heads});
+  check_shape(context, StateSpace_norm, {width});
+  check_shape(context, StateSpace_past_state, state);
+  check_shape(context, StateSpace_rows, {xbc[0], 3});
+  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
+  const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
+  sizes.batch = xbc[0];
+  sizes.tokens = xbc[1];
+  tensors.xbc = input(StateSpace_xbc);
+  tensors.dt = input(StateSpace_dt);
+  tensors.z = input(StateSpace_z);
+  tensors.a_log = floats(StateSpace_a_log);
+  tensors.dt_bias = floats(StateSpace_dt_bias);
+  tensors.d = floats(StateSpace_d);
+  tensors.norm = floats(StateSpace_norm);
+  tensors.past_state = floats(StateSpace_past_state);
+  tensors.rows = static_cast<const int32_t*>(input(StateSpace_rows));
+  tensors.y = data_of(get_output(context, 0, output));
+  tensors.present_state = static_cast<float*>(data_of(get_output(context, 1, state)));
+}
+
 // What a graph says of a tensor: its type, sizes, and the names of those that are not numbers (-1). No sizes: unknown.
 struct Inferred {
   ONNXTensorElementDataType type;
@@ -503,7 +535,9 @@ class Inference {
       first.set(last, get_attribute("num_heads") * (own ? own : get_attribute("v_head_size")));
     }
     if (name == "GatedDelta") first.set(last, get_attribute("num_v_heads") * get_attribute("v_head_size"));
-    const bool stateful = name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta";
+    if (name == "StateSpace") first.set(last, get_attribute("num_heads") * get_attribute("head_size"));
+    const bool stateful =
+        name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta" || name == "StateSpace";
     const int32_t alike = stateful ? 1 : op_.outputs.count;
     for (int32_t i = 0; i < alike; ++i) {
       Inferred output = first;
@@ -513,6 +547,7 @@ class Inference {
     if (name == "CachedAttention") infer_caches();
     if (name == "CausalConv") get_output(1, get_input(CausalConv_past_conv));
     if (name == "GatedDelta") get_output(1, get_input(GatedDelta_past_state));
+    if (name == "StateSpace") get_output(1, get_input(StateSpace_past_state));
   }
 
  private:
