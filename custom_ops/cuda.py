@@ -19,6 +19,7 @@ from quantmoe.custom_ops.op import (
     RouterSpec,
     RoutingSpec,
     RowsSpec,
+    SpaceSpec,
 )
 from quantmoe.custom_ops.structs import STRUCTS, check_structs, checked, node
 
@@ -133,6 +134,18 @@ class DeltaPlan(ctypes.Structure):
     _fields_ = [("columns", _I32), ("cluster", _I32), ("chunked", _I32), ("workspace_bytes", _U64)]
 
 
+class SpaceProblem(ctypes.Structure):
+    """qm_cuda_space_problem."""
+
+    _fields_ = [("space", STRUCTS["StateSpace"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
+
+
+class SpacePlan(ctypes.Structure):
+    """qm_cuda_space_plan."""
+
+    _fields_ = [("workspace_bytes", _U64)]
+
+
 #: qm_cuda_step_kind
 STEPS = (
     *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
@@ -194,6 +207,7 @@ _PLANS = {
     RouterProblem: "qm_cuda_plan_router",
     AttentionProblem: "qm_cuda_plan_attention",
     DeltaProblem: "qm_cuda_plan_delta",
+    SpaceProblem: "qm_cuda_plan_space",
 }
 
 
@@ -282,7 +296,7 @@ def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
     checked(check, ctypes.byref(problem), _PTR(rows.data_ptr()), None)
 
 
-def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -> str:
+def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec | SpaceSpec) -> str:
     """Why the kernels do not run nodes with these attributes: what the plan of one token on an H200 says, which the
     library of the CPU kernels has, too; "" when they do."""
     lib = native.library()
@@ -293,6 +307,8 @@ def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -
             _validate_conv(lib, conv_problem(spec, "bf16", 1, 1))
         elif isinstance(spec, DeltaSpec):
             _plan(lib, delta_problem(spec, "bf16", 1, 1), H200, DeltaPlan())
+        elif isinstance(spec, SpaceSpec):
+            _plan(lib, space_problem(spec, "bf16", 1, 1), H200, SpacePlan())
         else:
             _plan(lib, _of_one_token(spec), H200, Plan())
     except ValueError as error:
@@ -749,4 +765,49 @@ def delta(spec: DeltaSpec, *inputs: torch.Tensor, in_place: bool = False) -> tup
     plan = plan_delta(problem, query(qkv.device.index or 0))
     workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
     launch_delta(problem, plan, *inputs, y, present, workspace)
+    return y, present
+
+
+def space_problem(spec: SpaceSpec, dtype: str, batch: int, tokens: int) -> SpaceProblem:
+    """qm_cuda_space_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
+    return SpaceProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens)
+
+
+def plan_space(problem: SpaceProblem, device: Device = H200) -> SpacePlan:
+    """qm_cuda_plan_space: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    found = SpacePlan()
+    _plan(library(), problem, device, found)
+    return found
+
+
+def launch_space(problem: SpaceProblem, plan: SpacePlan, *tensors: torch.Tensor) -> None:
+    """Enqueues on torch's current stream.
+
+    Args:
+        tensors: xbc, dt, z, a_log, dt_bias, d, norm, past_state, rows, y, present_state, workspace (uint8 of
+            plan.workspace_bytes), contiguous.
+    """
+    _launch("space", (problem, plan), tensors, 12)
+
+
+def space(spec: SpaceSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """StateSpace on the current CUDA device: op.def's inputs and outputs; present_state is past_state if ``in_place``.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    import torch
+
+    xbc, past_state = inputs[0], inputs[7]
+    width = spec.num_heads * spec.head_size
+    y = torch.full((*xbc.shape[:2], width), float("nan"), dtype=xbc.dtype, device=xbc.device)
+    present = past_state if in_place else torch.full_like(past_state, float("nan"))
+    problem = space_problem(spec, _dtype(xbc), *xbc.shape[:2])
+    plan = plan_space(problem, query(xbc.device.index or 0))
+    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=xbc.device)
+    launch_space(problem, plan, *inputs, y, present, workspace)
     return y, present

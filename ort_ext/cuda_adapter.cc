@@ -515,6 +515,33 @@ void CudaDelta::run(OrtKernelContext* context) const {
                               });
 }
 
+class CudaSpace : public CudaKernel {
+ public:
+  CudaSpace(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    read_attributes(info, &problem_.space);
+    problem_.type = op.type();
+    query_device();
+    qm_cuda_space_plan plan;
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_plan_space(&problem_, &device_, &plan, error)) fail(error);
+  }
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_space_problem problem_{};  // but for the sizes
+};
+
+void CudaSpace::run(OrtKernelContext* context) const {
+  qm_cuda_space_problem problem = problem_;
+  qm_cuda_space_tensors tensors{};
+  read_space(context, problem.space, problem, tensors);
+  execute<qm_cuda_space_plan>(context, problem, qm_cuda_plan_space,
+                              [&](const qm_cuda_space_plan& plan, void* workspace, void* stream, char* error) {
+                                tensors.workspace = workspace;
+                                return qm_cuda_launch_space(&problem, &plan, &tensors, stream, error);
+                              });
+}
+
 // A node that needs the other ranks.
 class CudaRank : public CudaKernel {
  protected:
@@ -639,6 +666,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, kProvider, "ReduceScatter", type, kId32, make_node<CudaScatter, verify>);
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, make_node<CudaConv, verify>);
     ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, make_node<CudaDelta, verify>);
+    ops.emplace_back(api, kProvider, "StateSpace", type, kId32, make_node<CudaSpace, verify>);
   }
   ops.emplace_back(api, kProvider, "MoERouting", kFloat, kId32, make_node<CudaRouting, verify>);
 }

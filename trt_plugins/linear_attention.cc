@@ -1,4 +1,4 @@
-// CausalConv and GatedDelta: linear attention and its states.
+// CausalConv, GatedDelta and StateSpace: linear attention and its states.
 #include "planned.h"
 
 namespace quantmoe {
@@ -121,6 +121,62 @@ class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm
   qm_delta delta_;
 };
 
+class Space final : public Planned<qm_cuda_space_problem, qm_cuda_space_plan, qm_cuda_plan_space> {
+ public:
+  Space(SharedLayer layer, const qm_space& space) : Planned("StateSpace", std::move(layer)), space_(space) {}
+
+ private:
+  IPluginV3* make_copy() const override { return new Space(layer_, space_); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+    const int32_t rank = space_.state_window > 1 ? 5 : 4;
+    if (!check_rank(inputs, StateSpace_xbc, 3) || !check_rank(inputs, StateSpace_past_state, rank)) return false;
+    outputs[0] = inputs[StateSpace_xbc];
+    outputs[0].d[2] = builder.constant(width_of(space_));
+    outputs[1] = inputs[StateSpace_past_state];
+    return true;
+  }
+  bool check_shapes(const Dims* in) const override {
+    const int64_t heads = space_.num_heads, width = width_of(space_), n = space_.state_size, p = space_.head_size;
+    const Dims& xbc = in[StateSpace_xbc];
+    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
+    return check(StateSpace_xbc, {-1, -1, width + 2 * space_.num_groups * n}) &&
+           check(StateSpace_dt, {xbc.d[0], xbc.d[1], dt_of(space_).size}) &&
+           check(StateSpace_z, {xbc.d[0], xbc.d[1], z_of(space_).size}) && check(StateSpace_a_log, {heads}) &&
+           check(StateSpace_dt_bias, {heads}) && check(StateSpace_d, {heads}) && check(StateSpace_norm, {width}) &&
+           check(StateSpace_past_state, windowed(space_.state_window, {xbc.d[0], heads, n, p})) &&
+           check(StateSpace_rows, {xbc.d[0], 3});
+  }
+  qm_cuda_space_problem problem_of(const Inputs& in) const override {
+    const Dims& xbc = in.dims[StateSpace_xbc];
+    qm_cuda_space_problem problem{};
+    problem.space = space_;
+    problem.type = qm_type(in.types[StateSpace_xbc]);
+    problem.batch = xbc.d[0];
+    problem.tokens = xbc.d[1];
+    return problem;
+  }
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+             char* error) override {
+    const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
+    qm_cuda_space_tensors tensors{};
+    tensors.xbc = inputs[StateSpace_xbc];
+    tensors.dt = inputs[StateSpace_dt];
+    tensors.z = inputs[StateSpace_z];
+    tensors.a_log = floats(StateSpace_a_log);
+    tensors.dt_bias = floats(StateSpace_dt_bias);
+    tensors.d = floats(StateSpace_d);
+    tensors.norm = floats(StateSpace_norm);
+    tensors.past_state = floats(StateSpace_past_state);
+    tensors.rows = static_cast<const int32_t*>(inputs[StateSpace_rows]);
+    tensors.y = outputs[0];
+    tensors.present_state = static_cast<float*>(outputs[1]);
+    tensors.workspace = workspace;
+    return qm_cuda_launch_space(&problem_, &plan_, &tensors, stream, error);
+  }
+
+  qm_space space_;
+};
+
 }  // namespace
 
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_conv& node, char* error) {
@@ -131,6 +187,11 @@ IPluginV3* make_plugin(const SharedLayer& layer, const qm_conv& node, char* erro
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_delta& node, char* error) {
   const qm_cuda_delta_problem problem{node, QM_F16, 1, 1};
   return Delta::takes(problem, error) ? new Delta(layer, node) : nullptr;
+}
+
+IPluginV3* make_plugin(const SharedLayer& layer, const qm_space& node, char* error) {
+  const qm_cuda_space_problem problem{node, QM_F16, 1, 1};
+  return Space::takes(problem, error) ? new Space(layer, node) : nullptr;
 }
 
 }  // namespace quantmoe

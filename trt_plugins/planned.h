@@ -128,6 +128,7 @@ class Planned : public Plugin {
   static int64_t& rows_in(qm_cuda_linear_problem& problem) { return problem.rows; }
   static int64_t& rows_in(qm_cuda_attention_problem& problem) { return problem.tokens; }
   static int64_t& rows_in(qm_cuda_delta_problem& problem) { return problem.tokens; }
+  static int64_t& rows_in(qm_cuda_space_problem& problem) { return problem.tokens; }
   static int64_t& rows_in(qm_cuda_router_problem& problem) { return problem.tokens; }
   template <class Any>
   static int64_t& batch_in(Any&, int64_t& one) {
@@ -135,6 +136,7 @@ class Planned : public Plugin {
   }
   static int64_t& batch_in(qm_cuda_attention_problem& problem, int64_t&) { return problem.batch; }
   static int64_t& batch_in(qm_cuda_delta_problem& problem, int64_t&) { return problem.batch; }
+  static int64_t& batch_in(qm_cuda_space_problem& problem, int64_t&) { return problem.batch; }
 };
 
 }  // namespace quantmoe

@@ -26,6 +26,8 @@ qm_cuda_conv_problem conv{};
 qm_cuda_conv_tensors convolved{};
 qm_cuda_delta_problem delta{};
 qm_cuda_delta_tensors stepped{};
+qm_cuda_space_problem space{};
+qm_cuda_space_tensors spaced{};
 
 int check_order(char* err) {
   ++orders_checked;
@@ -72,12 +74,15 @@ void driver_attended(qm_cuda_attention_problem* problem, qm_cuda_attention_tenso
 }
 // The same of QuantMoE.
 void driver_mixed(qm_cuda_problem* problem, qm_cuda_tensors* tensors) { *problem = moe, *tensors = mixed; }
-// The same of CausalConv and of GatedDelta.
+// The same of CausalConv, of GatedDelta and of StateSpace.
 void driver_convolved(qm_cuda_conv_problem* problem, qm_cuda_conv_tensors* tensors) {
   *problem = conv, *tensors = convolved;
 }
 void driver_stepped(qm_cuda_delta_problem* problem, qm_cuda_delta_tensors* tensors) {
   *problem = delta, *tensors = stepped;
+}
+void driver_spaced(qm_cuda_space_problem* problem, qm_cuda_space_tensors* tensors) {
+  *problem = space, *tensors = spaced;
 }
 
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
@@ -164,6 +169,11 @@ int qm_cuda_launch_conv(const qm_cuda_conv_problem* problem, const qm_cuda_conv_
 int qm_cuda_launch_delta(const qm_cuda_delta_problem* problem, const qm_cuda_delta_plan*,
                          const qm_cuda_delta_tensors* tensors, void*, char*) {
   delta = *problem, stepped = *tensors;
+  return ++launches, QM_OK;
+}
+int qm_cuda_launch_space(const qm_cuda_space_problem* problem, const qm_cuda_space_plan*,
+                         const qm_cuda_space_tensors* tensors, void*, char*) {
+  space = *problem, spaced = *tensors;
   return ++launches, QM_OK;
 }
 

@@ -336,14 +336,15 @@ typedef struct {
   uint64_t workspace_bytes;
 } qm_cuda_space_plan;
 typedef struct {
-  const void *xbc, *dt, *z;  // xbc and y 16-byte aligned
+  const void *xbc, *dt, *z;  // xbc, y, past_state and present_state 16-byte aligned
   const float *a_log, *dt_bias, *d, *norm, *past_state;
   const int32_t* rows;
   void* y;
   float* present_state;  // past_state's memory, or other
   void* workspace;
 } qm_cuda_space_tensors;
-// A state_size of 64, 128 or 256 and a head_size that is a multiple of 32; QM_UNSUPPORTED for others.
+// A state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384; QM_UNSUPPORTED for
+// others.
 QM_API int qm_cuda_plan_space(const qm_cuda_space_problem*, const qm_cuda_device*, qm_cuda_space_plan*, char* err);
 QM_API int qm_cuda_launch_space(const qm_cuda_space_problem*, const qm_cuda_space_plan*, const qm_cuda_space_tensors*,
                                 void* stream, char* err);

@@ -19,7 +19,7 @@ int launch_conv(const qm_cuda_conv_problem& problem, const qm_cuda_conv_tensors&
   const ConvParams params{problem.conv,
                           static_cast<int>(problem.tokens),
                           static_cast<int>(x_of(problem.conv).size / 2),
-                          tensors.x,
+                          static_cast<const T*>(tensors.x) + x_of(problem.conv).offset,
                           tensors.weight,
                           tensors.bias,
                           static_cast<const T*>(tensors.past_conv) + live,

@@ -16,7 +16,7 @@
 #include "core/attributes.h"
 #include "cuda/activation.cuh"
 #include "cuda/linear_attention.h"
-#include "cuda/ptx.cuh"
+#include "cuda/states.cuh"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
@@ -49,29 +49,6 @@ struct DeltaParams {
   bool apart;
   int tail;  // so many tokens at the end of a row are a launch's own, whose past is what the launches before it made
 };
-
-// What a batch row says. One that asks for tokens that are not there counts nothing, and its output is NaN.
-struct TokenRow {
-  int begin, count;
-  bool from_past, valid;
-  __device__ bool has(int token) const { return token >= begin && token < begin + count; }
-};
-__device__ inline TokenRow read_token_row(const int* rows, int b, int tokens) {
-  TokenRow r{rows[3 * b], rows[3 * b + 1], rows[3 * b + 2] != 0, true};
-  r.valid = r.begin >= 0 && r.count >= 0 && rows[3 * b + 2] >= 0 && r.begin <= tokens - r.count;
-  if (!r.valid) r.begin = r.count = 0;
-  return r;
-}
-__device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
-__device__ inline float sigmoid_of(float x) { return 1.f / (1.f + expf(-x)); }
-// log(1 + e^x)
-__device__ inline float softplus(float x) { return (x > 0.f ? x : 0.f) + log1pf(expf(-fabsf(x))); }
-
-// Asks for what a later load finds in L1. global: a multiple of 2.
-__device__ inline void touch(const void* global) {
-  [[maybe_unused]] uint16_t unused;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(unused) : "l"(global) : "memory");
-}
 
 // Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
 // reads the state, and it writes it: so present may be past's memory. One long function: weights, the last inputs and
@@ -244,13 +221,8 @@ __device__ inline void gate_output(const DeltaParams& params, const float* o, in
   for (int i = 0; i < 4; ++i) sum = fmaf(x[i], x[i], sum);
   sum = warp_sum(sum);
   if (column >= v) return;
-  const T* z = static_cast<const T*>(params.z) + token * params.z_size + head * v + column;
   T gates[4];
-  if (reinterpret_cast<uintptr_t>(z) % sizeof(gates) == 0)
-    *reinterpret_cast<uint2*>(gates) = *reinterpret_cast<const uint2*>(z);
-  else
-#pragma unroll
-    for (int i = 0; i < 4; ++i) gates[i] = z[i];
+  read_four(gates, static_cast<const T*>(params.z) + token * params.z_size + head * v + column);
   const float by = head_norm(params, sum);
 #pragma unroll
   for (int i = 0; i < 4; ++i)

@@ -1,4 +1,4 @@
-// Shapes of CausalConv and GatedDelta, which plan, launch and kernels share.
+// Shapes of CausalConv, GatedDelta and StateSpace, which plan, launch and kernels share.
 #pragma once
 #include <cstdint>
 
@@ -26,5 +26,9 @@ constexpr int kMostDeltaChunks = 32;     // of a row that a launch has: their op
 constexpr int kDeltaMade = 2 * kDeltaTokens * kDeltaTokens + 3 * kDeltaTokens + 4;  // floats of a chunk's operands
 enum DeltaChunks : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };                 // qm_cuda_delta_plan.chunked
 constexpr int kDeltaScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
+
+constexpr int kSpaceColumns = 32, kSpaceThreads = 128;  // of a block of StateSpace; a warp has eight columns of a state
+constexpr int kSpaceGateEach = 16,
+              kSpaceGateThreads = 1024;  // features of a thread that gates and norms, at most; threads
 
 }  // namespace quantmoe

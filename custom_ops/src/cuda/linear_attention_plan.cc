@@ -1,4 +1,4 @@
-// CausalConv and GatedDelta: what the kernels take, and the plan. Pure; runs without a GPU.
+// CausalConv, GatedDelta and StateSpace: what the kernels take, and the plan. Pure; runs without a GPU.
 #include <algorithm>
 
 #include "core/attributes.h"
@@ -30,8 +30,9 @@ extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* 
   QM_TRY(check_conv(conv, err));
   if (conv.channels % 2)
     return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", conv.channels);
-  if (conv.x_size % 2)
-    return fail(err, QM_UNSUPPORTED, "x_size is %d, the CUDA kernel takes even numbers", conv.x_size);
+  if (conv.x_size % 2 || conv.x_offset % 2)
+    return fail(err, QM_UNSUPPORTED, "x_size is %d and x_offset %d, the CUDA kernel takes even numbers", conv.x_size,
+                conv.x_offset);
   if (conv.width < kLeastConvWidth || conv.width > kMostConvWidth)
     return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", conv.width, kLeastConvWidth,
                 kMostConvWidth);
@@ -63,5 +64,21 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
     floats += problem->batch * chunks * delta.num_v_heads * kDeltaMade;
   }
   plan->workspace_bytes = static_cast<uint64_t>(floats) * 4;
+  return QM_OK;
+}
+
+extern "C" int qm_cuda_plan_space(const qm_cuda_space_problem* problem, const qm_cuda_device*, qm_cuda_space_plan* plan,
+                                  char* err) {
+  const qm_space& space = problem->space;
+  QM_TRY(check_space(space, err));
+  if (const int32_t size = space.state_size; size != 64 && size != 128 && size != 256)
+    return fail(err, QM_UNSUPPORTED, "state_size is %d, the CUDA kernels take 64, 128 and 256", size);
+  if (space.head_size % kSpaceColumns)
+    return fail(err, QM_UNSUPPORTED, "head_size is %d, the CUDA kernels take multiples of %d", space.head_size,
+                kSpaceColumns);
+  if (constexpr int kMost = kSpaceGateEach * kSpaceGateThreads; space.norm_size > kMost)
+    return fail(err, QM_UNSUPPORTED, "norm_size is %d, the CUDA kernels take up to %d", space.norm_size, kMost);
+  QM_TRY(validate_call("xbc", problem->type, problem->batch, problem->tokens, space.num_heads, err));
+  plan->workspace_bytes = static_cast<uint64_t>(problem->batch * problem->tokens * width_of(space)) * 4;
   return QM_OK;
 }
