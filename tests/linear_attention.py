@@ -436,7 +436,7 @@ def space_span(a: Space) -> tuple[Span, Span]:
     z = a.z.astype(np.float64)
     gate = z * reference.sigmoid(z)
     gate_error = (SIGMOID + U) * np.abs(gate) + np.abs(z) * SMALLEST
-    parts = (*a.z.shape[:2], -1, spec.norm_size)
+    parts = (*a.z.shape[:2], width // spec.norm_size, spec.norm_size)
     gated = product(Span(y, error), Span(gate, gate_error))
     o = Span(gated.value.reshape(parts), gated.error.reshape(parts))
     r, r_error = normed(o, spec.norm_epsilon)
