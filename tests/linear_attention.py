@@ -226,7 +226,11 @@ def space_inputs(
     seed: int = 0,
 ) -> Space:
     """As :func:`delta_inputs`."""
-    rng, (batch, heads), width = np.random.default_rng(seed), (len(rows), spec.num_heads), spec.num_heads * spec.head_size
+    rng, (batch, heads), width = (
+        np.random.default_rng(seed),
+        (len(rows), spec.num_heads),
+        spec.num_heads * spec.head_size,
+    )
     widths = width + 2 * spec.num_groups * spec.state_size, spec.dt_size or heads, spec.z_size or width
 
     def draw(*shape: int) -> np.ndarray:
@@ -285,7 +289,9 @@ def decays(given: np.ndarray, bias: np.ndarray, a_log: np.ndarray) -> tuple[Span
     g = rate * soft
     g_error = rate * soft_error + (EXP + U) * g
     decay = np.exp(-g)
-    return Span(soft, soft_error), Span(decay, decay * np.expm1(g_error + EXP) + np.where(g + g_error > 60, NO_DECAY, 0))
+    return Span(soft, soft_error), Span(
+        decay, decay * np.expm1(g_error + EXP) + np.where(g + g_error > 60, NO_DECAY, 0)
+    )
 
 
 def prepared(a: Delta, b: int, t: int) -> Token:
