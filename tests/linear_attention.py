@@ -2,8 +2,8 @@
 tests/arithmetic.py.
 
 The error of GatedDelta's state is bounded for each of its columns as a whole (2-norm over the K rows): a token takes an
-error e to (1 - beta k k^T) D e, whose norm is no larger than max(D) times that of e, as |k| <= 1 and 0 <= beta <= 2, and
-adds what its own operations err. StateSpace takes e to d e, so that of its state is bounded number by number.
+error e to (1 - beta k k^T) D e, whose norm is no larger than max(D) times that of e, as |k| <= 1 and 0 <= beta <= 2,
+and adds what its own operations err. StateSpace takes e to d e, so that of its state is bounded number by number.
 """
 
 from __future__ import annotations
@@ -403,8 +403,8 @@ def gated_error(a: Delta, o: Span) -> np.ndarray:
     return (error * SECOND).reshape(a.z.shape)
 
 
-def space_span(a: Space) -> tuple[Span, Span]:
-    """What y and present_state may be."""
+def space_span(a: Space, after: bool = False) -> tuple[Span, Span]:
+    """What y and present_state may be. after: C meets the state after a token, in sixteen sums, as on CUDA."""
     a = a.own()
     spec, heads, groups = a.spec, a.spec.num_heads, a.spec.num_groups
     width, n = heads * spec.head_size, spec.state_size
@@ -431,12 +431,15 @@ def space_span(a: Space) -> tuple[Span, Span]:
             p_error = (-(-n // 16) + 4) * U * np.abs(c * b).sum(1)[:, None]
             out = out + p * u.value
             out_error += p_error * (np.abs(u.value) + u.error) + np.abs(p) * u.error + U * np.abs(out)
-            out = out + a.d.astype(np.float64)[:, None] * x
-            out_error += U * np.abs(out) + TINY
             old = product(Span(state, wrong), Span(kept.value[:, :, None], kept.error[:, :, None]))
             added = b[:, :, None] * u.value[:, None]
             state = old.value + added
             wrong = old.error + np.abs(b)[:, :, None] * u.error[:, None] + U * np.abs(state) + TINY
+            if after:
+                out = (c[:, :, None] * state).sum(1)
+                out_error = (np.abs(c)[:, :, None] * (wrong + (-(-n // 16) + 4) * U * np.abs(state))).sum(1)
+            out = out + a.d.astype(np.float64)[:, None] * x
+            out_error += U * np.abs(out) + TINY
             y[row, t], error[row, t] = out.reshape(-1), out_error.reshape(-1)
         states[row], state_errors[row] = state, wrong * SECOND
     z = a.z.astype(np.float64)

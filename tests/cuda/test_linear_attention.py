@@ -1,17 +1,20 @@
-"""CausalConv and GatedDelta on CUDA against reference.py, through the C ABI. Launches are skipped where no GPU is."""
+"""CausalConv, GatedDelta and StateSpace on CUDA against reference.py, through the C ABI. Without a GPU nothing runs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import linear_attention
 import numpy as np
 import pytest
+from arithmetic import U
 from cuda.built import NUMPY, SM80, TORCH, UNIT, gpu, torch
-from specs import conv_spec, delta_spec
+from linear_attention import Space, space_span
+from specs import conv_spec, delta_spec, space_spec
 
 from quantmoe.custom_ops import cuda, reference
-from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
+from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
 
 # Only the output is rounded to 16 bits, at most half an ulp of each value. Sums, decays and norms are of f32: a token
 # adds some roundings of 2^-24 to the state, of which decay forgets; over 300 tokens they stay far below a unit of f16.
@@ -26,6 +29,7 @@ CALLS = {
     "seven": ([(0, 7, 3)], 7),
     "eight": ([(0, 8, 0)], 8),
     "nine": ([(0, 9, 1)], 9),
+    "64": ([(0, 64, 1)], 64),
     "65": ([(0, 65, 2)], 65),
     "300": ([(0, 300, 0)], 300),
     "2100": ([(3, 2095, 7)], 2100),  # more chunks than are made at once
@@ -43,6 +47,13 @@ DELTAS = {
     "parts, per key": delta_spec(2, 2, 64, decay_per_key=1, a_size=140, a_offset=8, b_size=5, b_offset=1),
     "wide values": delta_spec(2, 4, 64, v_head_size=128, beta_scale=2.0, scale=0.3),
     "wide keys": delta_spec(2, 4, 128, v_head_size=64, norm_epsilon=1e-3, l2_epsilon=1e-2),
+}
+SPACES = {
+    "nemotron": space_spec(2, 16, 128, 64, norm_size=512),
+    "granite": space_spec(1, 8, 128, 64),
+    "small": space_spec(2, 4, 64, 32),
+    "wide": space_spec(1, 3, 256, 96, norm_size=96, norm_epsilon=1e-2),
+    "parts": space_spec(2, 4, 64, 64, dt_size=9, dt_offset=5, z_size=303, z_offset=43),
 }
 
 
@@ -86,7 +97,7 @@ def conv_inputs(spec: ConvSpec, dtype: str, call: str, bias: bool = True) -> lis
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("spec", [*CONVS, replace(conv_spec(70), x_size=108)], ids=str)
+@pytest.mark.parametrize("spec", [*CONVS, replace(conv_spec(70), x_size=108, x_offset=22)], ids=str)
 def test_conv(spec: ConvSpec, call: str, dtype: str, in_place: bool) -> None:
     inputs = conv_inputs(spec, dtype, call, bias=spec.channels != 512)
     y, present = twice(lambda: cuda.conv(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
@@ -128,6 +139,153 @@ def check_delta(spec: DeltaSpec, dtype: str, inputs: list[np.ndarray], in_place:
     largest = np.abs(state).max((-2, -1), keepdims=True)
     chunks = -(-want.shape[1] // 64)
     assert (np.abs(numbers(present) - state) <= (STATE + chunks * CHUNK) * np.maximum(largest, 1)).all()
+
+
+def make_space(spec: SpaceSpec, dtype: str, call: str, **others: Any) -> Space:
+    rows, tokens = CALLS[call]
+    return linear_attention.space_inputs(spec, [[*row] for row in rows], tokens, NUMPY[dtype], **others)
+
+
+def unread(a: Space) -> list[np.ndarray]:
+    """Its tensors, with NaN where nothing is read."""
+    xbc, dt, z, *others, past, rows = (x.copy() for x in a.tensors)
+    for b, (_, count, before) in enumerate(rows.tolist()):
+        if count and not before:
+            past[b] = np.nan
+    return [*(mask(x, rows.tolist()) for x in (xbc, dt, z)), *others, past, rows]
+
+
+def space_inputs(spec: SpaceSpec, dtype: str, call: str) -> list[np.ndarray]:
+    return unread(make_space(spec, dtype, call))
+
+
+def check_space(a: Space, dtype: str, in_place: bool = False) -> None:
+    y, present = twice(lambda: cuda.space(a.spec, *(tensor(x, dtype) for x in unread(a)), in_place=in_place))
+    (want, state), (y_span, state_span) = a.reference(), space_span(a, after=True)
+    got = numbers(y)
+    counts = np.zeros(want.shape[:2], bool)
+    for b, (begin, count, _) in enumerate(a.rows.tolist()):
+        counts[b, begin : begin + count] = True
+    # The gate's exponent is of a product that f32 rounds, its exponential and reciprocal are within 2 ulp and 1; all
+    # gates of a norm may be off to one side.
+    gate = 2 * (2 * np.abs(a.own().z[counts].astype(np.float64)).max(initial=0) + 8) * U
+    least = 2.0**-25 if dtype == "f16" else 0.0  # half of the smallest number
+    most = y_span.error + (UNIT[dtype] + gate) * (np.abs(want) + y_span.error) + least
+    assert (np.abs(got - want) <= most)[counts].all()
+    assert (got[~counts] == 0).all()
+    assert (np.abs(numbers(present) - state) <= state_span.error).all()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", SPACES)
+def test_space(name: str, call: str, dtype: str) -> None:
+    check_space(make_space(SPACES[name], dtype, call), dtype, in_place=len(call) % 2 == 0)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "spec",
+    [
+        space_spec(8, 64, 128, 64, norm_size=512),  # Nemotron-3-Nano
+        space_spec(1, 128, 128, 64),  # Granite 4 H
+        space_spec(2, 160, 64, 96, norm_size=15360),
+    ],
+    ids=str,
+)
+def test_spaces_of_models(spec: SpaceSpec) -> None:
+    for call in ("one token", "ragged few"):
+        check_space(make_space(spec, "bf16", call), "bf16")
+
+
+@gpu
+@pytest.mark.parametrize("decay", [(1e-9, 1e-8), (400.0, 500.0)], ids=["one", "zero"])
+@pytest.mark.parametrize("steps", [0.0, 1.0, 20.0, 1000.0])
+def test_spaces_of_steps_and_decays(decay: tuple[float, float], steps: float) -> None:
+    """Decays near one and zero; steps that are near zero, and that softplus leaves as they are."""
+    a = make_space(SPACES["small"], "bf16", "65", decay=decay)
+    check_space(replace(a, dt=(a.dt.astype(np.float32) * steps).astype(a.dt.dtype)), "bf16")
+
+
+@gpu
+@pytest.mark.parametrize("name", ["small", "granite", "wide"])
+def test_space_in_parts(name: str) -> None:
+    """A state handed on between calls of 1, 7, 64, 65, .. tokens: one call's bytes."""
+    spec = SPACES[name]
+    inputs = space_inputs(spec, "bf16", "300")
+    want, state = cuda.space(spec, *(tensor(x, "bf16") for x in inputs))
+    past, at = tensor(inputs[7], "bf16"), 0
+    for count in (1, 7, 64, 65, 1, 1, 161):
+        part = [tensor(x[:, at : at + count], "bf16") for x in inputs[:3]]
+        others = [tensor(x, "bf16") for x in (*inputs[3:7], np.array([[0, count, at]], np.int32))]
+        y, past = cuda.space(spec, *part, *others[:-1], past, others[-1], in_place=at > 0)
+        assert torch.equal(y, want[:, at : at + count])
+        at += count
+    assert torch.equal(past, state)
+
+
+@gpu
+@pytest.mark.parametrize("window", [2, 5])
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "2100"])
+def test_windows_of_spaces(call: str, window: int) -> None:
+    """Slots have the bytes of calls that end there, or zeros."""
+    a = make_space(SPACES["small"], "bf16", call)
+    inputs = unread(a)
+    want, _ = cuda.space(a.spec, *(tensor(x, "bf16") for x in inputs))
+    spec = replace(a.spec, state_window=window)
+    y, present = twice(lambda: cuda.space(spec, *(tensor(x, "bf16") for x in window_of(inputs, window))))
+    assert torch.equal(y, want)
+    for b, (_, count, before) in enumerate(CALLS[call][0]):
+        for slot in range(window):
+            made = count - window + 1 + slot
+            if made > 0 or slot == window - 1:
+                ends = a.row(b).tokens(slice(0, made), [[0, made, before]])
+                _, state = cuda.space(a.spec, *(tensor(x, "bf16") for x in ends.tensors))
+                assert torch.equal(present[slot, b], state[0])
+            else:
+                assert (present[slot, b] == 0).all()
+
+
+@gpu
+@pytest.mark.parametrize("window", [1, 3])
+def test_space_of_no_tokens(window: int) -> None:
+    """Without tokens, or none that counts, the state stays, and the output is zero."""
+    CALLS["none"], CALLS["none of three"] = ([(0, 0, 3), (0, 0, 0)], 0), ([(0, 0, 3), (3, 0, 0)], 3)
+    spec = replace(SPACES["small"], state_window=window)
+    for call in ("none", "none of three"):
+        inputs = space_inputs(SPACES["small"], "f16", call)
+        if window > 1:
+            inputs = window_of(inputs, window)
+        y, present = cuda.space(spec, *(tensor(x, "f16") for x in inputs))
+        assert (y == 0).all()
+        last = present[-1] if window > 1 else present
+        assert torch.equal(last.cpu(), torch.from_numpy(inputs[7][-1] if window > 1 else inputs[7]))
+
+
+@gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_a_number_stays_in_its_column_and_norm(bad: float) -> None:
+    spec = SPACES["small"]
+    clean = space_inputs(spec, "bf16", "nine")
+    inputs = [x.copy() for x in clean]
+    inputs[0][0, 4, 5] = bad  # x of head 0
+    y, present = cuda.space(spec, *(tensor(x, "bf16") for x in inputs))
+    want, state = cuda.space(spec, *(tensor(x, "bf16") for x in clean))
+    assert torch.equal(y[:, :4], want[:, :4])
+    assert torch.equal(y[:, :, 64:], want[:, :, 64:])
+    assert torch.isnan(y[:, 4:, 5]).all()
+    others = [column for column in range(32) if column != 5]
+    assert torch.equal(present[:, 0][..., others], state[:, 0][..., others])
+    assert not torch.isfinite(present[:, 0, :, 5]).any()
+    assert torch.equal(present[:, 1:], state[:, 1:])
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_space_of_a_batch_of_40(tokens: int) -> None:
+    CALLS["large batch"] = ([(b % 2, tokens - b % 2, b % 3) for b in range(40)], tokens)
+    check_space(make_space(SPACES["granite"], "bf16", "large batch"), "bf16")
 
 
 @gpu
@@ -230,6 +388,7 @@ def test_windows_in_place_keep_what_is_of_no_token(call: str) -> None:
     for spec, make, run in (
         (conv_spec(64, state_window=6), conv_inputs, cuda.conv),
         (replace(DELTAS["small"], state_window=6), delta_inputs, cuda.delta),
+        (replace(SPACES["small"], state_window=6), space_inputs, cuda.space),
     ):
         inputs = window_of(make(spec, "bf16", call), 6)
         inputs[-2][:-1] = 7
@@ -250,6 +409,7 @@ def test_rows_that_are_not_there(bad: tuple[int, int, int]) -> None:
     for spec, make, run in (
         (conv_spec(64), conv_inputs, cuda.conv),
         (DELTAS["small"], delta_inputs, cuda.delta),
+        (SPACES["small"], space_inputs, cuda.space),
     ):
         CALLS["two"] = ([(0, 8, 1), (0, 8, 1)], 8)
         inputs = make(spec, "f16", "two")
@@ -313,16 +473,26 @@ def test_without_clusters(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         (delta_spec(2, 4, 64, v_head_size=32), "k_head_size is 64 and v_head_size 32, the CUDA kernels take 64"),
         (delta_spec(3, 4, 64), "num_v_heads is 4, expected a multiple of num_k_heads 3"),
         (delta_spec(2, 4, 64, l2_epsilon=-1.0), "l2_epsilon is -1, expected 0 or a positive number"),
+        (space_spec(2, 4, 96, 64), "state_size is 96, the CUDA kernels take 64, 128 and 256"),
+        (space_spec(2, 4, 64, 48), "head_size is 48, the CUDA kernels take multiples of 32"),
+        (space_spec(1, 272, 64, 64), "norm_size is 17408, the CUDA kernels take up to 16384"),
+        (space_spec(3, 4, 64, 64, norm_size=64), "num_heads is 4, expected a multiple of num_groups 3"),
         (conv_spec(63), "channels is 63, the CUDA kernel takes even numbers"),
+        (replace(conv_spec(64), x_size=80, x_offset=7), "x_size is 80 and x_offset 7, the CUDA kernel takes even"),
         (conv_spec(64, 5), "width is 5, the CUDA kernel takes 2 to 4"),
     ],
     ids=str,
 )
-def test_refusals(spec: ConvSpec | DeltaSpec, message: str) -> None:
-    delta = isinstance(spec, DeltaSpec)
-    problem = (cuda.delta_problem if delta else cuda.conv_problem)(spec, "f16", 1, 1)
+def test_refusals(spec: ConvSpec | DeltaSpec | SpaceSpec, message: str) -> None:
+    problem: Any  # (of a spec) and what makes its plan or refuses it
+    plan: Any
+    problem, plan = {
+        "CausalConv": (cuda.conv_problem, cuda.check_conv),
+        "GatedDelta": (cuda.delta_problem, cuda.plan_delta),
+        "StateSpace": (cuda.space_problem, cuda.plan_space),
+    }[spec.OP]
     with pytest.raises(ValueError, match=message):
-        (cuda.plan_delta if delta else cuda.check_conv)(problem)
+        plan(problem(spec, "f16", 1, 1))
     if "CUDA" in message:  # what needs no library says so, too
         assert cuda.refusal(spec).startswith(message)
 
@@ -332,3 +502,5 @@ def test_f32_is_refused() -> None:
         cuda.check_conv(cuda.conv_problem(conv_spec(64), "f32", 1, 1))
     with pytest.raises(ValueError, match="qkv is of type 0"):
         cuda.plan_delta(cuda.delta_problem(delta_spec(2, 4, 64), "f32", 1, 1))
+    with pytest.raises(ValueError, match="xbc is of type 0"):
+        cuda.plan_space(cuda.space_problem(space_spec(2, 4, 64, 64), "f32", 1, 1))
