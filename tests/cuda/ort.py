@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import attention_spec, conv_spec, delta_spec, routing_spec
+from specs import attention_spec, conv_spec, delta_spec, routing_spec, space_spec
 
 import quantmoe
 from quantmoe.custom_ops.op import AttentionSpec, NormSpec, RouterSpec
@@ -129,5 +129,5 @@ def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, le
     return [*inputs, (0,), (0,), (heads,), (batch, tokens, heads * v), *present]
 
 
-CONV, DELTA = conv_spec(512), delta_spec(2, 4, 64)
+CONV, DELTA, SPACE = conv_spec(512), delta_spec(2, 4, 64), space_spec(2, 4, 64, 32)
 WINDOW = conv_spec(512, state_window=3)

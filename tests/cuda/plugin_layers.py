@@ -7,7 +7,17 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, projection, routing_spec, state_shapes
+from specs import (
+    attention_spec,
+    conv_spec,
+    delta_spec,
+    linear_spec,
+    moe_spec,
+    projection,
+    routing_spec,
+    space_spec,
+    state_shapes,
+)
 
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -101,10 +111,11 @@ def routing_tensors(rows=(4,), dtype="bf16", **changes):
 CONV = conv_spec(512)
 WINDOW = conv_spec(512, state_window=3)
 DELTA = delta_spec(2, 4, 64, l2_epsilon=2.0**-20, norm_epsilon=2.0**-20)
+SPACE = space_spec(2, 4, 64, 32, norm_epsilon=2.0**-20)
 
 
 def state_tensors(spec, batch=2, tokens=3, dtype="bf16", **changes):
-    """Of CausalConv or GatedDelta; a change replaces the dimensions of one."""
+    """Of CausalConv, GatedDelta or StateSpace; a change replaces the dimensions of one."""
     slots = {name: kind for name, kind in [*inputs(spec.OP), *outputs(spec.OP)]}
     types = [{"T": dtype, "float": "f32", "int32": "i32"}[kind] for kind in slots.values()]
     shapes = zip(slots, types, state_shapes(spec, batch, tokens), strict=True)

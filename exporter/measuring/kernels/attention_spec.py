@@ -1,6 +1,6 @@
 """The nodes of the attention benches: whole context, rotary on all of a head, heads of one size."""
 
-from quantmoe.custom_ops.op import AttentionSpec, DeltaSpec
+from quantmoe.custom_ops.op import AttentionSpec, DeltaSpec, SpaceSpec
 
 
 def spec_of(heads: int, groups: int, head_size: int, qk_norm: str = "none") -> AttentionSpec:
@@ -33,4 +33,21 @@ def delta_spec_of(groups: int, heads: int, head_size: int) -> DeltaSpec:
         beta_scale=1.0,
         gate="silu",
         norm_epsilon=1e-6,
+    )
+
+
+def space_spec_of(groups: int, heads: int, norm_size: int) -> SpaceSpec:
+    """Nemotron-3's and Granite 4 H's."""
+    return SpaceSpec(
+        num_groups=groups,
+        num_heads=heads,
+        state_size=128,
+        head_size=64,
+        norm_size=norm_size,
+        norm_epsilon=1e-5,
+        state_window=1,
+        dt_size=0,
+        dt_offset=0,
+        z_size=0,
+        z_offset=0,
     )

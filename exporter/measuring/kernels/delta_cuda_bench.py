@@ -1,9 +1,10 @@
-"""GatedDelta and CausalConv on CUDA: us a call.
+"""GatedDelta, CausalConv and StateSpace on CUDA: us a call.
 
-    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10] [--fla] [--flashinfer]
+    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10] [--fla] [--flashinfer] [--spaces]
 
-16 key heads of 128, a convolution of 4 over keys, queries and values, bf16, states in place. Times are of CUDA graphs
-of several calls, each with tensors of its own, larger than L2 together where one token reads a state; medians.
+16 key heads of 128, a convolution of 4 over keys, queries and values, bf16, states in place; StateSpace of the sizes of
+some models. Times are of CUDA graphs of several calls, each with tensors of its own, larger than L2 together where one
+token reads a state; medians.
 --fla: flash-linear-attention (PyPI's fla-core) in the same process, its recurrent kernel up to 8 tokens, its chunked
 ones from there on. Its calls get gates that are ready and end before the gated norm, which are inside ours.
 --flashinfer: FlashInfer (PyPI's flashinfer-python and nvidia-cutlass-dsl), its decode and multi-token kernels up to 8
@@ -13,15 +14,19 @@ tokens, which have the gates inside, too, its chunked ones from there on. All ke
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import ConvSpec
 from quantmoe.exporter.measuring.kernels.attention_cuda_bench import Call, microseconds
-from quantmoe.exporter.measuring.kernels.attention_spec import delta_spec_of
+from quantmoe.exporter.measuring.kernels.attention_spec import delta_spec_of, space_spec_of
 
 KEY_HEADS, SIZE, WIDTH = 16, 128, 4
+#: groups, heads, features of a norm
+SPACES = {"Nemotron-3-Nano": (8, 64, 512), "Granite-4-H-Tiny": (1, 48, 3072), "Granite-4-H-Small": (1, 128, 8192)}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -94,25 +99,45 @@ def conv(heads: int, batch: int, tokens: int) -> Call:
     return lambda: cuda.launch_conv(problem, x, weight, bias, state, rows, y, state)
 
 
+def space(model: str, batch: int, tokens: int) -> Call:
+    """A call of StateSpace on random inputs."""
+    spec = space_spec_of(*SPACES[model])
+    heads, states, size = spec.num_heads, spec.state_size, spec.head_size
+    width = heads * size
+    inputs = [random(batch, tokens, n) for n in (width + 2 * spec.num_groups * states, heads, width)]
+    inputs += [random(n, dtype=torch.float32) for n in (heads, heads, heads, width)]
+    state = random(batch, heads, states, size, dtype=torch.float32)
+    rows = torch.tensor([[0, tokens, 1]] * batch, dtype=torch.int32, device="cuda")
+    problem = cuda.space_problem(spec, "bf16", batch, tokens)
+    plan = cuda.plan_space(problem, cuda.query())
+    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(inputs[2])
+    return lambda: cuda.launch_space(problem, plan, *inputs, state, rows, y, state, workspace)
+
+
+def table(name: str, models: Iterable[Any], makers: dict[str, Callable[..., Call]], repeats: int) -> None:
+    print(f"| {name} | batch | tokens | {' | '.join(makers)} |\n|{'---|' * (3 + len(makers))}")
+    sizes = ((1, 1), (1, 4), (1, 8), (1, 64), (1, 256), (1, 1024), (1, 8192), (8, 1), (32, 1), (8, 256))
+    for model in models:
+        for batch, tokens in sizes:
+            calls = 24 if batch * tokens <= 64 else 4
+            us = [microseconds([make(model, batch, tokens) for _ in range(calls)], repeats) for make in makers.values()]
+            print(f"| {model} | {batch} | {tokens} | {' | '.join(f'{time:.1f}' for time in us)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--fla", action="store_true", help="beside flash-linear-attention")
     parser.add_argument("--flashinfer", action="store_true", help="beside FlashInfer")
+    parser.add_argument("--spaces", action="store_true", help="StateSpace alone")
     given = parser.parse_args()
     torch.manual_seed(0)
     makers = {"GatedDelta, us": delta, "CausalConv, us": conv}
     makers |= {f"{peer.__name__}, us": peer for peer in (fla, flashinfer) if getattr(given, peer.__name__)}
-    print(f"| value heads | batch | tokens | {' | '.join(makers)} |\n|{'---|' * (3 + len(makers))}")
-    sizes = ((1, 1), (1, 4), (1, 8), (1, 64), (1, 256), (1, 1024), (1, 8192), (8, 1), (32, 1), (8, 256))
-    for heads in (32, 48):
-        for batch, tokens in sizes:
-            calls = 24 if batch * tokens <= 64 else 4
-            us = [
-                microseconds([make(heads, batch, tokens) for _ in range(calls)], given.repeats)
-                for make in makers.values()
-            ]
-            print(f"| {heads} | {batch} | {tokens} | {' | '.join(f'{time:.1f}' for time in us)} |", flush=True)
+    if not given.spaces:
+        table("value heads", (32, 48), makers, given.repeats)
+    table("model", SPACES, {"StateSpace, us": space}, given.repeats)
 
 
 if __name__ == "__main__":

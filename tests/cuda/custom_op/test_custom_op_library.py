@@ -32,7 +32,7 @@ def test_operators(driver):
     for dtype in ("f16", "bf16"):
         op = driver.op(dtype, dtype, dtype, "i32", "i64", "f32", name="CachedAttention")
         assert [driver.lib.driver_type(op, i) for i in (9, -1)] == [1, TYPES[dtype]]
-    for name, at, state in (("CausalConv", 3, "T"), ("GatedDelta", 7, "f32")):
+    for name, at, state in (("CausalConv", 3, "T"), ("GatedDelta", 7, "f32"), ("StateSpace", 7, "f32")):
         for dtype in ("f16", "bf16"):
             op = driver.op(dtype, name=name)
             types = [driver.lib.driver_type(op, i) for i in (at, at + 1, -1)]

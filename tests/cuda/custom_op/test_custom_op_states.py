@@ -1,4 +1,4 @@
-"""CausalConv and GatedDelta in the CUDA custom-op library."""
+"""CausalConv, GatedDelta and StateSpace in the CUDA custom-op library."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 import torch
-from cuda.ort import CONV, DELTA, FAKE, STREAM, WINDOW, gpu, run, value
-from cuda.test_linear_attention import conv_inputs, delta_inputs, tensor
+from cuda.ort import CONV, DELTA, FAKE, SPACE, STREAM, WINDOW, gpu, run, value
+from cuda.test_linear_attention import conv_inputs, delta_inputs, space_inputs, tensor
 from specs import state_shapes
 
 from quantmoe.custom_ops import cuda
@@ -24,6 +24,9 @@ from quantmoe.custom_ops import cuda
         (DELTA, "norm_epsilon", None, "attribute norm_epsilon of kind f is required"),
         (DELTA, "k_head_size", 96, "k_head_size is 96 and v_head_size 64, the CUDA kernels take 64 and 128"),
         (DELTA, "num_k_heads", 3, "num_v_heads is 4, expected a multiple of num_k_heads 3"),
+        (SPACE, "state_window", None, "attribute state_window of kind i is required"),
+        (SPACE, "state_size", 96, "state_size is 96, the CUDA kernels take 64, 128 and 256"),
+        (SPACE, "head_size", 16, "head_size is 16, the CUDA kernels take multiples of 32"),
     ],
 )
 def test_wrong_states(driver, fake, spec, name, new, message):
@@ -49,6 +52,12 @@ def test_wrong_states(driver, fake, spec, name, new, message):
         (DELTA, 3, (2, 3, 4), "z has shape [2, 3, 4], expected [2, 3, 256]"),
         (DELTA, 6, (256,), "norm has shape [256], expected [64]"),
         (DELTA, 7, (1, 4, 64, 64), "past_state has shape [1, 4, 64, 64], expected [2, 4, 64, 64]"),
+        (SPACE, 0, (2, 3, 256), "xbc has shape [2, 3, 256], expected [-1, -1, 384]"),
+        (SPACE, 1, (2, 3, 128), "dt has shape [2, 3, 128], expected [2, 3, 4]"),
+        (SPACE, 2, (2, 3, 4), "z has shape [2, 3, 4], expected [2, 3, 128]"),
+        (SPACE, 5, (2,), "d has shape [2], expected [4]"),
+        (SPACE, 6, (64,), "norm has shape [64], expected [128]"),
+        (SPACE, 7, (2, 4, 32, 64), "past_state has shape [2, 4, 32, 64], expected [2, 4, 64, 32]"),
     ],
 )
 def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
@@ -74,6 +83,7 @@ def test_states_are_launched_as_they_are_bound(driver, fake, bias):
     for spec, problem, past, said in (
         (CONV, cuda.ConvProblem(), 3, lib.driver_convolved),
         (DELTA, cuda.DeltaProblem(), 7, lib.driver_stepped),
+        (SPACE, cuda.SpaceProblem(), 7, lib.driver_spaced),
     ):
         op = driver.op("f16", name=spec.OP)
         kernel = driver.create(op, spec.attributes(), [])
@@ -99,7 +109,11 @@ def test_states_are_launched_as_they_are_bound(driver, fake, bias):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_run_states(driver, dtype, call):
     """In place, and into other memory: the bytes of the kernels, which test_linear_attention.py checks."""
-    for spec, make, launch in ((CONV, conv_inputs, cuda.conv), (DELTA, delta_inputs, cuda.delta)):
+    for spec, make, launch in (
+        (CONV, conv_inputs, cuda.conv),
+        (DELTA, delta_inputs, cuda.delta),
+        (SPACE, space_inputs, cuda.space),
+    ):
         op = driver.op(dtype, name=spec.OP)
         kernel = driver.create(op, spec.attributes(), [])
         assert kernel is not None, driver.error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cuda.plugin_layers import ATTENTION, CONV, DELTA, LINEAR, NORM, ROUTER, ROUTING, SPEC, TOKEN_ROWS
+from cuda.plugin_layers import ATTENTION, CONV, DELTA, LINEAR, NORM, ROUTER, ROUTING, SPACE, SPEC, TOKEN_ROWS
 from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, Attribute, attributes_of
 
 from quantmoe.custom_ops.op import attribute_kinds
@@ -94,7 +94,7 @@ def test_damaged_fields(driver):
 
 
 @pytest.mark.parametrize(
-    "spec", [LINEAR, ROUTING, ROUTER, NORM, TOKEN_ROWS, ATTENTION, CONV, DELTA], ids=lambda spec: spec.OP
+    "spec", [LINEAR, ROUTING, ROUTER, NORM, TOKEN_ROWS, ATTENTION, CONV, DELTA, SPACE], ids=lambda spec: spec.OP
 )
 def test_others_serialize_and_name_what_is_missing(others, spec):
     others.select(spec.OP)
@@ -117,6 +117,8 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
         (LINEAR, "in_features", 500, "in_features is 500"),
         (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
         (DELTA, "k_head_size", 96, "k_head_size is 96 and v_head_size 64, the CUDA kernels take 64 and 128"),
+        (SPACE, "state_size", 96, "state_size is 96, the CUDA kernels take 64, 128 and 256"),
+        (SPACE, "norm_size", 48, "norm_size is 48, expected whole heads of 32, and a divisor of all heads' 128"),
         (DELTA, "gate", "tanh", 'gate is "tanh", the operator defines: silu, sigmoid'),
         (LINEAR, "w_format", "f16", "w_group_size is 128, the CUDA kernels take -1 for floats"),
         (LINEAR, "w_layout", "cpu_panel", "w_layout is cpu_panel"),

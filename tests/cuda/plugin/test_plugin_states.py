@@ -1,4 +1,4 @@
-"""CausalConv and GatedDelta in the TensorRT plug-in."""
+"""CausalConv, GatedDelta and StateSpace in the TensorRT plug-in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 import torch
-from cuda.plugin_layers import CONV, DELTA, DEVICES, WINDOW, state_tensors
-from cuda.test_linear_attention import conv_inputs, delta_inputs
+from cuda.plugin_layers import CONV, DELTA, DEVICES, SPACE, WINDOW, state_tensors
+from cuda.test_linear_attention import conv_inputs, delta_inputs, space_inputs
 from cuda.test_linear_attention import tensor as on_device
 from cuda.trt import RUNTIME, TYPES, attributes_of
 from specs import state_shapes
@@ -16,7 +16,7 @@ from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import inputs
 
 
-@pytest.mark.parametrize("spec", [CONV, DELTA], ids=lambda spec: spec.OP)
+@pytest.mark.parametrize("spec", [CONV, DELTA, SPACE], ids=lambda spec: spec.OP)
 def test_types_of_states(others, spec):
     others.select(spec.OP)
     made = others.create(attributes_of(spec))
@@ -32,14 +32,15 @@ def test_types_of_states(others, spec):
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-@pytest.mark.parametrize("spec", [CONV, WINDOW, DELTA], ids=lambda spec: f"{spec.OP}-{spec.state_window}")
+@pytest.mark.parametrize("spec", [CONV, WINDOW, DELTA, SPACE], ids=lambda spec: f"{spec.OP}-{spec.state_window}")
 def test_outputs_of_states(others, spec, dtype):
     others.select(spec.OP)
     made = others.create(attributes_of(spec))
     y, state = state_shapes(spec, 2, 7)[-2:]
     given = state_tensors(spec, 2, 7, dtype)
-    assert made.outputs(given) == [(dtype, y), ("f32" if spec is DELTA else dtype, state)]
-    for name in ("qkv", "past_state") if spec is DELTA else ("x", "past_conv"):
+    assert made.outputs(given) == [(dtype, y), (dtype if spec.OP == "CausalConv" else "f32", state)]
+    names = [name for name, _ in inputs(spec.OP)]
+    for name in (names[0], names[-2]):
         assert made.outputs(state_tensors(spec, **{name: (2,)})) is None
         assert f'1 {spec.OP} layer "experts": {name} has 1 dimensions, expected ' in others.log()
 
@@ -61,6 +62,15 @@ def test_outputs_of_states(others, spec, dtype):
         (DELTA, "dt_bias", (256,), "dt_bias has shape [256], expected [4]"),
         (DELTA, "norm", (256,), "norm has shape [256], expected [64]"),
         (DELTA, "past_state", (2, 4, 64, 32), "past_state has shape [2, 4, 64, 32], expected [2, 4, 64, 64]"),
+        (SPACE, "xbc", (2, 384), "xbc has shape [2, 384], expected [-1, -1, 384]"),
+        (SPACE, "dt", (2, 3, 128), "dt has shape [2, 3, 128], expected [2, 3, 4]"),
+        (SPACE, "z", (1, 3, 128), "z has shape [1, 3, 128], expected [2, 3, 128]"),
+        (SPACE, "a_log", (2,), "a_log has shape [2], expected [4]"),
+        (SPACE, "dt_bias", (128,), "dt_bias has shape [128], expected [4]"),
+        (SPACE, "d", (128,), "d has shape [128], expected [4]"),
+        (SPACE, "norm", (64,), "norm has shape [64], expected [128]"),
+        (SPACE, "past_state", (2, 4, 64, 64), "past_state has shape [2, 4, 64, 64], expected [2, 4, 64, 32]"),
+        (SPACE, "rows", (3, 3), "rows has shape [3, 3], expected [2, 3]"),
     ],
 )
 def test_shapes_of_states(others, spec, name, dims, message):
@@ -77,15 +87,19 @@ def test_workspace_of_states(others):
     """The convolution needs none; of the profile's maxima, and enough for fewer tokens and rows."""
     others.select("CausalConv")
     assert others.create(attributes_of(CONV)).call("workspace", state_tensors(CONV, 4, 300)) == 0
-    others.select("GatedDelta")
-    given = others.create(attributes_of(DELTA)).call("workspace", state_tensors(DELTA, 4, 300))
-    problems = [cuda.delta_problem(DELTA, "bf16", b, t) for b in range(1, 5) for t in range(1, 301)]
-    assert 0 < max(cuda.plan_delta(p, device).workspace_bytes for p in problems for device in DEVICES) <= given
+    for spec, problem, plan in (
+        (DELTA, cuda.delta_problem, cuda.plan_delta),
+        (SPACE, cuda.space_problem, cuda.plan_space),
+    ):
+        others.select(spec.OP)
+        given = others.create(attributes_of(spec)).call("workspace", state_tensors(spec, 4, 300))
+        problems = [problem(spec, "bf16", b, t) for b in range(1, 5) for t in range(1, 301)]
+        assert 0 < max(plan(p, device).workspace_bytes for p in problems for device in DEVICES) <= given
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("spec", [CONV, DELTA], ids=lambda spec: spec.OP)
+@pytest.mark.parametrize("spec", [CONV, DELTA, SPACE], ids=lambda spec: spec.OP)
 def test_states_are_launched_with_what_they_are_given(fake, spec, in_place, bias):
     """As test_attention_is_launched_with_what_it_is_given."""
     fake.select(spec.OP)
@@ -99,17 +113,21 @@ def test_states_are_launched_with_what_they_are_given(fake, spec, in_place, bias
     before = fake.lib.driver_count(1)
     assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(0xD0000), None) == 0, fake.log()
     assert fake.lib.driver_count(1) == before + 1
-    made, found = (cuda.delta_problem if spec is DELTA else cuda.conv_problem), (ctypes.c_uint64 * 12)()
-    want = made(spec, "f16", 3, 20)
+    made, said = {
+        "CausalConv": (cuda.conv_problem, fake.lib.driver_convolved),
+        "GatedDelta": (cuda.delta_problem, fake.lib.driver_stepped),
+        "StateSpace": (cuda.space_problem, fake.lib.driver_spaced),
+    }[spec.OP]
+    want, found = made(spec, "f16", 3, 20), (ctypes.c_uint64 * 12)()
     problem = type(want)()
-    getattr(fake.lib, "driver_stepped" if spec is DELTA else "driver_convolved")(ctypes.byref(problem), found)
+    said(ctypes.byref(problem), found)
     for name, _ in want._fields_:  # what is between them is not said
         got, expected = getattr(problem, name), getattr(want, name)
         assert got == expected if isinstance(expected, int) else bytes(got) == bytes(expected)
     if spec is CONV and not bias:
         given[2] = 0
     assert list(found)[: count + 2] == [*given, *results]
-    assert found[11] == (0xD0000 if spec is DELTA else 0)
+    assert found[11] == (0 if spec is CONV else 0xD0000)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -117,7 +135,11 @@ def test_states_are_launched_with_what_they_are_given(fake, spec, in_place, bias
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_enqueue_states(others, dtype, call):
     """In place, with one plug-in: the bytes of the kernels, which test_linear_attention.py checks."""
-    for spec, make, launch in ((CONV, conv_inputs, cuda.conv), (DELTA, delta_inputs, cuda.delta)):
+    for spec, make, launch in (
+        (CONV, conv_inputs, cuda.conv),
+        (DELTA, delta_inputs, cuda.delta),
+        (SPACE, space_inputs, cuda.space),
+    ):
         others.select(spec.OP)
         made = make(spec, dtype, call)
         described = state_tensors(spec, *made[0].shape[:2], dtype)
