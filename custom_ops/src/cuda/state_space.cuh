@@ -132,36 +132,38 @@ __global__ void __launch_bounds__(kSpaceThreads) state_space(const __grid_consta
   const int64_t first_token = static_cast<int64_t>(batch_row) * params.tokens;
   TokenRow row{0, params.tokens, true, true};  // most likely
   const int of_token = threadIdx.x / (kSpaceColumns / 4), four = threadIdx.x % (kSpaceColumns / 4) * 4;
-  uint4 bc[kOfThread];
+  uint4 bc[kOfThread] = {};
   uint2 x{};
   T dt{};
-  // Asks for what a chunk has; beyond the last token for the last one's again.
+  // Asks for what a chunk has.
   const auto read = [&](int first) {
     const int64_t stride = width + 2 * groups * N;
     const T* xbc = static_cast<const T*>(params.xbc);
     const int group = head / (node.num_heads / node.num_groups);
-    const auto token = [&](int t) { return first_token + row.begin + min(first + t, row.count - 1); };
+    const int n = row.count - first;
+    const auto token = [&](int t) { return first_token + row.begin + first + t; };
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
-      const int at = i * kSpaceThreads + threadIdx.x, eight = at % kEights;
+      const int at = i * kSpaceThreads + threadIdx.x, t = at / kEights, eight = at % kEights;
       const int64_t operand = (eight / (N / 8) * groups + group) * N + eight % (N / 8) * 8;
-      bc[i] = *reinterpret_cast<const uint4*>(xbc + token(at / kEights) * stride + width + operand);
+      if (t < n) bc[i] = *reinterpret_cast<const uint4*>(xbc + token(t) * stride + width + operand);
     }
-    if (of_token < kChunk) {
+    if (of_token < min(n, kChunk)) {
       x = *reinterpret_cast<const uint2*>(xbc + token(of_token) * stride + head * p + first_column + four);
       dt = static_cast<const T*>(params.dt)[token(of_token) * params.dt_size + head];
     }
   };
-  const auto prepare = [&](Chunk& chunk) {
+  const auto prepare = [&](Chunk& chunk, int n) {
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
-      const int at = i * kSpaceThreads + threadIdx.x;
-      float4* to = reinterpret_cast<float4*>(chunk.bc[at / kEights] + at % kEights * 8);
+      const int at = i * kSpaceThreads + threadIdx.x, t = at / kEights;
+      if (t >= n) break;
+      float4* to = reinterpret_cast<float4*>(chunk.bc[t] + at % kEights * 8);
       const uint4 v = bc[i];
       to[0] = make_float4(Half<T>::low(v.x), Half<T>::high(v.x), Half<T>::low(v.y), Half<T>::high(v.y));
       to[1] = make_float4(Half<T>::low(v.z), Half<T>::high(v.z), Half<T>::low(v.w), Half<T>::high(v.w));
     }
-    if (of_token >= kChunk) return;
+    if (of_token >= n) return;
     const float step = softplus(static_cast<float>(dt) + dt_bias);
     const float4 v = make_float4(Half<T>::low(x.x), Half<T>::high(x.x), Half<T>::low(x.y), Half<T>::high(x.y));
     *reinterpret_cast<float4*>(chunk.x[of_token] + four) = v;
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(kSpaceThreads) state_space(const __grid_consta
         *reinterpret_cast<float4*>(params.present_state + state_at - back * params.slot + (64 * k + i) * p) =
             zero ? float4{} : *reinterpret_cast<const float4*>(state[k][i]);
   };
-  if (params.tokens) read(0);
+  read(0);
   row = read_token_row(params.rows, batch_row, params.tokens);
   if (!row.valid) return;
   if (!row.from_past && row.count)
@@ -185,13 +187,13 @@ __global__ void __launch_bounds__(kSpaceThreads) state_space(const __grid_consta
 #pragma unroll
       for (int i = 0; i < 16; ++i) state[k][i / 4][i % 4] = 0;
 
-  if (row.count && row.begin) read(0);
+  if (row.begin) read(0);
   for (int first = 0; first < row.count; first += kChunk) {
     Chunk& chunk = chunks[first / kChunk % 2];
-    prepare(chunk);
+    const int n = min(kChunk, row.count - first);
+    prepare(chunk, n);
     __syncthreads();  // the chunk is there for all warps, and all have taken the one before the last
     if (first + kChunk < row.count) read(first + kChunk);
-    const int n = min(kChunk, row.count - first);
     float* outputs = params.outputs + (first_token + row.begin + first) * width + head * p + first_column;
     for (int t = 0; t < n;) {
       // The tokens that end in a slot of a window one by one.
