@@ -24,6 +24,7 @@ from quantmoe.custom_ops.op import (
     RouterSpec,
     RoutingSpec,
     RowsSpec,
+    SpaceSpec,
     attribute_kinds,
     inputs,
     optional_inputs,
@@ -36,6 +37,7 @@ from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
 from quantmoe.custom_ops.reference import route as reference_route
 from quantmoe.custom_ops.reference import router as reference_router
+from quantmoe.custom_ops.reference import space as reference_space
 from quantmoe.custom_ops.reference import token_rows as reference_rows
 
 
@@ -379,6 +381,53 @@ def _(
     return qkv.new_empty((*qkv.shape[:-1], width)), torch.empty_like(past_state)
 
 
+@torch.library.custom_op("quantmoe::state_space", mutates_args=())
+def state_space(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    z: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    d: torch.Tensor,
+    norm: torch.Tensor,
+    past_state: torch.Tensor,
+    rows: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba-2's state space and its gated norm, by the float64 reference.
+
+    Args:
+        xbc: [B, S, H P + 2 G N]. dt: [B, S, H]. z: [B, S, H P]; or wider, by <name>_size.
+        a_log, dt_bias, d: f32 [H]. norm: f32 [H P]. past_state: f32 [B, H, N, P], with a state_window of W > 1
+            [W, B, H, N, P].
+        rows: as causal_conv's.
+        attributes: JSON of SpaceSpec.attributes().
+
+    Returns:
+        y [B, S, H P] of xbc's dtype and present_state f32 of past_state's shape.
+    """
+    spec = SpaceSpec.from_attributes(json.loads(attributes))
+    given = [t.float().numpy() for t in (xbc, dt, z, a_log, dt_bias, d, norm, past_state)] + [rows.numpy()]
+    y, present = reference_space(spec, *given)
+    return torch.from_numpy(y).to(xbc.dtype), torch.from_numpy(present).float()
+
+
+@state_space.register_fake
+def _(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    z: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    d: torch.Tensor,
+    norm: torch.Tensor,
+    past_state: torch.Tensor,
+    rows: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return xbc.new_empty((*xbc.shape[:-1], norm.shape[0])), torch.empty_like(past_state)
+
+
 @cache
 def onnx_op(op: str) -> Op:
     """An ONNX operator as onnxscript calls it, its schema built from op.def. The domain stays at version 1: a node's
@@ -466,6 +515,13 @@ def onnx_gated_delta(
     return onnx_op("GatedDelta")(*given, **json.loads(attributes))
 
 
+def onnx_state_space(
+    xbc: Any, dt: Any, z: Any, a_log: Any, dt_bias: Any, d: Any, norm: Any, past_state: Any, rows: Any, attributes: str
+) -> Any:
+    given = (xbc, dt, z, a_log, dt_bias, d, norm, past_state, rows)
+    return onnx_op("StateSpace")(*given, **json.loads(attributes))
+
+
 #: the exporter's translation table: operator of torch -> a function that makes its node
 ONNX = {
     torch.ops.quantmoe.quant_moe.default: onnx_quant_moe,
@@ -473,6 +529,7 @@ ONNX = {
     torch.ops.quantmoe.cached_attention.default: onnx_cached_attention,
     torch.ops.quantmoe.causal_conv.default: onnx_causal_conv,
     torch.ops.quantmoe.gated_delta.default: onnx_gated_delta,
+    torch.ops.quantmoe.state_space.default: onnx_state_space,
     torch.ops.quantmoe.moe_routing.default: onnx_moe_routing,
     torch.ops.quantmoe.moe_router.default: onnx_moe_router,
     torch.ops.quantmoe.token_rows.default: onnx_token_rows,

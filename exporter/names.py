@@ -1,5 +1,4 @@
-"""Names of a model's inputs and outputs, onnxruntime-genai's, and of nodes, for those who write them and those who read
-them."""
+"""Names of a model's inputs and outputs, onnxruntime-genai's, for those who write them and those who read them."""
 
 #: dimensions of a cache's tensors of one token, past_key_values.N.<name> and present.N.<name>
 RANKS = {"key": 4, "value": 4, "conv_state": 3, "recurrent_state": 4}
@@ -13,5 +12,3 @@ PAGED: dict[str, tuple[int | str, ...]] = {
     "attention_metadata": (3,),
     "logits_indices": ("num_logits",),
 }
-#: how the names of the standard nodes of a state space begin
-STATE_SPACE = "StateSpace"

@@ -163,7 +163,8 @@ def _print_attention(nodes: list[dict[str, Any]]) -> None:
 
 
 def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
-    """GatedDelta nodes, each with its CausalConv, and CausalConv nodes alone, of the same description together."""
+    """GatedDelta and StateSpace nodes, each with its CausalConv, and CausalConv nodes alone, of the same description
+    together."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for node in nodes:
         groups.setdefault(str((node["attributes"], node["width"])), []).append(node)
@@ -171,6 +172,11 @@ def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
         a, kind = group[0]["attributes"], "CausalConv and GatedDelta"
         if "num_v_heads" in a:
             rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
+        elif "num_heads" in a:
+            rows = {
+                "heads": f"{a['num_heads']} of {a['head_size']}, {a['num_groups']} groups of {a['state_size']} states"
+            }
+            kind = "CausalConv and StateSpace"
         else:
             rows, kind = {"channels": str(a["channels"])}, "CausalConv"
         if width := group[0]["width"]:

@@ -436,6 +436,29 @@ void DeltaNode::run(OrtKernelContext* context) const {
       [&](char* error) { return qm_delta_run(&delta_, &call, error); });
 }
 
+class SpaceNode : public CpuNode {
+ public:
+  SpaceNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &space_);
+    char error[QM_ERROR_SIZE];
+    if (qm_space_validate(&space_, error)) fail(error);
+  }
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  qm_space space_{};
+};
+
+void SpaceNode::run(OrtKernelContext* context) const {
+  qm_space_call call{};
+  call.type = op_.type();
+  read_space(context, space_, call, call);
+  with_pool(
+      context, call, [&] { return qm_space_workspace(&space_, &call); },
+      [&](char* error) { return qm_space_run(&space_, &call, error); });
+}
+
 // A node that needs the other ranks.
 class RankNode : public Kernel {
  public:
@@ -554,6 +577,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
     ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);
     ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, make_node<DeltaNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "StateSpace", type, kId32, make_node<SpaceNode, weights, verify>);
   }
 }
 

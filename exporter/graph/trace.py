@@ -57,7 +57,6 @@ from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
-from quantmoe.exporter.graph.passes.state_space_nodes import place_state_spaces
 from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts
 from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.memory import doing
@@ -157,7 +156,6 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         meet(model, skeleton.gathered, GatherSpec(**own.place))
     with _uncollected():
         graph = _trace_layers(skeleton, target)
-    place_state_spaces(graph.graph)
     if not attends.plain:
         layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
         set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)

@@ -26,6 +26,7 @@ from quantmoe.custom_ops.op import (
     MoESpec,
     RouterSpec,
     RoutingSpec,
+    SpaceSpec,
     Spec,
     inputs,
 )
@@ -38,6 +39,8 @@ from quantmoe.exporter.writing.output import EMBEDDINGS_MODEL, MODEL, MTP_MODEL,
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+#: operators with a recurrent state behind a CausalConv
+_RECURRENT: dict[str, type[DeltaSpec] | type[SpaceSpec]] = {"GatedDelta": DeltaSpec, "StateSpace": SpaceSpec}
 _CHUNK = 1 << 24
 SpecType = TypeVar("SpecType", bound=Spec)
 #: operators of ONNX Runtime's own whose weights an export packs
@@ -82,9 +85,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token; PagedAttention
         nodes as the CachedAttention that computes the same),
-        ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
-        ``state_bytes`` of both, after one token; CausalConv nodes without one alike; of states that standard nodes
-        read, the input's name, sizes in the place of attributes and a width of 0),
+        ``linear_attention`` (GatedDelta and StateSpace nodes: name, attributes, ``width`` of the convolution before
+        it, and ``state_bytes`` of both, after one token; CausalConv nodes without one alike; of states that standard
+        nodes read, the input's name, sizes in the place of attributes and a width of 0),
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``; ``table``: only rows of it are read), ``files`` (of weights: bytes, and how many are in
@@ -169,11 +172,9 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
                 routers.append({"node": node.name, "attributes": router.attributes()})
             elif node.op_type == "CachedAttention":
                 attention.append(_attention(path, node))
-            elif node.op_type == "GatedDelta":
+            elif node.op_type in _RECURRENT:
                 linear_attention.append(_linear_attention(path, node))
-            elif node.op_type == "CausalConv" and not any(
-                u.node.op_type == "GatedDelta" for u in node.outputs[0].uses()
-            ):
+            elif node.op_type == "CausalConv" and not any(u.node.op_type in _RECURRENT for u in node.outputs[0].uses()):
                 linear_attention.append(_short_convolution(path, node))
         except ModelError:
             raise
@@ -459,13 +460,16 @@ def _paged_attention(path: Path, node: ir.Node) -> dict[str, Any]:
 
 
 def _linear_attention(path: Path, node: ir.Node) -> dict[str, Any]:
-    spec = _spec(path, node, DeltaSpec)
+    spec = _spec(path, node, _RECURRENT[node.op_type])
     _check_runs(path, node, spec, {})
     before = node.inputs[0].producer() if node.inputs[0] is not None else None
     if before is None or before.op_type != "CausalConv":
-        raise ModelError(f"{path}: node {node.name}: qkv is not of a CausalConv")
+        raise ModelError(f"{path}: node {node.name}: {inputs(node.op_type)[0][0]} is not of a CausalConv")
     found = _short_convolution(path, before)
-    state = 4 * spec.num_v_heads * spec.k_head_size * spec.v_head_size
+    if isinstance(spec, DeltaSpec):
+        state = 4 * spec.num_v_heads * spec.k_head_size * spec.v_head_size
+    else:
+        state = 4 * spec.num_heads * spec.state_size * spec.head_size
     return found | {
         "node": node.name,
         "attributes": spec.attributes(),
@@ -485,11 +489,11 @@ def _short_convolution(path: Path, node: ir.Node) -> dict[str, Any]:
 
 
 def _plain_states(model: ir.Model) -> Iterator[dict[str, Any]]:
-    """Recurrent states that no GatedDelta has: those of lightning attention and of state spaces."""
+    """Recurrent states that standard nodes read: those of lightning attention."""
     for value in model.graph.inputs:
         nodes = {use.node.op_type for use in value.uses()}
         sizes = [size for size in value.shape or () if isinstance(size, int)]  # all but the batch
-        if str(value.name).endswith(".recurrent_state") and "GatedDelta" not in nodes and len(sizes) in (3, 4):
+        if str(value.name).endswith(".recurrent_state") and not nodes & _RECURRENT.keys() and len(sizes) in (3, 4):
             heads, key, width = sizes[-3:]
             named = {"num_k_heads": heads, "num_v_heads": heads, "k_head_size": key, "v_head_size": width}
             yield {

@@ -26,7 +26,6 @@ from numpy.typing import DTypeLike
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
 from quantmoe.exporter.memory import CHUNKS
-from quantmoe.exporter.names import STATE_SPACE
 from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
 from quantmoe.exporter.running.generate import STATES, Generator, check_takes_tokens, runtime
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
@@ -218,11 +217,10 @@ class OnCuda:
 
 
 def by_operator(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-    """Sums a profile's kernel events: operator, nodes, ms; most first. The nodes of state spaces are one."""
+    """Sums a profile's kernel events: operator, nodes, ms; most first."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        of_state_space = event["name"].startswith(f"{STATE_SPACE}_")
-        found[STATE_SPACE if of_state_space else event["args"]["op_name"]].append(event["dur"] / 1e3)
+        found[event["args"]["op_name"]].append(event["dur"] / 1e3)
     return sorted(((name, len(ms), sum(ms)) for name, ms in found.items()), key=lambda row: -row[2])
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_moe_text": "qwen3_5_moe_text"}
 
 #: operators that write a cache in place
-IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta")}
+IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta", "StateSpace")}
 IN_PLACE.add(("com.microsoft", "PagedAttention"))
 #: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
 SHARE_BUFFER = "past_present_share_buffer"

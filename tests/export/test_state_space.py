@@ -1,19 +1,17 @@
-"""Mamba-2's state space in standard nodes: the nodes alone against the recurrence in float64, whole models against
-transformers and against themselves in other pieces, rows and windows, checkpoints as NVIDIA publishes them."""
+"""Mamba-2's state space in whole models: against transformers and against themselves in other pieces, rows and windows,
+checkpoints as NVIDIA publishes them."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 from once import made_once
@@ -29,7 +27,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.passes.state_space import recognise
-from quantmoe.exporter.graph.passes.state_space_nodes import CHUNK, alone
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -42,128 +39,6 @@ OPTIONS: dict[str, Any] = {"quantize": "none", "activations": "float", "cache": 
 BLOCKS = ["linear_attention", "moe", "full_attention"]
 TOKENS = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (3, 300))
 PROMPT = TOKENS[0, :23].tolist()
-#: of the nodes alone
-NODE = {"groups": 2, "heads": 4, "size": 8, "states": 16}
-#: logarithms of rates: a token that leaves nothing of the state, and one that leaves all, and two in between
-RATES = np.array([5.0, -12.0, 0.0, 1.0], np.float32)
-#: steps near 0.0001, 1 and 2
-BIASES = np.array([0.0, 2.0, -9.0, -9.0], np.float32)
-
-
-def recurrence(given: dict[str, np.ndarray], window: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """What :func:`alone` gives, token by token in float64; of tokens that do not count zeros."""
-    groups, heads, size, states = NODE.values()
-    parts = {name: array.astype(np.float64) for name, array in given.items()}
-    mixed, dt = parts["mixed"], parts["dt"]
-    y, present = np.zeros((*mixed.shape[:2], heads, size)), np.zeros((window, len(mixed), heads, states, size))
-    for b, (begin, count, past) in enumerate(given["rows"].tolist()):
-        kept = [parts["state"][b] * bool(past or not count)]
-        for t in range(begin, begin + count):
-            x, k, q = np.split(mixed[b, t], np.cumsum([heads * size, groups * states]))
-            x = x.reshape(heads, size)
-            k, q = (np.repeat(part.reshape(groups, states), heads // groups, 0) for part in (k, q))
-            step = np.logaddexp(0, dt[b, t] + parts["dt_bias"])
-            state = kept[-1] * np.exp(-np.exp(parts["a_log"]) * step)[:, None, None]
-            kept.append(state + k[:, :, None] * (step[:, None] * x)[:, None])
-            y[b, t] = np.einsum("hn,hnp->hp", q, kept[-1]) + parts["d"][:, None] * x
-        for back in range(window):
-            present[-1 - back, b] = kept[max(count - back, 0)]
-    return y.reshape(*mixed.shape[:2], -1), present
-
-
-def draw(rows: Sequence[Sequence[int]], new: int, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    groups, heads, size, states = NODE.values()
-    shapes = {"mixed": (len(rows), new, heads * size + 2 * groups * states), "dt": (len(rows), new, heads)}
-    shapes |= {"d": (heads,), "state": (len(rows), heads, states, size)}
-    found = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    return found | {"a_log": RATES, "dt_bias": BIASES, "rows": np.array(rows, np.int32)}
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Any:
-    """The nodes alone in ONNX Runtime, by the window of states."""
-    made: dict[int, ort.InferenceSession] = {}
-
-    def call(given: dict[str, np.ndarray], window: int = 1) -> list[np.ndarray]:
-        if window not in made:
-            model = ir.to_proto(alone(NODE | {"window": window}))
-            made[window] = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        found: list[np.ndarray] = made[window].run(None, given)
-        return found
-
-    return call
-
-
-#: of outputs and states in f32: products of 16 and of 64 terms, decays of a sum of 64. Measured: at most 4e-7
-BOUND = 2e-6
-
-
-@pytest.mark.parametrize("new", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 300])
-def test_nodes_are_the_recurrence(nodes, new):
-    given = draw([[0, new, 5], [0, new, 0]], new)
-    (y, present), (want, state) = nodes(given), recurrence(given)
-    for head in range(NODE["heads"]):  # each by its own largest number: they differ by orders of magnitude
-        at = slice(head * NODE["size"], (head + 1) * NODE["size"])
-        assert error(y[..., at], want[..., at]) < BOUND
-        assert error(present[:, head], state[0, :, head]) < BOUND
-
-
-def test_a_token_that_lets_go_of_everything_blurs_no_decay_behind_it(nodes):
-    """Sums of 2e4 in front of decays of 1 to 0.9: as the difference of two such sums those would err by 1e-3."""
-    given = draw([[0, CHUNK, 0]], CHUNK)
-    given["a_log"], given["dt_bias"] = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    given["dt"][:] = -4
-    given["dt"][:, :3] = 7000
-    (y, present), (want, state) = nodes(given), recurrence(given)
-    assert error(y[:, 3:], want[:, 3:]) < BOUND
-    assert error(present, state[0]) < BOUND
-
-
-def test_small_steps_keep_their_digits(nodes):
-    """Steps of 1e-4: some roundings, where 1 + exp(x) rounded would have left 2e-4."""
-    given = draw([[0, 1, 0]], 1)
-    given["dt"][:] = 0
-    _, present = nodes(given)
-    assert error(present[:, 2:], recurrence(given)[1][0, :, 2:]) < 8 * 2.0**-24
-
-
-@pytest.mark.parametrize("pieces", [(1, 7, 64, 65), (65, 64, 1, 7), (137,)])
-def test_states_are_handed_on(nodes, pieces):
-    given = draw([[0, 137, 3], [0, 137, 0]], 137)
-    state, at, found = given["state"], 0, []
-    for new in pieces:
-        part = given | {name: given[name][:, at : at + new] for name in ("mixed", "dt")}
-        past = given["rows"][:, 2] + at
-        rows = np.stack([np.zeros(2), np.full(2, new), past], 1).astype(np.int32)
-        y, state = nodes(part | {"state": state, "rows": rows})
-        found.append(y)
-        at += new
-    want, last = recurrence(given)
-    assert error(np.concatenate(found, 1), want) < BOUND
-    assert error(state, last[0]) < BOUND
-
-
-@pytest.mark.parametrize("window", [1, 4])
-def test_ragged_rows_and_windows(nodes, window):
-    """Padding on both sides, a row that has ended, fewer tokens than states. Padding may hold any number."""
-    rows = [[0, 70, 9], [3, 60, 0], [0, 0, 9], [69, 1, 4], [68, 2, 0]]
-    given = draw(rows, 70)
-    for row, (begin, count, _) in enumerate(rows):
-        given["mixed"][row, :begin] = given["mixed"][row, begin + count :] = 1e4
-    if window > 1:  # slots before the last are not read
-        slots = np.full((window, *given["state"].shape), 1e30, np.float32)
-        slots[-1] = given["state"]
-        given["state"] = slots
-    y, present = nodes(given, window)
-    want, states = recurrence(given | {"state": given["state"][-1] if window > 1 else given["state"]}, window)
-    for row, (begin, count, _) in enumerate(rows):
-        counted = slice(begin, begin + count)
-        if count:
-            assert error(y[row, counted], want[row, counted]) < BOUND
-    assert error(present if window > 1 else present[None], states) < BOUND
-    slot = present[-1] if window > 1 else present
-    assert slot[2].tobytes() == (given["state"][-1] if window > 1 else given["state"])[2].tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +93,13 @@ def test_ragged_prompts(model, side):
 
 def test_interface(model):
     found = inspect(model)
-    convolution, states = found["linear_attention"]
-    assert (convolution["state_bytes"], states["state_bytes"]) == (4 * 128 * 3, 4 * 4 * 16 * 16)
-    assert states["node"] == "past_key_values.0.recurrent_state"
+    (states,) = found["linear_attention"]
+    assert (states["width"], states["state_bytes"]) == (4, 4 * 128 * 3 + 4 * 4 * 16 * 16)
+    assert (states["attributes"]["z_size"], states["attributes"]["norm_size"]) == (196, 32)
     names = set(Generator(model).start())
     assert names == {f"past_key_values.{name}" for name in ("0.conv_state", "0.recurrent_state", "2.key", "2.value")}
     nodes = [node.op_type for node in ir.load(model / "model.onnx").graph if node.domain == "quantmoe"]
-    assert {"CausalConv", "QuantMoE", "MoERouting"} <= set(nodes)
-    assert "StateSpace" not in nodes
+    assert {"CausalConv", "StateSpace", "QuantMoE", "MoERouting"} <= set(nodes)
     decoder = json.loads((model / "genai_config.json").read_text())["model"]["decoder"]
     assert decoder["num_hidden_layers"] == len(BLOCKS)
 
@@ -394,7 +268,9 @@ def test_mixers_of_the_same_kind_are_recognised(model_type, blocks):
     given = sizes | blocks | {name: SIZES[name] for name in names} | {"num_hidden_layers": 2}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**given))
     found, left = recognise(model, lambda spec: "", 3)
-    assert [(own.groups, own.heads, own.size, own.states, own.window) for own in found.values()] == [(2, 8, 16, 16, 3)]
+    (own,) = (own.space for own in found.values())
+    assert (own.num_groups, own.num_heads, own.head_size, own.state_size, own.state_window) == (2, 8, 16, 16, 3)
+    assert own.norm_size == 64
     assert not left
     (name,) = found
     assert recognise(model, lambda spec: "no kernel", 1)[1] == {

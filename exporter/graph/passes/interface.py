@@ -99,7 +99,7 @@ def set_state_type(model: ir.Model) -> None:
     """Gives recurrent states their type, f32 in any graph; the tracing knows one type of floats only.
 
     Requires:
-        what reads them is GatedDelta or a Cast to f32.
+        what reads them is GatedDelta, StateSpace or a Cast to f32.
     """
     for value in (*model.graph.inputs, *model.graph.outputs):
         match = _KV.fullmatch(value.name or "")

@@ -1,27 +1,27 @@
-"""Mamba-2 of transformers -> CausalConv and a state space in standard nodes (state_space_nodes.py).
+"""Mamba-2 of transformers -> CausalConv and StateSpace.
 
-As linear_attention.py, modules are recognised by what they compute, here with the nodes themselves on onnx's own
-evaluator. Their norm stays as it is.
+As linear_attention.py, modules are recognised by what they compute. Both nodes read their parts of in_proj's output, so
+that nothing is split.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
-from onnx.reference import ReferenceEvaluator
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from quantmoe.custom_ops.op import ConvSpec
+from quantmoe.custom_ops.op import ConvSpec, SpaceSpec
 from quantmoe.custom_ops.reference import conv as reference_conv
+from quantmoe.custom_ops.reference import space as reference_space
 from quantmoe.exporter.graph.passes.attention import (
     FAILURES,
     Given,
@@ -35,57 +35,43 @@ from quantmoe.exporter.graph.passes.attention import (
 )
 from quantmoe.exporter.graph.passes.linear_attention import convolve, recurrent_state, widen
 from quantmoe.exporter.graph.passes.rows import Rows
-from quantmoe.exporter.graph.passes.state_space_nodes import alone, state_space
 
 LINEARS = ("in_proj", "out_proj")
-PARAMETERS = ("A_log", "D", "dt_bias")
+PARAMETERS = ("A_log", "D", "dt_bias", "norm.weight")
 #: sums in f32 in another order, of chunks of 70 tokens
 _TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSpace:
-    """What a module computes.
-
-    Attributes:
-        conv: of the node that x, B and C pass, in this order.
-        groups, heads: heads of one group are beside each other. size: of a head's x. states: of B and C.
-    """
+    """What a module computes: its nodes, which read a row of in_proj's output, z, then x, B and C, then dt."""
 
     conv: ConvSpec
-    groups: int
-    heads: int
-    size: int
-    states: int
+    space: SpaceSpec
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Of its nodes."""
-        shape = {"groups": self.groups, "heads": self.heads, "size": self.size, "states": self.states}
-        return shape | {"window": self.window}
-
-    @property
-    def window(self) -> int:
-        """How many states it keeps, after each of the last so many tokens of a run."""
-        return self.conv.state_window
+    def features(self) -> int:
+        """Of in_proj."""
+        return self.space.z_size
 
 
 def recognise(
-    model: torch.nn.Module, refusal: Callable[[ConvSpec], str], window: int
+    model: torch.nn.Module, refusal: Callable[[ConvSpec | SpaceSpec], str], window: int
 ) -> tuple[dict[str, StateSpace], dict[str, str]]:
     """Modules of a state space, and why others that look like it are none. By name.
 
     Args:
         refusal: why the target's kernels do not run a node; "" when they do.
-        window: see :class:`StateSpace`.
+        window: how many states it keeps, after each of the last so many tokens of a run.
     """
     compare = once_a_kind(_compare)
 
     def judge(module: Any) -> StateSpace:
         own = _spec(module, window)
         compare(module, own)
-        if reason := refusal(own.conv):
-            raise Unlike(reason)
+        for spec in (own.conv, own.space):
+            if reason := refusal(spec):
+                raise Unlike(reason)
         return own
 
     return judged(((name, module) for name, module in model.named_modules() if _looks_like_one(module)), judge)
@@ -96,56 +82,82 @@ def _looks_like_one(module: Any) -> bool:
     return (
         all(type(linear) is torch.nn.Linear for linear in linears)
         and type(getattr(module, "conv1d", None)) is torch.nn.Conv1d
-        and all(isinstance(getattr(module, name, None), torch.nn.Parameter) for name in PARAMETERS)
+        and all(isinstance(_attribute(module, name), torch.nn.Parameter) for name in PARAMETERS)
         and hasattr(module, "ssm_state_size")
+        and hasattr(module.norm, "variance_epsilon")
     )
 
 
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
 def _spec(module: Any, window: int) -> StateSpace:
-    sizes = module.n_groups, module.num_heads, module.head_dim, module.ssm_state_size
-    groups, heads, size, states = sizes
-    channels, convolution = heads * size + 2 * groups * states, module.conv1d
+    sizes = module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim
+    groups, heads, states, size = sizes
+    inner, convolution, norm = heads * size, module.conv1d, module.norm
+    channels = inner + 2 * groups * states
     if not all(type(value) is int and value > 0 for value in sizes) or heads % groups:
         raise Unlike(f"{heads} heads in {groups} groups, expected a positive multiple")
     if not convolution.in_channels == convolution.groups == channels:
         raise Unlike("its convolution is not of x, B and C, each channel alone")
     if (limits := module.time_step_limit) != (0.0, math.inf):
         raise Unlike(f"its time_step_limit is {limits}, expected none: of several tokens alone it would be kept")
-    conv = ConvSpec(channels=channels, width=convolution.kernel_size[0], activation="silu", state_window=window)
-    return StateSpace(conv, *sizes)
+    features = inner + channels + heads
+    if module.in_proj.out_features != features:
+        raise Unlike(f"its in_proj has {module.in_proj.out_features} outputs, expected {features}: z, x, B, C and dt")
+    conv = ConvSpec(
+        channels=channels,
+        width=convolution.kernel_size[0],
+        activation="silu",
+        state_window=window,
+        x_size=features,
+        x_offset=inner,
+    )
+    space = SpaceSpec(
+        num_groups=groups,
+        num_heads=heads,
+        state_size=states,
+        head_size=size,
+        norm_size=getattr(norm, "group_size", inner),
+        norm_epsilon=norm.variance_epsilon,
+        state_window=window,
+        dt_size=features,
+        dt_offset=inner + channels,
+        z_size=features,
+        z_offset=0,
+    )
+    return StateSpace(conv, space)
 
 
 def _compare(module: Any, found: StateSpace) -> None:
     """Raises Unlike where a module gives something else on random tokens and states."""
-    draw, own = drawing(), dataclasses.replace(found, conv=dataclasses.replace(found.conv, state_window=1))
-    nodes = ReferenceEvaluator(ir.to_proto(alone(own.sizes)))
+    draw = drawing()
+    conv, space = (dataclasses.replace(spec, state_window=1) for spec in (found.conv, found.space))
     try:
         probe = copy.deepcopy(module, {id(getattr(module, name)): torch.nn.Identity() for name in LINEARS})
         randomise(probe, draw)
-        probe.layer_idx, probe.found = 0, own
-        inner, features = own.heads * own.size, module.in_proj.out_features
-        if features != inner + own.conv.channels + own.heads:
-            raise Unlike(f"its in_proj has {features} outputs, expected z, x, B, C and dt, of {own}")
-        weight, bias = probe.conv1d.weight[:, 0].numpy(), probe.conv1d.bias
+        probe.layer_idx, bias = 0, probe.conv1d.bias
+        weights = [probe.conv1d.weight[:, 0], torch.zeros(0) if bias is None else bias]
+        parameters = [_attribute(probe, name) for name in ("A_log", "dt_bias", "D", "norm.weight")]
         for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True), (1, 70, True)):
-            projected = draw(batch, new, features)
-            conv, state = draw(batch, own.conv.channels, own.conv.width), draw(batch, own.heads, own.states, own.size)
+            projected = draw(batch, new, found.features)
+            conv_state = draw(batch, conv.channels, conv.width)
+            state = draw(batch, space.num_heads, space.state_size, space.head_size)
             layer, cache = LinearAttentionLayer(), DynamicCache()
             if past:
-                layer.update_conv_state(conv.clone())
+                layer.update_conv_state(conv_state.clone())
                 layer.update_recurrent_state(state.transpose(2, 3).clone())
             cache.layers, probe.in_proj = [layer], Given(projected)
-            z, mixed, dt = projected.split([inner, own.conv.channels, own.heads], -1)
-            rows = torch.tensor([[0, new, int(past)]] * batch, dtype=torch.int32)
-            given = (np.zeros(0) if bias is None else bias.numpy(), conv[..., 1:].numpy(), rows.numpy())
-            convolved, present_conv = reference_conv(own.conv, mixed.numpy(), weight, *given)
-            parts = (torch.from_numpy(convolved).float(), dt, probe.A_log, probe.dt_bias, probe.D, state, rows)
-            named = zip(nodes.input_names, (part.detach().numpy() for part in parts), strict=True)
-            with np.errstate(divide="ignore", invalid="ignore"):  # of numbers that Where leaves out
-                y, present = nodes.run(None, dict(named))
+            rows = np.array([[0, new, int(past)]] * batch, np.int32)
+            x = projected.numpy()
+            given = [t.detach().numpy() for t in (*weights, conv_state[..., 1:], *parameters, state)]
+            mixed, present_conv = reference_conv(conv, x, *given[:3], rows)
+            output, present = reference_space(space, mixed, x, x, *given[3:], rows)
             with torch.no_grad():
                 want = probe(torch.zeros(batch, new, 8), cache=cache, attention_mask=None)
-                output = probe.norm(torch.from_numpy(y), z)
             made = layer.conv_states[0][..., 1:], layer.recurrent_states[0].transpose(2, 3)
             if not near_all((output, present_conv, present), [t.numpy() for t in (want, *made)], _TOLERANCE):
                 raise Unlike("it computes something else than Mamba-2's state space")
@@ -154,7 +166,7 @@ def _compare(module: Any, found: StateSpace) -> None:
 
 
 def attach(model: torch.nn.Module, found: dict[str, StateSpace], rows: Rows) -> list[str]:
-    """Makes the forward of recognised modules their projections, a node and standard nodes between them.
+    """Makes the forward of recognised modules their projections and two nodes between them.
 
     Returns:
         Names of the parameters that are f32 now, in the shapes that the nodes take, see linear_attention.py's as_taken.
@@ -169,11 +181,13 @@ def attach(model: torch.nn.Module, found: dict[str, StateSpace], rows: Rows) -> 
 
 
 def _forward(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: Any) -> torch.Tensor:
-    found, layer, rows = self.found, cache.layers[self.layer_idx], self.rows.rows
-    inner = found.heads * found.size
-    z, mixed, dt = self.in_proj(hidden_states).split([inner, found.conv.channels, found.heads], -1)
-    mixed = convolve(found.conv, self.conv1d, mixed, layer, rows)
-    state = recurrent_state(layer, mixed, found.window, (found.heads, found.states, found.size))
-    y, layer.recurrent_states[0] = state_space(mixed, dt, self.A_log, self.dt_bias, self.D, state, rows, found.sizes)
+    space, layer, rows = self.found.space, cache.layers[self.layer_idx], self.rows.rows
+    projected = self.in_proj(hidden_states)
+    xbc = convolve(self.found.conv, self.conv1d, projected, layer, rows)
+    state = recurrent_state(layer, xbc, space.state_window, (space.num_heads, space.state_size, space.head_size))
+    parameters = (self.A_log, self.dt_bias, self.D, self.norm.weight)
+    y, layer.recurrent_states[0] = torch.ops.quantmoe.state_space(
+        xbc, projected, projected, *parameters, state, rows, json.dumps(space.attributes())
+    )
     layer.has_previous_state[0] = True
-    return self.out_proj(self.norm(y, z).to(hidden_states.dtype))
+    return self.out_proj(y)
