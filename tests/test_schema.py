@@ -23,6 +23,7 @@ from quantmoe.custom_ops.op import (
     RoutingSpec,
     RowsSpec,
     ScatterSpec,
+    SpaceSpec,
 )
 from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, schema, stub
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make_struct
@@ -41,6 +42,7 @@ SPECS = (
     AttentionSpec,
     ConvSpec,
     DeltaSpec,
+    SpaceSpec,
 )
 #: MoERouting's first version with attributes of each kind that a later op_version brings
 LATER = """QM_ATTR_SINCE(MoERouting, 2, i, n_shared, -3)          // experts that every token has

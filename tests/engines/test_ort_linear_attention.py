@@ -1,4 +1,5 @@
-"""CausalConv and GatedDelta in ONNX Runtime: the C ABI's bytes, states in place, shapes, errors that name the node."""
+"""CausalConv, GatedDelta and StateSpace in ONNX Runtime: the C ABI's bytes, states in place, shapes, errors that name
+the node."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from engines.one_layer import session
-from linear_attention import Conv, Delta, assert_bytes, conv_inputs, delta_inputs
-from specs import conv_spec, delta_spec
+from linear_attention import Conv, Delta, Space, assert_bytes, conv_inputs, delta_inputs, space_inputs
+from specs import conv_spec, delta_spec, space_spec
 
 from quantmoe.custom_ops.op import DOMAIN
 from quantmoe.custom_ops.op import inputs as inputs_of
@@ -22,16 +23,17 @@ from quantmoe.custom_ops.op import outputs as outputs_of
 NODE = "model.layers.0.linear_attn"
 CONV, DELTA = conv_spec(40), delta_spec(2, 4, 24, v_head_size=16, decay_per_key=1)
 TYPES = {np.float32: "FLOAT", np.float16: "FLOAT16", ml_dtypes.bfloat16: "BFLOAT16"}
+SPACE = space_spec(2, 4, 24, 16)
 ROWS = [[0, 3, 50], [1, 2, 0]]
 
 
-def feeds(a: Conv | Delta) -> dict[str, np.ndarray]:
+def feeds(a: Conv | Delta | Space) -> dict[str, np.ndarray]:
     """float32 where the node has T."""
     names = inputs_of(a.spec.OP)
     return {n: t if k == "int32" else t.astype(np.float32) for (n, k), t in zip(names, a.tensors, strict=True)}
 
 
-def write(path: Path, a: Conv | Delta, dtype: Any = np.float32, shapes: bool = True) -> Path:
+def write(path: Path, a: Conv | Delta | Space, dtype: Any = np.float32, shapes: bool = True) -> Path:
     """One node; what is of type T is float32, cast to and from ``dtype``: ONNX Runtime takes no bfloat16 from NumPy."""
     op = a.spec.OP
     float_type, typed = ir.TensorType(ir.DataType.FLOAT), ir.DataType[TYPES[dtype]]
@@ -66,11 +68,13 @@ def write(path: Path, a: Conv | Delta, dtype: Any = np.float32, shapes: bool = T
 
 
 def make(op: str, rows: list[list[int]] = ROWS, tokens: int = 3, dtype: Any = np.float32) -> Any:
-    return conv_inputs(CONV, rows, tokens, dtype) if op == "conv" else delta_inputs(DELTA, rows, tokens, dtype)
+    made: dict[str, Any] = {"conv": (conv_inputs, CONV), "delta": (delta_inputs, DELTA), "space": (space_inputs, SPACE)}
+    inputs, spec = made[op]
+    return inputs(spec, rows, tokens, dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("op", ["conv", "delta"])
+@pytest.mark.parametrize("op", ["conv", "delta", "space"])
 def test_types(tmp_path: Path, op: str, dtype: Any) -> None:
     """Every T gives the C ABI's bytes, on one thread and on two."""
     a = make(op, dtype=dtype)
@@ -85,7 +89,7 @@ def test_a_convolution_without_a_bias(tmp_path: Path) -> None:
     assert_bytes(session(write(tmp_path, a)).run(None, feeds(a)), a.run())
 
 
-@pytest.mark.parametrize("op", ["conv", "delta"])
+@pytest.mark.parametrize("op", ["conv", "delta", "space"])
 def test_a_state_in_place(tmp_path: Path, op: str) -> None:
     """Past and present bound to one OrtValue, a token a run."""
     a = make(op, [[0, 8, 0]], 8)
@@ -119,7 +123,7 @@ def test_a_file_of_op_version_1(tmp_path: Path, op: str) -> None:
     assert_bytes(session(path).run(None, feeds(a)), a.run())
 
 
-@pytest.mark.parametrize("op", ["conv", "delta"])
+@pytest.mark.parametrize("op", ["conv", "delta", "space"])
 def test_a_window_of_states(tmp_path: Path, op: str) -> None:
     a = make(op)
     past = np.stack([np.full_like(a.past, np.nan), a.past])
@@ -133,7 +137,7 @@ def test_a_window_of_states(tmp_path: Path, op: str) -> None:
         session(write(tmp_path, windowed, shapes=False)).run(None, feeds(a))
 
 
-@pytest.mark.parametrize("op", ["conv", "delta"])
+@pytest.mark.parametrize("op", ["conv", "delta", "space"])
 def test_shapes_are_inferred(tmp_path: Path, op: str) -> None:
     a = make(op)
     found = {o.name: o.shape for o in session(write(tmp_path, a)).get_outputs()}
@@ -158,6 +162,15 @@ def test_shapes_are_inferred(tmp_path: Path, op: str) -> None:
         ("delta", "norm", (24,), r"norm has shape \[24\], expected \[16\]"),
         ("delta", "past_state", (2, 4, 16, 24), r"past_state has shape .*, expected \[2, 4, 24, 16\]"),
         ("delta", "rows", (2, 2), r"rows has shape \[2, 2\], expected \[2, 3\]"),
+        ("space", "xbc", (2, 3, 161), r"xbc has shape \[2, 3, 161\], expected \[-1, -1, 160\]"),
+        ("space", "dt", (2, 3, 5), r"dt has shape \[2, 3, 5\], expected \[2, 3, 4\]"),
+        ("space", "z", (2, 2, 64), r"z has shape \[2, 2, 64\], expected \[2, 3, 64\]"),
+        ("space", "a_log", (2,), r"a_log has shape \[2\], expected \[4\]"),
+        ("space", "dt_bias", (5,), r"dt_bias has shape \[5\], expected \[4\]"),
+        ("space", "d", (64,), r"d has shape \[64\], expected \[4\]"),
+        ("space", "norm", (16,), r"norm has shape \[16\], expected \[64\]"),
+        ("space", "past_state", (2, 4, 16, 24), r"past_state has shape .*, expected \[2, 4, 24, 16\]"),
+        ("space", "rows", (2, 2), r"rows has shape \[2, 2\], expected \[2, 3\]"),
     ],
 )
 def test_wrong_shapes_are_named(tmp_path: Path, op: str, name: str, shape: tuple[int, ...], message: str) -> None:
@@ -168,7 +181,7 @@ def test_wrong_shapes_are_named(tmp_path: Path, op: str, name: str, shape: tuple
         session(write(tmp_path, a, shapes=False)).run(None, given)
 
 
-@pytest.mark.parametrize("op", ["conv", "delta"])
+@pytest.mark.parametrize("op", ["conv", "delta", "space"])
 def test_rows_that_cannot_be_are_named(tmp_path: Path, op: str) -> None:
     a = make(op, [[0, 3, 50], [2, 2, 5]])
     with pytest.raises(Exception, match=rf'"{NODE}": rows\[1\] is \[2, 2, 5\] .*: the call\'s tokens are 3'):
@@ -180,6 +193,7 @@ def test_rows_that_cannot_be_are_named(tmp_path: Path, op: str) -> None:
     [
         ("conv", "width", "width is 1, expected 2 to 64"),
         ("delta", "num_k_heads", "num_v_heads is 4, expected a multiple"),
+        ("space", "num_groups", "num_heads is 4, expected a multiple"),
     ],
 )
 def test_bad_attributes_are_named(tmp_path: Path, op: str, attribute: str, message: str) -> None:

@@ -6,7 +6,7 @@
 //   - MoERouting: ids are distinct experts, best first; weights are those of each token alone, and not negative where
 //     the method makes them so
 //   - CachedAttention: as QuantLinear; caches apart or in place, `rows` now and then with any numbers
-//   - CausalConv, GatedDelta: as CachedAttention; the state in place is the one apart
+//   - CausalConv, GatedDelta, StateSpace: as CachedAttention; the state in place is the one apart
 #include <set>
 #include <vector>
 
@@ -347,12 +347,15 @@ void stateful(FuzzedDataProvider& data, Call& call, int64_t outputs, int state_t
 void convolution(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_conv c{};
-  c.op_version = 3;
+  c.op_version = 4;
   c.channels = data.ConsumeIntegralInRange(1, 300);
   c.width = data.ConsumeIntegralInRange(2, 8);
   c.activation = data.ConsumeBool();
   c.state_window = data.ConsumeBool() ? 1 : data.ConsumeIntegralInRange(2, 5);
-  c.x_size = data.ConsumeBool() ? 0 : c.channels + data.ConsumeIntegralInRange(0, 5);
+  if (data.ConsumeBool()) {
+    c.x_offset = data.ConsumeIntegralInRange(0, 5);
+    c.x_size = c.x_offset + c.channels + data.ConsumeIntegralInRange(0, 5);
+  }
   if (wild) set_any(data, "CausalConv", &c);
   if (qm_conv_validate(&c, err)) {
     CHECK(wild, "refused: %s", err);
@@ -436,11 +439,61 @@ void delta(FuzzedDataProvider& data, bool wild) {
       [&] { return qm_delta_workspace(&d, &call); }, [&](char* error) { return qm_delta_run(&d, &call, error); });
 }
 
+void space(FuzzedDataProvider& data, bool wild) {
+  char err[QM_ERROR_SIZE];
+  qm_space p{};
+  p.op_version = 1;
+  p.num_groups = data.ConsumeIntegralInRange(1, 3);
+  const int each = data.ConsumeIntegralInRange(1, 3);
+  p.num_heads = p.num_groups * each;
+  p.state_size = data.ConsumeIntegralInRange(1, 40);
+  p.head_size = data.ConsumeBool() ? 16 * data.ConsumeIntegralInRange(1, 5) : data.ConsumeIntegralInRange(1, 90);
+  p.norm_size = p.head_size * data.PickValueInArray({1, each, p.num_heads});
+  p.norm_epsilon = 1e-6f;
+  p.state_window = data.ConsumeBool() ? 1 : data.ConsumeIntegralInRange(2, 5);
+  if (data.ConsumeBool()) {
+    p.dt_offset = data.ConsumeIntegralInRange(0, 5);
+    p.dt_size = p.dt_offset + p.num_heads + data.ConsumeIntegralInRange(0, 3);
+    p.z_offset = data.ConsumeIntegralInRange(0, 5);
+    p.z_size = p.z_offset + p.num_heads * p.head_size;
+  }
+  if (wild) set_any(data, "StateSpace", &p);
+  if (qm_space_validate(&p, err)) {
+    CHECK(wild, "refused: %s", err);
+    return check_reason(err);
+  }
+  const int64_t heads = p.num_heads, n = p.state_size, width = heads * p.head_size;
+  if (width * n * p.state_window > 1 << 17 || std::max(p.dt_size, p.z_size) > 1 << 13) return;
+  const bool at_end = data.ConsumeBool();
+  qm_space_call call{};
+  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  call.batch = data.ConsumeIntegralInRange(0, 3);
+  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
+  Arrays arrays(data, at_end);
+  const int64_t tokens = call.batch * call.tokens, slot = call.batch * width * n, state = slot * p.state_window;
+  call.xbc = arrays.take(call.type, tokens * (width + 2 * p.num_groups * n));
+  call.dt = arrays.take(call.type, tokens * quantmoe::dt_of(p).size);
+  call.z = arrays.take(call.type, tokens * quantmoe::z_of(p).size);
+  call.a_log = arrays.floats(heads);
+  call.dt_bias = arrays.floats(heads);
+  call.d = arrays.floats(heads);
+  call.norm = arrays.floats(width);
+  float* const past = arrays.floats(state);
+  call.past_state = past;
+  std::fill_n(past, state - slot, 0.0f);
+  call.y = arrays.take(call.type, tokens * width);
+  call.present_state = arrays.floats(state);
+  call.rows = arrays.rows(data, call.batch, call.tokens);
+  stateful(
+      data, call, tokens * width, QM_F32, call.past_state, call.present_state, state, at_end,
+      [&] { return qm_space_workspace(&p, &call); }, [&](char* error) { return qm_space_run(&p, &call, error); });
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   const bool wild = data.ConsumeIntegralInRange(0, 15) == 0;
-  data.PickValueInArray({linear, linear, routing, attention, convolution, delta})(data, wild);
+  data.PickValueInArray({linear, linear, routing, attention, convolution, delta, space})(data, wild);
   return 0;
 }

@@ -1,5 +1,5 @@
-"""CausalConv, GatedDelta and StateSpace through the C ABI: every kernel within its bound; all of them, however they run,
-the same bytes."""
+"""CausalConv, GatedDelta and StateSpace through the C ABI: every kernel within its bound; all of them, however they
+run, the same bytes."""
 
 from __future__ import annotations
 

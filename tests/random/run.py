@@ -20,8 +20,19 @@ import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
 from attention import CACHES, inputs
 from attention import check as check_attention
-from linear_attention import Conv, Delta, check_conv, check_delta, check_window, conv_inputs, delta_inputs
-from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, routing_spec
+from linear_attention import (
+    Conv,
+    Delta,
+    Space,
+    check_conv,
+    check_delta,
+    check_space,
+    check_window,
+    conv_inputs,
+    delta_inputs,
+    space_inputs,
+)
+from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, routing_spec, space_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
@@ -50,6 +61,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], float]] = {
     "q5_k": (("k32",), 9.2),
     "q6_k": (("k16",), 18.5),
 }
+#: ranges of exp(a_log): usual, near 1, near 0
+DECAYS = ((0.01, 16.0), (0.01, 16.0), (1e-6, 1e-3), (10.0, 1000.0))
 GROUP_SIZES = (-1, 16, 32, 64, 96, 128, 160, 256, 512)
 
 
@@ -441,14 +454,30 @@ def recurring(draw: Draw) -> Node:
         norm_epsilon=draw.one_of(1e-6, 0.1),
     )
     tokens, rows = draw_rows(draw)
-    decay = draw.one_of((0.01, 16.0), (0.01, 16.0), (1e-6, 1e-3), (10.0, 1000.0))
+    decay = draw.one_of(*DECAYS)
     a = delta_inputs(spec, rows, tokens, draw.one_of(*TYPES), decay, draw.int(0, 1 << 30))
     check = stateful_check(a, lambda got: check_delta(a, got), draw.int(2, 40), draw.int(2, 9))
     return Node("GatedDelta", f"{spec}, rows {rows}, S {tokens}, decay {decay}, {a.qkv.dtype}", check)
 
 
+def state_space(draw: Draw) -> Node:
+    groups, shared, size = draw.int(1, 3), draw.one_of(1, 2, 3), draw.one_of(16, 64, draw.int(1, 100))
+    spec = space_spec(
+        groups,
+        groups * shared,
+        draw.one_of(16, 32, draw.int(1, 80)),
+        size,
+        norm_size=size * draw.one_of(1, shared, groups * shared),
+        norm_epsilon=draw.one_of(1e-6, 0.1),
+    )
+    (tokens, rows), decay = draw_rows(draw), draw.one_of(*DECAYS)
+    a = space_inputs(spec, rows, tokens, draw.one_of(*TYPES), decay, draw.int(0, 1 << 30))
+    check = stateful_check(a, lambda got: check_space(a, got), draw.int(2, 40), draw.int(2, 9))
+    return Node("StateSpace", f"{spec}, rows {rows}, S {tokens}, decay {decay}, {a.xbc.dtype}", check)
+
+
 def draw_rows(draw: Draw) -> tuple[int, list[list[int]]]:
-    """New tokens, and rows of CausalConv or GatedDelta."""
+    """New tokens, and rows of an operator with a state."""
     tokens, rows = draw.one_of(1, 1, draw.int(0, 12), draw.int(0, 90)), []
     for _ in range(draw.int(0, 4)):
         count = draw.one_of(tokens, draw.int(0, tokens))
@@ -457,7 +486,7 @@ def draw_rows(draw: Draw) -> tuple[int, list[list[int]]]:
 
 
 def stateful_check(
-    a: Conv | Delta, within: Callable[[tuple[np.ndarray, np.ndarray]], None], lanes: int, window: int
+    a: Conv | Delta | Space, within: Callable[[tuple[np.ndarray, np.ndarray]], None], lanes: int, window: int
 ) -> Callable[[], None]:
     """Every kernel, number of lanes and place of the state gives the same bytes, within the bound; a window of states
     has those of fewer tokens."""
@@ -506,9 +535,7 @@ def check_kernels(run: Callable[[int], np.ndarray], lanes: int, want: Span) -> N
 
 def draw_node(seed: int, index: int) -> Node:
     draw = Draw(seed, index)
-    return draw.one_of(moe, moe, moe, moe, moe, moe, dense, dense, dense, routing, attending, convolving, recurring)(
-        draw
-    )
+    return draw.one_of(moe, moe, moe, moe, moe, moe, dense, dense, dense, routing, attending, *states)(draw)
 
 
 def main() -> None:
