@@ -568,10 +568,10 @@ def space(
             if (slot := len(slots) - begin - count + t) >= 0:
                 slots[slot, i] = state
         slots[-1, i] = state
-    y, z, gated = y.reshape(z.shape), z.astype(np.float64), np.zeros(z.shape)
+    o, z, gated = y.reshape(z.shape), z.astype(np.float64), np.zeros(z.shape)
     for i, (begin, count, _) in enumerate(rows.tolist()):
         own = np.s_[i, begin : begin + count]
-        gated[own] = y[own] * z[own] * sigmoid(z[own])
+        gated[own] = o[own] * z[own] * sigmoid(z[own])
     parts = gated.reshape(batch, tokens, heads * size // spec.norm_size, spec.norm_size)
     parts = parts / np.sqrt((parts * parts).mean(3, keepdims=True) + np.float32(spec.norm_epsilon))
     return parts.reshape(gated.shape) * norm.astype(np.float64), present

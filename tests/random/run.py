@@ -535,7 +535,7 @@ def check_kernels(run: Callable[[int], np.ndarray], lanes: int, want: Span) -> N
 
 def draw_node(seed: int, index: int) -> Node:
     draw = Draw(seed, index)
-    return draw.one_of(moe, moe, moe, moe, moe, moe, dense, dense, dense, routing, attending, *states)(draw)
+    return draw.one_of(*[moe] * 6, *[dense] * 3, routing, attending, convolving, recurring, state_space)(draw)
 
 
 def main() -> None:

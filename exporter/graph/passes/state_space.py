@@ -135,12 +135,12 @@ def _spec(module: Any, window: int) -> StateSpace:
 def _compare(module: Any, found: StateSpace) -> None:
     """Raises Unlike where a module gives something else on random tokens and states."""
     draw = drawing()
-    conv, space = (dataclasses.replace(spec, state_window=1) for spec in (found.conv, found.space))
+    conv, space = dataclasses.replace(found.conv, state_window=1), dataclasses.replace(found.space, state_window=1)
     try:
         probe = copy.deepcopy(module, {id(getattr(module, name)): torch.nn.Identity() for name in LINEARS})
         randomise(probe, draw)
-        probe.layer_idx, bias = 0, probe.conv1d.bias
-        weights = [probe.conv1d.weight[:, 0], torch.zeros(0) if bias is None else bias]
+        probe.layer_idx, of_channels = 0, probe.conv1d.bias
+        weights = [probe.conv1d.weight[:, 0], torch.zeros(0) if of_channels is None else of_channels]
         parameters = [_attribute(probe, name) for name in ("A_log", "dt_bias", "D", "norm.weight")]
         for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True), (1, 70, True)):
             projected = draw(batch, new, found.features)
@@ -153,9 +153,12 @@ def _compare(module: Any, found: StateSpace) -> None:
             cache.layers, probe.in_proj = [layer], Given(projected)
             rows = np.array([[0, new, int(past)]] * batch, np.int32)
             x = projected.numpy()
-            given = [t.detach().numpy() for t in (*weights, conv_state[..., 1:], *parameters, state)]
-            mixed, present_conv = reference_conv(conv, x, *given[:3], rows)
-            output, present = reference_space(space, mixed, x, x, *given[3:], rows)
+            weight, bias, before, *own = (
+                t.detach().numpy() for t in (*weights, conv_state[..., 1:], *parameters, state)
+            )
+            mixed, present_conv = reference_conv(conv, x, weight, bias, before, rows)
+            a_log, dt_bias, d, norm, past_state = own
+            output, present = reference_space(space, mixed, x, x, a_log, dt_bias, d, norm, past_state, rows)
             with torch.no_grad():
                 want = probe(torch.zeros(batch, new, 8), cache=cache, attention_mask=None)
             made = layer.conv_states[0][..., 1:], layer.recurrent_states[0].transpose(2, 3)
