@@ -110,14 +110,17 @@ class Called:
             All but the mask and the cache; tables [batch, new, rotary_size / 2]; the mask [batch, 1, new, past + new].
         """
         batch, new, past = sizes
-        width = self.arguments["position_embeddings"][0].shape[-1]
+        given = self.arguments.get("position_embeddings")
+        width = given[0].shape[-1] if given else 0
         tables = [draw(batch, new, width if self.table == "once" else width // 2) for _ in range(2)]
         positions = torch.arange(REACH, REACH + new)
         slots, own = torch.arange(past + new), torch.arange(past, past + new)[:, None]
         unseen = (slots > own) | (slots <= own - (NEAR if self.window else past + new))
         mask = torch.zeros(batch, 1, new, past + new).masked_fill(unseen, torch.finfo(torch.float32).min)
         kwargs = {k: v for k, v in self.arguments.items() if not isinstance(v, torch.Tensor | Cache | tuple)}
-        kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[self.table], tables))}
+        kwargs |= {"hidden_states": draw(batch, new, 8)}
+        if given:
+            kwargs |= {"position_embeddings": tuple(map(REPEAT[self.table], tables))}
         known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
         return kwargs | {name: value for name, value in known.items() if name in self.arguments}, tables, mask
 
@@ -295,7 +298,8 @@ def _window(run: Run, module: torch.nn.Module) -> int:
 
 def _table(run: Run, module: torch.nn.Module) -> str:
     """See :class:`RecognisedAttention`."""
-    given = run.arguments[module].get("position_embeddings")
+    if (given := run.arguments[module].get("position_embeddings")) is None:
+        return "once"
     made = next(((maker, args) for output, maker, args in run.tables if _same(output, given)), None)
     if made is None:
         raise Unlike("it has no cosines and sines of a rotary module")
@@ -577,7 +581,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         gate, qkv = qkv.split([gates, qkv.shape[-1] - gates], -1) if self.gates_first else parted(qkv, spec)[::-1]
     norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else []
     sinks = getattr(self, self.found.sinks) if self.found.sinks else None
-    output = self.rows.attend(self, qkv, cache, given["position_embeddings"], norms, sinks)
+    tables = given.get("position_embeddings") or [qkv[..., :0]] * 2
+    output = self.rows.attend(self, qkv, cache, tables, norms, sinks)
     if gate is not None:
         output = output * gate.sigmoid()
     if self.found.value_scale != 1:
