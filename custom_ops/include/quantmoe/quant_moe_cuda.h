@@ -297,7 +297,7 @@ typedef struct {
   const int32_t* rows;
   void *y, *present_conv;  // present_conv: past_conv's memory, or other
 } qm_cuda_conv_tensors;
-// An even number of channels, width 2 to 4; QM_UNSUPPORTED for others.
+// An even number of channels, even x_size and x_offset, width 2 to 4; QM_UNSUPPORTED for others.
 QM_API int qm_cuda_validate_conv(const qm_cuda_conv_problem*, char* err);
 QM_API int qm_cuda_launch_conv(const qm_cuda_conv_problem*, const qm_cuda_conv_tensors*, void* stream, char* err);
 
