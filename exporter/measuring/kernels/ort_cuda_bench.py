@@ -239,14 +239,15 @@ class Bound:
 
         self.session, self.binding, self.options = session, session.io_binding(), ort.RunOptions()
         self.options.add_run_config_entry("gpu_graph_id", str(graph))
-        caches = {i.name: i for i in session.get_inputs() if i.name.startswith("past")}
+        caches, logits = {i.name: i for i in session.get_inputs() if i.name.startswith("past")}, session.get_outputs()[0]
         sizes = {name: [capacity if isinstance(n, str) else n for n in i.shape[1:]] for name, i in caches.items()}
-        types = {name: torch.float16 if i.type == "tensor(float16)" else torch.float32 for name, i in caches.items()}
-        vocabulary = session.get_outputs()[0].shape[2]
+        known = {"tensor(float16)": torch.float16, "tensor(float)": torch.float32}
+        types = {name: known[i.type] for name, i in caches.items()}
+        vocabulary = logits.shape[2]
         self.mask = torch.zeros(batch, capacity, dtype=torch.int64, device="cuda")
         self.mask[:, : past + new] = 1
         self.positions = torch.arange(past, past + new, device="cuda").repeat(batch, 1)
-        self.logits = torch.empty(batch, 1, vocabulary, dtype=torch.float16, device="cuda")
+        self.logits = torch.empty(batch, 1, vocabulary, dtype=known[logits.type], device="cuda")
         self.caches = {n: torch.randn((batch, *sizes[n]), dtype=types[n], device="cuda") for n in caches}
         ids = torch.randint(1, vocabulary, (batch, new), device="cuda")
         routed = {i.name: i for i in session.get_inputs() if i.name.startswith("topk_ids.")}
