@@ -30,7 +30,7 @@ class Rows:
         new = ids.shape[1]
         cache = given.get("cache")
         layers = cache.layers if cache is not None else []
-        past = next((layer.keys for layer in layers if getattr(layer, "is_initialized", False)), None)
+        past = next((keys for layer in layers if (keys := getattr(layer, "keys", None)) is not None), None)
         self.mask, self._tables = given["attention_mask"], []
         if self.target == "cuda" and past is not None:
             self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask)
