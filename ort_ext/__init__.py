@@ -111,5 +111,5 @@ def glibc_of(library: str | Path) -> tuple[int, int]:
 
     (0, 0) for one that asks for none, as of Windows.
     """
-    names = re.findall(rb"(?<=\0)GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", Path(library).read_bytes())
+    names = re.findall(rb"\0GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", Path(library).read_bytes())
     return max(((int(major), int(minor)) for major, minor in names), default=(0, 0))
