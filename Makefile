@@ -17,7 +17,8 @@ export PATH := $(BIN):$(PATH)
 JOBS := $(shell awk -v cpus=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 2e6) } END { print jobs < 1 ? 1 : jobs < cpus ? jobs : cpus }' /proc/meminfo)
 # A file's tests stay together: they share models that take seconds to make.
 MARKS := not long and not every
-PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)"
+# PART=2/4: the second of four parts (tests/conftest.py).
+PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),--part $(PART))
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
