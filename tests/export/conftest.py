@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._export.utils
 from once import made_once
 from tiny import SIZES as SIZES_OF
 from tiny import make_checkpoint
-from torch.onnx._internal.exporter import _registration
+from torch.onnx._internal.exporter import _registration, _schemas
 from transformers import PreTrainedModel
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -28,14 +29,21 @@ INTERMEDIATE = dict.fromkeys(SIZES_OF, "intermediate_size") | dict.fromkeys(
 )
 
 
+#: what an export asks of torch each time and is the same each time, four tenths of a small one: onnxscript's library of
+#: operators parsed, the signature of each, and their registration for torch.export
+SAME = ((_registration, "onnxscript_apis.get_torchlib_ops"), (_schemas, "op_signature_from_function"),
+        (torch._export.utils, "_materialize_cpp_cia_ops"))  # fmt: skip
+
+
 @pytest.fixture(scope="session", autouse=True)
-def operators_parsed_once() -> Iterator[None]:
-    """torch.onnx.export has onnxscript parse its library of operators each time: a second of an export's four. These
-    names are not public; a torch without the attribute parses each time here, too."""
-    apis = getattr(_registration, "onnxscript_apis", None)
+def asked_once() -> Iterator[None]:
+    """These names are not public; a torch without one asks each time here, too."""
     with pytest.MonkeyPatch.context() as patch:
-        if parse := getattr(apis, "get_torchlib_ops", None):
-            patch.setattr(apis, "get_torchlib_ops", cache(parse))
+        for module, path in SAME:
+            *owners, name = path.split(".")
+            owner = reduce(lambda found, part: getattr(found, part, None), owners, module)
+            if ask := getattr(owner, name, None):
+                patch.setattr(owner, name, cache(ask))
         yield
 
 
