@@ -234,7 +234,7 @@ FROM_HOST = {
 }
 
 
-@pytest.mark.parametrize("architecture", every(CACHED, 3))
+@pytest.mark.parametrize("architecture", every(CACHED))
 def test_no_size_is_copied_to_the_device(cached, architecture):
     """ONNX Runtime keeps sizes on the host, and captures no CUDA graph of a model with a copy of one to the device."""
     graph = ir.load(cached(architecture, logits="last") / "model.onnx").graph

@@ -100,7 +100,7 @@ def test_matmul_nbits_of_a_float16_model(tmp_path, scale):
     assert operators(tmp_path / "model")["MatMulNBits"] == (2 if exact else 0)
 
 
-@pytest.mark.parametrize("desc_act", [False, True])
+@pytest.mark.parametrize("desc_act", every([True, False]))
 def test_gptq_linears_with_act_order(tmp_path, desc_act):
     folder = make_gptq_checkpoint(tmp_path / "checkpoint", desc_act=desc_act, num_hidden_layers=1)
     dense = "ort" if desc_act else "quantmoe"

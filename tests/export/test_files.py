@@ -325,7 +325,7 @@ def test_a_text_config_that_is_null_is_absent(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("error", every([KeyboardInterrupt, OSError("No space left on device")]))
 def test_interruption_leaves_nothing(checkpoint, exported, tmp_path, monkeypatch, error):
-    count = 0
+    old, count = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "old"), 0
     pack = LAYOUTS["cpu_panel"].pack
 
     def interrupted(*arguments: object) -> None:
@@ -340,7 +340,6 @@ def test_interruption_leaves_nothing(checkpoint, exported, tmp_path, monkeypatch
         export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
     assert not (tmp_path / "out").exists()
 
-    old = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "old")
     before = contents(old)
     with pytest.raises(FileExistsError, match="--force"):
         export(checkpoint("qwen3_moe"), old)

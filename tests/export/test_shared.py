@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from sweeps import every
 from test_generate import PROMPT
 
 from quantmoe.exporter.errors import ModelError
@@ -17,10 +18,10 @@ from quantmoe.exporter.running.cache import ROOM, Buffer, Cache, SharedCache
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
 
-ARCHITECTURES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"]
+ARCHITECTURES = ["qwen3_moe", "gpt_oss", "mixtral", "olmoe", "glm4_moe"]
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=every(ARCHITECTURES, 2))
 def folder(exported, request):
     return exported(request.param, activations="float", logits="last")
 

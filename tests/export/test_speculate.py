@@ -139,7 +139,7 @@ def test_what_was_before_is_drafted(exported):
     assert Lookup()([5], 4) == []
 
 
-@pytest.fixture(params=["qwen3_next", "qwen3_5_moe_text"])
+@pytest.fixture(params=every(["qwen3_next", "qwen3_5_moe_text"]))
 def hybrid(exported, request):
     return exported(request.param, logits=5, state_window=5)
 

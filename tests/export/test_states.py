@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from safetensors.numpy import load_file, save_file
+from sweeps import every
 from test_generate import PROMPT
 from test_hybrid import grown
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ from quantmoe.exporter.running.generate import Generator
 FLOAT = {"activations": "float", "logits": "last"}
 
 
-@pytest.fixture(params=["qwen3_moe", "deepseek_v3", "qwen3_5_moe_text", "window"])
+@pytest.fixture(params=every(["qwen3_moe", "window", "deepseek_v3", "qwen3_5_moe_text"], 2))
 def folder(exported, request):
     if request.param == "window":
         return exported("qwen3_next", logits=5, state_window=5)
