@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
@@ -26,6 +26,21 @@ PYTHON = os.environ.get("QUANTMOE_RAY_PYTHON")
 SAMPLES = Path(__file__).parents[2] / "samples"
 PROMPT = "The sea was"
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-serve runs it")
+#: what a replica's process runs first: its engine fails once the file is there, which one of them finds
+BREAKING = """
+import os
+import sys
+if any("default_worker" in text for text in sys.orig_argv):
+    import onnxruntime_genai as og
+    class Engine(og.Engine):
+        def run(self, events):
+            try:
+                os.unlink(os.environ["BREAKS"])
+            except FileNotFoundError:
+                return super().run(events)
+            raise RuntimeError("broken by the test")
+    og.Engine = Engine
+"""
 server = folder = ""
 
 
@@ -43,8 +58,10 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     server = f"http://localhost:{port}"
     log = tmp_path_factory.mktemp("log") / "log"
     command = [PYTHON, SAMPLES / "ray_serve" / "serve.py", folder, "--port", str(port)]
+    (log.parent / "sitecustomize.py").write_text(BREAKING)
     with log.open("wb") as to:
         environment = os.environ | {"RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": str(log.parent), "BREAKS": f"{folder}/breaks"}
         process = subprocess.Popen(command, stdout=to, stderr=to, env=environment, start_new_session=True)
     try:
         for _ in range(180):
@@ -173,7 +190,8 @@ def test_clients_that_go_away_leave_it_well() -> None:
     assert complete(max_tokens=30) == expected(30)
 
 
-def test_a_replica_that_is_killed_loses_only_its_requests() -> None:
+def lose(fault: Callable[[set[int]], None]) -> None:
+    """What becomes of 8 requests when a fault comes to one of two replicas, given their processes."""
     before = replicas()
     assert len(before) == 2
     whole = expected(600)
@@ -195,11 +213,36 @@ def test_a_replica_that_is_killed_loses_only_its_requests() -> None:
         asked = [pool.submit(ask, i) for i in range(8)]
         for _ in range(5):  # a batch is of four: so both replicas have begun
             assert begun.acquire(timeout=200)
-        os.kill(min(before), signal.SIGKILL)
+        fault(before)
         found = [future.result() for future in asked]
     assert set(found) == {"lost", whole}
+
+
+def check_replaced(before: set[int]) -> None:
     deadline = time.monotonic() + 90
-    while len(replicas() - before) == 0 and time.monotonic() < deadline:
+    while len(replicas() & before) != 1 or len(replicas()) != 2:
+        assert time.monotonic() < deadline
         time.sleep(1)
-    assert len(replicas() - before) == 1
     assert complete(max_tokens=30) == expected(30)
+
+
+def test_a_replica_that_is_killed_loses_only_its_requests() -> None:
+    before = replicas()
+    lose(lambda pids: os.kill(min(pids), signal.SIGKILL))
+    check_replaced(before)
+
+
+def test_an_engine_that_fails_loses_only_its_requests() -> None:
+    before = replicas()
+    lose(lambda _: Path(folder, "breaks").touch())
+
+    def ask(_: int) -> str:
+        try:
+            complete(max_tokens=1)
+        except urllib.error.HTTPError as error:
+            return f"{error.code} {error.read().decode()}"
+        return ""
+
+    said = set(map(ask, range(40)))  # every other request goes there, until Ray Serve has asked for its health
+    assert said == {"", '500 {"detail":"the engine failed: broken by the test"}'}
+    check_replaced(before)
