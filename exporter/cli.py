@@ -369,7 +369,7 @@ def generate(
         raise typer.BadParameter(f"{save_state.parent}: no such folder", param_hint="--save-state")
     if save_state is not None and save_state.is_dir():
         raise typer.BadParameter(f"{save_state} is a folder, expected a file", param_hint="--save-state")
-    group = None
+    group = own = None
     if ranks.launched() and (outdir / "rank0").is_dir():
         if chat or save_state is not None:
             raise typer.BadParameter(
@@ -377,7 +377,7 @@ def generate(
             )
         own = ranks.meet(outdir, device, seed)
         outdir, group, seed = own.path, own.group, own.seed
-        if own.rank:  # every rank chooses the same tokens, rank 0 says them
+        if own.rank:  # rank 0 chooses and prints
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
@@ -387,6 +387,8 @@ def generate(
 
     def begin() -> tuple[Generator, Any]:
         model = make()
+        if own is not None:
+            model.sampler = own.sampler
         return model, model.cache() if load_state is None else model.load_cache(load_state)
 
     def end(model: Generator, cache: Any) -> None:
@@ -394,6 +396,8 @@ def generate(
             print(_placed(model.experts_report(), device), file=sys.stderr)
         if save_state is not None:
             model.save_cache(cache, save_state)
+        if own is not None:
+            own.leave()
 
     if ids is not None:
         model, cache = begin()

@@ -1,17 +1,25 @@
-"""Processes of a launcher that are a sliced model's ranks: what they tell each other, and what is refused."""
+"""Processes of a launcher that are a sliced model's ranks: what they tell each other, who chooses tokens, and what is
+refused."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from checkpoints import TINY, make_checkpoint
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.running import ranks
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export
 
 ENVIRONMENT = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 #: a process of the launcher's: GPUs and NCCL are the test's
@@ -23,10 +31,35 @@ from quantmoe.exporter.running import ranks
 ranks.visible_gpus = lambda: ["4", "7"]
 ranks.nccl_id = lambda library: "ab" * 128
 own = ranks.meet(Path(sys.argv[1]), "cuda", int(sys.argv[2]) if sys.argv[2:] else None)
+own.leave()
 gpu, told = os.environ["CUDA_VISIBLE_DEVICES"], own.group == "ab" * 128
 said = f"{own.path.name} of {own.world}, GPU {gpu}, {told}, {own.seed}"
 Path(sys.argv[1], f"said{own.rank}").write_text(said)
 """
+#: quantmoe generate in such a process, on the CPU; the last rank's logits are another model's
+GENERATE = """
+import os
+import sys
+from pathlib import Path
+from quantmoe.exporter.cli import app
+from quantmoe.exporter.running import generate, ranks
+ranks.visible_gpus = lambda: ["4", "7"]
+ranks.nccl_id = lambda library: "ab" * 128
+rank, folder = os.environ["RANK"], sys.argv[1]
+class Generator(generate.Generator):
+    def __init__(self, path, threads, *given, device, group, **options):
+        assert (device, group) == ("cuda", "ab" * 128)
+        super().__init__(path, 1, *given, **options)
+    def finite(self, logits, length):
+        return -logits if rank == "1" else logits
+    def generate(self, *given):
+        found = super().generate(*given)
+        Path(folder, f"chose{rank}").write_text(",".join(map(str, found.tokens)))
+        return found
+generate.Generator = Generator
+app(["generate", folder, "--device", "cuda", "--ids", "5,6,7", *sys.argv[2:]])
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def slices(folder: Path, count: int, stated: int | None = None) -> Path:
@@ -43,8 +76,7 @@ def slices(folder: Path, count: int, stated: int | None = None) -> Path:
 def test_torchrun(tmp_path: Path, seed: list[str]) -> None:
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*launcher, str(script), str(slices(tmp_path, 2)), *seed], check=True, timeout=300)
+    subprocess.run([*TORCHRUN, str(script), str(slices(tmp_path, 2)), *seed], check=True, timeout=300)
     said = [(tmp_path / f"said{rank}").read_text() for rank in range(2)]
     seeds = {text.rpartition(" ")[2] for text in said}
     assert len(seeds) == 1  # of rank 0
@@ -53,6 +85,61 @@ def test_torchrun(tmp_path: Path, seed: list[str]) -> None:
         "rank0 of 2, GPU 4, True",
         "rank1 of 2, GPU 7, True",
     ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two folders of one whole model."""
+    folder = tmp_path_factory.mktemp("model")
+    export(make_checkpoint(folder / "checkpoint", **TINY | {"num_hidden_layers": 1}), folder / "rank0", logits="all")
+    shutil.copytree(folder / "rank0", folder / "rank1")
+    return folder
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("how", "launcher"), [("greedy", "torchrun"), ("sampled", "one without a store"), ("drafts", "torchrun")]
+)
+def test_rank_0_chooses(model: Path, how: str, launcher: str) -> None:
+    """Its tokens are all ranks', and all end at the same one, whatever their own logits are."""
+    sampling = None if how == "greedy" else Sampling(temperature=2.0, seed=5)
+    usual = Generator(model / "rank0", 1).generate([5, 6, 7], 12, sampling=sampling).tokens
+    end = next(i for i, token in enumerate(usual) if i > 2 and token not in usual[:i])
+    for rank in range(2):
+        (model / f"rank{rank}/generation_config.json").write_text(f'{{"eos_token_id": {usual[end]}}}')
+    script = model / "process.py"
+    script.write_text(GENERATE)
+    given = [str(script), str(model), "--max-new-tokens", "12"]
+    given += [] if how == "greedy" else ["--temperature", "2", "--seed", "5"]
+    given += ["--speculate", "ngram"] if how == "drafts" else []
+    if launcher == "torchrun":
+        subprocess.run([*TORCHRUN, *given], check=True, timeout=300)
+    else:
+        store = ENVIRONMENT | {"MASTER_PORT": free_port()}
+        processes = [
+            subprocess.Popen([sys.executable, *given], env=os.environ | store | {"RANK": rank, "LOCAL_RANK": rank})
+            for rank in "01"
+        ]
+        assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    for rank in range(2):
+        assert (model / f"chose{rank}").read_text() == ",".join(map(str, usual[: end + 1]))
+        (model / f"chose{rank}").unlink()
+
+
+def test_a_store_that_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(ranks, "PATIENCE", timedelta(seconds=2))
+    address = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": free_port()}
+    for name, value in (ENVIRONMENT | address | {"QUANTMOE_NCCL": "", "CUDA_VISIBLE_DEVICES": ""}).items():
+        monkeypatch.setenv(name, value)
+    at = rf"127\.0\.0\.1:{address['MASTER_PORT']} \(MASTER_ADDR, MASTER_PORT\)"
+    with pytest.raises(ModelError, match=rf"rank 1: the launcher's store at {at}: nobody has answered in 2 s"):
+        ranks.meet(slices(tmp_path, 2), "cuda")
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

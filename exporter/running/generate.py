@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache, present
-from quantmoe.exporter.running.sampling import Sampler
+from quantmoe.exporter.running.sampling import Choose, Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
@@ -135,6 +135,8 @@ class Generator:
         self.path, ort = model_path(path), runtime()
         chunk = CHUNKS[device] if chunk is None else chunk
         self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
+        #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
+        self.sampler: Callable[[Sampling | None], Choose] = Sampler
         #: names of CUDA graphs in the session; -1 is of runs that have none
         self.graphs = itertools.count(1)
         if cuda_graph and device != "cuda":
@@ -442,7 +444,7 @@ class Generator:
         past = len(cache.tokens) if cache else 0
         self.check(ids, past, room=1)
         count = min(max_new_tokens, self.context - past - len(ids))
-        cache, sample = cache or self.cache(), Sampler(sampling)
+        cache, sample = cache or self.cache(), self.sampler(sampling)
         if self.speculate is None:
             return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
         speculation = Speculation(Lookup() if self.head is None else Head(self.head, cache), self.drafts)
@@ -485,7 +487,7 @@ class Generator:
             )
 
     def _steps(
-        self, ids: list[int], count: int, stop: Sequence[int], sample: Sampler, cache: Cache
+        self, ids: list[int], count: int, stop: Sequence[int], sample: Choose, cache: Cache
     ) -> Iterator[tuple[int, np.ndarray]]:
         for _ in range(count):
             logits = self.finite(cache.append(ids), len(cache.tokens))

@@ -1,22 +1,35 @@
 """Ranks of a sliced model that a launcher started, a process each: torchrun's environment, and its store for what rank
-0 tells the others."""
+0 tells the others: the group, and each token that it chooses."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import os
 import secrets
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.running.sampling import Choose, Sampler
 from quantmoe.exporter.writing.output import MODEL, ranks_in, ranks_stated
 
 #: what torchrun says to each process
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PATIENCE = timedelta(seconds=60)
+#: for ranks to meet, as long as the session entry quantmoe.timeout is by default
+PATIENCE = timedelta(seconds=30)
+#: for a token: rank 0 may wait for whoever reads what it prints
+TOKEN = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,8 @@ class Rank:
     """Of this process.
 
     Attributes:
-        path: its folder. group: the session entry, one in all ranks. seed: of sampling, one in all ranks.
+        path: its folder. group: the session entry, one in all ranks. seed: of sampling, rank 0's.
+        store: the launcher's, a torch.distributed.Store. chosen: counts tokens.
     """
 
     rank: int
@@ -32,6 +46,52 @@ class Rank:
     path: Path
     group: str
     seed: int
+    store: Any
+    chosen: Iterator[int] = field(default_factory=itertools.count)
+
+    def sampler(self, sampling: Sampling | None) -> Choose:
+        """In the place of Sampler: rank 0 chooses, the others hear it.
+
+        Hosts round differently: NumPy by the CPU's instructions, an lm_head that all ranks have by the GPU. Ranks that
+        went on with other tokens, or ended at others, would make wrong sums, or wait without end.
+
+        Returns:
+            Logits [vocabulary] -> a token id. It raises ModelError where the store has failed.
+        """
+        sample = Sampler(sampling)
+
+        def choose(logits: np.ndarray) -> int:
+            key = f"quantmoe.token.{next(self.chosen)}"
+            with asking(self.rank):
+                if self.rank == 0:
+                    self.store.set(key, str(token := sample(logits)))
+                    return token
+                return int(self.store.get(key))
+
+        return choose
+
+    def leave(self) -> None:
+        """After the last token. Rank 0, whose process may have the store, waits until all have heard it.
+
+        Raises:
+            ModelError: the store has failed, or a rank has not come here.
+        """
+        with asking(self.rank):
+            self.store.set(f"quantmoe.left.{self.rank}", "")
+            if self.rank == 0:
+                self.store.wait([f"quantmoe.left.{other}" for other in range(self.world)], PATIENCE)
+
+
+@contextlib.contextmanager
+def asking(rank: int) -> Iterator[None]:
+    """The store's errors as ModelError."""
+    from torch.distributed import DistError
+
+    try:
+        yield
+    except (DistError, OSError) as error:
+        at = ":".join(os.environ[name] for name in LAUNCHED[3:])
+        raise ModelError(f"rank {rank}: the launcher's store at {at} (MASTER_ADDR, MASTER_PORT): {error}") from None
 
 
 def launched() -> bool:
@@ -67,29 +127,31 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local]
     library = os.environ.setdefault("QUANTMOE_NCCL", nccl_library())
     own = f"{nccl_id(library)} {secrets.randbits(32) if seed is None else seed}" if rank == 0 else None
-    group, seed_of_all = _told(own, rank, world).split()
-    return Rank(rank, world, path, group, int(seed_of_all))
+    with asking(rank):
+        store = _store(rank, world)
+        if own is not None:
+            store.set("quantmoe", own)
+        group, seed_of_all = store.get("quantmoe").decode().split()
+        store.set_timeout(TOKEN)
+    return Rank(rank, world, path, group, int(seed_of_all), store)
 
 
-def _told(own: str | None, rank: int, world: int) -> str:
-    """What rank 0 says."""
-    from torch.distributed import DistError, TCPStore
+def _store(rank: int, world: int) -> Any:
+    """The launcher's, which is rank 0's own where the launcher has none."""
+    from torch.distributed import TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = TCPStore(host, port, world, serves, PATIENCE)
-        if own is not None:
-            store.set("quantmoe", own)
-        told = store.get("quantmoe").decode()
-        if serves:  # the store is this process's: the others have read when all have come
-            store.set(f"quantmoe.{rank}", "")
-            store.wait([f"quantmoe.{other}" for other in range(world)], PATIENCE)
-        else:
-            store.set(f"quantmoe.{rank}", "")
-    except DistError as error:
-        raise ModelError(f"rank {rank}: the launcher's store at {host}:{port}: {error}") from None
-    return told
+    end = time.monotonic() + PATIENCE.total_seconds()
+    while not serves:  # TCPStore itself tries for up to twice its timeout
+        try:
+            socket.create_connection((host, port), max(end - time.monotonic(), 0.1)).close()
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                raise OSError(f"nobody has answered in {PATIENCE.total_seconds():.0f} s: {error}") from None
+            time.sleep(0.1)
+    return TCPStore(host, port, world, serves, PATIENCE)
 
 
 def visible_gpus() -> list[str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from quantmoe.exporter.reading.sampling import Sampling
+
+#: finite logits [vocabulary] -> a token id
+Choose = Callable[[np.ndarray], int]
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:

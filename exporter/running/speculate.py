@@ -20,7 +20,7 @@ from quantmoe.exporter.names import HIDDEN
 if TYPE_CHECKING:
     from quantmoe.exporter.running.cache import Cache
     from quantmoe.exporter.running.generate import Generator
-    from quantmoe.exporter.running.sampling import Sampler
+    from quantmoe.exporter.running.sampling import Choose
 
 #: tokens of a prompt that the layer of multi-token prediction reads at once
 PENDING = 256
@@ -128,7 +128,7 @@ class Speculation:
         self.drafted = self.accepted = self.runs = 0
 
     def steps(
-        self, cache: Cache, ids: list[int], count: int, stop: Sequence[int], sample: Sampler
+        self, cache: Cache, ids: list[int], count: int, stop: Sequence[int], sample: Choose
     ) -> Generation[tuple[int, np.ndarray], None, None]:
         """At most ``count`` tokens after those of a cache and ``ids``, until one of ``stop``, each with its logits.
 
