@@ -1,0 +1,140 @@
+"""Ranks in ONNX Runtime's CUDA provider, where there are two GPUs: sums, sliced models, a rank that is killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from cuda.built import torch
+from engines.test_reduce import write
+
+from quantmoe import ort_cuda_library_path
+from quantmoe.custom_ops.reference import all_gather, all_reduce, reduce_scatter
+from quantmoe.exporter.measuring.kernels.parallel_cuda import run
+from quantmoe.exporter.running.ranks import nccl_id, nccl_library
+
+PROVIDER = "CUDAExecutionProvider"
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+    pytest.mark.skipif(PROVIDER not in ort.get_available_providers(), reason="this onnxruntime has no CUDA provider"),
+]
+TESTS = Path(__file__).parents[1]
+#: of a model of engines/test_reduce.py: x of all ranks -> y of a rank; z is the same of y
+OPERATORS: dict[str, Callable[[list[np.ndarray], int], np.ndarray]] = {
+    "AllReduce": lambda xs, rank: all_reduce(xs),
+    "AllGather": lambda xs, rank: all_gather(xs, -1),
+    "ReduceScatter": lambda xs, rank: reduce_scatter(xs)[rank],
+}
+#: runs of a session, of which the later ones replay a CUDA graph
+RUNS = 3
+#: of tests/tensorrt/run.py, whose models these are
+TOLERANCE = 3.0
+
+
+def drawn(at: int, rank: int) -> np.ndarray:
+    """x of a run: small integers, whose sums 16 bits hold."""
+    return np.random.default_rng([at, rank]).integers(-9, 9, (8, 8)).astype(np.float32)
+
+
+def wanted(op: str, at: int, rank: int) -> list[np.ndarray]:
+    """y and z."""
+    found, xs = [], [drawn(at, other) for other in range(2)]
+    for _ in range(2):
+        xs = [OPERATORS[op](xs, other) for other in range(2)]
+        found.append(xs[rank])
+    return found
+
+
+def run_rank(folder: Path, rank: int, group: str, op: str, on: bool) -> None:
+    """What a rank's process does: writes y and z of each run; on: goes on with the last run until it fails."""
+    ort.preload_dlls()
+    options = ort.SessionOptions()
+    options.add_session_config_entry("quantmoe.group", group)
+    options.register_custom_ops_library(ort_cuda_library_path())
+    providers = [(PROVIDER, {"enable_cuda_graph": "1"})]
+    session = ort.InferenceSession(str(folder / f"{rank}.onnx"), options, providers=providers)
+    binding = session.io_binding()
+    x, *outputs = (
+        ort.OrtValue.ortvalue_from_numpy(np.zeros_like(array), "cuda", 0)
+        for array in (drawn(0, rank), *wanted(op, 0, rank))
+    )
+    binding.bind_ortvalue_input("x", x)
+    for name, value in zip("yz", outputs, strict=True):
+        binding.bind_ortvalue_output(name, value)
+    for at in range(RUNS):
+        x.update_inplace(drawn(at, rank))
+        session.run_with_iobinding(binding)
+        for name, value in zip("yz", outputs, strict=True):
+            np.save(folder / f"{at}.{rank}.{name}.npy", value.numpy())
+    (folder / f"ran{rank}").touch()
+    while on:
+        session.run_with_iobinding(binding)
+
+
+def start(folder: Path, op: str, on: bool = False) -> list[subprocess.Popen[str]]:
+    os.environ.setdefault("QUANTMOE_NCCL", nccl_library())
+    group = nccl_id(os.environ["QUANTMOE_NCCL"])
+    options = {"cwd": TESTS, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-m", "cuda.test_ranks_cuda", str(folder), group, op, str(int(on))]
+    return [
+        subprocess.Popen([*command, str(rank)], env=os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)}, **options)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("float_type", ["FLOAT16", "BFLOAT16"])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_collectives(tmp_path: Path, op: str, float_type: str) -> None:
+    for rank in range(2):
+        write(tmp_path / f"{rank}.onnx", rank, 2, float_type, op=op)
+    processes = start(tmp_path, op)
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    for at, rank in itertools.product(range(RUNS), range(2)):
+        for name, want in zip("yz", wanted(op, at, rank), strict=True):
+            np.testing.assert_array_equal(np.load(tmp_path / f"{at}.{rank}.{name}.npy"), want)
+
+
+def test_a_rank_that_is_killed_while_a_graph_waits_for_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path / f"{rank}.onnx", rank, 2, "FLOAT16")
+    processes = start(tmp_path, "AllReduce", on=True)
+    while not all((tmp_path / f"ran{rank}").exists() for rank in range(2)):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGKILL)
+    said = processes[0].communicate(timeout=30)[0]
+    assert processes[0].returncode != 0
+    assert "rank 1 is gone" in said
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe+tp2-W4A16", "deepseek_v3+ep2-W4A16", "gpt_oss+tp2-MXFP4A16"])
+def test_slices(tmp_path: Path, name: str) -> None:
+    """f16 beside PyTorch in float32: within TOLERANCE of what PyTorch itself is off in f16."""
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "export"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, TESTS / "tensorrt" / "prepare.py", tmp_path, name]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})
+    noise = json.loads((tmp_path / name / "noise.json").read_text())["f16"]
+    ids, logits = (np.load(tmp_path / name / f"{what}.npy")[0] for what in ("tokens", "logits"))
+    folders = [tmp_path / name / "f16" / f"rank{rank}" for rank in range(2)]
+    os.environ.setdefault("QUANTMOE_NCCL", nccl_library())
+    found = run(folders, nccl_id(os.environ["QUANTMOE_NCCL"]), ids[:12].tolist(), ids[12:].tolist())
+    want = logits[11:-1]  # after the prompt, and after each token but the last
+    for _, _, own, *_ in found:
+        np.testing.assert_array_equal(own, found[0][2])  # every rank has the same
+        assert (np.linalg.norm(own - want, axis=-1) / np.linalg.norm(want, axis=-1)).max() < TOLERANCE * noise
+
+
+if __name__ == "__main__":
+    folder, group, op, on, rank = sys.argv[1:]
+    run_rank(Path(folder), int(rank), group, op, on == "1")
