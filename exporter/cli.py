@@ -226,6 +226,13 @@ def inspect(
     read: Annotated[
         int | None, typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", parser=_bytes)
     ] = None,
+    ram: Annotated[
+        int | None,
+        typer.Option(help="of --fit of a GPU: RAM of the machine; what it does not hold is on the disk", parser=_bytes),
+    ] = None,
+    disk: Annotated[
+        int | None, typer.Option(help="of --ram: bytes a second of the disk; default: 3GB", parser=_bytes)
+    ] = None,
 ) -> None:
     """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
     from quantmoe.exporter.inspecting.survey import is_model, survey
@@ -250,7 +257,7 @@ def inspect(
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
 
-        fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read))
+        fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read, disk), ram)
         if as_json:
             print(json.dumps(asdict(fits) | {"tokens_per_second": fits.tokens_per_second}, indent=1))
         else:
@@ -365,6 +372,7 @@ def generate(
     for option, texts in (("--prompt", [prompt]), ("--stop", stop or [])):
         if "" in texts:
             raise typer.BadParameter("is empty", param_hint=option)
+    _check_text(prompt or "")
     if save_state is not None and not save_state.parent.is_dir():
         raise typer.BadParameter(f"{save_state.parent}: no such folder", param_hint="--save-state")
     if save_state is not None and save_state.is_dir():
@@ -385,8 +393,9 @@ def generate(
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
                    reserve=reserve, misses=misses, trace=trace, group=group)  # fmt: skip
 
-    def begin() -> tuple[Generator, Any]:
-        model = make()
+    def begin(length: int | None = None) -> tuple[Generator, Any]:
+        """Of a text of so many tokens, if that is known."""
+        model = make(max_length=length)
         if own is not None:
             model.sampler = own.sampler
         return model, model.cache() if load_state is None else model.load_cache(load_state)
@@ -400,7 +409,7 @@ def generate(
             own.leave()
 
     if ids is not None:
-        model, cache = begin()
+        model, cache = begin(len(ids) + max_new_tokens)
         new = ids[cache.keep(ids) :]
         found = model.generate(new, max_new_tokens, stop_tokens(folder), sampling, cache)
         print(",".join(map(str, found.tokens)))
@@ -411,7 +420,8 @@ def generate(
 
     text = Text(folder, raw)
     reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
-    model, cache = begin()
+    alone = [{"role": "user", "content": prompt}] if prompt is not None and not chat else None
+    model, cache = begin(len(text.encode(alone)) + max_new_tokens if alone else None)
     talk = Chat(model, text, cache)
     if chat:
         _converse(talk, prompt, reply)
@@ -480,8 +490,6 @@ def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None
 
 def _reply(chat: Any, message: str, **options: Any) -> None:
     """Prints an answer as it comes."""
-    if message.encode(errors="ignore").decode() != message:  # bytes of a command line that are no text
-        raise typer.BadParameter("the prompt: expected text in UTF-8")
     try:
         with contextlib.closing(chat.reply(message, **options)) as pieces:
             for piece in pieces:
@@ -489,6 +497,11 @@ def _reply(chat: Any, message: str, **options: Any) -> None:
     finally:
         print(flush=True)
     print(_speed(chat.last), file=sys.stderr)
+
+
+def _check_text(message: str) -> None:
+    if message.encode(errors="ignore").decode() != message:  # bytes of a command line that are no text
+        raise typer.BadParameter("the prompt: expected text in UTF-8")
 
 
 def _converse(chat: Any, message: str | None, reply: Any) -> None:
@@ -509,6 +522,7 @@ def _converse(chat: Any, message: str | None, reply: Any) -> None:
             print()
             continue
         if message.strip():
+            _check_text(message)
             with contextlib.suppress(KeyboardInterrupt) if typed else contextlib.nullcontext():
                 reply(chat, message)
         message = None

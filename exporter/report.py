@@ -105,6 +105,8 @@ def print_fit(fits: Fit, model: Path) -> None:
         "experts": f"{decimal(min(fits.budget, fits.all_experts))} of {decimal(fits.all_experts)}, "
         f"{fits.slots:,} of {fits.experts:,}",
     }
+    if fits.ram is not None:
+        rows["in RAM"] = f"{fits.ram_slots:,} of {fits.experts:,}, in {decimal(fits.ram_budget)} of {decimal(fits.ram)}"
     _print_block(f"{decimal(fits.memory)} of {where}", rows)
     rows = {where: f"{decimal(fits.read)} at {decimal(int(fits.rates[0]))}/s"}
     if fits.slots < fits.experts:
@@ -112,13 +114,18 @@ def print_fit(fits: Fit, model: Path) -> None:
         rows[through] = (
             f"{decimal(int(fits.missed))} at {decimal(int(fits.rates[1]))}/s; hits {fits.hit_rate:.0%}, {how}"
         )
+    if fits.in_file:
+        rows["the disk"] = f"{decimal(int(fits.from_disk))} at {decimal(int(fits.rates[2]))}/s"
     _print_block("A token reads", rows)
     console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s")
     if fits.external:
-        console.print(f"QUANTMOE_GPU_MEMORY={fits.budget}, which TensorRT's plug-in reads", highlight=False)
+        disk = f" QUANTMOE_EXPERTS=disk QUANTMOE_RAM={fits.ram_budget}" * fits.in_file
+        console.print(f"QUANTMOE_GPU_MEMORY={fits.budget}{disk}, which TensorRT's plug-in reads", highlight=False)
         return
     command = f"quantmoe generate {model}" + " --device cuda" * gpu
-    if fits.slots < fits.experts:
+    if fits.in_file:
+        command += f" --experts disk --gpu-memory {fits.budget} --ram {fits.ram_budget}"
+    elif fits.slots < fits.experts:
         command += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
     console.print(command, highlight=False, soft_wrap=True)
 

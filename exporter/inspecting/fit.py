@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.trace import Trace
 
-#: bytes a second of what holds everything, and of what experts come through that it does not hold. cuda: a GPU's
-#: memory of 1 TB/s, 16 lanes of PCIe 4; cpu: two channels of DDR5, an NVMe disk.
-RATES = {"cuda": (1e12, 25e9), "cpu": (60e9, 3e9)}
+#: bytes a second of what holds everything, and of what experts come through that it does not hold, the nearest first.
+#: cuda: a GPU's memory of 1 TB/s, 16 lanes of PCIe 4, below them an NVMe disk; cpu: two channels of DDR5, such a disk.
+RATES = {"cuda": (1e12, 25e9, 3e9), "cpu": (60e9, 3e9)}
 #: bytes that the libraries leave beside weights and caches, unless quantmoe.reserve says otherwise
 RESERVE = {"cuda": 1 << 30, "cpu": 512 << 20}
 _PAGE = 4096
+_TOKENS = 200  # of a simulation
+
+
+def cache_bytes(found: Mapping[str, Any], length: int) -> int:
+    """Of the keys, values and states of one sequence of so many tokens; found: of ``inspect``."""
+    keys = sum(node["bytes_per_token"] for node in found["attention"])
+    return length * int(keys) + sum(int(node["state_bytes"]) for node in found["linear_attention"])
+
+
+def reserve(found: Mapping[str, Any], length: int, drafts: bool = False) -> int:
+    """Bytes of what is free at a session's first run that experts are to leave for a sequence of ``length`` tokens.
+
+    The library leaves as much by itself, but for the cache (docs/experts.md): on the CPU the data files' other weights
+    are still to be read then, on a GPU they are there.
+
+    Args:
+        found: of ``inspect``.
+        drafts: the model's layer of multi-token prediction has a cache, too.
+    """
+    target = "cuda" if found["metadata"].get("target") == "cuda" else "cpu"
+    caches = sum(cache_bytes(part, length) for part in (found, found.get("mtp") if drafts else None) if part)
+    others = sum(file["bytes"] for file in found["files"]) - sum(layer["bytes"] for layer in found["layers"])
+    return RESERVE[target] + (max(others, 0) if target == "cpu" else 0) + caches
 
 
 @dataclass(frozen=True)
@@ -31,7 +57,10 @@ class Fit:
         hit_rate: of the experts that tokens ask for. from_trace: a trace says so; otherwise it is the share that the
             memory holds, as if all experts were as likely as others, and what was used lately were not.
         external: the model is for TensorRT, whose plug-in reads the experts.
-        read: of the memory by a token. missed: of the bus or disk. rates: bytes a second of both.
+        read: of the memory by a token. missed: of the bus or disk. rates: bytes a second of both, and of the disk
+            below a GPU.
+        ram: beside a GPU's memory; None: it holds the whole file. in_file: it does not, and they are read from there.
+        ram_slots: experts that it holds, those of the GPU's memory among them. from_disk: what a token reads into it.
     """
 
     target: str
@@ -49,12 +78,22 @@ class Fit:
     external: bool
     read: int
     missed: float
-    rates: tuple[float, float]
+    rates: tuple[float, ...]
+    ram: int | None
+    in_file: bool
+    ram_slots: int
+    from_disk: float
+
+    @property
+    def ram_budget(self) -> int:
+        """Bytes of RAM for experts."""
+        return 0 if self.ram is None else self.ram - RESERVE["cpu"]
 
     @property
     def tokens_per_second(self) -> float:
         """At most: one read after the other, and nothing else."""
-        return 1 / (self.read / self.rates[0] + self.missed / self.rates[1])
+        reads = (self.read, self.missed, self.from_disk)
+        return 1 / sum(size / rate for size, rate in zip(reads, self.rates, strict=False))
 
 
 def fit(
@@ -62,7 +101,8 @@ def fit(
     memory: int,
     context: int,
     trace: Trace | None = None,
-    rates: tuple[float | None, float | None] = (None, None),
+    rates: Sequence[float | None] = (),
+    ram: int | None = None,
 ) -> Fit:
     """Predicts what the session entries of docs/experts.md do.
 
@@ -70,19 +110,22 @@ def fit(
         found: of ``inspect``.
         memory: bytes. context: tokens.
         trace: of the same model.
-        rates: bytes a second of the memory, and of the bus or disk; None: RATES.
+        rates: bytes a second of the memory, of the bus or disk, and of the disk below a GPU; None, or left out: RATES.
+        ram: bytes beside a GPU's memory; None: as many as the model asks for.
 
     Raises:
         ModelError: the model has no QuantMoE node, or one that says no top_k; the rest leaves no room for one expert
-            of each layer (cuda) or for one (cpu); the trace is of another model.
+            of each layer (cuda) or for one (cpu); the trace is of another model; ``ram`` leaves no room for the experts
+            of one layer, or the model is for the CPU, whose RAM is the memory.
     """
     layers, target = found["layers"], found["metadata"].get("target", "cpu")
     if target not in RESERVE:
         raise ModelError(f"{found['model']}: expected a model for cpu or cuda, its target is {target}")
     if not layers or any(layer["top_k"] is None for layer in layers):
         raise ModelError(f"{found['model']}: expected QuantMoE nodes after routers with a top_k")
-    attention, states = found["attention"], sum(node["state_bytes"] for node in found["linear_attention"])
-    cache = context * sum(node["bytes_per_token"] for node in attention) + states
+    if ram is not None and target != "cuda":
+        raise ModelError(f"{found['model']}: is for the CPU, whose RAM is the memory to fit; expected no other RAM")
+    attention, cache, states = found["attention"], cache_bytes(found, context), cache_bytes(found, 0)
     weights = sum(item["bytes"] for part in ("linears", "dense") for item in found[part])
     rest = weights + cache + RESERVE[target]
     counts = [layer["w13"]["shape"][0] for layer in layers]
@@ -101,7 +144,10 @@ def fit(
         held_in[name] += count
     of = zip(layers, names, counts, sizes, strict=True)
     asked = sum(layer["top_k"] * size * count // held_in[name] for layer, name, count, size in of)
-    held, hit_rate, missed = sum(counts), 1.0, 0.0
+    held, hit_rate, missed, from_disk = sum(counts), 1.0, 0.0, 0.0
+    whole = sum(file["bytes"] for file in found["files"])  # to lock experts in RAM is to lock their file
+    in_file = ram is not None and budget < every and ram - RESERVE["cpu"] < whole
+    in_ram = _ram_slots(found, counts, ram) if in_file and ram is not None else held
     if trace is not None and [layer["experts"] for layer in trace.layers] != counts:
         raise ModelError(f"{found['model']}: the trace is of a model with other layers or experts")
     if budget < every:
@@ -112,9 +158,16 @@ def fit(
         if trace is None:
             hit_rate = held / sum(counts)
             missed = asked * (1 - hit_rate)
+            if in_file:
+                wanted = [
+                    max(layer["top_k"] * n // held_in[name], 1)
+                    for layer, name, n in zip(layers, names, counts, strict=True)
+                ]
+                from_disk = missed * _missed_below(wanted, counts, sizes, slots, in_ram)
         else:
             hits, misses, size = trace.lru(slots)
             hit_rate, missed = hits / max(hits + misses, 1), size / max(trace.tokens, 1)
+            from_disk = trace.lru(slots, in_ram)[2] / max(trace.tokens, 1) if in_file else 0.0
     windows = [min(context, node["attributes"]["sliding_window"] or context) for node in attention]
     read = weights - sum(item["bytes"] for item in found["dense"] if item["table"]) + asked + states
     read += sum(n * node["bytes_per_token"] for n, node in zip(windows, attention, strict=True))
@@ -135,8 +188,48 @@ def fit(
         external=all(layer["external"] for layer in layers),
         read=read,
         missed=missed,
-        rates=(rates[0] or own[0], rates[1] or own[1]),
+        rates=tuple(given or usual for given, usual in itertools.zip_longest(rates[: len(own)], own)),
+        ram=ram,
+        in_file=in_file,
+        ram_slots=in_ram,
+        from_disk=from_disk,
     )
+
+
+def _missed_below(
+    wanted: Sequence[int], counts: Sequence[int], sizes: Sequence[int], slots: int | list[int], in_ram: int
+) -> float:
+    """Of what a GPU's caches miss the share that RAM below them misses, too, if all experts are as likely.
+
+    RAM has what the GPU read last, which the GPU asks for least: there is no short formula. Both are simulated, the
+    first half of the tokens fills them.
+
+    Args:
+        wanted: experts of a token, by layer. counts: of all experts. sizes: bytes of one. slots: of the GPU.
+    """
+    rng = np.random.default_rng(0)
+    layers = [{"bytes": size} for size in sizes]
+    runs = [
+        (at, rng.permutation(count)[None, :k].astype(np.uint16))
+        for _ in range(_TOKENS)
+        for at, (k, count) in enumerate(zip(wanted, counts, strict=True))
+    ]
+    traces = [Trace(layers, 0, part) for part in (runs, runs[: len(runs) // 2])]
+    (missed, before), (read, read_before) = (
+        [t.lru(*caches)[2] for t in traces] for caches in ([slots], [slots, in_ram])
+    )
+    return (read - read_before) / max(missed - before, 1)
+
+
+def _ram_slots(found: Mapping[str, Any], counts: Sequence[int], ram: int) -> int:
+    """Experts that a cache in RAM holds, below a GPU."""
+    budget, size = ram - RESERVE["cpu"], file_slot_bytes(found["layers"])
+    if budget < max(counts) * size:
+        raise ModelError(
+            f"{found['model']}: {ram:,} bytes of RAM, expected at least {RESERVE['cpu'] + max(counts) * size:,}: "
+            f"{RESERVE['cpu']:,} of reserve, {max(counts) * size:,} for the experts of one layer"
+        )
+    return min(budget // size, sum(counts))
 
 
 def file_slot_bytes(layers: Sequence[Mapping[str, Any]]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,28 +39,37 @@ class Trace:
         for layer, ids in self.runs:
             yield [(layer, int(e)) for e in np.unique(ids) if e != NONE]
 
-    def lru(self, slots: int | Sequence[int]) -> tuple[int, int, int]:
+    def lru(self, *levels: int | Sequence[int]) -> tuple[int, int, int]:
         """Hits, misses and missed bytes of a cache of so many experts, or of each layer, that evicts the least recently
-        used.
+        used; of several levels the last one's, which is asked for what the one above it misses.
 
         The counts of ``quantmoe.experts`` = disk with slots for all experts of a run at least.
         """
+        asked = missed = list(self.visits())
+        for slots in levels:
+            asked, missed = missed, list(self._missed(missed, slots))
+        misses = sum(map(len, missed))
+        size = sum(self.layers[layer]["bytes"] for visit in missed for layer, _ in visit)
+        return sum(map(len, asked)) - misses, misses, size
+
+    def _missed(
+        self, visits: Iterable[list[tuple[int, int]]], slots: int | Sequence[int]
+    ) -> Iterator[list[tuple[int, int]]]:
+        """What of each visit is not in such a cache."""
         shared: OrderedDict[tuple[int, int], None] = OrderedDict()
         caches = [shared if isinstance(slots, int) else OrderedDict() for _ in self.layers]
-        hits = misses = missed = 0
-        for visit in self.visits():
+        for visit in visits:
+            missed = []
             for key in visit:
                 cache = caches[key[0]]
                 if key in cache:
-                    hits += 1
                     cache.move_to_end(key)
                     continue
-                misses += 1
-                missed += self.layers[key[0]]["bytes"]
+                missed.append(key)
                 if len(cache) == (slots if isinstance(slots, int) else slots[key[0]]):
                     cache.popitem(last=False)
                 cache[key] = None
-        return hits, misses, missed
+            yield missed
 
     def use(self) -> list[np.ndarray]:
         """Tokens of each expert, by layer."""

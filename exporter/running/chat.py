@@ -30,6 +30,16 @@ class Text:
         self.tokenizer, self.stop = load_tokenizer(folder), stop_tokens(folder)
         self.template = None if raw else load_template(folder)
 
+    def encode(self, messages: Sequence[dict[str, str]], before: Sequence[int] = ()) -> list[int]:
+        """Token ids of a conversation that ends with a message; before: of what came before it, without a template.
+
+        Raises:
+            ModelError: the template refuses the messages.
+        """
+        if self.template:
+            return list(self.tokenizer.encode(self.template.render(messages), add_special_tokens=False).ids)
+        return [*before, *self.tokenizer.encode(messages[-1]["content"], add_special_tokens=not before).ids]
+
 
 class Chat:
     """A conversation with an exported model.
@@ -77,10 +87,7 @@ class Chat:
             ModelError: as Generator.stream; the template refuses the messages.
         """
         asked, own = [*self.messages, {"role": "user", "content": message}], self.text
-        if own.template:
-            ids = own.tokenizer.encode(own.template.render(asked), add_special_tokens=False).ids
-        else:
-            ids = self._ids + own.tokenizer.encode(message, add_special_tokens=not self._ids).ids
+        ids = own.encode(asked, self._ids)
         new = ids[self.cache.keep(ids) :]
         self.last = found = self.model.stream(new, max_new_tokens, own.stop, sampling, self.cache)
         text, said = TextStream(own.tokenizer, stop, () if own.template else ids[-8:]), ""

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter.inspecting.inspect import ModelError, load, model_path
+from quantmoe.exporter.inspecting import fit
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
 from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
@@ -99,7 +100,10 @@ class Generator:
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
             None for what is free; or "disk": the same, and RAM holds ``ram`` bytes of them, without cuda_graph. "auto"
             is "disk" on the cpu and "host" on cuda where they do not all fit.
-        reserve: bytes of what is free that experts leave, where their memory is not given.
+        reserve: bytes of what is free that experts leave, where their memory is not given; None: what the library
+            leaves by itself and the cache of ``max_length`` tokens.
+        max_length: of texts, prompts and answers together, as far as ``reserve`` goes; None: ``capacity``, else
+            search.max_length of genai_config.json beside the model. Without that file the library's own default.
         misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
             default; "cpu": the CPU multiplies them, in ``threads`` threads; "62%": so many, and the others are copied.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
@@ -128,6 +132,7 @@ class Generator:
         ram: int | None = None,
         gpu_memory: int | None = None,
         reserve: int | None = None,
+        max_length: int | None = None,
         misses: str | None = None,
         trace: str | Path | None = None,
         group: str | None = None,
@@ -144,9 +149,13 @@ class Generator:
         self.speculate, self.drafts = speculate, drafts
         #: tokens of a decode step, at most: runs of so many are CUDA graphs
         self.step_tokens = 1 if speculate is None else 1 + drafts
-        for name, value in (("chunk", chunk), ("capacity", capacity), ("drafts", drafts)):
+        lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length}
+        for name, value in lengths.items():
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
+        given = ram if device == "cpu" else gpu_memory
+        if experts in ("host", "disk", "auto")[device == "cpu" :] and given is None and reserve is None:
+            reserve = self._reserve(max_length or capacity)
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
         entries |= {
             "reserve": reserve,
@@ -196,6 +205,18 @@ class Generator:
             target = model.metadata_props.get("target", "cpu")
             other = f"exported with --target {target}, which this provider does not run: "
             raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
+
+    def _reserve(self, length: int | None) -> int | None:
+        """What experts leave of what is free, for a text of so many tokens; None where nothing says how many."""
+        if length is None:
+            config = self.path.with_name("genai_config.json")
+            search = read_object(config).get("search")
+            if not isinstance(search, dict) or "max_length" not in search:
+                return None
+            length = search["max_length"]
+            if type(length) is not int or length < 1:
+                raise ModelError(f"{config}: search.max_length is {length!r}, expected a number of tokens")
+        return fit.reserve(inspect(self.path), length, drafts=self.speculate == "mtp")
 
     def _read_interface(self, speculate: str | None) -> None:
         """What the session's inputs, outputs and metadata say of its logits, cache and states."""

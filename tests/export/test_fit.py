@@ -7,17 +7,25 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.fit import RATES, RESERVE, fit
+from quantmoe.exporter.inspecting.fit import RATES, RESERVE, device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.trace import read_trace
+from quantmoe.exporter.inspecting.trace import Trace, read_trace
 from quantmoe.exporter.running.generate import Generator
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 CONTEXT = 100
+
+
+def command_line(*arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["quantmoe", *arguments])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main()
 
 
 @pytest.fixture
@@ -49,12 +57,9 @@ def test_everything_fits(found):
         (["--experts", "auto", "--reserve", "1MB"], "experts: all in the mapped file"),
     ],
 )
-def test_generate_says_where_experts_were(given, said, exported, capsys, monkeypatch):
+def test_generate_says_where_experts_were(given, said, exported, capsys):
     folder = exported("qwen3_moe", activations="float")
-    arguments = ["quantmoe", "generate", str(folder), "--ids", "5", "--max-new-tokens", "3", *given]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit, match="0"):
-        main()
+    command_line("generate", str(folder), "--ids", "5", "--max-new-tokens", "3", *given)
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -76,6 +81,131 @@ def test_a_cache_on_the_cpu(found, exported, tmp_path):
     assert traced.from_trace
     assert traced.hit_rate == counts["hits"] / (counts["hits"] + counts["misses"])
     assert traced.missed * 12 == counts["bytes_read"]
+
+
+@pytest.fixture
+def on_gpu(cached):
+    return inspect(cached("qwen3_moe"))
+
+
+def of_half(found) -> tuple[int, int]:
+    """GPU memory for half of the experts, and what an expert takes of RAM."""
+    every = fit(found, 1 << 33, CONTEXT)
+    return every.memory - every.budget + every.all_experts // 2, file_slot_bytes(found["layers"])
+
+
+def test_ram_below_a_gpu(on_gpu):
+    """What neither holds comes from the disk: the less, the more RAM there is."""
+    memory, slot = of_half(on_gpu)
+    whole = fit(on_gpu, memory, CONTEXT)
+    assert 0 < whole.slots < whole.experts
+    before = whole.missed
+    # as many as one layer has, a few beyond those of the GPU, all but one
+    for count in (whole.experts // 2, whole.slots + 5, whole.experts - 1):
+        half = fit(on_gpu, memory, CONTEXT, rates=(None, None, 2e9), ram=RESERVE["cpu"] + count * slot)
+        assert (half.ram_slots, half.slots, half.missed) == (count, whole.slots, whole.missed)
+        assert 0 < half.from_disk < before
+        before = half.from_disk
+        assert 1 / half.tokens_per_second == pytest.approx(1 / whole.tokens_per_second + half.from_disk / 2e9)
+    enough = RESERVE["cpu"] + sum(file["bytes"] for file in on_gpu["files"])
+    for ram, in_file in ((enough, False), (enough - 1, True)):  # to lock the file takes room for all of it
+        all_of_them = fit(on_gpu, memory, CONTEXT, ram=ram)
+        assert (all_of_them.ram_slots, all_of_them.in_file) == (whole.experts, in_file)
+        assert all_of_them.tokens_per_second == whole.tokens_per_second
+    gpu_holds_all = fit(on_gpu, 1 << 33, CONTEXT, ram=1)
+    assert (gpu_holds_all.from_disk, gpu_holds_all.in_file) == (0, False)
+
+
+def test_a_trace_of_two_levels():
+    """RAM is asked for what the GPU misses: of 0 1 0 0 2 1 that is 0 1 0 2 1, and its two slots hit once."""
+    layers = [{"node": "a", "experts": 4, "bytes": 8}]
+    found = Trace(layers, 16, [(0, np.array([[expert]], np.uint16)) for expert in (0, 1, 0, 0, 2, 1)])
+    assert found.lru([1]) == (1, 5, 40)
+    assert found.lru([1], 2) == (1, 4, 32)
+    assert found.lru([1], 4) == (2, 3, 24)
+
+
+def test_a_trace_of_ram_below_a_gpu(on_gpu):
+    memory, slot = of_half(on_gpu)
+    counts = [layer["w13"]["shape"][0] for layer in on_gpu["layers"]]
+    rng = np.random.default_rng(2)
+    layers = [
+        {"node": layer["node"], "experts": n, "bytes": layer["bytes"] // n}
+        for n, layer in zip(counts, on_gpu["layers"], strict=True)
+    ]
+    runs = [(at, rng.integers(0, n, (1, 2)).astype(np.uint16)) for _ in range(200) for at, n in enumerate(counts)]
+    trace = Trace(layers, slot, runs)
+    one = fit(on_gpu, memory, CONTEXT, trace, ram=RESERVE["cpu"] + max(counts) * slot)
+    most = fit(on_gpu, memory, CONTEXT, trace, ram=RESERVE["cpu"] + (sum(counts) - 1) * slot)
+    assert one.missed == most.missed
+    on_device = device_slots(counts, [layer["bytes"] for layer in layers], one.budget)
+    assert one.from_disk == trace.lru(on_device, max(counts))[2] / 200
+    assert 0 < most.from_disk < one.from_disk < one.missed
+
+
+def test_the_command_of_three_tiers(on_gpu, capsys):
+    memory, slot = of_half(on_gpu)
+    model, experts = on_gpu["model"], sum(layer["w13"]["shape"][0] for layer in on_gpu["layers"])
+    ram = RESERVE["cpu"] + (experts - 2) * slot
+    sizes = ["--fit", str(memory), "--context", str(CONTEXT)]
+    for given, said in (
+        ([], r"--experts host --gpu-memory \d+$"),
+        (["--ram", str(ram)], rf"--experts disk --gpu-memory \d+ --ram {ram - RESERVE['cpu']}$"),
+        (["--ram", "64GB"], r"--experts host --gpu-memory \d+$"),
+    ):
+        command_line("inspect", model, *sizes, *given)
+        out = capsys.readouterr().out
+        assert re.search(said, out, re.M), out
+        assert ("the disk" in out) == (given == ["--ram", str(ram)])
+    command_line("inspect", model, *sizes, "--ram", str(ram), "--disk", "1GB", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ram_slots"], found["rates"]) == (experts - 2, [*RATES["cuda"][:2], 1e9])
+
+
+def test_what_is_refused_of_ram(found, on_gpu):
+    memory, slot = of_half(on_gpu)
+    with pytest.raises(ModelError, match="is for the CPU, whose RAM is the memory to fit"):
+        fit(found, 1 << 33, CONTEXT, ram=1 << 33)
+    most = max(layer["w13"]["shape"][0] for layer in on_gpu["layers"])
+    with pytest.raises(ModelError, match=rf"expected at least {RESERVE['cpu'] + most * slot:,}: .* of one layer"):
+        fit(on_gpu, memory, CONTEXT, ram=RESERVE["cpu"] + most * slot - 1)
+
+
+def test_what_generate_leaves(exported, monkeypatch, tmp_path):
+    """Where nobody says --reserve: the library's default, and a cache of what is asked for or genai_config.json's."""
+    folder, seen = exported("qwen3_moe", activations="float"), []
+    found, make = inspect(folder), Generator._session
+
+    def session(self, ort, threads, prefault, entries):
+        seen.append(entries["reserve"])
+        return make(self, ort, threads, prefault, entries)
+
+    monkeypatch.setattr(Generator, "_session", session)
+    own = RESERVE["cpu"] + found["files"][0]["bytes"] - sum(layer["bytes"] for layer in found["layers"])
+    a_token = sum(node["bytes_per_token"] for node in found["attention"])
+    length = json.loads((folder / "genai_config.json").read_text())["search"]["max_length"]
+    Generator(folder, experts="disk")
+    Generator(folder, experts="auto", max_length=7)
+    Generator(folder, experts="disk", capacity=9)
+    assert seen == [own + n * a_token for n in (length, 7, 9)]
+    for options in ({}, {"experts": "host"}, {"experts": "disk", "ram": 1 << 28}):
+        seen.clear()
+        Generator(folder, **options)
+        assert seen == [None]
+    Generator(folder, experts="disk", reserve=5)
+    assert seen[1:] == [5]
+    seen.clear()
+    command_line("generate", str(folder), "--ids", "5,6", "--max-new-tokens", "3", "--experts", "disk")
+    assert seen == [own + 5 * a_token]
+    for file in folder.iterdir():
+        if file.name != "genai_config.json":
+            (tmp_path / file.name).hardlink_to(file)
+    seen.clear()
+    Generator(tmp_path, experts="disk")
+    (tmp_path / "genai_config.json").write_text('{"search": {"max_length": "long"}}')
+    with pytest.raises(ModelError, match=r"genai_config.json: search.max_length is 'long', expected a number"):
+        Generator(tmp_path, experts="disk")
+    assert seen == [None]
 
 
 def test_what_is_refused(found, tmp_path):
