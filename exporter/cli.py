@@ -331,18 +331,17 @@ def generate(
     experts: Annotated[
         Literal["gpu", "host", "disk", "auto"] | None,
         typer.Option(
-            help="where they are: disk, for models larger than memory; host, for GPUs with less; auto decides"
+            help="where they are. cpu: host (default), disk for models larger than memory, or auto; "
+            "cuda: gpu (default), host for GPUs with less, disk for RAM with less, too, or auto"
         ),
     ] = None,
     ram: Annotated[
         int | None,
-        typer.Option(help="2GB, 512MiB, ...: for --experts disk or auto; default: what is free", parser=_bytes),
+        typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: what is free", parser=_bytes),
     ] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option(
-            help="of experts, with --device cuda --experts host, disk or auto; default: what is free", parser=_bytes
-        ),
+        typer.Option(help="of --device cuda --experts host, disk or auto; default: what is free", parser=_bytes),
     ] = None,
     reserve: Annotated[
         int | None,
@@ -353,7 +352,8 @@ def generate(
     misses: Annotated[
         str | None,
         typer.Option(
-            help="of experts that are not in --gpu-memory: copy, the default; cpu: it multiplies them; 62%: so many"
+            help="of --device cuda --experts host or auto, what is not in --gpu-memory: copy, the default; "
+            "cpu: it multiplies them; 62%: so many"
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,

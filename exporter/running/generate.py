@@ -14,8 +14,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter.inspecting import fit
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
+from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
@@ -216,7 +216,7 @@ class Generator:
             length = search["max_length"]
             if type(length) is not int or length < 1:
                 raise ModelError(f"{config}: search.max_length is {length!r}, expected a number of tokens")
-        return fit.reserve(inspect(self.path), length, drafts=self.speculate == "mtp")
+        return reserve_of(inspect(self.path), length, drafts=self.speculate == "mtp")
 
     def _read_interface(self, speculate: str | None) -> None:
         """What the session's inputs, outputs and metadata say of its logits, cache and states."""

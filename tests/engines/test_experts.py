@@ -245,7 +245,8 @@ def test_two_layers_share_the_slots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"quantmoe.experts": "ssd"}, 'quantmoe.experts is "ssd", expected host, disk or auto'),
+        ({"quantmoe.experts": "ssd"}, 'quantmoe.experts is "ssd", the CPU library takes host, disk or auto'),
+        ({"quantmoe.experts": "gpu"}, 'quantmoe.experts is "gpu", the CPU library takes host, disk or auto'),
         ({"quantmoe.experts": "disk", "quantmoe.ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes'),
         ({"quantmoe.ram": "1000000"}, "need quantmoe.experts = disk"),
         ({"quantmoe.experts": "disk", "quantmoe.reserve": "auto"}, 'quantmoe.reserve is "auto", expected a number'),

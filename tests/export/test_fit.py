@@ -12,8 +12,9 @@ import pytest
 
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.fit import RATES, RESERVE, device_slots, file_slot_bytes, fit
+from quantmoe.exporter.inspecting.fit import RATES, device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.reserve import RESERVE
 from quantmoe.exporter.inspecting.trace import Trace, read_trace
 from quantmoe.exporter.running.generate import Generator
 

@@ -45,18 +45,31 @@ void* map_again(const Mapping& mapping, size_t* bytes) {
   return nullptr;
 }
 
+size_t file_bytes(const Mapping& mapping) {
+#if defined(__linux__)
+  struct stat info;
+  if (!mapping.path.empty() && stat(mapping.path.c_str(), &info) == 0) return static_cast<size_t>(info.st_size);
+#endif
+  return 0;
+}
+
 }  // namespace
 
-DeviceExperts::DeviceExperts(const ExpertSettings& settings) : settings_(settings), host_share_(settings.host_share()) {
+DeviceExperts::DeviceExperts(const ExpertSettings& settings)
+    : settings_(settings), where_(settings.experts), host_share_(settings.host_share()) {
   // One CPU is left for the program's own thread, which waits for the device.
   if (host_share_)
     host_ = std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads)
                                                                  : std::max(1, qm_cpus(0, "") - 1));
-  if (settings.experts != "disk") return;
+  if (settings.experts == "disk") read_from_file();
+}
+
+void DeviceExperts::read_from_file() {
   ExpertSettings below;
   below.experts = "disk";
-  below.ram = settings.ram;
-  below.of_environment = settings.of_environment;
+  below.ram = settings_.ram;
+  if (settings_.ram_bytes() < 0) below.reserve = std::to_string(512 << 20);  // the file's other weights are not in RAM
+  below.of_environment = settings_.of_environment;
   ram_ = std::make_unique<Experts>(below);
 }
 
@@ -83,14 +96,31 @@ void DeviceExperts::unlock_rows() {
   locked_.clear();
 }
 
+// What RAM lacks for `bytes` more that stay in it; "": nothing. A file's pages count as available, locked ones too: the
+// driver pins them in the page cache.
+std::string DeviceExperts::lacking_ram(size_t bytes) const {
+  for (const Locked& locked : locked_)
+    if (locked.identity != "") bytes += locked.bytes;
+  const int64_t given = settings_.ram_bytes(), room = given < 0 ? available_memory() : given;
+  if (static_cast<int64_t>(bytes) <= room) return "";
+  return std::to_string(bytes) + " bytes in RAM, " +
+         (given < 0 ? std::to_string(room) + " are available" : settings_.key("ram") + " is " + std::to_string(room));
+}
+
 // Where the host and the device read `bytes` at `data`.
 DeviceExperts::Rows DeviceExperts::lock_rows(const void* data, size_t bytes) {
   const Mapping mapping(data);
   const auto address = reinterpret_cast<uintptr_t>(data);
   const size_t offset = static_cast<size_t>(mapping.offset) + (address - mapping.begin);
+  const auto check_ram = [&](size_t more) {
+    if (const std::string lacking = lacking_ram(more); lacking != "")
+      throw std::runtime_error(settings_.key("experts") + " = " + settings_.experts + ": experts take " + lacking +
+                               "; with " + settings_.key("experts") + " = disk they are read from the file");
+  };
   if (!mapping.path.empty() && address + bytes <= mapping.end) {
     for (const Locked& locked : locked_)
       if (locked.identity == mapping.identity) return {locked.host + offset, locked.device + offset};
+    check_ram(file_bytes(mapping));
     size_t size = 0;
     if (auto* const host = static_cast<char*>(map_again(mapping, &size))) {
       void* device = nullptr;
@@ -106,6 +136,7 @@ DeviceExperts::Rows DeviceExperts::lock_rows(const void* data, size_t bytes) {
       munmap(host, size);
     }
   }
+  check_ram(bytes);
   void *host = nullptr, *device = nullptr;
   check(cudaHostAlloc(&host, bytes, cudaHostAllocMapped), "page-locked memory for a layer's experts");
   Locked& locked = locked_.emplace_back("", static_cast<char*>(host), bytes, nullptr);
@@ -122,6 +153,11 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
   layer.experts = problem.local_experts;
   layer.slot_bytes = qm_cuda_slot_bytes(&problem.moe);
   layer.hidden_size = problem.moe.hidden_size;
+  if (settings_.experts == "auto" && layers_.empty() && !ram_ && !host_)
+    if (const std::string lacking = lacking_ram(file_bytes(Mapping(w13))); lacking != "") {
+      read_from_file();
+      where_ = "auto, which is disk here (they take " + lacking + ")";
+    }
   ExpertLayer in_file{node, layer.experts, {}};
   for (const int i : {0, 1}) {
     const void* const data = i ? w2 : w13;
@@ -161,7 +197,7 @@ std::pair<size_t, std::string> DeviceExperts::find_budget(size_t least) const {
   }
   const auto budget = static_cast<size_t>(given);
   if (budget < least)
-    throw std::runtime_error(settings_.key("experts") + " = " + settings_.experts + ": " + source + " is " +
+    throw std::runtime_error(settings_.key("experts") + " = " + where_ + ": " + source + " is " +
                              std::to_string(budget) + ", expected at least the " + std::to_string(least) +
                              " bytes of one expert of each layer; see " + settings_.key("gpu_memory") + " and " +
                              settings_.key("reserve"));
@@ -193,8 +229,8 @@ std::string DeviceExperts::start() {
     unlock_rows();  // nothing reads them from now on
     host_.reset();
     started_ = true;
-    return "experts = " + settings_.experts + ": all " + std::to_string(experts) +
-           " experts are in the device's memory (" + std::to_string(all) + " bytes; " + source + ")";
+    return "experts = " + where_ + ": all " + std::to_string(experts) + " experts are in the device's memory (" +
+           std::to_string(all) + " bytes; " + source + ")";
   }
   if (ram_) lock_ram();
   // A prompt asks for all experts of a layer: an eighth is for what it copies for itself.
@@ -216,9 +252,8 @@ std::string DeviceExperts::start() {
   const std::string shared = host_ ? start_host() : "";
   check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
   started_ = true;
-  return "experts = " + settings_.experts + ": device memory for " + std::to_string(slots) + " of " +
-         std::to_string(experts) + " experts, and " + std::to_string(staging) +
-         " bytes for what a call copies for itself (" + source + ")" +
+  return "experts = " + where_ + ": device memory for " + std::to_string(slots) + " of " + std::to_string(experts) +
+         " experts, and " + std::to_string(staging) + " bytes for what a call copies for itself (" + source + ")" +
          (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "") + shared;
 }
 
@@ -263,9 +298,10 @@ void DeviceExperts::lock_ram() {
   int64_t most = 0;
   for (const Layer& layer : layers_) most = std::max(most, layer.experts);
   if (ram_->slots() < most)
-    throw std::runtime_error(settings_.key("experts") + " = disk: " + settings_.key("ram") + " has room for " +
-                             std::to_string(ram_->slots()) + " experts, expected at least the " + std::to_string(most) +
-                             " of one layer, " + std::to_string(most * ram_->slot_bytes()) + " bytes");
+    throw std::runtime_error(settings_.key("experts") + " = " + where_ + ": " + settings_.key("ram") +
+                             " has room for " + std::to_string(ram_->slots()) + " experts, expected at least the " +
+                             std::to_string(most) + " of one layer, " + std::to_string(most * ram_->slot_bytes()) +
+                             " bytes");
   void* device = nullptr;
   if (!ram_device_) {
     const auto bytes = static_cast<size_t>(ram_->slots() * ram_->slot_bytes());
@@ -320,13 +356,13 @@ DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* 
   captured_ = status != cudaStreamCaptureStatusNone;
   if (!all.started_) {
     if (captured_)
-      throw std::runtime_error(all.settings_.key("experts") + " = " + all.settings_.experts +
+      throw std::runtime_error(all.settings_.key("experts") + " = " + all.where_ +
                                ": the first run is captured, expected a run before it");
     *said = all.start();
   }
   if (captured_ && all.rows_)
-    throw std::runtime_error(all.settings_.key("experts") +
-                             " = disk: a CUDA graph is captured, whose replays read no file; run without one");
+    throw std::runtime_error(all.settings_.key("experts") + " = " + all.where_ +
+                             ": a CUDA graph is captured, whose replays read no file; run without one");
   if (all.done_ && !captured_ && all.last_ != stream)
     check(cudaStreamWaitEvent(stream, all.done_, 0), "waiting for another stream");
 }

@@ -33,8 +33,9 @@ class DeviceExperts {
   ~DeviceExperts();
 
   // Before the first launch: a layer, whose number it returns. w13 and w2: its rows, which a file is mapped at.
-  // Throws std::runtime_error where the memory cannot be page-locked, std::invalid_argument where experts are to be
-  // read from a file and none is mapped, or the CPU is to multiply what its kernels do not take.
+  // Throws std::runtime_error where the memory cannot be page-locked, or is more than RAM has (with auto experts are
+  // then read from the file, which is decided at the first layer), std::invalid_argument where experts are to be read
+  // from a file and none is mapped, or the CPU is to multiply what its kernels do not take.
   int add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2);
 
   // A launch of a layer: launches come one after the other, on whatever streams.
@@ -74,7 +75,9 @@ class DeviceExperts {
     const char *host, *device;
   };
   void read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream);
+  void read_from_file();
   void lock_ram();
+  std::string lacking_ram(size_t bytes) const;
   Rows lock_rows(const void* data, size_t bytes);
   void unlock_rows();
   std::pair<size_t, std::string> find_budget(size_t least) const;
@@ -83,6 +86,7 @@ class DeviceExperts {
   void allocate(size_t bytes, const char* what, void** memory);
 
   const ExpertSettings settings_;
+  std::string where_;  // settings_.experts, or what became of auto
   const int32_t host_share_;
   mutable std::mutex mutex_;
   std::vector<Layer> layers_;

@@ -52,7 +52,7 @@ int64_t ExpertSettings::bytes_of(const char* setting, const std::string& text, b
 
 void ExpertSettings::check() const {
   if (experts != "" && experts != "host" && !disk())
-    refuse("quantmoe.experts is \"" + experts + "\", expected host, disk or auto");
+    refuse("quantmoe.experts is \"" + experts + "\", the CPU library takes host, disk or auto");
   (void)ram_bytes();
   (void)reserve_bytes();
   for (const auto& [name, given] : {std::pair{"gpu_memory", &gpu_memory}, {"misses", &misses}, {"threads", &threads}})
@@ -73,8 +73,8 @@ void ExpertSettings::check_cuda() const {
   (void)gpu_memory_bytes();
   (void)ram_bytes();
   (void)reserve_bytes();
-  if (ram != "" && experts != "disk")
-    refuse(key("ram") + " needs " + where + " = disk, the CUDA library's is " + (experts == "" ? "gpu" : experts));
+  if (ram != "" && !disk())
+    refuse(key("ram") + " needs " + where + " = disk or auto, here it is " + (experts == "" ? "gpu" : experts));
   if (!host() && (gpu_memory != "" || reserve != ""))
     refuse(key("gpu_memory") + " and " + key("reserve") + " need " + where + " = host, disk or auto");
   if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")

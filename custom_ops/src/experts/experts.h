@@ -29,7 +29,7 @@ struct ExpertSettings {
   // The CPU library: they may be read from the file. auto is disk unless all of them fit.
   bool disk() const { return experts == "disk" || experts == "auto"; }
   // The CUDA library: they are inputs in host memory, and disk reads them from the file. auto is host, which copies
-  // them once if all of them fit.
+  // them once if all of them fit, or disk where RAM has no room for the file.
   bool host() const { return experts == "host" || disk(); }
   bool operator==(const ExpertSettings&) const = default;
   // Throws std::invalid_argument for values that are none, and for entries that have no use together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_verify_that_is_none(driver, fake):
             "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host, disk or auto",
         ),
         ({"experts": "host", "gpu_memory": "9", "reserve": "9"}, "quantmoe.reserve is of quantmoe.gpu_memory = auto"),
-        ({"experts": "host", "ram": "9"}, "quantmoe.ram needs quantmoe.experts = disk, the CUDA library's is host"),
+        ({"experts": "host", "ram": "9"}, "quantmoe.ram needs quantmoe.experts = disk or auto, here it is host"),
         ({"experts": "disk", "ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes or auto'),
         (
             {"experts": "host", "misses": "gpu"},
@@ -340,7 +341,14 @@ class InFile:
     """
 
     def __init__(
-        self, driver, register, layer, folder: Path, dtypes: tuple[str, str] = ("bf16", "i64"), **entries: str
+        self,
+        driver,
+        register,
+        layer,
+        folder: Path,
+        dtypes: tuple[str, str] = ("bf16", "i64"),
+        size: int | None = None,
+        **entries: str | None,
     ):
         self.driver, self.layer, self.path, self.lib = driver, layer, folder / "model.onnx.data", ctypes.CDLL(FAKE)
         ends = np.cumsum([4096, *(-(-w.nbytes // 64) * 64 for w in layer[2:])])
@@ -348,14 +356,16 @@ class InFile:
             for w, at in zip(layer[2:], ends, strict=False):
                 file.seek(at)
                 file.write(w.tobytes())
-        self.mapped = np.memmap(self.path, np.uint8, "r")
+        if size is not None:
+            os.truncate(self.path, size)  # longer, with a hole
+        self.mapped = np.memmap(self.path, np.uint8, "r", shape=(int(ends[1]) + layer[3].nbytes,))
         base = self.mapped.ctypes.data
         self.weights = [
             value((len(w), w.shape[1] // 4), True, base + int(at)) for w, at in zip(layer[2:], ends, strict=False)
         ]
         self.slot = sum(w.shape[1] for w in layer[2:])
-        settings = {"experts": "disk", "gpu_memory": str(3 * self.slot), "ram": str(8 * ram_slot(layer))}
-        assert register(**settings | entries) > 0
+        settings = {"experts": "disk", "gpu_memory": str(3 * self.slot), "ram": str(8 * ram_slot(layer))} | entries
+        assert register(**{name: entry for name, entry in settings.items() if entry is not None}) > 0
         self.op, self.id_type = driver.op(*dtypes), {"i32": np.int32, "i64": np.int64}[dtypes[1]]
         self.kernel = driver.create(self.op, layer[0].attributes(), [value(())] * 3 + self.weights)
 
@@ -393,7 +403,7 @@ class InFile:
 def in_file(driver, fake, layer, tmp_path):
     made = []
 
-    def open_file(*args, **entries: str) -> InFile:
+    def open_file(*args, **entries) -> InFile:
         made.append(InFile(driver, fake, layer, tmp_path, *args, **entries))
         assert made[-1].kernel is not None, driver.error
         return made[-1]
@@ -480,6 +490,50 @@ def test_a_file_that_is_truncated_below_the_device(driver, in_file):
         assert driver.error.startswith('QuantMoE node "moe": expert 4: ')
         assert str(session.path) in driver.error
         assert session.run([[5, 2]]) is not None
+
+
+def test_a_file_that_ram_has_no_room_for(driver, fake, layer, tmp_path):
+    """Whose pages host would lock: refused before that, and auto reads experts from it."""
+    more = 1 << 42
+    session = InFile(driver, fake, layer, tmp_path, size=more, experts="host", ram=None)
+    assert session.kernel is None
+    assert re.fullmatch(
+        rf'QuantMoE node "moe": quantmoe.experts = host: experts take {more} bytes in RAM, \d+ are available; '
+        "with quantmoe.experts = disk they are read from the file",
+        driver.error,
+    )
+    session = InFile(driver, fake, layer, tmp_path, size=more, experts="auto", misses="cpu", ram=None)
+    assert session.kernel is None  # the CPU multiplies what is in RAM
+    assert "quantmoe.experts = auto: experts take " in driver.error
+    session = InFile(driver, fake, layer, tmp_path, size=more, experts="auto", ram=None)
+    tensors = session.run([[6, 1]])
+    assert tensors is not None, driver.error
+    assert session.rows(tensors, 6) == [w[6].tobytes() for w in layer[2:]]
+    said = driver.lib.driver_logged().decode()
+    assert f"experts = auto, which is disk here (they take {more} bytes in RAM, " in said
+    assert "; page-locked memory for 8" in said
+    session.close()
+
+
+def test_auto_with_less_ram_than_the_file(driver, fake, layer, tmp_path):
+    """It is said by quantmoe.ram; with as much as the file has its pages are locked as with host."""
+    held = 8 * ram_slot(layer)
+    session = InFile(driver, fake, layer, tmp_path, size=held + 4096, experts="auto", ram=str(held))
+    tensors = session.run([[0, 1]])
+    assert tensors is not None, driver.error
+    assert tensors.rows is not None
+    assert session.run([[0, 1]], captured=True) is None
+    assert driver.error.endswith(
+        f"quantmoe.experts = auto, which is disk here (they take {held + 4096} bytes in RAM, quantmoe.ram is {held}): "
+        "a CUDA graph is captured, whose replays read no file; run without one"
+    )
+    session.close()
+    session = InFile(driver, fake, layer, tmp_path, size=held + 4096, experts="auto", ram=str(held + 4096))
+    tensors = session.run([[0, 1]])
+    assert tensors is not None, driver.error
+    assert tensors.rows is None
+    assert ctypes.string_at(tensors.w13, 64) == layer[2].tobytes()[:64]
+    session.close()
 
 
 def test_experts_that_no_file_has(driver, fake, layer):
