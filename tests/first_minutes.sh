@@ -99,14 +99,25 @@ library_of_the_folder() { # COMMAND...: a sample that takes it from there; Java'
   bad 1 'nowhere/libquantmoe_ort.so: cannot open shared object file' "$@" nowhere 4 1
   bad 1 'libquantmoe_ort.so: file too short' "$@" "$work/no_library" 4 1
 }
+entries() { # COMMAND...: a sample that sets entries of the session; the library's line in the log, and its errors
+  local disk=(--entry quantmoe.experts=disk)
+  good "^$(cat "$work/plain") *$" "$@" "${disk[@]}" --entry quantmoe.ram=4000000 "$work/stops at ends" 16 1 2 3
+  grep -qE 'experts = disk: memory for [0-9]+ of [0-9]+ experts' "$work/err" || complain "expected the library's line" "$@"
+  run "$@" "${disk[@]}" --entry quantmoe.ram=9 "$model" 4 1
+  { [ $code = 1 ] && grep -q 'quantmoe.ram is 9, expected at least' "$work/err"; } || complain "expected a refusal" "$@"
+  run "$@" --entry quantmoe.expert=disk "$model" 4 1
+  { [ $code = 1 ] && grep -q 'no session entry "quantmoe.expert", expected one of' "$work/err"; } || complain "expected a refusal" "$@"
+}
 section "samples/python"
 sample python samples/python/generate.py
 library_of_the_folder python samples/python/generate.py
 section "samples/cpp"
 sample build/samples-cpp/generate
+entries build/samples-cpp/generate
 library_of_the_folder build/samples-cpp/generate
 section "samples/java"
 sample java -jar samples/java/target/generate.jar
+entries java -jar samples/java/target/generate.jar
 bad 1 'nowhere/model.onnx' java -jar samples/java/target/generate.jar nowhere 4 1
 # A server: what is not closed grows, 2 MB a time.
 cat >"$work/Many.java" <<'JAVA'

@@ -9,6 +9,7 @@
 #include <iostream>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <sstream>
@@ -133,20 +134,32 @@ static constexpr const char* kLibrary = "libquantmoe_ort.so";
 int main(int argc, char** argv) try {
 #endif
   std::filesystem::path load, save;
+  std::map<std::string, std::string> entries;
   for (; argc > 2; argc -= 2, argv += 2) {
-    const std::filesystem::path option = argv[1];
-    if (option != "--load-state" && option != "--save-state") break;
-    (option == "--load-state" ? load : save) = argv[2];
+    const std::filesystem::path option = argv[1], value = argv[2];
+    if (option == "--load-state") {
+      load = value;
+    } else if (option == "--save-state") {
+      save = value;
+    } else if (option == "--entry") {
+      const std::string entry = value.string();
+      entries[entry.substr(0, entry.find('='))] = entry.substr(entry.find('=') + 1);
+    } else {
+      break;
+    }
   }
   if (argc < 4)
-    throw std::invalid_argument("usage: generate [--load-state FILE] [--save-state FILE] FOLDER COUNT ID...");
+    throw std::invalid_argument(
+        "usage: generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE] FOLDER COUNT ID...");
   const std::filesystem::path folder = argv[1];
   Ids numbers;
   for (int i = 2; i < argc; ++i) numbers.push_back(to_number(std::filesystem::path(argv[i]).string()));
 
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "generate");
   Ort::SessionOptions options;
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
+  // What it logs is in its exceptions, but for what a session's entries come to.
+  options.SetLogSeverityLevel(entries.empty() ? ORT_LOGGING_LEVEL_FATAL : ORT_LOGGING_LEVEL_INFO);
+  for (const auto& [name, value] : entries) options.AddConfigEntry(name.c_str(), value.c_str());
   options.RegisterCustomOpsLibrary((folder / kLibrary).c_str());
   Ort::Session session(env, (folder / "model.onnx").c_str(), options);
 

@@ -9,10 +9,15 @@ import quantmoe.QuantMoE;
 public class Generate {
   public static void main(String[] args) {
     try {
-      if (args.length < 3) throw new IllegalArgumentException("usage: Generate FOLDER COUNT ID...");
+      Map<String, String> entries = new HashMap<>();
+      for (; args.length > 1 && args[0].equals("--entry"); args = Arrays.copyOfRange(args, 2, args.length)) {
+        String[] entry = args[1].split("=", 2);
+        entries.put(entry[0], entry[entry.length - 1]);
+      }
+      if (args.length < 3) throw new IllegalArgumentException("usage: Generate [--entry NAME=VALUE] FOLDER COUNT ID...");
       long[] numbers = Arrays.stream(args).skip(1).mapToLong(Generate::number).toArray();
       OrtEnvironment env = OrtEnvironment.getEnvironment(OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR);
-      try (OrtSession session = open(env, args[0]); OrtSession.RunOptions run = new OrtSession.RunOptions()) {
+      try (OrtSession session = open(env, args[0], entries); OrtSession.RunOptions run = new OrtSession.RunOptions()) {
         StringJoiner generated = new StringJoiner(" ");
         long[] ids = Arrays.copyOfRange(numbers, 1, numbers.length);
         generate(env, session, run, numbers[0], ids, id -> generated.add(Long.toString(id)) != null);
@@ -25,8 +30,16 @@ public class Generate {
   }
 
   static OrtSession open(OrtEnvironment env, String folder) throws OrtException {
+    return open(env, folder, Map.of());
+  }
+
+  /** With entries of the session, which are set before the library is registered. */
+  static OrtSession open(OrtEnvironment env, String folder, Map<String, String> entries) throws OrtException {
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
-      options.setSessionLogLevel(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
+      // What it logs is in its exceptions, but for what the entries come to.
+      options.setSessionLogLevel(
+          entries.isEmpty() ? OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL : OrtLoggingLevel.ORT_LOGGING_LEVEL_INFO);
+      for (var entry : entries.entrySet()) options.addConfigEntry(entry.getKey(), entry.getValue());
       options.registerCustomOpLibrary(QuantMoE.libraryPath());
       return env.createSession(folder + "/model.onnx", options);
     }
