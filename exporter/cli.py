@@ -357,6 +357,9 @@ def generate(
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,
+    warm: Annotated[
+        Path | None, typer.Option(help="of --experts disk on the cpu: a trace, whose most used experts are read first")
+    ] = None,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
@@ -391,7 +394,7 @@ def generate(
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
-                   reserve=reserve, misses=misses, trace=trace, group=group)  # fmt: skip
+                   reserve=reserve, misses=misses, trace=trace, warm=warm, group=group)  # fmt: skip
 
     def begin(length: int | None = None) -> tuple[Generator, Any]:
         """Of a text of so many tokens, if that is known."""

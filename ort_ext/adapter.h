@@ -627,8 +627,8 @@ class Inference {
 
 // A session's entries begin so. All are read when the library is registered.
 constexpr std::string_view kPrefix = "quantmoe.";
-constexpr const char* kEntries[] = {"prefault",   "verify", "experts", "ram",   "reserve", "trace",
-                                    "gpu_memory", "misses", "threads", "group", "timeout"};
+constexpr const char* kEntries[] = {"prefault",   "verify", "experts", "ram",  "reserve", "trace",
+                                    "gpu_memory", "misses", "threads", "warm", "group",   "timeout"};
 // Left in the options by the registration: which library they have; what the entries were.
 constexpr const char* kRegistered = "quantmoe.registered";
 constexpr const char* kSeen = "quantmoe.seen";
@@ -718,7 +718,7 @@ bool wants_verify(const OrtApi* api, const OrtSessionOptions* options) {
 ExpertSettings expert_settings(const OrtApi* api, const OrtSessionOptions* options) {
   const auto entry = [&](const char* key) { return session_entry(api, options, key); };
   return {entry("quantmoe.experts"),    entry("quantmoe.ram"),    entry("quantmoe.reserve"), entry("quantmoe.trace"),
-          entry("quantmoe.gpu_memory"), entry("quantmoe.misses"), entry("quantmoe.threads")};
+          entry("quantmoe.gpu_memory"), entry("quantmoe.misses"), entry("quantmoe.threads"), entry("quantmoe.warm")};
 }
 
 // Which ranks of a sliced model a session adds up with, and how long it waits for them.

@@ -106,6 +106,7 @@ class Generator:
             search.max_length of genai_config.json beside the model. Without that file the library's own default.
         misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
             default; "cpu": the CPU multiplies them, in ``threads`` threads; "62%": so many, and the others are copied.
+        warm: a trace of this model; the first run reads the experts that it used most, of experts "disk" on the cpu.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
         group: of a rank of a sliced model (docs/parallel.md): on the cpu a name that the ranks' generators in this
             process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.
@@ -135,6 +136,7 @@ class Generator:
         max_length: int | None = None,
         misses: str | None = None,
         trace: str | Path | None = None,
+        warm: str | Path | None = None,
         group: str | None = None,
     ):
         self.path, ort = model_path(path), runtime()
@@ -158,6 +160,7 @@ class Generator:
             reserve = self._reserve(max_length or capacity)
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
         entries |= {
+            "warm": warm,
             "reserve": reserve,
             "misses": misses,
             "threads": threads if threads and misses not in (None, "copy") else None,

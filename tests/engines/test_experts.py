@@ -185,6 +185,39 @@ def test_trace(tmp_path: Path) -> None:
         read_trace(file)
 
 
+def test_a_trace_warms_the_cache(tmp_path: Path) -> None:
+    """The experts that it used most are there when the first token asks, and the bytes are the same."""
+    both, file = two_layers(tmp_path), tmp_path / "trace"
+    s, rng = session(both, 1, {"quantmoe.trace": str(file)}), np.random.default_rng(3)
+    x, ids, weights = LAYER.tokens(1)
+    for _ in range(30):
+        s.run(None, {"x": x, "ids": rng.zipf(1.5, ids.shape) % LAYER.experts, "weights": weights})
+    del s
+    found = read_trace(file)
+    used = [(count, layer, e) for layer, counts in enumerate(found.use()) for e, count in enumerate(counts)]
+    hot = [(layer, np.array([[e]])) for _, layer, e in sorted(used, key=lambda use: use[0])[-9:]]
+    feeds = {"x": x, "ids": np.array([[0, 1, 2, 9]]), "weights": weights}
+    hits = Trace(found.layers, found.slot_bytes, [*hot, (0, feeds["ids"]), (1, feeds["ids"])]).lru(9)[0]
+    for entries, want in (({}, 0), ({"quantmoe.warm": str(file)}, hits)):
+        s = disk(both, 9, **entries)
+        np.testing.assert_array_equal(s.run(None, feeds), session(both).run(None, feeds))
+        assert (report()[-1]["hits"], report()[-1]["misses"]) == (want, 8 - want)
+        del s
+    assert hits > 3
+    whole = file.read_bytes()
+    for damaged, message in (
+        (whole[:-1], r"it ends within the record at word \d+"),
+        (whole[:-6] + b"\x90\0" + whole[-4:], r"the record at word \d+ has a layer or an expert that the model lacks"),
+        (whole.replace(b'"experts": 16', b'"experts": 17'), "expected a trace of this model on the CPU, of 2 layers"),
+        (b"", "expected a trace of this model on the CPU, of 2 layers"),
+    ):
+        (tmp_path / "damaged").write_bytes(damaged)
+        s = disk(both, 9, **{"quantmoe.warm": str(tmp_path / "damaged")})
+        for _ in range(2):
+            with pytest.raises(Exception, match=f"quantmoe.warm {tmp_path / 'damaged'}: {message}"):
+                s.run(None, feeds)
+
+
 def test_nothing_of_the_mapping_is_read(tmp_path: Path) -> None:
     """Neither when a session is created nor in runs: no page of the experts' mapping is in the process."""
     case = dataclasses.replace(LAYER, hidden=512, intermediate=512)
@@ -253,6 +286,7 @@ def test_two_layers_share_the_slots(tmp_path: Path) -> None:
         ({"quantmoe.experts": "disk", "quantmoe.ram": "9", "quantmoe.reserve": "9"}, "is of quantmoe.ram = auto"),
         ({"quantmoe.experts": "disk", "quantmoe.ram": "9"}, f'"{NODE}".*quantmoe.ram is 9, expected at least the'),
         ({"quantmoe.trace": "/nowhere/t"}, "quantmoe.trace /nowhere/t: No such file"),
+        ({"quantmoe.warm": "trace"}, "quantmoe.warm needs quantmoe.experts = disk or auto"),
         ({"quantmoe.misses": "cpu"}, "quantmoe.misses is an entry of the CUDA library"),
     ],
     ids=str,

@@ -5,6 +5,8 @@
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <stdexcept>
 
 #include "core/control_groups.h"
@@ -59,6 +61,7 @@ void ExpertSettings::check() const {
     if (*given != "") refuse(key(name) + " is an entry of the CUDA library");
   if (!disk() && (ram != "" || reserve != ""))
     refuse("quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk or auto");
+  if (warm != "" && !disk()) refuse("quantmoe.warm needs quantmoe.experts = disk or auto");
   if (reserve != "" && ram != "" && ram != "auto")
     refuse("quantmoe.reserve is of quantmoe.ram = auto, here quantmoe.ram is " + ram);
 #if !defined(__linux__)
@@ -79,6 +82,7 @@ void ExpertSettings::check_cuda() const {
     refuse(key("gpu_memory") + " and " + key("reserve") + " need " + where + " = host, disk or auto");
   if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")
     refuse(key("reserve") + " is of " + key("gpu_memory") + " = auto, here it is " + gpu_memory);
+  if (warm != "") refuse("quantmoe.warm is an entry of the CPU library");
   const int32_t share = host_share();
   if (misses != "" && (!host() || experts == "disk"))
     refuse(key("misses") + " needs " + where + " = host or auto, here it is " + (experts == "" ? "gpu" : experts));
@@ -314,7 +318,7 @@ Experts::~Experts() {
 }
 
 std::string Experts::start() {
-  const std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (started_) return "";
   if (trace_) write_header();
   int64_t experts = 0, bytes = 0;
@@ -351,6 +355,7 @@ std::string Experts::start() {
     throw std::runtime_error(settings_.key("ram") + " = auto has " + source + " in reserve, expected at least the " +
                              std::to_string(slot_bytes_) + " bytes of one expert; set " + settings_.key("ram") +
                              " or " + settings_.key("reserve"));
+  const auto warm = settings_.warm == "" ? decltype(most_used(0)){} : most_used(static_cast<size_t>(count));
   const auto size = static_cast<size_t>(count * slot_bytes_);
   void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)
@@ -366,8 +371,64 @@ std::string Experts::start() {
   }
   started_ = true;
   mapped_ = false;
+  warm_up(lock, warm);
   return "experts = " + settings_.experts + ": memory for " + std::to_string(count) + " of " + std::to_string(experts) +
-         " experts (" + std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + source + ")";
+         " experts (" + std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + source + ")" +
+         (settings_.warm == "" ? "" : "; " + std::to_string(warm.size()) + " are read as quantmoe.warm says");
+}
+
+// The experts that a trace's tokens went to most, the most used last. Throws for one that is not of these layers.
+std::vector<std::pair<int, int64_t>> Experts::most_used(size_t most) const {
+  const auto refuse = [&](const std::string& why) {
+    throw std::runtime_error("quantmoe.warm " + settings_.warm + ": " + why);
+  };
+  std::ifstream file(settings_.warm, std::ios::binary);
+  if (!file) refuse(words(errno));
+  std::string line;
+  std::getline(file, line);
+  if (line + "\n" != header())
+    refuse("expected a trace of this model on the CPU, of " + std::to_string(layers_.size()) +
+           " layers with slots of " + std::to_string(slot_bytes_) + " bytes");
+  const std::string rest{std::istreambuf_iterator<char>(file), {}};
+  std::vector<uint16_t> words(rest.size() / 2);
+  std::memcpy(words.data(), rest.data(), 2 * words.size());
+  std::vector<std::vector<size_t>> uses;
+  for (const ExpertLayer& layer : layers_) uses.emplace_back(layer.experts);
+  for (size_t at = 0; 2 * at < rest.size();) {
+    const bool whole = at + 4 <= words.size();
+    const size_t ids = whole ? words[at + 1] * (words[at + 2] | size_t{words[at + 3]} << 16) : 0;
+    if (!whole || ids > words.size() - at - 4) refuse("it ends within the record at word " + std::to_string(at));
+    for (size_t i = at + 4; i < at + 4 + ids; ++i) {
+      if (words[i] == kNone) continue;
+      if (words[at] >= uses.size() || words[i] >= uses[words[at]].size())
+        refuse("the record at word " + std::to_string(at) + " has a layer or an expert that the model lacks");
+      ++uses[words[at]][words[i]];
+    }
+    at += 4 + ids;
+  }
+  std::vector<std::pair<int, int64_t>> found;
+  for (size_t layer = 0; layer < uses.size(); ++layer)
+    for (size_t expert = 0; expert < uses[layer].size(); ++expert)
+      if (uses[layer][expert]) found.emplace_back(static_cast<int>(layer), static_cast<int64_t>(expert));
+  const auto count = [&](const auto& of) { return uses[of.first][of.second]; };
+  std::stable_sort(found.begin(), found.end(), [&](const auto& a, const auto& b) { return count(a) < count(b); });
+  if (found.size() > most) found.erase(found.begin(), found.end() - static_cast<ptrdiff_t>(most));
+  return found;
+}
+
+// Reads experts, of which there are slots for all, the last one to stay longest.
+void Experts::warm_up(Lock& lock, const std::vector<std::pair<int, int64_t>>& experts) {
+  std::vector<int32_t> pinned;
+  for (const auto& [layer, expert] : experts) pinned.push_back(pin(layer, expert));
+  misses_ -= static_cast<int64_t>(experts.size());  // nobody asked for them
+  std::string error;
+  for (const int32_t slot : pinned) {
+    while (slots_[slot].reads)
+      if (!read_one(lock)) done_.wait(lock);
+    if (slots_[slot].failed) error = slots_[slot].error;
+    unpin(slot);
+  }
+  if (error != "") throw std::runtime_error(error);
 }
 
 char* Experts::memory_of(int32_t slot, int tensor) const {
@@ -528,7 +589,7 @@ size_t Experts::Lease::wait(Lock& lock, size_t enough, const void** w13, const v
 }
 
 // A line of JSON, then records: FORMAT in docs/experts.md.
-void Experts::write_header() {
+std::string Experts::header() const {
   std::string text = "{\"quantmoe_trace\": 1, \"slot_bytes\": " + std::to_string(slot_bytes_) + ", \"layers\": [";
   for (const ExpertLayer& layer : layers_) {
     std::string name;
@@ -540,7 +601,11 @@ void Experts::write_header() {
             "\", \"experts\": " + std::to_string(layer.experts) +
             ", \"bytes\": " + std::to_string(layer.tensors[0].row_bytes + layer.tensors[1].row_bytes) + "}";
   }
-  text += "]}\n";
+  return text + "]}\n";
+}
+
+void Experts::write_header() {
+  const std::string text = header();
   if (std::fwrite(text.data(), 1, text.size(), trace_) != text.size() || std::fflush(trace_))
     throw std::runtime_error("quantmoe.trace " + settings_.trace + ": " + words(errno));
 }

@@ -14,13 +14,14 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace quantmoe {
 
 // What is asked for, as it was given; "": not given.
 struct ExpertSettings {
-  std::string experts, ram, reserve, trace, gpu_memory, misses, threads;
+  std::string experts, ram, reserve, trace, gpu_memory, misses, threads, warm;
   bool of_environment = false;  // how they were given
 
   // A setting's name: quantmoe.ram, say, of a session, or QUANTMOE_RAM.
@@ -170,7 +171,10 @@ class Experts {
   void unlink(int32_t slot);
   bool read_one(Lock& lock);
   void read_until_stopped();
+  std::string header() const;
   void write_header();
+  std::vector<std::pair<int, int64_t>> most_used(size_t most) const;
+  void warm_up(Lock& lock, const std::vector<std::pair<int, int64_t>>& experts);
 
   const ExpertSettings settings_;
   std::vector<std::shared_ptr<const DataFile>> files_;
