@@ -48,7 +48,7 @@ from quantmoe.exporter.graph.passes.attention import (
     signature,
 )
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
-from quantmoe.exporter.graph.passes.interface import set_cache_type, set_state_type
+from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
 from quantmoe.exporter.graph.passes.norms import plain_norms
 from quantmoe.exporter.graph.passes.paged import refusal as unpaged
 from quantmoe.exporter.graph.passes.placement import place_experts
@@ -160,6 +160,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
         set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
     set_state_type(graph)
+    set_logits_type(graph)
     tables = {name: table for name, layer in chosen.experts.items() if (table := layer.table()) is not None}
     if own is not None and own.own_tokens:
         try:

@@ -121,6 +121,7 @@ def test_states_are_f32_in_any_graph(source, tmp_path):
     make_checkpoint(tmp_path / "checkpoint", "nemotron_h", layer_types=BLOCKS, num_experts_per_tok=8, n_group=1)
     export(tmp_path / "checkpoint", tmp_path / "model", logits="all", **OPTIONS | {"cache": "f16", "dtype": "f16"})
     generator, ids = Generator(tmp_path / "model"), TOKENS[:1, :70]
+    assert generator.session.get_outputs()[0].type == "tensor(float16)"  # transformers widens its logits
     dtypes = {name: array.dtype for name, array in generator.start().items()}
     assert dtypes["past_key_values.0.conv_state"] == np.float16
     assert dtypes["past_key_values.0.recurrent_state"] == np.float32

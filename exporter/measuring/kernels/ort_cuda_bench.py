@@ -239,7 +239,8 @@ class Bound:
 
         self.session, self.binding, self.options = session, session.io_binding(), ort.RunOptions()
         self.options.add_run_config_entry("gpu_graph_id", str(graph))
-        caches, logits = {i.name: i for i in session.get_inputs() if i.name.startswith("past")}, session.get_outputs()[0]
+        caches = {i.name: i for i in session.get_inputs() if i.name.startswith("past")}
+        logits = session.get_outputs()[0]
         sizes = {name: [capacity if isinstance(n, str) else n for n in i.shape[1:]] for name, i in caches.items()}
         known = {"tensor(float16)": torch.float16, "tensor(float)": torch.float32}
         types = {name: known[i.type] for name, i in caches.items()}
