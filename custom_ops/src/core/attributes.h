@@ -61,7 +61,8 @@ struct RoutingLimits {
 };
 int check_routing(const qm_routing& routing, const RoutingLimits& limits, char* err);
 
-// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, AllReduce, AllGather, ReduceScatter.
+// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, AllReduce, AllGather,
+// ReduceScatter.
 int check_attention(const qm_attention& attention, char* err);
 constexpr int32_t kMaxConvWidth = 64;
 int check_conv(const qm_conv& conv, char* err);

@@ -236,7 +236,7 @@ struct DeltaContext : StateContext {
   const qm_delta_call& call;
 
   DeltaContext(const qm_delta& of, const qm_delta_call& made)
-      : StateContext{made.type,          made.batch,     made.tokens,    made.rows,       made.past_state,
+      : StateContext{made.type,          made.batch,     made.tokens,    made.rows,      made.past_state,
                      made.present_state, of.num_v_heads, of.k_head_size, of.v_head_size, of.state_window},
         node(of),
         call(made) {}

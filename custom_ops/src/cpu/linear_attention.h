@@ -77,8 +77,7 @@ void convolution(const ConvContext& conv, int64_t batch_row, int64_t first, floa
   Bits* const slots = static_cast<Bits*>(call.present_conv) + state_at;
   Bits* const present = slots + conv.live();
   const int64_t size = x_of(conv.node).size;
-  const Bits* const x =
-      static_cast<const Bits*>(call.x) + batch_row * tokens * size + x_of(conv.node).offset + first;
+  const Bits* const x = static_cast<const Bits*>(call.x) + batch_row * tokens * size + x_of(conv.node).offset + first;
   Bits* const y = static_cast<Bits*>(call.y) + batch_row * tokens * channels + first;
   for (int64_t token = 0; token < tokens; ++token)
     if (token < begin || token >= begin + count) std::fill_n(y + token * channels, slice, Bits{});
@@ -177,8 +176,7 @@ struct DeltaHead : Head {
   static constexpr bool kRecalls = true;  // a token's delta is of what the state says to its key
   const DeltaContext& d;
 
-  DeltaHead(const DeltaContext& of, int64_t row, int64_t number, float* lane)
-      : Head{of, row, number, lane}, d(of) {}
+  DeltaHead(const DeltaContext& of, int64_t row, int64_t number, float* lane) : Head{of, row, number, lane}, d(of) {}
   const uint8_t* query(int64_t i) const { return of(d.call.qkv, i, d.qkv_width(), group() * d.keys); }
   const uint8_t* key(int64_t i) const {
     return of(d.call.qkv, i, d.qkv_width(), (d.node.num_k_heads + group()) * d.keys);
@@ -195,8 +193,7 @@ struct SpaceHead : Head {
   static constexpr bool kRecalls = false;
   const SpaceContext& d;
 
-  SpaceHead(const SpaceContext& of, int64_t row, int64_t number, float* lane)
-      : Head{of, row, number, lane}, d(of) {}
+  SpaceHead(const SpaceContext& of, int64_t row, int64_t number, float* lane) : Head{of, row, number, lane}, d(of) {}
   const uint8_t* value(int64_t i) const { return of(d.call.xbc, i, d.xbc_width(), head * d.node.head_size); }
   const uint8_t* key(int64_t i) const { return of(d.call.xbc, i, d.xbc_width(), d.width() + group() * d.keys); }
   const uint8_t* query(int64_t i) const {
