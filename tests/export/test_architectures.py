@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 3,
             "unpadded_vocab_size": 128,
         },
-        "inkling2_loop: a short convolution after attention and experts is not supported",
+        "inkling2_loop_text: a short convolution after attention and experts is not supported",
     ),
 }
 LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla")
