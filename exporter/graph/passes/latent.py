@@ -171,6 +171,8 @@ class _Checked(Given):
 
 def _compare(module: Any, called: Called) -> RecognisedAttention:
     """The CachedAttention that gives what a module gives, on random tokens."""
+    if called.arguments.get("position_embeddings") is None:
+        raise Unlike("it has no cosines and sines of a rotary module")
     draw = drawing()
     kept = [name for name in ("q_a_layernorm", "kv_a_layernorm") if getattr(module, name, None) is not None]
     probe = probe_of(module, [name for name, _ in module.named_children() if name not in kept], draw)
