@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -755,17 +755,9 @@ def delta(spec: DeltaSpec, *inputs: torch.Tensor, in_place: bool = False) -> tup
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    import torch
-
-    qkv, past_state = inputs[0], inputs[7]
-    width = spec.num_v_heads * spec.v_head_size
-    y = torch.full((*qkv.shape[:2], width), float("nan"), dtype=qkv.dtype, device=qkv.device)
-    present = past_state if in_place else torch.full_like(past_state, float("nan"))
+    qkv, width = inputs[0], spec.num_v_heads * spec.v_head_size
     problem = delta_problem(spec, _dtype(qkv), *qkv.shape[:2])
-    plan = plan_delta(problem, query(qkv.device.index or 0))
-    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
-    launch_delta(problem, plan, *inputs, y, present, workspace)
-    return y, present
+    return _stepped(launch_delta, problem, plan_delta(problem, query(qkv.device.index or 0)), inputs, width, in_place)
 
 
 def space_problem(spec: SpaceSpec, dtype: str, batch: int, tokens: int) -> SpaceProblem:
@@ -800,14 +792,25 @@ def space(spec: SpaceSpec, *inputs: torch.Tensor, in_place: bool = False) -> tup
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
+    xbc, width = inputs[0], spec.num_heads * spec.head_size
+    problem = space_problem(spec, _dtype(xbc), *xbc.shape[:2])
+    return _stepped(launch_space, problem, plan_space(problem, query(xbc.device.index or 0)), inputs, width, in_place)
+
+
+def _stepped(
+    launch: Callable[..., None],
+    problem: DeltaProblem | SpaceProblem,
+    plan: DeltaPlan | SpacePlan,
+    inputs: tuple[torch.Tensor, ...],
+    width: int,
+    in_place: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A call whose inputs end with a state and rows: y of ``width`` features a token, and the state."""
     import torch
 
-    xbc, past_state = inputs[0], inputs[7]
-    width = spec.num_heads * spec.head_size
-    y = torch.full((*xbc.shape[:2], width), float("nan"), dtype=xbc.dtype, device=xbc.device)
-    present = past_state if in_place else torch.full_like(past_state, float("nan"))
-    problem = space_problem(spec, _dtype(xbc), *xbc.shape[:2])
-    plan = plan_space(problem, query(xbc.device.index or 0))
-    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=xbc.device)
-    launch_space(problem, plan, *inputs, y, present, workspace)
+    x, past = inputs[0], inputs[-2]
+    y = torch.full((*x.shape[:2], width), float("nan"), dtype=x.dtype, device=x.device)
+    present = past if in_place else torch.full_like(past, float("nan"))
+    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
+    launch(problem, plan, *inputs, y, present, workspace)
     return y, present

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -466,6 +466,34 @@ def conv(
     return y, present
 
 
+def recur(
+    spec: DeltaSpec | SpaceSpec,
+    past_state: np.ndarray,
+    rows: np.ndarray,
+    y: np.ndarray,
+    step: Callable[[int, int, np.ndarray], tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token after token of each row.
+
+    Args:
+        past_state, rows: inputs. y: zeros [B, S, ..], filled for tokens that count.
+        step: of a row, a token in the call and the state before it: the state after it and its y.
+
+    Returns:
+        y, and present_state float64, zeros in slots of no token.
+    """
+    present = np.zeros(past_state.shape)
+    slots, live = windowed(spec, present), windowed(spec, past_state.astype(np.float64))[-1]
+    for i, (begin, count, past) in enumerate(rows.tolist()):
+        state = live[i] if past or not count else np.zeros(live[i].shape)
+        for t in range(begin, begin + count):
+            state, y[i, t] = step(i, t, state)
+            if (slot := len(slots) - begin - count + t) >= 0:
+                slots[slot, i] = state
+        slots[-1, i] = state
+    return y, present
+
+
 def delta(
     spec: DeltaSpec,
     qkv: np.ndarray,
@@ -501,21 +529,17 @@ def delta(
     q, k = (x / np.sqrt((x * x).sum(3, keepdims=True) + np.float32(spec.l2_epsilon)) for x in (q, k))
     q, k = (np.repeat(x, heads // groups, 2) for x in (q * np.float32(spec.scale), k))
     v = v.reshape(batch, tokens, heads, value)
-    step = np.logaddexp(0, a.astype(np.float64) + dt_bias).reshape(batch, tokens, heads, dt_bias.size // heads)
-    decay = np.exp(-np.exp(a_log.astype(np.float64))[:, None] * step)
+    time = np.logaddexp(0, a.astype(np.float64) + dt_bias).reshape(batch, tokens, heads, dt_bias.size // heads)
+    decay = np.exp(-np.exp(a_log.astype(np.float64))[:, None] * time)
     beta = np.float32(spec.beta_scale) * sigmoid(b.astype(np.float64))
-    y, present = np.zeros((batch, tokens, heads, value)), np.zeros(past_state.shape)
-    slots, live = windowed(spec, present), windowed(spec, past_state.astype(np.float64))[-1]
-    for i, (begin, count, past) in enumerate(rows.tolist()):
-        state = live[i] if past or not count else np.zeros(live[i].shape)
-        for t in range(begin, begin + count):
-            state = state * decay[i, t][:, :, None]
-            new = (v[i, t] - np.einsum("hk,hkv->hv", k[i, t], state)) * beta[i, t][:, None]
-            state = state + k[i, t][:, :, None] * new[:, None]
-            y[i, t] = np.einsum("hk,hkv->hv", q[i, t], state)
-            if (slot := len(slots) - begin - count + t) >= 0:
-                slots[slot, i] = state
-        slots[-1, i] = state
+
+    def step(i: int, t: int, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        state = state * decay[i, t][:, :, None]
+        new = (v[i, t] - np.einsum("hk,hkv->hv", k[i, t], state)) * beta[i, t][:, None]
+        state = state + k[i, t][:, :, None] * new[:, None]
+        return state, np.einsum("hk,hkv->hv", q[i, t], state)
+
+    y, present = recur(spec, past_state, rows, np.zeros((batch, tokens, heads, value)), step)
     y = y / np.sqrt((y * y).mean(3, keepdims=True) + np.float32(spec.norm_epsilon)) * norm.astype(np.float64)
     gate = sigmoid(z.astype(np.float64))
     gate = (gate * z if spec.gate == "silu" else gate).reshape(y.shape)
@@ -555,19 +579,15 @@ def space(
     x, b, c = np.split(xbc.astype(np.float64), [heads * size, heads * size + groups * states], axis=2)
     x = x.reshape(batch, tokens, heads, size)
     b, c = (np.repeat(part.reshape(batch, tokens, groups, states), heads // groups, 2) for part in (b, c))
-    step = np.logaddexp(0, dt.astype(np.float64) + dt_bias)
-    decay = np.exp(-np.exp(a_log.astype(np.float64)) * step)
-    y, present = np.zeros((batch, tokens, heads, size)), np.zeros(past_state.shape)
-    slots, live = windowed(spec, present), windowed(spec, past_state.astype(np.float64))[-1]
-    for i, (begin, count, past) in enumerate(rows.tolist()):
-        state = live[i] if past or not count else np.zeros(live[i].shape)
-        for t in range(begin, begin + count):
-            new = x[i, t] * step[i, t][:, None]
-            state = state * decay[i, t][:, None, None] + b[i, t][:, :, None] * new[:, None]
-            y[i, t] = np.einsum("hn,hnp->hp", c[i, t], state) + d.astype(np.float64)[:, None] * x[i, t]
-            if (slot := len(slots) - begin - count + t) >= 0:
-                slots[slot, i] = state
-        slots[-1, i] = state
+    time = np.logaddexp(0, dt.astype(np.float64) + dt_bias)
+    decay = np.exp(-np.exp(a_log.astype(np.float64)) * time)
+
+    def step(i: int, t: int, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        new = x[i, t] * time[i, t][:, None]
+        state = state * decay[i, t][:, None, None] + b[i, t][:, :, None] * new[:, None]
+        return state, np.einsum("hn,hnp->hp", c[i, t], state) + d.astype(np.float64)[:, None] * x[i, t]
+
+    y, present = recur(spec, past_state, rows, np.zeros((batch, tokens, heads, size)), step)
     o, z, gated = y.reshape(z.shape), z.astype(np.float64), np.zeros(z.shape)
     for i, (begin, count, _) in enumerate(rows.tolist()):
         own = np.s_[i, begin : begin + count]

@@ -390,74 +390,32 @@ void AttentionNode::run(OrtKernelContext* context) const {
       [&](char* error) { return qm_attention_run(&attention_, &call, error); });
 }
 
-class ConvNode : public CpuNode {
+// CausalConv, GatedDelta or StateSpace: a node with a state.
+template <class Node, class Call, int (*kValidate)(const Node*, char*), size_t (*kWorkspace)(const Node*, const Call*),
+          int (*kRun)(const Node*, const Call*, char*)>
+class StatefulNode : public CpuNode {
  public:
-  ConvNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+  StatefulNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
-    read_attributes(info, &conv_);
+    read_attributes(info, &attributes_);
     char error[QM_ERROR_SIZE];
-    if (qm_conv_validate(&conv_, error)) fail(error);
+    if (kValidate(&attributes_, error)) fail(error);
   }
-  void run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override {
+    Call call{};
+    call.type = op_.type();
+    read_stateful(context, attributes_, call, call);
+    with_pool(
+        context, call, [&] { return kWorkspace(&attributes_, &call); },
+        [&](char* error) { return kRun(&attributes_, &call, error); });
+  }
 
  private:
-  qm_conv conv_{};
+  Node attributes_{};
 };
-
-void ConvNode::run(OrtKernelContext* context) const {
-  qm_conv_call call{};
-  call.type = op_.type();
-  read_conv(context, conv_, call, call);
-  with_pool(
-      context, call, [&] { return qm_conv_workspace(&conv_, &call); },
-      [&](char* error) { return qm_conv_run(&conv_, &call, error); });
-}
-
-class DeltaNode : public CpuNode {
- public:
-  DeltaNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
-      : CpuNode(op, api, info, weights, verify) {
-    read_attributes(info, &delta_);
-    char error[QM_ERROR_SIZE];
-    if (qm_delta_validate(&delta_, error)) fail(error);
-  }
-  void run(OrtKernelContext* context) const override;
-
- private:
-  qm_delta delta_{};
-};
-
-void DeltaNode::run(OrtKernelContext* context) const {
-  qm_delta_call call{};
-  call.type = op_.type();
-  read_delta(context, delta_, call, call);
-  with_pool(
-      context, call, [&] { return qm_delta_workspace(&delta_, &call); },
-      [&](char* error) { return qm_delta_run(&delta_, &call, error); });
-}
-
-class SpaceNode : public CpuNode {
- public:
-  SpaceNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
-      : CpuNode(op, api, info, weights, verify) {
-    read_attributes(info, &space_);
-    char error[QM_ERROR_SIZE];
-    if (qm_space_validate(&space_, error)) fail(error);
-  }
-  void run(OrtKernelContext* context) const override;
-
- private:
-  qm_space space_{};
-};
-
-void SpaceNode::run(OrtKernelContext* context) const {
-  qm_space_call call{};
-  call.type = op_.type();
-  read_space(context, space_, call, call);
-  with_pool(
-      context, call, [&] { return qm_space_workspace(&space_, &call); },
-      [&](char* error) { return qm_space_run(&space_, &call, error); });
-}
+using ConvNode = StatefulNode<qm_conv, qm_conv_call, qm_conv_validate, qm_conv_workspace, qm_conv_run>;
+using DeltaNode = StatefulNode<qm_delta, qm_delta_call, qm_delta_validate, qm_delta_workspace, qm_delta_run>;
+using SpaceNode = StatefulNode<qm_space, qm_space_call, qm_space_validate, qm_space_workspace, qm_space_run>;
 
 // A node that needs the other ranks.
 class RankNode : public Kernel {

@@ -132,11 +132,11 @@ class Kernel {
   // Sizes and tensors of a run of CausalConv, GatedDelta or StateSpace, into the C ABI's structs, which on the CPU are
   // one; throws unless its inputs' shapes agree.
   template <class Sizes, class Tensors>
-  void read_conv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const;
+  void read_stateful(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const;
   template <class Sizes, class Tensors>
-  void read_delta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
+  void read_stateful(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
   template <class Sizes, class Tensors>
-  void read_space(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const;
+  void read_stateful(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const;
 
   // A state's shape, with the window's size in front where there is one.
   static Shape windowed(int32_t window, Shape state) {
@@ -409,7 +409,7 @@ void Kernel::check_caches(const qm_attention& node) const {
 }
 
 template <class Sizes, class Tensors>
-void Kernel::read_conv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const {
+void Kernel::read_stateful(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const {
   const int64_t channels = conv.channels;
   check_shape(context, CausalConv_x, {-1, -1, x_of(conv).size});
   Shape x = shape_of(get_input(context, CausalConv_x));
@@ -434,7 +434,7 @@ void Kernel::read_conv(OrtKernelContext* context, const qm_conv& conv, Sizes& si
 }
 
 template <class Sizes, class Tensors>
-void Kernel::read_delta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const {
+void Kernel::read_stateful(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const {
   const int64_t heads = delta.num_v_heads, k = delta.k_head_size, v = delta.v_head_size;
   const int64_t decays = heads * (delta.decay_per_key ? k : 1);
   check_shape(context, GatedDelta_qkv, {-1, -1, 2 * delta.num_k_heads * k + heads * v});
@@ -466,7 +466,7 @@ void Kernel::read_delta(OrtKernelContext* context, const qm_delta& delta, Sizes&
 }
 
 template <class Sizes, class Tensors>
-void Kernel::read_space(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const {
+void Kernel::read_stateful(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const {
   const int64_t heads = space.num_heads, width = width_of(space);
   check_shape(context, StateSpace_xbc, {-1, -1, width + 2 * int64_t{space.num_groups} * space.state_size});
   const Shape xbc = shape_of(get_input(context, StateSpace_xbc));

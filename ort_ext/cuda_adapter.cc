@@ -482,65 +482,43 @@ class CudaConv : public CudaKernel {
 void CudaConv::run(OrtKernelContext* context) const {
   qm_cuda_conv_problem problem = problem_;
   qm_cuda_conv_tensors tensors{};
-  read_conv(context, problem.conv, problem, tensors);
+  read_stateful(context, problem.conv, problem, tensors);
   char error[QM_ERROR_SIZE];
   if (qm_cuda_launch_conv(&problem, &tensors, stream_of(context), error))
     throw std::runtime_error(node_ + ": " + error);
 }
 
-class CudaDelta : public CudaKernel {
+// GatedDelta or StateSpace. kNode: the attributes in the problem.
+template <auto kNode, class Problem, class Plan, class Tensors,
+          int (*kPlan)(const Problem*, const qm_cuda_device*, Plan*, char*),
+          int (*kLaunch)(const Problem*, const Plan*, const Tensors*, void*, char*)>
+class CudaStateful : public CudaKernel {
  public:
-  CudaDelta(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
-    read_attributes(info, &problem_.delta);
+  CudaStateful(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    read_attributes(info, &(problem_.*kNode));
     problem_.type = op.type();
     query_device();
-    qm_cuda_delta_plan plan;
+    Plan plan;
     char error[QM_ERROR_SIZE];
-    if (qm_cuda_plan_delta(&problem_, &device_, &plan, error)) fail(error);
+    if (kPlan(&problem_, &device_, &plan, error)) fail(error);
   }
-  void run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override {
+    Problem problem = problem_;
+    Tensors tensors{};
+    read_stateful(context, problem.*kNode, problem, tensors);
+    execute<Plan>(context, problem, kPlan, [&](const Plan& plan, void* workspace, void* stream, char* error) {
+      tensors.workspace = workspace;
+      return kLaunch(&problem, &plan, &tensors, stream, error);
+    });
+  }
 
  private:
-  qm_cuda_delta_problem problem_{};  // but for the sizes
+  Problem problem_{};  // but for the sizes
 };
-
-void CudaDelta::run(OrtKernelContext* context) const {
-  qm_cuda_delta_problem problem = problem_;
-  qm_cuda_delta_tensors tensors{};
-  read_delta(context, problem.delta, problem, tensors);
-  execute<qm_cuda_delta_plan>(context, problem, qm_cuda_plan_delta,
-                              [&](const qm_cuda_delta_plan& plan, void* workspace, void* stream, char* error) {
-                                tensors.workspace = workspace;
-                                return qm_cuda_launch_delta(&problem, &plan, &tensors, stream, error);
-                              });
-}
-
-class CudaSpace : public CudaKernel {
- public:
-  CudaSpace(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
-    read_attributes(info, &problem_.space);
-    problem_.type = op.type();
-    query_device();
-    qm_cuda_space_plan plan;
-    char error[QM_ERROR_SIZE];
-    if (qm_cuda_plan_space(&problem_, &device_, &plan, error)) fail(error);
-  }
-  void run(OrtKernelContext* context) const override;
-
- private:
-  qm_cuda_space_problem problem_{};  // but for the sizes
-};
-
-void CudaSpace::run(OrtKernelContext* context) const {
-  qm_cuda_space_problem problem = problem_;
-  qm_cuda_space_tensors tensors{};
-  read_space(context, problem.space, problem, tensors);
-  execute<qm_cuda_space_plan>(context, problem, qm_cuda_plan_space,
-                              [&](const qm_cuda_space_plan& plan, void* workspace, void* stream, char* error) {
-                                tensors.workspace = workspace;
-                                return qm_cuda_launch_space(&problem, &plan, &tensors, stream, error);
-                              });
-}
+using CudaDelta = CudaStateful<&qm_cuda_delta_problem::delta, qm_cuda_delta_problem, qm_cuda_delta_plan,
+                               qm_cuda_delta_tensors, qm_cuda_plan_delta, qm_cuda_launch_delta>;
+using CudaSpace = CudaStateful<&qm_cuda_space_problem::space, qm_cuda_space_problem, qm_cuda_space_plan,
+                               qm_cuda_space_tensors, qm_cuda_plan_space, qm_cuda_launch_space>;
 
 // A node that needs the other ranks.
 class CudaRank : public CudaKernel {

@@ -68,7 +68,7 @@ void DeviceExperts::read_from_file() {
   ExpertSettings below;
   below.experts = "disk";
   below.ram = settings_.ram;
-  if (settings_.ram_bytes() < 0) below.reserve = std::to_string(512 << 20);  // the file's other weights are not in RAM
+  if (settings_.ram_bytes() < 0) below.reserve = std::to_string(kReserve);  // the file's other weights are not in RAM
   below.of_environment = settings_.of_environment;
   ram_ = std::make_unique<Experts>(below);
 }

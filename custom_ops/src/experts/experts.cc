@@ -337,9 +337,9 @@ std::string Experts::start() {
     // The rest of the model is read, too, and the caches of the first tokens are not there yet.
     int64_t reserve = settings_.reserve_bytes();
     if (reserve < 0) {
-      reserve = int64_t{512} << 20;
+      reserve = kReserve;
       for (const auto& file : files_) reserve += file->bytes();
-      reserve = std::max<int64_t>(reserve - bytes, int64_t{512} << 20);
+      reserve = std::max(reserve - bytes, kReserve);
     }
     const int64_t available = available_memory();
     budget_ = std::max<int64_t>(0, available - reserve);

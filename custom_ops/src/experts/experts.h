@@ -19,6 +19,8 @@
 
 namespace quantmoe {
 
+constexpr int64_t kReserve = int64_t{512} << 20;  // bytes of RAM that auto leaves beside what is known
+
 // What is asked for, as it was given; "": not given.
 struct ExpertSettings {
   std::string experts, ram, reserve, trace, gpu_memory, misses, threads, warm;

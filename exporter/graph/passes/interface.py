@@ -111,11 +111,13 @@ def set_logits_type(model: ir.Model) -> None:
     """Gives logits the graph's type, as most models do; some (Nemotron-H) widen theirs to f32 in the end."""
     logits = next(value for value in model.graph.outputs if value.name == "logits")
     cast = logits.producer()
-    narrow = cast.inputs[0] if cast is not None and cast.op_type == "Cast" else None
+    if cast is None or cast.op_type != "Cast":
+        return
+    narrow = cast.inputs[0]
     if narrow is not None and narrow.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
         logits.name, narrow.name, narrow.shape = None, "logits", logits.shape
         logits.replace_all_uses_with(narrow, replace_graph_outputs=True)
-        model.graph.remove(logits.producer(), safe=True)  # type: ignore[arg-type]
+        model.graph.remove(cast, safe=True)
 
 
 def drop_traces(model: ir.Model) -> None:

@@ -37,7 +37,8 @@ from quantmoe.exporter.graph.passes.linear_attention import convolve, recurrent_
 from quantmoe.exporter.graph.passes.rows import Rows
 
 LINEARS = ("in_proj", "out_proj")
-PARAMETERS = ("A_log", "D", "dt_bias", "norm.weight")
+#: in the node's order
+PARAMETERS = ("A_log", "dt_bias", "D", "norm.weight")
 #: sums in f32 in another order, of chunks of 70 tokens
 _TOLERANCE = 1e-4
 
@@ -82,16 +83,10 @@ def _looks_like_one(module: Any) -> bool:
     return (
         all(type(linear) is torch.nn.Linear for linear in linears)
         and type(getattr(module, "conv1d", None)) is torch.nn.Conv1d
-        and all(isinstance(_attribute(module, name), torch.nn.Parameter) for name in PARAMETERS)
+        and {*PARAMETERS} <= {name for name, _ in module.named_parameters()}
         and hasattr(module, "ssm_state_size")
         and hasattr(module.norm, "variance_epsilon")
     )
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
 
 
 def _spec(module: Any, window: int) -> StateSpace:
@@ -139,9 +134,9 @@ def _compare(module: Any, found: StateSpace) -> None:
     try:
         probe = copy.deepcopy(module, {id(getattr(module, name)): torch.nn.Identity() for name in LINEARS})
         randomise(probe, draw)
-        probe.layer_idx, of_channels = 0, probe.conv1d.bias
-        weights = [probe.conv1d.weight[:, 0], torch.zeros(0) if of_channels is None else of_channels]
-        parameters = [_attribute(probe, name) for name in ("A_log", "dt_bias", "D", "norm.weight")]
+        probe.layer_idx, weight = 0, probe.conv1d.weight[:, 0].numpy()
+        bias = np.zeros(0) if probe.conv1d.bias is None else probe.conv1d.bias.numpy()
+        a_log, dt_bias, d, norm = (probe.get_parameter(name).numpy() for name in PARAMETERS)
         for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True), (1, 70, True)):
             projected = draw(batch, new, found.features)
             conv_state = draw(batch, conv.channels, conv.width)
@@ -153,12 +148,8 @@ def _compare(module: Any, found: StateSpace) -> None:
             cache.layers, probe.in_proj = [layer], Given(projected)
             rows = np.array([[0, new, int(past)]] * batch, np.int32)
             x = projected.numpy()
-            weight, bias, before, *own = (
-                t.detach().numpy() for t in (*weights, conv_state[..., 1:], *parameters, state)
-            )
-            mixed, present_conv = reference_conv(conv, x, weight, bias, before, rows)
-            a_log, dt_bias, d, norm, past_state = own
-            output, present = reference_space(space, mixed, x, x, a_log, dt_bias, d, norm, past_state, rows)
+            mixed, present_conv = reference_conv(conv, x, weight, bias, conv_state[..., 1:].numpy(), rows)
+            output, present = reference_space(space, mixed, x, x, a_log, dt_bias, d, norm, state.numpy(), rows)
             with torch.no_grad():
                 want = probe(torch.zeros(batch, new, 8), cache=cache, attention_mask=None)
             made = layer.conv_states[0][..., 1:], layer.recurrent_states[0].transpose(2, 3)
@@ -188,7 +179,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: 
     projected = self.in_proj(hidden_states)
     xbc = convolve(self.found.conv, self.conv1d, projected, layer, rows)
     state = recurrent_state(layer, xbc, space.state_window, (space.num_heads, space.state_size, space.head_size))
-    parameters = (self.A_log, self.dt_bias, self.D, self.norm.weight)
+    parameters = map(self.get_parameter, PARAMETERS)
     y, layer.recurrent_states[0] = torch.ops.quantmoe.state_space(
         xbc, projected, projected, *parameters, state, rows, json.dumps(space.attributes())
     )
