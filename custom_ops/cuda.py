@@ -143,7 +143,7 @@ class SpaceProblem(ctypes.Structure):
 class SpacePlan(ctypes.Structure):
     """qm_cuda_space_plan."""
 
-    _fields_ = [("workspace_bytes", _U64)]
+    _fields_ = [("chunked", _I32), ("workspace_bytes", _U64)]
 
 
 #: qm_cuda_step_kind

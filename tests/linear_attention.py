@@ -403,8 +403,12 @@ def gated_error(a: Delta, o: Span) -> np.ndarray:
     return (error * SECOND).reshape(a.z.shape)
 
 
-def space_span(a: Space, after: bool = False) -> tuple[Span, Span]:
-    """What y and present_state may be. after: C meets the state after a token, in sixteen sums, as on CUDA."""
+def space_span(a: Space, after: bool = False, parts: float = 0) -> tuple[Span, Span]:
+    """What y and present_state may be. after: C meets the state after a token, in sixteen sums, as on CUDA.
+
+    parts: what the chunked kernels' operands lose, of the sum of all that was added to a state, in absolute values and
+    decayed: once in the state, and once more where C meets it.
+    """
     a = a.own()
     spec, heads, groups = a.spec, a.spec.num_heads, a.spec.num_groups
     width, n = heads * spec.head_size, spec.state_size
@@ -414,7 +418,7 @@ def space_span(a: Space, after: bool = False) -> tuple[Span, Span]:
         if not count:
             continue
         state = states[row] if past else np.zeros(states[row].shape)
-        wrong = np.zeros(state.shape)
+        wrong, most_state = np.zeros(state.shape), np.abs(state)
         for t in range(begin, begin + count):
             x, b, c = np.split(a.xbc[row, t].astype(np.float64), [width, width + groups * n])
             x = x.reshape(heads, -1)
@@ -437,11 +441,13 @@ def space_span(a: Space, after: bool = False) -> tuple[Span, Span]:
             wrong = old.error + np.abs(b)[:, :, None] * u.error[:, None] + U * np.abs(state) + TINY
             if after:
                 out = (c[:, :, None] * state).sum(1)
-                out_error = (np.abs(c)[:, :, None] * (wrong + (-(-n // 16) + 4) * U * np.abs(state))).sum(1)
+                most_state = kept.value[:, :, None] * most_state + np.abs(added)
+                lost = wrong + (-(-n // 16) + 4) * U * np.abs(state) + 2 * parts * most_state
+                out_error = (np.abs(c)[:, :, None] * lost).sum(1)
             out = out + a.d.astype(np.float64)[:, None] * x
             out_error += U * np.abs(out) + TINY
             y[row, t], error[row, t] = out.reshape(-1), out_error.reshape(-1)
-        states[row], state_errors[row] = state, wrong * SECOND
+        states[row], state_errors[row] = state, (wrong + parts * most_state) * SECOND
     z = a.z.astype(np.float64)
     gate = z * reference.sigmoid(z)
     gate_error = (SIGMOID + U) * np.abs(gate) + np.abs(z) * SMALLEST

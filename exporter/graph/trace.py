@@ -48,6 +48,7 @@ from quantmoe.exporter.graph.passes.attention import (
     signature,
 )
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
+from quantmoe.exporter.graph.passes.fused_norms import type_fused_norms
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
 from quantmoe.exporter.graph.passes.norms import plain_norms
 from quantmoe.exporter.graph.passes.paged import refusal as unpaged
@@ -327,6 +328,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     if target != "cuda":
         with quiet():
             fuse_for_onnxruntime(graph, "cpu")
+        type_fused_norms(graph)
     else:
         divide_by_roots(graph)
         add_norms(graph)

@@ -120,7 +120,11 @@ FORMAT_SHAPES = {
 
 #: of FORMAT_SHAPES, with tokens that give each product each of wgmma's tiles where a GPU has one multiprocessor
 ONE = cuda.Device(90, 1, 233472)
-TILES = [*(("odd", n) for n in (33, 120, 200, 250, 320, 400)), *(("split-k", n) for n in (33, 72, 100, 130, 200, 330))]
+TILES = [
+    *(("odd", n) for n in (33, 120, 200, 250, 320, 400)),
+    *(("split-k", n) for n in (33, 72, 100, 130, 200, 330)),
+    *(("ungated", n) for n in (33, 230, 500)),
+]
 
 
 def of_format(name: str, case: Case) -> Case:

@@ -80,7 +80,7 @@ def test_floats_beside_codes(tokens, dtype):
 def test_scales_of_every_size(name, tokens):
     """A row's scales differ by 2^20 (nvfp4: all codes), some are zero; tokens differ by 2^40.
 
-    relu2 is twice as wrong as its input, relatively, not more as others are; but ungated layers take no wgmma.
+    relu2 is twice as wrong as its input, relatively, not more as others are.
     Few large scales decide about a token, so that their roundings do not average.
     """
     case = of_format(name, replace(BASE, hidden=512, intermediate=256))
@@ -117,7 +117,7 @@ def test_scales_of_every_size(name, tokens):
 
 @gpu
 @pytest.mark.parametrize("tokens", [512, 1100])
-@pytest.mark.parametrize("name", ["g128", "gpt-oss", "odd-sizes", "slice", "base"])
+@pytest.mark.parametrize("name", ["g128", "gpt-oss", "odd-sizes", "slice", "base", "ungated"])
 def test_prefill(name, tokens):
     check(CASES[name], tokens, "bf16")
     check(CASES[name], tokens, "f16")

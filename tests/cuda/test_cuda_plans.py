@@ -119,7 +119,7 @@ def test_e4m3_plans(tokens, sm):
     yes = int(sm >= 89 and not wgmma)
     assert packed(codes, codes) == (yes, yes)
     assert packed(codes, replace(codes, activation_format="fp8_tensor", group_size=-1, scale_type="f16")) == (yes, yes)
-    assert packed(codes, codes, gated=0, activation="relu2") == (int(sm >= 89),) * 2
+    assert packed(codes, codes, gated=0, activation="relu2") == (yes, yes)
     for other in (spec.w13, replace(codes, group_size=64), replace(codes, group_size=32, scale_type="e8m0"),
                   replace(codes, pre_scale=1), replace(codes, activation_format="mxfp8"),
                   replace(codes, format="int8")):  # fmt: skip
@@ -371,10 +371,12 @@ def test_plans_take_every_instance():
     for (hidden, intermediate, experts, top_k), (kind, group), device in product(shapes, kinds, devices):
         spec = spec_of(hidden, intermediate, experts, group, kind)
         codes = replace(spec.w13, activation_format="fp8_group128")
-        for layer in (spec, replace(spec, w13=codes, w2=codes))[: 2 if kind == FP8.weights else 1]:
+        ungated = replace(spec, gated=0, activation="relu2")
+        for layer in (spec, ungated, replace(spec, w13=codes, w2=codes))[: 3 if kind == FP8.weights else 2]:
             for tokens in (1, 2, 8, 16, 32, 64, 128, 384, 512, 640, 4096):
                 plan = cuda.plan(cuda.problem(layer, "bf16", tokens, top_k, experts), device)
-                found |= {instance(plan, plan.w13, "GateUp"), instance(plan, plan.w2, "Down")}
+                first = "GateUp" if layer.gated or cuda.PATHS[plan.path] != "wgmma" else "Up"
+                found |= {instance(plan, plan.w13, first), instance(plan, plan.w2, "Down")}
     specs = [build_linear(case)[1] for case in LINEARS.values()]
     plain = {"group_size": -1, "block_n": 1, "zero_points": 0, "perm": 0, "bias": 0}
     floats = replace(specs[0].w, format="bf16", scale_type="f32", **plain)

@@ -22,6 +22,8 @@ STATE = 2.0**-24 * 64  # of the largest value of a head's state
 # The chunked kernels: a state goes through three products a chunk. Their operands are two values of 16 bits: of bf16
 # within 2^-16 at most, each on its own side, of f16 2^-22; additions on tensor cores cut off less than 2^-24.
 CHUNK = 2.0**-16
+# StateSpace's: two bf16 are within 2^-17, and a decay from a difference of logarithms, which f32 rounds, within 2^-17.
+PARTS = 2.0**-16
 # begin, count, past of each row; tokens
 CALLS = {
     "one token": ([(0, 1, 9)], 1),
@@ -54,6 +56,7 @@ SPACES = {
     "small": space_spec(2, 4, 64, 32),
     "wide": space_spec(1, 3, 256, 96, norm_size=96, norm_epsilon=1e-2),
     "parts": space_spec(2, 4, 64, 64, dt_size=9, dt_offset=5, z_size=303, z_offset=43),
+    "two blocks": space_spec(3, 6, 64, 128, norm_size=128),
 }
 
 
@@ -161,7 +164,12 @@ def space_inputs(spec: SpaceSpec, dtype: str, call: str) -> list[np.ndarray]:
 
 def check_space(a: Space, dtype: str, in_place: bool = False) -> None:
     y, present = twice(lambda: cuda.space(a.spec, *(tensor(x, dtype) for x in unread(a)), in_place=in_place))
-    (want, state), (y_span, state_span) = a.reference(), space_span(a, after=True)
+    plan = cuda.plan_space(cuda.space_problem(a.spec, dtype, *a.z.shape[:2]), cuda.query())
+    assert_space(a, dtype, y, present, PARTS if plan.chunked else 0)
+
+
+def assert_space(a: Space, dtype: str, y: Any, present: Any, parts: float) -> None:
+    (want, state), (y_span, state_span) = a.reference(), space_span(a, after=True, parts=parts)
     got = numbers(y)
     counts = np.zeros(want.shape[:2], bool)
     for b, (begin, count, _) in enumerate(a.rows.tolist()):
@@ -200,29 +208,58 @@ def test_spaces_of_models(spec: SpaceSpec) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("call", ["65", "300", "2100", "ragged many"])
+@pytest.mark.parametrize("name", ["granite", "parts", "two blocks"])
+def test_chunks_of_spaces_on_mma(monkeypatch: pytest.MonkeyPatch, name: str, call: str, dtype: str) -> None:
+    """What a GPU before sm_90 runs."""
+    monkeypatch.setattr(cuda, "query", lambda *_: SM80)
+    check_space(make_space(SPACES[name], dtype, call), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("device", [cuda.H200, SM80], ids=["wgmma", "mma"])
+@pytest.mark.parametrize("scale", [2.0**-18, 2.0**13])
+def test_extreme_values_of_spaces_in_f16(monkeypatch: pytest.MonkeyPatch, scale: float, device: cuda.Device) -> None:
+    """Values of which a state leaves f16's range, or that lie at its end."""
+    monkeypatch.setattr(cuda, "query", lambda *_: device)
+    a, values = make_space(SPACES["parts"], "f16", "300"), 4 * 64
+    xbc = a.xbc.astype(np.float32)
+    xbc[..., :values] *= scale
+    check_space(replace(a, xbc=xbc.astype(np.float16), past=a.past * np.float32(scale * 64)), "f16")
+
+
+@gpu
 @pytest.mark.parametrize("decay", [(1e-9, 1e-8), (400.0, 500.0)], ids=["one", "zero"])
 @pytest.mark.parametrize("steps", [0.0, 1.0, 20.0, 1000.0])
-def test_spaces_of_steps_and_decays(decay: tuple[float, float], steps: float) -> None:
+@pytest.mark.parametrize("name", ["small", "parts"])
+def test_spaces_of_steps_and_decays(name: str, decay: tuple[float, float], steps: float) -> None:
     """Decays near one and zero; steps that are near zero, and that softplus leaves as they are."""
-    a = make_space(SPACES["small"], "bf16", "65", decay=decay)
+    a = make_space(SPACES[name], "bf16", "65", decay=decay)
     check_space(replace(a, dt=(a.dt.astype(np.float32) * steps).astype(a.dt.dtype)), "bf16")
 
 
 @gpu
 @pytest.mark.parametrize("name", ["small", "granite", "wide"])
 def test_space_in_parts(name: str) -> None:
-    """A state handed on between calls of 1, 7, 64, 65, .. tokens: one call's bytes."""
+    """A state handed on between calls of 1, 7, 64, 65, .. tokens: one call's bytes; of chunks, within their bound."""
     spec = SPACES[name]
-    inputs = space_inputs(spec, "bf16", "300")
+    a = make_space(spec, "bf16", "300")
+    inputs = unread(a)
     want, state = cuda.space(spec, *(tensor(x, "bf16") for x in inputs))
+    ys = []
     past, at = tensor(inputs[7], "bf16"), 0
     for count in (1, 7, 64, 65, 1, 1, 161):
         part = [tensor(x[:, at : at + count], "bf16") for x in inputs[:3]]
         others = [tensor(x, "bf16") for x in (*inputs[3:7], np.array([[0, count, at]], np.int32))]
         y, past = cuda.space(spec, *part, *others[:-1], past, others[-1], in_place=at > 0)
-        assert torch.equal(y, want[:, at : at + count])
+        ys.append(y)
         at += count
-    assert torch.equal(past, state)
+    if name == "granite":
+        assert_space(a, "bf16", torch.cat(ys, 1), past, PARTS)
+    else:
+        assert torch.equal(torch.cat(ys, 1), want)
+        assert torch.equal(past, state)
 
 
 @gpu
@@ -243,6 +280,25 @@ def test_windows_of_spaces(call: str, window: int) -> None:
                 ends = a.row(b).tokens(slice(0, made), [[0, made, before]])
                 _, state = cuda.space(a.spec, *(tensor(x, "bf16") for x in ends.tensors))
                 assert torch.equal(present[slot, b], state[0])
+            else:
+                assert (present[slot, b] == 0).all()
+
+
+@gpu
+@pytest.mark.parametrize("call", ["one token", "65", "300", "2100", "ragged many"])
+def test_windows_of_spaces_in_chunks(call: str) -> None:
+    """y and the slots are, within the bound, those of calls without a window that end there."""
+    window = 3
+    a = make_space(SPACES["parts"], "bf16", call)
+    spec = replace(a.spec, state_window=window)
+    y, present = twice(lambda: cuda.space(spec, *(tensor(x, "bf16") for x in window_of(unread(a), window))))
+    assert_space(a, "bf16", y, present[-1], PARTS)
+    for b, (begin, count, before) in enumerate(CALLS[call][0]):
+        for slot in range(window - 1):
+            made = count - window + 1 + slot
+            if made > 0:
+                ends = a.row(b).tokens(slice(0, made), [[0, made, before]])
+                assert_space(ends, "bf16", y[[b], begin : begin + made], present[slot, [b]], PARTS)
             else:
                 assert (present[slot, b] == 0).all()
 
@@ -455,6 +511,23 @@ def test_plans() -> None:
         assert plan.workspace_bytes == batch * (outputs + chunks * chunk)
     kimi = cuda.delta_problem(DELTAS["kimi"], "bf16", 1, 1024)
     assert not cuda.plan_delta(kimi).chunked  # a decay of each key
+
+
+def test_plans_of_spaces() -> None:
+    spec, chunk = space_spec(8, 64, 128, 64, norm_size=512), 64 * (64 * 64 + 3 * 64 + 4) * 4
+    for tokens, batch, device, chunked, chunks in (
+        (1, 1, cuda.H200, 0, 0),
+        (31, 8, cuda.H200, 0, 0),
+        (32, 2, cuda.H200, 2, 1),
+        (1000, 2, SM80, 1, 16),
+        (1000, 2, cuda.Device(89, 128, 102400), 0, 0),  # too little shared memory
+        (8192, 1, cuda.H200, 2, 32),  # at once
+    ):
+        plan = cuda.plan_space(cuda.space_problem(spec, "bf16", batch, tokens), device)
+        assert plan.chunked == chunked
+        assert plan.workspace_bytes == batch * (tokens * 64 * 64 * 4 + chunks * chunk)
+    for other in (SPACES["wide"], SPACES["small"]):  # states of 256 rows, heads of 32 columns
+        assert not cuda.plan_space(cuda.space_problem(other, "bf16", 1, 1024)).chunked
 
 
 @gpu

@@ -333,6 +333,7 @@ typedef struct {
   int64_t batch, tokens;
 } qm_cuda_space_problem;
 typedef struct {
+  int32_t chunked;  // qm_cuda_delta_plan
   uint64_t workspace_bytes;
 } qm_cuda_space_plan;
 typedef struct {

@@ -9,6 +9,14 @@ namespace quantmoe {
 __device__ inline float sigmoid(float z) { return reciprocal(1.f + fast_exp2(-1.44269504f * z)); }
 __device__ inline float silu(float z) { return z * sigmoid(z); }
 
+__device__ inline float relu2(float z) { return z > 0.f ? z * z : (z == z ? 0.f : z); }
+__device__ inline float swiglu_oai(const Activation& activation, float gate, float up) {
+  // the comparisons keep NaN, fminf would drop it
+  const float g = gate > activation.limit ? activation.limit : gate;
+  const float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;
+  return g * sigmoid(activation.alpha * g) * (u + 1.f);
+}
+
 // Not inlined, like all that is not silu: code that is not there need not be fetched, and decode is short.
 static __device__ __noinline__ float activate1(int kind, float z) {
   switch (kind) {
@@ -19,17 +27,13 @@ static __device__ __noinline__ float activate1(int kind, float z) {
     case k_activation_gelu_tanh:
       return 0.5f * z * (1.f + tanhf(0.79788456f * (z + 0.044715f * z * z * z)));
     default:
-      return z > 0.f ? z * z : (z == z ? 0.f : z);  // relu2
+      return relu2(z);
   }
 }
 
 static __device__ __noinline__ float activate_other(const Activation& activation, float gate, float up) {
   if (!activation.gated) return activate1(activation.kind, up);
-  if (activation.kind == k_activation_swiglu_oai) {  // the comparisons keep NaN, fminf would drop it
-    float g = gate > activation.limit ? activation.limit : gate;
-    float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;
-    return g * sigmoid(activation.alpha * g) * (u + 1.f);
-  }
+  if (activation.kind == k_activation_swiglu_oai) return swiglu_oai(activation, gate, up);
   if (activation.kind == k_activation_swiglu_step) {
     float g = silu(gate);
     float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;

@@ -11,6 +11,8 @@ GemmKernel float_kernel(Product product, int path, const qm_cuda_step& g) {
       return select_mma<T, Product::kDown>(Float{}, path, g);
     case Product::kLinear:
       return select_mma<T, Product::kLinear>(Float{}, path, g);
+    case Product::kUp:
+      break;
   }
   return nullptr;
 }

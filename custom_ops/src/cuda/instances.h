@@ -9,7 +9,10 @@
 namespace quantmoe {
 
 enum class ProductKernel { kSpan, kMma, kMmaWhole, kDownDecode, kLinearDecode, kWgmma, kFp8, kDense };
-enum class Product { kGateUp, kDown, kLinear };
+// Of a layer's first product.
+constexpr Product first_product(int path, bool gated) {
+  return path == QM_CUDA_WGMMA && !gated ? Product::kUp : Product::kGateUp;
+}
 
 // What the rows depend on of a format whose units have per_block groups; codes: tokens' codes are multiplied.
 struct FormatSizes {
@@ -83,7 +86,7 @@ constexpr int shared_bytes_of(const Instance& row, const FormatSizes& sizes) {
     case ProductKernel::kSpan:
       return sizes.span_bytes;
     case ProductKernel::kWgmma:
-      return wgmma_sizes_of(tokens, sizes.bits, sizes.lane_bytes, row.product == Product::kDown).shared_bytes;
+      return wgmma_sizes_of(tokens, sizes.bits, sizes.lane_bytes, row.product).shared_bytes;
     case ProductKernel::kFp8:
       return kFp8SharedBytes;
     case ProductKernel::kDense:

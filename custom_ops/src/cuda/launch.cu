@@ -103,12 +103,12 @@ GemmKernel linear_gemm(const qm_projection& weights, int path, const qm_cuda_ste
   return path == QM_CUDA_DECODE || path == QM_CUDA_STREAM ? kernel_of<T>(Product::kDown, weights, path, step) : nullptr;
 }
 template <typename T>
-bool is_compiled(const qm_projection& weights, int path, const qm_cuda_step& step) {
+bool is_compiled(const qm_projection& weights, bool gated, int path, const qm_cuda_step& step) {
   const bool product = step.kind == QM_CUDA_GATE_UP || step.kind == QM_CUDA_DOWN || step.kind == QM_CUDA_LINEAR;
   if (product && step.block != threads_of(path, step.panels)) return false;
   switch (step.kind) {
     case QM_CUDA_GATE_UP:
-      return kernel_of<T>(Product::kGateUp, weights, path, step);
+      return kernel_of<T>(first_product(path, gated), weights, path, step);
     case QM_CUDA_DOWN:
       return kernel_of<T>(Product::kDown, weights, path, step);
     case QM_CUDA_LINEAR:
@@ -120,10 +120,10 @@ bool is_compiled(const qm_projection& weights, int path, const qm_cuda_step& ste
 }
 // Of a layer w13 and w2 are its projections, of a linear the same.
 template <typename T>
-int check_plan(const qm_projection& w13, const qm_projection& w2, const qm_cuda_plan& plan, char* err) {
+int check_plan(const qm_projection& w13, const qm_projection& w2, bool gated, const qm_cuda_plan& plan, char* err) {
   for (int i = 0; i < plan.step_count; ++i) {
     const qm_cuda_step& step = plan.steps[i];
-    if (is_compiled<T>(step.kind == QM_CUDA_GATE_UP ? w13 : w2, plan.path, step)) continue;
+    if (is_compiled<T>(step.kind == QM_CUDA_GATE_UP ? w13 : w2, gated, plan.path, step)) continue;
     std::snprintf(err, QM_ERROR_SIZE,
                   "the plan names a kernel that is not compiled: %s of path %d with %d panels, %d n_tiles, %d stages, "
                   "packed %d",
@@ -309,7 +309,8 @@ void multiply(Launcher& launcher, const Call& call, const WeightMatrix& matrix, 
       gemm.h_input_at = next.weights.input_at;
     }
   }
-  run(launcher, kernel_of<T>(down ? Product::kDown : Product::kGateUp, matrix.w, plan.path, step), gemm, step);
+  const Product product = down ? Product::kDown : first_product(plan.path, call.activation.gated);
+  run(launcher, kernel_of<T>(product, matrix.w, plan.path, step), gemm, step);
 }
 
 template <typename T>
@@ -369,7 +370,7 @@ int multiply_linear(Launcher& launcher, const Call& call, const WeightMatrix& ma
 
 template <typename T>
 int launch(const Call& call, cudaStream_t stream, char* err) {
-  if (int status = check_plan<T>(call.first.w, call.second.w, call.plan, err)) return status;
+  if (int status = check_plan<T>(call.first.w, call.second.w, call.activation.gated, call.plan, err)) return status;
   Launcher launcher{stream};
   for (int i = 0; i < call.plan.step_count; ++i) {
     const qm_cuda_step& step = call.plan.steps[i];
@@ -505,8 +506,8 @@ extern "C" int qm_cuda_query(int ordinal, qm_cuda_device* device, char* err) {
 
 extern "C" int qm_cuda_check_plan(const qm_cuda_problem* problem, const qm_cuda_plan* plan, char* err) {
   const qm_moe& moe = problem->moe;
-  return problem->type == QM_BF16 ? check_plan<__nv_bfloat16>(moe.w13, moe.w2, *plan, err)
-                                  : check_plan<__half>(moe.w13, moe.w2, *plan, err);
+  return problem->type == QM_BF16 ? check_plan<__nv_bfloat16>(moe.w13, moe.w2, moe.gated, *plan, err)
+                                  : check_plan<__half>(moe.w13, moe.w2, moe.gated, *plan, err);
 }
 
 extern "C" int qm_cuda_check_moe(const qm_cuda_problem* problem, const void* w13, void* stream, char* err) {
@@ -532,8 +533,8 @@ extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan
 
 extern "C" int qm_cuda_check_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan, char* err) {
   const qm_projection& weights = problem->linear.w;
-  return problem->type == QM_BF16 ? check_plan<__nv_bfloat16>(weights, weights, *plan, err)
-                                  : check_plan<__half>(weights, weights, *plan, err);
+  return problem->type == QM_BF16 ? check_plan<__nv_bfloat16>(weights, weights, false, *plan, err)
+                                  : check_plan<__half>(weights, weights, false, *plan, err);
 }
 
 extern "C" int qm_cuda_launch_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan,

@@ -91,6 +91,11 @@ constexpr int span_shared_bytes() {
   return kWarps * (SpanSizes<panels, scale_bytes>::kRingBytes + panels * 512);
 }
 
+// Up: the first product of a layer without a gate, where that has kernels of its own; Linear: QuantLinear's.
+enum class Product { kGateUp, kUp, kDown, kLinear };
+// What 16 rows give: rows of gate and up alternate by eight.
+constexpr int features_of_panel(Product product) { return product == Product::kGateUp ? 8 : 16; }
+
 // What blocks of moe_gemm_wgmma.cuh may take: small tiles two a multiprocessor, less 1024 a block.
 constexpr bool small_tile(int tokens) { return tokens <= 48; }
 constexpr int wgmma_shared_limit(int tokens) { return small_tile(tokens) ? 115712 : 232448; }
@@ -101,10 +106,11 @@ constexpr int wgmma_static_bytes(int tokens, int stages) { return 16 * stages + 
 struct WgmmaSizes {
   int panels, stages, result_row_bytes, shared_bytes;
 };
-constexpr WgmmaSizes wgmma_sizes_of(int tokens, int bits, int lane_bytes, bool down) {
+constexpr WgmmaSizes wgmma_sizes_of(int tokens, int bits, int lane_bytes, Product product) {
   WgmmaSizes sizes{};
   sizes.panels = tokens == 24 || tokens == 64 || tokens == 80 ? 4 : 2;
-  sizes.result_row_bytes = (down ? 128 : 64) * sizes.panels + 16;  // of a token; padded against bank conflicts
+  // Of a token; padded against bank conflicts.
+  sizes.result_row_bytes = 8 * features_of_panel(product) * sizes.panels + 16;
   const int stage = tokens * 128 + 8 * sizes.panels * (128 * bits + 8 * lane_bytes);
   const int rest = 1024 + 2 * tokens * sizes.result_row_bytes;  // 1024: to align the first stage
   const int static_stage = wgmma_static_bytes(tokens, 1) - wgmma_static_bytes(tokens, 0);

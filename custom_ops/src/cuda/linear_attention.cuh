@@ -118,19 +118,24 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constan
       const uint32_t v = input(first - (W - 1) + j);
       window[j] = make_float2(Half<T>::low(v), Half<T>::high(v));
     }
-#pragma unroll 8
-    for (int t = first; t < min(first + kConvTokens, row.count); ++t) {
-      const uint32_t v = input(t);
-      window[W - 1] = make_float2(Half<T>::low(v), Half<T>::high(v));
-      float2 sum = bias;
+    const int end = min(first + kConvTokens, row.count);
+    for (int from = first; from < end; from += kConvAhead) {
+      uint32_t inputs[kConvAhead];  // all asked for before the first is used, and before y is written, which might be x
 #pragma unroll
-      for (int j = 0; j < W; ++j)
-        sum = make_float2(fmaf(weight[j].x, window[j].x, sum.x), fmaf(weight[j].y, window[j].y, sum.y));
-      if (params.conv.activation == k_conv_activation_silu)
-        sum = make_float2(sum.x * sigmoid_of(sum.x), sum.y * sigmoid_of(sum.y));
-      y[word(row.begin + t)] = Half<T>::pack(sum.x, sum.y);
+      for (int i = 0; i < kConvAhead; ++i) inputs[i] = input(min(from + i, end - 1));
 #pragma unroll
-      for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
+      for (int i = 0; i < kConvAhead; ++i) {
+        if (from + i >= end) break;
+        window[W - 1] = make_float2(Half<T>::low(inputs[i]), Half<T>::high(inputs[i]));
+        float2 sum = bias;
+#pragma unroll
+        for (int j = 0; j < W; ++j)
+          sum = make_float2(fmaf(weight[j].x, window[j].x, sum.x), fmaf(weight[j].y, window[j].y, sum.y));
+        if (params.conv.activation == k_conv_activation_silu) sum = make_float2(silu(sum.x), silu(sum.y));
+        y[word(row.begin + from + i)] = Half<T>::pack(sum.x, sum.y);
+#pragma unroll
+        for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
+      }
     }
   }
   if (blockIdx.y == 0)
@@ -303,10 +308,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
   if (kCluster && params.tokens) read(0);
   row = read_token_row(params.rows, batch_row, params.tokens);
   const bool there = kCluster && row.begin == 0 && row.count == params.tokens;
-  if (params.tail) {
-    const int own = min(row.count, params.tail);
-    row.begin += row.count - own, row.count = own, row.from_past = true;
-  }
+  if (params.tail) row = tail_of(row, params.tail);
   const auto store = [&](int back, bool zero) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)

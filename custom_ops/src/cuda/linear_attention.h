@@ -6,6 +6,7 @@ namespace quantmoe {
 
 constexpr int kConvThreads = 128;  // each has two channels
 constexpr int kConvTokens = 16;    // of a block; at least the widest convolution
+constexpr int kConvAhead = 8;      // whose inputs are asked for at once
 constexpr int kFewConvTokens = 8;  // of a call whose reads are asked for at once
 constexpr int kLeastConvWidth = 2, kMostConvWidth = 4;
 
@@ -17,15 +18,17 @@ template <DeltaNorm norm>
 constexpr int kDeltaChunk = norm == DeltaNorm::kLater ? 16 : kFewDeltaTokens;  // tokens that are read ahead
 constexpr int kGateThreads = 256;                                              // a warp has a head of a token
 
-// The chunked kernels, linear_attention_chunked.cuh.
-constexpr int kDeltaTokens = 64;         // of a chunk
-constexpr int kDeltaChunkThreads = 128;  // of a block
-constexpr int kDeltaScanColumns = 64;    // of a block
+// The chunked kernels, chunks.cuh.
+constexpr int kChunkTokens = 64;         // of a chunk
+constexpr int kChunkThreads = 128;       // of a block
+constexpr int kScanColumns = 64;         // of a block
 constexpr int kLeastChunkedTokens = 32;  // from which on a call takes them
-constexpr int kMostDeltaChunks = 32;     // of a row that a launch has: their operands, 1 MB a head, stay in L2
-constexpr int kDeltaMade = 2 * kDeltaTokens * kDeltaTokens + 3 * kDeltaTokens + 4;  // floats of a chunk's operands
-enum DeltaChunks : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };                 // qm_cuda_delta_plan.chunked
-constexpr int kDeltaScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
+constexpr int kMostChunks = 32;          // of a row that a launch has: their operands, 1 MB a head, stay in L2
+// Floats of a chunk's operands: W, where a node recalls, and P, in two parts of 16 bits, and the tokens' factors.
+template <bool recalls>
+constexpr int kChunkFloats = (recalls ? 2 : 1) * kChunkTokens * kChunkTokens + 3 * kChunkTokens + 4;
+enum ChunkProducts : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };  // qm_cuda_delta_plan.chunked
+constexpr int kScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
 
 constexpr int kSpaceColumns = 32, kSpaceThreads = 128;  // of a block of StateSpace; a warp has eight columns of a state
 constexpr int kSpaceGateEach = 16,

@@ -20,6 +20,15 @@ int validate_call(const char* input, int32_t type, int64_t batch, int64_t tokens
   return QM_OK;
 }
 
+// What multiplies a call's chunks, and the floats of their operands.
+int32_t chunks_on(const qm_cuda_device& device, int64_t tokens) {
+  if (tokens < kLeastChunkedTokens || device.shared_bytes <= kScanShared + 1024) return kNoChunks;
+  return device.sm == 90 ? kChunksOnWgmma : kChunksOnMma;
+}
+int64_t floats_of_chunks(int64_t batch, int64_t tokens, int heads, int of_chunk) {
+  return batch * std::min<int64_t>(kMostChunks, (tokens + kChunkTokens - 1) / kChunkTokens) * heads * of_chunk;
+}
+
 }  // namespace
 }  // namespace quantmoe
 
@@ -55,20 +64,18 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
   *plan = qm_cuda_delta_plan{};
   plan->columns = few && device->sm < 90 ? delta.v_head_size : kFewDeltaColumns;
   plan->cluster = few ? delta.v_head_size / plan->columns : 1;
-  if (problem->tokens >= kLeastChunkedTokens && !delta.decay_per_key && device->shared_bytes > kDeltaScanShared + 1024)
-    plan->chunked = device->sm == 90 ? kChunksOnWgmma : kChunksOnMma;
+  if (!delta.decay_per_key) plan->chunked = chunks_on(*device, problem->tokens);
   int64_t floats = few ? 0 : problem->batch * problem->tokens * delta.num_v_heads * delta.v_head_size;
   if (plan->chunked) {
-    plan->columns = kDeltaScanColumns;
-    const int64_t chunks = std::min<int64_t>(kMostDeltaChunks, (problem->tokens + kDeltaTokens - 1) / kDeltaTokens);
-    floats += problem->batch * chunks * delta.num_v_heads * kDeltaMade;
+    plan->columns = kScanColumns;
+    floats += floats_of_chunks(problem->batch, problem->tokens, delta.num_v_heads, kChunkFloats<true>);
   }
   plan->workspace_bytes = static_cast<uint64_t>(floats) * 4;
   return QM_OK;
 }
 
-extern "C" int qm_cuda_plan_space(const qm_cuda_space_problem* problem, const qm_cuda_device*, qm_cuda_space_plan* plan,
-                                  char* err) {
+extern "C" int qm_cuda_plan_space(const qm_cuda_space_problem* problem, const qm_cuda_device* device,
+                                  qm_cuda_space_plan* plan, char* err) {
   const qm_space& space = problem->space;
   QM_TRY(check_space(space, err));
   if (const int32_t size = space.state_size; size != 64 && size != 128 && size != 256)
@@ -79,6 +86,11 @@ extern "C" int qm_cuda_plan_space(const qm_cuda_space_problem* problem, const qm
   if (constexpr int kMost = kSpaceGateEach * kSpaceGateThreads; space.norm_size > kMost)
     return fail(err, QM_UNSUPPORTED, "norm_size is %d, the CUDA kernels take up to %d", space.norm_size, kMost);
   QM_TRY(validate_call("xbc", problem->type, problem->batch, problem->tokens, space.num_heads, err));
-  plan->workspace_bytes = static_cast<uint64_t>(problem->batch * problem->tokens * width_of(space)) * 4;
+  *plan = qm_cuda_space_plan{};
+  if (space.state_size <= 128 && space.head_size % kScanColumns == 0)
+    plan->chunked = chunks_on(*device, problem->tokens);
+  int64_t floats = problem->batch * problem->tokens * width_of(space);
+  if (plan->chunked) floats += floats_of_chunks(problem->batch, problem->tokens, space.num_heads, kChunkFloats<false>);
+  plan->workspace_bytes = static_cast<uint64_t>(floats) * 4;
   return QM_OK;
 }

@@ -28,11 +28,11 @@ namespace quantmoe {
 // to 48 tokens, two blocks, which hide each other's waits when there is little to multiply; of 4-bit codes also 512
 // rows, with up to 64 or 80 tokens, or with up to 24 and two blocks. The plan takes the one that it expects to be done
 // first.
-template <typename F, bool down, int kTokens>
+template <typename F, Product product, int kTokens>
 struct WgmmaTile {
-  static constexpr WgmmaSizes kSizes = wgmma_sizes_of(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
+  static constexpr WgmmaSizes kSizes = wgmma_sizes_of(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, product);
   static constexpr bool kSmall = small_tile(kTokens);
-  static constexpr int kPanels = kSizes.panels;  // of a warp
+  static constexpr int kPanels = kSizes.panels, kFeatures = features_of_panel(product);  // of a warp; of a panel
   static constexpr int kTilePanels = 8 * kPanels;
   static constexpr int kBlocks = kSmall ? 2 : 1;
   static constexpr int kBuffers = kSmall ? 1 : 2;                             // of dequantized weights
@@ -62,9 +62,9 @@ struct Work {
 // Where column c of a 32-column block of tokens is stored.
 __device__ inline int stored_column(int c) { return (c & ~31) | (c & 4) << 2 | (c & 2) << 2 | (c & 24) >> 2 | (c & 1); }
 
-template <typename T, typename F, bool down, int kTokens>
+template <typename T, typename F, Product product, int kTokens>
 struct WgmmaConsumer {
-  using Shape = WgmmaTile<F, down, kTokens>;
+  using Shape = WgmmaTile<F, product, kTokens>;
   using Size = Sizes<F>;
   static constexpr int kStages = Shape::kStages, kPanels = Shape::kPanels, kUnitBytes = Shape::kUnitBytes;
   static constexpr int kOwnPairs = (kTokens + 127) / 128;  // that a thread takes to shared memory
@@ -314,31 +314,67 @@ struct WgmmaConsumer {
         bias[b][0] = from[0], bias[b][1] = from[8];
       }
     }
+    // Of a panel and token what rows g and g + 8 give: store(to, local, low, high).
+    const auto each = [&](auto store) {
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) {
-      if (8 * (i / 2) >= work.count) break;
-      const int token = 8 * (i / 2) + 2 * t + i % 2;
-      const float weight = weights[token];  // of columns past the end: anything, they are not stored
-      T* to = reinterpret_cast<T*>(stage + token * Shape::kResultRowBytes);
+      for (int i = 0; i < N / 4; ++i) {
+        if (8 * (i / 2) >= work.count) break;
+        const int token = 8 * (i / 2) + 2 * t + i % 2;
+        const float weight = weights[token];  // of columns past the end: anything, they are not stored
+        T* to = reinterpret_cast<T*>(stage + token * Shape::kResultRowBytes);
 #pragma unroll
-      for (int b = 0; b < kPanels; ++b) {
-        const int local = 4 * b + warp;
-        const float low = acc[b][i / 2 * 4 + i % 2], high = acc[b][i / 2 * 4 + 2 + i % 2];  // of rows g, g + 8
-        if constexpr (down) {
-          to[local * 16 + g] = Half<T>::from(weight * fmaf(factor.x, low, bias[b][0]));
-          to[local * 16 + g + 8] = Half<T>::from(weight * fmaf(factor.y, high, bias[b][1]));
-        } else {
-          // Panels past the end (padding of K for the next GEMM) are zero.
-          const float h = activate(p.activation, fmaf(weight * factor.x, low, bias[b][0]),
-                                   fmaf(weight * factor.y, high, bias[b][1]));
-          to[stored_column(local * 8 + g)] = Half<T>::from(work.panel + local < matrix.panels ? h : 0.f);
+        for (int b = 0; b < kPanels; ++b) {
+          const float low = acc[b][i / 2 * 4 + i % 2], high = acc[b][i / 2 * 4 + 2 + i % 2];
+          if constexpr (product == Product::kDown) {
+            store(to, 4 * b + warp, weight * fmaf(factor.x, low, bias[b][0]),
+                  weight * fmaf(factor.y, high, bias[b][1]));
+          } else {
+            store(to, 4 * b + warp, fmaf(weight * factor.x, low, bias[b][0]),
+                  fmaf(weight * factor.y, high, bias[b][1]));
+          }
         }
+      }
+    };
+    // Panels past the end (padding of K for the next GEMM) are zero.
+    const auto padded = [&](int local, float h) { return Half<T>::from(work.panel + local < matrix.panels ? h : 0.f); };
+    const Activation& activation = p.activation;
+    const auto gated = [&](auto activate) {
+      each([&](T* to, int local, float gate, float up) {
+        to[stored_column(local * 8 + g)] = padded(local, activate(gate, up));
+      });
+    };
+    const auto ungated = [&](auto activate) {
+      each([&](T* to, int local, float low, float high) {
+        to[stored_column(local * 16 + g)] = padded(local, activate(low));
+        to[stored_column(local * 16 + g + 8)] = padded(local, activate(high));
+      });
+    };
+    // What models have is inlined, each in loops of its own: a call would save hundreds of registers, and a choice in
+    // the loops costs up to 7 % of a layer.
+    if constexpr (product == Product::kDown) {
+      each([&](T* to, int local, float low, float high) {
+        to[local * 16 + g] = Half<T>::from(low), to[local * 16 + g + 8] = Half<T>::from(high);
+      });
+    } else if constexpr (product == Product::kUp) {
+      if (activation.kind == k_activation_relu2) {
+        ungated([](float up) { return relu2(up); });
+      } else {
+        ungated([&](float up) { return activate1(activation.kind, up); });
+      }
+    } else {
+      if (activation.kind == k_activation_silu) {
+        gated([](float gate, float up) { return silu(gate) * up; });
+      } else if (activation.kind == k_activation_swiglu_oai) {
+        gated([&](float gate, float up) { return swiglu_oai(activation, gate, up); });
+      } else {
+        gated([&](float gate, float up) { return activate_other(activation, gate, up); });
       }
     }
     named_barrier(1 + group, 128);
     // 16 bytes of a token a thread, always the same columns.
-    constexpr int kRow = (down ? 64 : 32) * kPanels, kChunks = kRow / 8;
-    const int c = thread % kChunks * 8, column = work.panel * (down ? 16 : 8) + c;
+    constexpr bool down = product == Product::kDown;
+    constexpr int kRow = 4 * Shape::kFeatures * kPanels, kChunks = kRow / 8;
+    const int c = thread % kChunks * 8, column = work.panel * Shape::kFeatures + c;
     if (column < p.out_columns) {
       T* out = static_cast<T*>(p.out) + column;
 #pragma unroll Shape::kSmall ? 2 : 4
@@ -367,11 +403,12 @@ struct WgmmaConsumer {
 };
 
 // One long function: with its producer and its consumers as functions ptxas gives both other registers and addresses.
-template <typename T, typename F, bool down, int kTokens>
-__global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kBlocks)
+template <typename T, typename F, Product product, int kTokens>
+__global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, product, kTokens>::kBlocks)
     moe_gemm_wgmma(const __grid_constant__ GemmParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = WgmmaTile<F, down, kTokens>;
+  using Shape = WgmmaTile<F, product, kTokens>;
+  constexpr bool down = product == Product::kDown;
   using Size = Sizes<F>;
   constexpr int kStages = Shape::kStages, kUnitBytes = Shape::kUnitBytes;
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -502,7 +539,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     }
-    WgmmaConsumer<T, F, down, kTokens> consumer{params};
+    WgmmaConsumer<T, F, product, kTokens> consumer{params};
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
     consumer.group = warpgroup - 1;
     consumer.tokens_at = shared_address(shared);

@@ -99,9 +99,8 @@ struct PlannedLayer {
     pairs = problem.tokens * problem.top_k;
     const bool decode = problem.tokens <= kDecodeTokens && pairs <= kDecodePairs &&
                         decode_fits({device, problem.moe.w13, w13}) && decode_fits({device, problem.moe.w2, w2});
-    const bool many = !decode && device.sm == 90 && problem.moe.gated && mean() > 5 && on_wgmma(problem.moe.w13) &&
-                      on_wgmma(problem.moe.w2);
-    fp8 = many && takes_fp8(problem.moe.w13) && takes_fp8(problem.moe.w2);
+    const bool many = !decode && device.sm == 90 && mean() > 5 && on_wgmma(problem.moe.w13) && on_wgmma(problem.moe.w2);
+    fp8 = many && problem.moe.gated && takes_fp8(problem.moe.w13) && takes_fp8(problem.moe.w2);
     wgmma = many && (fp8 || addresses(pairs, std::max(w13.columns, problem.moe.intermediate_size)));
     path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
     choose_products();
@@ -122,7 +121,7 @@ struct PlannedLayer {
   void choose_products() {
     const int64_t most_experts = std::min<int64_t>(pairs, problem.local_experts);
     const ProductWeights of_gate_up{device, problem.moe.w13, w13}, of_down{device, problem.moe.w2, w2};
-    ProductLoad gate_up_load{path, Product::kGateUp, most_experts, mean(), 4};
+    ProductLoad gate_up_load{path, first_product(path, problem.moe.gated), most_experts, mean(), 4};
     gate_up = choose_gemm(of_gate_up, gate_up_load);
     const ProductLoad down_load{path, Product::kDown, most_experts, mean(), gate_up.n_tiles};
     down = choose_gemm(of_down, down_load);

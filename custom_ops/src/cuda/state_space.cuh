@@ -34,6 +34,7 @@ struct SpaceParams {
   float* outputs;  // [batch, tokens, H, P] before the gate
   int64_t slot;
   bool apart;
+  int tail;  // DeltaParams
 };
 
 // Tokens' operands as the lanes read them.
@@ -181,6 +182,7 @@ __global__ void __launch_bounds__(kSpaceThreads) state_space(const __grid_consta
   read(0);
   row = read_token_row(params.rows, batch_row, params.tokens);
   if (!row.valid) return;
+  if (params.tail) row = tail_of(row, params.tail);
   if (!row.from_past && row.count)
 #pragma unroll
     for (int k = 0; k < N / 64; ++k)
@@ -270,5 +272,10 @@ __global__ void __launch_bounds__(kSpaceGateThreads) space_gate(const __grid_con
         make_uint2(Half<T>::pack(out[0], out[1]), Half<T>::pack(out[2], out[3]));
   }
 }
+
+struct Launcher;
+// All tokens of a call by the chunked kernels (state_space_chunked.cuh), without gate and norm; workspace: that of the
+// plan, of which params.outputs is the beginning.
+void launch_space_chunks(const SpaceParams& params, int batch, int32_t type, bool wgmma, Launcher& launcher);
 
 }  // namespace quantmoe

@@ -16,6 +16,11 @@ __device__ inline TokenRow read_token_row(const int* rows, int b, int tokens) {
   if (!r.valid) r.begin = r.count = 0;
   return r;
 }
+// Of a row the last tokens, whose past is what a launch before has made.
+__device__ inline TokenRow tail_of(const TokenRow& row, int tail) {
+  const int own = min(row.count, tail);
+  return {row.begin + row.count - own, own, true, row.valid};
+}
 __device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
 __device__ inline float sigmoid_of(float x) { return 1.f / (1.f + expf(-x)); }
 // log(1 + e^x)

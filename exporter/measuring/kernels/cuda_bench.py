@@ -1,7 +1,8 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
     python cuda_bench.py [--shapes qwen3-30b-a3b,2048/1024/64/8,...] [--tokens 1,8,512..4096] [--formats int4,...]
-                         [--warm] [--against humming,marlin] [--json out.json] [--plot out.png]
+                         [--activation swiglu_oai] [--warm] [--against humming,marlin] [--json out.json]
+                         [--plot out.png]
 
 A shape without a name is hidden / intermediate / experts / top_k; 512..4096 are 512, 768, 1024, 1536 and so on.
 
@@ -25,6 +26,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +65,10 @@ FORMATS = {
     "mxfp4": ("mxfp4", 32, 1, "e8m0", 0, "none"),
     "nvfp4": ("nvfp4", 16, 1, "e4m3", 0, "none"),
 }
+
+
+#: of the activations
+LIMITS: dict[str, dict[str, Any]] = {"silu": {}, "swiglu_oai": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}
 
 
 def projection(
@@ -358,6 +364,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=shapes, default=usual, help=f"{', '.join(SHAPES)}, or H/I/E/k")
     parser.add_argument("--tokens", type=counts, default="1,8,64,512,4096")
     parser.add_argument("--formats", type=some_of(FORMATS), default="int4", help=", ".join(FORMATS))
+    parser.add_argument("--activation", choices=("silu", "swiglu_oai"), default="silu", help="swiglu_oai: gpt-oss's")
     parser.add_argument("--zipf", action="store_true")
     parser.add_argument("--warm", action="store_true", help="the same layer again and again")
     parser.add_argument("--repeats", type=int, default=30)
@@ -368,6 +375,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.against and args.formats != ["int4"]:
         parser.error(f"--against: expected --formats int4, not {','.join(args.formats)}")
+    if args.against and args.activation != "silu":
+        parser.error(f"--against: expected --activation silu, not {args.activation}")
     if not torch.cuda.is_available():
         parser.error("torch finds no CUDA device")
     makers = {}
@@ -382,7 +391,7 @@ def main() -> None:
     generator = torch.Generator(device="cuda").manual_seed(0)
     results = []
     for (name, shape), kind in itertools.product(args.shapes.items(), args.formats):
-        spec = spec_of(shape, kind)
+        spec = replace(spec_of(shape, kind), activation=args.activation, **LIMITS[args.activation])
         one = spec.num_experts * sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
         copies = 1 if args.warm else max(2, -(-8 * L2_BYTES // one))
         rows = [[random_rows(spec, p, generator) for p in ("w13", "w2")] for _ in range(copies)]

@@ -1,6 +1,6 @@
 """GatedDelta, CausalConv and StateSpace on CUDA: us a call.
 
-    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10] [--fla] [--flashinfer] [--spaces]
+    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10] [--fla] [--flashinfer] [--spaces] [--mamba]
 
 16 key heads of 128, a convolution of 4 over keys, queries and values, bf16, states in place; StateSpace of the sizes of
 some models. Times are of CUDA graphs of several calls, each with tensors of its own, larger than L2 together where one
@@ -9,6 +9,8 @@ token reads a state; medians.
 ones from there on. Its calls get gates that are ready and end before the gated norm, which are inside ours.
 --flashinfer: FlashInfer (PyPI's flashinfer-python and nvidia-cutlass-dsl), its decode and multi-token kernels up to 8
 tokens, which have the gates inside, too, its chunked ones from there on. All keep the state in f32.
+--mamba: the Triton kernels of PyPI's mamba-ssm beside StateSpace, that of a step for one token, else the chunked ones.
+They have the steps' softplus inside, and end before the gate and the norm, which are inside ours.
 """
 
 from __future__ import annotations
@@ -115,6 +117,27 @@ def space(model: str, batch: int, tokens: int) -> Call:
     return lambda: cuda.launch_space(problem, plan, *inputs, state, rows, y, state, workspace)
 
 
+def mamba(model: str, batch: int, tokens: int) -> Call:
+    """The same of mamba-ssm, without the gate and the norm of its output."""
+    from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    spec = space_spec_of(*SPACES[model])
+    heads, states, size = spec.num_heads, spec.state_size, spec.head_size
+    x = random(batch, tokens, heads, size)
+    dt = random(batch, tokens, heads)
+    b, c = (random(batch, tokens, spec.num_groups, states) for _ in "bc")
+    a, d, bias = (random(heads, dtype=torch.float32) for _ in "adb")
+    a = -a.exp()
+    state = random(batch, heads, size, states, dtype=torch.float32)
+    if tokens == 1:  # what of a head is one number is read as one
+        dt, bias, d = dt[:, 0, :, None].expand(-1, -1, size), *(one[:, None].expand(-1, size) for one in (bias, d))
+        a, x, b, c = a[:, None, None].expand(-1, size, states), x[:, 0], b[:, 0], c[:, 0]
+        return lambda: selective_state_update(state, x, dt, a, b, c, d, dt_bias=bias, dt_softplus=True)
+    options = {"chunk_size": 128, "D": d, "dt_bias": bias, "initial_states": state, "dt_softplus": True}
+    return lambda: mamba_chunk_scan_combined(x, dt, a, b, c, return_final_states=True, **options)
+
+
 def table(name: str, models: Iterable[Any], makers: dict[str, Callable[..., Call]], repeats: int) -> None:
     print(f"| {name} | batch | tokens | {' | '.join(makers)} |\n|{'---|' * (3 + len(makers))}")
     sizes = ((1, 1), (1, 4), (1, 8), (1, 64), (1, 256), (1, 1024), (1, 8192), (8, 1), (32, 1), (8, 256))
@@ -131,13 +154,14 @@ def main() -> None:
     parser.add_argument("--fla", action="store_true", help="beside flash-linear-attention")
     parser.add_argument("--flashinfer", action="store_true", help="beside FlashInfer")
     parser.add_argument("--spaces", action="store_true", help="StateSpace alone")
+    parser.add_argument("--mamba", action="store_true", help="StateSpace beside mamba-ssm")
     given = parser.parse_args()
     torch.manual_seed(0)
     makers = {"GatedDelta, us": delta, "CausalConv, us": conv}
     makers |= {f"{peer.__name__}, us": peer for peer in (fla, flashinfer) if getattr(given, peer.__name__)}
     if not given.spaces:
         table("value heads", (32, 48), makers, given.repeats)
-    table("model", SPACES, {"StateSpace, us": space}, given.repeats)
+    table("model", SPACES, {"StateSpace, us": space} | ({"mamba, us": mamba} if given.mamba else {}), given.repeats)
 
 
 if __name__ == "__main__":

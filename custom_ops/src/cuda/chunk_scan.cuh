@@ -1,81 +1,93 @@
-// GatedDelta of many tokens: the states, from chunk to chunk, and the outputs (linear_attention_chunked.cuh), on
-// mma.sync and, where a GPU has it, on wgmma.
+// Many tokens of GatedDelta and StateSpace (chunks.cuh): the states, from chunk to chunk, and the outputs, on mma.sync
+// and, where a GPU has it, on wgmma.
+//
+// A block has a head's columns in registers. The state is transposed: a warp has 16 columns, whose values of a key
+// feature, and of a token, are accumulators that are the next product's left operand as they are. In the letters of
+// linear_attention_chunked.cuh; of StateSpace, whose keys are B and queries C, U are the values themselves.
 #pragma once
-#include "cuda/linear_attention_chunked.cuh"
+#include <algorithm>
+
+#include "cuda/chunks.cuh"
+#include "cuda/launcher.h"
 
 namespace quantmoe {
 
-template <int K>
-struct DeltaScanStage {
-  uint16_t key[kDeltaTokens * K], query[kDeltaTokens * K], value[kDeltaTokens * kDeltaScanColumns];
-  uint16_t w[2][kDeltaTokens * kDeltaTokens], p[2][kDeltaTokens * kDeltaTokens];  // high and low parts, store_split
+template <int K, bool recalls>
+struct ScanStage {
+  static constexpr int kMatrices = recalls ? 2 : 1;
+  ChunkOperands<K> tokens;
+  uint16_t value[kChunkTokens * kScanColumns];
+  uint16_t made[kMatrices][2][kChunkTokens * kChunkTokens];  // W, if there is one, and P: high and low parts
+  __device__ const auto& w() const { return made[0]; }
+  __device__ const auto& p() const { return made[kMatrices - 1]; }
 };
-template <int K>
-struct DeltaScanShared {
-  static constexpr int kFactors = kDeltaMade - 2 * kDeltaTokens * kDeltaTokens;
-  DeltaScanStage<K> stages[2];
+template <int K, bool recalls>
+struct ScanShared {
+  static constexpr int kFactors = 3 * kChunkTokens + 4;
+  ScanStage<K, recalls> stages[2];
   float factors[2][kFactors];
 };
 
 // A block's columns of a head of a row. A lane's values of the state are [8 m + 2t + e % 2, column + e / 2 * 8], of
 // outputs those of tokens 8 i + 2t + e % 2.
-template <typename T, int K>
-struct DeltaScan {
-  static constexpr int C = kDeltaTokens, kTiles = C / 8, kFeatures = K / 8;
+template <typename T, int K, class Node>
+struct ChunkScan {
+  static constexpr int C = kChunkTokens, kTiles = C / 8, kFeatures = K / 8;
+  static constexpr bool kRecall = kRecalls<Node>;
   static constexpr bool kUnits = std::is_same_v<T, __half>;  // of less range than f32
-  using Shared = DeltaScanShared<K>;
+  // Products of tokens with what was made: all but that of the low parts, which values of T that are bf16 have not.
+  static constexpr int kProducts = kRecall || kUnits ? 3 : 2;
+  using Stage = ScanStage<K, kRecall>;
+  using Shared = ScanShared<K, kRecall>;
 
-  const DeltaChunkParams& params;
-  const qm_delta& node;
-  int head, batch_row, warp, lane, t, column, count, chunks;
-  int64_t token, width, state_at;
+  const ChunkParams<Node>& params;
+  const Node& node;
+  HeadRows rows;
+  int head, columns, batch_row, warp, lane, t, column, count, chunks;
+  int64_t token, state_at;
   bool from_past, any;
 
-  __device__ explicit DeltaScan(const DeltaChunkParams& given) : params(given), node(given.delta.delta) {
+  __device__ explicit ChunkScan(const ChunkParams<Node>& given) : params(given), node(given.node) {
     head = blockIdx.y, batch_row = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
-    column = blockIdx.x * kDeltaScanColumns + warp * 16 + lane / 4;
-    const TokenRow row = read_token_row(params.delta.rows, batch_row, params.delta.tokens);
-    count = max(0, row.count - params.delta.tail);
+    rows = rows_of(node, head), columns = columns_of(node);
+    column = blockIdx.x * kScanColumns + warp * 16 + lane / 4;
+    const TokenRow row = read_token_row(node.rows, batch_row, node.tokens);
+    count = max(0, row.count - node.tail);
     chunks = min(params.chunks, (count + C - 1) / C - params.first);
-    token = static_cast<int64_t>(batch_row) * params.delta.tokens + row.begin + params.first * C;
-    width = 2 * node.num_k_heads * K + node.num_v_heads * node.v_head_size;
-    state_at = (static_cast<int64_t>(batch_row) * node.num_v_heads + head) * K * node.v_head_size + column;
+    token = static_cast<int64_t>(batch_row) * node.tokens + row.begin + params.first * C;
+    state_at = (static_cast<int64_t>(batch_row) * heads_of(node) + head) * K * columns + column;
     from_past = params.first || row.from_past || !row.count;
     any = row.valid && (chunks > 0 || !params.first);
   }
   // Asks for a chunk's operands.
   __device__ void read(Shared& shared, int chunk) const {
-    DeltaScanStage<K>& to = shared.stages[chunk % 2];
+    Stage& to = shared.stages[chunk % 2];
     const int n = min(C, count - (params.first + chunk) * C);
-    const T* q = static_cast<const T*>(params.delta.qkv) + (token + chunk * C) * width +
-                 head / (node.num_v_heads / node.num_k_heads) * K;
-    const T* values = static_cast<const T*>(params.delta.qkv) + (token + chunk * C) * width + 2 * node.num_k_heads * K +
-                      head * node.v_head_size + blockIdx.x * kDeltaScanColumns;
-    copy_tokens<T, K>(shared_address(to.key), q + node.num_k_heads * K, width, n);
-    copy_tokens<T, K>(shared_address(to.query), q, width, n);
-    copy_tokens<T, kDeltaScanColumns>(shared_address(to.value), values, width, n);
-    const float* made =
-        params.made +
-        ((static_cast<int64_t>(batch_row) * params.chunks + chunk) * node.num_v_heads + head) * kDeltaMade;
-    constexpr int kRows = kDeltaChunkThreads / (C / 8);
-    const uint32_t at = eight_at(threadIdx.x / (C / 8), threadIdx.x % (C / 8)), matrices = shared_address(to.w) + at;
+    const int64_t from = token + chunk * C;
+    copy_operands<T>(to.tokens, rows, from, n);
+    copy_tokens<T, kScanColumns>(
+        shared_address(to.value),
+        static_cast<const T*>(rows.tokens) + from * rows.width + rows.value + blockIdx.x * kScanColumns, rows.width, n);
+    const float* made = made_of(params, batch_row, chunk, head);
+    constexpr int kRows = kChunkThreads / (C / 8), kParts = 2 * Stage::kMatrices;
+    const uint32_t at = eight_at(threadIdx.x / (C / 8), threadIdx.x % (C / 8)), matrices = shared_address(to.made) + at;
     const unsigned char* own = reinterpret_cast<const unsigned char*>(made) + at;
 #pragma unroll
     for (int r = 0; r < C; r += kRows)
       if (r >= 32 || threadIdx.x % (C / 8) < 4)
 #pragma unroll
-        for (int matrix = 0; matrix < 4; ++matrix)
-          copy_async16(matrices + r * 128 + matrix * C * C * 2, own + r * 128 + matrix * C * C * 2, true);
+        for (int part = 0; part < kParts; ++part)
+          copy_async16(matrices + r * 128 + part * C * C * 2, own + r * 128 + part * C * C * 2, true);
     if (threadIdx.x < Shared::kFactors / 4)
-      copy_async16(shared_address(shared.factors[chunk % 2] + 4 * threadIdx.x), made + 2 * C * C + 4 * threadIdx.x,
-                   true);
+      copy_async16(shared_address(shared.factors[chunk % 2] + 4 * threadIdx.x),
+                   made + Stage::kMatrices * C * C + 4 * threadIdx.x, true);
     copy_async_commit();
   }
   __device__ int64_t place(int m, int e) const {
-    return state_at + static_cast<int64_t>(8 * m + 2 * t + e % 2) * node.v_head_size + e / 2 * 8;
+    return state_at + static_cast<int64_t>(8 * m + 2 * t + e % 2) * columns + e / 2 * 8;
   }
   __device__ void load_state(float (&state)[kFeatures][4]) const {
-    const float* past = params.first ? params.delta.present_state : params.delta.past_state;
+    const float* past = params.first ? node.present_state : node.past_state;
 #pragma unroll
     for (int m = 0; m < kFeatures; ++m)
 #pragma unroll
@@ -85,12 +97,12 @@ struct DeltaScan {
 #pragma unroll
     for (int m = 0; m < kFeatures; ++m)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) params.delta.present_state[place(m, e)] = state[m][e];
+      for (int e = 0; e < 4; ++e) node.present_state[place(m, e)] = state[m][e];
   }
   __device__ void store_outputs(const float (&o)[kTiles][4], int chunk) const {
     const int n = min(C, count - (params.first + chunk) * C) - 2 * t;
-    const int64_t stride = node.num_v_heads * node.v_head_size;
-    float* to = params.delta.outputs + (token + chunk * C + 2 * t) * stride + head * node.v_head_size + column;
+    const int64_t stride = int64_t{heads_of(node)} * columns;
+    float* to = node.outputs + (token + chunk * C + 2 * t) * stride + head * columns + column;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i, to += 8 * stride)
 #pragma unroll
@@ -103,9 +115,9 @@ struct DeltaScan {
   __device__ static float2 factor(const float (&factors)[Shared::kFactors], int which, int tile) {
     return *reinterpret_cast<const float2*>(factors + which * C + 8 * tile + 2 * (threadIdx.x % 4));
   }
-  // r = V - diag(c) K S of what keys and the state, which is in units, give.
-  __device__ void take_values(const DeltaScanStage<K>& of, const float (&factors)[Shared::kFactors],
-                              const float (&units)[2], float (&r)[kTiles][4]) const {
+  // r = V - diag(c) K S of what keys and the state, which is in units, give; where nothing is recalled, V.
+  __device__ void take_values(const Stage& of, const float (&factors)[Shared::kFactors], const float (&units)[2],
+                              float (&r)[kTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kTiles; i += 2) {
       uint32_t values[4];
@@ -113,13 +125,13 @@ struct DeltaScan {
                       shared_address(of.value) + eight_at((i + lane / 16) * 8 + lane % 8, 2 * warp + lane / 8 % 2));
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float2 by_key = factor(factors, 0, i + e);
+        const float2 by_key = kRecall ? factor(factors, 0, i + e) : float2{};
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          const uint32_t value = values[2 * e + side];
+          const float low = Half<T>::low(values[2 * e + side]), high = Half<T>::high(values[2 * e + side]);
           float(&to)[4] = r[i + e];
-          to[2 * side] = fmaf(-by_key.x, to[2 * side] * units[side], Half<T>::low(value));
-          to[2 * side + 1] = fmaf(-by_key.y, to[2 * side + 1] * units[side], Half<T>::high(value));
+          to[2 * side] = kRecall ? fmaf(-by_key.x, to[2 * side] * units[side], low) : low;
+          to[2 * side + 1] = kRecall ? fmaf(-by_key.y, to[2 * side + 1] * units[side], high) : high;
         }
       }
     }
@@ -134,6 +146,14 @@ struct DeltaScan {
       for (int side = 0; side < 2; ++side)
         o[i][2 * side] *= by_query.x * units[side], o[i][2 * side + 1] *= by_query.y * units[side];
     }
+  }
+  // Adds D times the values, of StateSpace.
+  __device__ void skip(const float (&values)[kTiles][4], float (&o)[kTiles][4]) const {
+    const float d = node.d[head];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[i][e] = fmaf(d, values[i][e], o[i][e]);
   }
   // u as the state takes it, and the state after its decay, both in the units of the larger one.
   __device__ void decay(const float (&factors)[Shared::kFactors], float (&units)[2], float (&u)[kTiles][4],
@@ -182,12 +202,12 @@ struct DeltaScan {
 };
 
 // Blocks: columns of a head, heads, rows.
-template <typename T, int K>
-__global__ void __launch_bounds__(kDeltaChunkThreads) delta_scan(const __grid_constant__ DeltaChunkParams params) {
-  using Scan = DeltaScan<T, K>;
-  constexpr int C = kDeltaTokens, kTiles = Scan::kTiles, kFeatures = Scan::kFeatures;
+template <typename T, int K, class Node>
+__global__ void __launch_bounds__(kChunkThreads) chunk_scan(const __grid_constant__ ChunkParams<Node> params) {
+  using Scan = ChunkScan<T, K, Node>;
+  constexpr int C = kChunkTokens, kTiles = Scan::kTiles, kFeatures = Scan::kFeatures;
   extern __shared__ __align__(128) unsigned char memory[];
-  DeltaScanShared<K>& shared = *reinterpret_cast<DeltaScanShared<K>*>(memory);
+  typename Scan::Shared& shared = *reinterpret_cast<typename Scan::Shared*>(memory);
   launch_dependents();
   wait_for_previous();
   const Scan scan(params);
@@ -200,9 +220,9 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) delta_scan(const __grid_co
     copy_async_wait<0>();
     __syncthreads();  // the chunk is there for all threads, and the last one is read
     if (chunk + 1 < scan.chunks) scan.read(shared, chunk + 1);
-    const DeltaScanStage<K>& of = shared.stages[chunk % 2];
+    const typename Scan::Stage& of = shared.stages[chunk % 2];
     const auto& factors = shared.factors[chunk % 2];
-    const uint32_t key_at = shared_address(of.key), query_at = shared_address(of.query);
+    const uint32_t key_at = shared_address(of.tokens.key), query_at = shared_address(of.tokens.query);
     // Where a lane's row of two matrices of eight tokens by eight, side by side, and of the next eight tokens' lies.
     const int own_row = lane / 16 * 8 + lane % 8, own_eight = lane / 8 % 2;
 
@@ -218,7 +238,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) delta_scan(const __grid_co
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
           const uint32_t at = eight_at((i + 2 * pair) * 8 + own_row, m + own_eight);
-          load_matrices(keys[pair], key_at + at);
+          if (Scan::kRecall) load_matrices(keys[pair], key_at + at);
           load_matrices(queries[pair], query_at + at);
         }
         // A sum's next product comes seven others later: a warp is alone on its tensor core.
@@ -227,7 +247,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) delta_scan(const __grid_co
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int at = e % 2 * 2;
-            Half<T>::mma(r[i + e], part ? low : high, keys[e / 2][at], keys[e / 2][at + 1]);
+            if (Scan::kRecall) Half<T>::mma(r[i + e], part ? low : high, keys[e / 2][at], keys[e / 2][at + 1]);
             Half<T>::mma(o[i + e], part ? low : high, queries[e / 2][at], queries[e / 2][at + 1]);
           }
       }
@@ -246,22 +266,27 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) delta_scan(const __grid_co
         for (int i = j; i < kTiles / 2; ++i)
           load_matrices(parts[part][i], shared_address(with[part]) + eight_at(i * 16 + own_row, 2 * j + own_eight));
 #pragma unroll
-      for (int product = 0; product < 3; ++product)  // all but that of the low parts
+      for (int product = 0; product < Scan::kProducts; ++product)
 #pragma unroll
         for (int i = 2 * j; i < kTiles; ++i) {
           const uint32_t(&of_tokens)[4] = parts[product == 1][i / 2];
           Half<__nv_bfloat16>::mma(to[i], product == 2 ? low : high, of_tokens[i % 2 * 2], of_tokens[i % 2 * 2 + 1]);
         }
     };
+    if constexpr (Scan::kRecall) {
 #pragma unroll
-    for (int j = 0; j < kTiles / 2; ++j) add(u, r, of.w, j);
+      for (int j = 0; j < kTiles / 2; ++j) add(u, r, of.w(), j);
+    } else {
+      scan.skip(r, o);
+    }
+    float(&added)[kTiles][4] = Scan::kRecall ? u : r;
 #pragma unroll
-    for (int j = 0; j < kTiles / 2; ++j) add(o, u, of.p, j);
-    scan.decay(factors, units, u, state);
+    for (int j = 0; j < kTiles / 2; ++j) add(o, added, of.p(), j);
+    scan.decay(factors, units, added, state);
 #pragma unroll
     for (int j = 0; j < kTiles / 2; ++j) {
       uint32_t high[4], low[4];
-      split<T>(u[2 * j], u[2 * j + 1], high, low);
+      split<T>(added[2 * j], added[2 * j + 1], high, low);
 #pragma unroll
       for (int m = 0; m < kFeatures; m += 8) {
         uint32_t keys[4][4];
@@ -292,17 +317,17 @@ __device__ inline void keep(V (&values)[n][4]) {
     else
       asm volatile("" : "+r"(values[i][0]), "+r"(values[i][1]), "+r"(values[i][2]), "+r"(values[i][3])::"memory");
 }
-// Adds tokens' products with those up to each: of 32 tokens, 16 of which need not come before, zeros; all but that of
-// the low parts.
-__device__ __forceinline__ void add_tokens(float (&to)[kDeltaTokens / 8][4], const uint32_t (&high)[4][4],
+// Adds tokens' products with those up to each: of 32 tokens, 16 of which need not come before, zeros.
+template <int products>
+__device__ __forceinline__ void add_tokens(float (&to)[kChunkTokens / 8][4], const uint32_t (&high)[4][4],
                                            const uint32_t (&low)[4][4],
-                                           const uint16_t (&with)[2][kDeltaTokens * kDeltaTokens]) {
+                                           const uint16_t (&with)[2][kChunkTokens * kChunkTokens]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int j = 0; j < 2 + 2 * half; ++j)
 #pragma unroll
-      for (int product = 0; product < 3; ++product)
+      for (int product = 0; product < products; ++product)
         wgmma<__nv_bfloat16, 32>(
             to[4 * half], product == 2 ? low[j] : high[j],
             wgmma_descriptor(descriptor_low(shared_address(with[product == 1]) + half * 32 * 128 + j * 32)), true);
@@ -311,15 +336,14 @@ __device__ __forceinline__ void add_tokens(float (&to)[kDeltaTokens / 8][4], con
 // The same on wgmma: the four warps' 64 columns are its rows.
 //
 // One long function: what runs beside the tensor cores stands between a product and its wait.
-template <typename T, int K>
-__global__ void __launch_bounds__(kDeltaChunkThreads)
-    delta_scan_wgmma(const __grid_constant__ DeltaChunkParams params) {
+template <typename T, int K, class Node>
+__global__ void __launch_bounds__(kChunkThreads) chunk_scan_wgmma(const __grid_constant__ ChunkParams<Node> params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Scan = DeltaScan<T, K>;
-  constexpr int kTiles = Scan::kTiles, kFeatures = Scan::kFeatures, kTile = kDeltaTokens * 128;
+  using Scan = ChunkScan<T, K, Node>;
+  constexpr int kTiles = Scan::kTiles, kFeatures = Scan::kFeatures, kTile = kChunkTokens * 128;
   extern __shared__ __align__(128) unsigned char memory[];
-  DeltaScanShared<K>& shared =
-      *reinterpret_cast<DeltaScanShared<K>*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
+  typename Scan::Shared& shared =
+      *reinterpret_cast<typename Scan::Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
   launch_dependents();
   wait_for_previous();
   const Scan scan(params);
@@ -332,9 +356,9 @@ __global__ void __launch_bounds__(kDeltaChunkThreads)
     fence_async_proxy();
     __syncthreads();  // the chunk is there for all threads, and the last one is read
     if (chunk + 1 < scan.chunks) scan.read(shared, chunk + 1);
-    const DeltaScanStage<K>& of = shared.stages[chunk % 2];
+    const typename Scan::Stage& of = shared.stages[chunk % 2];
     const auto& factors = shared.factors[chunk % 2];
-    const uint32_t key_at = shared_address(of.key), query_at = shared_address(of.query);
+    const uint32_t key_at = shared_address(of.tokens.key), query_at = shared_address(of.tokens.query);
 
     float r[kTiles][4] = {}, o[kTiles][4] = {}, u[kTiles][4] = {}, units[2] = {1.f, 1.f};
     if constexpr (Scan::kUnits) find_units(state, units);
@@ -344,16 +368,18 @@ __global__ void __launch_bounds__(kDeltaChunkThreads)
 #pragma unroll
       for (int m = 0; m < K / 16; ++m) {
         const uint64_t rows = wgmma_descriptor(descriptor_low(rows_at + m / 4 * kTile + m % 4 * 32));
-        wgmma<T, kDeltaTokens>(to[0], high[m], rows, true);
-        wgmma<T, kDeltaTokens>(to[0], low[m], rows, true);
+        wgmma<T, kChunkTokens>(to[0], high[m], rows, true);
+        wgmma<T, kChunkTokens>(to[0], low[m], rows, true);
       }
       wgmma_commit();
     };
 #pragma unroll
     for (int m = 0; m < K / 16; ++m) Scan::split_state(state, units, m, high[m], low[m]);
-    multiply(r, key_at);
-    wgmma_wait<0>();
-    keep(r);
+    if constexpr (Scan::kRecall) {
+      multiply(r, key_at);
+      wgmma_wait<0>();
+      keep(r);
+    }
     multiply(o, query_at);
     scan.take_values(of, factors, units, r);
     uint32_t token_high[4][4], token_low[4][4];
@@ -363,21 +389,26 @@ __global__ void __launch_bounds__(kDeltaChunkThreads)
     keep(o), keep(high), keep(low);
     Scan::scale_outputs(factors, units, o);
 
-    wgmma_fence();
-    add_tokens(u, token_high, token_low, of.w);
-    wgmma_commit();
-    wgmma_wait<0>();
-    keep(u), keep(token_high), keep(token_low);
+    if constexpr (Scan::kRecall) {
+      wgmma_fence();
+      add_tokens<3>(u, token_high, token_low, of.w());
+      wgmma_commit();
+      wgmma_wait<0>();
+      keep(u), keep(token_high), keep(token_low);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) split<__nv_bfloat16>(u[2 * j], u[2 * j + 1], token_high[j], token_low[j]);
+      for (int j = 0; j < 4; ++j) split<__nv_bfloat16>(u[2 * j], u[2 * j + 1], token_high[j], token_low[j]);
+    } else {
+      scan.skip(r, o);
+    }
+    float(&added)[kTiles][4] = Scan::kRecall ? u : r;
     wgmma_fence();
-    add_tokens(o, token_high, token_low, of.p);
+    add_tokens<Scan::kProducts>(o, token_high, token_low, of.p());
     wgmma_commit();
 
     uint32_t left_high[4][4], left_low[4][4];
-    scan.decay(factors, units, u, state);
+    scan.decay(factors, units, added, state);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) split<T>(u[2 * j], u[2 * j + 1], left_high[j], left_low[j]);
+    for (int j = 0; j < 4; ++j) split<T>(added[2 * j], added[2 * j + 1], left_high[j], left_low[j]);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -395,6 +426,23 @@ __global__ void __launch_bounds__(kDeltaChunkThreads)
   }
   scan.store_state(state);
 #endif
+}
+
+// The launches of a call: for every kMostChunks chunks their operands, by `make`, and the scan.
+template <typename T, int K, class Node>
+void launch_chunks(const Node& node, int batch, float* made, void (*make)(ChunkParams<Node>), int make_shared,
+                   bool wgmma, Launcher& launcher) {
+  constexpr int kShared = sizeof(ScanShared<K, kRecalls<Node>>) + 1024;
+  static_assert(kShared <= kScanShared, "what the plan looks for");
+  const int all = (node.tokens + kChunkTokens - 1) / kChunkTokens;
+  ChunkParams<Node> params{node, 0, 0, made};
+  for (; params.first < all; params.first += kMostChunks) {
+    params.chunks = std::min(kMostChunks, all - params.first);
+    const auto grid = [&](int x) { return dim3(x, heads_of(node), static_cast<unsigned>(batch)); };
+    launcher.run(make, params, grid(params.chunks), kChunkThreads, make_shared, params.first > 0);
+    launcher.run(wgmma ? chunk_scan_wgmma<T, K, Node> : chunk_scan<T, K, Node>, params,
+                 grid(columns_of(node) / kScanColumns), kChunkThreads, kShared, true);
+  }
 }
 
 }  // namespace quantmoe
