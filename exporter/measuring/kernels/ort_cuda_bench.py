@@ -12,6 +12,7 @@ A sliced model is a folder with a graph for each rank (rank0/model.onnx by --ran
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
 (docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says,
 for each of --misses in a session of its own.
+--apart says how long the first token took, and --cold how long after the file has left the page cache.
 --steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
 of whole runs on the host's clock, kernels are those that CUPTI saw.
 """
@@ -22,6 +23,7 @@ import argparse
 import collections
 import io
 import json
+import os
 import re
 import time
 import zlib
@@ -445,18 +447,41 @@ def measure_steps(session: Any, steps: list[str], report: Callable[[], None]) ->
             replayed.kernels()
 
 
-def measure_load(session: Any, begun: float, data: Path) -> None:
-    """Prints when the first token was there, and the time of a copy of the mapped file to the device beside it."""
+def forget(data: Path) -> float:
+    """Drops the file from the page cache; the bytes a second of a read of its first 2 GiB, which are dropped again."""
+    with data.open("rb", buffering=0) as file:
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin, chunk = time.perf_counter(), bytearray(1 << 24)
+        size = sum(file.readinto(chunk) or 0 for _ in range(128))
+        took = time.perf_counter() - begin
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return size / took
+
+
+def bytes_read() -> int:
+    """What this process had read from storage so far, by whatever call or mapping (proc(5))."""
+    return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)[0])
+
+
+def measure_load(session: Any, begun: float, read: int, data: Path) -> None:
+    """Prints when the first token was there, and the time of a copy of the mapped file to the device beside it.
+
+    Args:
+        begun: when the session was asked for; read: bytes_read() then.
+    """
     import torch
 
     Bound(session, 1, 1, 0, 4096, -1).run().cpu()
-    took, begin = time.perf_counter() - begun, time.perf_counter()
+    took = time.perf_counter() - begun
+    print(f"first token after {took:.2f} s, {(bytes_read() - read) / 1e9:.2f} GB read from the disk")
+    begin = time.perf_counter()
     torch.from_numpy(np.memmap(data, np.uint8, "c")).cuda()
     torch.cuda.synchronize()
     copy = time.perf_counter() - begin
     torch.cuda.empty_cache()
     size = data.stat().st_size / 1e9
-    print(f"first token {took / copy:.2f} of a copy of the mapped file: {took:.2f} s, {copy:.2f} s for {size:.1f} GB")
+    print(f"  {took / copy:.2f} of a copy of the mapped file, now in the page cache: {copy:.2f} s for {size:.1f} GB")
 
 
 def measure_prompts(session: Any, prompts: list[int], report: Callable[[], None]) -> None:
@@ -479,6 +504,7 @@ def bench(
     threads: int | None = None,
     group: str = "",
     apart: bool = False,
+    cold: bool = False,
 ) -> None:
     """Prints a line for each measurement, and the kernels of some.
 
@@ -487,7 +513,7 @@ def bench(
         gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
         routes: of misses. of_misses: values of quantmoe.misses, of which the first is also of steps and prompts.
         threads: of the CPU's part; None: the library's choice. group: of a rank.
-        apart: also the first token, of such a file.
+        apart: also the first token, of such a file. cold: it has left the page cache before.
     """
     import onnxruntime as ort
     import torch
@@ -508,12 +534,14 @@ def bench(
         made.register_custom_ops_library(library)
         return made
 
-    begin = time.perf_counter()
+    if cold:
+        print(f"the file is read at {forget(folder / 'data') / 1e9:.2f} GB/s, one part after the other")
+    begin, read = time.perf_counter(), bytes_read()
     session = open_session(str(folder / "model.onnx"), options(of_misses[0]))
     loaded = time.perf_counter() - begin
     print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.2f} s to load")
     if apart:
-        measure_load(session, begin, folder / "data")
+        measure_load(session, begin, read, folder / "data")
 
     def report() -> None:
         if gpu_memory is not None:
@@ -556,6 +584,7 @@ if __name__ == "__main__":
     parser.add_argument("--misses", nargs="+", default=["copy"], help="of --gpu-memory: quantmoe.misses")
     parser.add_argument("--threads", type=int, help="of the CPU's part of --misses")
     parser.add_argument("--apart", action="store_true", help="each layer's bytes in the file, to measure its loading")
+    parser.add_argument("--cold", action="store_true", help="of --apart: the file has left the page cache")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
     group = ""
@@ -586,4 +615,5 @@ if __name__ == "__main__":
             given.threads,
             group,
             given.apart,
+            given.cold,
         )
