@@ -93,6 +93,7 @@ CASES = {
     "gpt-oss": replace(BASE, hidden=360, intermediate=360, bias=True, activation="swiglu_oai", group_size=32),
     "bias": replace(BASE, bias=True),
     "ungated": replace(BASE, gated=False, activation="relu2"),
+    "ungated-gelu": replace(BASE, gated=False, activation="gelu", bias=True),
     "gelu": replace(BASE, activation="gelu"),
     "gelu_tanh": replace(BASE, activation="gelu_tanh"),
     "swiglu_step": replace(BASE, activation="swiglu_step"),

@@ -117,7 +117,7 @@ def test_scales_of_every_size(name, tokens):
 
 @gpu
 @pytest.mark.parametrize("tokens", [512, 1100])
-@pytest.mark.parametrize("name", ["g128", "gpt-oss", "odd-sizes", "slice", "base", "ungated"])
+@pytest.mark.parametrize("name", ["g128", "gpt-oss", "odd-sizes", "slice", "base", "ungated", "ungated-gelu"])
 def test_prefill(name, tokens):
     check(CASES[name], tokens, "bf16")
     check(CASES[name], tokens, "f16")

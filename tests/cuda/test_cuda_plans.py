@@ -85,6 +85,8 @@ def test_every_tile_of_wgmma_has_its_tokens(name, most):
         found.append(tiles_of(cuda.plan(problem, ONE)))
     for tiles in zip(*found, strict=True):
         assert len(set(tiles)) == most, tiles
+    up = {first for (shape, _), (first, _) in zip(TILES, found, strict=True) if shape == "ungated"}
+    assert up == {(48, 16), (144, 16)}
 
 
 @pytest.mark.parametrize(

@@ -240,22 +240,25 @@ def test_spaces_of_steps_and_decays(name: str, decay: tuple[float, float], steps
 
 
 @gpu
-@pytest.mark.parametrize("name", ["small", "granite", "wide"])
-def test_space_in_parts(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "call"), [("small", "300"), ("wide", "300"), ("granite", "31"), ("granite", "300")], ids=str
+)
+def test_space_in_parts(name: str, call: str) -> None:
     """A state handed on between calls of 1, 7, 64, 65, .. tokens: one call's bytes; of chunks, within their bound."""
     spec = SPACES[name]
-    a = make_space(spec, "bf16", "300")
+    CALLS["31"] = ([(0, 31, 0)], 31)
+    a = make_space(spec, "bf16", call)
     inputs = unread(a)
     want, state = cuda.space(spec, *(tensor(x, "bf16") for x in inputs))
     ys = []
     past, at = tensor(inputs[7], "bf16"), 0
-    for count in (1, 7, 64, 65, 1, 1, 161):
+    for count in (1, 7, 16, 7) if call == "31" else (1, 7, 64, 65, 1, 1, 161):
         part = [tensor(x[:, at : at + count], "bf16") for x in inputs[:3]]
         others = [tensor(x, "bf16") for x in (*inputs[3:7], np.array([[0, count, at]], np.int32))]
         y, past = cuda.space(spec, *part, *others[:-1], past, others[-1], in_place=at > 0)
         ys.append(y)
         at += count
-    if name == "granite":
+    if (name, call) == ("granite", "300"):
         assert_space(a, "bf16", torch.cat(ys, 1), past, PARTS)
     else:
         assert torch.equal(torch.cat(ys, 1), want)
@@ -285,20 +288,21 @@ def test_windows_of_spaces(call: str, window: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("call", ["one token", "65", "300", "2100", "ragged many"])
-def test_windows_of_spaces_in_chunks(call: str) -> None:
+def test_windows_of_spaces_in_chunks(call: str, dtype: str) -> None:
     """y and the slots are, within the bound, those of calls without a window that end there."""
     window = 3
-    a = make_space(SPACES["parts"], "bf16", call)
+    a = make_space(SPACES["parts"], dtype, call)
     spec = replace(a.spec, state_window=window)
-    y, present = twice(lambda: cuda.space(spec, *(tensor(x, "bf16") for x in window_of(unread(a), window))))
-    assert_space(a, "bf16", y, present[-1], PARTS)
+    y, present = twice(lambda: cuda.space(spec, *(tensor(x, dtype) for x in window_of(unread(a), window))))
+    assert_space(a, dtype, y, present[-1], PARTS)
     for b, (begin, count, before) in enumerate(CALLS[call][0]):
         for slot in range(window - 1):
             made = count - window + 1 + slot
             if made > 0:
                 ends = a.row(b).tokens(slice(0, made), [[0, made, before]])
-                assert_space(ends, "bf16", y[[b], begin : begin + made], present[slot, [b]], PARTS)
+                assert_space(ends, dtype, y[[b], begin : begin + made], present[slot, [b]], PARTS)
             else:
                 assert (present[slot, b] == 0).all()
 

@@ -20,6 +20,7 @@ from quantmoe.exporter.graph.passes.add_norms import add_norms
 from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
+from quantmoe.exporter.graph.passes.fused_norms import type_fused_norms
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface, set_cache_type, set_state_type
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
 from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits
@@ -482,3 +483,29 @@ def test_a_layer_without_a_table_is_left() -> None:
     }""")
     place_experts(model, {"other": np.array([[0, 1]])})
     assert ops(model) == ["QuantMoE"]
+
+
+@pytest.mark.parametrize("reader", ["Cast", "Neg", "none"])
+def test_fused_norms_have_the_type_of_their_weights(reader: str) -> None:
+    """As onnxscript leaves them: of float32, which ONNX Runtime refuses; what reads another type reads a Cast."""
+    read = {"Cast": "z = Cast <to: int = 10> (y)", "Neg": "z = Neg (y)", "none": ""}[reader]
+    kind, last = ("float16", "z") if reader == "Cast" else ("float", "z" if reader == "Neg" else "y")
+    model = parsed(f"""g (float16[2, 4] x, float16[4] weight) => ({kind}[2, 4] {last}) {{
+        y = SimplifiedLayerNormalization <axis: int = -1, epsilon: float = 0.00001, stash_type: int = 1> (x, weight)
+        {read}
+    }}""")
+    norm = model.graph[0]
+    norm.outputs[0].dtype, norm.outputs[0].shape = ir.DataType.FLOAT, ir.Shape([2, 4])
+    x = RNG.normal(size=(2, 4)).astype(np.float16)
+    with pytest.raises(Exception, match="Type Error"):
+        ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    type_fused_norms(model)
+    assert ops(model) == [
+        "SimplifiedLayerNormalization",
+        *{"Cast": ["Cast"], "Neg": ["Cast", "Neg"], "none": ["Cast"]}[reader],
+    ]
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x, "weight": np.ones(4, np.float16)})
+    want = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(found, -want if reader == "Neg" else want, rtol=1e-3)
+    assert [value.name for value in model.graph.outputs] == [last]

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constan
     }
     const int end = min(first + kConvTokens, row.count);
     for (int from = first; from < end; from += kConvAhead) {
-      uint32_t inputs[kConvAhead];  // all asked for before the first is used, and before y is written, which might be x
+      uint32_t inputs[kConvAhead];  // all asked for before the first is used: y might be x, for what the compiler knows
 #pragma unroll
       for (int i = 0; i < kConvAhead; ++i) inputs[i] = input(min(from + i, end - 1));
 #pragma unroll

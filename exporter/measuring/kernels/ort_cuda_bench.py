@@ -536,7 +536,7 @@ def bench(
 
     if cold:
         print(f"the file is read at {forget(folder / 'data') / 1e9:.2f} GB/s, one part after the other")
-    begin, read = time.perf_counter(), bytes_read()
+    begin, read = time.perf_counter(), bytes_read() if apart else 0
     session = open_session(str(folder / "model.onnx"), options(of_misses[0]))
     loaded = time.perf_counter() - begin
     print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.2f} s to load")
@@ -587,6 +587,8 @@ if __name__ == "__main__":
     parser.add_argument("--cold", action="store_true", help="of --apart: the file has left the page cache")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
+    if given.cold and not given.apart:
+        parser.error("--cold: expected --apart with it")
     group = ""
     if ranks.launched():
         rank = ranks.meet(given.graph, "cuda", seed=0)
