@@ -22,7 +22,7 @@ KERNELS = """
 namespace quantmoe {
 template __global__ void moe_gemm_mma<__half, Acme4, 2, 1, false, false>(const __grid_constant__ GemmParams);
 template __global__ void moe_down_decode<__nv_bfloat16, Acme4, 2>(const __grid_constant__ GemmParams);
-template __global__ void moe_gemm_wgmma<__half, Acme4, true, 24>(const __grid_constant__ GemmParams);
+template __global__ void moe_gemm_wgmma<__half, Acme4, Product::kDown, 24>(const __grid_constant__ GemmParams);
 template __global__ void linear_wgmma<__nv_bfloat16, Acme4, 64>(const __grid_constant__ LinearParams);
 }  // namespace quantmoe
 """
