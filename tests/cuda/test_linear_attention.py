@@ -164,8 +164,13 @@ def space_inputs(spec: SpaceSpec, dtype: str, call: str) -> list[np.ndarray]:
 
 def check_space(a: Space, dtype: str, in_place: bool = False) -> None:
     y, present = twice(lambda: cuda.space(a.spec, *(tensor(x, dtype) for x in unread(a)), in_place=in_place))
+    assert_space(a, dtype, y, present, parts_of(a, dtype))
+
+
+def parts_of(a: Space, dtype: str) -> float:
+    """Of a call: PARTS where it is read in chunks."""
     plan = cuda.plan_space(cuda.space_problem(a.spec, dtype, *a.z.shape[:2]), cuda.query())
-    assert_space(a, dtype, y, present, PARTS if plan.chunked else 0)
+    return PARTS if plan.chunked else 0
 
 
 def assert_space(a: Space, dtype: str, y: Any, present: Any, parts: float) -> None:
@@ -294,15 +299,15 @@ def test_windows_of_spaces_in_chunks(call: str, dtype: str) -> None:
     """y and the slots are, within the bound, those of calls without a window that end there."""
     window = 3
     a = make_space(SPACES["parts"], dtype, call)
-    spec = replace(a.spec, state_window=window)
+    spec, parts = replace(a.spec, state_window=window), parts_of(a, dtype)
     y, present = twice(lambda: cuda.space(spec, *(tensor(x, dtype) for x in window_of(unread(a), window))))
-    assert_space(a, dtype, y, present[-1], PARTS)
+    assert_space(a, dtype, y, present[-1], parts)
     for b, (begin, count, before) in enumerate(CALLS[call][0]):
         for slot in range(window - 1):
             made = count - window + 1 + slot
             if made > 0:
                 ends = a.row(b).tokens(slice(0, made), [[0, made, before]])
-                assert_space(ends, dtype, y[[b], begin : begin + made], present[slot, [b]], PARTS)
+                assert_space(ends, dtype, y[[b], begin : begin + made], present[slot, [b]], parts)
             else:
                 assert (present[slot, b] == 0).all()
 

@@ -14,7 +14,7 @@ namespace quantmoe {
 
 template <int K, bool recalls>
 struct ScanStage {
-  static constexpr int kMatrices = recalls ? 2 : 1;
+  static constexpr int kMatrices = kChunkMatrices<recalls>;
   ChunkOperands<K> tokens;
   uint16_t value[kChunkTokens * kScanColumns];
   uint16_t made[kMatrices][2][kChunkTokens * kChunkTokens];  // W, if there is one, and P: high and low parts
@@ -23,9 +23,8 @@ struct ScanStage {
 };
 template <int K, bool recalls>
 struct ScanShared {
-  static constexpr int kFactors = 3 * kChunkTokens + 4;
   ScanStage<K, recalls> stages[2];
-  float factors[2][kFactors];
+  float factors[2][kChunkFactors];
 };
 
 // A block's columns of a head of a row. A lane's values of the state are [8 m + 2t + e % 2, column + e / 2 * 8], of
@@ -78,9 +77,9 @@ struct ChunkScan {
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
           copy_async16(matrices + r * 128 + part * C * C * 2, own + r * 128 + part * C * C * 2, true);
-    if (threadIdx.x < Shared::kFactors / 4)
+    if (threadIdx.x < kChunkFactors / 4)
       copy_async16(shared_address(shared.factors[chunk % 2] + 4 * threadIdx.x),
-                   made + Stage::kMatrices * C * C + 4 * threadIdx.x, true);
+                   made + kFactorsAt<Node> + 4 * threadIdx.x, true);
     copy_async_commit();
   }
   __device__ int64_t place(int m, int e) const {
@@ -112,11 +111,11 @@ struct ChunkScan {
 
   // Of a token's factors, and the next one's: by what its key (0) and query (1) multiply, and what is left of its value
   // at the end (2).
-  __device__ static float2 factor(const float (&factors)[Shared::kFactors], int which, int tile) {
+  __device__ static float2 factor(const float (&factors)[kChunkFactors], int which, int tile) {
     return *reinterpret_cast<const float2*>(factors + which * C + 8 * tile + 2 * (threadIdx.x % 4));
   }
   // r = V - diag(c) K S of what keys and the state, which is in units, give; where nothing is recalled, V.
-  __device__ void take_values(const Stage& of, const float (&factors)[Shared::kFactors], const float (&units)[2],
+  __device__ void take_values(const Stage& of, const float (&factors)[kChunkFactors], const float (&units)[2],
                               float (&r)[kTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kTiles; i += 2) {
@@ -137,7 +136,7 @@ struct ChunkScan {
     }
   }
   // diag(c) Q S of what queries and the state give.
-  __device__ static void scale_outputs(const float (&factors)[Shared::kFactors], const float (&units)[2],
+  __device__ static void scale_outputs(const float (&factors)[kChunkFactors], const float (&units)[2],
                                        float (&o)[kTiles][4]) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -156,7 +155,7 @@ struct ChunkScan {
       for (int e = 0; e < 4; ++e) o[i][e] = fmaf(d, values[i][e], o[i][e]);
   }
   // u as the state takes it, and the state after its decay, both in the units of the larger one.
-  __device__ void decay(const float (&factors)[Shared::kFactors], float (&units)[2], float (&u)[kTiles][4],
+  __device__ void decay(const float (&factors)[kChunkFactors], float (&units)[2], float (&u)[kTiles][4],
                         float (&state)[kFeatures][4]) const {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {

@@ -30,6 +30,9 @@ __device__ inline float* made_of(const ChunkParams<Node>& params, int batch_row,
   const int64_t chunks = static_cast<int64_t>(batch_row) * params.chunks + chunk;
   return params.made + (chunks * heads_of(params.node) + head) * kChunkFloats<kRecalls<Node>>;
 }
+// Where the tokens' factors begin in a chunk's operands.
+template <class Node>
+constexpr int kFactorsAt = kChunkMatrices<kRecalls<Node>> * kChunkMatrix;
 // Where a token's row of `tokens` has a head's key, query and values.
 struct HeadRows {
   const void* tokens;

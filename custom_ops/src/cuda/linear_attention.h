@@ -24,9 +24,12 @@ constexpr int kChunkThreads = 128;       // of a block
 constexpr int kScanColumns = 64;         // of a block
 constexpr int kLeastChunkedTokens = 32;  // from which on a call takes them
 constexpr int kMostChunks = 32;          // of a row that a launch has: their operands, 1 MB a head, stay in L2
-// Floats of a chunk's operands: W, where a node recalls, and P, in two parts of 16 bits, and the tokens' factors.
+// A chunk's operands, in floats: W, where a node recalls, and P, in two parts of 16 bits; then the tokens' factors.
+constexpr int kChunkMatrix = kChunkTokens * kChunkTokens, kChunkFactors = 3 * kChunkTokens + 4;
 template <bool recalls>
-constexpr int kChunkFloats = (recalls ? 2 : 1) * kChunkTokens * kChunkTokens + 3 * kChunkTokens + 4;
+constexpr int kChunkMatrices = recalls ? 2 : 1;
+template <bool recalls>
+constexpr int kChunkFloats = kChunkMatrices<recalls> * kChunkMatrix + kChunkFactors;
 enum ChunkProducts : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };  // qm_cuda_delta_plan.chunked
 constexpr int kScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
 

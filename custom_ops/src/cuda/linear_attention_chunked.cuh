@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kChunkThreads) delta_chunks(const __grid_const
     const int i = threadIdx.x;
     const float decay = expf(static_cast<float>(shared.logs[i])),
                 left = expf(static_cast<float>(shared.logs[C - 1] - shared.logs[i]));
-    float* factors = made + 2 * C * C;
+    float* factors = made + kFactorsAt<DeltaParams>;
     factors[i] = decay * shared.by_key[i], factors[C + i] = decay * shared.by_query[i],
     factors[2 * C + i] = left * shared.by_key[i];
     if (i == C - 1) factors[3 * C] = decay;

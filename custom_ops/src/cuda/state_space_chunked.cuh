@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kChunkThreads) space_chunks(const __grid_const
     }
   }
   if (own >= C) return;
-  float* factors = made + C * C;
+  float* factors = made + kFactorsAt<SpaceParams>;
   const float decay = expf(static_cast<float>(shared.logs[own]));
   factors[C + own] = decay;
   factors[2 * C + own] = expf(static_cast<float>(shared.logs[C - 1] - shared.logs[own])) * shared.steps[own];
