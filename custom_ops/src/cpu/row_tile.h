@@ -23,7 +23,9 @@
 //                                  values [groups][kVectors]
 //   columns<C, groups>(panels, offset, column, next)
 //                                  of unsigned codes and e2m1, of 32 columns; next() between the first and the last 16
-//   prefetch_group<bits>           what comes after 128 bytes of each panel
+//   prefetch_group<bits, bytes>    what comes after so many bytes of each panel, 128 of a step; 4-bit panels' scales, which
+//                                  stand between the codes of two blocks, are asked for by a call of their own, as
+//                                  every line that is not costs the wait for one of memory
 //   kFloatTokens, kManyTokens      float_panels.h's
 //   opaque(x)                      where the compiler should not know how x relates to other induction variables
 // Everything is in an unnamed namespace, as in elementwise.h.
@@ -39,9 +41,9 @@ namespace {
 #define QM_EACH_VECTOR _Pragma("GCC unroll 2") for (int v = 0; v < kVectors; ++v)
 #define QM_EACH_SUM QM_EACH_TOKEN QM_EACH_VECTOR
 
-template <class V, int kBits, int kGroups>
+template <class V, int kBits, int kGroups, int kBytes = 128>
 [[gnu::always_inline]] inline void prefetch_groups(const Panels<V::kMost>* panels, int64_t offset) {
-  QM_EACH_GROUP V::template prefetch_group<kBits>(panels[group], offset);
+  QM_EACH_GROUP V::template prefetch_group<kBits, kBytes>(panels[group], offset);
 }
 
 // The results of a tile's tokens from sum(i, v), and from what the tile has after its sums of x.
@@ -108,6 +110,7 @@ void quantized_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, c
       V::opaque(x);
       offset += 4 * kStep;
     } while (x != end);
+    if (kBits == 4 && matrix.grouped) V::template prefetch_group<kBits, 64>(panels, offset);
     QM_EACH_VECTOR if (matrix.grouped) {
       const auto scale =
           V::template load_scales<kBits>(panels, v, block * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
@@ -147,6 +150,7 @@ void float_tile(const PanelMatrix& matrix, const Panels<V::kMost>* panels, const
       V::template signed_columns<kBits, kGroups>(panels, offset, column);
       offset += kBits == 4 ? 128 : 32;
     } while (x != end);
+    if (kBits == 4 && matrix.grouped) prefetch_groups<V, kBits, kGroups, 64>(panels, offset);
     QM_EACH_ROWS if (matrix.grouped) {
       const Floats scale = V::template load_scales<kBits>(
           panels[v / kVectors], v % kVectors, block * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
@@ -211,6 +215,7 @@ void scaled_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, cons
         }
       }
     }
+    if constexpr (kBits == 4) V::template prefetch_group<kBits, 64>(panels, base + matrix.codes_bytes);
     if constexpr (kParts == 2) {
       x += 32 * M;
       V::opaque(x);
@@ -266,6 +271,7 @@ void scaled_float_tile(const PanelMatrix& matrix, const Panels<V::kMost>* panels
       prefetch_groups<V, kBits, kGroups>(panels, offset);
       V::template columns<C, kGroups>(panels, offset, column, next);
     }
+    prefetch_groups<V, kBits, kGroups, 64>(panels, base + matrix.codes_bytes);
     finish();
   }
   QM_EACH_ROWS {
