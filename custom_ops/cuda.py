@@ -146,6 +146,28 @@ class SpacePlan(ctypes.Structure):
     _fields_ = [("chunked", _I32), ("workspace_bytes", _U64)]
 
 
+#: QM_CUDA_PEERS, QM_CUDA_MOST_BLOCKS
+PEERS, MOST_BLOCKS = 8, 256
+
+
+class Peers(ctypes.Structure):
+    """qm_cuda_peers."""
+
+    _fields_ = [("rank", _I32), ("world", _I32), ("blocks", _I32), ("boxes", _PTR * PEERS)]
+
+
+class Sum(ctypes.Structure):
+    """qm_cuda_sum."""
+
+    _fields_ = [("type", _I32), ("count", _I64), ("x", _PTR), ("y", _PTR)]
+
+
+class Gather(ctypes.Structure):
+    """qm_cuda_gather."""
+
+    _fields_ = [("type", _I32), ("rows", _I64), ("columns", _I64), ("x", _PTR), ("y", _PTR)]
+
+
 #: qm_cuda_step_kind
 STEPS = (
     *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
@@ -232,7 +254,7 @@ def library() -> ctypes.CDLL:
     """
     lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe_cuda.so", "QUANTMOE_CUDA_LIBRARY"))
     check_structs(lib)
-    for size in ("row_bytes", "linear_row_bytes", "slot_bytes", "cache_state_bytes"):
+    for size in ("row_bytes", "linear_row_bytes", "slot_bytes", "cache_state_bytes", "box_bytes"):
         getattr(lib, f"qm_cuda_{size}").restype = ctypes.c_size_t
     return lib
 
@@ -814,3 +836,37 @@ def _stepped(
     workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
     launch(problem, plan, *inputs, y, present, workspace)
     return y, present
+
+
+def new_box(world: int) -> torch.Tensor:
+    """What a rank of ``world`` has in its memory for sums, on the current CUDA device, ready when this returns."""
+    import torch
+
+    box = torch.empty(library().qm_cuda_box_bytes(world), dtype=torch.uint8, device="cuda")
+    checked(library().qm_cuda_clear_box, world, _PTR(box.data_ptr()), _PTR(torch.cuda.current_stream().cuda_stream))
+    torch.cuda.synchronize()
+    return box
+
+
+def launch_sum(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Enqueues a rank's part of a sum, y = all ranks' x, on torch's current stream: it waits there for the others'.
+
+    Args:
+        peers: of the rank; ``boxes`` are all ranks' boxes' addresses. x, y: contiguous, f16 or bf16.
+
+    Raises:
+        ValueError: the library's sentence about the ranks or the type.
+    """
+    _launch_of_ranks("sum", peers, Sum(_TYPES[_dtype(x)], x.numel(), x.data_ptr(), y.data_ptr()))
+
+
+def launch_gather(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
+    """The same of x [rows, columns] -> y [rows, world, columns]."""
+    _launch_of_ranks("gather", peers, Gather(_TYPES[_dtype(x)], *x.shape, x.data_ptr(), y.data_ptr()))
+
+
+def _launch_of_ranks(name: str, peers: Peers, call: Sum | Gather) -> None:
+    import torch
+
+    stream = _PTR(torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None)
+    checked(getattr(library(), f"qm_cuda_launch_{name}"), ctypes.byref(peers), ctypes.byref(call), stream)

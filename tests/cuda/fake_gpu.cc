@@ -85,6 +85,17 @@ void driver_spaced(qm_cuda_space_problem* problem, qm_cuda_space_tensors* tensor
   *problem = space, *tensors = spaced;
 }
 
+// No other process reaches its memory.
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return cudaErrorNotSupported; }
+cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return cudaErrorNotSupported; }
+cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = device.multiprocessors, cudaSuccess;
+}
+int qm_cuda_clear_box(int32_t, void*, void*, char*) { return QM_OK; }
+int qm_cuda_launch_sum(const qm_cuda_peers*, const qm_cuda_sum*, void*, char*) { return QM_INVALID; }
+int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void*, char*) { return QM_INVALID; }
+
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the fake GPU"; }

@@ -350,6 +350,35 @@ QM_API int qm_cuda_plan_space(const qm_cuda_space_problem*, const qm_cuda_device
 QM_API int qm_cuda_launch_space(const qm_cuda_space_problem*, const qm_cuda_space_plan*, const qm_cuda_space_tensors*,
                                 void* stream, char* err);
 
+// Ranks whose GPUs write to each other's memory: each has a box in its own, which the others write to. They have the
+// same calls in the same order, and a rank one at a time. A call waits on the GPU for those of the others.
+#define QM_CUDA_PEERS 8
+#define QM_CUDA_MOST_BLOCKS 256
+typedef struct {
+  int32_t rank, world;         // 2 to QM_CUDA_PEERS
+  int32_t blocks;              // of a kernel at most, the same in all ranks; all of them run at once
+  void* boxes[QM_CUDA_PEERS];  // of each rank, as this one's GPU reaches it
+} qm_cuda_peers;
+typedef struct {
+  int32_t type;  // qm_type of x and y: QM_F16 or QM_BF16
+  int64_t count;
+  const void* x;
+  void* y;  // x's memory, or other
+} qm_cuda_sum;
+typedef struct {
+  int32_t type;  // as qm_cuda_sum's
+  int64_t rows, columns;
+  const void* x;  // [rows, columns]
+  void* y;        // [rows, world, columns]
+} qm_cuda_gather;
+QM_API size_t qm_cuda_box_bytes(int32_t world);
+// Enqueues what a new box needs. It has to end in all ranks before any of them has another call.
+QM_API int qm_cuda_clear_box(int32_t world, void* box, void* stream, char* err);
+// y = all ranks' x, added up in the order of the ranks in f32 and rounded once: the same bytes in all of them.
+QM_API int qm_cuda_launch_sum(const qm_cuda_peers*, const qm_cuda_sum*, void* stream, char* err);
+// y = all ranks' x, row after row; of what is not a number the bits may be others.
+QM_API int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void* stream, char* err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -190,7 +190,7 @@ struct Avx512Rows : Avx512Lanes {
       prefetch_group<4>(panels, offset);
       dot_chunk<M, C>(panels, offset, x, dot);
     } else {
-      if (offset & 32) prefetch_group<8, 64>(panels, offset);  // a line is two steps
+      prefetch_group<8, 64>(panels, offset);  // half a line, which scales between blocks shift: never one left out
       dot_eight<M>(panels, offset, x, dot);
     }
   }

@@ -23,9 +23,10 @@
 //                                  values [groups][kVectors]
 //   columns<C, groups>(panels, offset, column, next)
 //                                  of unsigned codes and e2m1, of 32 columns; next() between the first and the last 16
-//   prefetch_group<bits, bytes>    what comes after so many bytes of each panel, 128 of a step; 4-bit panels' scales, which
-//                                  stand between the codes of two blocks, are asked for by a call of their own, as
-//                                  every line that is not costs the wait for one of memory
+//   prefetch_group<bits, bytes>    what comes after so many bytes of each panel, 128 of a step. Scales stand between
+//   the
+//                                  codes of two blocks and have a call of their own: a line that nobody asked for
+//                                  costs a wait for memory
 //   kFloatTokens, kManyTokens      float_panels.h's
 //   opaque(x)                      where the compiler should not know how x relates to other induction variables
 // Everything is in an unnamed namespace, as in elementwise.h.
@@ -215,7 +216,7 @@ void scaled_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, cons
         }
       }
     }
-    if constexpr (kBits == 4) V::template prefetch_group<kBits, 64>(panels, base + matrix.codes_bytes);
+    V::template prefetch_group<kBits, 64>(panels, base + matrix.codes_bytes);
     if constexpr (kParts == 2) {
       x += 32 * M;
       V::opaque(x);

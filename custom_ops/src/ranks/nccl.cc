@@ -152,7 +152,10 @@ Communicator::Communicator(const DevicePlace& where) : place_(where.place), devi
 // NCCL waits for all ranks to destroy theirs, which those that are gone do not, and others later.
 Communicator::~Communicator() {
   watch_.reset();
-  if (given_up_) return;
+  if (given_up_) {
+    (void)peers_.release();  // its kernels have not ended
+    return;
+  }
   if (end_) cudaStreamDestroy(end_);
   if (done_) cudaEventDestroy(done_);
   constexpr std::chrono::seconds kParting{3};
@@ -222,6 +225,7 @@ void Communicator::watch() {
   watch_ = std::make_unique<Watch>(
       place_.rank, place_.world, "quantmoe " QM_RELEASE ", " + export_of(place_.export_id), place_.group.patience(),
       [this](const std::string& card) { return exchange(card); }, watched);
+  peers_ = Peers::meet(place_.rank, place_.world, [this](const std::string& card) { return exchange(card); });
   must(cudaSetDevice(before));
 }
 
@@ -250,21 +254,38 @@ void Communicator::mark(cudaStream_t stream) const {
     must(cudaEventRecord(done_, stream));
 }
 
+// NCCL has its calls one after the other, whatever their streams. Of what is captured that is the user's.
+void Communicator::order(cudaStream_t stream) const {
+  if (is_captured(stream)) return;
+  if (last_ != stream) must(cudaStreamWaitEvent(stream, done_, 0));
+  last_ = stream;
+}
+
 void Communicator::forget(cudaStream_t stream) const { captured_.compare_exchange_strong(stream, nullptr); }
 
 void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
   expect_all();
-  const Nccl& nccl = Nccl::get();
-  nccl.check(nccl.all_reduce(x, y, static_cast<size_t>(count), type_of(type), kSum, comm_, stream), "ncclAllReduce");
+  if (const qm_cuda_sum sum{type, count, x, y}; peers_ && Peers::takes(sum)) {
+    order(stream);
+    peers_->reduce(sum, stream);
+  } else {
+    const Nccl& nccl = Nccl::get();
+    nccl.check(nccl.all_reduce(x, y, static_cast<size_t>(count), type_of(type), kSum, comm_, stream), "ncclAllReduce");
+  }
   mark(stream);
 }
 
-// NCCL gives rank after rank.
 void Communicator::gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,
                           cudaStream_t stream) const {
   expect_all();
+  if (const qm_cuda_gather gather{type, rows, count / rows, x, y}; peers_ && Peers::takes(gather)) {
+    order(stream);
+    peers_->gather(gather, stream);
+    mark(stream);
+    return;
+  }
   const Nccl& nccl = Nccl::get();
-  void* const to = rows > 1 ? parts : y;
+  void* const to = rows > 1 ? parts : y;  // NCCL gives rank after rank
   nccl.check(nccl.all_gather(x, to, static_cast<size_t>(count), type_of(type), comm_, stream), "ncclAllGather");
   mark(stream);
   const auto ranks = static_cast<size_t>(place_.world), part = static_cast<size_t>(count) * (type == QM_F32 ? 4 : 2);

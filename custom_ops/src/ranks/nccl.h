@@ -1,5 +1,6 @@
 // Sums over the GPUs of a sliced model's ranks by NCCL, which is opened at run time: libnccl.so.2 of the process, of
-// the library path, or the file that QUANTMOE_NCCL names. Nothing here knows an engine.
+// the library path, or the file that QUANTMOE_NCCL names. Where the GPUs reach each other's memory Peers adds up in its
+// place. Nothing here knows an engine.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "quantmoe/quant_moe.h"
+#include "ranks/peers.h"
 #include "ranks/place.h"
 #include "ranks/watch.h"
 
@@ -59,6 +61,7 @@ class Communicator {
   void watch();
   void expect_all() const;
   void mark(cudaStream_t stream) const;
+  void order(cudaStream_t stream) const;
   void give_up(const std::string& why);
 
   const Place place_;
@@ -69,6 +72,8 @@ class Communicator {
   cudaEvent_t done_ = nullptr;    // the last call outside graphs
   cudaStream_t end_ = nullptr;    // for launch_trap
   std::unique_ptr<Watch> watch_;  // null: there are no others
+  std::unique_ptr<Peers> peers_;  // null: NCCL does it all
+  mutable cudaStream_t last_{};   // of the last sum of peers_ outside graphs
 };
 
 }  // namespace quantmoe

@@ -1,9 +1,11 @@
-"""AllReduce of a sliced model's file in ONNX Runtime beside torch.distributed's, both NCCL's, both in CUDA graphs.
+"""AllReduce of a sliced model's file in ONNX Runtime beside torch.distributed's, which is NCCL's, both in CUDA graphs.
 
     torchrun --nproc-per-node 2 exporter/measuring/kernels/all_reduce.py [--columns 7168] [--rows 1,8,64,512,4096]
+    torchrun --nproc-per-node 2 exporter/measuring/kernels/all_reduce.py --op AllGather --columns 37984 --rows 1,8,64
 
 Needs onnxruntime-gpu, PyTorch with CUDA, and this checkout's CUDA library (QUANTMOE_ORT_CUDA_LIBRARY). A graph has 50
-sums of bf16 [rows, columns]; replays of both take turns, and times are of one sum, medians of 30.
+calls of bf16 [rows, columns]; replays of both take turns, and times are of one call, medians of 30. An AllGather is of
+the last axis here, and of the first in torch, where nothing is brought into another order.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,20 @@ from quantmoe.ort_ext import cuda_library_path
 CHAIN = 50
 
 
-def model(path: Path, rank: int, world: int) -> None:
-    """x, summed over the ranks CHAIN times."""
-    names = ["x", *(f"sum.{i}" for i in range(1, CHAIN)), "y"]
+def model(path: Path, op: str, rank: int, world: int) -> None:
+    """x, summed over the ranks CHAIN times; or CHAIN times gathered."""
+    ends = [f"y.{i}" for i in range(CHAIN)]
+    begins = ["x", *ends[:-1]] if op == "AllReduce" else ["x"] * CHAIN
     place: dict[str, Any] = {"domain": "quantmoe", "op_version": 1, "rank": rank, "world": world}
-    nodes = [helper.make_node("AllReduce", [x], [y], name=y, **place) for x, y in pairwise(names)]
-    values = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["rows", "columns"]) for name in "xy"]
+    place |= {"axis": -1} if op == "AllGather" else {}
+    nodes = [helper.make_node(op, [x], [y], name=y, **place) for x, y in zip(begins, ends, strict=True)]
+    values = {
+        name: helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["rows", f"{name[0]}_columns"])
+        for name in ("x", *ends)
+    }
+    outputs = [values[name] for name in ends if op == "AllGather" or name == ends[-1]]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("quantmoe", 1)]
-    graph = helper.make_graph(nodes, "sums", values[:1], values[1:])
+    graph = helper.make_graph(nodes, "calls", [values["x"]], outputs)
     save(helper.make_model(graph, opset_imports=opsets, ir_version=10), str(path))
 
 
@@ -47,30 +54,41 @@ def session(path: Path, group: str) -> ort.InferenceSession:
     return ort.InferenceSession(str(path), options, providers=[("CUDAExecutionProvider", cuda)])
 
 
-def bound(sums: ort.InferenceSession, rows: int, columns: int) -> Callable[[], None]:
+def tensors(op: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y: zeros."""
+    joined = columns * dist.get_world_size() if op == "AllGather" else columns
+    return tuple(torch.zeros(rows, size, dtype=torch.bfloat16, device="cuda") for size in (columns, joined))
+
+
+def bound(calls: ort.InferenceSession, op: str, rows: int, columns: int) -> Callable[[], None]:
     """A run on zeros, captured in a graph of its own."""
-    x, y = (torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    binding, options = sums.io_binding(), ort.RunOptions()
+    x, y = tensors(op, rows, columns)
+    binding, options = calls.io_binding(), ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(rows))
-    for bind, name, tensor in ((binding.bind_input, "x", x), (binding.bind_output, "y", y)):
-        bind(name, "cuda", x.device.index, TensorProto.BFLOAT16, list(tensor.shape), tensor.data_ptr())
+    binding.bind_input("x", "cuda", x.device.index, TensorProto.BFLOAT16, list(x.shape), x.data_ptr())
+    for output in calls.get_outputs():
+        binding.bind_output(output.name, "cuda", y.device.index, TensorProto.BFLOAT16, list(y.shape), y.data_ptr())
 
     def run(kept: tuple[torch.Tensor, ...] = (x, y)) -> None:
-        sums.run_with_iobinding(binding, options)
+        calls.run_with_iobinding(binding, options)
 
     return run
 
 
-def torch_graph(rows: int, columns: int) -> Callable[[], None]:
-    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
-    dist.all_reduce(x)
+def torch_graph(op: str, rows: int, columns: int) -> Callable[[], None]:
+    x, y = tensors(op, rows, columns)
+
+    def call() -> None:
+        dist.all_gather_into_tensor(y.view(-1), x.view(-1)) if op == "AllGather" else dist.all_reduce(x)
+
+    call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(CHAIN):
-            dist.all_reduce(x)
+            call()
 
-    def run(kept: torch.Tensor = x) -> None:
+    def run(kept: tuple[torch.Tensor, ...] = (x, y)) -> None:
         graph.replay()
         torch.cuda.synchronize()
 
@@ -85,6 +103,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=["AllReduce", "AllGather"], default="AllReduce")
     parser.add_argument("--columns", type=int, default=7168)
     parser.add_argument("--rows", default="1,8,64,512,4096")
     options = parser.parse_args()
@@ -94,10 +113,10 @@ def main() -> None:
     group = [torch.cuda.nccl.unique_id().hex() if rank == 0 else ""]
     dist.broadcast_object_list(group, 0)
     with tempfile.TemporaryDirectory() as folder:
-        model(Path(folder, "sums.onnx"), rank, world)
-        sums = session(Path(folder, "sums.onnx"), group[0])
+        model(Path(folder, "calls.onnx"), options.op, rank, world)
+        calls = session(Path(folder, "calls.onnx"), group[0])
     for rows in map(int, options.rows.split(",")):
-        runs = bound(sums, rows, options.columns), torch_graph(rows, options.columns)
+        runs = bound(calls, options.op, rows, options.columns), torch_graph(options.op, rows, options.columns)
         taken = [[seconds(run) for run in runs] for _ in range(35)][5:]
         ours, theirs = (1e6 * sorted(column)[len(taken) // 2] / CHAIN for column in zip(*taken, strict=True))
         if rank == 0:

@@ -11,7 +11,8 @@ A sliced model is a folder with a graph for each rank (rank0/model.onnx by --ran
 
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
 (docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says,
-for each of --misses in a session of its own.
+for each of --misses in a session of its own. --ram BYTES beside it: they are in the file, and so much RAM has a cache
+of them, which no CUDA graph can use; --apart gives each layer bytes of its own there.
 --apart says how long the first token took, and --cold how long after the file has left the page cache.
 --steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
 of whole runs on the host's clock, kernels are those that CUPTI saw.
@@ -397,19 +398,21 @@ def misses(
     for how in routes:
         ids = route(how, warm + tokens, sizes)
         counts: list[dict[str, int]] = []
-        took, kept = [], []
+        took, kept, read = [], [], 0
         for one in bound:
             steps = one.routed.new_tensor(ids)
             times, checksums = [], []
             for at in range(len(ids)):
                 if at == warm:
                     counts.append(experts_report(library)[0])
+                    read -= bytes_read()
                 one.routed.copy_(steps[at, :, None])
                 begin = time.perf_counter()
                 one.session.run_with_iobinding(one.binding, one.options)
                 times.append(time.perf_counter() - begin)
                 checksums.append(zlib.crc32(one.logits.cpu().numpy().tobytes()))
             counts.append(experts_report(library)[0])
+            read += bytes_read()
             took.append(float(np.mean(times[warm:])))
             kept.append(checksums)
         hits, missed, size = (counts[1][name] - counts[0][name] for name in ("hits", "misses", "missed_bytes"))
@@ -417,7 +420,8 @@ def misses(
         print(
             f"routes {how}: {took[0] / ideal:.2f} of resident + missed bytes / bus; {1e3 * took[0]:.2f} ms "
             f"({1 / took[0]:.0f} tokens/s), resident {1e3 * took[1]:.2f} ms, hit rate {hits / (hits + missed):.3f}, "
-            f"{size / tokens / 1e6:.1f} MB a token at {bus / 1e9:.1f} GB/s; the same bytes: {kept[0] == kept[1]}"
+            f"{size / tokens / 1e6:.1f} MB a token at {bus / 1e9:.1f} GB/s, {read / tokens / 1e6:.1f} from the disk; "
+            f"the same bytes: {kept[0] == kept[1]}"
         )
 
 
@@ -499,6 +503,7 @@ def bench(
     steps: list[str],
     prompts: list[int],
     gpu_memory: int | None = None,
+    ram: int | None = None,
     routes: Sequence[str] = (),
     of_misses: Sequence[str] = ("copy",),
     threads: int | None = None,
@@ -511,6 +516,7 @@ def bench(
     Args:
         steps: BATCH:PAST:NEW.
         gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
+        ram: bytes for another, of experts that are then in the file.
         routes: of misses. of_misses: values of quantmoe.misses, of which the first is also of steps and prompts.
         threads: of the CPU's part; None: the library's choice. group: of a rank.
         apart: also the first token, of such a file. cold: it has left the page cache before.
@@ -521,13 +527,16 @@ def bench(
     free = torch.cuda.mem_get_info()[0]
     torch.manual_seed(0)  # which experts a batch takes decides about its time
     settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
+    resident_session = partial(ort.InferenceSession, providers=[("CUDAExecutionProvider", dict(settings))])
+    settings["enable_cuda_graph"] = str(int(ram is None))
     open_session = partial(ort.InferenceSession, providers=[("CUDAExecutionProvider", settings)])
 
     def options(of: str) -> Any:
         made, entries = ort.SessionOptions(), {"group": group} if group else {}
         if gpu_memory is not None:
             made.log_severity_level = 1  # says where experts are
-            entries |= {"experts": "host", "gpu_memory": str(gpu_memory), "misses": of}
+            place = {"experts": "host", "misses": of} if ram is None else {"experts": "disk", "ram": str(ram)}
+            entries |= place | {"gpu_memory": str(gpu_memory)}
             entries |= {"threads": str(threads)} if threads and of != "copy" else {}
         for name, value in entries.items():
             made.add_session_config_entry(f"quantmoe.{name}", value)
@@ -555,7 +564,7 @@ def bench(
         del session
         sizes, driven, plain = drive(folder), str(folder / "driven.onnx"), ort.SessionOptions()
         plain.register_custom_ops_library(library)
-        resident = open_session(driven, plain)
+        resident = resident_session(driven, plain)
         for of in of_misses:
             print(f"misses {of}")
             misses(open_session(driven, options(of)), resident, library, routes, sizes)
@@ -578,6 +587,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048])
     parser.add_argument("--gpu-memory", type=int, help="for experts, which are then in host memory")
+    parser.add_argument("--ram", type=int, help="beside --gpu-memory, for experts that are in the file")
     parser.add_argument(
         "--routes", nargs="+", default=["local", "uniform"], help="of --gpu-memory: see route; or traces"
     )
@@ -589,6 +599,8 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if given.cold and not given.apart:
         parser.error("--cold: expected --apart with it")
+    if given.ram is not None and (given.gpu_memory is None or given.misses != ["copy"]):
+        parser.error("--ram: expected --gpu-memory with it, and no --misses")
     group = ""
     if ranks.launched():
         rank = ranks.meet(given.graph, "cuda", seed=0)
@@ -612,6 +624,7 @@ if __name__ == "__main__":
             given.steps,
             given.prompts,
             given.gpu_memory,
+            given.ram,
             given.routes,
             given.misses,
             given.threads,

@@ -1,0 +1,110 @@
+#include "ranks/peers.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+
+namespace quantmoe {
+namespace {
+
+constexpr const char* kNone = "-";
+// A rank's bytes of a gather up to which this takes less time than NCCL's.
+constexpr int64_t kMostGathered = int64_t{6} << 20;
+
+// The same for all processes of a host, also in containers.
+std::string host() {
+  std::string id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+  return id;
+}
+
+bool is_disabled() {
+  const char* said = std::getenv("NCCL_P2P_DISABLE");
+  return said && *said && std::strcmp(said, "0") != 0;
+}
+
+std::string to_hex(const cudaIpcMemHandle_t& handle) {
+  std::string hex;
+  for (const char byte : handle.reserved) {
+    const auto value = static_cast<unsigned char>(byte);
+    hex += {"0123456789abcdef"[value >> 4], "0123456789abcdef"[value & 15]};
+  }
+  return hex;
+}
+
+cudaIpcMemHandle_t to_handle(const std::string& hex) {
+  cudaIpcMemHandle_t handle{};
+  for (size_t i = 0; i < sizeof(handle.reserved); ++i)
+    handle.reserved[i] = static_cast<char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+  return handle;
+}
+
+}  // namespace
+
+// A box of this rank's, and what the others need to reach it; kNone: they cannot.
+std::string Peers::offer() {
+  int device = 0, multiprocessors = 0;
+  void*& box = peers_.boxes[peers_.rank];
+  char error[QM_ERROR_SIZE];
+  cudaIpcMemHandle_t handle{};
+  const bool made = cudaGetDevice(&device) == cudaSuccess &&
+                    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+                    cudaMalloc(&box, qm_cuda_box_bytes(peers_.world)) == cudaSuccess &&
+                    qm_cuda_clear_box(peers_.world, box, nullptr, error) == QM_OK &&
+                    cudaDeviceSynchronize() == cudaSuccess && cudaIpcGetMemHandle(&handle, box) == cudaSuccess;
+  (void)cudaGetLastError();
+  if (!made) return kNone;
+  return host() + " " + std::to_string(std::min(2 * multiprocessors, QM_CUDA_MOST_BLOCKS)) + " " + to_hex(handle);
+}
+
+bool Peers::open(const std::vector<std::string>& cards) {
+  peers_.blocks = QM_CUDA_MOST_BLOCKS;
+  for (int32_t other = 0; other < peers_.world; ++other) {
+    std::istringstream words(cards[static_cast<size_t>(other)]);
+    std::string where, handle;
+    int32_t blocks = 0;
+    if (!(words >> where >> blocks >> handle) || where != host()) return false;
+    peers_.blocks = std::min(peers_.blocks, blocks);
+    if (other != peers_.rank &&
+        cudaIpcOpenMemHandle(&peers_.boxes[other], to_handle(handle), cudaIpcMemLazyEnablePeerAccess) != cudaSuccess) {
+      (void)cudaGetLastError();
+      peers_.boxes[other] = nullptr;
+      return false;
+    }
+  }
+  return true;
+}
+
+std::unique_ptr<Peers> Peers::meet(int32_t rank, int32_t world, const Exchange& exchange) {
+  if (world < 2 || world > QM_CUDA_PEERS) return nullptr;
+  std::unique_ptr<Peers> peers(new Peers(rank, world));
+  const std::vector<std::string> cards = exchange(is_disabled() ? kNone : peers->offer());
+  const std::string own = peers->open(cards) ? "reached" : kNone;
+  for (const std::string& said : exchange(own))
+    if (said != "reached") return nullptr;
+  return peers;
+}
+
+Peers::~Peers() {
+  for (int32_t other = 0; other < peers_.world; ++other)
+    if (void* box = peers_.boxes[other]) other == peers_.rank ? cudaFree(box) : cudaIpcCloseMemHandle(box);
+}
+
+bool Peers::takes(const qm_cuda_gather& gather) {
+  return gather.type != QM_F32 && 2 * gather.rows * gather.columns <= kMostGathered;
+}
+
+void Peers::reduce(const qm_cuda_sum& sum, cudaStream_t stream) const {
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_sum(&peers_, &sum, stream, error) != QM_OK) throw std::runtime_error(error);
+}
+
+void Peers::gather(const qm_cuda_gather& gather, cudaStream_t stream) const {
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_gather(&peers_, &gather, stream, error) != QM_OK) throw std::runtime_error(error);
+}
+
+}  // namespace quantmoe

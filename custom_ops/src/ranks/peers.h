@@ -1,0 +1,43 @@
+// Sums over the GPUs of one host, and gathers, by kernels that write to the other GPUs' memory. Nothing here knows NCCL
+// or an engine.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace quantmoe {
+
+class Peers {
+ public:
+  // Gives own cards of all ranks for this one's.
+  using Exchange = std::function<std::vector<std::string>(const std::string& card)>;
+
+  // On the current device; all ranks call it. Null in all of them where one does not reach another's memory: they are
+  // not on one host, their GPUs have no way to each other, NCCL_P2P_DISABLE says so as to NCCL, or there are too many.
+  static std::unique_ptr<Peers> meet(int32_t rank, int32_t world, const Exchange& exchange);
+  // After all ranks' last sum.
+  ~Peers();
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
+  // Whether the ranks do these here; the same in all of them.
+  static bool takes(const qm_cuda_sum& sum) { return sum.type != QM_F32; }
+  static bool takes(const qm_cuda_gather& gather);
+  // Enqueue it. Throw std::runtime_error for CUDA's errors.
+  void reduce(const qm_cuda_sum& sum, cudaStream_t stream) const;
+  void gather(const qm_cuda_gather& gather, cudaStream_t stream) const;
+
+ private:
+  Peers(int32_t rank, int32_t world) : peers_{rank, world, 0, {}} {}
+  std::string offer();
+  bool open(const std::vector<std::string>& cards);
+
+  qm_cuda_peers peers_;
+};
+
+}  // namespace quantmoe
