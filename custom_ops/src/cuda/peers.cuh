@@ -110,10 +110,10 @@ __global__ void __launch_bounds__(kFewThreads) exchange_few(const __grid_constan
     return reinterpret_cast<uint4*>(static_cast<char*>(peers.boxes[of]) + few_at()) +
            (slot * world + from) * kFewWords + i;
   };
-  uint32_t* const calls = static_cast<Box*>(peers.boxes[rank])->few_calls + blockIdx.x;
+  uint32_t* const next = static_cast<Box*>(peers.boxes[rank])->few_slots + blockIdx.x;
   launch_dependents();
   wait_for_previous();
-  const uint32_t call = *calls, slot = call % 3;
+  const uint32_t slot = *next;
   uint4 own{};
   if (mine) {
     own = load_word(params, word);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kFewThreads) exchange_few(const __grid_constan
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) *calls = call + 1;
+  if (threadIdx.x == 0) *next = (slot + 1) % 3;
 }
 
 // Tells all others that this block has written to them, once all of it has.
