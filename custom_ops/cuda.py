@@ -146,8 +146,8 @@ class SpacePlan(ctypes.Structure):
     _fields_ = [("chunked", _I32), ("workspace_bytes", _U64)]
 
 
-#: QM_CUDA_PEERS, QM_CUDA_MOST_BLOCKS
-PEERS, MOST_BLOCKS = 8, 256
+#: QM_CUDA_PEERS
+PEERS = 8
 
 
 class Peers(ctypes.Structure):

@@ -129,6 +129,13 @@ def test_values_that_are_not_finite(dtype: str, count: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", TORCH)
+def test_zeros_of_a_sign(dtype: str) -> None:
+    xs = [np.array([-0.0, -0.0, 0.0], NUMPY[dtype]), np.array([-0.0, 0.0, -0.0], NUMPY[dtype])]
+    assert_same(Ranks(2).reduce(xs, dtype), all_reduce(xs))
+
+
+@gpu
 def test_many_sums_that_nothing_else_orders() -> None:
     """Ranks that are up to a call ahead of each other, whose places come in turn."""
     ranks, counts = Ranks(4), (8, 4096, 8 * MOST // 2 + 8, 8 * 4 * PART * BLOCKS * 2)

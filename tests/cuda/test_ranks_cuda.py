@@ -35,27 +35,29 @@ OPERATORS: dict[str, Callable[[list[np.ndarray], int], np.ndarray]] = {
     "AllGather": lambda xs, rank: all_gather(xs, -1),
     "ReduceScatter": lambda xs, rank: reduce_scatter(xs)[rank],
 }
+#: rows of 8: what each rank is sent whole, and more
+SIZES = (8, 400_000)
 #: runs of a session, of which the later ones replay a CUDA graph
 RUNS = 3
 #: of tests/tensorrt/run.py, whose models these are
 TOLERANCE = 3.0
 
 
-def drawn(at: int, rank: int) -> np.ndarray:
+def drawn(at: int, rank: int, rows: int) -> np.ndarray:
     """x of a run: small integers, whose sums 16 bits hold."""
-    return np.random.default_rng([at, rank]).integers(-9, 9, (8, 8)).astype(np.float32)
+    return np.random.default_rng([at, rank]).integers(-9, 9, (rows, 8)).astype(np.float32)
 
 
-def wanted(op: str, at: int, rank: int) -> list[np.ndarray]:
+def wanted(op: str, at: int, rank: int, rows: int) -> list[np.ndarray]:
     """y and z."""
-    found, xs = [], [drawn(at, other) for other in range(2)]
+    found, xs = [], [drawn(at, other, rows) for other in range(2)]
     for _ in range(2):
         xs = [OPERATORS[op](xs, other) for other in range(2)]
         found.append(xs[rank])
     return found
 
 
-def run_rank(folder: Path, rank: int, group: str, op: str, on: bool) -> None:
+def run_rank(folder: Path, rank: int, group: str, op: str, on: bool, rows: int) -> None:
     """What a rank's process does: writes y and z of each run; on: goes on with the last run until it fails."""
     ort.preload_dlls()
     options = ort.SessionOptions()
@@ -66,13 +68,13 @@ def run_rank(folder: Path, rank: int, group: str, op: str, on: bool) -> None:
     binding = session.io_binding()
     x, *outputs = (
         ort.OrtValue.ortvalue_from_numpy(np.zeros_like(array), "cuda", 0)
-        for array in (drawn(0, rank), *wanted(op, 0, rank))
+        for array in (drawn(0, rank, rows), *wanted(op, 0, rank, rows))
     )
     binding.bind_ortvalue_input("x", x)
     for name, value in zip("yz", outputs, strict=True):
         binding.bind_ortvalue_output(name, value)
     for at in range(RUNS):
-        x.update_inplace(drawn(at, rank))
+        x.update_inplace(drawn(at, rank, rows))
         session.run_with_iobinding(binding)
         for name, value in zip("yz", outputs, strict=True):
             np.save(folder / f"{at}.{rank}.{name}.npy", value.numpy())
@@ -81,11 +83,11 @@ def run_rank(folder: Path, rank: int, group: str, op: str, on: bool) -> None:
         session.run_with_iobinding(binding)
 
 
-def start(folder: Path, op: str, on: bool = False) -> list[subprocess.Popen[str]]:
+def start(folder: Path, op: str, rows: int, on: bool = False) -> list[subprocess.Popen[str]]:
     os.environ.setdefault("QUANTMOE_NCCL", nccl_library())
     group = nccl_id(os.environ["QUANTMOE_NCCL"])
     options = {"cwd": TESTS, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, "-m", "cuda.test_ranks_cuda", str(folder), group, op, str(int(on))]
+    command = [sys.executable, "-m", "cuda.test_ranks_cuda", str(folder), group, op, str(int(on)), str(rows)]
     return [
         subprocess.Popen([*command, str(rank)], env=os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)}, **options)
         for rank in range(2)
@@ -94,21 +96,24 @@ def start(folder: Path, op: str, on: bool = False) -> list[subprocess.Popen[str]
 
 @pytest.mark.parametrize("float_type", ["FLOAT16", "BFLOAT16"])
 @pytest.mark.parametrize("op", OPERATORS)
-def test_collectives(tmp_path: Path, op: str, float_type: str) -> None:
+@pytest.mark.parametrize("rows", SIZES)
+def test_collectives(tmp_path: Path, op: str, float_type: str, rows: int) -> None:
     for rank in range(2):
         write(tmp_path / f"{rank}.onnx", rank, 2, float_type, op=op)
-    processes = start(tmp_path, op)
+    processes = start(tmp_path, op, rows)
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     for at, rank in itertools.product(range(RUNS), range(2)):
-        for name, want in zip("yz", wanted(op, at, rank), strict=True):
+        for name, want in zip("yz", wanted(op, at, rank, rows), strict=True):
             np.testing.assert_array_equal(np.load(tmp_path / f"{at}.{rank}.{name}.npy"), want)
 
 
-def test_a_rank_that_is_killed_while_a_graph_waits_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_rank_that_is_killed_while_a_graph_waits_for_it(tmp_path: Path, rows: int) -> None:
+    """The larger sums have all of the GPU, and nothing else begins there."""
     for rank in range(2):
         write(tmp_path / f"{rank}.onnx", rank, 2, "FLOAT16")
-    processes = start(tmp_path, "AllReduce", on=True)
+    processes = start(tmp_path, "AllReduce", rows, on=True)
     while not all((tmp_path / f"ran{rank}").exists() for rank in range(2)):
         assert all(process.poll() is None for process in processes)
         time.sleep(0.01)
@@ -136,5 +141,5 @@ def test_slices(tmp_path: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    folder, group, op, on, rank = sys.argv[1:]
-    run_rank(Path(folder), int(rank), group, op, on == "1")
+    folder, group, op, on, rows, rank = sys.argv[1:]
+    run_rank(Path(folder), int(rank), group, op, on == "1", int(rows))

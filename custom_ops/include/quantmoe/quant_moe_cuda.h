@@ -356,7 +356,7 @@ QM_API int qm_cuda_launch_space(const qm_cuda_space_problem*, const qm_cuda_spac
 #define QM_CUDA_MOST_BLOCKS 256
 typedef struct {
   int32_t rank, world;         // 2 to QM_CUDA_PEERS
-  int32_t blocks;              // of a kernel at most, the same in all ranks; all of them run at once
+  int32_t blocks;              // of a sum of many at most, the same in all ranks; all of them run at once
   void* boxes[QM_CUDA_PEERS];  // of each rank, as this one's GPU reaches it
 } qm_cuda_peers;
 typedef struct {

@@ -190,7 +190,7 @@ struct Avx512Rows : Avx512Lanes {
       prefetch_group<4>(panels, offset);
       dot_chunk<M, C>(panels, offset, x, dot);
     } else {
-      prefetch_group<8, 64>(panels, offset);  // half a line, which scales between blocks shift: never one left out
+      prefetch_group<8, 64>(panels, offset);  // half a line; scales between blocks shift them
       dot_eight<M>(panels, offset, x, dot);
     }
   }

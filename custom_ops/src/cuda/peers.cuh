@@ -38,6 +38,17 @@ __device__ inline void store_shared_by_gpus(uint4* to, uint4 v) {
                : "memory");
 }
 
+// Now and then while a kernel waits for another rank: a kernel that would end it may find no room on the GPU.
+__device__ inline void end_if_given_up(const void* own_box, uint32_t& waits) {
+  if (++waits % 1024 != 0) return;
+  uint32_t given_up;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
+               : "=r"(given_up)
+               : "l"(&static_cast<const Box*>(own_box)->given_up)
+               : "memory");
+  if (given_up) __trap();
+}
+
 // Word i of the tensor; what is past its end is zero.
 __device__ inline uint4 load_word(const SumParams& params, int64_t i) {
   const uint16_t* from = params.x + 8 * i;
@@ -75,7 +86,7 @@ __device__ inline void join_word(const SumParams& params, int64_t i, int from, u
 // In the order of the ranks, in f32.
 template <typename T>
 __device__ uint4 sum_of(const uint4 (&part)[QM_CUDA_PEERS], int world) {
-  float sum[8]{};
+  float sum[8];
 #pragma unroll
   for (int from = 0; from < QM_CUDA_PEERS; ++from) {
     if (from >= world) continue;
@@ -83,7 +94,8 @@ __device__ uint4 sum_of(const uint4 (&part)[QM_CUDA_PEERS], int world) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint16_t bits = static_cast<uint16_t>(word[i / 2] >> i % 2 * 16);
-      sum[i] += static_cast<float>(reinterpret_cast<const T&>(bits));
+      const float value = static_cast<float>(reinterpret_cast<const T&>(bits));
+      sum[i] = from == 0 ? value : sum[i] + value;
     }
   }
   return make_uint4(Half<T>::pack(sum[0], sum[1]), Half<T>::pack(sum[2], sum[3]), Half<T>::pack(sum[4], sum[5]),
@@ -125,7 +137,8 @@ __global__ void __launch_bounds__(kFewThreads) exchange_few(const __grid_constan
     *place(rank, (slot + 2) % 3, from) = make_uint4(kNothing, kNothing, kNothing, kNothing);
   if (mine) {
     uint4 part[QM_CUDA_PEERS];
-    for (bool all = false; !all;) {
+    uint32_t waits = 0;
+    for (bool all = false; !all; end_if_given_up(peers.boxes[rank], waits)) {
       all = true;
 #pragma unroll
       for (int from = 0; from < QM_CUDA_PEERS; ++from)
@@ -159,9 +172,11 @@ __device__ inline void hear_peers(const qm_cuda_peers& peers, int step, uint32_t
   const int from = threadIdx.x;
   if (from < peers.world && from != peers.rank) {
     const uint32_t* flag = &static_cast<Box*>(peers.boxes[peers.rank])->flags[blockIdx.x][step][from];
-    uint32_t found;
-    do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
-    while (found != tile);
+    uint32_t found, waits = 0;
+    do {
+      end_if_given_up(peers.boxes[peers.rank], waits);
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
+    } while (found != tile);
   }
   __syncthreads();
 }

@@ -16,6 +16,7 @@ constexpr int kPartThreads = 512, kPartWords = 512, kPartBlocks = 2;
 // [blocks][parts, sums][world][kPartWords]. Of a word's place one thread of one rank writes, and one thread (few) or
 // block (parts) of the owner reads. Counters are the owner's alone, flags the others'.
 struct Box {
+  uint32_t given_up, unused[31];                          // not 0: who waits here ends the run with an error
   uint32_t few_slots[kFewBlocks];                         // which of three each block's next call has
   uint32_t tiles[QM_CUDA_MOST_BLOCKS];                    // that each block has had
   uint32_t flags[QM_CUDA_MOST_BLOCKS][2][QM_CUDA_PEERS];  // tiles whose parts, and sums, have come from a rank

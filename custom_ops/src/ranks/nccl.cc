@@ -153,14 +153,16 @@ Communicator::Communicator(const DevicePlace& where) : place_(where.place), devi
 Communicator::~Communicator() {
   watch_.reset();
   if (given_up_) {
-    (void)peers_.release();  // its kernels have not ended
+    new auto(std::move(peers_));  // kept: its kernels may not have ended
     return;
   }
   if (end_) cudaStreamDestroy(end_);
   if (done_) cudaEventDestroy(done_);
   constexpr std::chrono::seconds kParting{3};
-  in_time(kParting, [comm = comm_, device = device_] {
-    if (cudaSetDevice(device) == cudaSuccess) Nccl::get().comm_destroy(comm);
+  in_time(kParting, [comm = comm_, device = device_, peers = std::move(peers_)] {
+    if (cudaSetDevice(device) != cudaSuccess) return;
+    if (peers) peers->part();
+    Nccl::get().comm_destroy(comm);  // when all have parted; what others reach of this rank's memory goes after it
   });
 }
 
@@ -176,6 +178,7 @@ std::vector<std::string> Communicator::exchange(const std::string& card) const {
   void* device = nullptr;
   must(cudaMalloc(&device, all));
   std::unique_ptr<void, cudaError_t (*)(void*)> owned(device, cudaFree);
+  order(stream);
   must(cudaMemcpyAsync(device, cards.data(), all, cudaMemcpyHostToDevice, stream));
   const char* const sent = static_cast<const char*>(device) + (own - cards.data());
   const Nccl& nccl = Nccl::get();
@@ -226,6 +229,7 @@ void Communicator::watch() {
       place_.rank, place_.world, "quantmoe " QM_RELEASE ", " + export_of(place_.export_id), place_.group.patience(),
       [this](const std::string& card) { return exchange(card); }, watched);
   peers_ = Peers::meet(place_.rank, place_.world, [this](const std::string& card) { return exchange(card); });
+  waited_for_ = peers_.get();
   must(cudaSetDevice(before));
 }
 
@@ -236,8 +240,9 @@ void Communicator::give_up(const std::string& why) {
   std::fprintf(stderr,
                "quantmoe: rank %d: %s, and this rank waits for it: its run is ended, and CUDA in this process\n",
                static_cast<int>(place_.rank), why.c_str());
-  if (cudaSetDevice(device_) == cudaSuccess && launch_trap(true, end_) == cudaSuccess)
-    (void)cudaStreamSynchronize(end_);
+  if (cudaSetDevice(device_) != cudaSuccess) return;
+  if (const Peers* peers = waited_for_) peers->give_up(end_);
+  if (launch_trap(true, end_) == cudaSuccess) (void)cudaStreamSynchronize(end_);
 }
 
 void Communicator::expect_all() const {
@@ -254,19 +259,18 @@ void Communicator::mark(cudaStream_t stream) const {
     must(cudaEventRecord(done_, stream));
 }
 
-// NCCL has its calls one after the other, whatever their streams. Of what is captured that is the user's.
+// One call after the other, whatever their streams: kernels that wait for other ranks beside each other could take each
+// other's place on the GPU, or on another rank's. Of what is captured that is the user's.
 void Communicator::order(cudaStream_t stream) const {
-  if (is_captured(stream)) return;
-  if (last_ != stream) must(cudaStreamWaitEvent(stream, done_, 0));
-  last_ = stream;
+  if (done_ && !is_captured(stream)) must(cudaStreamWaitEvent(stream, done_, 0));
 }
 
 void Communicator::forget(cudaStream_t stream) const { captured_.compare_exchange_strong(stream, nullptr); }
 
 void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
   expect_all();
+  order(stream);
   if (const qm_cuda_sum sum{type, count, x, y}; peers_ && Peers::takes(sum)) {
-    order(stream);
     peers_->reduce(sum, stream);
   } else {
     const Nccl& nccl = Nccl::get();
@@ -278,8 +282,8 @@ void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, c
 void Communicator::gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,
                           cudaStream_t stream) const {
   expect_all();
+  order(stream);
   if (const qm_cuda_gather gather{type, rows, count / rows, x, y}; peers_ && Peers::takes(gather)) {
-    order(stream);
     peers_->gather(gather, stream);
     mark(stream);
     return;
@@ -297,6 +301,7 @@ void Communicator::gather(const void* x, void* y, int64_t count, int64_t rows, q
 
 void Communicator::scatter(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
   expect_all();
+  order(stream);
   const Nccl& nccl = Nccl::get();
   const auto size = static_cast<size_t>(count);
   nccl.check(nccl.reduce_scatter(x, y, size, type_of(type), kSum, comm_, stream), "ncclReduceScatter");

@@ -69,11 +69,11 @@ class Communicator {
   void* comm_ = nullptr;
   mutable std::atomic<cudaStream_t> captured_{};  // of graphs
   std::atomic<bool> given_up_{false};
-  cudaEvent_t done_ = nullptr;    // the last call outside graphs
-  cudaStream_t end_ = nullptr;    // for launch_trap
-  std::unique_ptr<Watch> watch_;  // null: there are no others
-  std::unique_ptr<Peers> peers_;  // null: NCCL does it all
-  mutable cudaStream_t last_{};   // of the last sum of peers_ outside graphs
+  cudaEvent_t done_ = nullptr;              // the last call outside graphs
+  cudaStream_t end_ = nullptr;              // for launch_trap
+  std::unique_ptr<Watch> watch_;            // null: there are no others
+  std::shared_ptr<Peers> peers_;            // null: NCCL does it all
+  std::atomic<const Peers*> waited_for_{};  // the same, for the watch's thread
 };
 
 }  // namespace quantmoe

@@ -6,6 +6,9 @@
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
+
+#include "cuda/peers.h"
 
 namespace quantmoe {
 namespace {
@@ -89,8 +92,19 @@ std::unique_ptr<Peers> Peers::meet(int32_t rank, int32_t world, const Exchange& 
 }
 
 Peers::~Peers() {
+  part();
+  if (void* box = peers_.boxes[peers_.rank]) cudaFree(box);
+}
+
+void Peers::part() {
   for (int32_t other = 0; other < peers_.world; ++other)
-    if (void* box = peers_.boxes[other]) other == peers_.rank ? cudaFree(box) : cudaIpcCloseMemHandle(box);
+    if (other != peers_.rank && peers_.boxes[other]) cudaIpcCloseMemHandle(std::exchange(peers_.boxes[other], nullptr));
+}
+
+void Peers::give_up(cudaStream_t stream) const {
+  const uint32_t yes = 1;
+  (void)cudaMemcpyAsync(&static_cast<Box*>(peers_.boxes[peers_.rank])->given_up, &yes, sizeof(yes),
+                        cudaMemcpyHostToDevice, stream);
 }
 
 bool Peers::takes(const qm_cuda_gather& gather) {

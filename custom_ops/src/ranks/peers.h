@@ -21,7 +21,7 @@ class Peers {
   // On the current device; all ranks call it. Null in all of them where one does not reach another's memory: they are
   // not on one host, their GPUs have no way to each other, NCCL_P2P_DISABLE says so as to NCCL, or there are too many.
   static std::unique_ptr<Peers> meet(int32_t rank, int32_t world, const Exchange& exchange);
-  // After all ranks' last sum.
+  // On the same device, after all ranks' last call, when all others have parted.
   ~Peers();
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
@@ -31,6 +31,10 @@ class Peers {
   // Enqueue it. Throw std::runtime_error for CUDA's errors.
   void reduce(const qm_cuda_sum& sum, cudaStream_t stream) const;
   void gather(const qm_cuda_gather& gather, cudaStream_t stream) const;
+  // Ends calls of this rank that wait for others with an error; needs nothing that they may hold of the GPU.
+  void give_up(cudaStream_t stream) const;
+  // Leaves the others' memory, after this rank's last call.
+  void part();
 
  private:
   Peers(int32_t rank, int32_t world) : peers_{rank, world, 0, {}} {}
