@@ -233,6 +233,12 @@ def inspect(
     disk: Annotated[
         int | None, typer.Option(help="of --ram: bytes a second of the disk; default: 3GB", parser=_bytes)
     ] = None,
+    reserve: Annotated[
+        int | None,
+        typer.Option(
+            help="of --fit: for workspaces and the engine; default: 1GiB of a GPU, 512MiB of RAM", parser=_bytes
+        ),
+    ] = None,
 ) -> None:
     """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
     from quantmoe.exporter.inspecting.survey import is_model, survey
@@ -257,7 +263,7 @@ def inspect(
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
 
-        fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read, disk), ram)
+        fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read, disk), ram, reserve)
         if as_json:
             print(json.dumps(asdict(fits) | {"tokens_per_second": fits.tokens_per_second}, indent=1))
         else:

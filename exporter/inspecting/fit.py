@@ -80,6 +80,7 @@ def fit(
     trace: Trace | None = None,
     rates: Sequence[float | None] = (),
     ram: int | None = None,
+    reserve: int | None = None,
 ) -> Fit:
     """Predicts what the session entries of docs/experts.md do.
 
@@ -89,6 +90,7 @@ def fit(
         trace: of the same model.
         rates: bytes a second of the memory, of the bus or disk, and of the disk below a GPU; None, or left out: RATES.
         ram: bytes beside a GPU's memory; None: as many as the model asks for.
+        reserve: bytes of the memory for workspaces and the engine; None: RESERVE.
 
     Raises:
         ModelError: the model has no QuantMoE node, or one that says no top_k; the rest leaves no room for one expert
@@ -102,16 +104,17 @@ def fit(
         raise ModelError(f"{found['model']}: expected QuantMoE nodes after routers with a top_k")
     if ram is not None and target != "cuda":
         raise ModelError(f"{found['model']}: is for the CPU, whose RAM is the memory to fit; expected no other RAM")
+    reserve = RESERVE[target] if reserve is None else reserve
     attention, cache, states = found["attention"], cache_bytes(found, context), cache_bytes(found, 0)
     weights = sum(item["bytes"] for part in ("linears", "dense") for item in found[part])
-    rest = weights + cache + RESERVE[target]
+    rest = weights + cache + reserve
     counts = [layer["w13"]["shape"][0] for layer in layers]
     sizes = [layer["bytes"] // count for layer, count in zip(layers, counts, strict=True)]
     budget, least = memory - rest, sum(sizes) if target == "cuda" else file_slot_bytes(layers)
     if budget < least:
         raise ModelError(
             f"{found['model']}: {memory:,} bytes, expected at least {rest + least:,}: {weights:,} of weights outside "
-            f"the experts, {cache:,} of cache for {context:,} tokens, {RESERVE[target]:,} of reserve, "
+            f"the experts, {cache:,} of cache for {context:,} tokens, {reserve:,} of reserve, "
             f"{least:,} of experts"
         )
     every = sum(layer["bytes"] for layer in layers)
@@ -155,7 +158,7 @@ def fit(
         context=context,
         weights=weights,
         cache=cache,
-        reserve=RESERVE[target],
+        reserve=reserve,
         budget=budget,
         all_experts=every,
         slots=held,

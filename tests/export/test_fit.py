@@ -118,6 +118,16 @@ def test_ram_below_a_gpu(on_gpu):
     assert (gpu_holds_all.from_disk, gpu_holds_all.in_file) == (0, False)
 
 
+def test_another_reserve(found):
+    """A memory that is just large enough for one expert."""
+    rest = fit(found, 1 << 33, CONTEXT)
+    memory = rest.weights + rest.cache + file_slot_bytes(found["layers"])
+    own = fit(found, memory, CONTEXT, reserve=0)
+    assert (own.slots, own.reserve) == (1, 0)
+    with pytest.raises(ModelError, match="1 of reserve"):
+        fit(found, memory, CONTEXT, reserve=1)
+
+
 def test_a_trace_of_two_levels():
     """RAM is asked for what the GPU misses: of 0 1 0 0 2 1 that is 0 1 0 2 1, and its two slots hit once."""
     layers = [{"node": "a", "experts": 4, "bytes": 8}]
