@@ -23,10 +23,8 @@
 //                                  values [groups][kVectors]
 //   columns<C, groups>(panels, offset, column, next)
 //                                  of unsigned codes and e2m1, of 32 columns; next() between the first and the last 16
-//   prefetch_group<bits, bytes>    what comes after so many bytes of each panel, 128 of a step. Scales, between the
-//   codes
-//                                  of two blocks, have a call of their own: a line that nobody asked for costs a wait
-//                                  for memory
+//   prefetch_group<bits, bytes>    what comes after so many bytes of each panel, 128 of a step; the scales after a
+//                                  block's codes have a call of their own, as a line left out waits for memory
 //   kFloatTokens, kManyTokens      float_panels.h's
 //   opaque(x)                      where the compiler should not know how x relates to other induction variables
 // Everything is in an unnamed namespace, as in elementwise.h.

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "ranks/hex.h"
 #include "ranks/trap.h"
 
 namespace quantmoe {
@@ -83,8 +84,7 @@ UniqueId id_of(const GroupSettings& group) {
     throw std::invalid_argument(std::string(group.name_key) + " has " + std::to_string(hex.size()) +
                                 " characters, expected the " + std::to_string(2 * sizeof(id.bytes)) +
                                 " hex digits of rank 0's ncclGetUniqueId");
-  for (size_t i = 0; i < sizeof(id.bytes); ++i)
-    id.bytes[i] = static_cast<char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+  from_hex(hex, id.bytes, sizeof(id.bytes));
   return id;
 }
 
@@ -118,12 +118,7 @@ std::string new_group() {
   const Nccl& nccl = Nccl::get();
   UniqueId id;
   nccl.check(nccl.get_unique_id(&id), "ncclGetUniqueId");
-  std::string hex;
-  for (const char byte : id.bytes) {
-    const auto value = static_cast<unsigned char>(byte);
-    hex += {"0123456789abcdef"[value >> 4], "0123456789abcdef"[value & 15]};
-  }
-  return hex;
+  return to_hex(id.bytes, sizeof(id.bytes));
 }
 
 Communicator::Communicator(const DevicePlace& where) : place_(where.place), device_(where.device) {

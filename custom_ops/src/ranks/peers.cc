@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cuda/peers.h"
+#include "ranks/hex.h"
 
 namespace quantmoe {
 namespace {
@@ -29,22 +30,6 @@ bool is_disabled() {
   return said && *said && std::strcmp(said, "0") != 0;
 }
 
-std::string to_hex(const cudaIpcMemHandle_t& handle) {
-  std::string hex;
-  for (const char byte : handle.reserved) {
-    const auto value = static_cast<unsigned char>(byte);
-    hex += {"0123456789abcdef"[value >> 4], "0123456789abcdef"[value & 15]};
-  }
-  return hex;
-}
-
-cudaIpcMemHandle_t to_handle(const std::string& hex) {
-  cudaIpcMemHandle_t handle{};
-  for (size_t i = 0; i < sizeof(handle.reserved); ++i)
-    handle.reserved[i] = static_cast<char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
-  return handle;
-}
-
 }  // namespace
 
 // A box of this rank's, and what the others need to reach it; kNone: they cannot.
@@ -60,19 +45,22 @@ std::string Peers::offer() {
                     cudaDeviceSynchronize() == cudaSuccess && cudaIpcGetMemHandle(&handle, box) == cudaSuccess;
   (void)cudaGetLastError();
   if (!made) return kNone;
-  return host() + " " + std::to_string(std::min(2 * multiprocessors, QM_CUDA_MOST_BLOCKS)) + " " + to_hex(handle);
+  return host() + " " + std::to_string(std::min(2 * multiprocessors, QM_CUDA_MOST_BLOCKS)) + " " +
+         to_hex(&handle, sizeof(handle));
 }
 
 bool Peers::open(const std::vector<std::string>& cards) {
   peers_.blocks = QM_CUDA_MOST_BLOCKS;
   for (int32_t other = 0; other < peers_.world; ++other) {
     std::istringstream words(cards[static_cast<size_t>(other)]);
-    std::string where, handle;
+    std::string where, digits;
     int32_t blocks = 0;
-    if (!(words >> where >> blocks >> handle) || where != host()) return false;
+    if (!(words >> where >> blocks >> digits) || where != host()) return false;
     peers_.blocks = std::min(peers_.blocks, blocks);
+    cudaIpcMemHandle_t handle;
+    from_hex(digits, &handle, sizeof(handle));
     if (other != peers_.rank &&
-        cudaIpcOpenMemHandle(&peers_.boxes[other], to_handle(handle), cudaIpcMemLazyEnablePeerAccess) != cudaSuccess) {
+        cudaIpcOpenMemHandle(&peers_.boxes[other], handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess) {
       (void)cudaGetLastError();
       peers_.boxes[other] = nullptr;
       return false;

@@ -21,6 +21,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "ranks/hex.h"
+
 namespace quantmoe {
 namespace {
 
@@ -136,9 +138,7 @@ std::vector<std::string> addresses() {
 std::string random_token() {
   unsigned char bytes[kTokenSize / 2];
   if (getrandom(bytes, sizeof(bytes), 0) != static_cast<ssize_t>(sizeof(bytes))) fail_to("have random bytes");
-  std::string text;
-  for (const unsigned char byte : bytes) text += {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
-  return text;
+  return to_hex(bytes, sizeof(bytes));
 }
 
 // A connection; none, when there is no such host or nobody listens.

@@ -30,7 +30,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -526,10 +525,10 @@ def bench(
 
     free = torch.cuda.mem_get_info()[0]
     torch.manual_seed(0)  # which experts a batch takes decides about its time
-    settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
-    resident_session = partial(ort.InferenceSession, providers=[("CUDAExecutionProvider", dict(settings))])
-    settings["enable_cuda_graph"] = str(int(ram is None))
-    open_session = partial(ort.InferenceSession, providers=[("CUDAExecutionProvider", settings)])
+
+    def open_session(graph: str, how: Any, captures: bool = ram is None) -> Any:
+        settings = {"enable_cuda_graph": str(int(captures)), "arena_extend_strategy": "kSameAsRequested"}
+        return ort.InferenceSession(graph, how, providers=[("CUDAExecutionProvider", settings)])
 
     def options(of: str) -> Any:
         made, entries = ort.SessionOptions(), {"group": group} if group else {}
@@ -564,7 +563,7 @@ def bench(
         del session
         sizes, driven, plain = drive(folder), str(folder / "driven.onnx"), ort.SessionOptions()
         plain.register_custom_ops_library(library)
-        resident = resident_session(driven, plain)
+        resident = open_session(driven, plain, captures=True)
         for of in of_misses:
             print(f"misses {of}")
             misses(open_session(driven, options(of)), resident, library, routes, sizes)
