@@ -105,7 +105,8 @@ class Generator:
         max_length: of texts, prompts and answers together, as far as ``reserve`` goes; None: ``capacity``, else
             search.max_length of genai_config.json beside the model. Without that file the library's own default.
         misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
-            default; "cpu": the CPU multiplies them, in ``threads`` threads; "62%": so many, and the others are copied.
+            default; "cpu": the CPU multiplies them, in ``threads`` threads; "auto": one of these for each layer, by
+            times that the first run measures; "62%": so many, and the others are copied.
         warm: a trace of this model; the first run reads the experts that it used most, of experts "disk" on the cpu.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
         group: of a rank of a sliced model (docs/parallel.md): on the cpu a name that the ranks' generators in this

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 
+#include "experts/device_experts.h"
 #include "quantmoe/quant_moe_cuda.h"
 #include "ranks/trap.h"
 
@@ -17,6 +18,7 @@ namespace {
 qm_cuda_device device{};
 int allocations_left = -1;  // then they fail; -1: they do not
 bool capturing = false, order_is_good = true;
+float between_events = 0;  // ms
 int orders_checked = 0, launches = 0, allocations_failed = 0;
 qm_cuda_problem moe{};
 qm_cuda_tensors mixed{};
@@ -62,6 +64,11 @@ int32_t driver_memory(int32_t allocations) {
   return left;
 }
 void driver_order(int32_t good, int32_t captured) { order_is_good = good, capturing = captured; }
+// What passes between two events from now on.
+void driver_clock(float milliseconds) { between_events = milliseconds; }
+int32_t driver_cpu_takes(double copy, double compute, int64_t slots, int64_t experts) {
+  return quantmoe::cpu_takes({copy, compute}, slots, experts);
+}
 // What happened so far: orders checked, launches, failed allocations.
 int32_t driver_count(int32_t which) {
   const int32_t counts[] = {orders_checked, launches, allocations_failed};
@@ -141,6 +148,10 @@ cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = nullptr, cudaSuccess; }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  return *milliseconds = between_events, cudaSuccess;
+}
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 

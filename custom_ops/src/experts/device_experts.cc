@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -53,7 +54,48 @@ size_t file_bytes(const Mapping& mapping) {
   return 0;
 }
 
+// For as long as it measures.
+struct Event {
+  cudaEvent_t event = nullptr;
+  Event() { check(cudaEventCreateWithFlags(&event, cudaEventDefault), "an event"); }
+  ~Event() { (void)cudaEventDestroy(event); }
+};
+
+std::string microseconds(double seconds) { return std::to_string(std::llround(1e6 * seconds)) + " us"; }
+
+std::string packed(const HostExperts& host, int64_t bytes, double seconds) {
+  return ", in " + std::to_string(host.lanes()) + " threads (" + std::to_string(bytes) + " bytes, packed in " +
+         std::to_string(static_cast<int>(seconds * 1000)) + " ms)";
+}
+
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// "0-3, 7"
+std::string ranges(const std::vector<size_t>& numbers) {
+  std::string text;
+  for (size_t i = 0, last; i < numbers.size(); i = last + 1) {
+    for (last = i; last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1;) ++last;
+    text.append(i ? ", " : "").append(std::to_string(numbers[i]));
+    if (last > i) text.append("-").append(std::to_string(numbers[last]));
+  }
+  return text;
+}
+
 }  // namespace
+
+// An expert that is copied stays in a slot, and is hit there; one that the CPU multiplies leaves the slots as they are.
+// So a layer misses more experts with the CPU than with copies, where tokens ask for what others asked for before them:
+// 67 of 100 for the eighth of the experts that was used last, 81 for the quarter (docs/experts.md, local routes).
+bool cpu_takes(const MissTimes& took, int64_t slots, int64_t experts) {
+  constexpr double kHeld[] = {0, 0.125, 0.25, 1}, kHits[] = {0, 0.67, 0.81, 1};
+  const double held = static_cast<double>(slots) / static_cast<double>(experts);
+  size_t i = 1;
+  while (i < 3 && held > kHeld[i]) ++i;
+  const double hits = kHits[i] - (kHits[i] - kHits[i - 1]) * (kHeld[i] - held) / (kHeld[i] - kHeld[i - 1]);
+  return (1 - held) * took.compute < (1 - hits) * took.copy;
+}
 
 DeviceExperts::DeviceExperts(const ExpertSettings& settings)
     : settings_(settings), where_(settings.experts), host_share_(settings.host_share()) {
@@ -152,9 +194,11 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
   Layer layer{};
   layer.experts = problem.local_experts;
   layer.slot_bytes = qm_cuda_slot_bytes(&problem.moe);
-  layer.hidden_size = problem.moe.hidden_size;
-  if (settings_.experts == "auto" && layers_.empty() && !ram_ && !host_)
+  layer.moe = problem.moe;
+  const bool chooses = settings_.misses == "auto";
+  if (settings_.experts == "auto" && layers_.empty() && !ram_ && (!host_ || chooses))
     if (const std::string lacking = lacking_ram(file_bytes(Mapping(w13))); lacking != "") {
+      host_.reset();  // it multiplies what is in RAM
       read_from_file();
       where_ = "auto, which is disk here (they take " + lacking + ")";
     }
@@ -171,8 +215,15 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
       layer.device[i] = rows.device;
     }
   }
-  if (ram_) ram_->add(std::move(in_file));                    // the same number
-  if (host_) host_->add(problem.moe, problem.local_experts);  // the same
+  if (ram_) ram_->add(std::move(in_file));  // the same number
+  if (host_) {
+    try {
+      layer.host_layer = host_->add(problem.moe, problem.local_experts);
+    } catch (const std::invalid_argument& error) {
+      if (!chooses) throw;
+      layer.host_refusal = error.what();
+    }
+  }
   layers_.push_back(layer);
   return static_cast<int>(layers_.size()) - 1;
 }
@@ -249,28 +300,18 @@ std::string DeviceExperts::start() {
     slots += static_cast<size_t>(layer.slots);
   }
   check(cudaDeviceSynchronize(), "a cache's state");  // other streams read it
-  const std::string shared = host_ ? start_host() : "";
-  check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
+  if (!done_) check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
+  const std::string shared = settings_.misses == "auto" ? choose_misses() : host_ ? start_host() : "";
   started_ = true;
   return "experts = " + where_ + ": device memory for " + std::to_string(slots) + " of " + std::to_string(experts) +
          " experts, and " + std::to_string(staging) + " bytes for what a call copies for itself (" + source + ")" +
          (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "") + shared;
 }
 
-// Packs all experts for the CPU, and lets its threads wait for requests.
-std::string DeviceExperts::start_host() {
-  const auto begin = std::chrono::steady_clock::now();
-  const int64_t bytes = host_->bytes(), available = available_memory();
-  if (bytes > available)
-    throw std::runtime_error(settings_.key("misses") + " = " + settings_.misses +
-                             ": the CPU's copy of the experts takes " + std::to_string(bytes) + " bytes, " +
-                             std::to_string(available) + " are available");
+void DeviceExperts::open_exchange() {
+  if (host_at_.request) return;  // a start that failed later
   int64_t hidden = 0;
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    host_->pack(static_cast<int>(i), layers_[i].host[0], layers_[i].host[1]);
-    hidden = std::max<int64_t>(hidden, layers_[i].hidden_size);
-  }
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  for (const Layer& layer : layers_) hidden = std::max<int64_t>(hidden, layer.moe.hidden_size);
   const auto rows = align_up(size_t{4} * QM_CUDA_HOST_TOKENS * static_cast<size_t>(hidden), size_t{64});
   constexpr size_t kPairs = 4 * QM_CUDA_HOST_PAIRS;
   void* device = nullptr;
@@ -284,11 +325,113 @@ std::string DeviceExperts::start_host() {
     return qm_cuda_host{static_cast<qm_cuda_request*>(memory), floats(2 * kPairs), floats(0),
                         reinterpret_cast<int32_t*>(base + kPairs), floats(2 * kPairs + rows)};
   };
-  host_at_ = at(device);
   host_->serve(at(exchange_));
-  return "; the CPU multiplies " + std::to_string((host_share_ * 100 + 128) / 256) + "%" +
-         " of the experts that miss, in " + std::to_string(host_->lanes()) + " threads (" + std::to_string(bytes) +
-         " bytes, packed in " + std::to_string(static_cast<int>(took.count() * 1000)) + " ms)";
+  host_at_ = at(device);
+}
+
+// Packs all experts for the CPU, and lets its threads wait for requests.
+std::string DeviceExperts::start_host() {
+  const auto begin = std::chrono::steady_clock::now();
+  int64_t bytes = 0;
+  for (const Layer& layer : layers_) bytes += host_->bytes(layer.host_layer);
+  const int64_t available = available_memory();
+  if (bytes > available)
+    throw std::runtime_error(settings_.key("misses") + " = " + settings_.misses +
+                             ": the CPU's copy of the experts takes " + std::to_string(bytes) + " bytes, " +
+                             std::to_string(available) + " are available");
+  for (Layer& layer : layers_) {
+    host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
+    layer.host_share = host_share_;
+  }
+  const std::string text = packed(*host_, bytes, seconds_since(begin));
+  open_exchange();
+  return "; the CPU multiplies " + std::to_string((host_share_ * 100 + 128) / 256) + "% of the experts that miss" +
+         text;
+}
+
+// What an expert of a layer that misses takes, of `experts` of them.
+MissTimes DeviceExperts::measure(const Layer& layer, int64_t experts) {
+  MissTimes took{INFINITY, 0};
+  auto* const slot = static_cast<char*>(layer.memory);  // has nothing yet
+  const Event begin, end;
+  for (int pass = 0; pass < 3; ++pass) {  // a bus that was idle begins slowly
+    check(cudaEventRecord(begin.event, nullptr), "an event");
+    for (int64_t expert = 0; expert < experts; ++expert)
+      for (const int i : {0, 1})
+        check(cudaMemcpyAsync(slot + (i ? layer.row_bytes[0] : 0),
+                              layer.host[i] + static_cast<size_t>(expert) * layer.row_bytes[i], layer.row_bytes[i],
+                              cudaMemcpyHostToDevice, nullptr),
+              "copying an expert");
+    check(cudaEventRecord(end.event, nullptr), "an event");
+    check(cudaEventSynchronize(end.event), "copying an expert");
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, begin.event, end.event), "the time of a copy");
+    took.copy = std::min(took.copy, 1e-3 * milliseconds / static_cast<double>(experts));
+  }
+  took.compute = host_->measure(layer.host_layer, layer.host[0], layer.host[1], experts);
+  return took;
+}
+
+// misses = auto: decides whose each layer's misses are, by one measurement for layers of the same attributes, and packs
+// what is the CPU's, as far as RAM goes.
+std::string DeviceExperts::choose_misses() {
+  if (ram_) return "; misses = auto: copy, as experts are read from the file";
+  open_exchange();
+  struct Kind {
+    const Layer* first;
+    bool is_cpu;
+    std::string why;
+    std::vector<size_t> layers[2];  // copied, computed
+  };
+  int64_t bytes = 0;
+  double seconds = 0;
+  const auto has_room = [&](int64_t more) {
+    // What is packed is not available any more, but it is of quantmoe.ram.
+    return lacking_ram(static_cast<size_t>(more + (settings_.ram_bytes() < 0 ? kReserve : bytes))) == "";
+  };
+  const auto kind_of = [&](const Layer& layer) {
+    Kind kind{&layer, false, "", {}};
+    // More than most CPUs' caches hold, if the layer has as many.
+    constexpr int64_t kLeast = 16, kBytes = int64_t{256} << 20;
+    const int64_t some = std::min(layer.experts, std::max(kLeast, kBytes / static_cast<int64_t>(layer.slot_bytes)));
+    if (layer.host_refusal != "") {
+      kind.why = layer.host_refusal;
+    } else if (!has_room(host_->bytes(layer.host_layer) / layer.experts * some)) {
+      kind.why = "RAM has no room to measure the CPU";
+    } else {
+      const MissTimes took = measure(layer, some);
+      kind.is_cpu = cpu_takes(took, layer.slots, layer.experts);
+      kind.why = "with slots for " + std::to_string(layer.slots) + " of " + std::to_string(layer.experts) +
+                 " experts a miss takes the bus " + microseconds(took.copy) + ", the CPU " + microseconds(took.compute);
+    }
+    return kind;
+  };
+  std::vector<Kind> kinds;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    Layer& layer = layers_[i];
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const Kind& other) {
+      return other.first->experts == layer.experts && !std::memcmp(&other.first->moe, &layer.moe, sizeof layer.moe);
+    });
+    if (kind == kinds.end()) kind = kinds.insert(kind, kind_of(layer));
+    const bool computed = kind->is_cpu && has_room(host_->bytes(layer.host_layer));
+    kind->layers[computed].push_back(i);
+    if (!computed) continue;
+    const auto begin = std::chrono::steady_clock::now();
+    host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
+    seconds += seconds_since(begin);
+    bytes += host_->bytes(layer.host_layer);
+    layer.host_share = host_share_;
+  }
+  std::string text;
+  for (const Kind& kind : kinds)
+    for (const bool computed : {true, false})
+      if (const auto& layers = kind.layers[computed]; !layers.empty())
+        text += std::string(text == "" ? "; misses = auto: " : ", ") + (computed ? "cpu" : "copy") + " in layers " +
+                ranges(layers) + " (" + kind.why +
+                (kind.is_cpu && !computed ? "; RAM has no room for the CPU's copy)" : ")");
+  if (bytes) return text + packed(*host_, bytes, seconds);
+  host_.reset();
+  return text;
 }
 
 // The memory between the file and the device: at least for one layer's experts, all of which a prompt asks for.
@@ -388,9 +531,10 @@ void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_ten
   tensors->slots = own.memory;
   tensors->staging = all_.staging_;
   tensors->cache_state = own.state;
-  if (problem->tokens <= QM_CUDA_HOST_TOKENS && problem->tokens * problem->top_k <= QM_CUDA_HOST_PAIRS) {
-    problem->host_share = all_.host_share_;
-    problem->host_layer = layer;
+  if (own.host_share && problem->tokens <= QM_CUDA_HOST_TOKENS &&
+      problem->tokens * problem->top_k <= QM_CUDA_HOST_PAIRS) {
+    problem->host_share = own.host_share;
+    problem->host_layer = own.host_layer;
     tensors->host = all_.host_at_;
   }
   if (!all_.ram_) return;

@@ -7,7 +7,8 @@
 // there. What it may read stays until the next launch, which waits for this one.
 //
 // With misses = cpu or a share threads of the host multiply a part of what the device's slots miss (host_experts.h),
-// from a copy of the rows in the layout of the CPU's kernels.
+// from a copy of the rows in the layout of the CPU's kernels. With auto the first run measures, for each kind of layer,
+// what a miss takes the bus and the CPU, and only layers whose misses the CPU takes have such a copy.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -24,6 +25,13 @@
 
 namespace quantmoe {
 
+// Seconds of one expert that the device's slots miss: to copy it, and for the CPU to multiply it for one token.
+struct MissTimes {
+  double copy = 0, compute = 0;
+};
+// Whether a layer's misses are the CPU's, with misses = auto.
+bool cpu_takes(const MissTimes& took, int64_t slots, int64_t experts);
+
 class DeviceExperts {
  public:
   // Of all that are alive, a line of JSON each.
@@ -35,7 +43,8 @@ class DeviceExperts {
   // Before the first launch: a layer, whose number it returns. w13 and w2: its rows, which a file is mapped at.
   // Throws std::runtime_error where the memory cannot be page-locked, or is more than RAM has (with auto experts are
   // then read from the file, which is decided at the first layer), std::invalid_argument where experts are to be read
-  // from a file and none is mapped, or the CPU is to multiply what its kernels do not take.
+  // from a file and none is mapped, or the CPU is to multiply what its kernels do not take (with misses = auto the
+  // layer copies).
   int add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2);
 
   // A launch of a layer: launches come one after the other, on whatever streams.
@@ -61,7 +70,10 @@ class DeviceExperts {
     int64_t experts;
     size_t row_bytes[2], slot_bytes;
     const char *host[2], *device[2];  // the rows, as the host and the device read them
-    int32_t hidden_size, slots = 0, staging = 0;
+    qm_moe moe;
+    int32_t slots = 0, staging = 0;
+    int32_t host_share = 0, host_layer = 0;    // the latter of host_
+    std::string host_refusal;                  // "", or why the CPU's kernels do not take it
     void *memory = nullptr, *state = nullptr;  // slots; where all are there, the rows of w13, then of w2
   };
   // Page-locked: a mapping of a whole data file, or a copy of a tensor.
@@ -82,7 +94,10 @@ class DeviceExperts {
   void unlock_rows();
   std::pair<size_t, std::string> find_budget(size_t least) const;
   std::string start();
+  void open_exchange();
   std::string start_host();
+  std::string choose_misses();
+  MissTimes measure(const Layer& layer, int64_t experts);
   void allocate(size_t bytes, const char* what, void** memory);
 
   const ExpertSettings settings_;
@@ -99,7 +114,7 @@ class DeviceExperts {
   std::optional<Experts::Lease> lease_;
   char* ram_device_ = nullptr;
   const void** rows_ = nullptr;
-  // Of misses = cpu or a share; what the device asks it is in exchange_, which the device has at host_at_.
+  // Of misses = cpu, auto or a share; what the device asks it is in exchange_, which the device has at host_at_.
   std::unique_ptr<HostExperts> host_;
   void* exchange_ = nullptr;
   qm_cuda_host host_at_{};

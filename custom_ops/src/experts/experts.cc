@@ -86,7 +86,7 @@ void ExpertSettings::check_cuda() const {
   const int32_t share = host_share();
   if (misses != "" && (!host() || experts == "disk"))
     refuse(key("misses") + " needs " + where + " = host or auto, here it is " + (experts == "" ? "gpu" : experts));
-  if (threads != "" && !share) refuse(key("threads") + " needs " + key("misses") + " = cpu or a share");
+  if (threads != "" && !share) refuse(key("threads") + " needs " + key("misses") + " = cpu, auto or a share");
   if (threads != "" && !number_in(threads, 1, 1024))
     refuse(key("threads") + " is \"" + threads + "\", expected 1 to 1024");
 #if !defined(__linux__)
@@ -97,10 +97,10 @@ void ExpertSettings::check_cuda() const {
 
 int32_t ExpertSettings::host_share() const {
   if (misses == "" || misses == "copy") return 0;
-  if (misses == "cpu") return 256;
+  if (misses == "cpu" || misses == "auto") return 256;
   const std::string percent = misses.substr(0, misses.size() - 1);
   if (misses.back() != '%' || !number_in(percent, 0, 100))
-    refuse(key("misses") + " is \"" + misses + "\", expected copy, cpu or the CPU's share, 0% to 100%");
+    refuse(key("misses") + " is \"" + misses + "\", expected copy, cpu, auto or the CPU's share, 0% to 100%");
   return (std::stoi(percent) * 256 + 50) / 100;
 }
 

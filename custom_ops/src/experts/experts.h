@@ -43,7 +43,8 @@ struct ExpertSettings {
   int64_t ram_bytes() const { return bytes_of("ram", ram, true); }
   int64_t gpu_memory_bytes() const { return bytes_of("gpu_memory", gpu_memory, true); }
   int64_t reserve_bytes() const { return bytes_of("reserve", reserve, false); }
-  // Of 256 experts that the device's slots miss, those that the CPU multiplies: 0 of copy, 256 of cpu.
+  // Of 256 experts that the device's slots miss, those that the CPU multiplies: 0 of copy, 256 of cpu, and of auto in
+  // the layers that the CPU takes.
   int32_t host_share() const;
 
  private:

@@ -157,11 +157,15 @@ void HotPool::parallel_for(void* self, qm_task task, void* arg, size_t count) {
 HostExperts::~HostExperts() {
   stopping_ = true;
   if (server_.joinable()) server_.join();
+  for (Layer& layer : layers_) release(layer);
+}
+
+void HostExperts::release(Layer& layer) {
 #if defined(__linux__)
-  for (const Layer& layer : layers_)
-    for (const int i : {0, 1})
-      if (layer.rows[i]) munmap(layer.rows[i], static_cast<size_t>(layer.row_bytes[i] * layer.experts));
+  for (const int i : {0, 1})
+    if (layer.rows[i]) munmap(layer.rows[i], static_cast<size_t>(layer.row_bytes[i] * layer.experts));
 #endif
+  layer.rows[0] = layer.rows[1] = nullptr;
 }
 
 int HostExperts::add(const qm_moe& moe, int64_t experts) {
@@ -179,14 +183,17 @@ int HostExperts::add(const qm_moe& moe, int64_t experts) {
   return static_cast<int>(layers_.size()) - 1;
 }
 
-int64_t HostExperts::bytes() const {
-  int64_t all = 0;
-  for (const Layer& layer : layers_) all += layer.experts * (layer.row_bytes[0] + layer.row_bytes[1]);
-  return all;
+int64_t HostExperts::bytes(int number) const {
+  const Layer& layer = layers_[static_cast<size_t>(number)];
+  return layer.experts * (layer.row_bytes[0] + layer.row_bytes[1]);
 }
 
 void HostExperts::pack(int number, const void* w13, const void* w2) {
   Layer& layer = layers_[static_cast<size_t>(number)];
+  pack_first(layer, w13, w2, layer.experts);
+}
+
+void HostExperts::pack_first(Layer& layer, const void* w13, const void* w2, int64_t experts) {
   const void* const from[2] = {w13, w2};
   for (const int i : {0, 1})
     if (!layer.rows[i]) layer.rows[i] = map_memory(static_cast<size_t>(layer.row_bytes[i] * layer.experts));
@@ -199,7 +206,7 @@ void HostExperts::pack(int number, const void* w13, const void* w2) {
   std::vector<std::unique_ptr<Scratch>> scratch(static_cast<size_t>(pool_.lanes()));
   std::mutex mutex;
   std::string failed;  // nothing may be thrown through another thread
-  parallel(pool_.lanes(), HotPool::parallel_for, &pool_, layer.experts, [&](int lane, int64_t expert) {
+  parallel(pool_.lanes(), HotPool::parallel_for, &pool_, experts, [&](int lane, int64_t expert) {
     char error[QM_ERROR_SIZE];
     std::string what;
     try {
@@ -255,6 +262,31 @@ bool HostExperts::multiply(const Layer& layer, int64_t tokens, int64_t top_k, co
 void HostExperts::serve(const qm_cuda_host& host) {
   host_ = host;
   if (!server_.joinable()) server_ = std::thread([this] { answer_until_stopped(); });
+}
+
+double HostExperts::measure(int number, const void* w13, const void* w2, int64_t experts) {
+  Layer& layer = layers_[static_cast<size_t>(number)];
+  pack_first(layer, w13, w2, experts);
+  qm_cuda_request& request = *host_.request;
+  std::fill_n(host_.x, layer.moe.hidden_size, 1.0f);
+  host_.weights[0] = 1;
+  request.layer = number;
+  request.tokens = request.top_k = 1;
+  std::vector<double> took;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    host_.ids[0] = static_cast<int32_t>(layer.moe.expert_offset + expert);
+    const uint64_t asked = request.asked + 1;  // the device's begin at 2^32
+    const auto is_answered = [&] { return __atomic_load_n(&request.answered, __ATOMIC_ACQUIRE) == asked; };
+    const auto begin = Clock::now();
+    __atomic_store_n(&request.asked, asked, __ATOMIC_RELEASE);
+    while (!spin(is_answered)) {
+    }
+    took.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
+  }
+  release(layer);
+  const auto middle = took.begin() + static_cast<std::ptrdiff_t>(took.size() / 2);
+  std::nth_element(took.begin(), middle, took.end());
+  return *middle;
 }
 
 void HostExperts::answer_until_stopped() {

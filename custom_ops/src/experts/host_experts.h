@@ -53,13 +53,16 @@ class HostExperts {
   // While a session is created: a layer whose packed rows are in layout marlin, by its number. Throws
   // std::invalid_argument where the kernels of the CPU do not take such weights.
   int add(const qm_moe& moe, int64_t experts);
-  // Of all rows that pack() makes.
-  int64_t bytes() const;
+  // Of a layer's rows that pack() makes.
+  int64_t bytes(int layer) const;
   int lanes() const { return pool_.lanes(); }
   // Makes a layer's rows of those at w13 and w2. Throws std::runtime_error: no memory, or an act-order that is none.
   void pack(int layer, const void* w13, const void* w2);
-  // From now on a thread answers the requests at `host`.
+  // From now on a thread answers the requests at `host`, which stays where it is.
   void serve(const qm_cuda_host& host);
+  // Seconds from a request for one token and one expert to its answer: the median of the layer's first `experts`, once
+  // each, whose rows are made for that. The device asks nothing meanwhile.
+  double measure(int layer, const void* w13, const void* w2, int64_t experts);
 
  private:
   struct Layer {
@@ -68,6 +71,8 @@ class HostExperts {
     int64_t row_bytes[2];
     char* rows[2];  // mapped; null before pack()
   };
+  void pack_first(Layer& layer, const void* w13, const void* w2, int64_t experts);
+  static void release(Layer& layer);
   bool multiply(const Layer& layer, int64_t tokens, int64_t top_k, const qm_cuda_host& host);
   void answer_until_stopped();
 

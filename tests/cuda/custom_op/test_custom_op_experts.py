@@ -99,18 +99,22 @@ def test_a_verify_that_is_none(driver, fake):
         ({"experts": "disk", "ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes or auto'),
         (
             {"experts": "host", "misses": "gpu"},
-            'quantmoe.misses is "gpu", expected copy, cpu or the CPU\'s share, 0% to 100%',
+            'quantmoe.misses is "gpu", expected copy, cpu, auto or the CPU\'s share, 0% to 100%',
         ),
-        ({"experts": "host", "misses": "auto"}, 'quantmoe.misses is "auto", expected copy, cpu or'),
-        ({"experts": "host", "misses": "101%"}, 'quantmoe.misses is "101%", expected copy, cpu or'),
+        ({"experts": "host", "misses": "101%"}, 'quantmoe.misses is "101%", expected copy, cpu, auto or'),
         ({"misses": "cpu"}, "quantmoe.misses needs quantmoe.experts = host or auto, here it is gpu"),
+        ({"misses": "auto"}, "quantmoe.misses needs quantmoe.experts = host or auto, here it is gpu"),
         (
             {"experts": "disk", "misses": "cpu"},
             "quantmoe.misses needs quantmoe.experts = host or auto, here it is disk",
         ),
         (
+            {"experts": "disk", "misses": "auto"},
+            "quantmoe.misses needs quantmoe.experts = host or auto, here it is disk",
+        ),
+        (
             {"experts": "host", "misses": "copy", "threads": "2"},
-            "quantmoe.threads needs quantmoe.misses = cpu or a share",
+            "quantmoe.threads needs quantmoe.misses = cpu, auto or a share",
         ),
         (
             {"experts": "host", "misses": "cpu", "threads": "0"},
@@ -171,7 +175,15 @@ def test_experts_in_host_memory(driver, fake, layer, hosted, where):
 
 
 @pytest.mark.parametrize(
-    "entries", [{}, {"experts": "auto"}, {"gpu_memory": "auto"}, {"reserve": "0"}, {"gpu_memory": str(1 << 30)}]
+    "entries",
+    [
+        {},
+        {"experts": "auto"},
+        {"gpu_memory": "auto"},
+        {"reserve": "0"},
+        {"gpu_memory": str(1 << 30)},
+        {"misses": "auto"},
+    ],
 )
 def test_experts_that_all_fit(driver, hosted, entries):
     problem, tensors = hosted(**entries)
@@ -224,12 +236,14 @@ class Asked:
         self.request = np.frombuffer((ctypes.c_int32 * 32).from_address(tensors.host_request), np.int32)
         self.asked, self.answered = self.request[:2].view(np.uint64), self.request[16:18].view(np.uint64)
 
-    def multiply(self, number: int, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def multiply(
+        self, number: int, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray, layer: int = 0
+    ) -> np.ndarray:
         """y of a request, which the host is given 60 s for."""
         for to, given in ((self.x, hidden), (self.ids, ids), (self.weights, weights)):
             to[: given.size] = given.ravel()
         self.y[:] = np.nan
-        self.request[2:5] = 0, *ids.shape
+        self.request[2:5] = layer, *ids.shape
         self.asked[0] = number
         limit = time.monotonic() + 60
         while self.answered[0] != number:
@@ -308,13 +322,122 @@ def test_the_share_of_the_cpu(driver, hosted, layer, misses, share):
     assert (f"; the CPU multiplies {round(share / 2.56)}% of the experts that miss" in said) == (share > 0)
 
 
-def test_the_cpu_in_a_captured_graph(asked, layer):
+@pytest.fixture
+def clock(fake):
+    """Sets the milliseconds between two events of the fake device: of 8 copies."""
+    lib = ctypes.CDLL(FAKE)
+    lib.driver_clock.argtypes = [ctypes.c_float]
+    yield lib.driver_clock
+    lib.driver_clock(0)
+
+
+@pytest.mark.parametrize("misses", ["cpu", "auto"])
+def test_the_cpu_in_a_captured_graph(asked, layer, clock, misses):
     """It is asked by what the device writes, which replays do as well."""
+    clock(8e6)
     x, ids, weights = BASE.tokens(2)
-    host = asked(layer, captured=True)
+    host = asked(layer, captured=True, misses=misses)
     first = host.multiply(1, x.astype(np.float32), ids.astype(np.int32), weights)
     time.sleep(0.05)  # the threads sleep
     assert host.multiply(2, x.astype(np.float32), ids.astype(np.int32), weights).tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("slots", "ratio"),
+    # 1 less the share with a slot, over what misses of routes that ask for the first eighth 67 times of 100
+    [(0, 1), (8, 0.9375 / 0.665), (16, 0.875 / 0.33), (32, 0.75 / 0.19), (64, 0.5 / (0.19 * 2 / 3)), (127, 75 / 19)],
+)
+def test_which_misses_are_of_the_cpu(fake, slots, ratio):
+    """With auto, where copies take more than so many times its time."""
+    takes = ctypes.CDLL(FAKE).driver_cpu_takes
+    takes.argtypes = [ctypes.c_double, ctypes.c_double, ctypes.c_int64, ctypes.c_int64]
+    for scale in (1e-6, 1.0):
+        assert [takes(scale * ratio * near, scale, slots, 128) for near in (0.999, 1.001)] == [0, 1]
+    assert takes(1e9, 1e-9, 128, 128) == 0
+
+
+@pytest.mark.parametrize(("milliseconds", "share"), [(8e6, 256), (0, 0)])
+def test_auto_takes_what_is_quicker(driver, hosted, layer, clock, milliseconds, share):
+    clock(milliseconds)
+    slot, few = sum(w.shape[1] for w in layer[2:]), np.zeros((3, 2), np.int64)
+    problem, tensors = hosted(ids=few, misses="auto", gpu_memory=str(3 * slot // 2), threads="2")
+    assert (problem.slots, problem.host_share, bool(tensors.host_y)) == (1, share, share > 0)
+    assert re.search(
+        rf"; misses = auto: {'cpu' if share else 'copy'} in layers 0 \(with slots for 1 of 8 experts a miss takes "
+        rf"the bus {round(milliseconds / 8 * 1000)} us, the CPU \d+ us\)"
+        + (r", in 2 threads \(\d+ bytes, packed in \d+ ms\)$" if share else "$"),
+        driver.lib.driver_logged().decode(),
+    )
+
+
+@pytest.fixture
+def session_of(driver, fake):
+    """Opens a session of several layers, with slots for one expert of each, and runs each for two tokens: what was
+    launched. The one before it is closed."""
+    kernels = []
+
+    def close() -> None:
+        while kernels:
+            driver.lib.driver_destroy(*kernels.pop())
+
+    def run(layers, **entries: str) -> list[tuple[cuda.Problem, cuda.Tensors]]:
+        close()
+        assert fake(gpu_memory=str(sum(w.shape[1] for made in layers for w in made[2:])), **entries) > 0, driver.error
+        op = driver.op("bf16", "i64")
+        for made in layers:
+            kernels.append((op, driver.create(op, made[0].attributes(), [value(())] * 3 + packed_values(made[2:]))))
+            assert kernels[-1][1], driver.error
+        ids, launched = np.zeros((2, 2), np.int64), []
+        for made, (_, kernel) in zip(layers, kernels, strict=True):
+            tokens = [value((2, made[0].hidden_size)), value(ids.shape, data=ids.ctypes.data), value(ids.shape)]
+            inputs, outputs = [*tokens, *packed_values(made[2:])], [tokens[0], value(()), value(())]
+            assert driver.run(op, kernel, inputs, outputs, STREAM) == 0, driver.error
+            problem, tensors = cuda.Problem(), cuda.Tensors()
+            ctypes.CDLL(FAKE).driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+            launched.append((problem, tensors))
+        return launched
+
+    yield run
+    close()
+
+
+def test_auto_decides_for_each_kind_of_layer(driver, session_of, clock):
+    """Layers of the same attributes share a measurement; one that the CPU's kernels do not take copies."""
+    clock(8e6)
+    float8 = build(of_format("fp8", BASE))
+    refused = replace(float8[0], w13=replace(float8[0].w13, activation_format="int8_token"))
+    cases = [BASE, replace(BASE, seed=BASE.seed + 1), None, replace(BASE, intermediate=128)]
+    layers = [build(case) if case else (refused, *float8[1:]) for case in cases]
+    launched = session_of(layers, experts="host", misses="auto", threads="2")
+    assert [(p.host_share, p.host_layer) for p, _ in launched] == [(256, 0), (256, 1), (0, 0), (256, 2)]
+    assert re.search(
+        r"; misses = auto: cpu in layers 0-1 \(with [^()]* us\), "
+        r"copy in layers 2 \(quantmoe.misses: the CPU does not take this layer: w13_activation_format is [^()]*\), "
+        r"cpu in layers 3 \(with [^()]* us\), in 2 threads",
+        driver.lib.driver_logged().decode(),
+    )
+    for number, at in enumerate([0, 1, 3], 1):
+        problem, tensors = launched[at]
+        x, ids, weights = cases[at].tokens(2)
+        host = Asked(tensors, layers[at])
+        y = host.multiply(number, x.astype(np.float32), ids.astype(np.int32), weights, problem.host_layer)
+        want = reference.quant_moe(layers[at][0], layers[at][1], x, ids, weights)
+        assert np.linalg.norm(y - want) < 2.0**-18 * np.linalg.norm(want)
+
+
+def test_auto_packs_what_ram_has_room_for(driver, session_of, layer, clock):
+    clock(8e6)
+    spec = of_cpu(layer[0])
+    packed = 8 * sum(LAYOUTS["cpu_panel"].row_bytes(spec, p) for p in ("w13", "w2"))
+    layers = [build(replace(BASE, seed=BASE.seed + i)) for i in range(3)]
+    for ram, shares, said in (
+        (3 * packed, [256] * 3, "cpu in layers 0-2 (with "),
+        (3 * packed - 1, [256, 256, 0], "RAM has no room for the CPU's copy), in 2 threads"),
+        (packed - 1, [0] * 3, "misses = auto: copy in layers 0-2 (RAM has no room to measure the CPU)"),
+    ):
+        launched = session_of(layers, experts="auto", misses="auto", threads="2", ram=str(ram))
+        assert [problem.host_share for problem, _ in launched] == shares
+        assert said in driver.lib.driver_logged().decode()
 
 
 def test_a_layer_that_the_cpu_does_not_take(driver, fake):
@@ -505,14 +628,16 @@ def test_a_file_that_ram_has_no_room_for(driver, fake, layer, tmp_path):
     session = InFile(driver, fake, layer, tmp_path, size=more, experts="auto", misses="cpu", ram=None)
     assert session.kernel is None  # the CPU multiplies what is in RAM
     assert "quantmoe.experts = auto: experts take " in driver.error
-    session = InFile(driver, fake, layer, tmp_path, size=more, experts="auto", ram=None)
-    tensors = session.run([[6, 1]])
-    assert tensors is not None, driver.error
-    assert session.rows(tensors, 6) == [w[6].tobytes() for w in layer[2:]]
-    said = driver.lib.driver_logged().decode()
-    assert f"experts = auto, which is disk here (they take {more} bytes in RAM, " in said
-    assert "; page-locked memory for 8" in said
-    session.close()
+    for entries, copies in (({}, ""), ({"misses": "auto"}, "; misses = auto: copy, as experts are read from the file")):
+        session = InFile(driver, fake, layer, tmp_path, size=more, experts="auto", ram=None, **entries)
+        assert session.kernel is not None, driver.error
+        tensors = session.run([[6, 1]])
+        assert tensors is not None, driver.error
+        assert session.rows(tensors, 6) == [w[6].tobytes() for w in layer[2:]]
+        said = driver.lib.driver_logged().decode()
+        assert f"experts = auto, which is disk here (they take {more} bytes in RAM, " in said
+        assert said.endswith("; page-locked memory for 8" + copies)
+        session.close()
 
 
 def test_auto_with_less_ram_than_the_file(driver, fake, layer, tmp_path):
@@ -585,7 +710,7 @@ def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_typ
 
 
 @gpu
-@pytest.mark.parametrize("misses", ["cpu", "62%"])
+@pytest.mark.parametrize("misses", ["cpu", "62%", "auto"])
 @pytest.mark.parametrize("id_type", ["i32", "i64"])
 def test_the_cpu_beside_the_device(driver, misses, id_type):
     """Two layers of a session, on two streams: within five roundings of all experts on the device (built.UNIT)."""
@@ -618,7 +743,9 @@ def test_the_cpu_beside_the_device(driver, misses, id_type):
         limit = (5 / 3) ** 0.5 * UNIT["bf16"] * torch.linalg.norm(want.double())
         assert torch.linalg.norm(output.double() - want.double()) <= limit, at
     (report,) = experts_report(quantmoe.ort_cuda_library_path())
-    assert report["computed"] > 0
+    chosen = re.search(r"misses = auto: (copy|cpu) in layers 0-1 \(", driver.lib.driver_logged().decode())
+    assert bool(chosen) == (misses == "auto")
+    assert (report["computed"] > 0) == (chosen is None or chosen[1] == "cpu")
     for kernel in kernels:
         driver.lib.driver_destroy(op, kernel)
     driver.open(21)
