@@ -205,7 +205,7 @@ void CudaMoE::run(OrtKernelContext* context) const {
   std::optional<DeviceExperts::Turn> turn;
   if (experts_) {
     try {
-      turn.emplace(*experts_, static_cast<cudaStream_t>(stream_of(context)), &said);
+      turn.emplace(*experts_, static_cast<cudaStream_t>(stream_of(context)), problem.top_k, &said);
       turn->place(layer_, &problem, &tensors);
     } catch (const std::runtime_error& error) {
       throw std::runtime_error(node_ + ": " + error.what());

@@ -59,7 +59,7 @@ int MoE::launch_external(qm_cuda_tensors* tensors, cudaStream_t stream, char* er
     return write_zeros(tensors->output, static_cast<size_t>(problem.tokens * moe_.hidden_size * 2), stream, error);
   if (external_->failure() != "") return quantmoe::fail(error, QM_INVALID, "%s", external_->failure().c_str());
   std::string said;
-  const DeviceExperts::Turn turn(external_->experts(), stream, &said);
+  const DeviceExperts::Turn turn(external_->experts(), stream, problem.top_k, &said);
   if (said != "") log_message(Severity::kINFO, "quantmoe: " + said);
   problem.slots = 0;
   turn.place(external_->number(), &problem, tensors);

@@ -87,14 +87,17 @@ std::string ranges(const std::vector<size_t>& numbers) {
 
 // An expert that is copied stays in a slot, and is hit there; one that the CPU multiplies leaves the slots as they are.
 // So a layer misses more experts with the CPU than with copies, where tokens ask for what others asked for before them:
-// 67 of 100 for the eighth of the experts that was used last, 81 for the quarter (docs/experts.md, local routes).
+// 67 of 100 for the eighth of the experts that was used last, 81 for the quarter (docs/experts.md, local routes). With
+// uniform routes it misses as many. Which come is not known: the choice is the one that takes fewer times the other's
+// time where it is the wrong one.
 bool cpu_takes(const MissTimes& took, int64_t slots, int64_t experts) {
   constexpr double kHeld[] = {0, 0.125, 0.25, 1}, kHits[] = {0, 0.67, 0.81, 1};
   const double held = static_cast<double>(slots) / static_cast<double>(experts);
   size_t i = 1;
   while (i < 3 && held > kHeld[i]) ++i;
   const double hits = kHits[i] - (kHits[i] - kHits[i - 1]) * (kHeld[i] - held) / (kHeld[i] - kHeld[i - 1]);
-  return (1 - held) * took.compute < (1 - hits) * took.copy;
+  // The CPU's time over the copies', of uniform routes times of local ones, is less than 1.
+  return (1 - held) * took.compute * took.compute < (1 - hits) * took.copy * took.copy;
 }
 
 DeviceExperts::DeviceExperts(const ExpertSettings& settings)
@@ -255,7 +258,7 @@ std::pair<size_t, std::string> DeviceExperts::find_budget(size_t least) const {
   return {budget, source};
 }
 
-std::string DeviceExperts::start() {
+std::string DeviceExperts::start(int64_t top_k) {
   size_t all = 0, one = 0, largest = 0, experts = 0;
   for (const Layer& layer : layers_) {
     const size_t bytes = static_cast<size_t>(layer.experts) * layer.slot_bytes;
@@ -301,7 +304,7 @@ std::string DeviceExperts::start() {
   }
   check(cudaDeviceSynchronize(), "a cache's state");  // other streams read it
   if (!done_) check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
-  const std::string shared = settings_.misses == "auto" ? choose_misses() : host_ ? start_host() : "";
+  const std::string shared = settings_.misses == "auto" ? choose_misses(top_k) : host_ ? start_host() : "";
   started_ = true;
   return "experts = " + where_ + ": device memory for " + std::to_string(slots) + " of " + std::to_string(experts) +
          " experts, and " + std::to_string(staging) + " bytes for what a call copies for itself (" + source + ")" +
@@ -349,8 +352,8 @@ std::string DeviceExperts::start_host() {
          text;
 }
 
-// What an expert of a layer that misses takes, of `experts` of them.
-MissTimes DeviceExperts::measure(const Layer& layer, int64_t experts) {
+// What an expert of a layer that misses takes, of `experts` of them: the CPU is asked for so many at once.
+MissTimes DeviceExperts::measure(const Layer& layer, int64_t experts, int64_t at_once) {
   MissTimes took{INFINITY, 0};
   auto* const slot = static_cast<char*>(layer.memory);  // has nothing yet
   const Event begin, end;
@@ -368,13 +371,13 @@ MissTimes DeviceExperts::measure(const Layer& layer, int64_t experts) {
     check(cudaEventElapsedTime(&milliseconds, begin.event, end.event), "the time of a copy");
     took.copy = std::min(took.copy, 1e-3 * milliseconds / static_cast<double>(experts));
   }
-  took.compute = host_->measure(layer.host_layer, layer.host[0], layer.host[1], experts);
+  took.compute = host_->measure(layer.host_layer, layer.host[0], layer.host[1], experts, at_once);
   return took;
 }
 
 // misses = auto: decides whose each layer's misses are, by one measurement for layers of the same attributes, and packs
 // what is the CPU's, as far as RAM goes.
-std::string DeviceExperts::choose_misses() {
+std::string DeviceExperts::choose_misses(int64_t top_k) {
   if (ram_) return "; misses = auto: copy, as experts are read from the file";
   open_exchange();
   struct Kind {
@@ -399,10 +402,14 @@ std::string DeviceExperts::choose_misses() {
     } else if (!has_room(host_->bytes(layer.host_layer) / layer.experts * some)) {
       kind.why = "RAM has no room to measure the CPU";
     } else {
-      const MissTimes took = measure(layer, some);
+      // What a token misses, if all are as likely; more of them at once take the CPU less each.
+      const double missed = static_cast<double>(top_k * (layer.experts - layer.slots)) / layer.moe.num_experts;
+      const int64_t at_once = std::clamp<int64_t>(std::llround(missed), 1, std::min<int64_t>(some, QM_CUDA_HOST_PAIRS));
+      const MissTimes took = measure(layer, some, at_once);
       kind.is_cpu = cpu_takes(took, layer.slots, layer.experts);
       kind.why = "with slots for " + std::to_string(layer.slots) + " of " + std::to_string(layer.experts) +
-                 " experts a miss takes the bus " + microseconds(took.copy) + ", the CPU " + microseconds(took.compute);
+                 " experts a miss takes the bus " + microseconds(took.copy) + ", the CPU " +
+                 microseconds(took.compute) + ", " + std::to_string(at_once) + " at once";
     }
     return kind;
   };
@@ -492,7 +499,7 @@ void DeviceExperts::read_missing(int layer, const qm_cuda_problem& problem, cons
       *row = ram_device_ + (static_cast<const char*>(*row) - ram_->memory());
 }
 
-DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* said)
+DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, int64_t top_k, std::string* said)
     : all_(all), lock_(all.mutex_), stream_(stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &status), "the stream");
@@ -501,7 +508,7 @@ DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* 
     if (captured_)
       throw std::runtime_error(all.settings_.key("experts") + " = " + all.where_ +
                                ": the first run is captured, expected a run before it");
-    *said = all.start();
+    *said = all.start(top_k);
   }
   if (captured_ && all.rows_)
     throw std::runtime_error(all.settings_.key("experts") + " = " + all.where_ +

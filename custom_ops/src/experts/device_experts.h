@@ -25,7 +25,8 @@
 
 namespace quantmoe {
 
-// Seconds of one expert that the device's slots miss: to copy it, and for the CPU to multiply it for one token.
+// Seconds of one expert that the device's slots miss: to copy it, and for the CPU to multiply it for one token, among
+// as many as such a token misses.
 struct MissTimes {
   double copy = 0, compute = 0;
 };
@@ -51,8 +52,9 @@ class DeviceExperts {
   class Turn {
    public:
     // Allocates the slots at the first, which `said` tells. Throws std::runtime_error when there is no memory
-    // for them, and in a captured graph where that is no run before it, or where experts are read.
-    Turn(DeviceExperts& all, cudaStream_t stream, std::string* said);
+    // for them, and in a captured graph where that is no run before it, or where experts are read. top_k: of the
+    // launch; misses = auto takes the first's for that of all layers, as a model has one.
+    Turn(DeviceExperts& all, cudaStream_t stream, int64_t top_k, std::string* said);
     ~Turn();
     // Where a layer's experts are; reads those that tokens ask for (tensors.topk_ids). Throws std::runtime_error for a
     // read that failed, naming expert and file.
@@ -93,11 +95,11 @@ class DeviceExperts {
   Rows lock_rows(const void* data, size_t bytes);
   void unlock_rows();
   std::pair<size_t, std::string> find_budget(size_t least) const;
-  std::string start();
+  std::string start(int64_t top_k);
   void open_exchange();
   std::string start_host();
-  std::string choose_misses();
-  MissTimes measure(const Layer& layer, int64_t experts);
+  std::string choose_misses(int64_t top_k);
+  MissTimes measure(const Layer& layer, int64_t experts, int64_t at_once);
   void allocate(size_t bytes, const char* what, void** memory);
 
   const ExpertSettings settings_;
