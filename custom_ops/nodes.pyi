@@ -117,6 +117,7 @@ class CachedAttention(Spec):
     key_split: int = ...  # features of a key that past_key has; 0: all, values are apart
     nope_size: int = ...  # features of a query that k_up multiplies; 0: queries are of latents
     out_size: int = ...  # features of a head's output, of v_up; 0: V
+    gated: int = ...  # 1: qkv begins with gates [num_heads, V], whose sigmoid multiplies the output
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Spec):

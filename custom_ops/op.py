@@ -143,6 +143,11 @@ class AttentionSpec(nodes.CachedAttention):
         """Features of a head's output."""
         return self.out_size if self.nope_size else self.v_head_size
 
+    @property
+    def gates_size(self) -> int:
+        """Gates that a token's qkv begins with."""
+        return self.num_heads * self.v_head_size if self.gated else 0
+
     def expands(self, count: int) -> bool:
         """Whether a row of so many new tokens expands its latents: FORMAT.md 5.3."""
         up = self.nope_size + self.out_size

@@ -367,6 +367,7 @@ def attention(
     """
     batch, tokens, _ = qkv.shape
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    gates, qkv = np.split(qkv, [spec.gates_size], axis=2)
     capacity = max(past_key.shape[2], length)
     keys_at = heads * spec.query_size
     q, k, v = np.split(qkv.astype(np.float64), [keys_at, keys_at + groups * d], axis=2)
@@ -410,6 +411,9 @@ def attention(
                 weight = np.exp(score - score.max(1, keepdims=True))
                 weight /= weight.sum(1, keepdims=True)
                 output[b, begin + i] = np.einsum("hk,hkv->hv", weight[:, :-1], values)
+                if spec.gated:
+                    gate = gates[b, begin + i].astype(np.float64).reshape(heads, -1)
+                    output[b, begin + i] /= 1 + np.exp(-gate)
     if v_up is not None:
         with np.errstate(invalid="ignore"):
             output = np.einsum("bshr,hrv->bshv", output, v_up.astype(np.float64))

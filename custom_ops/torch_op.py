@@ -245,7 +245,7 @@ def cached_attention(
     """Attention of new tokens over a cache and themselves, by the float64 reference.
 
     Args:
-        qkv: [B, S, (num_heads + kv_num_heads) * D + kv_num_heads * V].
+        qkv: [B, S, (num_heads + kv_num_heads) * D + kv_num_heads * V], gated: num_heads * V more before.
         past_key, past_value: [B, kv_num_heads, P, D] and [.., V], one type.
         rows: int32 [B, 3]: the first new token that counts, how many do, tokens in the cache before them.
         attention_mask: int64 [B, L], of which only L is read.

@@ -363,7 +363,7 @@ Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, 
   const int64_t heads = node.num_heads, groups = node.kv_num_heads, size = node.head_size, v_size = node.v_head_size,
                 split = node.key_split;
   const int64_t key_width = split ? split : size, value_width = split ? size - split : v_size;
-  check(CachedAttention_qkv, {-1, -1, heads * query_size(node) + groups * size + (split ? 0 : groups * v_size)});
+  check(CachedAttention_qkv, {-1, -1, qkv_size(node)});
   shapes.batch = qkv[0];
   shapes.tokens = qkv[1];
   const int64_t tail = cache_tail(node);

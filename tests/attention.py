@@ -48,6 +48,8 @@ SPECS = {
         3, 1, 306, v_head_size=304, key_split=5, rotary_size=2, rotary_interleaved=1, nope_size=4, out_size=3
     ),
     "up-in-chunks": attention_spec(20, 1, 34, v_head_size=32, key_split=17, nope_size=2, out_size=1, chunk_size=100),
+    "gated": attention_spec(4, 2, 32, rotary_size=32, gated=1),
+    "gated-odd": attention_spec(6, 2, 19, v_head_size=71, qk_norm="row", gated=1),
     "window-in-chunks": attention_spec(4, 2, 32, sliding_window=5, chunk_size=64),
 }
 #: types of caches, or the cache_format of their codes
@@ -128,7 +130,7 @@ def inputs(
 
     widths = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
     key, value = (spec.key_split, d - spec.key_split) if spec.key_split else (d, v)
-    features = heads * spec.query_size + groups * d + (0 if spec.key_split else groups * v)
+    features = spec.gates_size + heads * spec.query_size + groups * d + (0 if spec.key_split else groups * v)
     return Inputs(
         spec,
         (draw(batch, tokens, features) * 1.4).astype(dtype),
@@ -176,7 +178,7 @@ def turned(spec: AttentionSpec, x: np.ndarray, weights: np.ndarray, cos: np.ndar
 def stored(a: Inputs) -> tuple[Span, Span, Span]:
     """Queries, keys and values of the new tokens, [B, S, heads, width]. With a nope_size queries are what turns, then
     the features that k_up multiplies."""
-    spec, x = a.spec, a.qkv.astype(np.float64)
+    spec, x = a.spec, a.qkv.astype(np.float64)[..., a.spec.gates_size :]
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
     parts = np.split(x, [heads * spec.query_size, heads * spec.query_size + groups * d], axis=2)
     sizes = (heads, spec.query_size), (groups, d), (groups, 0 if spec.key_split else spec.v_head_size)
@@ -341,6 +343,11 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
                 continue
             want[b, begin + i], error[b, begin + i] = attend(spec, q, caches, low, a.sinks.astype(np.float64))
     span = Span(want.reshape(output.shape), error.reshape(output.shape))
+    if spec.gated:
+        sigmoid = 1 / (1 + np.exp(-a.qkv[..., : spec.gates_size].astype(np.float64)))
+        # exp, the sum, the inverse and the product
+        wrong = np.abs(span.value) * (EXP + 3 * U) + span.error
+        span = Span(span.value * sigmoid, wrong * sigmoid * SECOND + TINY)
     assert_within(output, span)
     other, *stored_too = a.reference()
     counts = [np.s_[b, :, : past + count] for b, (_, count, past) in enumerate(a.rows.tolist())]

@@ -114,7 +114,7 @@ bool Attention::check_shapes(const Dims* in) const {
     return node.qk_norm == k_qk_norm_none ? 0 : node.qk_norm == k_qk_norm_head ? size : all * size;
   };
   const Dims &qkv = in[CachedAttention_qkv], &past = in[CachedAttention_past_key];
-  return check(CachedAttention_qkv, {-1, -1, (heads + groups) * size + (split ? 0 : groups * v_size)}) &&
+  return check(CachedAttention_qkv, {-1, -1, qkv_size(node)}) &&
          check(CachedAttention_past_key, {qkv.d[0], groups, -1, split ? split : size}) &&
          check(CachedAttention_past_value, {qkv.d[0], groups, past.d[2], split ? size - split : v_size}) &&
          check(CachedAttention_rows, {qkv.d[0], 3}) && check(CachedAttention_attention_mask, {qkv.d[0], -1}) &&

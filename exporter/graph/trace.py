@@ -59,6 +59,7 @@ from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
 from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts
+from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -173,10 +174,10 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
 
 
 def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, RecognisedAttention]) -> list[str]:
-    """Modules whose query projections get their gates before their queries, so that both are one piece of the output:
-    chosen.gated of packed ones, functions of the others' tensors."""
+    """Modules whose query projections get their gates before their queries, where the node has them: chosen.gated of
+    packed ones, functions of the others' tensors."""
     moved = []
-    for path in (path for path, recognised in found.items() if recognised.gated):
+    for path in (path for path, recognised in found.items() if recognised.spec.gated):
         heads, size = found[path].spec.num_heads, found[path].spec.head_size
         node = next((name for name, parts in chosen.parts.items() if f"{path}.q_proj" in parts), None)
         if node is not None and size % chosen.linears[node].w.block_n:
@@ -333,6 +334,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         divide_by_roots(graph)
         add_norms(graph)
     drop_repeated_reshapes(graph)
+    narrow_tables(graph)
     # A fusion leaves each norm without weights ones of its own; layers whose constants are others are not alike.
     CommonSubexpressionEliminationPass(size_limit=1 << 16)(graph)
     for value in hidden:

@@ -51,7 +51,7 @@ class Inputs:
         def values(*shape: int) -> np.ndarray:
             return rng.normal(0, 1, shape).astype(np.float32).astype(NUMPY[dtype])
 
-        qkv = values(batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v))
+        qkv = values(batch, tokens, spec.gates_size + (heads + groups) * d + (0 if spec.key_split else groups * v))
         past = [values(batch, groups, slots, width) for width in spec.cache_widths]
         for b, (begin, count, before) in enumerate(rows):
             qkv[b, :begin] = qkv[b, begin + count :] = np.nan
@@ -169,6 +169,10 @@ HEADS = {
     "chunk": replace(SPEC, chunk_size=80),
     "window-chunk": replace(SPEC, sliding_window=50, chunk_size=128),
     "scale": replace(SPEC, scale=0.3),
+    "gated": replace(SPEC, gated=1),
+    "gated, norm-row": replace(SPEC, gated=1, qk_norm="row"),
+    "qwen3.5, gated": attention_spec(16, 2, 256, rotary_size=64, qk_norm="head", gated=1),
+    "deepseek, gated": attention_spec(8, 8, 192, v_head_size=128, rotary_size=64, gated=1),
 }
 LATENT = attention_spec(
     16, 1, 576, v_head_size=512, key_split=288, rotary_size=64, rotary_interleaved=1, scale=192**-0.5

@@ -23,7 +23,7 @@ def test_against_the_reference(name: str, call: str, dtype: str) -> None:
 
 @gpu
 @pytest.mark.parametrize("call", ["decode", "ragged decode", "prefill", "prefill after", "ragged prefill"])
-@pytest.mark.parametrize("name", ["qwen3", "norm-row", "window-chunk", "softcap", "qwen3.5", "192", "deepseek"])
+@pytest.mark.parametrize("name", ["qwen3", "norm-row", "window-chunk", "softcap", "qwen3.5", "192", "deepseek, gated"])
 def test_on_mma_sync(monkeypatch: pytest.MonkeyPatch, name: str, call: str) -> None:
     """What a GPU without wgmma runs."""
     monkeypatch.setattr(cuda, "query", lambda _: SM80)
@@ -43,7 +43,7 @@ def test_a_cache_that_grows(name: str, call: str, slots: int) -> None:
 
 @gpu
 @pytest.mark.parametrize(("slots", "tokens"), [(5000, 1), (5000, 3), (1500, 60)])
-@pytest.mark.parametrize("name", ["qwen3", "window-128", "qwen3.5", "mimo"])
+@pytest.mark.parametrize("name", ["qwen3", "window-128", "qwen3.5, gated", "mimo"])
 def test_long(name: str, slots: int, tokens: int) -> None:
     """Many splits, and more splits than there are stages in a window."""
     check(Inputs.make(HEADS[name], "f16", [(0, tokens, slots - tokens - 7)], tokens, slots))

@@ -151,7 +151,7 @@ def test_blocks_of_512_rows(both, name, tokens):
     if both:
         odd = case.hidden % 16 > 0
         case = replace(
-            case, hidden=488 if odd else 512, intermediate=234 if odd else max(case.intermediate & ~128, 256)
+            case, hidden=488 if odd else 512, intermediate=234 if odd else max(case.intermediate & ~255, 256)
         )
     if device.sm == 90:
         plan = cuda.plan(cuda.problem(build(case)[0], "bf16", tokens, case.top_k, case.experts), device)

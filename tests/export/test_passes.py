@@ -3,6 +3,9 @@ change transformers' modules before the trace have theirs in test_module_passes.
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
@@ -15,7 +18,8 @@ from specs import attention_spec
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.op import LinearSpec, NormSpec
+from quantmoe.custom_ops.reference import add_norm
 from quantmoe.exporter.graph.passes.add_norms import add_norms
 from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
@@ -29,6 +33,7 @@ from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.sums import meet_around_experts
+from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.reading.slices import Slice
 
@@ -143,11 +148,81 @@ def test_embeddings_and_their_norm_are_two_nodes() -> None:
     model = parsed(text.replace("float16[b, 4] x, float16[b, 4] r", "int64[b] ids, float16[9, 4] table"))
     divide_by_roots(model)
     add_norms(model)
-    gather, zeros, node = (node for node in model.graph if node.op_type not in ("Constant", "Identity"))
-    assert [n.op_type for n in (gather, zeros, node)] == ["Gather", "Sub", "AddRMSNorm"]
-    assert [*zeros.inputs] == [gather.outputs[0]] * 2
-    assert [*node.inputs[:2]] == [gather.outputs[0], zeros.outputs[0]]
+    gather, node = (node for node in model.graph if node.op_type not in ("Constant", "Identity"))
+    assert [n.op_type for n in (gather, node)] == ["Gather", "AddRMSNorm"]
+    assert [*node.inputs[:2]] == [gather.outputs[0]] * 2
     assert [output.producer().inputs[0] for output in model.graph.outputs] == [node.outputs[0], gather.outputs[0]]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_the_norm_of_a_sum_with_itself(dtype: type) -> None:
+    """Of an embedding: to the last bit that of the embedding, with four times epsilon, also where that is most."""
+    x = (RNG.normal(size=(50, 64)) * 2.0 ** RNG.integers(-12, 9, (50, 1))).astype(dtype)
+    epsilon, weight = float(np.float32(1e-6)), RNG.normal(size=64).astype(dtype)
+    twice, _ = add_norm(NormSpec(norm_epsilon=4 * epsilon), x, x, weight)
+    once, total = add_norm(NormSpec(norm_epsilon=epsilon), x, np.zeros_like(x), weight)
+    np.testing.assert_array_equal(total, x)
+    np.testing.assert_array_equal(twice, once)
+
+
+ROTARY = """g (int64[b, s] p, float[1, 1, 4] f) => (float[b, s, 4] c, float[b, s, {width}] n) {{
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    two = Constant <value_ints = [2]> ()
+    three = Constant <value_ints = [3]> ()
+    half = Constant <value_ints = [{end}]> ()
+    axis = Constant <value = int64 {{{axis}}}> ()
+    scale = Constant <value = float {{1.25}}> ()
+    axes = Unsqueeze (p, zero)
+    sizes = Shape (p)
+    shape = Concat <axis = 0> (three, sizes)
+    each = Expand (axes, shape)
+    some = Slice (each, one, three, zero, one)
+    own = Gather <axis = 0> (some, axis)
+    column = Unsqueeze (own, two)
+    wide = Cast <to = 1> (column)
+    angles = Mul (wide, f)
+    twice = Concat <axis = -1> ({joined})
+    cos = Cos (twice)
+    scaled = Mul (cos, scale)
+    sin = Sin (twice)
+    cut = Slice (scaled, zero, half, two, one)
+    c = Identity (cut)
+    other = {last}
+    n = Identity (other)
+}}"""
+HALF = "Slice (sin, zero, half, two, one)"
+
+
+def test_half_of_a_table_and_one_of_equal_axes() -> None:
+    model = parsed(ROTARY.format(width=4, end=4, axis=1, joined="angles, angles", last=HALF))
+    given = {"p": RNG.integers(0, 99, (2, 5)), "f": RNG.normal(size=(1, 1, 4)).astype(np.float32)}
+    before = ReferenceEvaluator(ir.to_proto(model)).run(None, given)
+    (each,) = (node.outputs[0] for node in model.graph if node.op_type == "Expand")
+    each.shape = ir.Shape([3, "b", "s"])  # as the trace says
+    narrow_tables(model)
+    left = [op for op in ops(model) if op not in ("Constant", "Identity", "Shape")]
+    # what made a shape is dropped where nothing reads it any more
+    assert [op for op in left if op != "Concat"] == ["Unsqueeze", "Cast", "Mul", "Cos", "Mul", "Sin"]
+    for found, want in zip(ReferenceEvaluator(ir.to_proto(model)).run(None, given), before, strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("left", "other"),
+    [
+        (["Concat", "Slice"], {"last": "Identity (sin)", "width": 8}),
+        (["Concat", "Slice", "Slice"], {"joined": "angles, wide2"}),
+        (["Concat", "Slice", "Slice"], {"end": 3}),
+    ],
+    ids=["the whole is read", "two values", "less than half"],
+)
+def test_other_tables_stay(left: list[str], other: dict[str, Any]) -> None:
+    text = ROTARY.format(**{"width": 4, "end": 4, "axis": 0, "joined": "angles, angles", "last": HALF} | other)
+    model = parsed(text.replace("twice = ", "wide2 = Neg (angles)\n    twice = "))
+    narrow_tables(model)
+    tail = ops(model)[ops(model).index("Neg") :]
+    assert [op for op in tail if op in ("Concat", "Slice")] == left
 
 
 @pytest.mark.parametrize("text", [NORM.format(sum="Identity (x)", weighted=AFTER),

@@ -203,7 +203,7 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
     return floats(a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : heads * d);
   };
   const int64_t key_width = a.key_split ? a.key_split : d, value_width = a.key_split ? d - a.key_split : v;
-  call.qkv = take(call.type, tokens * (a.num_heads * query_size(a) + groups * d + (a.key_split ? 0 : groups * v)));
+  call.qkv = take(call.type, tokens * qkv_size(a));
   call.past_key = cache(call.past_slots, key_width);
   call.past_value = cache(call.past_slots, value_width);
   call.cos = floats(tokens * a.rotary_size / 2);
@@ -232,7 +232,7 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
 void attention(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_attention a{};
-  a.op_version = 4;
+  a.op_version = 5;
   a.kv_num_heads = data.ConsumeIntegralInRange(1, 3);
   a.num_heads = a.kv_num_heads * data.ConsumeIntegralInRange(1, 10);
   a.head_size = data.ConsumeIntegralInRange(1, 40);
@@ -259,6 +259,7 @@ void attention(FuzzedDataProvider& data, bool wild) {
       a.rotary_size = std::min(a.rotary_size, (a.head_size - a.v_head_size) / 2 * 2);
     }
   }
+  a.gated = !a.key_split && data.ConsumeBool();
   if (wild) set_any(data, "CachedAttention", &a);
   if (qm_attention_validate(&a, err)) {
     CHECK(wild, "refused: %s", err);

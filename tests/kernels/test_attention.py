@@ -422,6 +422,8 @@ def test_present_in_pasts_memory_cannot_have_more_slots() -> None:
         ({"cache_format": "fp8_e4m3", "k_scale": float("inf")}, "k_scale is inf, expected a number"),
         ({"k_scale": 0.5}, "k_scale is 0.5, expected 1 where cache_format is none"),
         ({"cache_format": "int8_token", "v_scale": 2.0}, "v_scale is 2, expected 1 where cache_format is int8_token"),
+        ({"gated": 2}, "gated is 2, expected 0 to 1"),
+        ({"gated": 1, "key_split": 8}, "gated is 1, expected 0 with a key_split"),
         ({"nope_size": 8, "out_size": 8}, "nope_size is 8, expected 0 without a key_split"),
         ({"key_split": 8, "nope_size": -1}, "nope_size is -1, expected 0 to"),
         ({"key_split": 8, "nope_size": 8}, "out_size is 0, expected 1 to"),

@@ -141,15 +141,15 @@ QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
 // CachedAttention. D: head_size, V: v_head_size. With a key_split or a nope_size, of latent attention, see op.def.
 QM_API int qm_attention_validate(const qm_attention*, char* err);
 typedef struct {
-  qm_type type;                  // of qkv and output
-  qm_type cache_type;            // QM_F32 or QM_F16
-  int64_t batch, tokens;         // B, S
-  int64_t past_slots, slots;     // P, and those of present, at least P
-  const void* qkv;               // [B, S, (num_heads + kv_num_heads) D + kv_num_heads V]
-  const void* past_key;          // [B, kv_num_heads, past_slots, D]
-  const void* past_value;        // [B, kv_num_heads, past_slots, V]
-  const int32_t* rows;           // [B, 3]: first new token that counts, how many do, tokens in the cache before them
-  const float *cos, *sin;        // [B, S, rotary_size / 2]
+  qm_type type;               // of qkv and output
+  qm_type cache_type;         // QM_F32 or QM_F16
+  int64_t batch, tokens;      // B, S
+  int64_t past_slots, slots;  // P, and those of present, at least P
+  const void* qkv;            // [B, S, (num_heads + kv_num_heads) D + kv_num_heads V]; gated: num_heads V more before
+  const void* past_key;       // [B, kv_num_heads, past_slots, D]
+  const void* past_value;     // [B, kv_num_heads, past_slots, V]
+  const int32_t* rows;        // [B, 3]: first new token that counts, how many do, tokens in the cache before them
+  const float *cos, *sin;     // [B, S, rotary_size / 2]
   const float *q_norm, *k_norm;  // by qk_norm
   const float* sinks;            // [num_heads]
   const void *k_up, *v_up;       // with a nope_size, of `type`: [num_heads, nope_size, V], [num_heads, V, out_size]

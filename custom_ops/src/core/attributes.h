@@ -86,6 +86,14 @@ inline int32_t query_size(const qm_attention& attention) {
 inline int32_t output_size(const qm_attention& attention) {
   return attention.nope_size ? attention.out_size : attention.v_head_size;
 }
+// Gates that a token's qkv begins with, and all that it has.
+inline int64_t gates_size(const qm_attention& attention) {
+  return attention.gated ? int64_t{attention.num_heads} * attention.v_head_size : 0;
+}
+inline int64_t qkv_size(const qm_attention& attention) {
+  return gates_size(attention) + int64_t{attention.num_heads} * query_size(attention) +
+         int64_t{attention.kv_num_heads} * (attention.head_size + (attention.key_split ? 0 : attention.v_head_size));
+}
 
 // Where an operator's input is in the rows of a tensor that may be wider: FORMAT.md 6.
 struct Part {

@@ -25,7 +25,6 @@ struct AttentionPlan {
   int64_t counters_at, parts_at, scratch_at, bytes;  // q_scales are at 0
 };
 
-int64_t element_size(qm_type type) { return type == QM_F32 ? 4 : 2; }  // of qkv and output
 bool in_place(const qm_attention_call& call, const void* past, const void* present) {
   return past == present && call.past_slots;
 }
@@ -102,7 +101,7 @@ void AttentionRun::copy(const void* past, void* present, int64_t width, int64_t 
 
 // New tokens first .. of row b into the cache; zeros are the output of those that do not count.
 void AttentionRun::append_tokens(int64_t batch_row, int64_t first, float* scratch) const {
-  const int64_t width = int64_t{a_.node.num_heads} * output_size(a_.node) * element_size(a_.call.type);
+  const int64_t width = int64_t{a_.node.num_heads} * output_size(a_.node) * a_.element();
   for (int64_t index = first; index < std::min(first + kTokensPerTask, a_.call.tokens); ++index) {
     const int64_t token = index - a_.call.rows[3 * batch_row];
     if (token >= 0 && token < count_of(batch_row))

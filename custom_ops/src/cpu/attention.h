@@ -18,6 +18,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -144,11 +145,11 @@ void append(const AttentionContext& context, int64_t batch_row, int64_t token, f
   const qm_attention& node = context.node;
   const qm_attention_call& call = context.call;
   const int64_t head_size = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
-  const int64_t element = call.type == QM_F32 ? 4 : 2;
+  const int64_t element = context.element();
   const int64_t key_width = context.key_width(), value_width = context.value_width();
   const int64_t position = batch_row * call.tokens + call.rows[3 * batch_row] + token,
                 slot = context.slot(batch_row, token);
-  const uint8_t* const q = static_cast<const uint8_t*>(call.qkv) + position * context.qkv_width() * element;
+  const uint8_t* const q = context.queries_of(position);
   const uint8_t* const k = q + int64_t{node.num_heads} * query_size(node) * element;
   const uint8_t* const values = k + groups * head_size * element;
   float row_scale = 1.0f;
@@ -170,8 +171,7 @@ void append(const AttentionContext& context, int64_t batch_row, int64_t token, f
 template <class Isa>
 void queries(const AttentionContext& context, const AttentionTile& tile, float* scratch) {
   const qm_attention& node = context.node;
-  const int64_t head_size = node.head_size, rows = tile.tokens * context.heads(),
-                element = context.call.type == QM_F32 ? 4 : 2;
+  const int64_t head_size = node.head_size, rows = tile.tokens * context.heads(), element = context.element();
   float* const y = scratch + context.keys_at();
   for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
     const int64_t first = panel_row<Isa>(rows, panel), count = panel_row<Isa>(rows, panel + 1) - first;
@@ -179,8 +179,7 @@ void queries(const AttentionContext& context, const AttentionTile& tile, float* 
       const int64_t head = tile.group * context.heads() + (first + i) % context.heads();
       const int64_t token = tile.token + (first + i) / context.heads();
       const int64_t position = tile.b * context.call.tokens + context.call.rows[3 * tile.b] + token;
-      const uint8_t* const x =
-          static_cast<const uint8_t*>(context.call.qkv) + (position * context.qkv_width() + head * head_size) * element;
+      const uint8_t* const x = context.queries_of(position) + head * head_size * element;
       const float row_scale = node.qk_norm == k_qk_norm_row ? context.q_scales[position] : 1.0f;
       turn(context, x, position, weights_of(node, context.call.q_norm, head), row_scale, y);
       float* const panels = scratch + context.queries_at() + first * head_size;
@@ -504,14 +503,24 @@ void merge(const AttentionContext& context, const AttentionTile& tile, int64_t b
   }
 }
 
+void gate_output(const AttentionContext& context, const uint8_t* gates, int64_t size, float* y) {
+  float gate[64];
+  for (int64_t first = 0; first < size; first += std::size(gate)) {
+    const int64_t count = std::min<int64_t>(std::size(gate), size - first);
+    to_float(context.call.type, gates + first * context.element(), count, gate);
+    for (int64_t i = 0; i < count; ++i) y[first + i] = y[first + i] * sigmoid_f32(gate[i]);
+  }
+}
+
 void finish(const AttentionContext& context, const AttentionTile& tile, float* parts) {
-  const int64_t v = context.node.v_head_size, element = context.call.type == QM_F32 ? 4 : 2;
+  const int64_t v = context.node.v_head_size, element = context.element();
   const float factor = value_factor(context.node);
   for (int64_t row = 0; row < tile.tokens * context.heads(); ++row, parts += context.part_floats()) {
     scale(1.0f / parts[1] * factor, parts + 16, v);
     const int64_t token =
         tile.b * context.call.tokens + context.call.rows[3 * tile.b] + tile.token + row / context.heads();
     const int64_t head = tile.group * context.heads() + row % context.heads();
+    if (context.node.gated) gate_output(context, context.gates_of(token) + head * v * element, v, parts + 16);
     from_float(context.call.type, parts + 16, v,
                static_cast<uint8_t*>(context.call.output) + (token * context.node.num_heads + head) * v * element);
   }

@@ -70,10 +70,12 @@ struct AttentionContext {
   float* q_scales;  // [batch, tokens]: 1 / norm of a token's queries, where qk_norm is row
 
   int64_t heads() const { return node.num_heads / node.kv_num_heads; }  // that share keys and values
-  int64_t qkv_width() const {
-    return int64_t{node.num_heads} * query_size(node) + int64_t{node.kv_num_heads} * node.head_size +
-           (node.key_split ? 0 : int64_t{node.kv_num_heads} * node.v_head_size);
+  int64_t element() const { return call.type == QM_F32 ? 4 : 2; }       // bytes, of qkv and output
+  // Where a token's gates are in qkv, and its queries.
+  const uint8_t* gates_of(int64_t position) const {
+    return static_cast<const uint8_t*>(call.qkv) + position * qkv_size(node) * element();
   }
+  const uint8_t* queries_of(int64_t position) const { return gates_of(position) + gates_size(node) * element(); }
   // Of a head of keys or values in the cache, `width` numbers.
   int64_t slot_bytes(int64_t width) const {
     const int64_t element = node.cache_format != k_cache_format_none ? 1 : call.cache_type == QM_F32 ? 4 : 2;

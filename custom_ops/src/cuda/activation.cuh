@@ -5,8 +5,6 @@
 
 namespace quantmoe {
 
-// 1 / (1 + e^-z); 0 for z below -87.3, where it is less than 2^-126.
-__device__ inline float sigmoid(float z) { return reciprocal(1.f + fast_exp2(-1.44269504f * z)); }
 __device__ inline float silu(float z) { return z * sigmoid(z); }
 
 __device__ inline float relu2(float z) { return z > 0.f ? z * z : (z == z ? 0.f : z); }

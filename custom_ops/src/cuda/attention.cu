@@ -22,6 +22,7 @@ AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cud
   params.past_slots = static_cast<int>(problem.past_slots), params.slots = static_cast<int>(problem.slots);
   params.group = node.num_heads / node.kv_num_heads;
   params.qkv = tensors.qkv, params.past_key = tensors.past_key, params.past_value = tensors.past_value;
+  params.row_size = static_cast<int>(qkv_size(node)), params.gates_size = static_cast<int>(gates_size(node));
   params.rows = tensors.rows;
   params.cos = tensors.cos, params.sin = tensors.sin, params.q_norm = tensors.q_norm, params.k_norm = tensors.k_norm,
   params.sinks = tensors.sinks;
@@ -83,13 +84,16 @@ int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_pla
   } else {
     constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
     const int lanes = is_wide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
-    params.blocks_per_token = (node.num_heads + 2 * node.kv_num_heads + heads - 1) / heads;
+    const int all_heads = node.num_heads + 2 * node.kv_num_heads;
+    params.blocks_per_token = (all_heads + heads - 1) / heads;
+    params.heads_per_block = (all_heads + params.blocks_per_token - 1) / params.blocks_per_token;
     // Of many tokens a block has several, one after the other.
     params.token_blocks = all / std::clamp(all / 512, 1, 8) * params.blocks_per_token;
     const auto append =
         codes ? (lanes == kBroad ? attention_append<T, kBroad, true> : attention_append<T, kNarrow, true>)
               : (lanes == kBroad ? attention_append<T, kBroad, false> : attention_append<T, kNarrow, false>);
-    launcher.run(append, params, dim3(params.token_blocks + copies), kAppendThreads, 0, true);
+    const int threads = (params.heads_per_block * lanes + 31) / 32 * 32;
+    launcher.run(append, params, dim3(params.token_blocks + copies), threads, 0, true);
     const dim3 grid(params.tiles * params.pairs, plan.splits);
     if (plan.wgmma)
       launcher.run((codes ? wide_codes_kernel : wide_kernel)(problem.type, width, value_width, plan.tile_rows), params,

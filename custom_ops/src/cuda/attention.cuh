@@ -27,6 +27,7 @@ struct AttentionParams {
   qm_attention attention;
   int batch, tokens, past_slots, slots, group;  // slots: of present; group: query heads that share keys
   const void *qkv, *past_key, *past_value;
+  int row_size, gates_size;  // of a token in qkv, and how many of it are gates
   const int* rows;
   const float *cos, *sin, *q_norm, *k_norm, *sinks;
   float score_factor;          // of products of queries and keys
@@ -38,6 +39,7 @@ struct AttentionParams {
   int tile_rows, tiles, pairs, splits;  // pairs: batch * kv_heads
   int stage_log, least_log;             // logarithms of 2: slots of a stage, stages that a split has at least
   int token_blocks, blocks_per_token;   // of attention_append, before those that copy past
+  int heads_per_block;                  // of a token, of queries, keys and values
   int key_width, value_width;           // of the caches
   bool cluster, deep;                   // the splits of a tile are one; kDeepStages of them
   bool appended;                        // of latent attention: the new keys are in the cache
@@ -205,11 +207,28 @@ __device__ inline float add_squares(const uint4& v, float sum) {
     sum = fmaf(Half<T>::low(pair), Half<T>::low(pair), fmaf(Half<T>::high(pair), Half<T>::high(pair), sum));
   return sum;
 }
-// Chunks of eight features of a token in qkv.
-__device__ inline int64_t row_chunks_of(const qm_attention& node) {
-  return ((node.num_heads + node.kv_num_heads) * static_cast<int64_t>(node.head_size) +
-          node.kv_num_heads * static_cast<int64_t>(node.v_head_size)) /
-         8;
+// A token's queries, keys and values, in chunks of eight features.
+__device__ inline const uint4* row_of(const AttentionParams& params, int64_t token) {
+  return static_cast<const uint4*>(params.qkv) + (token * params.row_size + params.gates_size) / 8;
+}
+// What multiplies an even feature and the next one of a head of a token, `place`.
+template <typename T>
+__device__ inline float2 gates_of(const AttentionParams& params, int64_t place, int feature) {
+  if (!params.gates_size) return {1.f, 1.f};
+  const uint32_t head = static_cast<uint32_t>(place) % params.attention.num_heads,
+                 token = static_cast<uint32_t>(place) / params.attention.num_heads;
+  const int64_t at = static_cast<int64_t>(token) * params.row_size + head * params.attention.v_head_size + feature;
+  const uint32_t gates = static_cast<const uint32_t*>(params.qkv)[at / 2];
+  return {sigmoid(Half<T>::low(gates)), sigmoid(Half<T>::high(gates))};
+}
+// To the output: four features of a head of a token, times `factor`.
+template <typename T>
+__device__ inline void store_four(const AttentionParams& params, int64_t place, int feature, const float4& y,
+                                  float factor) {
+  const float2 low = gates_of<T>(params, place, feature), high = gates_of<T>(params, place, feature + 2);
+  static_cast<uint2*>(params.output)[(place * params.attention.v_head_size + feature) / 4] = {
+      Half<T>::pack(y.x * factor * low.x, y.y * factor * low.y),
+      Half<T>::pack(y.z * factor * high.x, y.w * factor * high.y)};
 }
 
 // The angles of a token that a lane's eight features turn by.
@@ -219,7 +238,7 @@ struct HeadTurn {
 // A lane's part of a head: eight features from d on. kLanes lanes of a warp have it all.
 template <typename T, int kLanes>
 struct HeadPart {
-  int d, size, head, chunk;  // head: of queries, of keys, or of values; chunk: where it is in a token's row of qkv
+  int d, size, head, chunk;  // head: of queries, of keys, or of values; chunk: where it is of row_of
   bool query, key, there, normed, turns;
   bool by_row, apart, whole;  // whole: all eight features are of one half
   int half;
@@ -455,7 +474,10 @@ __device__ inline void store_row(const AttentionParams& params, const float (&ac
   const float inverse = factor / fmaf(sum, factor, fast_exp2(sink - largest)) * params.attention.v_scale;
   uint32_t* out = static_cast<uint32_t*>(params.output) + (place * kTiles + first_n) * 4 + t;
 #pragma unroll
-  for (int n = 0; n < M; ++n) out[n * 4] = Half<T>::pack(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
+  for (int n = 0; n < M; ++n) {
+    const float2 gates = gates_of<T>(params, place, (first_n + n) * 8 + 2 * t);
+    out[n * 4] = Half<T>::pack(acc[n][2 * h] * inverse * gates.x, acc[n][2 * h + 1] * inverse * gates.y);
+  }
 }
 
 // What a warp of mma.sync has summed: MT tiles of 16 rows, M tiles of eight of the values' columns.

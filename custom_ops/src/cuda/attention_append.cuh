@@ -11,12 +11,12 @@ __device__ inline float block_sum(float x, float* scratch) {
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   x = 0;
-  for (int i = 0; i < kAppendThreads / 32; ++i) x += scratch[i];
+  for (int i = 0; i < blockDim.x / 32; ++i) x += scratch[i];
   return x;
 }
 
-// kLanes lanes a head of a token. A block has the same heads of some tokens; what `rows` does not decide is asked for
-// before it is there.
+// kLanes lanes a head of a token. A block has heads_per_block heads of some tokens; what `rows` does not decide is
+// asked for before it is there.
 template <typename T, int kLanes, bool kCodes>
 __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __grid_constant__ AttentionParams params) {
   constexpr int kHeads = kAppendThreads / kLanes;
@@ -29,14 +29,13 @@ __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __gr
   const qm_attention& node = params.attention;
   const int heads = node.num_heads, kv_heads = node.kv_num_heads;
   const int local = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int64_t row_chunks = row_chunks_of(node);
   const int steps = params.token_blocks / params.blocks_per_token;
   int token = block / params.blocks_per_token;
-  const uint4* qkv = static_cast<const uint4*>(params.qkv);
-  HeadPart<T, kLanes> part(params, block % params.blocks_per_token * kHeads + local, lane);
+  const int own = block % params.blocks_per_token * params.heads_per_block + local;
+  HeadPart<T, kLanes> part(params, local < params.heads_per_block ? own : heads + 2 * kv_heads, lane);
   part.load_weights(params);
   auto load = [&](int token) {
-    return part.there && token < params.batch * params.tokens ? qkv[token * row_chunks + part.chunk] : uint4{};
+    return part.there && token < params.batch * params.tokens ? row_of(params, token)[part.chunk] : uint4{};
   };
   uint4 next = load(token);
 
@@ -63,8 +62,8 @@ __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __gr
     if (part.by_row) {  // of all heads
       const int queries = heads * (node.head_size / 8), keys = kv_heads * (node.head_size / 8);
       float sums[2] = {0, 0};
-      for (int i = threadIdx.x; i < queries + keys; i += kAppendThreads) {
-        const float sum = add_squares<T>(qkv[token * row_chunks + i], 0);
+      for (int i = threadIdx.x; i < queries + keys; i += static_cast<int>(blockDim.x)) {
+        const float sum = add_squares<T>(row_of(params, token)[i], 0);
         sums[i >= queries] += sum;
       }
       const float q = block_sum(sums[0], scratch), k = block_sum(sums[1], scratch);
@@ -151,8 +150,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_cons
     y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
   }
   const float inverse = 1.f / all * params.attention.v_scale;
-  static_cast<uint2*>(params.output)[static_cast<int64_t>(place) * features + column] = {
-      Half<T>::pack(y.x * inverse, y.y * inverse), Half<T>::pack(y.z * inverse, y.w * inverse)};
+  store_four<T>(params, place, column * 4, y, inverse);
 }
 
 }  // namespace quantmoe

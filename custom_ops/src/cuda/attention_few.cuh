@@ -171,7 +171,6 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   const int all_rows = params.tokens * params.group, all_items = all_rows + 2 * params.tokens;
   for (int i = all_rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kFewThreads)
     store16(queries_at + swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
-  const int64_t row_chunks = row_chunks_of(node);
   FewItem item(params, kv_head, threadIdx.x / kLanes);
   HeadPart<T, kLanes> part(params, item.head, threadIdx.x % kLanes);
   int head_of[2];  // of the rows that the warp adds up: warp, warp + 8
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   HeadTurn turn;
   auto ask = [&](int first) {  // first: token that counts
     const int token = batch_row * params.tokens + min(first + item.index, params.tokens - 1);
-    loaded = part.there ? static_cast<const uint4*>(params.qkv)[token * row_chunks + part.chunk] : uint4{};
+    loaded = part.there ? row_of(params, token)[part.chunk] : uint4{};
     part.load_turn(params, token, turn);
     part.load_weights(params);
   };
@@ -255,8 +254,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     for (int i = warp; i < 2 * batch.count; i += kWarps) {
       const int index = i / 2, chunks = (i % 2 ? node.kv_num_heads : node.num_heads) * (DK / 8);
       const int64_t token = static_cast<int64_t>(batch_row) * params.tokens + batch.begin + index;
-      const uint4* from =
-          static_cast<const uint4*>(params.qkv) + token * row_chunks + (i % 2 ? node.num_heads * (DK / 8) : 0);
+      const uint4* from = row_of(params, token) + (i % 2 ? node.num_heads * (DK / 8) : 0);
       float sum = 0;
       for (int at = lane; at < chunks; at += 32) sum = add_squares<T>(from[at], sum);
       for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
@@ -407,12 +405,20 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
       else if (params.splits > 1)
         reinterpret_cast<float4*>(params.partial)[part_of * (DV / 4) + c] = y;
       else
-        static_cast<uint2*>(params.output)[place_of[k] * (DV / 4) + c] = {Half<T>::pack(y.x * inverse, y.y * inverse),
-                                                                          Half<T>::pack(y.z * inverse, y.w * inverse)};
+        store_four<T>(params, place_of[k], c * 4, y, inverse);
     }
   }
   if (!params.cluster) return;
 
+  const auto gate_of = [&](int k, int feature) {
+    const float2 gates = gates_of<T>(params, place_of[k], feature & ~1);
+    return feature % 2 ? gates.y : gates.x;
+  };
+  const int first_feature = split * columns * 4 + lane;
+  float first_gates[2];  // asked for before the wait
+#pragma unroll
+  for (int k = 0; k < 2; ++k)
+    first_gates[k] = warp + k * kWarps < rows && first_feature < DV ? gate_of(k, first_feature) : 1.f;
   cluster_arrive();
   cluster_wait();
   const float2* of_blocks = reinterpret_cast<const float2*>(shared + stages * (kStage / 16));
@@ -439,7 +445,9 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
         const float of_block = __shfl_sync(~0u, weight, r);
         if (there) y = fmaf(columns_of[(r * kFewRows + row) * columns * 4 + column], of_block, y);
       }
-      if (there) static_cast<T*>(params.output)[place_of[k] * DV + to] = Half<T>::from(y * inverse);
+      if (!there) continue;
+      const float gate = first == 0 ? first_gates[k] : gate_of(k, to);
+      static_cast<T*>(params.output)[place_of[k] * DV + to] = Half<T>::from(y * inverse * gate);
     }
   }
 }

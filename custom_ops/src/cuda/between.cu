@@ -29,10 +29,13 @@ int launch_router(const qm_cuda_router_problem& problem, const qm_cuda_router_pl
                       routing_of(router)};
   Launcher launcher{stream};
   if (plan.path == kRouterCluster) {
-    constexpr void (*kernels[])(RouterParams) = {router_cluster<T, 1>, router_cluster<T, 2>, router_cluster<T, 3>,
-                                                 router_cluster<T, 4>, router_cluster<T, 5>};
+    constexpr void (*kernels[])(RouterParams) = {router_cluster<T, 1, 8>, router_cluster<T, 2, 5>,
+                                                 router_cluster<T, 3, 4>, router_cluster<T, 4, 3>,
+                                                 router_cluster<T, 5, 2>};
     static_assert(std::size(kernels) == kRouterMostTiles);
-    launcher.run(kernels[router_tiles_of(params.routing, plan.cluster) - 1], params,
+    const int tiles = router_tiles_of(params.routing, plan.cluster);
+    const bool few = router.hidden_size <= 32 * kRouterWarps * kRouterFewPieces;
+    launcher.run(tiles == 1 && few ? router_cluster<T, 1, kRouterFewPieces> : kernels[tiles - 1], params,
                  dim3(plan.cluster, blocks_for(tokens, kRouterTokens)), kRouterThreads,
                  router_shared(params.routing, plan.cluster), true, plan.cluster);
     return report(launcher.error, err);

@@ -19,18 +19,20 @@ enum RouterPath {
 constexpr int kRouterThreads = 512, kRouterWarps = kRouterThreads / 32;  // of a block of a cluster
 constexpr int kRouterTokens = 8;     // of a cluster: its first blocks select for one each
 constexpr int kRouterMostTiles = 5;  // of 16 experts a block has
+constexpr int kRouterFewPieces = 4;  // of a warp, of 32 columns: with fewer registers blocks begin beside those before
 constexpr int kRouterFew = 32;       // tokens up to which weights are read again for each cluster or token
 constexpr int kRouterRowsThreads = 128;
 constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 8;
-constexpr int kRouterTileThreads = 128;
+constexpr int kRouterTileThreads = 256;
 constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
 // Blocks of a cluster: 8, which every GPU with clusters runs, or for more experts 16. Those have to lie in one of at
 // most eight groups of multiprocessors (GPCs), of which more than 8 * 14 multiprocessors fill one.
 constexpr int router_cluster_of(const qm_routing& r, const qm_cuda_device& device) {
-  return device.sm == 90 && device.multiprocessors > 112 && logits_of(r) > 128 ? 16 : 8;
+  return device.sm == 90 && device.multiprocessors > 112 && r.num_experts > 128 ? 16 : 8;
 }
+// Of a shared gate's row the last block has a part besides.
 constexpr int router_tiles_of(const qm_routing& r, int blocks) {
-  return ((logits_of(r) + blocks - 1) / blocks + 15) / 16;
+  return ((r.num_experts + blocks - 1) / blocks + 15) / 16;
 }
 // Dynamic shared memory of a block of a cluster.
 constexpr int router_shared(const qm_routing& r, int blocks) {

@@ -260,8 +260,16 @@ qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
   const bool pairs = sizes.units == 2, short_k = row.units <= 4 * kWarps;
   const int64_t fours = ceil_div(row.panels, 4), multiprocessors = device.multiprocessors;
   qm_cuda_step step{};
+  step.n_tiles = step.warps_k = step.cluster = 1;
+  const auto shared_bytes = [&] {
+    const int bytes = shared_bytes_of(instance_of(sizes, QM_CUDA_DECODE, Product::kLinear, step), sizes);
+    return bytes + kReserved <= device.shared_bytes ? bytes : 0;
+  };
   if (sizes.bits == 16) {
-    step.panels = 1, step.stages = stages_of(1);
+    // Where there are few panels of a short row, all of a warp's part is asked for before the wait.
+    const bool deep = row.panels <= multiprocessors && row.units <= (kDeepStages - 1) * kWarps;
+    step.panels = 1, step.stages = deep ? kDeepStages : stages_of(1);
+    if (shared_bytes() == 0) step.stages = stages_of(1);
   } else if (sizes.bits > 4) {
     step.panels = row.units < 24 * kWarps ? 1 : 2;
     step.stages = step.panels == 2 ? 5 : short_k ? 3 : 6;
@@ -273,9 +281,7 @@ qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
     step.panels = two ? 2 : 4;
     step.stages = two && !short_k ? 5 : 3;
   }
-  step.n_tiles = step.warps_k = step.cluster = 1;
-  const int shared_bytes = shared_bytes_of(instance_of(sizes, QM_CUDA_DECODE, Product::kLinear, step), sizes);
-  if (shared_bytes + kReserved <= device.shared_bytes) step.shared_bytes = shared_bytes;
+  step.shared_bytes = shared_bytes();
   step.grid = static_cast<int32_t>(ceil_div(row.panels, step.panels) * step.cluster);
   return step;
 }

@@ -105,6 +105,8 @@ __device__ inline float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 }
+// 1 / (1 + e^-z); 0 for z below -87.3, where it is less than 2^-126.
+__device__ inline float sigmoid(float z) { return reciprocal(1.f + fast_exp2(-1.44269504f * z)); }
 
 // Programmatic dependent launch: the next kernel of the stream may start, the previous one's writes are visible.
 __device__ inline void launch_dependents() {

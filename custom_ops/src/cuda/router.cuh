@@ -30,22 +30,26 @@ __device__ inline void dot8(float& sum, const uint4& a, const uint4& b) {
 
 // columns: a multiple of 8. Up to eight tokens, mma's columns, a cluster; kTiles of 16 experts a block. A warp has
 // every kRouterWarps-th piece of 32 columns of all the block's experts, of which lane t of four reads eight: what mma
-// takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. As many pieces as registers hold are read before the
-// kernel waits for x. The sums go to the token's block, which selects. Dynamic shared memory: router_shared.
-template <typename T, int kTiles>
+// takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. kAhead pieces are read before the kernel waits for x. A
+// shared gate's row, which would be one of a tile of its own in a block, is the last block's besides its experts: a
+// thread has 8 columns. The sums go to the token's block, which selects. Dynamic shared memory: router_shared.
+template <typename T, int kTiles, int kAhead>
 __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid_constant__ RouterParams params) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kRows = 16 * kTiles, kAhead = kTiles == 1 ? 8 : kTiles == 2 ? 5 : 12 / kTiles;
+  constexpr int kRows = 16 * kTiles;
   extern __shared__ __align__(128) float parts[];  // [warps, rows, kRouterTokens]
-  __shared__ float biases[kRows];
+  __shared__ float biases[kRows], gate_parts[kRouterWarps][kRouterTokens];
   launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, rank = blockIdx.x;
-  const int rows = logits_of(params.routing), blocks = gridDim.x, each = (rows + blocks - 1) / blocks;
+  const int rows = params.routing.num_experts, blocks = gridDim.x, each = (rows + blocks - 1) / blocks;
+  const bool gate = params.routing.shared_gate && rank == blocks - 1;
   const int first = min(rank * each, rows), count = min(each, rows - first), words = params.columns / 8;
   const int token0 = blockIdx.y * kRouterTokens, tokens = min(kRouterTokens, params.tokens - token0);
   float* logits = parts + kRouterWarps * kRows * kRouterTokens;
   const uint4* weights = static_cast<const uint4*>(params.weight) + static_cast<int64_t>(first) * words;
-  const uint4* x = static_cast<const uint4*>(params.x) + static_cast<int64_t>(token0 + g) * words;
+  const uint4* gate_row = static_cast<const uint4*>(params.weight) + static_cast<int64_t>(rows) * words;
+  const uint4* tokens_at = static_cast<const uint4*>(params.x) + static_cast<int64_t>(token0) * words;
+  const uint4* x = tokens_at + static_cast<int64_t>(g) * words;
   const auto word_of = [&](int at, int piece) { return 4 * (at + piece * kRouterWarps) + t; };
   uint4 weight[kAhead][kTiles][2];  // rows g and g + 8
   const auto read = [&](int at) {
@@ -59,6 +63,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
       }
   };
   read(warp);
+  const int own = threadIdx.x;  // of the gate's words
+  const uint4 own_weight = gate && own < words ? gate_row[own] : uint4{};
   if (threadIdx.x < kRows)
     biases[threadIdx.x] = params.bias && threadIdx.x < count ? params.bias[first + threadIdx.x] : 0.f;
   cluster_arrive();  // all blocks are there before one stores to another
@@ -80,6 +86,14 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
         Half<T>::mma(sums[m], odd, v[i].z, v[i].w);
       }
   }
+  for (int token = 0; gate && token < tokens; ++token) {
+    const uint4* at = tokens_at + static_cast<int64_t>(token) * words;
+    float sum = 0.f;
+    if (own < words) dot8<T>(sum, at[own], own_weight);
+    for (int i = own + kRouterThreads; i < words; i += kRouterThreads) dot8<T>(sum, at[i], gate_row[i]);
+    sum = warp_sum(sum);
+    if (lane == 0) gate_parts[warp][token] = sum;
+  }
 #pragma unroll
   for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -95,6 +109,12 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
 #pragma unroll
     for (int w = 0; w < kRouterWarps; ++w) sum += parts[w * kRows * kRouterTokens + i];
     cluster_store(logits + first + row, token, sum);
+  }
+  if (gate && threadIdx.x < tokens) {
+    float sum = params.bias ? params.bias[rows] : 0.f;
+#pragma unroll
+    for (int w = 0; w < kRouterWarps; ++w) sum += gate_parts[w][threadIdx.x];
+    cluster_store(logits + rows, threadIdx.x, sum);
   }
   __syncwarp();
   cluster_arrive();
@@ -133,14 +153,16 @@ __global__ void __launch_bounds__(kRouterRowsThreads) router_rows(const __grid_c
   if (lane == 0) params.logits[token * logits_of(params.routing) + e] = params.bias ? sum + params.bias[e] : sum;
 }
 
-// columns: a multiple of 8. A warp has all tokens of the tile and 16 experts. A row of a stage is 128 bytes, whose
-// 16-byte words are exchanged by its number, so that eight rows' words are in other banks.
+// columns: a multiple of 8. A warp has all tokens of the tile, 16 experts and half of each stage's columns. A row of a
+// stage is 128 bytes, whose 16-byte words are exchanged by its number, so that eight rows' words are in other banks.
 template <typename T>
 __global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_constant__ RouterParams params) {
   constexpr int kTokens = kRouterTileTokens, kRows = kTokens + kRouterTileExperts, kWords = kRouterTileColumns / 8;
   extern __shared__ __align__(128) uint8_t shared[];
   launch_dependents();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int kPieces = kRouterTileExperts / 16, kSteps = kRouterTileColumns / 16 / 2;
+  static_assert(kRouterTileThreads == 2 * kPieces * 32);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kPieces, half = threadIdx.x / 32 / kPieces;
   const int token0 = blockIdx.x * kTokens, expert0 = blockIdx.y * kRouterTileExperts;
   const int experts = logits_of(params.routing), words = params.columns / 8, steps = (words + kWords - 1) / kWords;
   const uint32_t base = shared_address(shared);
@@ -184,7 +206,8 @@ __global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_
     copy_async_commit();
     const int stage = step % kRouterStages;
 #pragma unroll
-    for (int k = 0; k < kRouterTileColumns / 16; ++k) {
+    for (int i = 0; i < kSteps; ++i) {
+      const int k = half * kSteps + i;
       uint32_t a[2][4], b[4];
       for (int m = 0; m < 2; ++m) load_matrices(a[m], at(stage, m * 16 + lane % 16, 2 * k + lane / 16));
       load_matrices(b, at(stage, kTokens + warp * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
@@ -194,9 +217,17 @@ __global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_
         for (int n = 0; n < 2; ++n) Half<T>::mma(sums[m][n], a[m], b[2 * n], b[2 * n + 1]);
     }
   }
+  __syncthreads();  // the stages have been read
+  float* other = reinterpret_cast<float*>(shared) + warp * 512 + lane;
+  if (half)
+#pragma unroll
+    for (int i = 0; i < 16; ++i) other[i * 32] = sums[i / 8][i / 4 % 2][i % 4];
+  __syncthreads();
+  if (half) return;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int m = i / 8, n = i / 4 % 2, c = i % 4;
+    sums[m][n][c] += other[i * 32];
     const int token = token0 + m * 16 + c / 2 * 8 + lane / 4, e = expert0 + warp * 16 + n * 8 + lane % 4 * 2 + c % 2;
     if (token < params.tokens && e < experts)
       params.logits[static_cast<int64_t>(token) * experts + e] =

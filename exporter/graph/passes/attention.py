@@ -76,7 +76,6 @@ class RecognisedAttention:
         sinks: name of the parameter, "" for none.
         outputs: how many values its forward returns, the output first.
         kind: of the module.
-        gated: q_proj has after each head's queries as many features, whose sigmoid multiplies the head's output.
         value_scale: of the values; the node has them without it, and it multiplies the output instead.
     """
 
@@ -85,7 +84,6 @@ class RecognisedAttention:
     sinks: str
     outputs: int
     kind: Kind
-    gated: bool = False
     value_scale: float = 1.0
 
 
@@ -434,12 +432,10 @@ class Trial:
         tables = [table[..., : spec.rotary_size // 2] for table in self.tables]
         rows = np.tile(np.array([0, new, length - new], np.int32), (batch, 1))
         near = dataclasses.replace(spec, sliding_window=NEAR if spec.sliding_window else 0)
-        given, gate = parted(self.qkv, spec) if found.gated else (self.qkv, None)
+        given = gates_to_front(self.qkv, spec) if spec.gated else self.qkv
         qkv, key, value = (t.numpy() for t in (given, self.past[0], self.past[1] / found.value_scale))
         cos, sin, q_norm, k_norm, own = (t.numpy() for t in (*tables, *norms, sinks))
         want = reference(near, qkv, key, value, rows, length, cos, sin, q_norm, k_norm, own)
-        if gate is not None:
-            want = want[0] * gate.double().sigmoid().numpy(), *want[1:]
         if found.value_scale != 1:
             want = want[0] * found.value_scale, want[1], want[2] * found.value_scale
         return near_all((self.output, *self.present), want, TOLERANCE[self.spread])
@@ -533,8 +529,9 @@ def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised
             rotary_interleaved=rotary[1],
             qk_norm=norm,
             norm_epsilon=float(np.float32(epsilon)),
+            gated=int(gated),
         )
-        yield RecognisedAttention(spec, called.table, sinks, trial.returned, GROUPED, gated, scale)
+        yield RecognisedAttention(spec, called.table, sinks, trial.returned, GROUPED, scale)
 
 
 def _value_scale(probe: Any, trial: Trial) -> float:
@@ -546,12 +543,12 @@ def _value_scale(probe: Any, trial: Trial) -> float:
     return next((value for value in known if abs(value - found) <= 1e-6 * abs(found)), 1.0)
 
 
-def parted(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The projections of a gated module, [.., 2 heads D + ..], as the node's qkv and the gates [.., heads D]."""
+def gates_to_front(qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """The projections of a gated module, each head's gates behind its queries, as the node has them."""
     size = spec.num_heads * spec.head_size
     queries, rest = qkv.split([2 * size, qkv.shape[-1] - 2 * size], -1)
     queries, gates = queries.unflatten(-1, (spec.num_heads, 2, spec.head_size)).unbind(-2)
-    return torch.cat((queries.flatten(-2), rest), -1), gates.flatten(-2)
+    return torch.cat((gates.flatten(-2), queries.flatten(-2), rest), -1)
 
 
 def _attach(module: Any) -> None:
@@ -575,16 +572,12 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(self, args, kwargs)
     cache, spec = given["cache"], self.found.spec
     qkv = projected(self, given["hidden_states"])
-    gate = None
-    if self.found.gated:
-        gates = spec.num_heads * spec.head_size
-        gate, qkv = qkv.split([gates, qkv.shape[-1] - gates], -1) if self.gates_first else parted(qkv, spec)[::-1]
+    if spec.gated and not self.gates_first:
+        qkv = gates_to_front(qkv, spec)
     norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else []
     sinks = getattr(self, self.found.sinks) if self.found.sinks else None
     tables = given.get("position_embeddings") or [qkv[..., :0]] * 2
     output = self.rows.attend(self, qkv, cache, tables, norms, sinks)
-    if gate is not None:
-        output = output * gate.sigmoid()
     if self.found.value_scale != 1:
         output = output * self.found.value_scale
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))

@@ -60,6 +60,8 @@ def refusal(spec: AttentionSpec) -> str:
         return "PagedAttention has no norm of all heads together (qk_norm row)"
     if spec.chunk_size:
         return f"PagedAttention has no attention in chunks (chunk_size {spec.chunk_size})"
+    if spec.gated:
+        return "PagedAttention has no gates"
     if spec.cache_format != "none":
         return f"a paged cache holds floats of the graph's type, not {spec.cache_format}"
     return ""

@@ -128,7 +128,7 @@ def attach(
     """Makes the forward of recognised modules their projections and one node between them.
 
     Args:
-        gates_first: gated modules whose q_proj has all gates before all queries.
+        gates_first: gated modules whose q_proj has all gates before all queries, as the node has them.
     """
     for path, recognised in found.items():
         module: Any = model.get_submodule(path)
