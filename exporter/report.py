@@ -108,16 +108,20 @@ def print_fit(fits: Fit, model: Path) -> None:
     if fits.ram is not None:
         rows["in RAM"] = f"{fits.ram_slots:,} of {fits.experts:,}, in {decimal(fits.ram_budget)} of {decimal(fits.ram)}"
     _print_block(f"{decimal(fits.memory)} of {where}", rows)
-    rows = {where: f"{decimal(fits.read)} at {decimal(int(fits.rates[0]))}/s"}
+
+    def tier(size: float, at: int) -> str:
+        bound = fits.bounds[at]
+        text = f"{decimal(int(size))} at {decimal(int(fits.rates[at]))}/s"
+        return text if bound is None else f"{text}, at most {bound:,.1f} tokens/s"
+
+    rows = {where: tier(fits.read, 0)}
     if fits.slots < fits.experts:
         how = "of the trace" if fits.from_trace else "if all are as likely; --trace knows better"
-        rows[through] = (
-            f"{decimal(int(fits.missed))} at {decimal(int(fits.rates[1]))}/s; hits {fits.hit_rate:.0%}, {how}"
-        )
+        rows[through] = f"{tier(fits.missed, 1)}; hits {fits.hit_rate:.0%}, {how}"
     if fits.in_file:
-        rows["the disk"] = f"{decimal(int(fits.from_disk))} at {decimal(int(fits.rates[2]))}/s"
+        rows["the disk"] = tier(fits.from_disk, 2)
     _print_block("A token reads", rows)
-    console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s")
+    console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s, one after the other")
     if fits.external:
         disk = f" QUANTMOE_EXPERTS=disk QUANTMOE_RAM={fits.ram_budget}" * fits.in_file
         console.print(f"QUANTMOE_GPU_MEMORY={fits.budget}{disk}, which TensorRT's plug-in reads", highlight=False)

@@ -67,10 +67,15 @@ class Fit:
         return 0 if self.ram is None else self.ram - RESERVE["cpu"]
 
     @property
+    def bounds(self) -> list[float | None]:
+        """Tokens a second that each of ``rates`` allows by itself; None: nothing is read there."""
+        reads = (self.read, self.missed, self.from_disk)
+        return [rate / size if size else None for size, rate in zip(reads, self.rates, strict=False)]
+
+    @property
     def tokens_per_second(self) -> float:
         """At most: one read after the other, and nothing else."""
-        reads = (self.read, self.missed, self.from_disk)
-        return 1 / sum(size / rate for size, rate in zip(reads, self.rates, strict=False))
+        return 1 / sum(1 / bound for bound in self.bounds if bound is not None)
 
 
 def fit(

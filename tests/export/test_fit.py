@@ -46,7 +46,8 @@ def test_everything_fits(found):
     assert every.weights == sum(item["bytes"] for item in found["linears"]) + sum(dense.values())
     assert every.read == every.weights - table + experts + every.cache
     assert every.cache == CONTEXT * sum(node["bytes_per_token"] for node in found["attention"])
-    assert every.tokens_per_second == RATES["cpu"][0] / every.read
+    assert every.tokens_per_second == pytest.approx(RATES["cpu"][0] / every.read)
+    assert every.bounds == [RATES["cpu"][0] / every.read, None]
 
 
 @pytest.mark.parametrize(
