@@ -265,7 +265,11 @@ def inspect(
 
         fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read, disk), ram, reserve)
         if as_json:
-            print(json.dumps(asdict(fits) | {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}, indent=1))
+            print(
+                json.dumps(
+                    asdict(fits) | {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}, indent=1
+                )
+            )
         else:
             print_fit(fits, model)
         return
