@@ -19,6 +19,7 @@ qm_cuda_device device{};
 int allocations_left = -1;  // then they fail; -1: they do not
 bool capturing = false, order_is_good = true;
 float between_events = 0;  // ms
+int times_left = -1;       // then they fail; -1: they do not
 int orders_checked = 0, launches = 0, allocations_failed = 0;
 qm_cuda_problem moe{};
 qm_cuda_tensors mixed{};
@@ -64,8 +65,8 @@ int32_t driver_memory(int32_t allocations) {
   return left;
 }
 void driver_order(int32_t good, int32_t captured) { order_is_good = good, capturing = captured; }
-// What passes between two events from now on.
-void driver_clock(float milliseconds) { between_events = milliseconds; }
+// What passes between two events from now on; so many are told, then they fail (-1: all are).
+void driver_clock(float milliseconds, int32_t times) { between_events = milliseconds, times_left = times; }
 int32_t driver_cpu_takes(double copy, double compute, int64_t slots, int64_t experts) {
   return quantmoe::cpu_takes({copy, compute}, slots, experts);
 }
@@ -150,6 +151,8 @@ cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  if (times_left == 0) return cudaErrorUnknown;
+  if (times_left > 0) --times_left;
   return *milliseconds = between_events, cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }

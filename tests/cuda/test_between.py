@@ -52,9 +52,10 @@ def test_the_plan() -> None:
     ("device", "experts", "blocks"),
     [(cuda.H200, 128, 8), (cuda.H200, 129, 16), (H20, 512, 8), (cuda.Device(120, 188, 101376), 512, 8)],
 )
-def test_blocks_of_a_cluster(device: cuda.Device, experts: int, blocks: int) -> None:
+@pytest.mark.parametrize("of", [QWEN3, QWEN3_5], ids=["experts", "and a gate"])
+def test_blocks_of_a_cluster(of: RouterSpec, device: cuda.Device, experts: int, blocks: int) -> None:
     """16 need 16 multiprocessors in a group, as one of eight has of more than 112, and a GPU that takes them."""
-    spec = dataclasses.replace(QWEN3, num_experts=experts)
+    spec = dataclasses.replace(of, num_experts=experts)
     assert cuda.plan_router(cuda.router_problem(spec, "f16", 1), device).cluster == blocks
 
 
@@ -136,7 +137,8 @@ def test_router(name: str, hidden: int, tokens: int, dtype: str) -> None:
     "spec",
     [
         *(QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK, router_spec(ROUTERS["most"], 1024)),
-        *(dataclasses.replace(QWEN3_5, num_experts=experts) for experts in (384, 512, 640)),
+        *(dataclasses.replace(QWEN3_5, num_experts=experts) for experts in (128, 384, 512, 640)),
+        *(dataclasses.replace(QWEN3_5, num_experts=64, hidden_size=hidden) for hidden in (3584, 4104)),
     ],
     ids=str,
 )

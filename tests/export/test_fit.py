@@ -110,6 +110,8 @@ def test_ram_below_a_gpu(on_gpu):
         assert 0 < half.from_disk < before
         before = half.from_disk
         assert 1 / half.tokens_per_second == pytest.approx(1 / whole.tokens_per_second + half.from_disk / 2e9)
+        assert half.bounds == [*whole.bounds[:2], 2e9 / half.from_disk]
+        assert half.bounds[1] == RATES["cuda"][1] / half.missed
     enough = RESERVE["cpu"] + sum(file["bytes"] for file in on_gpu["files"])
     for ram, in_file in ((enough, False), (enough - 1, True)):  # to lock the file takes room for all of it
         all_of_them = fit(on_gpu, memory, CONTEXT, ram=ram)

@@ -225,6 +225,35 @@ def test_other_tables_stay(left: list[str], other: dict[str, Any]) -> None:
     assert [op for op in tail if op in ("Concat", "Slice")] == left
 
 
+@pytest.mark.parametrize(
+    ("shape", "change"),
+    [
+        ([3, "b", "s"], ("Unsqueeze (p, zero)", "Unsqueeze (p, one)")),
+        ([3, "c", "s"], ("", "")),
+        ([3, None, "s"], ("", "")),
+        ([3, "b", "s"], ("Slice (each, one, three, zero, one)", "Slice (each, zero, two)")),
+        ([3, "b", "s"], ("Gather <axis = 0> (some", "Gather <axis = 1> (some")),
+    ],
+    ids=["another axis", "another size", "an unknown size", "all axes are cut", "one of another axis"],
+)
+def test_other_axes_stay(shape: list[int | str | None], change: tuple[str, str]) -> None:
+    text = ROTARY.format(width=4, end=4, axis=0, joined="angles, angles", last=HALF).replace(*change)
+    model = parsed(text)
+    (each,) = (node.outputs[0] for node in model.graph if node.op_type == "Expand")
+    each.shape = ir.Shape(shape)
+    narrow_tables(model)
+    assert [op for op in ops(model) if op in ("Expand", "Gather")] == ["Expand", "Gather"]
+
+
+def test_equal_axes_that_something_else_reads() -> None:
+    text = ROTARY.format(width=4, end=4, axis=0, joined="angles, angles", last=HALF)
+    model = parsed(text.replace("=> (", "=> (int64[t, b, s] each, ", 1))
+    (each,) = (node.outputs[0] for node in model.graph if node.op_type == "Expand")
+    each.shape = ir.Shape([3, "b", "s"])
+    narrow_tables(model)
+    assert [op for op in ops(model) if op in ("Expand", "Gather")] == ["Expand"]
+
+
 @pytest.mark.parametrize("text", [NORM.format(sum="Identity (x)", weighted=AFTER),
                                   NORM.format(sum="Add (x, w)", weighted=AFTER),
                                   NORM.format(sum="Add (x, r)", weighted=AFTER).replace("2.0", "3.0"),

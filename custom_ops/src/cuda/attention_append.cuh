@@ -11,7 +11,7 @@ __device__ inline float block_sum(float x, float* scratch) {
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   x = 0;
-  for (int i = 0; i < blockDim.x / 32; ++i) x += scratch[i];
+  for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) x += scratch[i];
   return x;
 }
 

@@ -318,8 +318,9 @@ void DeviceExperts::open_exchange() {
   const auto rows = align_up(size_t{4} * QM_CUDA_HOST_TOKENS * static_cast<size_t>(hidden), size_t{64});
   constexpr size_t kPairs = 4 * QM_CUDA_HOST_PAIRS;
   void* device = nullptr;
-  check(cudaHostAlloc(&exchange_, sizeof(qm_cuda_request) + 2 * kPairs + 2 * rows, cudaHostAllocMapped),
-        "page-locked memory for what the CPU multiplies");
+  if (!exchange_)
+    check(cudaHostAlloc(&exchange_, sizeof(qm_cuda_request) + 2 * kPairs + 2 * rows, cudaHostAllocMapped),
+          "page-locked memory for what the CPU multiplies");
   std::memset(exchange_, 0, sizeof(qm_cuda_request));
   check(cudaHostGetDevicePointer(&device, exchange_, 0), "page-locked memory");
   const auto at = [&](void* memory) {
@@ -380,6 +381,7 @@ MissTimes DeviceExperts::measure(const Layer& layer, int64_t experts, int64_t at
 std::string DeviceExperts::choose_misses(int64_t top_k) {
   if (ram_) return "; misses = auto: copy, as experts are read from the file";
   open_exchange();
+  for (Layer& layer : layers_) layer.host_share = 0;  // of a start that failed later
   struct Kind {
     const Layer* first;
     bool is_cpu;
@@ -407,6 +409,10 @@ std::string DeviceExperts::choose_misses(int64_t top_k) {
       const int64_t at_once = std::clamp<int64_t>(std::llround(missed), 1, std::min<int64_t>(some, QM_CUDA_HOST_PAIRS));
       const MissTimes took = measure(layer, some, at_once);
       kind.is_cpu = cpu_takes(took, layer.slots, layer.experts);
+      if (std::isinf(took.compute)) {
+        kind.why = "the CPU's answer is no number";
+        return kind;
+      }
       kind.why = "with slots for " + std::to_string(layer.slots) + " of " + std::to_string(layer.experts) +
                  " experts a miss takes the bus " + microseconds(took.copy) + ", the CPU " +
                  microseconds(took.compute) + ", " + std::to_string(at_once) + " at once";

@@ -74,7 +74,7 @@ class DeviceExperts {
     const char *host[2], *device[2];  // the rows, as the host and the device read them
     qm_moe moe;
     int32_t slots = 0, staging = 0;
-    int32_t host_share = 0, host_layer = 0;    // the latter of host_
+    int32_t host_share = 0, host_layer = 0;    // host_layer: its number in host_
     std::string host_refusal;                  // "", or why the CPU's kernels do not take it
     void *memory = nullptr, *state = nullptr;  // slots; where all are there, the rows of w13, then of w2
   };

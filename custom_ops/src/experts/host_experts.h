@@ -61,7 +61,8 @@ class HostExperts {
   // From now on a thread answers the requests at `host`, which stays where it is.
   void serve(const qm_cuda_host& host);
   // Seconds an expert, from a request for one token and `at_once` experts to its answer: the median of requests for the
-  // layer's first `experts`, in turn, whose rows are made for that. The device asks nothing meanwhile.
+  // layer's first `experts`, in turn, whose rows are made for that; infinity where the last answer is no number. The
+  // device asks nothing meanwhile.
   double measure(int layer, const void* w13, const void* w2, int64_t experts, int64_t at_once);
 
  private:

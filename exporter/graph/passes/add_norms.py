@@ -1,8 +1,8 @@
 """A residual sum and the RMS norm of it -> AddRMSNorm, of the norms that divided_norms.py has written.
 
 The norm's other user is the next sum, so the node gives the sum, too. Embeddings are no sum: the node adds them to
-themselves. Twice the numbers with four times epsilon have the same norm to the last bit. A norm of something else stays
-as it is.
+themselves. Twice the numbers, if f16 has them, with four times epsilon have the same norm to the last bit. A norm of
+something else stays as it is.
 """
 
 from __future__ import annotations

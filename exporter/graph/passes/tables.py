@@ -37,6 +37,8 @@ def _halve(graph: ir.Graph, concat: ir.Node) -> None:
         if value.is_graph_output():
             return
         for user in (use.node for use in value.uses()):
+            if user.graph is not graph:
+                return
             if user.op_type in ("Cos", "Sin", "Cast") or (user.op_type == "Mul" and _scales(user, value)):
                 found.append(user.outputs[0])
             elif (
@@ -64,21 +66,23 @@ def _select(graph: ir.Graph, gather: ir.Node) -> None:
     x = unsqueeze.inputs[0] if unsqueeze is not None else None
     if expand is None or unsqueeze is None or x is None or x.shape is None or expand.outputs[0].shape is None:
         return
+    sizes = [size.value if isinstance(size, ir.SymbolicDim) else size for size in x.shape]
     index = ir.convenience.get_const_tensor(gather.inputs[1]) if gather.inputs[1] is not None else None
     if (
         gather.attributes.get_int("axis", 0) != 0
         or index is None
         or len(index.shape) != 0
         or _numbers(unsqueeze.inputs[1]) != [0]
+        or None in sizes
         or expand.outputs[0].shape[1:] != x.shape[:]
-        or (part is not None and _numbers(part.inputs[3]) != [0])
+        or (part is not None and (len(part.inputs) < 4 or _numbers(part.inputs[3]) != [0]))
         or gather.outputs[0].is_graph_output()
     ):
         return
     gather.outputs[0].replace_all_uses_with(x)
-    unused: list[ir.Node | None] = [gather, part, expand, unsqueeze]
-    for node in unused:
-        if node is not None and not node.outputs[0].uses():
+    made: list[ir.Node | None] = [gather, part, expand, unsqueeze]
+    for node in made:
+        if node is not None and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
             graph.remove(node, safe=True)
 
 
@@ -86,7 +90,7 @@ def _scales(product: ir.Node, value: ir.Value) -> bool:
     """Whether it multiplies by one number."""
     factor = product.inputs[product.inputs[0] is value]
     tensor = ir.convenience.get_const_tensor(factor) if factor is not None else None
-    return tensor is not None and tensor.size == 1
+    return tensor is not None and tensor.size == 1 and len(tensor.shape) <= 1
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:

@@ -326,9 +326,9 @@ def test_the_share_of_the_cpu(driver, hosted, layer, misses, share):
 def clock(fake):
     """Sets the milliseconds between two events of the fake device: of 8 copies."""
     lib = ctypes.CDLL(FAKE)
-    lib.driver_clock.argtypes = [ctypes.c_float]
-    yield lib.driver_clock
-    lib.driver_clock(0)
+    lib.driver_clock.argtypes = [ctypes.c_float, ctypes.c_int32]
+    yield lambda milliseconds, times=-1: lib.driver_clock(milliseconds, times)
+    lib.driver_clock(0, -1)
 
 
 @pytest.mark.parametrize("misses", ["cpu", "auto"])
@@ -391,8 +391,11 @@ def session_of(driver, fake):
         for made in layers:
             kernels.append((op, driver.create(op, made[0].attributes(), [value(())] * 3 + packed_values(made[2:]))))
             assert kernels[-1][1], driver.error
+        return again(layers)
+
+    def again(layers) -> list[tuple[cuda.Problem, cuda.Tensors]]:
         ids, launched = np.zeros((2, 2), np.int64), []
-        for made, (_, kernel) in zip(layers, kernels, strict=True):
+        for made, (op, kernel) in zip(layers, kernels, strict=True):
             tokens = [value((2, made[0].hidden_size)), value(ids.shape, data=ids.ctypes.data), value(ids.shape)]
             inputs, outputs = [*tokens, *packed_values(made[2:])], [tokens[0], value(()), value(())]
             assert driver.run(op, kernel, inputs, outputs, STREAM) == 0, driver.error
@@ -401,6 +404,7 @@ def session_of(driver, fake):
             launched.append((problem, tensors))
         return launched
 
+    run.again = again
     yield run
     close()
 
@@ -435,6 +439,18 @@ def test_auto_measures_what_a_slice_misses(driver, session_of):
     """Of a token's experts it has a third."""
     session_of([build(replace(BASE, offset=8, total_experts=24))], experts="host", misses="auto", threads="2")
     assert " us, 1 at once)" in driver.lib.driver_logged().decode()
+
+
+def test_auto_after_a_start_that_failed(driver, session_of, clock):
+    """What a failed start has decided for a layer is of no use to the next, which copies."""
+    layers = [build(BASE), build(replace(BASE, intermediate=128))]
+    clock(8e6, times=3)  # of the first kind of layer
+    with pytest.raises(AssertionError, match="the time of a copy"):
+        session_of(layers, experts="host", misses="auto", threads="2")
+    clock(0)
+    launched = session_of.again(layers)
+    assert [p.host_share for p, _ in launched] == [0, 0]
+    assert "; misses = auto: copy in layers 0 (" in driver.lib.driver_logged().decode()
 
 
 def test_auto_packs_what_ram_has_room_for(driver, session_of, layer, clock):
