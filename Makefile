@@ -47,7 +47,7 @@ build: venv
 	@$(UV) --group build
 	@$(UV) --group build $$(python -c 'import scikit_build_core.build as build; print(*build.get_requires_for_build_editable())')
 	@cmake -P ort_ext/FindORTHeaders.cmake
-	@echo "Building with $${CXX:-PyPI's clang}$(if $(wildcard build/py3-none-*),,: about a minute)"
+	@echo "Building with $${CXX:-PyPI's clang}$(if $(wildcard build/py3-none-*),,, one to five minutes without a word)"
 	$(UV) --no-build-isolation --no-deps --editable .
 
 demo: build

@@ -76,6 +76,10 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * unit ** " kMGT".index(found[2] or " "))
 
 
+#: of options that are bytes, 12GB
+SIZE: dict[str, Any] = {"parser": _bytes, "metavar": "SIZE"}
+
+
 def _logits(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
@@ -205,7 +209,7 @@ def export(
 
 @app.command()
 def inspect(
-    model: Model,
+    model: Annotated[Path, typer.Argument(help="exported model, its folder, or a checkpoint")],
     verify: Annotated[bool, typer.Option("--verify", help="read all weights and compare their hashes")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
     why: Annotated[
@@ -214,29 +218,37 @@ def inspect(
     memory: Annotated[
         int | None,
         typer.Option(
-            "--fit", help="12GB, ...: what a GPU or RAM of this size holds, and tokens/s at most", parser=_bytes
+            "--fit",
+            help="12GB, ...: what a GPU or RAM of this size holds, and tokens/s at most",
+            **SIZE,
         ),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="of --fit: tokens in the cache")] = 4096,
     trace: Annotated[Path | None, typer.Option(help="of --fit: hit rates of generate --trace FILE")] = None,
     rate: Annotated[
         int | None,
-        typer.Option(help="of --fit: bytes a second of the memory; default: 1TB on GPUs, 60GB", parser=_bytes),
+        typer.Option(help="of --fit: bytes a second of the memory; default: 1TB on GPUs, 60GB", **SIZE),
     ] = None,
     read: Annotated[
-        int | None, typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", parser=_bytes)
+        int | None,
+        typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", **SIZE),
     ] = None,
     ram: Annotated[
         int | None,
-        typer.Option(help="of --fit of a GPU: RAM of the machine; what it does not hold is on the disk", parser=_bytes),
+        typer.Option(
+            help="of --fit of a GPU: RAM of the machine; what it does not hold is on the disk",
+            **SIZE,
+        ),
     ] = None,
     disk: Annotated[
-        int | None, typer.Option(help="of --ram: bytes a second of the disk; default: 3GB", parser=_bytes)
+        int | None,
+        typer.Option(help="of --ram: bytes a second of the disk; default: 3GB", **SIZE),
     ] = None,
     reserve: Annotated[
         int | None,
         typer.Option(
-            help="of --fit: for workspaces and the engine; default: 1GiB of a GPU, 512MiB of RAM", parser=_bytes
+            help="of --fit: for workspaces and the engine; default: 1GiB of a GPU, 512MiB of RAM",
+            **SIZE,
         ),
     ] = None,
 ) -> None:
@@ -347,16 +359,17 @@ def generate(
     ] = None,
     ram: Annotated[
         int | None,
-        typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: what is free", parser=_bytes),
+        typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: what is free", **SIZE),
     ] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option(help="of --device cuda --experts host, disk or auto; default: what is free", parser=_bytes),
+        typer.Option(help="of --device cuda --experts host, disk or auto; default: what is free", **SIZE),
     ] = None,
     reserve: Annotated[
         int | None,
         typer.Option(
-            help="memory to leave where --ram or --gpu-memory is not given; default: docs/experts.md", parser=_bytes
+            help="memory to leave where --ram or --gpu-memory is not given; default: docs/experts.md",
+            **SIZE,
         ),
     ] = None,
     misses: Annotated[
@@ -448,9 +461,9 @@ def trace(
     file: Annotated[Path, typer.Argument(help="that generate --trace or the session entry quantmoe.trace wrote")],
     ram: Annotated[
         list[int] | None,
-        typer.Option(help="memory for experts; may be repeated; default: shares of all", parser=_bytes),
+        typer.Option(help="memory for experts; may be repeated; default: shares of all", **SIZE),
     ] = None,
-    read: Annotated[int, typer.Option(help="bytes a second that the disk reads", parser=_bytes)] = "2GB",  # type: ignore[assignment]
+    read: Annotated[int, typer.Option(help="bytes a second that the disk reads", **SIZE)] = "2GB",  # type: ignore[assignment]
     expert_map: Annotated[Path | None, typer.Option(help="write this file for export --expert-map")] = None,
     ranks: Annotated[int, typer.Option(min=2, help="of --expert-map")] = 2,
     copies: Annotated[int, typer.Option(min=0, help="of --expert-map: how many experts more the ranks hold")] = 0,

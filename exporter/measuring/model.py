@@ -48,6 +48,7 @@ PEERS = {
     "llama.cpp": ("llama-cpp-python 'quantmoe[bench]'", ("llama_cpp", "gguf", "torch", "transformers")),
     "genai": ("onnxruntime-genai", ("onnxruntime_genai",)),
 }
+COMPILED = {"llama.cpp": "; that is compiled, for ten minutes on two cores"}
 OTHER = "genai_config.json"  # of a folder after --against: another model, which onnxruntime-genai runs
 MIN_RUNS, CELL_SECONDS = 3, 30.0
 ROOM = 64  # tokens after the deepest depth, of runs of 8 steps
@@ -327,7 +328,9 @@ def _check(
         package, modules = PEERS.get(name, PEERS["genai"])
         for module in modules:
             if find_spec(module) is None:
-                raise ModelError(f"{module} is not installed; --against {name} needs: pip install {package}")
+                raise ModelError(
+                    f"{module} is not installed; --against {name} needs: pip install {package}{COMPILED.get(name, '')}"
+                )
     if not Path(model).is_dir():
         need("torch", "transformers", "onnxscript")
 
