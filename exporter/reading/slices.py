@@ -108,7 +108,10 @@ class Slice:
         if self.whole_experts:
             return expert
         rows, columns = (Cut(axis, self.rank, self.world) for axis in (0, 1))
-        return Expert(expert.gate and rows.matrix(expert.gate), rows.matrix(expert.up), columns.matrix(expert.down))
+        try:
+            return Expert(expert.gate and rows.matrix(expert.gate), rows.matrix(expert.up), columns.matrix(expert.down))
+        except ValueError as error:
+            raise ValueError(f"{error}; --expert-parallel gives each rank whole experts") from None
 
     def ids(self, experts: int, routed: int, layer: int) -> Sequence[int]:
         """Which of a layer's experts the rank has, in the order of its file.
