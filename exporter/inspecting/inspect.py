@@ -58,14 +58,32 @@ def model_path(path: str | Path) -> Path:
     path = given / MODEL if given.is_dir() else given
     if not path.is_file():
         if there := ranks_in(given):
+            first = next(iter(there.values()))
+            how = _together(given, len(there), load(first / MODEL).metadata_props)
             raise ModelError(
-                f"{given}: has slices of {len(there)} ranks, expected one model, as {next(iter(there.values()))} is. "
-                f"All together: torchrun --nproc-per-node {len(there)} --no-python quantmoe generate {given} "
-                "--device cuda (docs/parallel.md)"
+                f"{given}: has slices of {len(there)} ranks, expected one model, as {first} is. All together: {how}"
             )
         own = "; this is a checkpoint: quantmoe export it first" if any(given.glob("*.safetensors")) else ""
         raise ModelError(f"{path}: missing; expected an exported model or its folder{own}")
     return path
+
+
+def check_alone(path: Path, metadata: Mapping[str, str]) -> None:
+    """Refuses a rank of a sliced model, which does not run by itself.
+
+    Raises:
+        ModelError: saying how the ranks run.
+    """
+    if world := metadata.get("world"):
+        how = _together(path.absolute().parent.parent, world, metadata)
+        raise ModelError(f"{path}: is rank {metadata.get('rank')} of {world}, which run together: {how}")
+
+
+def _together(folder: Path, world: int | str, metadata: Mapping[str, str]) -> str:
+    """How a person runs the ranks of a folder."""
+    if metadata.get("target", "cpu") == "cpu":
+        return "a Python program with a Generator and a thread for each rank (docs/parallel.md, On the CPU)"
+    return f"torchrun --nproc-per-node {world} --no-python quantmoe generate {folder} --device cuda (docs/parallel.md)"
 
 
 def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from quantmoe.custom_ops import native
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.inspect import inspect, model_path
+from quantmoe.exporter.inspecting.inspect import check_alone, inspect, model_path
 from quantmoe.exporter.measuring.bench import check_files, probe_read
 from quantmoe.exporter.measuring.gguf import write_gguf
 from quantmoe.exporter.measuring.made import available_memory, exported, gguf_of_shape, gguf_types, in_process, of_shape
@@ -253,6 +253,7 @@ def bench_model(
         else:
             folder = of_shape(console, model, layers, lm_head, device, against, root) if shape else Path(model)
         found = inspect(folder)
+        check_alone(model_path(folder), found["metadata"])
         config = _config(folder)
         ours = (OnCuda, str(folder)) if device == "cuda" else (Ours, str(folder), threads)
         sides = {"ours": Process("ours", *ours, cpu=cpu_time)}

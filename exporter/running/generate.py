@@ -14,7 +14,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
+from quantmoe.exporter.inspecting.inspect import ModelError, check_alone, inspect, load, model_path
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
@@ -142,7 +142,7 @@ class Generator:
     ):
         self.path, ort = model_path(path), runtime()
         chunk = CHUNKS[device] if chunk is None else chunk
-        self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
+        self.chunk, self.capacity, self.device, self.cuda_graph, self.group = chunk, capacity, device, cuda_graph, group
         #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
         self.sampler: Callable[[Sampling | None], Choose] = Sampler
         #: names of CUDA graphs in the session; -1 is of runs that have none
@@ -206,6 +206,8 @@ class Generator:
             raise
         except Exception as error:  # onnxruntime's exceptions have no public base class
             model = load(self.path)  # says which file is at fault
+            if self.group is None:
+                check_alone(self.path, model.metadata_props)
             target = model.metadata_props.get("target", "cpu")
             other = f"exported with --target {target}, which this provider does not run: "
             raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
@@ -225,6 +227,8 @@ class Generator:
     def _read_interface(self, speculate: str | None) -> None:
         """What the session's inputs, outputs and metadata say of its logits, cache and states."""
         metadata = self.session.get_modelmeta().custom_metadata_map
+        if self.group is not None and "world" not in metadata:
+            raise ModelError(f"{self.path}: is a whole model, expected a rank of a sliced one: group was given")
         context = metadata.get("context_length", str(sys.maxsize))
         if not context.isdecimal():
             raise ModelError(f"{self.path}: context_length is {context!r}, expected a number of tokens")

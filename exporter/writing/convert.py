@@ -47,9 +47,9 @@ from quantmoe.exporter.writing.prepare import (
     Report,
     check_output,
     companion_files,
-    other_ranks,
     prepare,
     rank_folders,
+    stale_folders,
 )
 from quantmoe.exporter.writing.readme import README, readme
 from quantmoe.ort_ext import LIBRARIES, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path, oldest
@@ -135,7 +135,8 @@ def export(
             have none of them, and the plug-in keeps in GPU memory what fits (docs/experts.md). "inputs": they are the
             nodes' weights.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
-            kept or refused. Of an earlier export in more slices the other ranks are removed, but files edited since.
+            kept or refused. Of an earlier export in more slices the other ranks are removed, of one in slices before a
+            whole model all, and a whole model before slices; but files edited since stay.
         progress: called with stage, bytes done, bytes in all.
 
     Raises:
@@ -171,14 +172,14 @@ def export(
     folders = rank_folders(Path(output), options)
     for folder in folders:
         check_output(Path(checkpoint), folder, target, force)
-    others = other_ranks(Path(output), options, force)
+    stale = stale_folders(Path(output), options, force)
     slices: list[Slice | None] = [*options.slices]
     if options.tensor_parallel > 1:  # a page of each tensor, so once for all ranks
         with doing(str(checkpoint)):
             number = export_id(open_checkpoint(checkpoint), options)
         slices = [part and replace(part, export_id=number) for part in slices]
     reports = [_export(checkpoint, *pair, options, force, progress) for pair in zip(folders, slices, strict=True)]
-    for folder in others:
+    for folder in stale:
         remove(folder)
     return reports[0]
 

@@ -83,9 +83,10 @@ def ranks_in(folder: Path) -> dict[int, Path]:
 
 
 def ranks_stated(model: Path) -> int:
-    """Among how many ranks the export that wrote a model divided it; 0: among none, or no export wrote it."""
-    found = _load(model)
-    world = found.metadata_props.get("world", "") if found else ""
+    """Among how many ranks the export that wrote a model divided it, 1: it is whole; 0: no export wrote it."""
+    if (found := _load(model)) is None:
+        return 0
+    world = found.metadata_props.get("world", "1")
     return int(world) if world.isdecimal() else 0
 
 

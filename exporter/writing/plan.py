@@ -17,7 +17,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.writing.prepare import check_output, other_ranks, prepare, rank_folders
+from quantmoe.exporter.writing.prepare import check_output, prepare, rank_folders, stale_folders
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
@@ -80,7 +80,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
     wanted = Options(**options)
     for path in rank_folders(Path(output), wanted):
         check_output(Path(checkpoint), path, wanted.target, force)
-    other_ranks(Path(output), wanted, force)
+    stale_folders(Path(output), wanted, force)
     layout, folder = LAYOUTS[wanted.layout], Path(output).resolve()
     ready = prepare(checkpoint, wanted, part=wanted.slices[0])
     report, format = ready.report, ready.format

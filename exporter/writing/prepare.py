@@ -263,22 +263,21 @@ def rank_folders(output: Path, options: Options) -> list[Path]:
     return [output if part is None else output / f"rank{part.rank}" for part in options.slices]
 
 
-def other_ranks(output: Path, options: Options, force: bool) -> list[Path]:
-    """Of an earlier export in slices, folders of ranks that this one has not: with them its ranks would be too many.
+def stale_folders(output: Path, options: Options, force: bool) -> list[Path]:
+    """What an earlier export left beside this one's: ranks that this one has not, or the whole model beside slices.
 
     Raises:
-        FileExistsError: there is one, and not ``force``.
+        FileExistsError: there is something, and not ``force``.
     """
-    if options.tensor_parallel == 1:
-        return []
     own = rank_folders(output, options)
-    there = {path: ranks_stated(path / MODEL) for path in ranks_in(output).values() if path not in own}
-    found = [path for path, world in there.items() if world]
+    there = {path: ranks_stated(path / MODEL) for path in (output, *ranks_in(output).values()) if path not in own}
+    found = [path for path, world in there.items() if world > (path != output)]
     if found and not force:
-        raise FileExistsError(
-            f"{found[0]} exists, of an export in {there[found[0]]} slices, expected those of "
-            f"{options.tensor_parallel} alone; --force removes it"
+        was, wanted = (
+            f"an export in {world} slices" if world > 1 else "a whole model"
+            for world in (there[found[0]], options.tensor_parallel)
         )
+        raise FileExistsError(f"{found[0] / MODEL} exists, of {was}, expected {wanted} alone; --force removes it")
     return found
 
 

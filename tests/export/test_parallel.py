@@ -622,14 +622,17 @@ def test_what_ranks_do_not_divide_is_named(checkpoint, tmp_path):
 
 def write_rank(folder: Path, rank: int, world: int, **files: str) -> Path:
     """A rank's folder as an export leaves it, as far as its files say whose they are."""
-    path = folder / f"rank{rank}"
-    path.mkdir(parents=True)
+    return write_export(folder / f"rank{rank}", {"rank": str(rank), "world": str(world)}, **files)
+
+
+def write_export(path: Path, metadata: dict[str, str], **files: str) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (path / name).write_text(text)
     hashes = json.dumps({name: file_hash(path / name) for name in files})
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21})
     model = ir.Model(graph, ir_version=10, producer_name="quantmoe")
-    model.metadata_props.update(rank=str(rank), world=str(world), files=hashes)
+    model.metadata_props.update(metadata, files=hashes)
     ir.save(model, path / "model.onnx")
     return path
 
@@ -646,7 +649,7 @@ def test_ranks_that_an_export_in_more_slices_left(checkpoint, tmp_path, monkeypa
     (tmp_path / "rank7").symlink_to(other)
     ir.save(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10), write_rank(tmp_path, 8, 9) / "model.onnx")
     for command in (plan, export):
-        text = r"rank2 exists, of an export in 5 slices, expected those of 2 alone; --force removes it"
+        text = r"rank2/model\.onnx exists, of an export in 5 slices, expected an export in 2 slices alone; --force"
         with pytest.raises(FileExistsError, match=text):
             command(folder, tmp_path, tensor_parallel=2)
     plan(folder, tmp_path, tensor_parallel=2, force=True)
@@ -658,10 +661,38 @@ def test_ranks_that_an_export_in_more_slices_left(checkpoint, tmp_path, monkeypa
     assert before - {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == gone
 
 
-def test_a_folder_of_slices_is_no_model(checkpoint, tmp_path):
+@pytest.mark.parametrize("sliced", [False, True])
+def test_slices_and_a_whole_model_do_not_mix(checkpoint, tmp_path, monkeypatch, sliced):
+    """What an earlier export of the other kind wrote is refused, with force removed; other files stay."""
+    folder, options = checkpoint("qwen3_moe"), {"tensor_parallel": 2} if sliced else {}
+    if sliced:
+        write_export(tmp_path, {}, config="1")
+        text = r"/model\.onnx exists, of a whole model, expected an export in 2 slices alone; --force removes it"
+        gone = {"model.onnx", "config"}
+    else:
+        for rank in range(2):
+            write_rank(tmp_path, rank, 2, config="1")
+        write_export(tmp_path / "rank5", {})  # a whole model, which somebody calls so
+        (tmp_path / "rank1/notes").write_text("the user's")
+        text = r"rank0/model\.onnx exists, of an export in 2 slices, expected a whole model alone; --force removes it"
+        gone = {f"rank{rank}/{name}" for rank in range(2) for name in ("model.onnx", "config")} | {"rank0"}
+    (tmp_path / "notes").write_text("the user's")
+    for begin in (plan, export):
+        with pytest.raises(FileExistsError, match=text):
+            begin(folder, tmp_path, **options)
+    before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    monkeypatch.setattr("quantmoe.exporter.writing.convert._export", lambda *_: None)
+    export(folder, tmp_path, **options, force=True)
+    assert before - {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == gone
+
+
+@pytest.mark.parametrize(
+    ("target", "how"), [("cpu", "a Python program with a Generator and a thread"), ("cuda", "torchrun --nproc-per")]
+)
+def test_a_folder_of_slices_is_no_model(checkpoint, tmp_path, target, how):
     for rank in range(2):
-        write_rank(tmp_path, rank, 2)
-    text = r"has slices of 2 ranks, expected one model, as .*/rank0 is\. All together: torchrun --nproc-per-node 2"
+        write_export(tmp_path / f"rank{rank}", {"rank": str(rank), "world": "2", "target": target})
+    text = rf"has slices of 2 ranks, expected one model, as .*/rank0 is\. All together: {how}"
     for command in (Generator, inspect, explain):
         with pytest.raises(ModelError, match=text):
             command(tmp_path)
