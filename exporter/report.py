@@ -65,7 +65,7 @@ def experts_of(attributes: Mapping[str, Any], shared: int) -> str:
 def print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
     """Layers of the same description together: (scheme, attributes, shared experts, packed bytes or None)."""
     described = (
-        (scheme, experts_of(spec.attributes(), shared), spec.w13.activation_format, spec.w13.scale_type, size)
+        (scheme, experts_of(a := spec.attributes(), shared), _activations(a, "w13", "w2"), spec.w13.scale_type, size)
         for scheme, spec, shared, size in layers
     )
     for (scheme, experts, activations, scales, size), count in Counter(described).items():
@@ -149,7 +149,7 @@ def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str,
                 rows["experts"] += ", in the data files: for TensorRT alone"
         for p in projections:
             rows[p] = _weights(*(a[f"{p}_{part}"] for part in ("format", "group_size", "scale_type")))
-        rows["activations"] = a[f"{first}_activation_format"]
+        rows["activations"] = _activations(a, *projections)
         rows["layout"] = f"{a[f'{first}_layout']} v{a[f'{first}_layout_version']}"
         sizes, bits = ([node[key] for node in group] for key in ("bytes", "bits_per_weight"))
         rows["bytes"] = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
@@ -198,6 +198,12 @@ def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
         if (window := a["state_window"]) > 1:
             rows["states"] += f"; {window} of them, after each of a run's last tokens"
         _print_block(f"{len(group)} {kind}: {and_more([node['node'] for node in group])}", rows)
+
+
+def _activations(attributes: Mapping[str, Any], *projections: str) -> str:
+    """Formats of a node's activations: one where they are alike."""
+    first, *others = (attributes[f"{p}_activation_format"] for p in projections)
+    return first if not others or others == [first] else f"{first}, {others[0]} in down"
 
 
 def _weights(format_: str, group_size: int, scale_type: str) -> str:

@@ -224,10 +224,12 @@ def _export(
             report.genai = "no genai_config.json: with its experts in the data files TensorRT alone runs it"
         elif LOGITS in ends:
             report.genai = "no genai_config.json: onnxruntime-genai takes the logits of the last token, or of all"
-        elif part_of is None:
+        elif part_of is not None:
+            report.genai = "no genai_config.json: onnxruntime-genai runs no slices"
+        else:
             _genai(ready, partial, options)
         if target != "ort" and not for_tensorrt:
-            report.library = _library(partial, target)
+            report.library = _library(partial, target, not report.genai)
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
         if part_of:
             metadata |= {"rank": str(part_of.rank), "world": str(part_of.world)}
@@ -235,7 +237,7 @@ def _export(
         if runtime:
             metadata["onnxruntime"] = runtime
         if not is_foreign(output, README):
-            partial(README).write_text(readme(target, runtime))
+            partial(README).write_text(readme(target, runtime, part_of))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
@@ -296,12 +298,13 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
         partial(GENAI).write_text(json.dumps(found, indent=2))
 
 
-def _library(partial: Callable[[str], Path], target: str) -> str:
+def _library(partial: Callable[[str], Path], target: str, for_genai: bool) -> str:
     """The operators' library; returns a remark when there is none, or it does not load wherever OLDEST_GLIBC does."""
     try:
         library = Path(library_path() if target == "cpu" else cuda_library_path())
     except FileNotFoundError:
-        return f"{LIBRARIES[target]} is not in this installation: put it beside the model for onnxruntime-genai"
+        use = "put it beside the model for onnxruntime-genai" if for_genai else "programs register it to run the model"
+        return f"{LIBRARIES[target]} is not in this installation: {use}"
     shutil.copyfile(library, partial(LIBRARIES[target]))
     major, minor = glibc_of(library)
     if (major, minor) <= OLDEST_GLIBC:

@@ -44,7 +44,8 @@ class DryRun:
         not_ort: see Report.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
-        kv_cache, left_out: see Report. attention: how many layers are of which type, "" of models that have one.
+        activations, kv_cache, left_out: see Report. attention: how many layers are of which type, "" of models that
+            have one.
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
@@ -62,6 +63,7 @@ class DryRun:
     not_ort: dict[str, str]
     dequantized: dict[str, str]
     plain_attention: dict[str, str]
+    activations: str
     kv_cache: str
     left_out: str
     attention: str
@@ -127,6 +129,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         not_ort=report.not_ort,
         dequantized=report.dequantized,
         plain_attention=report.plain_attention,
+        activations=report.activations,
         kv_cache=report.kv_cache,
         left_out=report.left_out,
         attention=format.attention(),

@@ -18,7 +18,7 @@ from quantmoe.exporter.choosing.choose import Choice, activation_format, choose,
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.expert_map import placements
-from quantmoe.exporter.reading.formats import Format, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
@@ -350,7 +350,8 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -
             module, _, leaf = source.rpartition(".")
             if leaf == "weight" and one.stored.format.is_quantized(module):
                 report.dequantized[source] = f"{one.name} has floats"
-    schemes = []
+    schemes: list[ModuleScheme] = []
+    divided: list[str] = []
     for part in parts:
         skeleton, chosen = part.skeleton, part.chosen
         report.dequantized |= chosen.dequantized
@@ -364,10 +365,14 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -
             report.layers[layer.title] = layer.scheme.text, spec
             report.shared[layer.title] = len([e for e in layer.members or range(layer.every) if e >= layer.num_experts])
             schemes += [layer.scheme, layer.down_scheme]
+            if spec.w2.activation_format != activation_format(layer.down_scheme, options.wanted):
+                divided.append("the experts' down")
         for name, linear in chosen.linears.items():
             scheme = skeleton.format.scheme_of(next(iter(chosen.parts[name].values())))
             report.linears[chosen.source(name)] = scheme.text, linear
             schemes.append(scheme)
+            if linear.w.activation_format != activation_format(scheme, options.wanted):
+                divided.append(chosen.source(name).rpartition(".")[2])
     for scheme in schemes:  # a remark where activations are not what the checkpoint says
         wanted, used = scheme.activation_format, activation_format(scheme, options.wanted)
         if wanted == "none" != used:
@@ -381,6 +386,9 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -
         report.activations = _rounded_activations(report, options) or report.activations
     elif options.activations == "int8" and not any(name.startswith("int8") for name in formats):
         report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
+    if divided and format.slice is not None:
+        names = ", ".join(dict.fromkeys(divided))
+        report.activations += f"; float in {names}: a scale would take the maximum over all slices"
     return report
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import platform
+from typing import TYPE_CHECKING
 
 from quantmoe.ort_ext import LIBRARIES
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.reading.slices import Slice
 
 README = "README.md"
 #: target -> what brings its library to the platforms of docs/platforms.md
@@ -14,20 +18,25 @@ PACKAGES = {
 }
 
 
-def readme(target: str, runtime: str) -> str:
+def readme(target: str, runtime: str, part: Slice | None = None) -> str:
     """Text of the file, in Markdown.
 
     Args:
         target: of the export. runtime: the oldest ONNX Runtime that runs it, "" where TensorRT alone does.
+        part: what the folder has of a model, None: all.
     """
+    title, command, wrote = "A model", f"quantmoe export --target {target}", "wrote this folder. "
+    if part is not None:
+        title, command = f"Rank {part.rank} of {part.world} of a model", f"{command} --tensor-parallel {part.world}"
+        wrote += "It runs together with those of the other ranks.\n"
     if not runtime:
         return (
-            f"# A model for TensorRT\n\n`quantmoe export --target {target} --experts external` wrote this folder. "
+            f"# {title} for TensorRT\n\n`{command} --experts external` {wrote}"
             "Its engines read the experts\nin it where they run: set `QUANTMOE_FOLDER` to it. "
             "The plug-in comes with this package:\n\n"
             f"{PACKAGES[target]}.\n"
         )
-    head = f"# A model for ONNX Runtime {runtime} or newer\n\n`quantmoe export --target {target}` wrote this folder. "
+    head = f"# {title} for ONNX Runtime {runtime} or newer\n\n`{command}` {wrote}"
     if target not in LIBRARIES:
         return f"{head}ONNX Runtime has all its operators: no library is needed.\n"
     return (

@@ -553,8 +553,15 @@ def test_joined_projections_for_gpus(tmp_path):
         assert any(np.array_equal(array, want.view(torch.uint16).numpy()) for array in found)
 
 
-def test_slices_for_gpus(checkpoint, tmp_path):
-    export(checkpoint("gpt_oss"), tmp_path, target="cuda", tensor_parallel=2, layers=1)
+def test_slices_for_gpus(checkpoint, tmp_path, monkeypatch):
+    def absent() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("quantmoe.exporter.writing.convert.cuda_library_path", absent)
+    report = export(checkpoint("gpt_oss"), tmp_path, target="cuda", tensor_parallel=2, layers=1)
+    absence = "libquantmoe_ort_cuda.so is not in this installation"
+    assert report.library == f"{absence}: programs register it to run the model"
+    assert report.genai == "no genai_config.json: onnxruntime-genai runs no slices"
     biases = []
     for rank in range(2):
         graph = ir.load(tmp_path / f"rank{rank}" / "model.onnx").graph
@@ -578,6 +585,45 @@ def test_activations_of_divided_features_stay_float(checkpoint):
         for name, (_, linear, _) in found.linears.items():
             divided = name.endswith("o_proj")
             assert (linear.w.activation_format == "none") == (divided or name == "lm_head"), name
+        names = "o_proj" if whole_experts else "the experts' down, o_proj"
+        assert found.activations.endswith(f"; float in {names}: a scale would take the maximum over all slices")
+    assert "float in" not in plan(folder, "nowhere").activations
+    assert not plan(folder, "nowhere", activations="float", tensor_parallel=2).activations
+
+
+def command(*arguments: object) -> str:
+    """What it prints, on one line."""
+    done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    return " ".join(done.output.split())
+
+
+def test_what_is_said_of_slices(checkpoint, tmp_path):
+    """By the summary, inspect and README.md; and of a rank by itself what to do."""
+    folder, out = checkpoint("qwen3_moe"), tmp_path / "slices"
+    rounded = "activations int8_token_asym, none in down scales"
+    divided = "float in the experts' down, o_proj: a scale would take the maximum over all slices"
+    for said in (command("export", folder, out, "--tensor-parallel", 2, *dry) for dry in (["--dry-run"], [])):
+        assert rounded in said
+        assert divided in said
+    assert "activations int8_token_asym, none in down layout" in command("inspect", out / "rank0")
+    text = (out / "rank1/README.md").read_text()
+    assert text.startswith("# Rank 1 of 2 of a model for ONNX Runtime")
+    assert "`quantmoe export --target cpu --tensor-parallel 2` wrote this folder. It runs together with" in text
+    how = r"rank0/model\.onnx: is rank 0 of 2, which run together: a Python program with a Generator and a thread"
+    with pytest.raises(ModelError, match=how):
+        command("generate", out / "rank0", "--ids", 1)
+    assert re.search(how, command("bench", out / "rank0"))
+    model = ir.load(out / "rank1/model.onnx")
+    model.metadata_props["target"] = "cuda"
+    ir.save(model, out / "rank1/model.onnx")
+    how = rf"is rank 1 of 2, .*: torchrun --nproc-per-node 2 --no-python quantmoe generate {out} --device cuda"
+    with pytest.raises(ModelError, match=how):
+        Generator(out / "rank1")
+
+
+def test_a_whole_model_is_of_no_group(whole):
+    with pytest.raises(ModelError, match=r"model\.onnx: is a whole model, expected a rank of a sliced one: group was"):
+        Generator(whole("qwen3_moe"), threads=1, group=next(GROUPS))
 
 
 def refused(folder: Path, match: str, **options: object) -> None:
