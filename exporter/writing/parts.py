@@ -333,7 +333,7 @@ def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: 
     if metadata["target"] == "ort":
         check_domains(graph)
     if metadata["target"] == "cpu":
-        graph.doc_string = f"Register {LIBRARIES['cpu']} of `pip install quantmoe` with ONNX Runtime to run this."
+        graph.doc_string = f"Register {LIBRARIES['cpu']} of the package quantmoe with ONNX Runtime to run this."
     with doing(str(path)), naming(path):
         model = ir.to_proto(graph).SerializeToString(deterministic=True)
         graph.metadata_props[IDENTITY] = new_hash().update(model).hexdigest()

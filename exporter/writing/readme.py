@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from quantmoe.exporter.reading.slices import Slice
 
 README = "README.md"
-#: target -> what brings its library to the platforms of docs/platforms.md
+#: target -> what brings its library to the platforms of docs/platforms.md; no registry has them
 PACKAGES = {
-    "cpu": "PyPI `quantmoe`, Maven `quantmoe:quantmoe` or NuGet `QuantMoe`: Linux (x86-64, aarch64), Windows, macOS",
-    "cuda": "PyPI `quantmoe-cuda`: Linux (x86-64, aarch64)",
+    "cpu": "the wheel quantmoe, the jar quantmoe or the nupkg QuantMoe, for Linux (x86-64, aarch64), Windows and macOS",
+    "cuda": "the wheel quantmoe-cuda, for Linux (x86-64, aarch64)",
 }
+MADE = "`make release` in QuantMoE's sources makes it; no package registry had it when this was written."
 
 
 def readme(target: str, runtime: str, part: Slice | None = None) -> str:
@@ -34,7 +35,7 @@ def readme(target: str, runtime: str, part: Slice | None = None) -> str:
             f"# {title} for TensorRT\n\n`{command} --experts external` {wrote}"
             "Its engines read the experts\nin it where they run: set `QUANTMOE_FOLDER` to it. "
             "The plug-in comes with this package:\n\n"
-            f"{PACKAGES[target]}.\n"
+            f"{PACKAGES[target]}.\n\n{MADE}\n"
         )
     head = f"# {title} for ONNX Runtime {runtime} or newer\n\n`{command}` {wrote}"
     if target not in LIBRARIES:
@@ -42,5 +43,5 @@ def readme(target: str, runtime: str, part: Slice | None = None) -> str:
     return (
         f"{head}A program registers the library of its operators\nbefore it opens `model.onnx`. "
         f"A `{LIBRARIES[target]}` in this folder is for {platform.system()} {platform.machine()}. "
-        f"The other\nfiles run on every platform. The library comes there with this package:\n\n{PACKAGES[target]}.\n"
+        f"The other\nfiles run on every platform. The library comes there with this package:\n\n{PACKAGES[target]}.\n\n{MADE}\n"
     )
