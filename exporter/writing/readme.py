@@ -43,5 +43,6 @@ def readme(target: str, runtime: str, part: Slice | None = None) -> str:
     return (
         f"{head}A program registers the library of its operators\nbefore it opens `model.onnx`. "
         f"A `{LIBRARIES[target]}` in this folder is for {platform.system()} {platform.machine()}. "
-        f"The other\nfiles run on every platform. The library comes there with this package:\n\n{PACKAGES[target]}.\n\n{MADE}\n"
+        f"The other\nfiles run on every platform. The library comes there with this package:\n\n"
+        f"{PACKAGES[target]}.\n\n{MADE}\n"
     )
