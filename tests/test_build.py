@@ -41,7 +41,7 @@ def test_glibc_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newer.write_bytes(Path(library_path()).read_bytes() + b"\0GLIBC_2.99\0")
     monkeypatch.setenv("QUANTMOE_ORT_LIBRARY", str(newer))
     (tmp_path / "model").mkdir()
-    assert "asks for glibc 2.99" in convert._library(lambda name: tmp_path / "model" / name, "cpu")
+    assert "asks for glibc 2.99" in convert._library(lambda name: tmp_path / "model" / name, "cpu", True)
     assert (tmp_path / "model" / newer.name).read_bytes() == newer.read_bytes()
 
 
