@@ -217,39 +217,24 @@ def inspect(
     ] = False,
     memory: Annotated[
         int | None,
-        typer.Option(
-            "--fit",
-            help="12GB, ...: what a GPU or RAM of this size holds, and tokens/s at most",
-            **SIZE,
-        ),
+        typer.Option("--fit", help="12GB, ...: what a GPU or RAM of this size holds, and tokens/s at most", **SIZE),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="of --fit: tokens in the cache")] = 4096,
     trace: Annotated[Path | None, typer.Option(help="of --fit: hit rates of generate --trace FILE")] = None,
     rate: Annotated[
-        int | None,
-        typer.Option(help="of --fit: bytes a second of the memory; default: 1TB on GPUs, 60GB", **SIZE),
+        int | None, typer.Option(help="of --fit: bytes a second of the memory; default: 1TB on GPUs, 60GB", **SIZE)
     ] = None,
     read: Annotated[
-        int | None,
-        typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", **SIZE),
+        int | None, typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", **SIZE)
     ] = None,
     ram: Annotated[
         int | None,
-        typer.Option(
-            help="of --fit of a GPU: RAM of the machine; what it does not hold is on the disk",
-            **SIZE,
-        ),
+        typer.Option(help="of --fit of a GPU: RAM of the machine; what it does not hold is on the disk", **SIZE),
     ] = None,
-    disk: Annotated[
-        int | None,
-        typer.Option(help="of --ram: bytes a second of the disk; default: 3GB", **SIZE),
-    ] = None,
+    disk: Annotated[int | None, typer.Option(help="of --ram: bytes a second of the disk; default: 3GB", **SIZE)] = None,
     reserve: Annotated[
         int | None,
-        typer.Option(
-            help="of --fit: for workspaces and the engine; default: 1GiB of a GPU, 512MiB of RAM",
-            **SIZE,
-        ),
+        typer.Option(help="of --fit: for workspaces and the engine; default: 1GiB of a GPU, 512MiB of RAM", **SIZE),
     ] = None,
 ) -> None:
     """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
@@ -277,11 +262,8 @@ def inspect(
 
         fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read, disk), ram, reserve)
         if as_json:
-            print(
-                json.dumps(
-                    asdict(fits) | {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}, indent=1
-                )
-            )
+            derived = {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}
+            print(json.dumps(asdict(fits) | derived, indent=1))
         else:
             print_fit(fits, model)
         return
@@ -358,19 +340,14 @@ def generate(
         ),
     ] = None,
     ram: Annotated[
-        int | None,
-        typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: what is free", **SIZE),
+        int | None, typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: what is free", **SIZE)
     ] = None,
     gpu_memory: Annotated[
-        int | None,
-        typer.Option(help="of --device cuda --experts host, disk or auto; default: what is free", **SIZE),
+        int | None, typer.Option(help="of --device cuda --experts host, disk or auto; default: what is free", **SIZE)
     ] = None,
     reserve: Annotated[
         int | None,
-        typer.Option(
-            help="memory to leave where --ram or --gpu-memory is not given; default: docs/experts.md",
-            **SIZE,
-        ),
+        typer.Option(help="memory to leave where --ram or --gpu-memory is not given; default: docs/experts.md", **SIZE),
     ] = None,
     misses: Annotated[
         str | None,
@@ -460,8 +437,7 @@ def generate(
 def trace(
     file: Annotated[Path, typer.Argument(help="that generate --trace or the session entry quantmoe.trace wrote")],
     ram: Annotated[
-        list[int] | None,
-        typer.Option(help="memory for experts; may be repeated; default: shares of all", **SIZE),
+        list[int] | None, typer.Option(help="memory for experts; may be repeated; default: shares of all", **SIZE)
     ] = None,
     read: Annotated[int, typer.Option(help="bytes a second that the disk reads", **SIZE)] = "2GB",  # type: ignore[assignment]
     expert_map: Annotated[Path | None, typer.Option(help="write this file for export --expert-map")] = None,

@@ -48,7 +48,7 @@ PEERS = {
     "llama.cpp": ("llama-cpp-python 'quantmoe[bench]'", ("llama_cpp", "gguf", "torch", "transformers")),
     "genai": ("onnxruntime-genai", ("onnxruntime_genai",)),
 }
-COMPILED = {"llama.cpp": "; that is compiled, for ten minutes on two cores"}
+COMPILED = {"llama.cpp": "; that is compiled, for minutes"}
 OTHER = "genai_config.json"  # of a folder after --against: another model, which onnxruntime-genai runs
 MIN_RUNS, CELL_SECONDS = 3, 30.0
 ROOM = 64  # tokens after the deepest depth, of runs of 8 steps

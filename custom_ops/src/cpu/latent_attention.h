@@ -52,9 +52,9 @@ inline const float* matrix_of(qm_type type, const void* all, int64_t head, int64
 // A token's query of a head, its features that turn turned; returns the token's place in the call.
 inline int64_t query_of(const LatentContext& latent, int64_t batch_row, int64_t token, int64_t head, float* y) {
   const int64_t size = query_size(latent.node), element = latent.call.type == QM_F32 ? 4 : 2;
-  const int64_t width = latent.node.num_heads * size + int64_t{latent.node.kv_num_heads} * latent.node.head_size;
   const int64_t position = batch_row * latent.call.tokens + latent.call.rows[3 * batch_row] + token;
-  to_float(latent.call.type, static_cast<const uint8_t*>(latent.call.qkv) + (position * width + head * size) * element,
+  to_float(latent.call.type,
+           static_cast<const uint8_t*>(latent.call.qkv) + (position * qkv_size(latent.node) + head * size) * element,
            size, y);
   rotate(latent.node, latent.call, position, y + latent.node.nope_size);
   return position;

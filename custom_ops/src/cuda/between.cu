@@ -10,8 +10,6 @@
 namespace quantmoe {
 namespace {
 
-constexpr unsigned blocks_for(int64_t all, int64_t each) { return static_cast<unsigned>((all + each - 1) / each); }
-
 template <typename T>
 int launch_router(const qm_cuda_router_problem& problem, const qm_cuda_router_plan& plan,
                   const qm_cuda_router_tensors& tensors, cudaStream_t stream, char* err) {

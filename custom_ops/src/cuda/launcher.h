@@ -4,9 +4,13 @@
 
 #include <cstdio>
 
+#include "core/numbers.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
+
+// Of a grid: how many blocks of `each` there are for all.
+constexpr unsigned blocks_for(int64_t all, int64_t each) { return static_cast<unsigned>(ceil_div(all, each)); }
 
 struct Launcher {
   cudaStream_t stream;

@@ -29,10 +29,9 @@ int launch_conv(const qm_cuda_conv_problem& problem, const qm_cuda_conv_tensors&
                           slot,
                           tensors.present_conv != tensors.past_conv};
   const int pairs = problem.conv.channels / 2;
-  const auto blocks = [](int64_t all, int each) { return static_cast<unsigned>((all + each - 1) / each); };
   Launcher launcher{stream};
   launcher.run(kernels[problem.conv.width - kLeastConvWidth], params,
-               dim3(blocks(pairs, kConvThreads), std::max(1u, blocks(problem.tokens, kConvTokens)),
+               dim3(blocks_for(pairs, kConvThreads), std::max(1u, blocks_for(problem.tokens, kConvTokens)),
                     static_cast<unsigned>(problem.batch)),
                kConvThreads, 0, true);
   return report(launcher.error, err);

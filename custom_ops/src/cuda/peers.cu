@@ -10,8 +10,6 @@ namespace {
 // Bytes up to which each rank is sent all parts: of two ranks as much as the other way sends, without its second wait.
 constexpr int64_t few_bytes(int world) { return 16 * kFewWords * 2 / world; }
 
-unsigned blocks_for(int64_t all, int64_t each) { return static_cast<unsigned>((all + each - 1) / each); }
-
 template <typename T>
 int launch_sum(const SumParams& params, cudaStream_t stream, char* err) {
   const int64_t words = (params.count + 7) / 8;
