@@ -860,13 +860,23 @@ def launch_sum(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
     _launch_of_ranks("sum", peers, Sum(_TYPES[_dtype(x)], x.numel(), x.data_ptr(), y.data_ptr()))
 
 
+def launch_sum_norm(peers: Peers, problem: NormProblem, *tensors: torch.Tensor) -> None:
+    """The same of AddRMSNorm of the ranks' sum.
+
+    Args:
+        problem: of :func:`norm_problem`. tensors: x, residual, weight, y, sum, contiguous.
+    """
+    _launch_of_ranks("sum_norm", peers, problem, (_PTR * 5)(*(tensor.data_ptr() for tensor in tensors)))
+
+
 def launch_gather(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
     """The same of x [rows, columns] -> y [rows, world, columns]."""
     _launch_of_ranks("gather", peers, Gather(_TYPES[_dtype(x)], *x.shape, x.data_ptr(), y.data_ptr()))
 
 
-def _launch_of_ranks(name: str, peers: Peers, call: Sum | Gather) -> None:
+def _launch_of_ranks(name: str, peers: Peers, *call: ctypes.Structure | ctypes.Array[ctypes.c_void_p]) -> None:
     import torch
 
     stream = _PTR(torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None)
-    checked(getattr(library(), f"qm_cuda_launch_{name}"), ctypes.byref(peers), ctypes.byref(call), stream)
+    pointers = map(ctypes.byref, (peers, *call))
+    checked(getattr(library(), f"qm_cuda_launch_{name}"), *pointers, stream)

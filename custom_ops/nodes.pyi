@@ -78,6 +78,14 @@ class AllReduce(Spec):
     export_id: int = ...  # of the export that wrote all ranks' files; 0: not known
 
 @dataclass(frozen=True, kw_only=True)
+class AllReduceAddRMSNorm(Spec):
+    op_version: int = ...
+    norm_epsilon: float
+    rank: int  # this and the following are AllReduce's
+    world: int
+    export_id: int
+
+@dataclass(frozen=True, kw_only=True)
 class AllGather(Spec):
     op_version: int = ...
     rank: int  # 0 to world - 1

@@ -105,6 +105,15 @@ class ReduceSpec(nodes.AllReduce):
     """All attributes of an AllReduce node."""
 
 
+class ReduceNormSpec(nodes.AllReduceAddRMSNorm):
+    """All attributes of an AllReduceAddRMSNorm node."""
+
+    @property
+    def norm(self) -> NormSpec:
+        """The AddRMSNorm of the sum."""
+        return NormSpec(norm_epsilon=self.norm_epsilon)
+
+
 class GatherSpec(nodes.AllGather):
     """All attributes of an AllGather node."""
 

@@ -531,7 +531,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, nullptr, "AllReduce", type, kId32, make_node<ReduceNode, weights, verify>);
     ops.emplace_back(api, nullptr, "AllGather", type, kId32, make_node<GatherNode, weights, verify>);
     ops.emplace_back(api, nullptr, "ReduceScatter", type, kId32, make_node<ScatterNode, weights, verify>);
-    for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
+    for (const char* other : {"MoERouter", "AddRMSNorm", "AllReduceAddRMSNorm", "TokenRows"})
       ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
     ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);
     ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, make_node<DeltaNode, weights, verify>);

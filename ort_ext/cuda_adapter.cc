@@ -39,6 +39,8 @@ class CudaKernel : public Kernel {
   Scratch scratch_of(OrtKernelContext* context, size_t bytes) const;
   template <class Plan, class Problem, class Make, class Launch>
   void execute(OrtKernelContext* context, const Problem& problem, const Make& make, const Launch& launch) const;
+  qm_cuda_norm_problem read_norm(const OrtKernelInfo* info, const qm_norm& norm) const;
+  qm_cuda_norm_tensors norm_tensors(OrtKernelContext* context, qm_cuda_norm_problem* problem) const;
 
   qm_cuda_device device_{};
 
@@ -354,38 +356,50 @@ void CudaRouter::run(OrtKernelContext* context) const {
                                });
 }
 
+// What AllReduceAddRMSNorm has of AddRMSNorm: its inputs and outputs.
+static_assert(AllReduceAddRMSNorm_x == AddRMSNorm_x && AllReduceAddRMSNorm_residual == AddRMSNorm_residual &&
+              AllReduceAddRMSNorm_weight == AddRMSNorm_weight);
+
+qm_cuda_norm_problem CudaKernel::read_norm(const OrtKernelInfo* info, const qm_norm& norm) const {
+  const Shape weight = shape_of(get_constant(info, AddRMSNorm_weight));
+  if (weight.size() != 1) fail("weight has shape " + text_of(weight) + ", expected [features]");
+  const qm_cuda_norm_problem problem{norm, op_.type(), 0, weight[0]};
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_validate_norm(&problem, error)) fail(error);
+  return problem;
+}
+
+// And the problem's rows.
+qm_cuda_norm_tensors CudaKernel::norm_tensors(OrtKernelContext* context, qm_cuda_norm_problem* problem) const {
+  const OrtValue* x = get_input(context, AddRMSNorm_x);
+  const Shape shape = shape_of(x);
+  if (shape.empty() || shape.back() != problem->columns)
+    fail("x has shape " + text_of(shape) + ", expected [.., " + std::to_string(problem->columns) + "] as weight has");
+  check_shape(context, AddRMSNorm_residual, shape);
+  problem->rows = rows_of(shape);
+  OrtValue *y = get_output(context, 0, shape), *sum = get_output(context, 1, shape);
+  return {data_of(x), data_of(get_input(context, AddRMSNorm_residual)), data_of(get_input(context, AddRMSNorm_weight)),
+          data_of(y), data_of(sum)};
+}
+
 class CudaNorm : public CudaKernel {
  public:
   CudaNorm(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
-    read_attributes(info, &problem_.norm);
-    problem_.type = op.type();
-    const Shape weight = shape_of(get_constant(info, AddRMSNorm_weight));
-    if (weight.size() != 1) fail("weight has shape " + text_of(weight) + ", expected [features]");
-    problem_.columns = weight[0];
-    char error[QM_ERROR_SIZE];
-    if (qm_cuda_validate_norm(&problem_, error)) fail(error);
+    qm_norm norm;
+    read_attributes(info, &norm);
+    problem_ = read_norm(info, norm);
   }
-  void run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override {
+    qm_cuda_norm_problem problem = problem_;
+    const qm_cuda_norm_tensors tensors = norm_tensors(context, &problem);
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_launch_norm(&problem, &tensors, stream_of(context), error))
+      throw std::runtime_error(node_ + ": " + error);
+  }
 
  private:
   qm_cuda_norm_problem problem_{};  // but for rows
 };
-
-void CudaNorm::run(OrtKernelContext* context) const {
-  const OrtValue* x = get_input(context, AddRMSNorm_x);
-  const Shape shape = shape_of(x);
-  if (shape.empty() || shape.back() != problem_.columns)
-    fail("x has shape " + text_of(shape) + ", expected [.., " + std::to_string(problem_.columns) + "] as weight has");
-  check_shape(context, AddRMSNorm_residual, shape);
-  qm_cuda_norm_problem problem = problem_;
-  problem.rows = rows_of(shape);
-  OrtValue *y = get_output(context, 0, shape), *sum = get_output(context, 1, shape);
-  const qm_cuda_norm_tensors tensors{data_of(x), data_of(get_input(context, AddRMSNorm_residual)),
-                                     data_of(get_input(context, AddRMSNorm_weight)), data_of(y), data_of(sum)};
-  char error[QM_ERROR_SIZE];
-  if (qm_cuda_launch_norm(&problem, &tensors, stream_of(context), error))
-    throw std::runtime_error(node_ + ": " + error);
-}
 
 class CudaRows : public CudaKernel {
  public:
@@ -527,7 +541,7 @@ class CudaRank : public CudaKernel {
   template <class Node>
   void join(const OrtKernelInfo* info, const Node& node);
   template <class Call>
-  void enqueue(const Call& call) const;
+  void enqueue(const Shape& x, cudaStream_t stream, const Call& call) const;
 
  private:
   std::shared_ptr<Communicator> communicator_;
@@ -547,8 +561,9 @@ void CudaRank::join(const OrtKernelInfo* info, const Node& node) {
 }
 
 template <class Call>
-void CudaRank::enqueue(const Call& call) const {
+void CudaRank::enqueue(const Shape& x, cudaStream_t stream, const Call& call) const {
   try {
+    communicator_->agree(node_, text_of(x), stream);
     call(*communicator_);
   } catch (const std::runtime_error& error) {
     communicator_->fail_all(node_ + ": " + error.what());
@@ -568,8 +583,29 @@ class CudaReduce : public CudaRank {
     OrtValue* y = get_output(context, 0, shape);
     if (elements(shape) == 0) return;
     const auto stream = static_cast<cudaStream_t>(stream_of(context));
-    enqueue([&](const Communicator& all) { all.reduce(data_of(x), data_of(y), elements(shape), op_.type(), stream); });
+    enqueue(shape, stream,
+            [&](const Communicator& all) { all.reduce(data_of(x), data_of(y), elements(shape), op_.type(), stream); });
   }
+};
+
+class CudaReduceNorm : public CudaRank {
+ public:
+  CudaReduceNorm(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
+    const auto node = read_checked<qm_reduce_norm>(info, check_reduce_norm);
+    problem_ = read_norm(info, norm_of(node));
+    join(info, node);
+  }
+  void run(OrtKernelContext* context) const override {
+    qm_cuda_norm_problem problem = problem_;
+    const qm_cuda_norm_tensors tensors = norm_tensors(context, &problem);
+    if (problem.rows == 0) return;
+    const auto stream = static_cast<cudaStream_t>(stream_of(context));
+    enqueue({problem.rows, problem.columns}, stream,
+            [&](const Communicator& all) { all.reduce(problem, tensors, stream); });
+  }
+
+ private:
+  qm_cuda_norm_problem problem_{};  // but for rows
 };
 
 class CudaGather : public CudaRank {
@@ -594,7 +630,7 @@ void CudaGather::run(OrtKernelContext* context) const {
   const int64_t rows = gather_.axis < 0 ? count / shape.back() : 1;
   const size_t size = op_.type() == QM_F32 ? 4 : 2, all_bytes = size * static_cast<size_t>(count * gather_.world);
   const Scratch scratch = scratch_of(context, rows > 1 ? all_bytes : 0);
-  enqueue([&](const Communicator& all) {
+  enqueue(shape, stream, [&](const Communicator& all) {
     all.gather(data_of(x), data_of(y), count, rows, op_.type(), scratch.get(), stream);
   });
 }
@@ -611,7 +647,8 @@ class CudaScatter : public CudaRank {
     const int64_t own = elements(shape_of(x)) / scatter_.world;
     if (own == 0) return;
     const auto stream = static_cast<cudaStream_t>(stream_of(context));
-    enqueue([&](const Communicator& all) { all.scatter(data_of(x), data_of(y), own, op_.type(), stream); });
+    enqueue(shape_of(x), stream,
+            [&](const Communicator& all) { all.scatter(data_of(x), data_of(y), own, op_.type(), stream); });
   }
 
  private:
@@ -640,6 +677,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, kProvider, "CachedAttention", type, cache, make_node<CudaAttention, verify>);
     }
     ops.emplace_back(api, kProvider, "AllReduce", type, kId32, make_node<CudaReduce, verify>);
+    ops.emplace_back(api, kProvider, "AllReduceAddRMSNorm", type, kId32, make_node<CudaReduceNorm, verify>);
     ops.emplace_back(api, kProvider, "AllGather", type, kId32, make_node<CudaGather, verify>);
     ops.emplace_back(api, kProvider, "ReduceScatter", type, kId32, make_node<CudaScatter, verify>);
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, make_node<CudaConv, verify>);

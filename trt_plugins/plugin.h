@@ -169,6 +169,8 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   bool check_packed(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
   bool check_shape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;  // -1: any size
   bool check_rank(const DimsExprs* inputs, int32_t input, int32_t rank) const;
+  // AddRMSNorm's shapes, which AllReduceAddRMSNorm has, too.
+  bool check_norm(const Dims* in) const;
   virtual bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
   virtual int64_t last_size() const { return 0; }     // of the outputs' last dimension; 0: that of the first input
   virtual bool takes_float() const { return false; }  // T may be float32
@@ -199,6 +201,9 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   PluginFieldCollection collection_{};
   bool said_type_ = false;
 };
+
+// AddRMSNorm's problem, of either's inputs.
+qm_cuda_norm_problem norm_problem(const qm_norm& norm, const Inputs& in);
 
 // The plug-in of an operator's node, in the file of its class. Attributes that no kernel can have are refused here,
 // where the layer is named, shapes later: null, with the sentence in error.

@@ -1,4 +1,4 @@
-// AllReduce, AllGather and ReduceScatter over NCCL.
+// AllReduce, AllReduceAddRMSNorm, AllGather and ReduceScatter over NCCL.
 #include <string>
 
 #include "group.h"
@@ -51,16 +51,20 @@ class OfRanks : public Plugin {
     return true;
   }
   virtual int64_t outputs_of(int64_t count) const = 0;  // elements of y, for those of x
-  virtual void run(const void* x, void* y, void* workspace, cudaStream_t stream) const = 0;
+  virtual void run(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) const = 0;
   int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const int64_t count = elements(x_);
     if (count == 0) return QM_OK;
-    if (!all_)  // a builder has no other ranks
-      return write_zeros(outputs[0], static_cast<size_t>(outputs_of(count) * kTypeBytes), stream, error);
-    agree(stream);
-    stream_ = stream;
-    run(inputs[0], outputs[0], workspace, stream);
+    if (all_) {
+      agree(stream);
+      stream_ = stream;
+      run(inputs, outputs, workspace, stream);
+      return QM_OK;
+    }
+    for (int32_t i = 0; i < outputs_.count; ++i)  // a builder has no other ranks
+      if (write_zeros(outputs[i], static_cast<size_t>(outputs_of(count) * kTypeBytes), stream, error))
+        return QM_INVALID;
     return QM_OK;
   }
 
@@ -87,9 +91,31 @@ class Reduce final : public OfRanks<qm_reduce> {
  private:
   IPluginV3* make_copy() const override { return new Reduce(layer_, node_); }
   int64_t outputs_of(int64_t count) const override { return count; }
-  void run(const void* x, void* y, void*, cudaStream_t stream) const override {
-    all_->reduce(x, y, elements(x_), type_, stream);
+  void run(const void* const* in, void* const* out, void*, cudaStream_t stream) const override {
+    all_->reduce(in[0], out[0], elements(x_), type_, stream);
   }
+};
+
+class ReduceNorm final : public OfRanks<qm_reduce_norm> {
+ public:
+  ReduceNorm(SharedLayer layer, const qm_reduce_norm& node) : OfRanks("AllReduceAddRMSNorm", std::move(layer), node) {}
+
+ private:
+  IPluginV3* make_copy() const override { return new ReduceNorm(layer_, node_); }
+  bool check_shapes(const Dims* in) const override { return check_norm(in); }
+  bool prepare(const Inputs& in) override {
+    problem_ = norm_problem(norm_of(node_), in);
+    return OfRanks::prepare(in);
+  }
+  int64_t outputs_of(int64_t count) const override { return count; }
+  void run(const void* const* in, void* const* out, void*, cudaStream_t stream) const override {
+    all_->reduce(
+        problem_,
+        {in[AllReduceAddRMSNorm_x], in[AllReduceAddRMSNorm_residual], in[AllReduceAddRMSNorm_weight], out[0], out[1]},
+        stream);
+  }
+
+  qm_cuda_norm_problem problem_{};
 };
 
 class Gather final : public OfRanks<qm_gather> {
@@ -111,8 +137,8 @@ class Gather final : public OfRanks<qm_gather> {
   }
   int64_t rows(const Dims& dims) const { return node_.axis < 0 ? rows_of(dims) : 1; }
   int64_t outputs_of(int64_t count) const override { return count * node_.world; }
-  void run(const void* x, void* y, void* workspace, cudaStream_t stream) const override {
-    all_->gather(x, y, elements(x_), rows(x_), type_, workspace, stream);
+  void run(const void* const* in, void* const* out, void* workspace, cudaStream_t stream) const override {
+    all_->gather(in[0], out[0], elements(x_), rows(x_), type_, workspace, stream);
   }
 };
 
@@ -135,8 +161,8 @@ class Scatter final : public OfRanks<qm_scatter> {
     return OfRanks::prepare(in);
   }
   int64_t outputs_of(int64_t count) const override { return count / node_.world; }
-  void run(const void* x, void* y, void*, cudaStream_t stream) const override {
-    all_->scatter(x, y, outputs_of(elements(x_)), type_, stream);
+  void run(const void* const* in, void* const* out, void*, cudaStream_t stream) const override {
+    all_->scatter(in[0], out[0], outputs_of(elements(x_)), type_, stream);
   }
 };
 
@@ -144,6 +170,9 @@ class Scatter final : public OfRanks<qm_scatter> {
 
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_reduce& node, char* error) {
   return check_reduce(node, error) ? nullptr : new Reduce(layer, node);
+}
+IPluginV3* make_plugin(const SharedLayer& layer, const qm_reduce_norm& node, char* error) {
+  return check_reduce_norm(node, error) ? nullptr : new ReduceNorm(layer, node);
 }
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_gather& node, char* error) {
   return check_gather(node, error) ? nullptr : new Gather(layer, node);

@@ -58,7 +58,7 @@ from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
-from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts
+from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.memory import doing
@@ -169,6 +169,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
             meet_around_experts(graph, own)
         except ValueError as error:
             raise CheckpointError(f"{skeleton.format.ckpt.folder}: --data-parallel: {error}") from None
+    elif own is not None:
+        norm_sums(graph)
     place_experts(graph, tables, own)
     return graph
 

@@ -102,6 +102,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 int qm_cuda_clear_box(int32_t, void*, void*, char*) { return QM_OK; }
 int qm_cuda_launch_sum(const qm_cuda_peers*, const qm_cuda_sum*, void*, char*) { return QM_INVALID; }
+int qm_cuda_launch_sum_norm(const qm_cuda_peers*, const qm_cuda_norm_problem*, const qm_cuda_norm_tensors*, void*,
+                            char*) {
+  return QM_INVALID;
+}
 int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void*, char*) { return QM_INVALID; }
 
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }

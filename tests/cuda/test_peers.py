@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from cuda.built import NUMPY, TORCH, gpu, torch
 
 from quantmoe.custom_ops import cuda
+from quantmoe.custom_ops.op import NormSpec
 from quantmoe.custom_ops.reference import all_reduce
 
 #: of a kernel here, so that all ranks' fit on the GPU
@@ -17,7 +19,9 @@ BLOCKS = 24
 PART = 512
 #: 16-byte words of a kernel that sends all ranks all parts
 MOST = 65536
-Launch = Callable[[cuda.Peers, torch.Tensor, torch.Tensor], None]
+Launch = Callable[[cuda.Peers, Any, Any], None]
+NORM = NormSpec(norm_epsilon=1e-5)
+Norms = list[tuple[np.ndarray, ...]]
 
 
 def group(world: int) -> tuple[list[cuda.Peers], list[torch.Tensor]]:
@@ -53,7 +57,7 @@ class Ranks:
         self.peers, self._boxes = group(world)
         self._streams = [torch.cuda.Stream() for _ in range(world)]
 
-    def launch(self, call: Launch, xs: list[torch.Tensor], ys: list[torch.Tensor]) -> None:
+    def launch(self, call: Launch, xs: list[Any], ys: list[Any]) -> None:
         for peers, stream, x, y in zip(self.peers, self._streams, xs, ys, strict=True):
             with torch.cuda.stream(stream):
                 call(peers, x, y)
@@ -66,6 +70,16 @@ class Ranks:
         self.launch(cuda.launch_sum, own, sums)
         torch.cuda.synchronize()
         return [off_gpu(y, dtype) for y in sums]
+
+    def add_norm(self, xs: list[np.ndarray], residuals: list[np.ndarray], weight: np.ndarray, dtype: str) -> Norms:
+        """Each rank's y and sum."""
+        problem = cuda.norm_problem(NORM, dtype, *xs[0].shape)
+        inputs = [[on_gpu(x, dtype) for x in (*own, weight)] for own in zip(xs, residuals, strict=True)]
+        made = [[torch.full_like(own[0], float("nan")) for _ in range(2)] for own in inputs]
+        torch.cuda.synchronize()
+        self.launch(lambda peers, given, outputs: cuda.launch_sum_norm(peers, problem, *given, *outputs), inputs, made)
+        torch.cuda.synchronize()
+        return [tuple(off_gpu(y, dtype) for y in own) for own in made]
 
     def gather(self, xs: list[np.ndarray], dtype: str, offset: int = 0) -> list[np.ndarray]:
         """Each rank's y [rows, world, columns] of x [rows, columns]."""
@@ -106,6 +120,39 @@ def test_gathers(world: int, dtype: str) -> None:
         xs = [x.reshape(rows, columns) for x in drawn(world, rows * columns, dtype, seed)]
         assert_same(ranks.gather(xs, dtype, offset=seed % 2), np.stack(xs, axis=1))
         assert_same(ranks.reduce([x[0] for x in xs], dtype), all_reduce([x[0] for x in xs]))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_norms_of_sums(world: int, dtype: str) -> None:
+    """The bytes of AddRMSNorm of the sum, one after the other with sums and gathers, whose places they share. Of more
+    than a few rows a rank needs, and has, its own rows of residual and sum only."""
+    ranks, rng = Ranks(world), np.random.default_rng(world)
+    shapes = [(1, 8), (3, 2048), (2, 2880), (5, 4104), (1, 8192), (64, 4096), (130, 4096), (67, 7168), (301, 64)]
+    for seed, (rows, columns) in enumerate([*shapes, *reversed(shapes)]):
+        xs = [x.reshape(rows, columns) for x in drawn(world, rows * columns, dtype, seed)]
+        weight, residual = (rng.normal(1, 1, size).astype(NUMPY[dtype]) for size in (columns, (rows, columns)))
+        words = -(-columns // 2048) * 256
+        few, residuals = rows * words <= MOST * 2 // world, [residual] * world
+        if not few:
+            residuals = [np.full_like(residual, np.nan) for _ in range(world)]
+            for rank, own in enumerate(residuals):
+                own[rank::world] = residual[rank::world]
+        total = on_gpu(all_reduce(xs), dtype)
+        y, kept = (
+            off_gpu(z, dtype) for z in cuda.add_norm(NORM, total, on_gpu(residual, dtype), on_gpu(weight, dtype))
+        )
+        found = ranks.add_norm(xs, residuals, weight, dtype)
+        assert_same([own for own, _ in found], y)
+        for rank, (_, own) in enumerate(found):
+            rows_of = slice(None) if few else slice(rank, None, world)
+            np.testing.assert_array_equal(own[rows_of].view(np.uint16), kept[rows_of].view(np.uint16))
+            assert few or np.isnan(np.delete(own, rows_of, axis=0)).all()
+        assert_same(ranks.reduce([x[0] for x in xs], dtype), all_reduce([x[0] for x in xs]))
+        assert_same(ranks.reduce(xs, dtype), all_reduce(xs))
+        one = [x[:2, :8] for x in xs]
+        assert_same(ranks.gather(one, dtype), np.stack(one, axis=1))
 
 
 @gpu
@@ -188,3 +235,6 @@ def test_refusals() -> None:
                 call(cuda.Peers(rank, world, blocks), x, x)
     with pytest.raises(ValueError, match="x is of type 0, expected float16 or bfloat16"):
         cuda.launch_sum(cuda.Peers(0, 2, 1), x.float(), x.float())
+    for columns in (12, 8200):
+        with pytest.raises(ValueError, match=f"x has {columns} columns, expected a multiple of 8 up to 8192"):
+            cuda.launch_sum_norm(cuda.Peers(0, 2, 1), cuda.norm_problem(NORM, "f16", 1, columns), *[x] * 5)

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from cuda.built import torch
 from engines.test_reduce import write
 
 from quantmoe import ort_cuda_library_path
-from quantmoe.custom_ops.reference import all_gather, all_reduce, reduce_scatter
+from quantmoe.custom_ops.op import DOMAIN, NormSpec, ReduceNormSpec
+from quantmoe.custom_ops.reference import add_norm, all_gather, all_reduce, reduce_scatter
 from quantmoe.exporter.measuring.kernels.parallel_cuda import run
 from quantmoe.exporter.running.ranks import nccl_id, nccl_library
 
@@ -39,6 +41,7 @@ OPERATORS: dict[str, Callable[[list[np.ndarray], int], np.ndarray]] = {
 SIZES = (8, 400_000)
 #: runs of a session, of which the later ones replay a CUDA graph
 RUNS = 3
+EPSILON = 2.0**-10
 #: of tests/tensorrt/run.py, whose models these are
 TOLERANCE = 3.0
 
@@ -83,15 +86,18 @@ def run_rank(folder: Path, rank: int, group: str, op: str, on: bool, rows: int) 
         session.run_with_iobinding(binding)
 
 
-def start(folder: Path, op: str, rows: int, on: bool = False) -> list[subprocess.Popen[str]]:
+def start(folder: Path, op: str, rows: int, on: bool = False, more: int = 0) -> list[subprocess.Popen[str]]:
+    """Both ranks; more: rows that the second one has besides."""
     os.environ.setdefault("QUANTMOE_NCCL", nccl_library())
     group = nccl_id(os.environ["QUANTMOE_NCCL"])
     options = {"cwd": TESTS, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, "-m", "cuda.test_ranks_cuda", str(folder), group, op, str(int(on)), str(rows)]
-    return [
-        subprocess.Popen([*command, str(rank)], env=os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)}, **options)
-        for rank in range(2)
-    ]
+    command = [sys.executable, "-m", "cuda.test_ranks_cuda", str(folder), group, op, str(int(on))]
+    found = []
+    for rank in range(2):
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)}
+        own = [*command, str(rows + rank * more), str(rank)]
+        found.append(subprocess.Popen(own, env=environment, **options))
+    return found
 
 
 @pytest.mark.parametrize("float_type", ["FLOAT16", "BFLOAT16"])
@@ -106,6 +112,67 @@ def test_collectives(tmp_path: Path, op: str, float_type: str, rows: int) -> Non
     for at, rank in itertools.product(range(RUNS), range(2)):
         for name, want in zip("yz", wanted(op, at, rank, rows), strict=True):
             np.testing.assert_array_equal(np.load(tmp_path / f"{at}.{rank}.{name}.npy"), want)
+
+
+def write_norms(path: Path, rank: int, float_type: str) -> None:
+    """y: the norm of the ranks' sum of x; z: that of this sum plus the ranks' sum of y."""
+    dtype, wide = ir.DataType[float_type], ir.TensorType(ir.DataType.FLOAT)
+    x = ir.Value(name="x", type=wide, shape=ir.Shape(["rows", 8]))
+    given = ir.node("Cast", [x], {"to": int(dtype)})
+    zeros = ir.node("Sub", [given.outputs[0]] * 2)
+    weight = ir.Value(name="w", type=ir.TensorType(dtype), shape=ir.Shape([8]))
+    weight.const_value = ir.tensor(np.arange(1, 9).astype(dtype.numpy()), name="w")
+    attributes = ReduceNormSpec(norm_epsilon=EPSILON, rank=rank, world=2, export_id=0).attributes()
+    first, second = (
+        ir.node("AllReduceAddRMSNorm", [None] * 3, attributes, domain=DOMAIN, num_outputs=2) for _ in range(2)
+    )
+    for node, inputs in ((first, (given.outputs[0], zeros.outputs[0])), (second, first.outputs)):
+        for at, value in enumerate([*inputs, weight]):
+            node.replace_input_with(at, value)
+        for value in node.outputs:
+            value.type = ir.TensorType(dtype)
+    outputs = [ir.node("Cast", node.outputs[:1], {"to": int(ir.DataType.FLOAT)}) for node in (first, second)]
+    for node, name in zip(outputs, "yz", strict=True):
+        node.outputs[0].name, node.outputs[0].type = name, wide
+    graph = ir.Graph(
+        [x], [node.outputs[0] for node in outputs], nodes=[given, zeros, first, second, *outputs],
+        initializers=[weight], opset_imports={"": 20, DOMAIN: 1}, name="norms",
+    )  # fmt: skip
+    ir.save(ir.Model(graph, ir_version=10), path)
+
+
+@pytest.mark.parametrize(("float_type", "unit"), [("FLOAT16", 2.0**-11), ("BFLOAT16", 2.0**-8)])
+@pytest.mark.parametrize("rows", SIZES)
+def test_norms_of_sums(tmp_path: Path, float_type: str, unit: float, rows: int) -> None:
+    """y and z are rounded once; all ranks have the same bytes."""
+    for rank in range(2):
+        write_norms(tmp_path / f"{rank}.onnx", rank, float_type)
+    processes = start(tmp_path, "AllReduce", rows)
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    spec, weight = NormSpec(norm_epsilon=EPSILON), np.arange(1, 9)
+    for at in range(RUNS):
+        (y, z), other = ([np.load(tmp_path / f"{at}.{rank}.{name}.npy") for name in "yz"] for rank in range(2))
+        np.testing.assert_array_equal([y, z], other)
+        total = all_reduce([drawn(at, rank, rows) for rank in range(2)])
+        want, _ = add_norm(spec, total, np.zeros_like(total), weight)
+        np.testing.assert_allclose(y, want, rtol=unit + 2.0**-20)
+        dtype = ir.DataType[float_type].numpy()
+        want, _ = add_norm(spec, (y + y).astype(dtype), total.astype(dtype), weight)
+        np.testing.assert_allclose(z, want, rtol=unit + 2.0**-20)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_ranks_whose_shapes_differ(tmp_path: Path, rows: int) -> None:
+    for rank in range(2):
+        write(tmp_path / f"{rank}.onnx", rank, 2, "FLOAT16")
+    processes = start(tmp_path, "AllReduce", rows, more=1)
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    for rank, (process, text) in enumerate(zip(processes, said, strict=True)):
+        assert process.returncode != 0
+        other = 1 - rank
+        shapes = [f'AllReduce node "sum.0" x [{count}, 8]' for count in (rows, rows + 1)]
+        assert f"rank {other} is at {shapes[other]}, rank {rank} at {shapes[rank]}: expected files" in text
 
 
 @pytest.mark.parametrize("rows", SIZES)

@@ -150,7 +150,7 @@ def test_engine_of_multi_token_prediction(tmp_path_factory, tmp_path, monkeypatc
 
 
 def test_engine_of_a_slice(tmp_path_factory, tmp_path):
-    """A builder needs no other ranks and no NCCL. With --data-parallel all three collectives are in the graph."""
+    """A builder needs no other ranks and no NCCL. With --data-parallel the others are in the graph."""
     from tiny import make_checkpoint
 
     sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -165,10 +165,10 @@ def test_engine_of_a_slice(tmp_path_factory, tmp_path):
         done = build(tmp_path / kind / "rank1", tmp_path / "plan", tmp_path / f"of_{kind}")
         assert done.returncode == 0, done.stdout + done.stderr
         nodes = [node.op_type for node in ir.load(tmp_path / kind / "rank1/model.onnx").graph]
-        found[kind] = {op: nodes.count(op) for op in ("AllReduce", "AllGather", "ReduceScatter")}
+        found[kind] = {op: nodes.count(op) for op in ("AllReduceAddRMSNorm", "AllGather", "ReduceScatter")}
     assert found == {
-        "tp": {"AllReduce": 4, "AllGather": 1, "ReduceScatter": 0},
-        "dp": {"AllReduce": 0, "AllGather": 2, "ReduceScatter": 2},
+        "tp": {"AllReduceAddRMSNorm": 4, "AllGather": 1, "ReduceScatter": 0},
+        "dp": {"AllReduceAddRMSNorm": 0, "AllGather": 2, "ReduceScatter": 2},
     }
 
 

@@ -467,7 +467,7 @@ def check_bytes(folder: Path, whole: Path, whole_experts: bool, layers: int = 2)
     for rank, path in enumerate(ranks_in(folder).values()):
         model = ir.load(path / "model.onnx")
         assert (model.metadata_props["rank"], model.metadata_props["world"]) == (str(rank), str(len(ranks)))
-        found = [node for node in model.graph if node.op_type == "AllReduce"]
+        found = [node for node in model.graph if node.op_type in ("AllReduce", "AllReduceAddRMSNorm")]
         assert {node.attributes.get_int("rank") for node in found} == {rank}
         ids |= {node.attributes.get_int("export_id") for node in model.graph if "export_id" in node.attributes}
         assert len(found) == 2 * layers  # a shared expert is among the routed ones
@@ -566,7 +566,7 @@ def test_slices_for_gpus(checkpoint, tmp_path, monkeypatch):
     for rank in range(2):
         graph = ir.load(tmp_path / f"rank{rank}" / "model.onnx").graph
         nodes = Counter(node.op_type for node in graph)
-        assert (nodes["AllReduce"], nodes["QuantMoE"]) == (2, 1)
+        assert (nodes["AllReduceAddRMSNorm"], nodes["QuantMoE"]) == (2, 1)
         assert {node.domain for node in graph} <= {"", "quantmoe"}
         unpack(tmp_path / f"rank{rank}", 0, tmp_path / "layer")
         names = ("self_attn.o_proj.bias", "mlp.experts.0.down.bias")

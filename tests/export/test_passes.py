@@ -32,7 +32,7 @@ from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
 from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
-from quantmoe.exporter.graph.passes.sums import meet_around_experts
+from quantmoe.exporter.graph.passes.sums import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.reading.slices import Slice
@@ -152,6 +152,44 @@ def test_embeddings_and_their_norm_are_two_nodes() -> None:
     assert [n.op_type for n in (gather, node)] == ["Gather", "AddRMSNorm"]
     assert [*node.inputs[:2]] == [gather.outputs[0]] * 2
     assert [output.producer().inputs[0] for output in model.graph.outputs] == [node.outputs[0], gather.outputs[0]]
+
+
+SUMS = """g (float16[b, 4] a, float16[b, 4] c, float16[b, 4] e, float16[4] w) => (float16[b, 4] out{more}) {{
+    shape = Constant <value_ints = [-1, 4]> ()
+    s1 = quantmoe.AllReduce <op_version = 2, rank = 1, world = 2, export_id = 7> (a)
+    y1, t1 = quantmoe.AddRMSNorm <op_version = 1, norm_epsilon = 0.5> (e, s1, w)
+    s2 = quantmoe.AllReduce <op_version = 2, rank = 1, world = 2, export_id = 7> (c)
+    r2 = Reshape (s2, shape)
+    y2, t2 = quantmoe.AddRMSNorm <op_version = 1, norm_epsilon = 0.25> (t1, r2, w)
+    m = Add (y1, y2)
+    out = {last} (m)
+}}"""
+
+
+def test_sums_of_ranks_and_their_norms_are_one_node() -> None:
+    model = parsed(SUMS.format(more="", last="Identity"))
+    norm_sums(model)
+    assert ops(model) == ["Constant", "AllReduceAddRMSNorm", "Reshape", "AllReduceAddRMSNorm", "Add", "Identity"]
+    first, second = (node for node in model.graph if node.domain == "quantmoe")
+    assert [value.name for value in first.inputs] == ["a", "e", "w"]
+    assert [second.inputs[0].producer().op_type, second.inputs[1]] == ["Reshape", first.outputs[1]]
+    assert second.inputs[0].producer().inputs[0].name == "c"
+    assert [value.producer() for value in model.graph[-2].inputs] == [first, second]
+    attributes = {"op_version": 1, "rank": 1, "world": 2, "export_id": 7}
+    for node, epsilon in ((first, 0.5), (second, 0.25)):
+        assert {name: a.value for name, a in node.attributes.items()} == attributes | {"norm_epsilon": epsilon}
+
+
+def test_a_sum_that_something_else_takes_stays_whole() -> None:
+    """The second node's, and so the first one's, whose sum it adds to."""
+    for more, last in ((", float16[b, 4] t2", "Identity"), ("", "Add")):
+        text = SUMS.format(more=more, last=last)
+        model = parsed(text if more else text.replace("Add (m)", "Add (m, t2)"))
+        norm_sums(model)
+        assert [op for op in ops(model) if op.startswith("A") and op != "Add"] == ["AllReduce", "AddRMSNorm"] * 2
+    model = parsed(SUMS.format(more=", float16[b, 4] s2", last="Identity"))
+    norm_sums(model)
+    assert [op for op in ops(model) if op.startswith("A") and op != "Add"] == ["AllReduce", "AddRMSNorm"] * 2
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -233,7 +233,7 @@ typedef struct {
 typedef struct {
   const void *x, *residual;  // [rows, columns], 16-byte aligned
   const void* weight;        // [columns], 16-byte aligned; as packed weights a constant
-  void *y, *sum;             // as x
+  void *y, *sum;             // as x; y may be x's memory
 } qm_cuda_norm_tensors;
 QM_API int qm_cuda_validate_norm(const qm_cuda_norm_problem*, char* err);
 QM_API int qm_cuda_launch_norm(const qm_cuda_norm_problem*, const qm_cuda_norm_tensors*, void* stream, char* err);
@@ -376,6 +376,12 @@ QM_API size_t qm_cuda_box_bytes(int32_t world);
 QM_API int qm_cuda_clear_box(int32_t world, void* box, void* stream, char* err);
 // y = all ranks' x, added up in the order of the ranks in f32 and rounded once: the same bytes in all of them.
 QM_API int qm_cuda_launch_sum(const qm_cuda_peers*, const qm_cuda_sum*, void* stream, char* err);
+// AddRMSNorm of that sum, of tensors that do not overlap. The residual may have a rank's own rows of `sum` alone, and
+// of more than a few rows `sum` gets no others: rows r with r % world == rank. QM_UNSUPPORTED for columns that are no
+// multiple of 8 up to QM_CUDA_SUM_COLUMNS.
+#define QM_CUDA_SUM_COLUMNS 8192
+QM_API int qm_cuda_launch_sum_norm(const qm_cuda_peers*, const qm_cuda_norm_problem*, const qm_cuda_norm_tensors*,
+                                   void* stream, char* err);
 // y = all ranks' x, row after row; of what is not a number the bits may be others.
 QM_API int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void* stream, char* err);
 

@@ -61,12 +61,14 @@ struct RoutingLimits {
 };
 int check_routing(const qm_routing& routing, const RoutingLimits& limits, char* err);
 
-// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, AllReduce, AllGather,
-// ReduceScatter.
+// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, AllReduce,
+// AllReduceAddRMSNorm, AllGather, ReduceScatter.
 int check_attention(const qm_attention& attention, char* err);
 constexpr int32_t kMaxConvWidth = 64;
 int check_conv(const qm_conv& conv, char* err);
 int check_reduce(const qm_reduce& reduce, char* err);
+int check_reduce_norm(const qm_reduce_norm& node, char* err);
+inline qm_norm norm_of(const qm_reduce_norm& node) { return {node.op_version, node.norm_epsilon}; }
 int check_gather(const qm_gather& gather, char* err);
 int check_scatter(const qm_scatter& scatter, char* err);
 int check_delta(const qm_delta& delta, char* err);

@@ -171,6 +171,10 @@ static int check_ranks(const char* op, const Node& node, char* err) {
 }
 
 int check_reduce(const qm_reduce& reduce, char* err) { return check_ranks("AllReduce", reduce, err); }
+int check_reduce_norm(const qm_reduce_norm& node, char* err) {
+  QM_TRY(check_ranks("AllReduceAddRMSNorm", node, err));
+  return check_not_negative("norm_epsilon", node.norm_epsilon, err);
+}
 int check_scatter(const qm_scatter& scatter, char* err) { return check_ranks("ReduceScatter", scatter, err); }
 int check_gather(const qm_gather& gather, char* err) {
   QM_TRY(check_ranks("AllGather", gather, err));

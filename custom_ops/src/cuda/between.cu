@@ -56,13 +56,7 @@ int launch_router(const qm_cuda_router_problem& problem, const qm_cuda_router_pl
 template <typename T>
 int launch_norm(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors, cudaStream_t stream,
                 char* err) {
-  const NormParams params{tensors.x,
-                          tensors.residual,
-                          tensors.weight,
-                          tensors.y,
-                          tensors.sum,
-                          static_cast<int>(problem.columns),
-                          problem.norm.norm_epsilon};
+  const NormParams params = norm_params(problem, tensors);
   const int each = problem.columns % 8 ? 1 : 8;
   const int threads = std::min(kMostNormThreads, static_cast<int>((problem.columns / each + 31) / 32 * 32));
   Launcher launcher{stream};

@@ -1,6 +1,7 @@
 // Sums and gathers over GPUs of one host: call to kernel launches.
 #include <algorithm>
 
+#include "core/attributes.h"
 #include "cuda/launcher.h"
 #include "cuda/peers.cuh"
 
@@ -24,16 +25,30 @@ int launch_sum(const SumParams& params, cudaStream_t stream, char* err) {
   return report(launcher.error, err);
 }
 
+template <typename T>
+int launch_sum_norm(const SumNormParams& params, cudaStream_t stream, char* err) {
+  const qm_cuda_peers& peers = params.peers;
+  const int words = params.norm.columns / 8;
+  Launcher launcher{stream};
+  if (const int each = blocks_for(words, kFewThreads);
+      params.rows * each * kFewThreads * 16 <= few_bytes(peers.world)) {
+    launcher.run(add_norm_few<T>, params, static_cast<unsigned>(params.rows), each * kFewThreads, 0, true);
+  } else {
+    const unsigned of = blocks_for(words, kPartWords);
+    launcher.run(add_norm_many<T>, params,
+                 std::min<unsigned>(std::max<unsigned>(peers.blocks / of, 1), blocks_for(params.rows, peers.world)),
+                 of * kPartThreads, 0, true);
+  }
+  return report(launcher.error, err);
+}
+
 int check(const qm_cuda_peers& peers, int32_t type, char* err) {
   if (peers.world < 2 || peers.world > QM_CUDA_PEERS || peers.rank < 0 || peers.rank >= peers.world ||
-      peers.blocks < 1 || peers.blocks > QM_CUDA_MOST_BLOCKS) {
-    std::snprintf(err, QM_ERROR_SIZE, "rank %d of %d with %d blocks, expected 2 to %d ranks and 1 to %d blocks",
-                  peers.rank, peers.world, peers.blocks, QM_CUDA_PEERS, QM_CUDA_MOST_BLOCKS);
-    return QM_INVALID;
-  }
+      peers.blocks < 1 || peers.blocks > QM_CUDA_MOST_BLOCKS)
+    return fail(err, QM_INVALID, "rank %d of %d with %d blocks, expected 2 to %d ranks and 1 to %d blocks", peers.rank,
+                peers.world, peers.blocks, QM_CUDA_PEERS, QM_CUDA_MOST_BLOCKS);
   if (type == QM_F16 || type == QM_BF16) return QM_OK;
-  std::snprintf(err, QM_ERROR_SIZE, "x is of type %d, expected float16 or bfloat16", type);
-  return QM_UNSUPPORTED;
+  return fail(err, QM_UNSUPPORTED, "x is of type %d, expected float16 or bfloat16", type);
 }
 
 }  // namespace
@@ -56,6 +71,20 @@ int qm_cuda_launch_sum(const qm_cuda_peers* peers, const qm_cuda_sum* sum, void*
                          0};
   const auto queue = static_cast<cudaStream_t>(stream);
   return sum->type == QM_F16 ? launch_sum<half>(params, queue, err) : launch_sum<nv_bfloat16>(params, queue, err);
+}
+
+int qm_cuda_launch_sum_norm(const qm_cuda_peers* peers, const qm_cuda_norm_problem* problem,
+                            const qm_cuda_norm_tensors* tensors, void* stream, char* err) {
+  if (const int status = check(*peers, problem->type, err)) return status;
+  if (const int status = qm_cuda_validate_norm(problem, err)) return status;
+  if (problem->columns % 8 || problem->columns > QM_CUDA_SUM_COLUMNS)
+    return fail(err, QM_UNSUPPORTED, "x has %lld columns, expected a multiple of 8 up to %d",
+                static_cast<long long>(problem->columns), QM_CUDA_SUM_COLUMNS);
+  if (problem->rows == 0) return QM_OK;
+  const SumNormParams params{*peers, norm_params(*problem, *tensors), problem->rows};
+  const auto queue = static_cast<cudaStream_t>(stream);
+  return problem->type == QM_F16 ? launch_sum_norm<half>(params, queue, err)
+                                 : launch_sum_norm<nv_bfloat16>(params, queue, err);
 }
 
 int qm_cuda_launch_gather(const qm_cuda_peers* peers, const qm_cuda_gather* gather, void* stream, char* err) {

@@ -184,7 +184,7 @@ std::vector<std::string> Communicator::exchange(const std::string& card) const {
   const auto gone = [this] { return watch_ ? watch_->failure() : ""; };
   while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady && std::chrono::steady_clock::now() < end &&
          gone().empty())
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   if (state == cudaErrorNotReady) {
     (void)owned.release();  // freeing it would wait
     (void)own_stream.release();
@@ -274,6 +274,22 @@ void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, c
   mark(stream);
 }
 
+void Communicator::reduce(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors,
+                          cudaStream_t stream) const {
+  if (peers_ && Peers::takes(problem)) {
+    expect_all();
+    order(stream);
+    peers_->reduce(problem, tensors, stream);
+    mark(stream);
+    return;
+  }
+  reduce(tensors.x, tensors.y, problem.rows * problem.columns, static_cast<qm_type>(problem.type), stream);
+  qm_cuda_norm_tensors summed = tensors;
+  summed.x = tensors.y;  // each thread writes what it has read
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_norm(&problem, &summed, stream, error) != QM_OK) throw std::runtime_error(error);
+}
+
 void Communicator::gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,
                           cudaStream_t stream) const {
   expect_all();
@@ -312,7 +328,14 @@ void Communicator::expect_same(const std::string& node) const {
     if (all[rank] != own)
       throw std::runtime_error("rank " + std::to_string(rank) + " is at " + all[rank] + ", rank " +
                                std::to_string(place_.rank) + " at " + own +
-                               ": expected files of one export, and runs in one order");
+                               ": expected files of one export, and runs in one order, of inputs of one shape");
+}
+
+void Communicator::agree(const std::string& node, const std::string& shape, cudaStream_t stream) const {
+  if (first_.empty()) first_ = node;
+  if (node != first_ || shape == agreed_ || is_captured(stream)) return;
+  expect_same(node + " x " + shape);
+  agreed_ = shape;
 }
 
 void Communicator::fail_all(const std::string& why) const {

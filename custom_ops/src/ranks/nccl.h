@@ -43,6 +43,8 @@ class Communicator {
   const Place& place() const { return place_; }
   // Enqueues y = the sum of all ranks' x. Throws std::runtime_error for an error of NCCL's, and when a rank is gone.
   void reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
+  // The same of AddRMSNorm of that sum; `sum` may get this rank's rows alone, as qm_cuda_launch_sum_norm says.
+  void reduce(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors, cudaStream_t stream) const;
   // The same of y = all ranks' x, [ranks, count]; where x is [rows > 1, columns], y [rows, ranks, columns] by way of
   // `parts`, which is as large.
   void gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,
@@ -53,6 +55,9 @@ class Communicator {
   void forget(cudaStream_t stream) const;
   // Waits for all ranks; throws std::runtime_error in all of them unless they call it with one text.
   void expect_same(const std::string& node) const;
+  // The same before a run's first node, whenever its shape is another one than before: ranks whose shapes differ would
+  // wait without end, or add up what does not belong together. Of what is captured nothing is compared.
+  void agree(const std::string& node, const std::string& shape, cudaStream_t stream) const;
   // Ends the runs of all ranks with an error: this one cannot have its part in them. The first reason counts.
   void fail_all(const std::string& why) const;
 
@@ -68,6 +73,7 @@ class Communicator {
   const int device_;
   void* comm_ = nullptr;
   mutable std::atomic<cudaStream_t> captured_{};  // of graphs
+  mutable std::string first_, agreed_;            // a run's first node, and the shape that it had last
   std::atomic<bool> given_up_{false};
   cudaEvent_t done_ = nullptr;              // the last call outside graphs
   cudaStream_t end_ = nullptr;              // for launch_trap

@@ -99,9 +99,19 @@ bool Peers::takes(const qm_cuda_gather& gather) {
   return gather.type != QM_F32 && 2 * gather.rows * gather.columns <= kMostGathered;
 }
 
+bool Peers::takes(const qm_cuda_norm_problem& problem) {
+  return problem.columns % 8 == 0 && problem.columns <= QM_CUDA_SUM_COLUMNS;
+}
+
 void Peers::reduce(const qm_cuda_sum& sum, cudaStream_t stream) const {
   char error[QM_ERROR_SIZE];
   if (qm_cuda_launch_sum(&peers_, &sum, stream, error) != QM_OK) throw std::runtime_error(error);
+}
+
+void Peers::reduce(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors,
+                   cudaStream_t stream) const {
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_sum_norm(&peers_, &problem, &tensors, stream, error) != QM_OK) throw std::runtime_error(error);
 }
 
 void Peers::gather(const qm_cuda_gather& gather, cudaStream_t stream) const {

@@ -1,17 +1,19 @@
 """What ranks of a sliced model give each other: an AllReduce after each layer's experts and each linear of divided
 columns, an AllGather after a head of divided rows; of ranks with tokens of their own an AllGather of the tokens before
-each layer's experts and their router, and a ReduceScatter after the experts."""
+each layer's experts and their router, and a ReduceScatter after the experts. An AllReduce and the AddRMSNorm of what it
+gives are one node."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from quantmoe.custom_ops.op import DOMAIN, GatherSpec, ReduceSpec, ScatterSpec
+from quantmoe.custom_ops.op import DOMAIN, GatherSpec, ReduceNormSpec, ReduceSpec, ScatterSpec
+from quantmoe.exporter.graph.passes.divided_norms import only_user, producer
 from quantmoe.exporter.reading.slices import Slice
 
 
@@ -73,3 +75,49 @@ def _router(experts: ir.Node, x: ir.Value) -> set[ir.Node]:
         if value.is_graph_output() or not {*found, experts}.issuperset(value.consumers()):
             raise ValueError(f"what routes {experts.name} has other uses: {value.name}")
     return found
+
+
+def norm_sums(model: ir.Model) -> None:
+    """AllReduce and AddRMSNorm -> AllReduceAddRMSNorm, where all that takes the norm's sum becomes one, too: a rank has
+    some of its rows only."""
+    found = {norm: parts for norm in model.graph if norm.op_type == "AddRMSNorm" and (parts := _summed(norm))}
+    kept = len(found) + 1
+    while len(found) < kept:
+        kept = len(found)
+        found = {norm: parts for norm, parts in found.items() if _stays(norm.outputs[1], found)}
+    for norm in found:
+        parts = _summed(norm)  # once more: the residual may be a new node's
+        assert parts is not None
+        reduce, residual = parts
+        x = reduce.inputs[0]
+        if (between := only_user(reduce.outputs[0], "Reshape")) is not None:
+            between.replace_input_with(0, x)
+            x = between.outputs[0]
+        both = {"norm_epsilon": norm} | dict.fromkeys(("rank", "world", "export_id"), reduce)
+        spec = ReduceNormSpec(**{name: node.attributes[name].value for name, node in both.items()})
+        inputs = [x, residual, norm.inputs[2]]
+        made = ir.node(spec.OPERATOR.name, inputs, spec.attributes(), domain=DOMAIN, num_outputs=2, name=norm.name)
+        for value, old in zip(made.outputs, norm.outputs, strict=True):
+            value.type, value.shape = old.type, old.shape
+        ir.convenience.replace_nodes_and_values(model.graph, norm, [norm], [made], norm.outputs, made.outputs)
+        model.graph.remove(reduce, safe=True)
+
+
+def _summed(norm: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """The AllReduce that only an AddRMSNorm has, maybe in another shape, and what it is added to."""
+    for value, other in (norm.inputs[:2], norm.inputs[1::-1]):
+        last = producer(value, "Reshape") or producer(value, "AllReduce")
+        reduce = last if last is None or last.op_type == "AllReduce" else producer(last.inputs[0], "AllReduce")
+        if last and reduce and other is not None and _once(last.outputs[0]) and _once(reduce.outputs[0]):
+            return reduce, other
+    return None
+
+
+def _once(value: ir.Value) -> bool:
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
+def _stays(total: ir.Value, found: Mapping[ir.Node, tuple[ir.Node, ir.Value]]) -> bool:
+    """Whether nothing else takes a norm's sum than such norms, as their residual."""
+    users = {user for user, _ in total.uses()}
+    return not total.is_graph_output() and all(user in found and found[user][1] is total for user in users)

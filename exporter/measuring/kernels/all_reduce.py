@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 exporter/measuring/kernels/all_reduce.py [--columns 7168] [--rows 1,8,64,512,4096]
     torchrun --nproc-per-node 2 exporter/measuring/kernels/all_reduce.py --op AllGather --columns 37984 --rows 1,8,64
+    torchrun --nproc-per-node 2 exporter/measuring/kernels/all_reduce.py --op ReduceScatter --rows 8,64,512,4096
 
 Needs onnxruntime-gpu, PyTorch with CUDA, and this checkout's CUDA library (QUANTMOE_ORT_CUDA_LIBRARY). A graph has 50
 calls of bf16 [rows, columns]; replays of both take turns, and times are of one call, medians of 30. An AllGather is of
-the last axis here, and of the first in torch, where nothing is brought into another order.
+the last axis here, and of the first in torch, where nothing is brought into another order. Rows of a ReduceScatter are
+those of all ranks.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ CHAIN = 50
 
 
 def model(path: Path, op: str, rank: int, world: int) -> None:
-    """x, summed over the ranks CHAIN times; or CHAIN times gathered."""
+    """x, summed over the ranks CHAIN times; or CHAIN times gathered, or scattered."""
     ends = [f"y.{i}" for i in range(CHAIN)]
     begins = ["x", *ends[:-1]] if op == "AllReduce" else ["x"] * CHAIN
     place: dict[str, Any] = {"domain": "quantmoe", "op_version": 1, "rank": rank, "world": world}
     place |= {"axis": -1} if op == "AllGather" else {}
     nodes = [helper.make_node(op, [x], [y], name=y, **place) for x, y in zip(begins, ends, strict=True)]
     values = {
-        name: helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["rows", f"{name[0]}_columns"])
+        name: helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [f"{name[0]}_rows", f"{name[0]}_columns"])
         for name in ("x", *ends)
     }
-    outputs = [values[name] for name in ends if op == "AllGather" or name == ends[-1]]
+    outputs = [values[name] for name in ends if op != "AllReduce" or name == ends[-1]]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("quantmoe", 1)]
     graph = helper.make_graph(nodes, "calls", [values["x"]], outputs)
     save(helper.make_model(graph, opset_imports=opsets, ir_version=10), str(path))
@@ -56,8 +58,9 @@ def session(path: Path, group: str) -> ort.InferenceSession:
 
 def tensors(op: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x and y: zeros."""
-    joined = columns * dist.get_world_size() if op == "AllGather" else columns
-    return tuple(torch.zeros(rows, size, dtype=torch.bfloat16, device="cuda") for size in (columns, joined))
+    world = dist.get_world_size()
+    of_y = {"AllGather": (rows, columns * world), "ReduceScatter": (rows // world, columns)}.get(op, (rows, columns))
+    return tuple(torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in ((rows, columns), of_y))
 
 
 def bound(calls: ort.InferenceSession, op: str, rows: int, columns: int) -> Callable[[], None]:
@@ -79,7 +82,12 @@ def torch_graph(op: str, rows: int, columns: int) -> Callable[[], None]:
     x, y = tensors(op, rows, columns)
 
     def call() -> None:
-        dist.all_gather_into_tensor(y.view(-1), x.view(-1)) if op == "AllGather" else dist.all_reduce(x)
+        if op == "AllReduce":
+            dist.all_reduce(x)
+        elif op == "AllGather":
+            dist.all_gather_into_tensor(y.view(-1), x.view(-1))
+        else:
+            dist.reduce_scatter_tensor(y, x)
 
     call()
     torch.cuda.synchronize()
@@ -103,7 +111,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=["AllReduce", "AllGather"], default="AllReduce")
+    parser.add_argument("--op", choices=["AllReduce", "AllGather", "ReduceScatter"], default="AllReduce")
     parser.add_argument("--columns", type=int, default=7168)
     parser.add_argument("--rows", default="1,8,64,512,4096")
     options = parser.parse_args()

@@ -151,7 +151,7 @@ def test_files_of_two_exports(tmp_path: Path) -> None:
     for rank, text in enumerate(said):
         assert 'AllReduce layer "other": x [5, 8]' in text
         assert f'rank {1 - rank} is at AllReduce layer "{("other", "sum")[rank]}": x [5, 8], rank {rank} at' in text
-        assert "expected files of one export, and runs in one order" in text
+        assert "expected files of one export, and runs in one order, of inputs of one shape" in text
     for text, others in (("7", {"export_id": 7}), ("no id", {"export_id": 0})):
         folder = tmp_path / text
         folder.mkdir()
