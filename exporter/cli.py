@@ -358,7 +358,11 @@ def generate(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,
     warm: Annotated[
-        Path | None, typer.Option(help="of --experts disk on the cpu: a trace, whose most used experts are read first")
+        Path | None,
+        typer.Option(
+            help="of --experts disk or auto, on cuda also host: a trace, whose most used experts are read first; "
+            "--misses auto chooses by it"
+        ),
     ] = None,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""

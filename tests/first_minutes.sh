@@ -216,6 +216,7 @@ fi
 if command -v dotnet >/dev/null; then
   section "samples/csharp"
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
+  entries dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
   bad 1 'nowhere/model.onnx' dotnet build/samples-csharp/bin/Generate/debug/Generate.dll nowhere 4 1
   texts dotnet build/samples-csharp/bin/Generate/debug/Generate.dll --text
 fi

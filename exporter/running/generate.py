@@ -107,7 +107,8 @@ class Generator:
         misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
             default; "cpu": the CPU multiplies them, in ``threads`` threads; "auto": one of these for each layer, by
             times that the first run measures; "62%": so many, and the others are copied.
-        warm: a trace of this model; the first run reads the experts that it used most, of experts "disk" on the cpu.
+        warm: a trace of this model on this device, of experts "disk" or "auto", on cuda also "host"; the first run
+            reads the experts that it used most into ``ram`` and ``gpu_memory``, and misses "auto" chooses by it.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
         group: of a rank of a sliced model (docs/parallel.md): on the cpu a name that the ranks' generators in this
             process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.

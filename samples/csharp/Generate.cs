@@ -28,13 +28,20 @@ static class Generate
     static void Run(string[] args)
     {
         string load = "", save = "";
-        for (; args.Length > 1 && args[0] is "--load-state" or "--save-state"; args = args[2..])
+        var entries = new Dictionary<string, string>();
+        for (; args.Length > 1 && args[0] is "--load-state" or "--save-state" or "--entry"; args = args[2..])
             if (args[0] == "--load-state") load = args[1];
-            else save = args[1];
+            else if (args[0] == "--save-state") save = args[1];
+            else
+            {
+                string[] entry = args[1].Split('=', 2);
+                entries[entry[0]] = entry[^1];
+            }
         if (args.Length < 3)
-            throw new ArgumentException("usage: Generate [--load-state FILE] [--save-state FILE] FOLDER COUNT ID...");
+            throw new ArgumentException(
+                "usage: Generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE] FOLDER COUNT ID...");
         long[] numbers = args.Skip(1).Select(Number).ToArray(), ids = numbers[1..];
-        using InferenceSession session = Open(args[0]);
+        using InferenceSession session = Open(args[0], entries);
         using var state = new State(session, ids.Length + numbers[0], load, ids, saves: save != "");
         var generated = new List<long>();
         using var run = new RunOptions();
@@ -47,10 +54,15 @@ static class Generate
         Console.WriteLine(string.Join(" ", generated));
     }
 
-    public static InferenceSession Open(string folder)
+    /// With entries of the session, which are set before the library is registered.
+    public static InferenceSession Open(string folder, Dictionary<string, string>? entries = null)
     {
         using var options = new SessionOptions();
-        options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL; // what it logs is in its exceptions
+        entries ??= new Dictionary<string, string>();
+        // What it logs is in its exceptions, but for what the entries come to.
+        options.LogSeverityLevel =
+            entries.Count == 0 ? OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL : OrtLoggingLevel.ORT_LOGGING_LEVEL_INFO;
+        foreach (var entry in entries) options.AddSessionConfigEntry(entry.Key, entry.Value);
         options.RegisterQuantMoe();
         return new InferenceSession(folder + "/model.onnx", options);
     }

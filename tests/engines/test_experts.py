@@ -208,8 +208,8 @@ def test_a_trace_warms_the_cache(tmp_path: Path) -> None:
     for damaged, message in (
         (whole[:-1], r"it ends within the record at word \d+"),
         (whole[:-6] + b"\x90\0" + whole[-4:], r"the record at word \d+ has a layer or an expert that the model lacks"),
-        (whole.replace(b'"experts": 16', b'"experts": 17'), "expected a trace of this model on the CPU, of 2 layers"),
-        (b"", "expected a trace of this model on the CPU, of 2 layers"),
+        (whole.replace(b'"experts": 16', b'"experts": 17'), "expected a trace of this model and target, of 2 layers"),
+        (b"", "expected a trace of this model and target, of 2 layers"),
     ):
         (tmp_path / "damaged").write_bytes(damaged)
         s = disk(both, 9, **{"quantmoe.warm": str(tmp_path / "damaged")})

@@ -128,9 +128,9 @@ typedef struct {
   void* workspace;  // plan.workspace_bytes, 256-byte aligned; contents need not survive between calls
   // Of a cache, when problem.slots > 0; 256-byte aligned. w13 and w2 are then host memory that the device can read.
   // Launches that share any of these run one after the other.
-  void* slots;        // problem.slots * qm_cuda_slot_bytes; contents survive
+  void* slots;        // problem.slots * qm_cuda_slot_bytes; contents survive: the row of w13, at 256 bytes that of w2
   void* staging;      // problem.staging as many; contents need not survive between calls, layers may share them
-  void* cache_state;  // qm_cuda_cache_state_bytes, zeros at first
+  void* cache_state;  // qm_cuda_cache_state_bytes, zeros at first but for experts that slots have by then
   // NULL, or where the device reads each expert's row of w13, then of w2, [2, local_experts], in place of w13 and w2;
   // of the experts that the call asks for and no slot has. 16-byte aligned, as the addresses are.
   const void* const* rows;
@@ -144,7 +144,8 @@ typedef struct {
   uint64_t not_copied;    // of the misses: read in host memory
   uint64_t computed;      // of the misses: by the host
 } qm_cuda_cache_counts;
-// Where a cache_state has int32[local_experts]: of each expert its slot and 1, or 0.
+// Where a cache_state has int32[local_experts], of each expert its slot and 1, or 0, then int32[slots], of each slot
+// its expert and 1, or 0.
 #define QM_CUDA_SLOT_OF (sizeof(qm_cuda_cache_counts) + 8)
 
 // Fills the device description of a CUDA ordinal (the one function here that asks the driver).

@@ -4,9 +4,11 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <list>
 #include <stdexcept>
 
 #include "core/numbers.h"
+#include "cuda/layout.h"
 #include "experts/per_session.h"
 #include "files/mapping.h"
 
@@ -72,6 +74,63 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+// With one decimal.
+std::string tenths(double number) {
+  const int64_t all = std::llround(10 * number);
+  return std::to_string(all / 10) + "." + std::to_string(all % 10);
+}
+
+// Calls whose misses the CPU may take; others copy.
+bool are_few(int64_t tokens, int64_t top_k) {
+  return tokens <= QM_CUDA_HOST_TOKENS && tokens * top_k <= QM_CUDA_HOST_PAIRS;
+}
+
+struct Missed {
+  int64_t experts = 0, calls = 0, tokens = 0;
+
+  Missed& operator+=(const Missed& other) {
+    experts += other.experts, calls += other.calls, tokens += other.tokens;
+    return *this;
+  }
+  double per_token() const { return static_cast<double>(experts) / static_cast<double>(std::max<int64_t>(1, tokens)); }
+};
+
+// What a layer's slots miss of a trace's calls of a few tokens (cuda/expert_cache.cuh), with copies or where the CPU
+// multiplies. They begin with what the first half of the calls used most, and the second half is counted: in the calls
+// that they are chosen by the most used experts hit more than in any others, and the CPU would be chosen for that.
+Missed count_missed(const Trace& trace, int layer, int64_t experts, int64_t slots, bool copies) {
+  std::list<int64_t> held;  // the one that was used least recently first
+  std::vector<std::list<int64_t>::iterator> at(static_cast<size_t>(experts), held.end());
+  std::vector<size_t> last(static_cast<size_t>(experts));  // the number of the last call that asked for it
+  for (const auto& [of, expert] : trace.most_used(static_cast<size_t>(slots), layer, true))
+    at[static_cast<size_t>(expert)] = held.insert(held.end(), expert);
+  Missed found;
+  const auto& calls = trace.runs[static_cast<size_t>(layer)];
+  for (size_t call = calls.size() / 2; call < calls.size(); ++call) {
+    std::vector<int64_t> missing;
+    for (const uint16_t expert : calls[call].ids) {
+      if (last[expert] == call + 1) continue;
+      last[expert] = call + 1;
+      if (at[expert] == held.end())
+        missing.push_back(expert);
+      else
+        held.splice(held.end(), held, at[expert]);
+    }
+    const bool few = are_few(calls[call].tokens, calls[call].top_k);
+    if (few) found += {static_cast<int64_t>(missing.size()), 1, calls[call].tokens};
+    for (const int64_t expert : missing) {
+      if (static_cast<int64_t>(held.size()) == slots) {
+        const auto oldest = static_cast<size_t>(held.front());
+        if ((few && !copies) || last[oldest] == call + 1) break;
+        held.pop_front();
+        at[oldest] = held.end();
+      }
+      at[static_cast<size_t>(expert)] = held.insert(held.end(), expert);
+    }
+  }
+  return found;
+}
+
 // "0-3, 7"
 std::string ranges(const std::vector<size_t>& numbers) {
   std::string text;
@@ -107,12 +166,17 @@ DeviceExperts::DeviceExperts(const ExpertSettings& settings)
     host_ = std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads)
                                                                  : std::max(1, qm_cpus(0, "") - 1));
   if (settings.experts == "disk") read_from_file();
+  if (settings.warm == "" || ram_) return;
+  ExpertSettings of;
+  of.warm = settings.warm;
+  traced_ = std::make_unique<Experts>(of);
 }
 
 void DeviceExperts::read_from_file() {
   ExpertSettings below;
   below.experts = "disk";
   below.ram = settings_.ram;
+  below.warm = settings_.warm;
   if (settings_.ram_bytes() < 0) below.reserve = std::to_string(kReserve);  // the file's other weights are not in RAM
   below.of_environment = settings_.of_environment;
   ram_ = std::make_unique<Experts>(below);
@@ -209,6 +273,7 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
   for (const int i : {0, 1}) {
     const void* const data = i ? w2 : w13;
     layer.row_bytes[i] = qm_cuda_row_bytes(&problem.moe, i ? 2 : 13);
+    in_file.tensors[i].row_bytes = static_cast<int64_t>(layer.row_bytes[i]);
     if (ram_) {
       in_file.tensors[i] = ram_->find(data, layer.experts, static_cast<int64_t>(layer.row_bytes[i]));
       layer.host[i] = static_cast<const char*>(data);
@@ -218,7 +283,7 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
       layer.device[i] = rows.device;
     }
   }
-  if (ram_) ram_->add(std::move(in_file));  // the same number
+  if (Experts* const experts = ram_ ? ram_.get() : traced_.get()) experts->add(std::move(in_file));  // the same number
   if (host_) {
     try {
       layer.host_layer = host_->add(problem.moe, problem.local_experts);
@@ -287,6 +352,8 @@ std::string DeviceExperts::start(int64_t top_k) {
            std::to_string(all) + " bytes; " + source + ")";
   }
   if (ram_) lock_ram();
+  std::optional<Trace> trace;
+  if (settings_.warm != "") trace = (ram_ ? ram_ : traced_)->read_warm();
   // A prompt asks for all experts of a layer: an eighth is for what it copies for itself.
   const size_t staging = std::min({budget / 8, largest, budget - one});
   allocate(staging, "experts of one layer's call", &staging_);
@@ -304,11 +371,49 @@ std::string DeviceExperts::start(int64_t top_k) {
   }
   check(cudaDeviceSynchronize(), "a cache's state");  // other streams read it
   if (!done_) check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
-  const std::string shared = settings_.misses == "auto" ? choose_misses(top_k) : host_ ? start_host() : "";
+  const std::string shared = settings_.misses == "auto" ? choose_misses(top_k, trace ? &*trace : nullptr)
+                             : host_                    ? start_host()
+                                                        : "";
+  const std::string filled = trace ? fill_slots(*trace) : "";
   started_ = true;
   return "experts = " + where_ + ": device memory for " + std::to_string(slots) + " of " + std::to_string(experts) +
          " experts, and " + std::to_string(staging) + " bytes for what a call copies for itself (" + source + ")" +
-         (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "") + shared;
+         (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "") + filled + shared;
+}
+
+// Copies the experts that a trace's tokens went to most to the slots, the most used to the last ones, as of slots that
+// no call has used the first go first.
+std::string DeviceExperts::fill_slots(const Trace& trace) {
+  size_t count = 0;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    const auto most_used = trace.most_used(static_cast<size_t>(layer.slots), static_cast<int>(i));
+    std::optional<Experts::Lease> lease;
+    if (ram_) {
+      std::vector<int64_t> experts;
+      for (const auto& [of, expert] : most_used) experts.push_back(expert);
+      lease.emplace(*ram_, static_cast<int>(i)).read_all(experts, rows_, rows_ + layer.experts);
+    }
+    std::vector<int32_t> table(static_cast<size_t>(layer.experts + layer.slots));  // slot_of, expert_of
+    auto* slot = static_cast<char*>(layer.memory);
+    for (size_t at = 0; at < most_used.size(); ++at, slot += layer.slot_bytes) {
+      const auto expert = static_cast<size_t>(most_used[at].second);
+      table[expert] = static_cast<int32_t>(at) + 1;
+      table[static_cast<size_t>(layer.experts) + at] = static_cast<int32_t>(expert) + 1;
+      for (const size_t j : {0, 1})
+        check(cudaMemcpyAsync(slot + (j ? align_up(layer.row_bytes[0], kSlotAlignment) : 0),
+                              ram_ ? rows_[j * static_cast<size_t>(layer.experts) + expert]
+                                   : layer.host[j] + expert * layer.row_bytes[j],
+                              layer.row_bytes[j], cudaMemcpyHostToDevice, nullptr),
+              "copying an expert");
+    }
+    check(cudaMemcpyAsync(static_cast<char*>(layer.state) + QM_CUDA_SLOT_OF, table.data(), 4 * table.size(),
+                          cudaMemcpyHostToDevice, nullptr),
+          "a cache's state");
+    check(cudaDeviceSynchronize(), "copying experts");  // before their rows in RAM, and the table, are others'
+    count += most_used.size();
+  }
+  return "; slots have " + std::to_string(count) + " experts at first, as " + settings_.key("warm") + " says";
 }
 
 void DeviceExperts::open_exchange() {
@@ -377,71 +482,89 @@ MissTimes DeviceExperts::measure(const Layer& layer, int64_t experts, int64_t at
 }
 
 // misses = auto: decides whose each layer's misses are, by one measurement for layers of the same attributes, and packs
-// what is the CPU's, as far as RAM goes.
-std::string DeviceExperts::choose_misses(int64_t top_k) {
+// what is the CPU's, as far as RAM goes. trace: of the model's tokens, or null.
+std::string DeviceExperts::choose_misses(int64_t top_k, const Trace* trace) {
   if (ram_) return "; misses = auto: copy, as experts are read from the file";
   open_exchange();
-  for (Layer& layer : layers_) layer.host_share = 0;  // of a start that failed later
-  struct Kind {
-    const Layer* first;
-    bool is_cpu;
-    std::string why;
-    std::vector<size_t> layers[2];  // copied, computed
+  std::vector<std::vector<size_t>> kinds;  // of layers
+  std::vector<Missed> missed[2];           // of each layer: with copies, and where the CPU multiplies
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    Layer& layer = layers_[i];
+    layer.host_share = 0;  // of a start that failed later
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const auto& alike) {
+      const Layer& first = layers_[alike[0]];
+      return first.experts == layer.experts && !std::memcmp(&first.moe, &layer.moe, sizeof layer.moe);
+    });
+    if (kind == kinds.end()) kind = kinds.emplace(kind);
+    kind->push_back(i);
+    for (const bool copies : {true, false})
+      missed[!copies].push_back(trace ? count_missed(*trace, static_cast<int>(i), layer.experts, layer.slots, copies)
+                                      : Missed{});
+  }
+  const auto sum = [&](const std::vector<size_t>& layers, bool computed) {
+    Missed all;
+    for (const size_t i : layers) all += missed[computed][i];
+    return all;
   };
+  std::string text;
   int64_t bytes = 0;
   double seconds = 0;
   const auto has_room = [&](int64_t more) {
     // What is packed is not available any more, but it is of quantmoe.ram.
     return lacking_ram(static_cast<size_t>(more + (settings_.ram_bytes() < 0 ? kReserve : bytes))) == "";
   };
-  const auto kind_of = [&](const Layer& layer) {
-    Kind kind{&layer, false, "", {}};
+  for (const auto& kind : kinds) {
+    const Layer& first = layers_[kind[0]];
+    MissTimes took{0, INFINITY};  // not measured: copies
+    std::string why;
     // More than most CPUs' caches hold, if the layer has as many.
     constexpr int64_t kLeast = 16, kBytes = int64_t{256} << 20;
-    const int64_t some = std::min(layer.experts, std::max(kLeast, kBytes / static_cast<int64_t>(layer.slot_bytes)));
-    if (layer.host_refusal != "") {
-      kind.why = layer.host_refusal;
-    } else if (!has_room(host_->bytes(layer.host_layer) / layer.experts * some)) {
-      kind.why = "RAM has no room to measure the CPU";
+    const int64_t some = std::min(first.experts, std::max(kLeast, kBytes / static_cast<int64_t>(first.slot_bytes)));
+    if (first.host_refusal != "") {
+      why = first.host_refusal;
+    } else if (!has_room(host_->bytes(first.host_layer) / first.experts * some)) {
+      why = "RAM has no room to measure the CPU";
     } else {
-      // What a token misses, if all are as likely; more of them at once take the CPU less each.
-      const double missed = static_cast<double>(top_k * (layer.experts - layer.slots)) / layer.moe.num_experts;
-      const int64_t at_once = std::clamp<int64_t>(std::llround(missed), 1, std::min<int64_t>(some, QM_CUDA_HOST_PAIRS));
-      const MissTimes took = measure(layer, some, at_once);
-      kind.is_cpu = cpu_takes(took, layer.slots, layer.experts);
-      if (std::isinf(took.compute)) {
-        kind.why = "the CPU's answer is no number";
-        return kind;
-      }
-      kind.why = "with slots for " + std::to_string(layer.slots) + " of " + std::to_string(layer.experts) +
-                 " experts a miss takes the bus " + microseconds(took.copy) + ", the CPU " +
-                 microseconds(took.compute) + ", " + std::to_string(at_once) + " at once";
+      // What a call misses by the trace, or a token if all are as likely; more of them at once take the CPU less each.
+      const Missed all = sum(kind, true);
+      const double asked = all.calls
+                               ? static_cast<double>(all.experts) / static_cast<double>(all.calls)
+                               : static_cast<double>(top_k * (first.experts - first.slots)) / first.moe.num_experts;
+      const int64_t at_once = std::clamp<int64_t>(std::llround(asked), 1, std::min<int64_t>(some, QM_CUDA_HOST_PAIRS));
+      took = measure(first, some, at_once);
+      why = std::isinf(took.compute)
+                ? "the CPU's answer is no number"
+                : "with slots for " + std::to_string(first.slots) + " of " + std::to_string(first.experts) +
+                      " experts a miss takes the bus " + microseconds(took.copy) + ", the CPU " +
+                      microseconds(took.compute) + ", " + std::to_string(at_once) + " at once";
     }
-    return kind;
-  };
-  std::vector<Kind> kinds;
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    Layer& layer = layers_[i];
-    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const Kind& other) {
-      return other.first->experts == layer.experts && !std::memcmp(&other.first->moe, &layer.moe, sizeof layer.moe);
-    });
-    if (kind == kinds.end()) kind = kinds.insert(kind, kind_of(layer));
-    const bool computed = kind->is_cpu && has_room(host_->bytes(layer.host_layer));
-    kind->layers[computed].push_back(i);
-    if (!computed) continue;
-    const auto begin = std::chrono::steady_clock::now();
-    host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
-    seconds += seconds_since(begin);
-    bytes += host_->bytes(layer.host_layer);
-    layer.host_share = host_share_;
+    enum { kComputed, kCopied, kLacking };  // RAM for the CPU's copy
+    std::vector<size_t> chosen[3];
+    for (const size_t i : kind) {
+      Layer& layer = layers_[i];
+      const bool is_cpu = missed[true][i].calls
+                              ? missed[true][i].per_token() * took.compute < missed[false][i].per_token() * took.copy
+                              : cpu_takes(took, layer.slots, layer.experts);
+      const bool packs = is_cpu && has_room(host_->bytes(layer.host_layer));
+      chosen[packs ? kComputed : is_cpu ? kLacking : kCopied].push_back(i);
+      if (!packs) continue;
+      const auto begin = std::chrono::steady_clock::now();
+      host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
+      seconds += seconds_since(begin);
+      bytes += host_->bytes(layer.host_layer);
+      layer.host_share = host_share_;
+    }
+    for (const auto how : {kComputed, kCopied, kLacking}) {
+      const auto& layers = chosen[how];
+      if (layers.empty()) continue;
+      text += std::string(text == "" ? "; misses = auto: " : ", ") + (how == kComputed ? "cpu" : "copy") +
+              " in layers " + ranges(layers) + " (" + why;
+      if (const Missed all = sum(layers, true); all.calls && !std::isinf(took.compute))
+        text += "; by " + settings_.key("warm") + " a token misses " + tenths(sum(layers, false).per_token()) +
+                " with copies, " + tenths(all.per_token()) + " with the CPU";
+      text += how == kLacking ? "; RAM has no room for the CPU's copy)" : ")";
+    }
   }
-  std::string text;
-  for (const Kind& kind : kinds)
-    for (const bool computed : {true, false})
-      if (const auto& layers = kind.layers[computed]; !layers.empty())
-        text += std::string(text == "" ? "; misses = auto: " : ", ") + (computed ? "cpu" : "copy") + " in layers " +
-                ranges(layers) + " (" + kind.why +
-                (kind.is_cpu && !computed ? "; RAM has no room for the CPU's copy)" : ")");
   if (bytes) return text + packed(*host_, bytes, seconds);
   host_.reset();
   return text;
@@ -544,8 +667,7 @@ void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_ten
   tensors->slots = own.memory;
   tensors->staging = all_.staging_;
   tensors->cache_state = own.state;
-  if (own.host_share && problem->tokens <= QM_CUDA_HOST_TOKENS &&
-      problem->tokens * problem->top_k <= QM_CUDA_HOST_PAIRS) {
+  if (own.host_share && are_few(problem->tokens, problem->top_k)) {
     problem->host_share = own.host_share;
     problem->host_layer = own.host_layer;
     tensors->host = all_.host_at_;

@@ -9,6 +9,8 @@
 // With misses = cpu or a share threads of the host multiply a part of what the device's slots miss (host_experts.h),
 // from a copy of the rows in the layout of the CPU's kernels. With auto the first run measures, for each kind of layer,
 // what a miss takes the bus and the CPU, and only layers whose misses the CPU takes have such a copy.
+//
+// With a trace (warm) the first run fills the slots with the experts that it used most, and auto counts its misses.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -30,7 +32,7 @@ namespace quantmoe {
 struct MissTimes {
   double copy = 0, compute = 0;
 };
-// Whether a layer's misses are the CPU's, with misses = auto.
+// Whether a layer's misses are the CPU's, with misses = auto and no trace.
 bool cpu_takes(const MissTimes& took, int64_t slots, int64_t experts);
 
 class DeviceExperts {
@@ -98,7 +100,8 @@ class DeviceExperts {
   std::string start(int64_t top_k);
   void open_exchange();
   std::string start_host();
-  std::string choose_misses(int64_t top_k);
+  std::string choose_misses(int64_t top_k, const Trace* trace);
+  std::string fill_slots(const Trace& trace);
   MissTimes measure(const Layer& layer, int64_t experts, int64_t at_once);
   void allocate(size_t bytes, const char* what, void** memory);
 
@@ -114,6 +117,7 @@ class DeviceExperts {
   // where that is, as qm_cuda_tensors::rows.
   std::unique_ptr<Experts> ram_;
   std::optional<Experts::Lease> lease_;
+  std::unique_ptr<Experts> traced_;  // the layers that a trace is of, where ram_ does not have them; null: none is read
   char* ram_device_ = nullptr;
   const void** rows_ = nullptr;
   // Of misses = cpu, auto or a share; what the device asks it is in exchange_, which the device has at host_at_.

@@ -82,7 +82,8 @@ void ExpertSettings::check_cuda() const {
     refuse(key("gpu_memory") + " and " + key("reserve") + " need " + where + " = host, disk or auto");
   if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")
     refuse(key("reserve") + " is of " + key("gpu_memory") + " = auto, here it is " + gpu_memory);
-  if (warm != "") refuse("quantmoe.warm is an entry of the CPU library");
+  if (warm != "" && !host())
+    refuse(key("warm") + " needs " + where + " = host, disk or auto, here it is " + (experts == "" ? "gpu" : experts));
   const int32_t share = host_share();
   if (misses != "" && (!host() || experts == "disk"))
     refuse(key("misses") + " needs " + where + " = host or auto, here it is " + (experts == "" ? "gpu" : experts));
@@ -102,6 +103,29 @@ int32_t ExpertSettings::host_share() const {
   if (misses.back() != '%' || !number_in(percent, 0, 100))
     refuse(key("misses") + " is \"" + misses + "\", expected copy, cpu, auto or the CPU's share, 0% to 100%");
   return (std::stoi(percent) * 256 + 50) / 100;
+}
+
+std::vector<std::pair<int, int64_t>> Trace::most_used(size_t most, int layer, bool half) const {
+  std::vector<std::vector<size_t>> uses(runs.size());
+  std::vector<std::pair<int, int64_t>> found;
+  const int first = std::max(layer, 0), end = layer < 0 ? static_cast<int>(runs.size()) : layer + 1;
+  for (int i = first; i < end; ++i) {
+    const auto& all = runs[static_cast<size_t>(i)];
+    auto& own = uses[static_cast<size_t>(i)];
+    for (size_t run = 0; run < (half ? all.size() / 2 : all.size()); ++run)
+      for (const uint16_t expert : all[run].ids) {
+        if (expert >= own.size()) own.resize(expert + size_t{1});
+        ++own[expert];
+      }
+    for (size_t expert = 0; expert < own.size(); ++expert)
+      if (own[expert]) found.emplace_back(i, static_cast<int64_t>(expert));
+  }
+  const auto count = [&](const auto& of) {
+    return uses[static_cast<size_t>(of.first)][static_cast<size_t>(of.second)];
+  };
+  std::stable_sort(found.begin(), found.end(), [&](const auto& a, const auto& b) { return count(a) < count(b); });
+  if (found.size() > most) found.erase(found.begin(), found.end() - static_cast<ptrdiff_t>(most));
+  return found;
 }
 
 #if defined(__linux__)
@@ -355,7 +379,7 @@ std::string Experts::start() {
     throw std::runtime_error(settings_.key("ram") + " = auto has " + source + " in reserve, expected at least the " +
                              std::to_string(slot_bytes_) + " bytes of one expert; set " + settings_.key("ram") +
                              " or " + settings_.key("reserve"));
-  const auto warm = settings_.warm == "" ? decltype(most_used(0)){} : most_used(static_cast<size_t>(count));
+  const auto warm = (settings_.warm == "" ? Trace{} : read_warm()).most_used(static_cast<size_t>(count));
   const auto size = static_cast<size_t>(count * slot_bytes_);
   void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)
@@ -377,8 +401,7 @@ std::string Experts::start() {
          (settings_.warm == "" ? "" : "; " + std::to_string(warm.size()) + " are read as quantmoe.warm says");
 }
 
-// The experts that a trace's tokens went to most, the most used last. Throws for one that is not of these layers.
-std::vector<std::pair<int, int64_t>> Experts::most_used(size_t most) const {
+Trace Experts::read_warm() const {
   const auto refuse = [&](const std::string& why) {
     throw std::runtime_error("quantmoe.warm " + settings_.warm + ": " + why);
   };
@@ -387,33 +410,29 @@ std::vector<std::pair<int, int64_t>> Experts::most_used(size_t most) const {
   std::string line;
   std::getline(file, line);
   if (line + "\n" != header())
-    refuse("expected a trace of this model on the CPU, of " + std::to_string(layers_.size()) +
+    refuse("expected a trace of this model and target, of " + std::to_string(layers_.size()) +
            " layers with slots of " + std::to_string(slot_bytes_) + " bytes");
   const std::string rest{std::istreambuf_iterator<char>(file), {}};
   std::vector<uint16_t> words(rest.size() / 2);
   std::memcpy(words.data(), rest.data(), 2 * words.size());
-  std::vector<std::vector<size_t>> uses;
-  for (const ExpertLayer& layer : layers_) uses.emplace_back(layer.experts);
+  Trace trace{std::vector<std::vector<Trace::Run>>(layers_.size())};
   for (size_t at = 0; 2 * at < rest.size();) {
     const bool whole = at + 4 <= words.size();
-    const size_t ids = whole ? words[at + 1] * (words[at + 2] | size_t{words[at + 3]} << 16) : 0;
+    const int64_t tokens = whole ? words[at + 2] | int64_t{words[at + 3]} << 16 : 0;
+    const size_t ids = whole ? words[at + 1] * static_cast<size_t>(tokens) : 0;
     if (!whole || ids > words.size() - at - 4) refuse("it ends within the record at word " + std::to_string(at));
-    for (size_t i = at + 4; i < at + 4 + ids; ++i) {
+    Trace::Run run{tokens, words[at + 1], {}};
+    bool known = words[at] < layers_.size();
+    for (size_t i = at + 4; known && i < at + 4 + ids; ++i) {
       if (words[i] == kNone) continue;
-      if (words[at] >= uses.size() || words[i] >= uses[words[at]].size())
-        refuse("the record at word " + std::to_string(at) + " has a layer or an expert that the model lacks");
-      ++uses[words[at]][words[i]];
+      known = words[i] < layers_[words[at]].experts;
+      run.ids.push_back(words[i]);
     }
+    if (!known) refuse("the record at word " + std::to_string(at) + " has a layer or an expert that the model lacks");
+    trace.runs[words[at]].push_back(std::move(run));
     at += 4 + ids;
   }
-  std::vector<std::pair<int, int64_t>> found;
-  for (size_t layer = 0; layer < uses.size(); ++layer)
-    for (size_t expert = 0; expert < uses[layer].size(); ++expert)
-      if (uses[layer][expert]) found.emplace_back(static_cast<int>(layer), static_cast<int64_t>(expert));
-  const auto count = [&](const auto& of) { return uses[of.first][of.second]; };
-  std::stable_sort(found.begin(), found.end(), [&](const auto& a, const auto& b) { return count(a) < count(b); });
-  if (found.size() > most) found.erase(found.begin(), found.end() - static_cast<ptrdiff_t>(most));
-  return found;
+  return trace;
 }
 
 // Reads experts, of which there are slots for all, the last one to stay longest.
@@ -639,6 +658,7 @@ Experts::Lease::~Lease() {}
 int64_t Experts::Lease::read(const int64_t*, int64_t, const void**, const void**) { return -1; }
 void Experts::Lease::read_all(const std::vector<int64_t>&, const void**, const void**) {}
 int64_t Experts::bytes_read() const { return 0; }
+Trace Experts::read_warm() const { return {}; }
 void DataFile::read(int64_t, int64_t, char*) const {}
 Experts::Experts(const ExpertSettings& settings) : settings_(settings) {}
 Experts::~Experts() {}

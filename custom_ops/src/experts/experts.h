@@ -92,6 +92,19 @@ struct ExpertLayer {
   } tensors[2];
 };
 
+// What quantmoe.trace wrote of these layers (docs/experts.md), by layer.
+struct Trace {
+  // Of a node: ids [tokens, top_k] of local experts, those that are none left out.
+  struct Run {
+    int64_t tokens, top_k;
+    std::vector<uint16_t> ids;
+  };
+  std::vector<std::vector<Run>> runs;
+  // Layer and expert of those that tokens went to most, at most so many, the most used last. layer: one; -1: all. half:
+  // in the first half of its runs.
+  std::vector<std::pair<int, int64_t>> most_used(size_t most, int layer = -1, bool half = false) const;
+};
+
 // The experts of a session's layers: their slots, and the trace of what is routed to them.
 class Experts {
  public:
@@ -122,6 +135,9 @@ class Experts {
   // Ids of a layer's tokens, -1 for none, when a trace is wanted.
   template <class Id>
   void trace(int layer, const Id* ids, int64_t tokens, int64_t top_k);
+  // The file of quantmoe.warm, when all layers are there. Throws std::runtime_error, naming it, for one that is not of
+  // these layers, or ends within a record.
+  Trace read_warm() const;
 
   // What a run has of a layer.
   class Lease {
@@ -176,7 +192,6 @@ class Experts {
   void read_until_stopped();
   std::string header() const;
   void write_header();
-  std::vector<std::pair<int, int64_t>> most_used(size_t most) const;
   void warm_up(Lock& lock, const std::vector<std::pair<int, int64_t>>& experts);
 
   const ExpertSettings settings_;

@@ -11,8 +11,9 @@ A sliced model is a folder with a graph for each rank (rank0/model.onnx by --ran
 
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
 (docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says,
-for each of --misses in a session of its own. --ram BYTES beside it: they are in the file, and so much RAM has a cache
-of them, which no CUDA graph can use; --apart gives each layer bytes of its own there.
+for each of --misses in a session of its own. --warm TOKENS: such sessions begin with a trace (quantmoe.warm) of so many
+tokens of the same routes, those before the ones that are measured. --ram BYTES beside --gpu-memory: experts are in the
+file, and so much RAM has a cache of them, which no CUDA graph can use; --apart gives each layer bytes of its own there.
 --apart says how long the first token took, and --cold how long after the file has left the page cache.
 --steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
 of whole runs on the host's clock, kernels are those that CUPTI saw.
@@ -381,8 +382,16 @@ def route(how: str, tokens: int, sizes: np.ndarray) -> np.ndarray:
     return ids
 
 
+def trace_routes(session: Any, ids: np.ndarray) -> None:
+    """Runs tokens that are routed to these experts, of which the session writes a trace."""
+    bound = Bound(session, 1, 1, 512, 4096, -1)
+    for step in bound.routed.new_tensor(ids):
+        bound.routed.copy_(step[:, None])
+        bound.run()
+
+
 def misses(
-    hosted: Any, resident: Any, library: str, routes: Sequence[str], sizes: np.ndarray, tokens: int = 256
+    hosted: Any, resident: Any, library: str, routes: Sequence[str], sizes: np.ndarray, after: int, tokens: int = 256
 ) -> None:
     """A line for each kind of routes: what the cache hits, and a token's time against the time with all experts on the
     device and the missed bytes' on the bus.
@@ -392,13 +401,14 @@ def misses(
 
     Args:
         hosted, resident: sessions of driven.onnx.
+        after: so many tokens of these routes.
     """
     bus, warm = _bus(), 64
     bound = [Bound(session, 1, 1, 512, 4096, 1000) for session in (hosted, resident)]
     for name, tensor in (bound[1].inputs | bound[1].caches).items():
         tensor.copy_((bound[0].inputs | bound[0].caches)[name])
     for how in routes:
-        ids = route(how, warm + tokens, sizes)
+        ids = route(how, after + warm + tokens, sizes)[after:]
         counts: list[dict[str, int]] = []
         took, kept, read = [], [], 0
         for one in bound:
@@ -517,6 +527,7 @@ def bench(
     routes: Sequence[str] = (),
     of_misses: Sequence[str] = ("copy",),
     threads: int | None = None,
+    warm: int = 0,
     group: str = "",
     apart: bool = False,
     cold: bool = False,
@@ -529,6 +540,7 @@ def bench(
         ram: bytes for another, of experts that are then in the file.
         routes: of misses. of_misses: values of quantmoe.misses, of which the first is also of steps and prompts.
         threads: of the CPU's part; None: the library's choice. group: of a rank.
+        warm: tokens of a trace that sessions of misses begin with; 0: none.
         apart: also the first token, of such a file. cold: it has left the page cache before.
     """
     import onnxruntime as ort
@@ -541,13 +553,13 @@ def bench(
         settings = {"enable_cuda_graph": str(int(captures)), "arena_extend_strategy": "kSameAsRequested"}
         return ort.InferenceSession(graph, how, providers=[("CUDAExecutionProvider", settings)])
 
-    def options(of: str) -> Any:
+    def options(of: str, **more: str) -> Any:
         made, entries = ort.SessionOptions(), {"group": group} if group else {}
         if gpu_memory is not None:
             made.log_severity_level = 1  # says where experts are
             place = {"experts": "host", "misses": of} if ram is None else {"experts": "disk", "ram": str(ram)}
             entries |= place | {"gpu_memory": str(gpu_memory)}
-            entries |= {"threads": str(threads)} if threads and of != "copy" else {}
+            entries |= more | ({"threads": str(threads)} if threads and of != "copy" else {})
         for name, value in entries.items():
             made.add_session_config_entry(f"quantmoe.{name}", value)
         made.register_custom_ops_library(library)
@@ -575,9 +587,14 @@ def bench(
         sizes, driven, plain = drive(folder), str(folder / "driven.onnx"), ort.SessionOptions()
         plain.register_custom_ops_library(library)
         resident = open_session(driven, plain, captures=True)
+        traces = {how: str(folder / f"routes{i}.trace") for i, how in enumerate(routes if warm else ())}
+        for how, trace in traces.items():
+            trace_routes(open_session(driven, options("copy", trace=trace), captures=False), route(how, warm, sizes))
         for of in of_misses:
             print(f"misses {of}")
-            misses(open_session(driven, options(of)), resident, library, routes, sizes)
+            for part in [[how] for how in routes] if warm else [routes]:
+                made = options(of, warm=traces[part[0]]) if warm else options(of)
+                misses(open_session(driven, made), resident, library, part, sizes, warm)
 
 
 if __name__ == "__main__":
@@ -603,6 +620,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--misses", nargs="+", default=["copy"], help="of --gpu-memory: quantmoe.misses")
     parser.add_argument("--threads", type=int, help="of the CPU's part of --misses")
+    parser.add_argument("--warm", type=int, default=0, help="of --gpu-memory: tokens of a trace to begin with")
     parser.add_argument("--apart", action="store_true", help="each layer's bytes in the file, to measure its loading")
     parser.add_argument("--cold", action="store_true", help="of --apart: the file has left the page cache")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
@@ -638,6 +656,7 @@ if __name__ == "__main__":
             given.routes,
             given.misses,
             given.threads,
+            given.warm,
             group,
             given.apart,
             given.cold,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import time
@@ -120,6 +121,7 @@ def test_a_verify_that_is_none(driver, fake):
             {"experts": "host", "misses": "cpu", "threads": "0"},
             'quantmoe.threads is "0", expected 1 to 1024',
         ),
+        ({"warm": "trace"}, "quantmoe.warm needs quantmoe.experts = host, disk or auto, here it is gpu"),
     ],
 )
 def test_entries_that_are_refused(driver, fake, entries, message):
@@ -183,6 +185,7 @@ def test_experts_in_host_memory(driver, fake, layer, hosted, where):
         {"reserve": "0"},
         {"gpu_memory": str(1 << 30)},
         {"misses": "auto"},
+        {"warm": "/nowhere"},  # there is nothing to choose
     ],
 )
 def test_experts_that_all_fit(driver, hosted, entries):
@@ -386,7 +389,8 @@ def session_of(driver, fake):
 
     def run(layers, **entries: str) -> list[tuple[cuda.Problem, cuda.Tensors]]:
         close()
-        assert fake(gpu_memory=str(sum(w.shape[1] for made in layers for w in made[2:])), **entries) > 0, driver.error
+        memory = str(sum(w.shape[1] for made in layers for w in made[2:]))
+        assert fake(**{"gpu_memory": memory} | entries) > 0, driver.error
         op = driver.op("bf16", "i64")
         for made in layers:
             kernels.append((op, driver.create(op, made[0].attributes(), [value(())] * 3 + packed_values(made[2:]))))
@@ -466,6 +470,94 @@ def test_auto_packs_what_ram_has_room_for(driver, session_of, layer, clock):
         launched = session_of(layers, experts="auto", misses="auto", threads="2", ram=str(ram))
         assert [problem.host_share for problem, _ in launched] == shares
         assert said in driver.lib.driver_logged().decode()
+
+
+def write_trace(path: Path, layers, runs: list[tuple[int, np.ndarray]]) -> str:
+    """As a session of such layers writes it; runs: a layer, and ids [tokens, top_k]."""
+    of = [
+        {"node": 'QuantMoE node "moe"', "experts": len(made[2]), "bytes": sum(w.shape[1] for w in made[2:])}
+        for made in layers
+    ]
+    header = {"quantmoe_trace": 1, "slot_bytes": ram_slot(layers[0]), "layers": of}
+    words = [np.array([at, ids.shape[1], len(ids), 0, *ids.ravel()], "<u2").tobytes() for at, ids in runs]
+    path.write_bytes(json.dumps(header).encode() + b"\n" + b"".join(words))
+    return str(path)
+
+
+def slots_of(problem: cuda.Problem, tensors: cuda.Tensors, layer) -> list[int]:
+    """The expert that each slot has, 0 and up; its bytes are there, and both tables say so."""
+    experts, (first, second) = len(layer[2]), (-(-w.shape[1] // 256) * 256 for w in layer[2:])
+    size = experts + problem.slots
+    table = np.frombuffer((ctypes.c_int32 * size).from_address(tensors.cache_state + 48), np.int32) - 1
+    slot_of, expert_of = table[:experts], table[experts:]
+    for slot, expert in enumerate(expert_of):
+        assert slot_of[expert] == slot
+        for w, at in zip(layer[2:], (0, first), strict=True):
+            held = ctypes.string_at(tensors.slots + slot * (first + second) + at, w.shape[1])
+            assert held == w[expert].tobytes()
+    assert (slot_of >= 0).sum() == problem.slots
+    return expert_of.tolist()
+
+
+@pytest.mark.parametrize("misses", ["copy", "cpu", "62%", "auto"])
+def test_slots_begin_with_what_a_trace_used(driver, session_of, tmp_path, misses):
+    """Most of all, of each layer, the most used last; of a trace that another session wrote."""
+    case = replace(BASE, hidden=360, intermediate=90, bias=True)  # whose second row begins later than the first ends
+    layers = [build(replace(case, seed=case.seed + i)) for i in range(2)]
+    entries = {"experts": "host", "gpu_memory": str(8 * sum(-(-w.shape[1] // 256) * 256 for w in layers[0][2:]))}
+    session_of(layers, **entries, trace=str(tmp_path / "own"))
+    write_trace(tmp_path / "same", layers, [(at, np.zeros((2, 2), int)) for at in (0, 1)])
+    session_of(layers, **entries)  # the first one is closed, and its trace
+    assert (tmp_path / "own").read_bytes() == (tmp_path / "same").read_bytes()
+    used = [np.array([[5, 2], [5, 7], [5, 0xFFFF], [2, 7], [7, 5], [0, 7]]), np.array([[1, 3], [6, 3], [3, 6], [3, 1]])]
+    path = write_trace(tmp_path / "trace", layers, [*enumerate(used), (1, np.array([[6, 3]]))])
+    launched = session_of(layers, **entries, misses=misses, warm=path)
+    found = [slots_of(*of, made) for of, made in zip(launched, layers, strict=True)]
+    assert found == [[2, 5, 7], [1, 6, 3]]  # 2, 4, 4 times and 2, 3, 5
+    assert "; slots have 6 experts at first, as quantmoe.warm says" in driver.lib.driver_logged().decode()
+
+
+def test_auto_chooses_by_a_trace(driver, session_of, clock, tmp_path):
+    """With the same times copies where routes are local, and the CPU where they come around."""
+    layers = [build(replace(BASE, seed=BASE.seed + i)) for i in range(3)]
+    entries = {"experts": "host", "misses": "auto", "threads": "2"}
+    entries["gpu_memory"] = str(14 * sum(w.shape[1] for w in layers[0][2:]))
+    session_of(layers, **entries)
+    clock(22 * 8e-3 * int(re.findall(r"the CPU (\d+) us", driver.lib.driver_logged().decode())[0]))
+    launched = session_of(layers, **entries)
+    assert [(p.slots, p.host_share) for p, _ in launched] == [(4, 256)] * 3
+    # In the second half 4 to 7 are asked for, which miss once with copies and always without, or all in turn, which
+    # always miss with copies, and without every other time. What a prompt of nine asks for misses in either case.
+    local = [np.array([[0, 2]]) + at % 2 + 4 * (at >= 1000) for at in range(2000)]
+    around = [np.array([[0, 1]]) + 2 * at % 8 for at in range(200)]
+    prompt = np.array([[e % 8, (e + 1) % 8] for e in range(9)])
+    runs = [(0, ids) for ids in local] + [(1, ids) for ids in (*around, prompt)] + [(2, prompt)] * 4
+    launched = session_of(layers, **entries, warm=write_trace(tmp_path / "trace", layers, runs))
+    assert [p.host_share for p, _ in launched] == [0, 256, 256]  # nothing is known of the last one's tokens
+    assert re.search(
+        r"; misses = auto: cpu in layers 1-2 \(with slots for 4 of 8 experts a miss takes [^()]* us, 2 at once; "
+        r"by quantmoe.warm a token misses 2.0 with copies, 1.0 with the CPU\), copy in layers 0 \(with [^()]*; "
+        r"by quantmoe.warm a token misses 0.0 with copies, 2.0 with the CPU\), in 2 threads",
+        driver.lib.driver_logged().decode(),
+    )
+
+
+def test_a_trace_that_is_none(driver, hosted, layer, tmp_path):
+    path, slot = tmp_path / "trace", sum(w.shape[1] for w in layer[2:])
+    whole = Path(write_trace(path, [layer], [(0, np.array([[5, 2], [5, 7]]))])).read_bytes()
+    for damaged, message in (
+        (None, "No such file or directory"),
+        (b"", "expected a trace of this model and target, of 1 layers with slots of "),
+        (whole.replace(b'"experts": 8', b'"experts": 9'), "expected a trace of this model and target, of 1 layers"),
+        (whole[:-2], "it ends within the record at word 0"),
+        (whole[:-2] + b"\x08\0", "the record at word 0 has a layer or an expert that the model lacks"),
+    ):
+        path.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        assert hosted(gpu_memory=str(4 * slot), warm=str(path)) is None
+        assert driver.error.startswith(f'QuantMoE node "moe": quantmoe.warm {path}: {message}')
+        path.touch()
 
 
 def test_a_layer_that_the_cpu_does_not_take(driver, fake):
@@ -587,6 +679,22 @@ def test_experts_that_are_read_from_the_file(driver, layer, in_file, id_type):
     assert session.bytes_read() == 8 * session.slot
 
 
+def test_a_trace_of_experts_in_the_file(driver, layer, in_file, tmp_path):
+    """RAM has what it used most, and the device's slots the most used of it."""
+    path = write_trace(tmp_path / "trace", [layer], [(0, np.array([[5, 2], [5, 7], [2, 5], [3, 1]]))])
+    session = in_file(warm=path)
+    tensors = session.run([[5, 2]])
+    problem = cuda.Problem()
+    session.lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+    assert slots_of(problem, tensors, layer) == [2, 5]
+    assert session.bytes_read() == 5 * session.slot
+    session.run([[1, 7]])
+    assert [session.rows(tensors, e) for e in (1, 7)] == [[w[e].tobytes() for w in layer[2:]] for e in (1, 7)]
+    assert session.bytes_read() == 5 * session.slot
+    session.run([[0, 5]])
+    assert session.bytes_read() == 6 * session.slot
+
+
 def test_layers_share_the_ram(driver, fake, layer, tmp_path):
     """The experts that a call asks for take the place of the other layer's."""
     layers, sessions = [layer, build(replace(BASE, seed=BASE.seed + 1))], []
@@ -699,7 +807,8 @@ def test_experts_that_no_file_has(driver, fake, layer):
 @gpu
 @pytest.mark.parametrize("slots", [2, 5])
 @pytest.mark.parametrize("id_type", ["i32", "i64"])
-def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_type):
+@pytest.mark.parametrize(("where", "warm"), [("disk", False), ("disk", True), ("host", True)])
+def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_type, where, warm):
     """Two layers in RAM for one of them: calls on two streams evict there and on the device."""
     layers = [layer, build(replace(BASE, seed=BASE.seed + 1))]
     resident = [cuda.CudaMoE(made[0], *(torch.from_numpy(w).cuda() for w in made[2:])) for made in layers]
@@ -708,10 +817,13 @@ def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_typ
     def register(**entries: str) -> int:
         return driver.open(21, None, entries)
 
-    sessions = []
+    sessions, entries = [], {"experts": where} | ({"ram": None} if where == "host" else {})
+    if warm:
+        runs = [(at, np.array([[e, 7 - e]])) for at in (0, 1) for e in (6, 2, 6, 3)]
+        entries["warm"] = write_trace(tmp_path / "trace", layers, runs)
     for i, made in enumerate(layers):
         (folder := tmp_path / str(i)).mkdir()
-        sessions.append(InFile(driver, register, made, folder, ("bf16", id_type), gpu_memory=budget))
+        sessions.append(InFile(driver, register, made, folder, ("bf16", id_type), gpu_memory=budget, **entries))
         assert sessions[-1].kernel is not None, driver.error
     streams, rng = [torch.cuda.Stream(), torch.cuda.Stream()], np.random.default_rng(5)
     found = []
