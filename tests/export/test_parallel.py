@@ -39,6 +39,7 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.measuring.gguf import write_gguf
+from quantmoe.exporter.measuring.kernels import slice_logits
 from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
 from quantmoe.exporter.reading.slices import Cut, Slice
 from quantmoe.exporter.running.generate import Generator, ModelError
@@ -970,3 +971,23 @@ def test_options():
     ):
         with pytest.raises(OptionError, match=match):
             Options(**options)
+
+
+def test_logits_of_slices_beside_the_whole_model(checkpoint, whole, tmp_path, monkeypatch, capsys):
+    """exporter/measuring/kernels/slice_logits.py, whose ranks are threads here."""
+    export(checkpoint("qwen3_moe"), tmp_path, **EVERY_LOGIT, tensor_parallel=2)
+    limits = [whole("qwen3_moe")] * 2
+    monkeypatch.setattr("sys.argv", ["slice_logits", *map(str, (limits[0], tmp_path, "--limit", *limits))])
+    slice_logits.main()
+    *runs, text, worst, limit = capsys.readouterr().out.splitlines()
+    for name, line in zip(slice_logits.RUNS, runs, strict=True):
+        assert re.fullmatch(rf"{name}: \d\.\de-0[67], 0 tokens of other experts; ranks have the same bytes", line)
+    assert text == "greedy text: the whole model's first 16 of 16 tokens"
+    assert re.fullmatch(r"worst: \d\.\de-0[67]", worst)
+    assert limit == "limit: 0.0e+00"
+    logits = np.ones((2, 3, 4), np.float32)
+    changed = logits.copy()
+    changed[0, 1, 0] += 0.02
+    changed[1, 2] = [np.nan, 1, 1, 1]
+    changed[1, 1] *= -1
+    assert slice_logits.apart(changed, logits) == (pytest.approx(0.01), 2)
