@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import QuantizedMatrix, in_order, reordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +20,17 @@ class Expert:
     gate: QuantizedMatrix | None
     up: QuantizedMatrix
     down: QuantizedMatrix
+
+    def in_order(self) -> Expert:
+        """The same expert, its intermediate features as down's columns lie: nothing of it but gate and up makes them.
+
+        Raises:
+            ValueError: rows of gate or up that share a scale would not stay together.
+        """
+        order = self.down.perm
+        if order is None:
+            return self
+        return Expert(self.gate and reordered(self.gate, order), reordered(self.up, order), in_order(self.down))
 
     @property
     def hidden_size(self) -> int:

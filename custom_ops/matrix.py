@@ -211,21 +211,50 @@ def rows_of(m: QuantizedMatrix, begin: int, end: int) -> QuantizedMatrix:
 
 
 def reordered(m: QuantizedMatrix, order: np.ndarray) -> QuantizedMatrix:
-    """A matrix with other rows first: row i is row order[i] of the given one; rows that share a scale stay together."""
+    """A matrix with other rows first: row i is row order[i] of the given one.
+
+    Raises:
+        ValueError: rows that share a scale would not stay together.
+    """
     blocks = order[:: m.block_n] // m.block_n
+    if (order // m.block_n != np.repeat(blocks, m.block_n)[: len(order)]).any():
+        raise ValueError(f"rows in blocks of {m.block_n} do not stay together in another order")
+
+    def rows(array: np.ndarray, order: np.ndarray) -> np.ndarray:
+        return array[order] if any(array.strides) else array  # of an outline all are alike, and in no memory
+
     return replace(
         m,
-        codes=m.codes[order],
-        scales=m.scales[blocks],
-        zero_points=None if m.zero_points is None else m.zero_points[blocks],
+        codes=rows(m.codes, order),
+        scales=rows(m.scales, blocks),
+        zero_points=None if m.zero_points is None else rows(m.zero_points, blocks),
         bias=None if m.bias is None else m.bias[order],
     )
+
+
+def in_order(m: QuantizedMatrix) -> QuantizedMatrix:
+    """A matrix in act-order for inputs that come as its columns lie: feature j is the given one's perm[j]."""
+    if m.perm is None:
+        return m
+    return replace(m, perm=None, pre_scale=None if m.pre_scale is None else m.pre_scale[m.perm])
 
 
 def gates_first(rows: int, heads: int) -> np.ndarray:
     """Of a query projection whose rows are each head's queries and then its gates: the order of all gates before all
     queries."""
     return np.arange(rows).reshape(heads, 2, -1)[:, ::-1].swapaxes(0, 1).reshape(-1)
+
+
+def scattered(m: QuantizedMatrix, count: int) -> bool:
+    """Whether columns are in act-order, and features of a group are in several of ``count`` equal parts."""
+    if m.perm is None:
+        return False
+    size = m.shape[1] // count
+    together = size if m.group_size == -1 else m.group_size
+    if size % together:
+        return True
+    parts = m.perm.reshape(-1, together) // size
+    return bool((parts != parts[:, :1]).any())
 
 
 def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatrix:
@@ -250,10 +279,9 @@ def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatri
     columns: slice | np.ndarray = features
     groups: slice | np.ndarray = slice(features.start // together, features.stop // together)
     if m.perm is not None:
-        parts = m.perm.reshape(-1, together) // size
-        if (parts != parts[:, :1]).any():
+        if scattered(m, count):
             raise ValueError("columns in act-order, a group of which has features of several parts, are not divided")
-        groups = np.flatnonzero(parts[:, 0] == i)
+        groups = np.flatnonzero(m.perm[::together] // size == i)
         columns = np.flatnonzero(m.perm // size == i)
         perm = m.perm[columns] - np.int32(i * size)
 

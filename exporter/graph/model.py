@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 
+from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.choosing.choose import kernels_refuse
 from quantmoe.exporter.errors import OptionError
@@ -36,7 +38,7 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
-from quantmoe.exporter.reading.slices import Slice
+from quantmoe.exporter.reading.slices import MADE_BY, Cut, Slice
 
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
@@ -65,6 +67,8 @@ class Skeleton(Stored):
         tied: parameter name -> the first of the names of the same parameter.
         linear_attention, lightning, state_space: module name -> what it computes, of those that keep a state.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
+        by_rows: linears that take the features of all ranks and of which a rank has rows, by name: their shapes, which
+            :meth:`take_rows` gives them.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
@@ -171,6 +175,7 @@ class Skeleton(Stored):
         self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         self._check_parameters()
+        self.by_rows = dict(self._divide_act_order(self.divided)) if self.divided else {}
 
     @property
     def divided(self) -> Slice | None:
@@ -358,6 +363,46 @@ class Skeleton(Stored):
         self.format.cuts |= part.cuts(self.joined.get(name, [source]), found, want, where, sections)
         return None
 
+    def _divide_act_order(self, part: Slice) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Divides linears in act-order of which a rank would have columns that share scales with other ranks': it has
+        features in the order of an MLP's columns, or else rows, which take the features of all ranks.
+
+        Returns:
+            Of linears that are divided by rows, :attr:`by_rows`.
+
+        Raises:
+            CheckpointError: the ranks do not divide the rows.
+        """
+        format, outline = self.format, self.format.outline()
+        for name, source in self.sources.items():
+            module, cut = source.rpartition(".")[0], format.cuts.get(source)
+            if cut is None or cut.axis != 1 or not format.is_quantized(module):
+                continue
+            m = outline.matrix(module)
+            if cut.count != part.world or not scattered(m, cut.count):
+                continue
+            parent, _, leaf = module.rpartition(".")
+            makers = [f"{parent}.{maker}.{end}" for maker in MADE_BY.get(leaf, ()) for end in ("weight", "bias")]
+            makers = [key for key in makers if key in format.cuts]
+            whole = m.group_size == -1 or not m.shape[1] // part.world % m.group_size
+            if makers and whole and format.scheme(module).activation_format == "none":
+                format.cuts |= {key: replace(format.cuts[key], order=m.perm) for key in (source, *makers)}
+                continue
+            what = f"{format.ckpt.folder}: {module} is in act-order and divided by its rows, whose number"
+            rows = part.part(m.shape[0], what)
+            format.cuts |= dict.fromkeys((source, f"{module}.bias"), Cut(0, part.rank, part.world))
+            yield name.rpartition(".")[0], (rows, m.shape[1])
+
+    def take_rows(self) -> None:
+        """Gives linears of :attr:`by_rows` their shapes, which what runs without other ranks does not fit."""
+        for path, shape in self.by_rows.items():
+            linear = self.model.get_submodule(path)
+            linear.out_features, linear.in_features = shape
+            for leaf in [leaf for leaf, parameter in linear._parameters.items() if parameter is not None]:
+                made = placeholder(shape if leaf == "weight" else shape[:1], self.dtype)
+                linear._parameters[leaf] = torch.nn.Parameter(made, requires_grad=False)
+                self.tensors[f"{path}.{leaf}"] = linear._parameters[leaf]
+
     def _sections(self, name: str) -> tuple[int, ...]:
         """Of a parameter that a rank has its heads or channels of linear attention of, see :class:`Cut`; (): others."""
         if self.divided:
@@ -374,8 +419,9 @@ class Skeleton(Stored):
 
     @property
     def gathered(self) -> list[str]:
-        """The head, if a rank has a part of its rows."""
-        return [name for name in ["lm_head"] if self.sources.get(f"{name}.weight") in self.format.cuts]
+        """Linears of whose outputs a rank has a part, and the model takes all: the head, and :attr:`by_rows`."""
+        head = [name for name in ["lm_head"] if self.sources.get(f"{name}.weight") in self.format.cuts]
+        return [*head, *self.by_rows]
 
     def rows(self, linears: Mapping[str, str]) -> dict[str, int]:
         """Output features of linears (name -> in the checkpoint), by their checkpoint names."""

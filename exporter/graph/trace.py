@@ -58,7 +58,7 @@ from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
-from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts, norm_sums
+from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts, meet_before, norm_sums
 from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.memory import doing
@@ -133,6 +133,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     if not attends.plain:
         model.set_attn_implementation(MASKLESS)
         widen_tables(decoder_of(model))
+    skeleton.take_rows()
     for name, linear in chosen.linears.items():
         sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear, skeleton.dtype)
         if len(sizes) > 1:
@@ -156,6 +157,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         experts = [] if own.own_tokens else chosen.nodes
         meet(model, [*experts, *skeleton.summed], ReduceSpec(**own.place))
         meet(model, skeleton.gathered, GatherSpec(**own.place))
+        meet_before(model, skeleton.by_rows, GatherSpec(**own.place))
     with _uncollected():
         graph = _trace_layers(skeleton, target)
     if not attends.plain:

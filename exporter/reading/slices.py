@@ -3,6 +3,9 @@
 Rows of linears that make heads, features or logits, channels of convolutions, columns of linears that take them,
 experts' rows and columns or whole experts; the rest is in all ranks. Sums over the ranks of what the columns give are
 the whole model's.
+
+Columns in act-order share scales with others from anywhere. Where the same expert or MLP makes their features, which
+nothing else sees, a rank takes features in the order of the columns; a linear of heads is divided by its rows instead.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix, joined, portion, rows_of
+from quantmoe.custom_ops.matrix import QuantizedMatrix, in_order, joined, portion, reordered, rows_of
 from quantmoe.exporter.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "w1", "w3", "sinks",
         "lm_head")  # fmt: skip
 COLUMNS = ("o_proj", "out_proj", "down_proj", "w2")
+#: linears of an MLP that take its features -> those that make them
+MADE_BY = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
+#: activation_format whose scales are of groups of features, as they were before act-order
+GROUPED = ("fp8_group128", "nvfp4", "mxfp8", "mxfp4")
 #: sizes of a configuration that are divided beside the heads of attention
 DIVIDED = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "linear_num_key_heads",
            "linear_num_value_heads", "linear_num_heads")  # fmt: skip
@@ -40,17 +47,22 @@ class Cut:
             that sum, which the first rank has and others have zeros for.
         sections: relative sizes of what the axis has one after the other, such as queries, keys and values: the part is
             that of each.
+        order: act-order of the columns, or of those that take what the rows make, in which the parts lie; None: parts
+            of features as they are.
     """
 
     axis: int | None
     index: int
     count: int
     sections: tuple[int, ...] = (1,)
+    order: np.ndarray | None = None
 
     def array(self, array: np.ndarray) -> np.ndarray:
         """The part of a tensor of floats."""
         if self.axis is None:
             return array if self.index == 0 else np.zeros_like(array)
+        if self.order is not None:
+            array = array.take(self.order, self.axis)
         before, found = (slice(None),) * self.axis, []
         for begin, end in self._sections(array.shape[self.axis]):
             size = (end - begin) // self.count
@@ -64,8 +76,10 @@ class Cut:
             ValueError: it would divide what shares a scale, or columns in act-order.
         """
         if self.axis == 0:
+            m = m if self.order is None else reordered(m, self.order)
             found = [portion(rows_of(m, *at), self.index, self.count, 0) for at in self._sections(m.shape[0])]
             return found[0] if len(found) == 1 else joined(found)
+        m = m if self.order is None else in_order(m)
         bias = m.bias if m.bias is None or self.index == 0 else np.zeros_like(m.bias)
         return replace(portion(replace(m, bias=None), self.index, self.count, 1), bias=bias)
 
@@ -99,8 +113,11 @@ class Slice:
         """What nodes that need the other ranks say of the rank."""
         return {"rank": self.rank, "world": self.world, "export_id": self.export_id}
 
-    def expert(self, expert: Expert) -> Expert:
-        """The rank's part of an expert.
+    def expert(self, expert: Expert, rounded: str) -> Expert:
+        """The rank's part of an expert: where down is in act-order, features in the order of its columns.
+
+        Args:
+            rounded: down's activation_format, as the checkpoint says.
 
         Raises:
             ValueError: see :meth:`Cut.matrix`.
@@ -109,6 +126,9 @@ class Slice:
             return expert
         rows, columns = (Cut(axis, self.rank, self.world) for axis in (0, 1))
         try:
+            if expert.down.perm is not None and rounded in GROUPED:
+                raise ValueError(f"{rounded} rounds groups of features as they were before act-order")
+            expert = expert.in_order()
             return Expert(expert.gate and rows.matrix(expert.gate), rows.matrix(expert.up), columns.matrix(expert.down))
         except ValueError as error:
             raise ValueError(f"{error}; --expert-parallel gives each rank whole experts") from None

@@ -23,7 +23,7 @@ from quantmoe.exporter.graph.attention import NAME
 from quantmoe.exporter.graph.passes import latent, linear_attention, routers, shared
 from quantmoe.exporter.graph.passes.attention import GROUPED, Called, Unlike, recognise
 from quantmoe.exporter.graph.passes.rows import Rows, attach
-from quantmoe.exporter.graph.passes.sums import meet
+from quantmoe.exporter.graph.passes.sums import meet, meet_before
 
 RNG = torch.Generator().manual_seed(0)
 
@@ -411,3 +411,14 @@ def test_outputs_meet_once(spec, operator):
     found = [node for node in graph.nodes if operator in str(node.target)]
     assert [node.args[0].target for node in found] == [torch.ops.aten.mm.default]
     assert json.loads(found[0].args[1]) == spec(rank=1, world=2).attributes()
+
+
+def test_inputs_meet_once():
+    """Those of the named modules and no others."""
+    model = torch.nn.Sequential(layer(8, 8), layer(16, 8))
+    meet_before(model, ["1"], GatherSpec(rank=1, world=2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = make_fx(model)(torch.empty(3, 8)).graph
+    (found,) = [node for node in graph.nodes if "all_gather" in str(node.target)]
+    assert [node.target for node in (found.args[0], *found.users)] == [torch.ops.aten.mm.default] * 2
+    assert json.loads(found.args[1]) == GatherSpec(rank=1, world=2).attributes()

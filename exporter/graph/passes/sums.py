@@ -1,7 +1,7 @@
 """What ranks of a sliced model give each other: an AllReduce after each layer's experts and each linear of divided
-columns, an AllGather after a head of divided rows; of ranks with tokens of their own an AllGather of the tokens before
-each layer's experts and their router, and a ReduceScatter after the experts. An AllReduce and the AddRMSNorm of what it
-gives are one node."""
+columns, an AllGather after a linear of divided rows, and before it where ranks have parts of its input; of ranks with
+tokens of their own an AllGather of the tokens before each layer's experts and their router, and a ReduceScatter after
+the experts. An AllReduce and the AddRMSNorm of what it gives are one node."""
 
 from __future__ import annotations
 
@@ -27,6 +27,17 @@ def meet(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec | Gath
 
     for name in modules:
         model.get_submodule(name).register_forward_hook(call)
+
+
+def meet_before(model: torch.nn.Module, modules: Iterable[str], spec: GatherSpec) -> None:
+    """Gives modules, by name, the inputs of all ranks, one after the other."""
+    attributes = json.dumps(spec.attributes())
+
+    def call(_: torch.nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
+        return torch.ops.quantmoe.all_gather(*given, attributes)
+
+    for name in modules:
+        model.get_submodule(name).register_forward_pre_hook(call)
 
 
 def meet_around_experts(model: ir.Model, part: Slice) -> None:

@@ -249,7 +249,7 @@ class MoELayer:
         if self.format.slice is None:
             return expert
         with dividing(self.format, self.label(e)):
-            return self.format.slice.expert(expert)
+            return self.format.slice.expert(expert, self.down_scheme.activation_format)
 
     def _named(self, e: int) -> Expert:
         sizes = {"down": (self.hidden_size, self.intermediate_size)}
