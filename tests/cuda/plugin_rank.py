@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from cuda.trt import RUNTIME, Driver, attributes_of, tensor
 
-from quantmoe.custom_ops.op import GatherSpec, ReduceSpec, ScatterSpec
+from quantmoe.custom_ops.op import GatherSpec, ReduceNormSpec, ReduceSpec, ScatterSpec
 
 SPECS = {"AllReduce": ReduceSpec, "AllGather": GatherSpec, "ReduceScatter": ScatterSpec}
-#: operator, its axis, and the shape of its x
+SPECS |= {"AllReduceAddRMSNorm": ReduceNormSpec}
+#: operator, its own attributes, and the shape of its x
 NODES = [
     ("AllReduce", {}, (5, 8)),
     ("AllGather", {}, (5, 8)),
@@ -24,6 +25,7 @@ NODES = [
     ("AllGather", {"axis": 0}, (5, 8)),
     ("ReduceScatter", {}, (6, 8)),
     ("ReduceScatter", {}, (0, 8)),
+    ("AllReduceAddRMSNorm", {"norm_epsilon": 2.0**-10}, (5, 8)),
 ]
 
 
@@ -53,52 +55,58 @@ class Node:
         phase: int = RUNTIME,
         export_id: int = 0,
     ):
-        op, axis, self.shape = NODES[at]
+        op, own, self.shape = NODES[at]
         driver.select(op)
         self.driver = driver
-        spec = SPECS[op](rank=rank, world=world, export_id=export_id, **axis)
+        self.inputs = 3 if op == "AllReduceAddRMSNorm" else 1
+        spec = SPECS[op](rank=rank, world=world, export_id=export_id, **own)
         plugin = driver.create(attributes_of(spec), phase, layer)
         assert plugin is not None, driver.log()
         self.plugin = plugin.attach() if plugin else None
         self.runs = bool(self.plugin.handle)
 
     def __call__(self, x: np.ndarray, dtype: str) -> np.ndarray | None:
-        """y; None where the call fails."""
-        ((_, shape),) = self.plugin.outputs([tensor(dtype, x.shape), tensor(dtype, x.shape)])
-        self.tensors = [tensor(dtype, x.shape), tensor(dtype, shape)]
-        given, y = np.ascontiguousarray(bits(x, dtype)), np.full(shape, 0x7FFF, np.uint16)
+        """y; None where the call fails. A norm's residual is zeros, its weight ones."""
+        given = [x, np.zeros_like(x), np.ones(x.shape[-1:], x.dtype)][: self.inputs]
+        shapes = [array.shape for array in given]
+        made = self.plugin.outputs([tensor(dtype, shape) for shape in [*shapes, *shapes[:2]]])
+        self.tensors = [tensor(dtype, shape) for shape in [*shapes, *(shape for _, shape in made)]]
+        memory = [np.ascontiguousarray(bits(array, dtype)) for array in given]
+        memory += [np.full(shape, 0x7FFF, np.uint16) for _, shape in made]
         workspace = np.empty(max(1, self.plugin.call("workspace", self.tensors)), np.uint8)
-        return self.run(given, y, workspace, dtype)
+        return self.run([*memory, workspace], dtype)
 
-    def run(self, given: np.ndarray, y: np.ndarray, workspace: np.ndarray, dtype: str) -> np.ndarray | None:
-        return floats(y, dtype) if self.enqueue(*(memory.ctypes.data for memory in (given, y, workspace))) else None
+    def run(self, memory: list[np.ndarray], dtype: str) -> np.ndarray | None:
+        """Of inputs, outputs and the workspace."""
+        return floats(memory[self.inputs], dtype) if self.enqueue([m.ctypes.data for m in memory]) else None
 
-    def enqueue(self, given: int, y: int, workspace: int, stream: int | None = None) -> bool:
-        pointers = [(ctypes.c_void_p * 1)(address) for address in (given, y)]
-        tail = [ctypes.c_void_p(address) for address in (workspace, stream)]
-        return not self.plugin.call("enqueue", self.tensors, *pointers, *tail)
+    def enqueue(self, memory: list[int], stream: int | None = None) -> bool:
+        *tensors, workspace = map(ctypes.c_void_p, memory)
+        given, made = tensors[: self.inputs], tensors[self.inputs :]
+        pointers = [(ctypes.c_void_p * len(part))(*part) for part in (given, made)]
+        return not self.plugin.call("enqueue", self.tensors, *pointers, workspace, ctypes.c_void_p(stream))
 
 
 class GpuNode(Node):
     """The same on a GPU: y is a CUDA graph's, after a call that gave the same."""
 
-    def run(self, given: np.ndarray, y: np.ndarray, workspace: np.ndarray, dtype: str) -> np.ndarray:
+    def run(self, memory: list[np.ndarray], dtype: str) -> np.ndarray:
         import torch
 
         self.torch, self.stream, self.graph = torch, torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        views = (given.view(np.int16), y.view(np.int16), workspace)
-        self.memory = [torch.from_numpy(memory).cuda() for memory in views]
-        addresses = [memory.data_ptr() for memory in self.memory]
+        views = [array.view(np.int16) for array in memory[:-1]]
+        self.memory = [torch.from_numpy(array).cuda() for array in [*views, memory[-1]]]
+        y, addresses = self.memory[self.inputs], [array.data_ptr() for array in self.memory]
         torch.cuda.synchronize()
-        assert self.enqueue(*addresses, self.stream.cuda_stream), self.driver.log()
+        assert self.enqueue(addresses, self.stream.cuda_stream), self.driver.log()
         torch.cuda.synchronize()
-        first = self.memory[1].cpu().numpy()
+        first = y.cpu().numpy()
         with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            assert self.enqueue(*addresses, self.stream.cuda_stream), self.driver.log()
-        self.memory[1].fill_(0x7FFF)
+            assert self.enqueue(addresses, self.stream.cuda_stream), self.driver.log()
+        y.fill_(0x7FFF)
         torch.cuda.synchronize()
         self.replay()
-        np.testing.assert_array_equal(self.memory[1].cpu().numpy(), first)
+        np.testing.assert_array_equal(y.cpu().numpy(), first)
         return floats(first.view(np.uint16), dtype)
 
     def replay(self) -> None:

@@ -22,8 +22,8 @@ if "QUANTMOE_TRT_DRIVER" not in os.environ:
 from cuda.plugin_rank import NODES, Node, drawn
 from cuda.trt import attributes_of, tensor
 
-from quantmoe.custom_ops.op import ScatterSpec
-from quantmoe.custom_ops.reference import all_gather, all_reduce, reduce_scatter
+from quantmoe.custom_ops.op import NormSpec, ScatterSpec
+from quantmoe.custom_ops.reference import add_norm, all_gather, all_reduce, reduce_scatter
 from quantmoe.exporter.running.ranks import nccl_library
 
 NCCL = Path(os.environ["QUANTMOE_TRT_DRIVER"]).with_name("libquantmoe_fake_nccl.so")
@@ -70,26 +70,36 @@ def test_sums_and_joined_parts(tmp_path: Path, world: int, by: str) -> None:
     check_values(tmp_path, world, [*range(len(NODES))])
 
 
-def check_values(folder: Path, world: int, nodes: list[int]) -> None:
+def normed(total: np.ndarray, epsilon: float) -> np.ndarray:
+    y, _ = add_norm(NormSpec(norm_epsilon=epsilon), total, np.zeros_like(total), np.ones(total.shape[-1]))
+    return y
+
+
+def check_values(folder: Path, world: int, nodes: list[int], gpu: bool = False) -> None:
+    """Of a norm the fake GPU has the sum."""
     reference = {
         "AllReduce": lambda xs, rank: all_reduce(xs),
         "AllGather": lambda xs, rank, axis=-1: all_gather(xs, axis),
         "ReduceScatter": lambda xs, rank: reduce_scatter(xs)[rank],
+        "AllReduceAddRMSNorm": lambda xs, rank, norm_epsilon: (
+            normed(all_reduce(xs), norm_epsilon) if gpu else all_reduce(xs)
+        ),
     }
     for at in nodes:
-        op, axis, _ = NODES[at]
+        op, own, _ = NODES[at]
         for rank in range(world):
-            want = reference[op]([drawn(at, other) for other in range(world)], rank, **axis)
-            for dtype in ("f16", "bf16"):
-                np.testing.assert_array_equal(np.load(folder / f"{at}.{rank}.{dtype}.npy"), want)
+            want = reference[op]([drawn(at, other) for other in range(world)], rank, **own)
+            for dtype, unit in (("f16", 2.0**-11), ("bf16", 2.0**-8)):
+                found = np.load(folder / f"{at}.{rank}.{dtype}.npy")
+                np.testing.assert_allclose(found, want, rtol=unit + 2.0**-20 if op == "AllReduceAddRMSNorm" else 0)
 
 
 def test_a_builder_has_no_other_ranks(fake) -> None:
-    for at, (op, axis, shape) in enumerate(NODES):
+    for at, (op, own, shape) in enumerate(NODES):
         node = Node(fake, at, 1, 2, phase=0)
         assert node.runs, fake.log()
-        rows = shape[0] * 2 if axis else shape[0] // 2 if op == "ReduceScatter" else shape[0]
-        features = 16 if op == "AllGather" and not axis else 8
+        rows = shape[0] * 2 if "axis" in own else shape[0] // 2 if op == "ReduceScatter" else shape[0]
+        features = 16 if op == "AllGather" and not own else 8
         np.testing.assert_array_equal(node(drawn(at, 0), "f16"), np.zeros((rows, features), np.float32))
     fake.select("ReduceScatter")
     made = fake.create(attributes_of(ScatterSpec(rank=0, world=2)))
@@ -200,10 +210,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 
 
 @two_gpus
 def test_nccl(tmp_path: Path) -> None:
-    nodes = [*range(len(NODES) - 1)]  # the last is of no elements
+    nodes = [at for at, (_, _, shape) in enumerate(NODES) if shape[0]]
     said = Ranks(tmp_path, 2, on_gpus(tmp_path), nodes=nodes, gpu=1).said()
     assert said == [""] * 2
-    check_values(tmp_path, 2, nodes)
+    check_values(tmp_path, 2, nodes, gpu=True)
 
 
 @two_gpus
