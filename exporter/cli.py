@@ -385,7 +385,7 @@ def generate(
     if save_state is not None and save_state.is_dir():
         raise typer.BadParameter(f"{save_state} is a folder, expected a file", param_hint="--save-state")
     group = own = None
-    if ranks.launched() and (outdir / "rank0").is_dir():
+    if ranks.launched() and (ranks.ranks_in(outdir) or os.environ["WORLD_SIZE"] != "1"):
         if chat or save_state is not None:
             raise typer.BadParameter(
                 "under a launcher give --prompt or --ids; --chat and --save-state are of one process"
@@ -482,6 +482,8 @@ def trace(
 def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None:
     from quantmoe.exporter.reading.expert_map import balance, in_order, write_map
 
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent}: no such folder", param_hint="--expert-map")
     loads = [counts[: len(counts) - shared] for counts in found.use()]
     placed = [balance(tokens, ranks, copies) for tokens in loads]
     write_map(path, placed)

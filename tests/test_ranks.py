@@ -147,20 +147,50 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     assert ranks.launched()
-    with pytest.raises(ModelError, match="has slices of 0 ranks, the launcher started 2"):
+    with pytest.raises(ModelError, match=r"has no slices \(rank0, .*started 2 processes: .*--tensor-parallel 2"):
         ranks.meet(tmp_path, "cuda")
     slices(tmp_path, 2, 4)
-    with pytest.raises(ModelError, match=r"rank0: is of 4 ranks, .* has slices of 2: repeat the export"):
+    with pytest.raises(ModelError, match="has slices of 4 ranks, the launcher started 2"):
+        ranks.meet(tmp_path, "cuda")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ModelError, match=f"{tmp_path}: has no rank2 of 4 ranks: repeat the export, which did not end"):
         ranks.meet(tmp_path, "cuda")  # two of four: the export was killed
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ModelError, match="on the cpu ranks are threads of one"):
+        ranks.meet(tmp_path, "cpu")  # the others are another host's
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ModelError, match="has no rank2 of 4 ranks"):
+        ranks.meet(tmp_path, "cuda")
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(ModelError, match="RANK is 'x', expected a number, as torchrun sets it"):
+        ranks.meet(tmp_path, "cuda")
+    for name, value in (ENVIRONMENT | {"LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
     slices(tmp_path, 2)
     with pytest.raises(ModelError, match="on the cpu ranks are threads of one"):
         ranks.meet(tmp_path, "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ModelError, match=r"rank 0 is process 1 of this host, which has 1 GPUs, from 0"):
-        ranks.meet(tmp_path, "cuda")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("QUANTMOE_NCCL", str(tmp_path / "nowhere.so"))
-    with pytest.raises(ModelError, match=r"NCCL: .*nowhere\.so.*pip install nvidia-nccl-cu13"):
-        ranks.meet(tmp_path, "cuda")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    for named in ("3", "3,-1,4"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        with pytest.raises(ModelError, match="rank 0: this host has 1 GPUs, the launcher started 2 processes here"):
+            ranks.meet(tmp_path, "cuda")
+
+
+def test_no_nccl(tmp_path: Path) -> None:
+    """Rank 0 has none: all say so."""
+    script = tmp_path / "process.py"
+    lines = [line for line in PROCESS.splitlines(keepends=True) if not line.startswith("ranks.nccl_id")]
+    script.write_text("".join(lines))
+    store = ENVIRONMENT | {"MASTER_PORT": free_port(), "QUANTMOE_NCCL": str(tmp_path / "nowhere.so")}
+    command = [sys.executable, str(script), str(slices(tmp_path, 2))]
+    processes = [
+        subprocess.Popen(command, env=os.environ | store | {"RANK": rank, "LOCAL_RANK": rank},
+                         stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]  # fmt: skip
+    for rank, process in enumerate(processes):
+        said = process.communicate(timeout=120)[1]
+        assert f"{'rank 0: ' if rank else ''}NCCL: {tmp_path}/nowhere.so: cannot open" in said
+        assert "pip install nvidia-nccl-cu13" in said

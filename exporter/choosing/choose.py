@@ -515,7 +515,7 @@ def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix)
     if wanted in WHOLE_ROWS and not (wanted == "fp8_tensor" and m.input_scale is not None):
         raise ValueError(
             f"{wanted} rounds activations by the largest of all features, of which each rank has a part; expected "
-            "groups, a stored scale, or --activations float"
+            "groups, a stored scale, --activations float, or --expert-parallel --data-parallel"
         )
     return wanted
 

@@ -352,7 +352,8 @@ class Skeleton(Stored):
     def _check_or_cut(self, name: str, found: tuple[int, ...]) -> None:
         want, source, part = tuple(self.tensors[name].shape), self.sources[name], self.format.slice
         where = self.format.ckpt.where(source)
-        if part and name.endswith(("q_norm.weight", "k_norm.weight")) and found != (self.model.config.head_dim,):
+        divided = part is not None and not part.own_tokens  # and so are heads
+        if divided and name.endswith(("q_norm.weight", "k_norm.weight")) and found != (self.model.config.head_dim,):
             raise CheckpointError(
                 f"{where} has shape {list(found)}: it normalizes all heads together, which are on several ranks; "
                 f"expected [{self.model.config.head_dim}], a norm of each head"

@@ -98,7 +98,10 @@ def placements(path: Path, world: int, experts: Mapping[int, int]) -> dict[int, 
         if missing := set(range(count)) - set(row):
             raise CheckpointError(f"{where} has not expert {min(missing)}")
         if strange := set(row) - set(range(count)):
-            raise CheckpointError(f"{where} has expert {min(strange)}, expected 0 to {count - 1}")
+            raise CheckpointError(
+                f"{where} has expert {min(strange)}, expected 0 to {count - 1}; quantmoe trace --shared leaves out "
+                "experts that are no routed ones"
+            )
         size = len(row) // world
         ranks = tuple(tuple(row[r * size : (r + 1) * size]) for r in range(world))
         for r, own in enumerate(ranks):

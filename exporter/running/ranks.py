@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import secrets
 import socket
@@ -77,9 +78,13 @@ class Rank:
             ModelError: the store has failed, or a rank has not come here.
         """
         with asking(self.rank):
-            self.store.set(f"quantmoe.left.{self.rank}", "")
-            if self.rank == 0:
-                self.store.wait([f"quantmoe.left.{other}" for other in range(self.world)], PATIENCE)
+            _part(self.store, self.rank, self.world)
+
+
+def _part(store: Any, rank: int, world: int) -> None:
+    store.set(f"quantmoe.left.{rank}", "")
+    if rank == 0:
+        store.wait([f"quantmoe.left.{other}" for other in range(world)], PATIENCE)
 
 
 @contextlib.contextmanager
@@ -105,35 +110,61 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
         outdir: what ``export --tensor-parallel`` wrote. seed: rank 0's is all ranks'; None: it takes one.
 
     Raises:
-        ModelError: the folder has slices of another number of ranks, or not all of them; the device is no GPU; there
-            are fewer GPUs than ranks; no NCCL; rank 0 does not come.
+        ModelError: the folder has no slice of this rank, or one of another number of ranks; on one host, not all of
+            them; the device is no GPU; this host has fewer GPUs than ranks; rank 0 has no NCCL, or does not come.
     """
-    rank, local, world = (int(os.environ[name]) for name in LAUNCHED[:3])
+    rank, local, world = (_number(name) for name in LAUNCHED[:3])
+    here = _number("LOCAL_WORLD_SIZE", local + 1)  # this host's, of which others may have the other folders
     there = ranks_in(outdir)
-    path = there.get(rank, next(iter(there.values()), outdir))
-    if (stated := ranks_stated(path / MODEL)) > 1 and stated != len(there):
+    if not there:
         raise ModelError(
-            f"{path}: is of {stated} ranks, {outdir} has slices of {len(there)}: repeat the export, which did not end"
+            f"{outdir}: has no slices (rank0, rank1, ..), the launcher started {world} processes: run a whole model "
+            f"without it, or export with --tensor-parallel {world}"
         )
-    if len(there) != world or rank not in there:
-        raise ModelError(f"{outdir}: has slices of {len(there)} ranks, the launcher started {world}")
+    stated = max(ranks_stated(next(iter(there.values())) / MODEL), len(there))
+    if stated != world:
+        raise ModelError(f"{outdir}: has slices of {stated} ranks, the launcher started {world}")
+    for needed in range(world) if here == world else [rank]:
+        if needed not in there:
+            raise ModelError(f"{outdir}: has no rank{needed} of {world} ranks: repeat the export, which did not end")
     if device != "cuda":
         raise ModelError(
             f"{outdir}: processes of a launcher are for --device cuda; on the cpu ranks are threads of one"
         )
     gpus = visible_gpus()
-    if local >= len(gpus):
-        raise ModelError(f"rank {rank} is process {local} of this host, which has {len(gpus)} GPUs, from 0")
+    if here > len(gpus):
+        raise ModelError(f"rank {rank}: this host has {len(gpus)} GPUs, the launcher started {here} processes here")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local]
     library = os.environ.setdefault("QUANTMOE_NCCL", nccl_library())
-    own = f"{nccl_id(library)} {secrets.randbits(32) if seed is None else seed}" if rank == 0 else None
+    own = _group(library, seed) if rank == 0 else None
     with asking(rank):
         store = _store(rank, world)
         if own is not None:
-            store.set("quantmoe", own)
-        group, seed_of_all = store.get("quantmoe").decode().split()
+            store.set("quantmoe", json.dumps(own))
+        said = json.loads(store.get("quantmoe"))
         store.set_timeout(TOKEN)
-    return Rank(rank, world, path, group, int(seed_of_all), store)
+        if "error" in said:
+            _part(store, rank, world)
+    if "error" in said:
+        raise ModelError(said["error"] if rank == 0 else f"rank 0: {said['error']}")
+    return Rank(rank, world, there[rank], said["group"], said["seed"], store)
+
+
+def _group(library: str, seed: int | None) -> dict[str, Any]:
+    """What rank 0 says to all, of which an error is one."""
+    try:
+        return {"group": nccl_id(library), "seed": secrets.randbits(32) if seed is None else seed}
+    except ModelError as error:
+        return {"error": str(error)}
+
+
+def _number(name: str, absent: int | None = None) -> int:
+    """Of the environment."""
+    text = os.environ.get(name, absent)
+    try:
+        return int(text)  # type: ignore[arg-type]
+    except ValueError:
+        raise ModelError(f"{name} is {text!r}, expected a number, as torchrun sets it") from None
 
 
 def _store(rank: int, world: int) -> Any:
@@ -157,8 +188,9 @@ def _store(rank: int, world: int) -> Any:
 def visible_gpus() -> list[str]:
     """What CUDA_VISIBLE_DEVICES may be, one by one."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in named.split(",") if name]
-    return [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
+        names = (name.strip() for name in named.split(","))
+        return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))  # as CUDA reads it
+    return [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]  # CUDA counts what it finds
 
 
 def nccl_library() -> str:

@@ -11,8 +11,9 @@ from torch.distributed import TCPStore
 
 from quantmoe import Generator
 
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]  # before anything looks for GPUs
+rank, local, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(world)))
+os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[local]  # before anything looks for GPUs
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)  # torchrun's own
 if rank == 0:
     store.set("group", torch.cuda.nccl.unique_id().hex())

@@ -78,6 +78,9 @@ OF = {
     | {"num_key_value_heads": 4, "n_shared_experts": 2},
     # biases of o_proj and of the experts' down, sinks, a window
     "gpt_oss": {k: v for k, v in SIZES.items() if k != "moe_intermediate_size"} | {"intermediate_size": 128},
+    # a norm of all heads together
+    "olmoe": {k: v for k, v in SIZES.items() if k not in ("moe_intermediate_size", "head_dim")}
+    | {"intermediate_size": 128},
     "qwen3_next": HYBRID,
     "qwen3_5_moe_text": HYBRID,
     # decays of each key feature, gates of low rank, full attention with a latent, a dense layer
@@ -506,7 +509,7 @@ def test_parts_of_sections(data):
 
 @pytest.mark.parametrize(
     ("architecture", "mapped"),
-    every([("gpt_oss", False), ("deepseek_v3", True), ("qwen3_moe", False), ("qwen3_next", False)]),
+    every([("gpt_oss", False), ("deepseek_v3", True), ("qwen3_moe", False), ("qwen3_next", False), ("olmoe", False)]),
 )
 def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architecture, mapped):
     """Each rank gives the whole model's logits of its own tokens."""
