@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 -m quantmoe.exporter.measuring.kernels.slice_logits whole slices
 
 Each rank compares its own logits with those of the whole model on its own GPU. Without torchrun the folders are of
---target cpu, and the ranks threads of this process. ``--limit`` names two exports for the CPU (--dtype f16, and --cache
-f32; both --logits all --activations float): four times what these are apart. Tokens that took other experts, as nearly
-tied ones may, are counted by themselves.
+--target cpu --activations float, and the ranks threads of this process. ``--limit`` names two exports for the CPU
+(--dtype f16, and --cache f32; both --logits all --activations float): four times what these are apart. Tokens that took
+other experts, as nearly tied ones may, are counted by themselves.
 """
 
 from __future__ import annotations
