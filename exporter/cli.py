@@ -69,11 +69,11 @@ def _version(wanted: bool) -> None:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", str(text).strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", str(text).strip())
     if not found:
         raise typer.BadParameter(f"{text!r}: expected bytes, as 2GB, 512MiB or 1000000000")
     unit = 1024 if found[3] else 1000
-    return int(float(found[1]) * unit ** " kMGT".index(found[2] or " "))
+    return int(float(found[1]) * unit ** " KMGT".index(found[2].upper() or " "))
 
 
 #: of options that are bytes, 12GB
@@ -256,6 +256,8 @@ def inspect(
     from quantmoe.exporter.inspecting.inspect import inspect as inspect_model
 
     found = inspect_model(model, verify)
+    if trace is not None and memory is None:
+        raise typer.BadParameter("is of --fit", param_hint="--trace")
     if memory is not None:
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
@@ -454,9 +456,15 @@ def trace(
 ) -> None:
     """How well a cache of experts would do: its hit rate, and what of each token is read from the disk; or with
     --expert-map where experts of a sliced model should stand."""
-    from quantmoe.exporter.inspecting.trace import curve, draw, read_trace
+    from quantmoe.exporter.inspecting.trace import PLOTS, curve, draw, read_trace
 
     found = read_trace(file)
+    if found.cut:
+        print(f"{file}: its last {found.cut} bytes are no whole record, and left out", file=sys.stderr)
+    if not found.runs:
+        raise typer.BadParameter(f"{file}: no token has been routed yet", param_hint="FILE")
+    if plot is not None and plot.suffix[1:] not in PLOTS:
+        raise typer.BadParameter(f"{plot}: expected a file .{', .'.join(PLOTS)}", param_hint="--plot")
     if expert_map is not None:
         return _place(found, expert_map, ranks, copies, shared)
     experts = sum(layer["experts"] for layer in found.layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ class Fit:
         budget: what is left for experts, which take ``all_experts``.
         slots: experts that it holds. experts: how many there are.
         hit_rate: of the experts that tokens ask for. from_trace: a trace says so; otherwise it is the share that the
-            memory holds, as if all experts were as likely as others, and what was used lately were not.
+            memory holds, as if all experts were as likely as others, and what was used lately were not. RAM that holds
+            fewer experts than a token asks for hits none.
         external: the model is for TensorRT, whose plug-in reads the experts.
         read: of the memory by a token. missed: of the bus or disk. rates: bytes a second of both, and of the disk
             below a GPU.
@@ -135,19 +136,22 @@ def fit(
     in_ram = _ram_slots(found, counts, ram) if in_file and ram is not None else held
     if trace is not None and [layer["experts"] for layer in trace.layers] != counts:
         raise ModelError(f"{found['model']}: the trace is of a model with other layers or experts")
+    if trace is not None:  # maybe of another export, whose experts have other bytes
+        trace = replace(trace, layers=[{"bytes": size} for size in sizes])
     if budget < every:
         slots: int | list[int] = budget // file_slot_bytes(layers)
         if target == "cuda":
             slots = device_slots(counts, sizes, budget)
         held = min(held, slots) if isinstance(slots, int) else sum(slots)
         if trace is None:
-            hit_rate = held / sum(counts)
+            wanted = [
+                max(layer["top_k"] * n // held_in[name], 1)
+                for layer, name, n in zip(layers, names, counts, strict=True)
+            ]
+            # one cache for all layers forgets what a layer had before that layer's next turn
+            hit_rate = held / sum(counts) if target == "cuda" or held >= sum(wanted) else 0.0
             missed = asked * (1 - hit_rate)
             if in_file:
-                wanted = [
-                    max(layer["top_k"] * n // held_in[name], 1)
-                    for layer, name, n in zip(layers, names, counts, strict=True)
-                ]
                 from_disk = missed * _missed_below(wanted, counts, sizes, slots, in_ram)
         else:
             hits, misses, size = trace.lru(slots)

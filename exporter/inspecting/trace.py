@@ -14,6 +14,8 @@ import numpy as np
 from quantmoe.exporter.errors import ModelError
 
 NONE = 0xFFFF
+#: what a plot's name may end with
+PLOTS = ("png", "svg", "pdf")
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,13 @@ class Trace:
         layers: node, experts and bytes (of one expert) of each.
         slot_bytes: what one expert takes of the CPU library's cache.
         runs: of nodes, in their order: the layer, and ids uint16 [tokens, top_k], 0xFFFF for none.
+        cut: bytes at the end of the file that are no whole record.
     """
 
     layers: list[dict[str, Any]]
     slot_bytes: int
     runs: list[tuple[int, np.ndarray]]
+    cut: int = 0
 
     @property
     def tokens(self) -> int:
@@ -121,7 +125,7 @@ def read_trace(path: str | Path) -> Trace:
             )
         runs.append((layer, ids.reshape(tokens, top_k)))
         at += 4 + tokens * top_k
-    return Trace(layers, slot_bytes, runs)
+    return Trace(layers, slot_bytes, runs, len(data) - end - 1 - 2 * at)
 
 
 def curve(trace: Trace, slots: Sequence[int], read: float) -> list[dict[str, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -216,6 +217,33 @@ def test_a_trace_warms_the_cache(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(Exception, match=f"quantmoe.warm {tmp_path / 'damaged'}: {message}"):
                 s.run(None, feeds)
+    del s
+    (tmp_path / "damaged").unlink()  # a run that failed, and one after it: one header
+    s = disk(both, 9, **{"quantmoe.warm": str(tmp_path / "damaged"), "quantmoe.trace": str(tmp_path / "again")})
+    with pytest.raises(Exception, match="No such file"):
+        s.run(None, feeds)
+    (tmp_path / "damaged").write_bytes(whole)
+    s.run(None, feeds)
+    del s
+    assert sorted(layer for layer, _ in read_trace(tmp_path / "again").runs) == [0, 1]
+
+
+def test_a_trace_that_would_replace_something_else(tmp_path: Path) -> None:
+    path, text, file = model(tmp_path / "m.onnx", LAYER), tmp_path / "text", tmp_path / "trace"
+    text.write_text("a text")
+    with pytest.raises(Exception, match=f"quantmoe.trace {text}: is there, and is no trace: expected an earlier"):
+        session(path, entries={"quantmoe.trace": str(text)})
+    assert text.read_text() == "a text"
+    s = session(path, entries={"quantmoe.trace": str(file)})
+    run(s, *LAYER.tokens(1))
+    del s
+    whole = file.read_bytes()
+    same = {"quantmoe.trace": f"{tmp_path}/./trace", "quantmoe.warm": str(file)}
+    with pytest.raises(Exception, match=r"trace: is quantmoe.warm, too: expected another file"):
+        disk(path, 9, **same)
+    assert file.read_bytes() == whole
+    session(path, entries={"quantmoe.trace": str(file)})
+    assert not file.read_bytes()
 
 
 def test_nothing_of_the_mapping_is_read(tmp_path: Path) -> None:
@@ -528,6 +556,29 @@ def memory_group() -> Iterator[Path]:
         pytest.skip("no control groups of version 1")
     yield group
     group.rmdir()
+
+
+LACKING = """
+import os, sys
+from pathlib import Path
+from engines.test_experts import WIDE, disk, run
+path, group = map(Path, sys.argv[1:])
+s = disk(path, 16)
+(group / "memory.limit_in_bytes").write_text(str(int((group / "memory.usage_in_bytes").read_text()) + (16 << 20)))
+(group / "cgroup.procs").write_text(str(os.getpid()))
+run(s, *WIDE.tokens(1))
+"""
+WIDE = dataclasses.replace(LAYER, hidden=1024, intermediate=1024)
+
+
+def test_memory_that_is_not_there(tmp_path: Path, memory_group: Path) -> None:
+    """The first run names what it would take, and what there is; a limit would end the process later."""
+    path = model(tmp_path / "m.onnx", WIDE)
+    done = subprocess.run(
+        [sys.executable, "-c", LACKING, str(path), str(memory_group)], capture_output=True, text=True, timeout=300,
+        env=environment(),
+    )  # fmt: skip
+    assert re.search(r"quantmoe.ram: 16 experts take \d+ bytes, \d+ are available", done.stderr), done.stderr[-3000:]
 
 
 def test_memory_that_shrinks(tmp_path: Path, memory_group: Path) -> None:

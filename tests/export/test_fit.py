@@ -127,6 +127,7 @@ def test_another_reserve(found):
     memory = rest.weights + rest.cache + file_slot_bytes(found["layers"])
     own = fit(found, memory, CONTEXT, reserve=0)
     assert (own.slots, own.reserve) == (1, 0)
+    assert own.hit_rate == 0  # of two layers' experts one after the other, one is forgotten each time
     with pytest.raises(ModelError, match="1 of reserve"):
         fit(found, memory, CONTEXT, reserve=1)
 
@@ -151,6 +152,8 @@ def test_a_trace_of_ram_below_a_gpu(on_gpu):
     runs = [(at, rng.integers(0, n, (1, 2)).astype(np.uint16)) for _ in range(200) for at, n in enumerate(counts)]
     trace = Trace(layers, slot, runs)
     one = fit(on_gpu, memory, CONTEXT, trace, ram=RESERVE["cpu"] + max(counts) * slot)
+    other = Trace([layer | {"bytes": 7} for layer in layers], 9, runs)  # of another export: experts are this one's
+    assert fit(on_gpu, memory, CONTEXT, other, ram=RESERVE["cpu"] + max(counts) * slot) == one
     most = fit(on_gpu, memory, CONTEXT, trace, ram=RESERVE["cpu"] + (sum(counts) - 1) * slot)
     assert one.missed == most.missed
     on_device = device_slots(counts, [layer["bytes"] for layer in layers], one.budget)

@@ -182,8 +182,13 @@ void DeviceExperts::read_from_file() {
   ram_ = std::make_unique<Experts>(below);
 }
 
-DeviceExperts::~DeviceExperts() {
+void DeviceExperts::free_memory() {
   for (void* memory : memory_) (void)cudaFree(memory);  // waits for what runs
+  memory_.clear();
+}
+
+DeviceExperts::~DeviceExperts() {
+  free_memory();
   if (done_) (void)cudaEventDestroy(done_);
   host_.reset();
   if (exchange_) (void)cudaFreeHost(exchange_);
@@ -323,7 +328,7 @@ std::pair<size_t, std::string> DeviceExperts::find_budget(size_t least) const {
   return {budget, source};
 }
 
-std::string DeviceExperts::start(int64_t top_k) {
+std::string DeviceExperts::start(int64_t top_k) try {
   size_t all = 0, one = 0, largest = 0, experts = 0;
   for (const Layer& layer : layers_) {
     const size_t bytes = static_cast<size_t>(layer.experts) * layer.slot_bytes;
@@ -379,6 +384,9 @@ std::string DeviceExperts::start(int64_t top_k) {
   return "experts = " + where_ + ": device memory for " + std::to_string(slots) + " of " + std::to_string(experts) +
          " experts, and " + std::to_string(staging) + " bytes for what a call copies for itself (" + source + ")" +
          (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "") + filled + shared;
+} catch (...) {
+  free_memory();  // for a run after this one
+  throw;
 }
 
 // Copies the experts that a trace's tokens went to most to the slots, the most used to the last ones, as of slots that
@@ -443,11 +451,9 @@ std::string DeviceExperts::start_host() {
   const auto begin = std::chrono::steady_clock::now();
   int64_t bytes = 0;
   for (const Layer& layer : layers_) bytes += host_->bytes(layer.host_layer);
-  const int64_t available = available_memory();
-  if (bytes > available)
+  if (const std::string lacking = lacking_ram(static_cast<size_t>(bytes)); lacking != "")
     throw std::runtime_error(settings_.key("misses") + " = " + settings_.misses +
-                             ": the CPU's copy of the experts takes " + std::to_string(bytes) + " bytes, " +
-                             std::to_string(available) + " are available");
+                             ": the CPU's copy of the experts, and what is locked, take " + lacking);
   for (Layer& layer : layers_) {
     host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
     layer.host_share = host_share_;

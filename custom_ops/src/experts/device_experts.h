@@ -104,6 +104,7 @@ class DeviceExperts {
   std::string fill_slots(const Trace& trace);
   MissTimes measure(const Layer& layer, int64_t experts, int64_t at_once);
   void allocate(size_t bytes, const char* what, void** memory);
+  void free_memory();
 
   const ExpertSettings settings_;
   std::string where_;  // settings_.experts, or what became of auto

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
@@ -137,6 +139,7 @@ constexpr int kReaders = 8;
 constexpr int64_t kPiece = 1 << 20;
 
 constexpr uint16_t kNone = 0xffff;  // no expert, in a trace
+constexpr char kTrace[] = "{\"quantmoe_trace\": ";
 
 std::string words(int error) { return std::strerror(error); }
 
@@ -319,13 +322,29 @@ std::string Experts::report() {
   return text;
 }
 
+// Or empty.
+static bool is_trace(int file) {
+  char begin[sizeof(kTrace) - 1];
+  const ssize_t size = pread(file, begin, sizeof(begin), 0);
+  return size == 0 || (size == sizeof(begin) && !std::memcmp(begin, kTrace, sizeof(begin)));
+}
+
 Experts::Experts(const ExpertSettings& settings) : settings_(settings) {
   if (settings.trace == "") return;
-  const int file = open(settings.trace.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
-  const bool locked = file >= 0 && flock(file, LOCK_EX | LOCK_NB) == 0;
-  if (locked && ftruncate(file, 0) == 0) trace_ = fdopen(file, "wb");
+  const int file = open(settings.trace.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  std::string why;
+  if (file < 0) {
+    why = words(errno);
+  } else if (flock(file, LOCK_EX | LOCK_NB)) {
+    why = "another session writes it";
+  } else if (!is_trace(file)) {
+    why = "is there, and is no trace: expected an earlier trace, or no file";
+  } else if (std::error_code none; std::filesystem::equivalent(settings.trace, settings.warm, none)) {
+    why = "is quantmoe.warm, too: expected another file";
+  } else if (ftruncate(file, 0) || !(trace_ = fdopen(file, "wb"))) {
+    why = words(errno);
+  }
   if (trace_) return;
-  const std::string why = file >= 0 && !locked ? "another session writes it" : words(errno);
   if (file >= 0) close(file);
   throw std::invalid_argument("quantmoe: quantmoe.trace " + settings.trace + ": " + why);
 }
@@ -338,7 +357,9 @@ Experts::~Experts() {
   wanted_.notify_all();
   for (std::thread& reader : readers_) reader.join();
   if (memory_) munmap(memory_, static_cast<size_t>(slot_bytes_) * slots_.size());
-  if (trace_) std::fclose(trace_);
+  if (trace_ && std::fclose(trace_))
+    std::fprintf(stderr, "quantmoe: quantmoe.trace %s: its end is lost: %s\n", settings_.trace.c_str(),
+                 words(errno).c_str());
 }
 
 std::string Experts::start() {
@@ -379,8 +400,11 @@ std::string Experts::start() {
     throw std::runtime_error(settings_.key("ram") + " = auto has " + source + " in reserve, expected at least the " +
                              std::to_string(slot_bytes_) + " bytes of one expert; set " + settings_.key("ram") +
                              " or " + settings_.key("reserve"));
-  const auto warm = (settings_.warm == "" ? Trace{} : read_warm()).most_used(static_cast<size_t>(count));
   const auto size = static_cast<size_t>(count * slot_bytes_);
+  if (const int64_t available = available_memory(); settings_.ram_bytes() >= 0 && count * slot_bytes_ > available)
+    throw std::runtime_error(settings_.key("ram") + ": " + std::to_string(count) + " experts take " +
+                             std::to_string(size) + " bytes, " + std::to_string(available) + " are available");
+  const auto warm = (settings_.warm == "" ? Trace{} : read_warm()).most_used(static_cast<size_t>(count));
   void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)
     throw std::runtime_error("no memory for " + std::to_string(count) + " experts, " + std::to_string(size) + " bytes");
@@ -609,7 +633,7 @@ size_t Experts::Lease::wait(Lock& lock, size_t enough, const void** w13, const v
 
 // A line of JSON, then records: FORMAT in docs/experts.md.
 std::string Experts::header() const {
-  std::string text = "{\"quantmoe_trace\": 1, \"slot_bytes\": " + std::to_string(slot_bytes_) + ", \"layers\": [";
+  std::string text = std::string(kTrace) + "1, \"slot_bytes\": " + std::to_string(slot_bytes_) + ", \"layers\": [";
   for (const ExpertLayer& layer : layers_) {
     std::string name;
     for (const char c : layer.node) {
@@ -625,6 +649,7 @@ std::string Experts::header() const {
 
 void Experts::write_header() {
   const std::string text = header();
+  std::rewind(trace_);  // of a start that failed later
   if (std::fwrite(text.data(), 1, text.size(), trace_) != text.size() || std::fflush(trace_))
     throw std::runtime_error("quantmoe.trace " + settings_.trace + ": " + words(errno));
 }
