@@ -333,7 +333,12 @@ def generate(
     load_state: Annotated[
         Path | None, typer.Option(help="begin with that: what the prompt has in common with it is not run again")
     ] = None,
-    drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
+    drafts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"tokens that --speculate drafts a run, at most; default: {DRAFTS}, or what the model takes"
+        ),
+    ] = None,
     experts: Annotated[
         Literal["gpu", "host", "disk", "auto"] | None,
         typer.Option(
@@ -386,6 +391,10 @@ def generate(
         raise typer.BadParameter(f"{save_state.parent}: no such folder", param_hint="--save-state")
     if save_state is not None and save_state.is_dir():
         raise typer.BadParameter(f"{save_state} is a folder, expected a file", param_hint="--save-state")
+    if load_state is not None and not load_state.is_file():
+        raise typer.BadParameter(f"{load_state}: no such file", param_hint="--load-state")
+    if drafts is not None and speculate is None:
+        raise typer.BadParameter("is of --speculate", param_hint="--drafts")
     group = own = None
     if ranks.launched() and (ranks.ranks_in(outdir) or os.environ["WORLD_SIZE"] != "1"):
         if chat or save_state is not None:

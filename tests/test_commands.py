@@ -421,6 +421,29 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
     assert "expected a trace of version 1" in " ".join(done.err.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("generate", ".", "--ids", "1", "--drafts", "3"), "--drafts: is of --speculate"),
+        (("generate", ".", "--ids", "1", "--load-state", "nowhere"), "--load-state: nowhere: no such file"),
+        (("trace", "TRACE", "--plot", "use.txt"), "--plot: use.txt: expected a file .png, .svg, .pdf"),
+        (("trace", "TRACE", "--expert-map", "nowhere/map.json"), "--expert-map: nowhere: no such folder"),
+        (("trace", "EMPTY"), "no token has been routed yet"),
+    ],
+    ids=str,
+)
+def test_options_that_say_nothing(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    """A trace whose end is cut is read up to there."""
+    header = b'{"quantmoe_trace": 1, "slot_bytes": 8, "layers": [{"node": "a", "experts": 4, "bytes": 8}]}\n'
+    (tmp_path / "EMPTY").write_bytes(header)
+    (tmp_path / "TRACE").write_bytes(header + bytes([0, 0, 1, 0, 1, 0, 0, 0, 3, 0, 7]))
+    done = quantmoe(*(str(tmp_path / name) if name.isupper() else name for name in command))
+    assert done.code == 2
+    said = " ".join(done.err.replace("│", " ").split())
+    assert message in said
+    assert ("its last 1 bytes are no whole record, and left out" in said) == ("TRACE" in command)
+
+
 def test_no_trace_is_refused(tmp_path: Path) -> None:
     done = quantmoe("trace", tmp_path / "none")
     assert done.code == 1

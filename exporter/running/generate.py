@@ -94,7 +94,7 @@ class Generator:
         speculate: "ngram" drafts what followed the last tokens before in the same text, "mtp" with the layer of
             multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
             runs. Of models exported with the logits of more than the last.
-        drafts: at most so many a run.
+        drafts: at most so many a run; None: DRAFTS, or fewer where the model gives the logits and states of fewer.
         experts: where they are (docs/experts.md). On the cpu "host", the default, or "disk": they are read from the
             data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
@@ -130,7 +130,7 @@ class Generator:
         device: Literal["cpu", "cuda"] = "cpu",
         cuda_graph: bool = False,
         speculate: Literal["ngram", "mtp"] | None = None,
-        drafts: int = DRAFTS,
+        drafts: int | None = None,
         experts: Literal["gpu", "host", "disk", "auto"] | None = None,
         ram: int | None = None,
         gpu_memory: int | None = None,
@@ -150,9 +150,7 @@ class Generator:
         self.graphs = itertools.count(1)
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
-        self.speculate, self.drafts = speculate, drafts
-        #: tokens of a decode step, at most: runs of so many are CUDA graphs
-        self.step_tokens = 1 if speculate is None else 1 + drafts
+        self.speculate = speculate
         lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length}
         for name, value in lengths.items():
             if value is not None and value < 1:
@@ -169,6 +167,9 @@ class Generator:
         }
         self.session = self._session(ort, threads, prefault, entries)
         self._read_interface(speculate)
+        self.drafts = self._most_drafts() if drafts is None else drafts
+        #: tokens of a decode step, at most: runs of so many are CUDA graphs
+        self.step_tokens = 1 if speculate is None else 1 + self.drafts
         #: what drafts with multi-token prediction
         self.head: Generator | None = None
         if speculate is not None:
@@ -178,7 +179,9 @@ class Generator:
             if not (self.hidden and path.is_file()):
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
             self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=cuda_graph)
-            self.head.step_tokens = drafts + 2  # it reads those accepted and the one after them, then drafts one by one
+            self.head.step_tokens = (
+                self.drafts + 2
+            )  # it reads those accepted and the one after them, then drafts one by one
 
     def _session(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
         """Opens the model; entries: of its session, None for what is not given."""
@@ -286,6 +289,11 @@ class Generator:
         self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
         #: whether a run takes hidden states, as that of the layer which drafts
         self.takes_hidden = any(i.name == HIDDEN for i in self.session.get_inputs())
+
+    def _most_drafts(self) -> int:
+        """Of a run; DRAFTS where it can verify none, for the error."""
+        tokens = min(self.rows, self.window if self.states else self.rows)
+        return min(DRAFTS, tokens - 1) if tokens > 1 else DRAFTS
 
     def _check_drafts(self) -> None:
         """A run of a token and its drafts takes the logits and the states after each."""

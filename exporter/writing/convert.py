@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import shutil
@@ -227,7 +226,7 @@ def _export(
         elif part_of is not None:
             report.genai = "no genai_config.json: onnxruntime-genai runs no slices"
         else:
-            _genai(ready, partial, options)
+            report.genai = _genai(ready, partial, options)
         if target != "ort" and not for_tensorrt:
             report.library = _library(partial, target, not report.genai)
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
@@ -271,12 +270,16 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> None:
-    """What onnxruntime-genai reads beside the model."""
+def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> str:
+    """What onnxruntime-genai reads beside the model, or why there is nothing."""
     ckpt, parts, cuda = ready.format.ckpt, ready.parts, options.target == "cuda"
     layers = parts[0].skeleton.model.config.num_hidden_layers  # which config.json may say as a list of kinds alone
     config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
-    with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
+    inputs = {str(value.name) for value in parts[0].graph.graph.inputs}
+    states = {name.removesuffix(".recurrent_state") for name in inputs if name.endswith(".recurrent_state")}
+    try:
+        if any(f"{layer}.conv_state" not in inputs for layer in states):  # it looks for both
+            raise KeyError("conv_state")
         found = genai_config(config, ckpt.generation_config, LIBRARIES.get(options.target, ""), shares, cuda)
         caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))
         heads = 2 if options.paged else 1
@@ -296,6 +299,9 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
             add_vision(found, ready.whole, PROCESSOR, (VISION_MODEL, EMBEDDINGS_MODEL))
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2))
         partial(GENAI).write_text(json.dumps(found, indent=2))
+    except KeyError:
+        return "no genai_config.json: onnxruntime-genai has no decoder for this architecture"
+    return ""
 
 
 def _library(partial: Callable[[str], Path], target: str, for_genai: bool) -> str:

@@ -121,6 +121,7 @@ def test_interface(model, windowed):
         assert f"{prefix}.1.conv_state" not in shapes
         assert f"{prefix}.1.key" not in shapes
     assert Generator(windowed).window == 5
+    assert not (model / "genai_config.json").exists()  # onnxruntime-genai asks for conv_state
     found = inspect(windowed)
     assert len(found["attention"]) == 4
     assert [node["state_bytes"] for node in found["linear_attention"]] == [4 * 4 * 16 * 16] * 4

@@ -304,6 +304,8 @@ def test_what_cannot_speculate_is_named(exported):
         Generator(folder, speculate="ngram")
     with pytest.raises(ModelError, match=r"last 3: export it with --logits 4$"):
         Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram", drafts=3)
+    few = Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram")
+    assert (few.drafts, few.step_tokens) == (2, 3)  # what it can verify, where nobody says
     with pytest.raises(ModelError, match="drafts is 0, expected at least 1"):
         Generator(folder, speculate="ngram", drafts=0)
 
