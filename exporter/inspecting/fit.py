@@ -230,6 +230,6 @@ def file_slot_bytes(layers: Sequence[Mapping[str, Any]]) -> int:
 def device_slots(experts: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
     """Slots that the CUDA library gives to layers of so many experts of so many bytes (custom_ops/src/experts)."""
     layers = [count * size for count, size in zip(experts, sizes, strict=True)]
-    staging = min(budget // 8, max(layers), budget - sum(sizes))
+    staging = min(budget // 16, max(layers), budget - sum(sizes))
     share = (budget - staging) / sum(layers)
     return [min(max(int(share * count), 1), count) for count in experts]
