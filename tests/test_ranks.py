@@ -28,7 +28,7 @@ import os
 import sys
 from pathlib import Path
 from quantmoe.exporter.running import ranks
-ranks.visible_gpus = lambda: ["4", "7"]
+ranks.visible_gpus = lambda: ["4", "7", "5", "6"]
 ranks.nccl_id = lambda library: "ab" * 128
 own = ranks.meet(Path(sys.argv[1]), "cuda", int(sys.argv[2]) if sys.argv[2:] else None)
 own.leave()
@@ -72,18 +72,18 @@ def slices(folder: Path, count: int, stated: int | None = None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("seed", [[], ["5"]])
-def test_torchrun(tmp_path: Path, seed: list[str]) -> None:
+@pytest.mark.parametrize(("count", "seed"), [(2, []), (4, ["5"])])
+def test_torchrun(tmp_path: Path, count: int, seed: list[str]) -> None:
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
-    subprocess.run([*TORCHRUN, str(script), str(slices(tmp_path, 2)), *seed], check=True, timeout=300)
-    said = [(tmp_path / f"said{rank}").read_text() for rank in range(2)]
+    command = [*TORCHRUN[:-1], str(count), str(script), str(slices(tmp_path, count)), *seed]
+    subprocess.run(command, check=True, timeout=300)
+    said = [(tmp_path / f"said{rank}").read_text() for rank in range(count)]
     seeds = {text.rpartition(" ")[2] for text in said}
     assert len(seeds) == 1  # of rank 0
     assert not seed or seeds == {*seed}
     assert [text.rpartition(",")[0] for text in said] == [
-        "rank0 of 2, GPU 4, True",
-        "rank1 of 2, GPU 7, True",
+        f"rank{rank} of {count}, GPU {gpu}, True" for rank, gpu in zip(range(count), "4756", strict=False)
     ]
 
 
