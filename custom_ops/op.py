@@ -108,11 +108,6 @@ class ReduceSpec(nodes.AllReduce):
 class ReduceNormSpec(nodes.AllReduceAddRMSNorm):
     """All attributes of an AllReduceAddRMSNorm node."""
 
-    @property
-    def norm(self) -> NormSpec:
-        """The AddRMSNorm of the sum."""
-        return NormSpec(norm_epsilon=self.norm_epsilon)
-
 
 class GatherSpec(nodes.AllGather):
     """All attributes of an AllGather node."""

@@ -179,9 +179,8 @@ class Generator:
             if not (self.hidden and path.is_file()):
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
             self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=cuda_graph)
-            self.head.step_tokens = (
-                self.drafts + 2
-            )  # it reads those accepted and the one after them, then drafts one by one
+            # it reads those accepted and the one after them, then drafts one by one
+            self.head.step_tokens = self.drafts + 2
 
     def _session(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
         """Opens the model; entries: of its session, None for what is not given."""

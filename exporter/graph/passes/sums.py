@@ -6,7 +6,7 @@ the experts. An AllReduce and the AddRMSNorm of what it gives are one node."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -91,13 +91,11 @@ def _router(experts: ir.Node, x: ir.Value) -> set[ir.Node]:
 def norm_sums(model: ir.Model) -> None:
     """AllReduce and AddRMSNorm -> AllReduceAddRMSNorm, where all that takes the norm's sum becomes one, too: a rank has
     some of its rows only."""
-    found = {norm: parts for norm in model.graph if norm.op_type == "AddRMSNorm" and (parts := _summed(norm))}
-    kept = len(found) + 1
-    while len(found) < kept:
-        kept = len(found)
-        found = {norm: parts for norm, parts in found.items() if _stays(norm.outputs[1], found)}
+    found = [norm for norm in model.graph if norm.op_type == "AddRMSNorm" and _summed(norm)]
+    while len(kept := [norm for norm in found if _stays(norm.outputs[1], found)]) < len(found):
+        found = kept
     for norm in found:
-        parts = _summed(norm)  # once more: the residual may be a new node's
+        parts = _summed(norm)
         assert parts is not None
         reduce, residual = parts
         x = reduce.inputs[0]
@@ -128,7 +126,9 @@ def _once(value: ir.Value) -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def _stays(total: ir.Value, found: Mapping[ir.Node, tuple[ir.Node, ir.Value]]) -> bool:
+def _stays(total: ir.Value, found: Sequence[ir.Node]) -> bool:
     """Whether nothing else takes a norm's sum than such norms, as their residual."""
-    users = {user for user, _ in total.uses()}
-    return not total.is_graph_output() and all(user in found and found[user][1] is total for user in users)
+    users = (user for user, _ in total.uses())
+    return not total.is_graph_output() and all(
+        user in found and (parts := _summed(user)) is not None and parts[1] is total for user in users
+    )
