@@ -1,19 +1,25 @@
 // Prompts with int8 activations: the panels of row_tile.h and k_tile.h times many tokens, where codes are unpacked once
 // for all of them, some columns at a time, which stay in L1 while the tokens' tiles pass:
 //
-//   codes [four columns][2 vectors]  x  tile [four columns][token]  ->  sums [token][vectors of rows]
+//   codes [four columns][kCodeVectors]  x  tile [four columns][token]  ->  sums [token][vectors of rows]
 //
-// The two vectors are those of 16 rows or, of 8-bit codes, the low and the high nibbles of 8 rows. Activations are
-// loaded once for both, codes once for all tokens of a tile. The order of operations is that of quantized_tile,
-// scaled_tile and k_tile, which take fewer tokens. V is what row_tile.h says, and has
+// Two vectors are those of 16 rows or, of 8-bit codes, the low and the high nibbles of 8 rows; one has 16 rows of any.
+// Activations are loaded once for both, codes once for all tokens of a tile. The order of operations is that of
+// quantized_tile, scaled_tile and k_tile, which take fewer tokens. V is what row_tile.h says, and has
 //   code_tokens(bits)              from how many tokens on this pays; fewer wait for memory, which tiles fetch better
 //   kLeastTokens                   fewest of a tile
-//   unpack<C>(panels, offset, codes)
-//                                  32 columns to bytes, as add_products takes them
+//   kCodeVectors                   vectors of codes of four columns
+//   unpack<C, kOffset>(panels, offset, codes)
+//                                  32 columns to bytes, as products take them; kOffset: unsigned, as sums start
+//   kSigned                        codes are signed where nothing but their offset starts sums
 //   kFours<bits of a code>         most fours of columns that add_products sums up at a time
 //   add_products<M, kBits, kFours>(codes, x, from, dot)
 //                                  dot[i][v] = from(i, v) + codes . x of so many fours of M tokens; kBits: of
 //                                  row_tile.h's kVectors, other codes' 4
+// or instead of the last two, with tiles of its own,
+//   kGroups                        of how many groups products are made before the first ones are read, a power of two
+//   products<M, kUnsigned, kGroup>(codes, x, group, columns, dot)
+//                                  dot[i] = codes . x of so many columns of M tokens, of a group of kGroup; 0: of any
 // Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
 #include <algorithm>
@@ -30,6 +36,7 @@ struct Codes {
   int fours;  // of a unit
   int units;  // of a group; 0: any number
   bool zero, stepped, minima;
+  bool offset;  // codes are unsigned, and sums start with what that adds
 };
 
 template <class V>
@@ -37,8 +44,8 @@ struct CodePanels {
   using Floats = typename V::Floats;
   using Integers = typename V::Integers;
   using Group = Panels<V::kMost>;
-  using Fours = Integers[2];
-  using Rows = Floats[2];
+  using Fours = Integers[V::kCodeVectors];
+  using Rows = Floats[V::kCodeVectors];
   static constexpr int kColumns = 512, kTokens = 96;  // at a time; of tokens what a layer's task has
 
   // Columns whose codes are unpacked at a time: whole groups, or a part of one.
@@ -57,14 +64,16 @@ struct CodePanels {
 
   explicit CodePanels(const PanelMatrix& whole) : matrix(whole) {}
 
-  template <class C>
+  template <class C, bool kOffset>
   void load(const Group& panels, const Piece& piece) {
     constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
-    const int64_t end = piece.column + piece.groups * piece.columns;
-    Fours* to = codes;
-    for (int64_t column = piece.column; column < end; column += 32, to += 8) {
-      const int64_t offset = column / matrix.block * matrix.block_bytes + column % matrix.block * 4;
-      V::template unpack<C>(panels, offset, to);
+    const int64_t block = matrix.block, tail = matrix.block_bytes - matrix.codes_bytes;
+    int64_t in_block = piece.column % block, offset = piece.column / block * matrix.block_bytes + in_block * 4;
+    Fours* const end = codes + piece.groups * piece.columns / 4;
+    for (Fours* to = codes; to < end; to += 8, offset += 128) {
+      if (in_block == block) in_block = 0, offset += tail;
+      V::template unpack<C, kOffset>(panels, offset, to);
+      in_block += 32;
     }
     if (!matrix.grouped) return;
     for (int i = 0; i < piece.groups; ++i) {
@@ -87,10 +96,10 @@ struct CodePanels {
       const uint8_t* chunk = panel + column / 256 * matrix.block_bytes + column % 256 / 32 * kChunk;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
-        for (int v = 0; v < 2; ++v) to[j][v] = load_codes<V, kHigh, j>(chunk + 4 * V::kRows * v);
+        for (int v = 0; v < V::kCodeVectors; ++v) to[j][v] = load_codes<V, kHigh, j>(chunk + 4 * V::kRows * v);
       });
     }
-    for (int v = 0; v < 2; ++v)
+    for (int v = 0; v < V::kCodeVectors; ++v)
       for (int i = 0; i < piece.groups; ++i) {
         const int64_t group = piece.group + i;
         const Levels levels(panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes, V::kRows * v);
@@ -107,25 +116,41 @@ struct CodePanels {
     const int64_t groups = of.matrix.groups();
     const int32_t* start = reinterpret_cast<const int32_t*>(tile + of.matrix.kp * M) + piece.group * M;
     const Fours* codes = of.codes;
-    for (int group = 0; group < piece.groups; ++group, start += M) {
+    constexpr int kMade = V::kGroups ? V::kGroups : 1;
+    const int columns = piece.columns, last = piece.groups;
+    const int64_t width = of.matrix.group();
+    // Of groups in work, and sums while they are in registers.
+    alignas(64) [[maybe_unused]] Integers made[kMade][V::kGroups ? M : 1];
+    [[maybe_unused]] Rows kept[V::kGroups ? M : 1];
+    if constexpr (V::kGroups) QM_EACH_SUM kept[i][v] = sum[i][v];
+    for (int group = 0; group < last; ++group, start += M) {
       Integers dot[M][kVectors];
       const auto first = [&](int i, int v) __attribute__((always_inline)) {
         if constexpr (kCodes.units == 0)
           if (!piece.begins) return part[i][v];
-        if constexpr (kCodes.minima) return V::integers(0);
         if constexpr (kCodes.zero) return V::starts(of.zeros[group][v], start[i]);
-        return V::integers(start[i]);
+        return V::integers(kCodes.offset ? start[i] : 0);
       };
-      const auto so_far = [&](int i, int v) __attribute__((always_inline)) { return dot[i][v]; };
-      const auto unit = [&](const auto& from) __attribute__((always_inline)) {
-        V::template add_products<M, kCodes.bits, kCodes.fours>(codes, x, from, dot);
-        codes += kCodes.fours;
-        x += 4 * kCodes.fours * M;
-      };
-      unit(first);
-      if constexpr (kCodes.units == 2) unit(so_far);
-      if constexpr (kCodes.units == 0)
-        for (int done = 4 * kCodes.fours; done < piece.columns; done += 4 * kCodes.fours) unit(so_far);
+      if constexpr (V::kGroups) {
+        for (int next = 0; group % kMade == 0 && next < kMade && group + next < last; ++next) {
+          V::template products<M, kCodes.bits == 8 && kCodes.offset, 4 * kCodes.fours * kCodes.units>(
+              codes, x, width, columns, made[next]);
+          codes += columns / 4;
+          x += columns * M;
+        }
+        QM_EACH_TOKEN dot[i][0] = V::add(first(i, 0), made[group % kMade][i]);
+      } else {
+        const auto so_far = [&](int i, int v) __attribute__((always_inline)) { return dot[i][v]; };
+        const auto unit = [&](const auto& from) __attribute__((always_inline)) {
+          V::template add_products<M, kCodes.bits, kCodes.fours>(codes, x, from, dot);
+          codes += kCodes.fours;
+          x += 4 * kCodes.fours * M;
+        };
+        unit(first);
+        if constexpr (kCodes.units == 2) unit(so_far);
+        if constexpr (kCodes.units == 0)
+          for (int done = 4 * kCodes.fours; done < columns; done += 4 * kCodes.fours) unit(so_far);
+      }
       if constexpr (kCodes.units == 0)
         if (!piece.ends) {
           QM_EACH_SUM part[i][v] = dot[i][v];
@@ -138,14 +163,16 @@ struct CodePanels {
       const float* steps = reinterpret_cast<const float*>(start + groups * M);
       QM_EACH_SUM {
         Floats all = V::floats(dot[i][v]);
+        Floats& so_far = V::kGroups ? kept[V::kGroups ? i : 0][v] : sum[i][v];
         if constexpr (kCodes.stepped)
-          all = V::fma(V::multiply(all, scale[v]), V::broadcast(steps + i), sum[i][v]);
+          all = V::fma(V::multiply(all, scale[v]), V::broadcast(steps + i), so_far);
         else
-          all = V::fma(all, scale[v], sum[i][v]);
+          all = V::fma(all, scale[v], so_far);
         if constexpr (kCodes.minima) all = V::negative_fma(V::broadcast(factors + i), minimum[v], all);
-        sum[i][v] = all;
+        so_far = all;
       }
     }
+    if constexpr (V::kGroups) QM_EACH_SUM sum[i][v] = kept[i][v];
   }
   template <Codes kCodes, int... M>
   static constexpr auto products(std::integer_sequence<int, M...>) {
@@ -166,7 +193,8 @@ struct CodePanels {
                   part = std::min<int64_t>(group, kColumns);
     const int64_t pieces = ceil_div(matrix.groups(), groups) * ceil_div(group, part),
                   fetched = align_up(ceil_div(bytes, pieces * count), 64);
-    for (Rows* sum = sums; sum != sums + tokens; ++sum) (*sum)[0] = (*sum)[1] = V::broadcast(0.0f);
+    for (Rows* sum = sums; sum != sums + tokens; ++sum)
+      for (Floats& of_rows : *sum) of_rows = V::broadcast(0.0f);
     for (int64_t first = 0; first < matrix.groups(); first += groups)
       for (int64_t from = 0; from < group; from += part) {
         const Piece piece{first * group + from,
@@ -188,11 +216,15 @@ struct CodePanels {
   }
 };
 
+// Whether CodePanels take the matrix.
+inline bool has_codes(const PanelMatrix& matrix, bool quantized) {
+  return quantized && !matrix.columns && !(is_e2m1(matrix.format) && matrix.group() > 32);
+}
 // Whether the product is one for CodePanels.
 template <class V>
 bool has_many_codes(const PanelProduct& product) {
   const PanelMatrix& matrix = *product.matrix;
-  if (!product.quantized || matrix.columns || (is_e2m1(matrix.format) && matrix.group() > 32)) return false;
+  if (!has_codes(matrix, product.quantized)) return false;
   int64_t tokens = 0;
   for (int64_t t = 0; t < product.tile_count; ++t) {
     if (product.tiles[t].m < V::kLeastTokens) return false;
@@ -224,7 +256,7 @@ void multiply_row_codes(const PanelProduct& product) {
     for_tiles<V>(product, [&](const TokenTile* tiles, int64_t count, int tokens) {
       of.template run<kCodes>(
           tiles, count, tokens, panels.ahead ? panels.panel[0] + panels.ahead : nullptr, panels.ahead,
-          [&](const auto& piece) { of.template load<C>(panels, piece); },
+          [&](const auto& piece) { of.template load<C, kCodes.offset>(panels, piece); },
           [&](const TokenTile& tile, int first) {
             const int32_t* tail =
                 reinterpret_cast<const int32_t*>(tile.data + matrix.kp * tile.m) + matrix.groups() * tile.m;
@@ -245,15 +277,17 @@ void multiply_row_codes(const PanelProduct& product) {
 template <class V, class C>
 void multiply_integer_codes(const PanelProduct& product) {
   constexpr int kFours = V::template kFours<C::kBits>;
+  constexpr bool kOffset = !V::kSigned;
   const PanelMatrix& matrix = *product.matrix;
   if (matrix.zero_points) {
-    if (matrix.group() == 16) return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, true, false, false}>(product);
-    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, true, false, false}>(product);
+    if (matrix.group() == 16) return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, true, false, false, true}>(product);
+    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, true, false, false, true}>(product);
   }
-  if (matrix.group() == 16) return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, false, false, false}>(product);
+  if (matrix.group() == 16)
+    return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, false, false, false, kOffset}>(product);
   if (matrix.grouped && matrix.group() == 32)
-    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 8 / kFours, false, false, false}>(product);
-  multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, false, false, false}>(product);
+    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 8 / kFours, false, false, false, kOffset}>(product);
+  multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, false, false, false, kOffset}>(product);
 }
 
 template <class V, int kHigh>
@@ -266,12 +300,12 @@ void multiply_k_codes(const PanelProduct& product) {
     float* out = product.out + index % product.halves * product.half_stride + index / product.halves * matrix.nr;
     const uint8_t* ahead = panel + matrix.stride;
     for_tiles<V>(product, [&](const TokenTile* tiles, int64_t count, int tokens) {
-      of.template run<Codes{4, kFours, kWidth / kFours, false, false, kHigh < 2}>(
+      of.template run<Codes{4, kFours, kWidth / kFours, false, false, kHigh < 2, kHigh == 2}>(
           tiles, count, tokens, ahead, matrix.stride,
           [&](const auto& piece) { of.template load_k<kHigh>(panel, piece); },
           [&](const TokenTile& tile, int first) {
             const uint8_t* const tail = tile.data + (matrix.kp + 4 * matrix.groups()) * tile.m;
-            for (int v = 0; v < 2; ++v)
+            for (int v = 0; v < V::kCodeVectors; ++v)
               store_k<V>(
                   matrix, panel, V::kRows * v, tail, tile.m, tile.m, out,
                   product.row_stride, [&](int i) __attribute__((always_inline)) { return of.sums[first + i][v]; });
@@ -291,9 +325,10 @@ void multiply_codes(const PanelProduct& product) {
     return matrix.bits == 5 ? multiply_k_codes<V, 1>(product) : multiply_k_codes<V, 2>(product);
   }
   if (is_e2m1(matrix.format)) {
-    if (matrix.stepped) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, true, false}>(product);
-    return matrix.parts == 2 ? multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, false, false}>(product)
-                             : multiply_row_codes<V, E2m1, Codes{4, 4, 2, false, false, false}>(product);
+    constexpr bool kOffset = !V::kSigned;
+    if (matrix.stepped) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, true, false, kOffset}>(product);
+    return matrix.parts == 2 ? multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, false, false, kOffset}>(product)
+                             : multiply_row_codes<V, E2m1, Codes{4, 4, 2, false, false, false, kOffset}>(product);
   }
   matrix.bits == 8 ? multiply_integer_codes<V, typename V::Int8>(product)
                    : multiply_integer_codes<V, typename V::Int4>(product);

@@ -148,16 +148,19 @@ void accumulate(float weight, const float* x, int64_t count, float* y) {
 
 // Interleaves rows of 4-byte pieces, in the order of the output: a tile is larger than L1, so its lines are written
 // once.
-inline void interleave(const uint8_t* const* rows, int count, int64_t bytes, uint8_t* __restrict out) {
+inline void interleave(const PanelMatrix&, const uint8_t* const* rows, int count, int64_t bytes,
+                       uint8_t* __restrict out) {
   for (int64_t at = 0; at < bytes; at += 4, out += 4 * count)
     for (int i = 0; i < count; ++i) std::memcpy(out + 4 * i, rows[i] + at, 4);
 }
 
+// kPlace: where a tile's values go.
+template <auto kPlace = interleave>
 void pack_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens, uint8_t* out) {
   const uint8_t* sources[kMaxTileRows];
   for (int i = 0; i < tokens; ++i)
     sources[i] = quantized ? reinterpret_cast<const uint8_t*>(rows[i].q) : reinterpret_cast<const uint8_t*>(rows[i].x);
-  interleave(sources, tokens, quantized ? matrix.kp : 4 * matrix.kp, out);
+  kPlace(matrix, sources, tokens, quantized ? matrix.kp : 4 * matrix.kp, out);
   if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + matrix.kp * tokens);
   for (int i = 0; i < tokens; ++i)
@@ -178,9 +181,10 @@ void pack_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* r
 // For kernels whose codes are unsigned, offset by 8, 128 or (e2m1) 12: the sums become what a dot product starts at,
 // -offset * sum. With zero points that depends on the weights' row: the sums become two 16-bit factors, sum % 128 and
 // sum / 128, which one multiply-add of pairs with -zero and -128 * zero turns into it.
+template <auto kPlace = interleave>
 inline void pack_tile_offset(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
                              uint8_t* out) {
-  pack_tile(matrix, quantized, rows, tokens, out);
+  pack_tile<kPlace>(matrix, quantized, rows, tokens, out);
   if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + matrix.kp * tokens);
   if (matrix.zero_points) {

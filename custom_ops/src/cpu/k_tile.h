@@ -222,9 +222,10 @@ void multiply_k(const PanelProduct& product) {
 
 // pack_tile's sums become what a tile starts from: codes of 6 bits are 32 more than their values; of the others
 // minima take the sums as floats.
+template <auto kPlace = interleave>
 inline void pack_k_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
                         uint8_t* out) {
-  pack_tile(matrix, quantized, rows, tokens, out);
+  pack_tile<kPlace>(matrix, quantized, rows, tokens, out);
   if (!quantized) return;
   uint8_t* const sums = out + matrix.kp * tokens;
   for (int64_t i = 0; i < matrix.groups() * tokens; ++i) {

@@ -27,7 +27,7 @@ struct ActivationRow {
 
 constexpr int kMaxTileRows = 32;
 
-// Rows of one tile interleaved for broadcast loads; byte offsets in `data`, m rows:
+// Rows of one tile interleaved for broadcast loads, unless a kernel packs q otherwise; byte offsets in `data`, m rows:
 //   quantized: q int8 [kp / 4][m][4] | sums int32 [groups][m] | step f32 [m] | zero_point int32 [m]
 //   stepped:   q int8 [kp / 4][m][4] | sums int32 [groups][m] | steps f32 [groups][m]
 //   float:     x f32 [kp][m]
@@ -306,6 +306,7 @@ struct CpuKernel {
 int64_t int8_peak_portable(int64_t rounds);
 int64_t int8_peak_avx2(int64_t rounds);
 int64_t int8_peak_avx512vnni(int64_t rounds);
+int64_t int8_peak_amxint8(int64_t rounds);
 
 #define QM_CPU_KERNEL(name) extern const CpuKernel name;
 #include "cpu/kernels.inc"

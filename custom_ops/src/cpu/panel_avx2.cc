@@ -25,6 +25,8 @@ struct Avx2Rows : Avx2Lanes {
   static constexpr int float_groups(int tokens) { return tokens == 1 ? 2 : 1; }
   static constexpr int code_tokens(int bits) { return bits == 8 ? 16 : 12; }  // on a Zen 3
   static constexpr int kLeastTokens = 4;                                      // 13 are 5, 4 and 4
+  static constexpr int kCodeVectors = 2, kGroups = 0;
+  static constexpr bool kSigned = false;
   static constexpr int panels_of_group(int) { return 2; }
   template <int kBits>
   static constexpr int kVectors = kBits == 4 ? 2 : 1;
@@ -223,7 +225,7 @@ struct Avx2Rows : Avx2Lanes {
   }
 
   // 32 columns for add_products: nibbles of 16 rows, or the low and the high ones of 8.
-  template <class C>
+  template <class C, bool>
   [[gnu::always_inline]] static void unpack(const Group& panels, int64_t offset, Integers (*codes)[2]) {
     if constexpr (C::kBits == 4) {
       for (int c = 0; c < 4; ++c)

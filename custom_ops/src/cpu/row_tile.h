@@ -1,5 +1,5 @@
 // The panels of int4, int8 and e2m1 codes (FORMAT.md 2.5, 2.7 and 2.8) on x86: a weight row is a lane of 32 bits, as
-// panel_avx2.cc and panel_avx512vnni.cc draw it. NEON's tiles are neon.h's own: sdot and smmla multiply 8 columns of
+// panel_avx2.cc and avx512_rows.h draw it. NEON's tiles are neon.h's own: sdot and smmla multiply 8 columns of
 // two rows with one or two tokens, so that neither lanes nor loops are these.
 //
 // V is what column_tile.h says, and has
@@ -389,8 +389,9 @@ void multiply_panels(const PanelProduct& product) {
   }
 }
 
+template <auto kPlace = interleave>
 void pack_rows(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens, uint8_t* out) {
-  (is_k(matrix.format) ? pack_k_tile : pack_tile_offset)(matrix, quantized, rows, tokens, out);
+  (is_k(matrix.format) ? pack_k_tile<kPlace> : pack_tile_offset<kPlace>)(matrix, quantized, rows, tokens, out);
 }
 
 }  // namespace
