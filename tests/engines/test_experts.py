@@ -31,6 +31,7 @@ from quantmoe.ort_ext import experts_report
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 
 LAYER = Case(hidden=128, intermediate=160, experts=16, top_k=4)
+WIDE = dataclasses.replace(LAYER, hidden=1024, intermediate=1024)
 THREADS, RUNS = 8, int(os.environ.get("QUANTMOE_RUNS", 2_000))  # fewer under ThreadSanitizer
 
 PRELOAD = r"""
@@ -291,7 +292,7 @@ def two_layers(folder: Path) -> Path:
 
 
 def test_two_layers_share_the_slots(tmp_path: Path) -> None:
-    """Sessions have slots of their own; layers of one session share them, of the largest one's size."""
+    """Of the largest one's size; each session brings as many as its memory has room for."""
     both = two_layers(tmp_path)
     s, other, plain = disk(both, 9), disk(both, 3), session(both)
     for seed in range(20):
@@ -404,6 +405,69 @@ def test_one_session_in_eight_threads(tmp_path: Path) -> None:
     assert not (wrong := in_threads(THREADS, RUNS, right)), wrong[:5]
 
 
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_sessions_of_a_file_share_what_they_read(tmp_path: Path) -> None:
+    """An expert is read once, and is in memory once, whoever asks for it."""
+    path = model(tmp_path / "m.onnx", WIDE)
+    inputs, s, others = WIDE.tokens(30), disk(path, 16), [disk(path, 16) for _ in range(3)]
+    want = run(s, *inputs)
+    read, before = sum(counts["bytes_read"] for counts in report()), resident()
+    assert read > 16 << 20
+    for other in others:
+        np.testing.assert_array_equal(run(other, *inputs), want)
+    assert sum(counts["bytes_read"] for counts in report()) == read
+    assert sum(counts["hits"] for counts in report()) == 3 * sum(counts["misses"] for counts in report())
+    assert resident() - before < read / 2
+
+
+def test_a_session_takes_its_slots_away(tmp_path: Path) -> None:
+    """Sessions have the slots of all that live; the last one's memory goes with it."""
+    path = model(tmp_path / "m.onnx", WIDE)
+    x, weights = WIDE.tokens(1)[0], np.ones((1, 1), np.float32)
+    want = [run(session(path), x, np.array([[e]]), weights) for e in range(16)]
+
+    def turn(s: ort.InferenceSession) -> None:
+        for expert in range(16):
+            np.testing.assert_array_equal(run(s, x, np.array([[expert]]), weights), want[expert])
+
+    before = resident()
+    first, second = disk(path, 6), disk(path, 10)
+    run(second, x, np.array([[0]]), weights)
+    turn(first)
+    turn(second)
+    assert {r["slots"]: (r["hits"], r["misses"]) for r in report() if r["slots"]} == {6: (1, 15), 10: (16, 1)}
+    del first
+    turn(second)  # in ten slots, of which one has the first expert
+    turn(second)
+    assert [r["misses"] for r in report() if r["slots"]] == [1 + 15 + 16]
+    assert resident() - before > 8 << 20
+    del second
+    assert resident() - before < 8 << 20
+
+
+def test_other_bytes_are_not_shared(tmp_path: Path) -> None:
+    """Of a file of another name, of one that was renamed over, and of one that was written in place."""
+    path, other = model(tmp_path / "m.onnx", LAYER), model(tmp_path / "other.onnx", LAYER)
+    inputs, data = LAYER.tokens(1), path.with_suffix(".bin")
+    old, sessions = run(session(path), *inputs), [disk(path, 16), disk(other, 16)]
+    for s in sessions:
+        np.testing.assert_array_equal(run(s, *inputs), old)
+    changed = model(tmp_path / "changed.onnx", dataclasses.replace(LAYER, seed=1)).with_suffix(".bin").read_bytes()
+    new = run(session(tmp_path / "changed.onnx"), *inputs)
+    assert new.tobytes() != old.tobytes()
+    (tmp_path / "new").write_bytes(changed)
+    os.replace(tmp_path / "new", data)
+    other.with_suffix(".bin").write_bytes(changed)
+    sessions += [disk(path, 16), disk(other, 16)]
+    for s in sessions[2:]:
+        np.testing.assert_array_equal(run(s, *inputs), new)
+    assert all(counts["bytes_read"] for counts in report() if counts["slots"])
+
+
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preload")
@@ -475,6 +539,38 @@ def test_reads_that_fail(tmp_path: Path, preload: Path, fault: str, message: str
     assert done.returncode == 1
     assert f'"{NODE}": expert ' in done.stderr
     assert "m.bin: " + message in done.stderr
+
+
+SHARED = """
+import os, sys
+from pathlib import Path
+from engines.test_experts import LAYER, disk, run, session
+from engines.one_layer import in_threads
+path = Path(sys.argv[1])
+inputs = [LAYER.tokens(t, seed=t) for t in (1, 3, 20, 1, 7)]
+want = [run(session(path), *i).tobytes() for i in inputs]
+stays, place = disk(path, 3), [disk(path, 5)]
+run(place[0], *inputs[0])  # before the one that stays
+os.environ["FAULT"] = "on slow"
+def right(i):
+    which = i % len(inputs)
+    s = stays if i % 3 else place[0]
+    if i % 50 == 0:
+        place[0] = disk(path, 5)  # the one before it ends with the runs that it has
+    return run(s, *inputs[which]).tobytes() == want[which]
+wrong = in_threads(8, int(sys.argv[2]), right)
+assert not wrong, wrong[:5]
+"""
+
+
+def test_sessions_that_end_while_others_run(tmp_path: Path, preload: Path) -> None:
+    """Slots are NaN while they are read: all have the bytes of a run alone, whatever a session takes away."""
+    path = model(tmp_path / "m.onnx", LAYER)
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED, str(path), str(RUNS)], capture_output=True, text=True, timeout=600,
+        env=environment(preload),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 CANCELLED = """
@@ -568,7 +664,6 @@ s = disk(path, 16)
 (group / "cgroup.procs").write_text(str(os.getpid()))
 run(s, *WIDE.tokens(1))
 """
-WIDE = dataclasses.replace(LAYER, hidden=1024, intermediate=1024)
 
 
 def test_memory_that_is_not_there(tmp_path: Path, memory_group: Path) -> None:

@@ -179,7 +179,7 @@ void DeviceExperts::read_from_file() {
   below.warm = settings_.warm;
   if (settings_.ram_bytes() < 0) below.reserve = std::to_string(kReserve);  // the file's other weights are not in RAM
   below.of_environment = settings_.of_environment;
-  ram_ = std::make_unique<Experts>(below);
+  ram_ = std::make_unique<Experts>(below, false);  // its memory is locked, and its rows stay between launches
 }
 
 void DeviceExperts::free_memory() {

@@ -216,6 +216,10 @@ DataFile::DataFile(const std::string& path, std::string identity) : path_(path),
   }
 }
 
+bool DataFile::operator==(const DataFile& other) const {
+  return identity_ == other.identity_ && bytes_ == other.bytes_ && std::ranges::equal(changed_, other.changed_);
+}
+
 DataFile::~DataFile() {
   close(buffered_);
   if (direct_ >= 0) close(direct_);
@@ -291,33 +295,36 @@ int Experts::add(ExpertLayer layer) {
     throw std::invalid_argument("quantmoe.trace has no room for " + std::to_string(layer.experts) + " experts");
   if (started_) throw std::runtime_error("quantmoe: a layer was added after the first run");
   for (int i : {0, 1})
-    region_[i] = std::max(region_[i], align_up(layer.tensors[i].row_bytes, DataFile::kPage) + DataFile::kPage);
-  slot_bytes_ = region_[0] + region_[1];
+    regions_.bytes[i] =
+        std::max(regions_.bytes[i], align_up(layer.tensors[i].row_bytes, DataFile::kPage) + DataFile::kPage);
   const int64_t ram = settings_.ram_bytes();
-  if (disk() && ram >= 0 && ram < slot_bytes_)
+  if (disk() && ram >= 0 && ram < slot_bytes())
     throw std::invalid_argument(settings_.key("ram") + " is " + std::to_string(ram) + ", expected at least the " +
-                                std::to_string(slot_bytes_) +
+                                std::to_string(slot_bytes()) +
                                 " bytes of one expert, and to be of use those of 3 top_k a layer");
   layers_.push_back(std::move(layer));
   return static_cast<int>(layers_.size()) - 1;
 }
 
 int64_t Experts::bytes_read() const {
-  const std::lock_guard lock(mutex_);
-  return bytes_read_;
+  if (!cache_) return 0;
+  const auto lock = cache_->lock();
+  return counts_.bytes_read;
 }
 
 std::string Experts::report() {
   std::string text;
   for (const auto& experts : PerSession<Experts>::alive()) {
     const std::lock_guard lock(experts->mutex_);
+    const auto counted = experts->cache_ ? experts->cache_->lock() : ExpertCache::Lock();
+    const ExpertCache::Counts& counts = experts->counts_;
     text += json_line({{"layers", experts->layers_.size()},
-                       {"slots", experts->slots_.size()},
-                       {"slot_bytes", static_cast<uint64_t>(experts->slot_bytes_)},
-                       {"hits", static_cast<uint64_t>(experts->hits_)},
-                       {"misses", static_cast<uint64_t>(experts->misses_)},
-                       {"bytes_read", static_cast<uint64_t>(experts->bytes_read_)},
-                       {"rounds", static_cast<uint64_t>(experts->rounds_)}});
+                       {"slots", experts->share_.slots.size()},
+                       {"slot_bytes", static_cast<uint64_t>(experts->slot_bytes())},
+                       {"hits", static_cast<uint64_t>(counts.hits)},
+                       {"misses", static_cast<uint64_t>(counts.misses)},
+                       {"bytes_read", static_cast<uint64_t>(counts.bytes_read)},
+                       {"rounds", static_cast<uint64_t>(counts.rounds)}});
   }
   return text;
 }
@@ -329,7 +336,7 @@ static bool is_trace(int file) {
   return size == 0 || (size == sizeof(begin) && !std::memcmp(begin, kTrace, sizeof(begin)));
 }
 
-Experts::Experts(const ExpertSettings& settings) : settings_(settings) {
+Experts::Experts(const ExpertSettings& settings, bool shares) : settings_(settings), shares_(shares) {
   if (settings.trace == "") return;
   const int file = open(settings.trace.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   std::string why;
@@ -350,20 +357,14 @@ Experts::Experts(const ExpertSettings& settings) : settings_(settings) {
 }
 
 Experts::~Experts() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  wanted_.notify_all();
-  for (std::thread& reader : readers_) reader.join();
-  if (memory_) munmap(memory_, static_cast<size_t>(slot_bytes_) * slots_.size());
+  if (cache_) cache_->leave(share_);
   if (trace_ && std::fclose(trace_))
     std::fprintf(stderr, "quantmoe: quantmoe.trace %s: its end is lost: %s\n", settings_.trace.c_str(),
                  words(errno).c_str());
 }
 
 std::string Experts::start() {
-  Lock lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (started_) return "";
   if (trace_) write_header();
   int64_t experts = 0, bytes = 0;
@@ -376,9 +377,9 @@ std::string Experts::start() {
     started_ = true;
     return disk() ? "experts = auto: the model is not loaded by its path, and stays in memory" : "";
   }
-  budget_ = settings_.ram_bytes();
+  int64_t budget = settings_.ram_bytes();
   std::string source = settings_.key("ram");
-  if (budget_ < 0) {
+  if (budget < 0) {
     // The rest of the model is read, too, and the caches of the first tokens are not there yet.
     int64_t reserve = settings_.reserve_bytes();
     if (reserve < 0) {
@@ -387,41 +388,36 @@ std::string Experts::start() {
       reserve = std::max(reserve - bytes, kReserve);
     }
     const int64_t available = available_memory();
-    budget_ = std::max<int64_t>(0, available - reserve);
+    budget = std::max<int64_t>(0, available - reserve);
     source = std::to_string(available) + " bytes available less " + std::to_string(reserve);
   }
-  if (settings_.experts == "auto" && budget_ >= bytes) {
+  if (settings_.experts == "auto" && budget >= bytes) {
     started_ = true;
     return "experts = auto: all " + std::to_string(experts) + " experts fit and stay mapped (" + std::to_string(bytes) +
            " bytes; " + source + ")";
   }
-  const int64_t count = std::min(experts, budget_ / slot_bytes_);
+  const int64_t count = std::min(experts, budget / slot_bytes());
   if (count < 1)
     throw std::runtime_error(settings_.key("ram") + " = auto has " + source + " in reserve, expected at least the " +
-                             std::to_string(slot_bytes_) + " bytes of one expert; set " + settings_.key("ram") +
+                             std::to_string(slot_bytes()) + " bytes of one expert; set " + settings_.key("ram") +
                              " or " + settings_.key("reserve"));
-  const auto size = static_cast<size_t>(count * slot_bytes_);
-  if (const int64_t available = available_memory(); settings_.ram_bytes() >= 0 && count * slot_bytes_ > available)
+  const int64_t size = count * slot_bytes();
+  if (const int64_t available = available_memory(); settings_.ram_bytes() >= 0 && size > available)
     throw std::runtime_error(settings_.key("ram") + ": " + std::to_string(count) + " experts take " +
                              std::to_string(size) + " bytes, " + std::to_string(available) + " are available");
   const auto warm = (settings_.warm == "" ? Trace{} : read_warm()).most_used(static_cast<size_t>(count));
-  void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED)
-    throw std::runtime_error("no memory for " + std::to_string(count) + " experts, " + std::to_string(size) + " bytes");
-  memory_ = static_cast<char*>(memory);
-  (void)madvise(memory, size, MADV_HUGEPAGE);
-  slots_.resize(static_cast<size_t>(count));
-  for (int32_t i = 0; i < count; ++i) link(i, true);
-  for (const ExpertLayer& layer : layers_) map_.emplace_back(layer.experts, -1);
-  try {
-    for (int i = 0; i < kReaders; ++i) readers_.emplace_back([this] { read_until_stopped(); });
-  } catch (const std::exception&) {  // no more threads: runs read themselves
-  }
+  auto cache = shares_ ? ExpertCache::of(files_, regions_) : std::make_shared<ExpertCache>(files_, regions_);
+  numbers_.clear();  // of a start that failed later
+  for (const ExpertLayer& layer : layers_) numbers_.push_back(cache->add(layer));
+  const auto all = static_cast<int64_t>(cache->join(share_, count));
+  cache_ = std::move(cache);
   started_ = true;
   mapped_ = false;
-  warm_up(lock, warm);
+  lock.unlock();  // other runs begin
+  warm_up(warm);
   return "experts = " + settings_.experts + ": memory for " + std::to_string(count) + " of " + std::to_string(experts) +
          " experts (" + std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + source + ")" +
+         (all == count ? "" : "; sessions of this file have memory for " + std::to_string(all)) +
          (settings_.warm == "" ? "" : "; " + std::to_string(warm.size()) + " are read as quantmoe.warm says");
 }
 
@@ -435,7 +431,7 @@ Trace Experts::read_warm() const {
   std::getline(file, line);
   if (line + "\n" != header())
     refuse("expected a trace of this model and target, of " + std::to_string(layers_.size()) +
-           " layers with slots of " + std::to_string(slot_bytes_) + " bytes");
+           " layers with slots of " + std::to_string(slot_bytes()) + " bytes");
   const std::string rest{std::istreambuf_iterator<char>(file), {}};
   std::vector<uint16_t> words(rest.size() / 2);
   std::memcpy(words.data(), rest.data(), 2 * words.size());
@@ -460,85 +456,167 @@ Trace Experts::read_warm() const {
 }
 
 // Reads experts, of which there are slots for all, the last one to stay longest.
-void Experts::warm_up(Lock& lock, const std::vector<std::pair<int, int64_t>>& experts) {
-  std::vector<int32_t> pinned;
-  for (const auto& [layer, expert] : experts) pinned.push_back(pin(layer, expert));
-  misses_ -= static_cast<int64_t>(experts.size());  // nobody asked for them
+void Experts::warm_up(const std::vector<std::pair<int, int64_t>>& experts) {
+  auto lock = cache_->lock();
+  std::vector<ExpertCache::Slot*> pinned;
+  ExpertCache::Counts counts;  // nobody asked for them
+  for (const auto& [layer, expert] : experts)
+    if (auto* const slot = cache_->pin(numbers_[static_cast<size_t>(layer)], expert, counts)) pinned.push_back(slot);
+  counts_.bytes_read += counts.bytes_read;
   std::string error;
-  for (const int32_t slot : pinned) {
-    while (slots_[slot].reads)
-      if (!read_one(lock)) done_.wait(lock);
-    if (slots_[slot].failed) error = slots_[slot].error;
-    unpin(slot);
+  for (ExpertCache::Slot* const slot : pinned) {
+    while (slot->reads) cache_->progress(lock);
+    if (slot->failed) error = slot->error;
+    cache_->unpin(*slot);
   }
   if (error != "") throw std::runtime_error(error);
 }
 
-char* Experts::memory_of(int32_t slot, int tensor) const {
-  return memory_ + slot * slot_bytes_ + (tensor ? region_[0] : 0);
+std::shared_ptr<ExpertCache> ExpertCache::of(const Files& files, const Regions& regions) {
+  // Never destroyed: sessions may outlive the library's exit handlers.
+  static auto& mutex = *new std::mutex;
+  static auto& all = *new std::vector<std::weak_ptr<ExpertCache>>;
+  const auto same = [](const auto& a, const auto& b) { return *a == *b; };
+  const std::lock_guard lock(mutex);
+  std::erase_if(all, [](const auto& one) { return one.expired(); });
+  for (const auto& one : all)
+    if (auto found = one.lock(); found && found->regions_ == regions && std::ranges::equal(found->files_, files, same))
+      return found;
+  auto made = std::make_shared<ExpertCache>(files, regions);
+  all.push_back(made);
+  return made;
 }
 
-const void* Experts::row_of(int32_t slot, int tensor) const {
-  const Slot& held = slots_[slot];
-  const ExpertLayer::Tensor& t = layers_[held.layer].tensors[tensor];
-  return memory_of(slot, tensor) + (t.offset + held.expert * t.row_bytes) % DataFile::kPage;
-}
-
-void Experts::link(int32_t slot, bool last) {
-  Slot& held = slots_[slot];
-  held.before = last ? newest_ : -1;
-  held.after = last ? -1 : oldest_;
-  (held.before < 0 ? oldest_ : slots_[held.before].after) = slot;
-  (held.after < 0 ? newest_ : slots_[held.after].before) = slot;
-}
-
-void Experts::unlink(int32_t slot) {
-  Slot& held = slots_[slot];
-  (held.before < 0 ? oldest_ : slots_[held.before].after) = held.after;
-  (held.after < 0 ? newest_ : slots_[held.after].before) = held.before;
-}
-
-// The slot of an expert, which is being read where it has none yet; -1 where no slot is free.
-int32_t Experts::pin(int layer, int64_t expert) {
-  int32_t& slot = map_[layer][expert];
-  if (slot >= 0) {
-    ++hits_;
-    if (slots_[slot].pins++ == 0) unlink(slot);
-    return slot;
+ExpertCache::ExpertCache(const Files& files, const Regions& regions) : files_(files), regions_(regions) {
+  try {
+    for (int i = 0; i < kReaders; ++i) readers_.emplace_back([this] { read_until_stopped(); });
+  } catch (const std::exception&) {  // no more threads: runs read themselves
   }
-  if (oldest_ < 0) return -1;
-  ++misses_;
-  slot = oldest_;
+}
+
+ExpertCache::~ExpertCache() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wanted_.notify_all();
+  for (std::thread& reader : readers_) reader.join();
+}
+
+int ExpertCache::add(const ExpertLayer& layer) {
+  const auto same = [](const ExpertLayer::Tensor& a, const ExpertLayer::Tensor& b) {
+    return *a.file == *b.file && a.offset == b.offset && a.row_bytes == b.row_bytes;
+  };
+  const std::lock_guard lock(mutex_);
+  const auto found = std::ranges::find_if(layers_, [&](const ExpertLayer& of) {
+    return of.experts == layer.experts && std::ranges::equal(of.tensors, layer.tensors, same);
+  });
+  if (found != layers_.end()) return static_cast<int>(found - layers_.begin());
+  layers_.push_back(layer);
+  map_.emplace_back(layer.experts, nullptr);
+  return static_cast<int>(layers_.size()) - 1;
+}
+
+size_t ExpertCache::join(Share& share, int64_t slots) {
+  const auto size = static_cast<size_t>(slots * regions_.slot_bytes());
+  void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED)
+    throw std::runtime_error("no memory for " + std::to_string(slots) + " experts, " + std::to_string(size) + " bytes");
+  (void)madvise(memory, size, MADV_HUGEPAGE);
+  share.memory = static_cast<char*>(memory);
+  share.slots.resize(static_cast<size_t>(slots));
+  const std::lock_guard lock(mutex_);
+  for (int64_t i = slots; i-- > 0;) {
+    Slot& slot = share.slots[static_cast<size_t>(i)];
+    slot.memory = share.memory + i * regions_.slot_bytes();
+    link(slot, false);
+  }
+  slots_ += share.slots.size();
+  done_.notify_all();
+  return slots_;
+}
+
+void ExpertCache::leave(Share& share) {
+  Lock lock(mutex_);
+  for (Slot& slot : share.slots) {
+    forget(slot);
+    slot.leaving = true;
+    if (!slot.pins) unlink(slot);
+  }
+  for (Slot& slot : share.slots)
+    while (slot.pins) progress(lock);
+  slots_ -= share.slots.size();
+  munmap(share.memory, share.slots.size() * static_cast<size_t>(regions_.slot_bytes()));
+}
+
+char* ExpertCache::memory_of(const Slot& slot, int tensor) const {
+  return slot.memory + (tensor ? regions_.bytes[0] : 0);
+}
+
+const void* ExpertCache::row_of(const Slot& slot, int tensor) const {
+  const ExpertLayer::Tensor& t = layers_[slot.layer].tensors[tensor];
+  return memory_of(slot, tensor) + (t.offset + slot.expert * t.row_bytes) % DataFile::kPage;
+}
+
+void ExpertCache::link(Slot& slot, bool last) {
+  slot.before = last ? newest_ : nullptr;
+  slot.after = last ? nullptr : oldest_;
+  (slot.before ? slot.before->after : oldest_) = &slot;
+  (slot.after ? slot.after->before : newest_) = &slot;
+}
+
+void ExpertCache::unlink(Slot& slot) {
+  (slot.before ? slot.before->after : oldest_) = slot.after;
+  (slot.after ? slot.after->before : newest_) = slot.before;
+}
+
+// Its expert is read again for the next who asks, although runs may have the slot pinned, and reads may be under way.
+void ExpertCache::forget(const Slot& slot) {
+  if (slot.expert < 0) return;
+  Slot*& mapped = map_[slot.layer][slot.expert];
+  if (mapped == &slot) mapped = nullptr;
+}
+
+ExpertCache::Slot* ExpertCache::pin(int layer, int64_t expert, Counts& counts) {
+  Slot*& mapped = map_[layer][expert];
+  if (mapped) {
+    ++counts.hits;
+    if (mapped->pins++ == 0) unlink(*mapped);
+    return mapped;
+  }
+  if (!oldest_) return nullptr;
+  ++counts.misses;
+  Slot& slot = *oldest_;
   unlink(slot);
-  Slot& held = slots_[slot];
-  if (held.expert >= 0) map_[held.layer][held.expert] = -1;
-  held = {};
-  held.layer = layer;
-  held.expert = static_cast<int32_t>(expert);
-  held.pins = 2;
+  forget(slot);
+  mapped = &slot;
+  slot.layer = layer;
+  slot.expert = static_cast<int32_t>(expert);
+  slot.pins = 2;
+  slot.failed = false;
+  slot.error.clear();
   for (int i : {0, 1}) {
     const ExpertLayer::Tensor& tensor = layers_[layer].tensors[i];
     int64_t from = tensor.offset + expert * tensor.row_bytes;
     const int64_t end = from + tensor.row_bytes, begin = from / DataFile::kPage * DataFile::kPage;
-    for (int64_t next; from < end; from = next, ++held.reads) {
+    for (int64_t next; from < end; from = next, ++slot.reads) {
       next = std::min(end, (from / DataFile::kPage + kPiece / DataFile::kPage) * DataFile::kPage);
-      reads_.push_back({slot, tensor.file.get(), from, next - from, memory_of(slot, i) + (from - begin)});
+      reads_.push_back({&slot, tensor.file.get(), from, next - from, memory_of(slot, i) + (from - begin)});
     }
-    bytes_read_ += tensor.row_bytes;
+    counts.bytes_read += tensor.row_bytes;
   }
   wanted_.notify_all();
-  return slot;
+  return &slot;
 }
 
-void Experts::unpin(int32_t slot) {
-  Slot& held = slots_[slot];
-  if (--held.pins) return;
-  link(slot, !held.failed);
+void ExpertCache::unpin(Slot& slot) {
+  if (--slot.pins) return;
+  if (!slot.leaving) link(slot, !slot.failed);
   done_.notify_all();
 }
 
-// Makes the oldest read; false where there is none.
-bool Experts::read_one(Lock& lock) {
+// False where there is none.
+bool ExpertCache::read_one(Lock& lock) {
   if (reads_.empty()) return false;
   const Read read = reads_.front();
   reads_.pop_front();
@@ -550,45 +628,49 @@ bool Experts::read_one(Lock& lock) {
     error = why.what();
   }
   lock.lock();
-  Slot& held = slots_[read.slot];
-  if (error != "" && !held.failed) {
-    held.failed = true;
-    held.error = "expert " + std::to_string(held.expert) + ": " + error;
-    // The next run reads it again, although other pieces of this read may be under way.
-    map_[held.layer][held.expert] = -1;
+  Slot& slot = *read.slot;
+  if (error != "" && !slot.failed) {
+    slot.failed = true;
+    slot.error = "expert " + std::to_string(slot.expert) + ": " + error;
+    forget(slot);
   }
-  if (--held.reads == 0) {
-    if (held.failed) held.expert = -1;
-    unpin(read.slot);
+  if (--slot.reads == 0) {
+    if (slot.failed) slot.expert = -1;
+    unpin(slot);
     done_.notify_all();
   }
   return true;
 }
 
-void Experts::read_until_stopped() {
+void ExpertCache::progress(Lock& lock) {
+  if (!read_one(lock)) done_.wait(lock);
+}
+
+void ExpertCache::read_until_stopped() {
   Lock lock(mutex_);
   while (!stopping_)
     if (!read_one(lock)) wanted_.wait(lock);
 }
 
+ExpertCache::Slot* Experts::Lease::pin(int64_t expert) {
+  ExpertCache::Slot* const slot = cache_.pin(all_.numbers_[static_cast<size_t>(layer_)], expert, all_.counts_);
+  if (slot) pins_.push_back({expert, slot});
+  return slot;
+}
+
 Experts::Lease::~Lease() {
-  const std::lock_guard lock(all_.mutex_);
-  for (; first_ < pins_.size(); ++first_) all_.unpin(pins_[first_].slot);
+  const auto lock = cache_.lock();
+  for (; first_ < pins_.size(); ++first_) cache_.unpin(*pins_[first_].slot);
 }
 
 int64_t Experts::Lease::read(const int64_t* begin, int64_t first, const void** w13, const void** w2) {
   const int64_t experts = all_.layers_[layer_].experts;
-  Lock lock(all_.mutex_);
+  auto lock = cache_.lock();
   if (first == 0) reach_ = 0;  // of another slice of tokens
   for (; first_ < pins_.size() && (first == 0 || pins_[first_].expert < first); ++first_)
-    all_.unpin(pins_[first_].slot);
-  for (;; all_.done_.wait(lock)) {
-    for (; reach_ < experts; ++reach_) {
-      if (begin[reach_] == begin[reach_ + 1]) continue;
-      const int32_t slot = all_.pin(layer_, reach_);
-      if (slot < 0) break;
-      pins_.push_back({reach_, slot});
-    }
+    cache_.unpin(*pins_[first_].slot);
+  for (;; cache_.progress(lock)) {
+    while (reach_ < experts && (begin[reach_] == begin[reach_ + 1] || pin(reach_))) ++reach_;
     if (first_ < pins_.size()) break;
     if (reach_ == experts) return experts;
   }
@@ -598,42 +680,37 @@ int64_t Experts::Lease::read(const int64_t* begin, int64_t first, const void** w
 }
 
 void Experts::Lease::read_all(const std::vector<int64_t>& experts, const void** w13, const void** w2) {
-  Lock lock(all_.mutex_);
-  for (const int64_t expert : experts) {
-    int32_t slot;
-    // Reads of an earlier call that failed may still have some.
-    while ((slot = all_.pin(layer_, expert)) < 0)
-      if (!all_.read_one(lock)) all_.done_.wait(lock);
-    pins_.push_back({expert, slot});
-  }
+  auto lock = cache_.lock();
+  for (const int64_t expert : experts)
+    while (!pin(expert)) cache_.progress(lock);  // reads of an earlier call that failed may still have some
   wait(lock, pins_.size(), w13, w2);
 }
 
-size_t Experts::Lease::wait(Lock& lock, size_t enough, const void** w13, const void** w2) {
+size_t Experts::Lease::wait(ExpertCache::Lock& lock, size_t enough, const void** w13, const void** w2) {
   const size_t count = pins_.size() - first_;
   size_t ready = 0;
   while (ready < count) {
-    const Slot& held = all_.slots_[pins_[first_ + ready].slot];
-    if (held.failed) throw std::runtime_error(held.error);
-    if (held.reads == 0) {
+    const ExpertCache::Slot& slot = *pins_[first_ + ready].slot;
+    if (slot.failed) throw std::runtime_error(slot.error);
+    if (slot.reads == 0) {
       ++ready;
     } else if (ready >= enough) {
       break;
-    } else if (!all_.read_one(lock)) {
-      all_.done_.wait(lock);
+    } else {
+      cache_.progress(lock);
     }
   }
-  ++all_.rounds_;
+  ++all_.counts_.rounds;
   for (size_t i = first_; i < first_ + ready; ++i) {
-    w13[pins_[i].expert] = all_.row_of(pins_[i].slot, 0);
-    w2[pins_[i].expert] = all_.row_of(pins_[i].slot, 1);
+    w13[pins_[i].expert] = cache_.row_of(*pins_[i].slot, 0);
+    w2[pins_[i].expert] = cache_.row_of(*pins_[i].slot, 1);
   }
   return ready;
 }
 
 // A line of JSON, then records: FORMAT in docs/experts.md.
 std::string Experts::header() const {
-  std::string text = std::string(kTrace) + "1, \"slot_bytes\": " + std::to_string(slot_bytes_) + ", \"layers\": [";
+  std::string text = std::string(kTrace) + "1, \"slot_bytes\": " + std::to_string(slot_bytes()) + ", \"layers\": [";
   for (const ExpertLayer& layer : layers_) {
     std::string name;
     for (const char c : layer.node) {
@@ -685,7 +762,7 @@ void Experts::Lease::read_all(const std::vector<int64_t>&, const void**, const v
 int64_t Experts::bytes_read() const { return 0; }
 Trace Experts::read_warm() const { return {}; }
 void DataFile::read(int64_t, int64_t, char*) const {}
-Experts::Experts(const ExpertSettings& settings) : settings_(settings) {}
+Experts::Experts(const ExpertSettings& settings, bool shares) : settings_(settings), shares_(shares) {}
 Experts::~Experts() {}
 std::string Experts::report() { return ""; }
 

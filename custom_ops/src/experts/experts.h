@@ -1,10 +1,11 @@
 // Experts that stay in the data file: whole ones are read on demand into slots of memory that all layers of a session
-// share (docs/experts.md). Nothing here knows an engine.
+// share, and sessions of the same files with one another (docs/experts.md). Nothing here knows an engine.
 //
 // Invariants. A slot has one expert, or none; it is written by the reads that its expert was assigned with, and read by
 // runs that have it pinned after the last of these reads has succeeded. A pinned slot is never given away, and a read
 // pins its slot. A run that has slots pinned waits for reads alone, never for a slot, so that runs cannot wait for one
-// another in a circle. Everything but a slot's bytes is under one mutex.
+// another in a circle; a session that ends waits for the runs that have its slots pinned. Everything but a slot's bytes
+// is under one mutex of the cache.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -68,6 +69,8 @@ class DataFile {
   const std::string& path() const { return path_; }
   const std::string& identity() const { return identity_; }
   int64_t bytes() const { return bytes_; }
+  // Whether both are one file, which nobody wrote to between their openings.
+  bool operator==(const DataFile& other) const;
   // Reads bytes [at, at + size) to `to`, which is as far from a multiple of kPage as `at`. Bytes around them, to
   // multiples of kPage, may be written too. Throws for fewer bytes, and for a file that was changed.
   void read(int64_t offset, int64_t size, char* out) const;
@@ -105,13 +108,94 @@ struct Trace {
   std::vector<std::pair<int, int64_t>> most_used(size_t most, int layer = -1, bool half = false) const;
 };
 
-// The experts of a session's layers: their slots, and the trace of what is routed to them.
+// Slots of memory of one size, the experts in them, and threads that read these: of a session, or of all sessions of
+// the process that read the same files into slots of this size.
+class ExpertCache {
+ public:
+  using Files = std::vector<std::shared_ptr<const DataFile>>;
+  using Lock = std::unique_lock<std::mutex>;
+  // How far the rows of w13 and w2 reach in a slot, of the largest layer.
+  struct Regions {
+    int64_t bytes[2] = {};
+    int64_t slot_bytes() const { return bytes[0] + bytes[1]; }
+    bool operator==(const Regions&) const = default;
+  };
+  struct Slot {
+    char* memory = nullptr;
+    int32_t layer = -1, expert = -1;
+    int32_t pins = 0;   // of runs, and one while it is read
+    int32_t reads = 0;  // that are not done
+    Slot *before = nullptr, *after = nullptr;
+    bool failed = false;
+    bool leaving = false;  // its session ends
+    std::string error;
+  };
+  // What a session brings.
+  struct Share {
+    char* memory = nullptr;
+    std::vector<Slot> slots;
+  };
+  // Of a session.
+  struct Counts {
+    int64_t hits = 0, misses = 0, bytes_read = 0, rounds = 0;
+  };
+
+  // That of the sessions that are there, or a new one.
+  static std::shared_ptr<ExpertCache> of(const Files& files, const Regions& regions);
+
+  ExpertCache(const Files& files, const Regions& regions);
+  ~ExpertCache();
+
+  Lock lock() { return Lock(mutex_); }
+  // A layer's number here.
+  int add(const ExpertLayer& layer);
+  // Adds so many slots, which are the first to be given away; how many there are then. Throws where there is no memory.
+  size_t join(Share& share, int64_t slots);
+  // Takes them away, with what is in them, when no run has any of them pinned.
+  void leave(Share& share);
+
+  // These under the lock. The slot of an expert, which is being read where it has none yet; null where no slot is free.
+  Slot* pin(int layer, int64_t expert, Counts& counts);
+  void unpin(Slot& slot);
+  // Makes the oldest read, or waits for what others do.
+  void progress(Lock& lock);
+  const void* row_of(const Slot& slot, int tensor) const;
+
+ private:
+  struct Read {
+    Slot* slot;
+    const DataFile* file;
+    int64_t at, size;
+    char* to;
+  };
+  char* memory_of(const Slot& slot, int tensor) const;
+  void link(Slot& slot, bool last);
+  void unlink(Slot& slot);
+  void forget(const Slot& slot);
+  bool read_one(Lock& lock);
+  void read_until_stopped();
+
+  const Files files_;
+  const Regions regions_;
+  std::mutex mutex_;
+  std::condition_variable wanted_, done_;  // a read is; a read or a slot is
+  bool stopping_ = false;
+  std::vector<ExpertLayer> layers_;
+  std::vector<std::vector<Slot*>> map_;         // [layer][expert]: its slot, or null
+  Slot *oldest_ = nullptr, *newest_ = nullptr;  // of those that are not pinned
+  size_t slots_ = 0;
+  std::deque<Read> reads_;
+  std::vector<std::thread> readers_;
+};
+
+// The experts of a session's layers: its share of a cache, and the trace of what is routed to them.
 class Experts {
  public:
   // Of all that are alive, a line of JSON each.
   static std::string report();
 
-  explicit Experts(const ExpertSettings& settings);
+  // shares: its cache with other sessions. Without, its slots are in memory() alone.
+  explicit Experts(const ExpertSettings& settings, bool shares = true);
   ~Experts();
 
   // While a session is created: where a tensor is that is mapped at `data`, and a layer, whose number it returns.
@@ -123,10 +207,10 @@ class Experts {
   bool disk() const { return settings_.disk(); }
   // After start(): runs read them where they are mapped.
   bool mapped() const { return mapped_; }
-  // After start(): the memory of all slots, how many there are, and the bytes that were read into them.
-  char* memory() const { return memory_; }
-  int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
-  int64_t slot_bytes() const { return slot_bytes_; }
+  // After start(): the memory of its slots, how many there are, and the bytes that it read.
+  char* memory() const { return share_.memory; }
+  int64_t slots() const { return static_cast<int64_t>(share_.slots.size()); }
+  int64_t slot_bytes() const { return regions_.slot_bytes(); }
   int64_t bytes_read() const;
 
   // Before a run: decides where they are and allocates the slots, once. A sentence about them the first time, otherwise
@@ -142,23 +226,25 @@ class Experts {
   // What a run has of a layer.
   class Lease {
    public:
-    Lease(Experts& all, int layer) : all_(all), layer_(layer) {}
+    Lease(Experts& all, int layer) : all_(all), cache_(*all.cache_), layer_(layer) {}
     ~Lease();
     // As qm_expert_rows::read. Throws for a read that failed, naming the expert.
     int64_t read(const int64_t* begin, int64_t first, const void** w13, const void** w2);
-    // The rows of these experts, all of them, as long as the lease lives. No other lease has any, and there are as many
-    // slots. Throws as read does.
+    // The rows of these experts, all of them, as long as the lease lives. No other lease has any, of other sessions
+    // neither, and there are as many slots. Throws as read does.
     void read_all(const std::vector<int64_t>& experts, const void** w13, const void** w2);
 
    private:
     // Waits for some of the pins, tells their rows, and returns how many: `enough` or more.
-    size_t wait(std::unique_lock<std::mutex>& lock, size_t enough, const void** w13, const void** w2);
+    size_t wait(ExpertCache::Lock& lock, size_t enough, const void** w13, const void** w2);
+    ExpertCache::Slot* pin(int64_t expert);
 
     struct Pin {
       int64_t expert;
-      int32_t slot;
+      ExpertCache::Slot* slot;
     };
     Experts& all_;
+    ExpertCache& cache_;
     const int layer_;
     std::vector<Pin> pins_;  // by expert; those before first_ are given back
     size_t first_ = 0;
@@ -166,50 +252,22 @@ class Experts {
   };
 
  private:
-  struct Slot {
-    int32_t layer = -1, expert = -1;
-    int32_t pins = 0;   // of runs, and one while it is read
-    int32_t reads = 0;  // that are not done
-    int32_t before = -1, after = -1;
-    bool failed = false;
-    std::string error;
-  };
-  struct Read {
-    int32_t slot;
-    const DataFile* file;
-    int64_t at, size;
-    char* to;
-  };
-  using Lock = std::unique_lock<std::mutex>;
-
-  char* memory_of(int32_t slot, int tensor) const;
-  const void* row_of(int32_t slot, int tensor) const;
-  int32_t pin(int layer, int64_t expert);
-  void unpin(int32_t slot);
-  void link(int32_t slot, bool last);
-  void unlink(int32_t slot);
-  bool read_one(Lock& lock);
-  void read_until_stopped();
   std::string header() const;
   void write_header();
-  void warm_up(Lock& lock, const std::vector<std::pair<int, int64_t>>& experts);
+  void warm_up(const std::vector<std::pair<int, int64_t>>& experts);
 
   const ExpertSettings settings_;
-  std::vector<std::shared_ptr<const DataFile>> files_;
+  const bool shares_;
+  ExpertCache::Files files_;
   std::vector<ExpertLayer> layers_;
-  int64_t region_[2] = {}, slot_bytes_ = 0;  // of the largest layer
+  ExpertCache::Regions regions_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable wanted_, done_;  // a read is; a read or a slot is
-  bool started_ = false, stopping_ = false, mapped_ = true;
-  char* memory_ = nullptr;
-  int64_t budget_ = 0;
-  std::vector<Slot> slots_;
-  int32_t oldest_ = -1, newest_ = -1;      // of those that are not pinned
-  std::vector<std::vector<int32_t>> map_;  // [layer][expert]: slot or -1
-  std::deque<Read> reads_;
-  std::vector<std::thread> readers_;
-  int64_t hits_ = 0, misses_ = 0, bytes_read_ = 0, rounds_ = 0;
+  mutable std::mutex mutex_;  // of start() and what is before it; the cache's is taken after it
+  bool started_ = false, mapped_ = true;
+  std::shared_ptr<ExpertCache> cache_;  // null: none is read
+  std::vector<int> numbers_;            // of the layers, in the cache
+  ExpertCache::Share share_;
+  ExpertCache::Counts counts_;  // under the cache's lock
 
   std::mutex trace_mutex_;
   std::FILE* trace_ = nullptr;
