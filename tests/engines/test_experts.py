@@ -210,8 +210,21 @@ def test_a_trace_warms_the_cache(tmp_path: Path) -> None:
     for damaged, message in (
         (whole[:-1], r"it ends within the record at word \d+"),
         (whole[:-6] + b"\x90\0" + whole[-4:], r"the record at word \d+ has a layer or an expert that the model lacks"),
-        (whole.replace(b'"experts": 16', b'"experts": 17'), "expected a trace of this model and target, of 2 layers"),
-        (b"", "expected a trace of this model and target, of 2 layers"),
+        (
+            whole.replace(b'"experts": 16', b'"experts": 17'),
+            r'it is of another model or target: its layer 0 is "node": .*"experts": 17, "bytes": \d+, expected "node": '
+            r'.*"experts": 16, "bytes": \d+',
+        ),
+        (
+            whole.replace(whole[whole.index(b"}, {") : whole.index(b"}]}")], b""),
+            "it is of another model or target: it has 1 layers, expected 2",
+        ),
+        (
+            whole.replace(b'_bytes": ', b'_bytes": 1'),
+            r'it is of another model or target: it begins with {"quantmoe_trace": 1, "slot_bytes": 1\d+, "layers", '
+            r'expected {"quantmoe_trace": 1, "slot_bytes": \d+, "layers"',
+        ),
+        (b"", "expected a trace that quantmoe.trace wrote"),
     ):
         (tmp_path / "damaged").write_bytes(damaged)
         s = disk(both, 9, **{"quantmoe.warm": str(tmp_path / "damaged")})

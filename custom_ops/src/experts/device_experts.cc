@@ -356,9 +356,9 @@ std::string DeviceExperts::start(int64_t top_k) try {
     return "experts = " + where_ + ": all " + std::to_string(experts) + " experts are in the device's memory (" +
            std::to_string(all) + " bytes; " + source + ")";
   }
-  if (ram_) lock_ram();
   std::optional<Trace> trace;
   if (settings_.warm != "") trace = (ram_ ? ram_ : traced_)->read_warm();
+  if (ram_) lock_ram(trace ? &*trace : nullptr);
   // A prompt asks for all experts of a layer: a sixteenth is for what it copies for itself (measured: docs/experts.md).
   const size_t staging = std::min({budget / 16, largest, budget - one});
   allocate(staging, "experts of one layer's call", &staging_);
@@ -577,9 +577,9 @@ std::string DeviceExperts::choose_misses(int64_t top_k, const Trace* trace) {
 }
 
 // The memory between the file and the device: at least for one layer's experts, all of which a prompt asks for.
-void DeviceExperts::lock_ram() {
+void DeviceExperts::lock_ram(const Trace* warm) {
   if (rows_) return;  // a start that failed later
-  (void)ram_->start();
+  (void)ram_->start(warm);
   int64_t most = 0;
   for (const Layer& layer : layers_) most = std::max(most, layer.experts);
   if (ram_->slots() < most)

@@ -92,7 +92,7 @@ class DeviceExperts {
   };
   void read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream);
   void read_from_file();
-  void lock_ram();
+  void lock_ram(const Trace* warm);
   std::string lacking_ram(size_t bytes) const;
   Rows lock_rows(const void* data, size_t bytes);
   void unlock_rows();

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <stdexcept>
 
 #include "core/control_groups.h"
@@ -363,7 +364,7 @@ Experts::~Experts() {
                  words(errno).c_str());
 }
 
-std::string Experts::start() {
+std::string Experts::start(const Trace* trace) {
   std::unique_lock lock(mutex_);
   if (started_) return "";
   if (trace_) write_header();
@@ -405,7 +406,9 @@ std::string Experts::start() {
   if (const int64_t available = available_memory(); settings_.ram_bytes() >= 0 && size > available)
     throw std::runtime_error(settings_.key("ram") + ": " + std::to_string(count) + " experts take " +
                              std::to_string(size) + " bytes, " + std::to_string(available) + " are available");
-  const auto warm = (settings_.warm == "" ? Trace{} : read_warm()).most_used(static_cast<size_t>(count));
+  std::optional<Trace> own;
+  if (!trace) trace = &own.emplace(settings_.warm == "" ? Trace{} : read_warm());
+  const auto warm = trace->most_used(static_cast<size_t>(count));
   auto cache = shares_ ? ExpertCache::of(files_, regions_) : std::make_shared<ExpertCache>(files_, regions_);
   numbers_.clear();  // of a start that failed later
   for (const ExpertLayer& layer : layers_) numbers_.push_back(cache->add(layer));
@@ -421,6 +424,29 @@ std::string Experts::start() {
          (settings_.warm == "" ? "" : "; " + std::to_string(warm.size()) + " are read as quantmoe.warm says");
 }
 
+// What of a trace's first line is not as expected: the number of layers, a layer, or else. Names have no bare quotes.
+static std::string difference(const std::string& line, const std::string& expected) {
+  if (!line.starts_with(kTrace)) return "expected a trace that quantmoe.trace wrote";
+  const auto split = [](const std::string& text) {
+    const std::string first = ": [{", between = "}, {\"";
+    std::vector<std::string> parts{text.substr(0, text.find(first))};
+    const size_t all = text.size() - (text.ends_with("}]}") ? 3 : 0);
+    for (size_t at = parts[0].size() + first.size(), end; at < all; at = end + between.size() - 1) {
+      end = std::min(text.find(between, at), all);
+      parts.push_back(text.substr(at, end - at));
+    }
+    return parts;
+  };
+  const std::vector<std::string> found = split(line), wanted = split(expected);
+  const std::string of = "it is of another model or target: ";
+  if (found.size() != wanted.size())
+    return of + "it has " + std::to_string(found.size() - 1) + " layers, expected " + std::to_string(wanted.size() - 1);
+  const auto at = static_cast<size_t>(std::ranges::mismatch(found, wanted).in1 - found.begin());
+  if (at == found.size()) return of + "its first line ends otherwise";
+  return of + (at ? "its layer " + std::to_string(at - 1) + " is " : "it begins with ") + found[at] + ", expected " +
+         wanted[at];
+}
+
 Trace Experts::read_warm() const {
   const auto refuse = [&](const std::string& why) {
     throw std::runtime_error("quantmoe.warm " + settings_.warm + ": " + why);
@@ -429,9 +455,7 @@ Trace Experts::read_warm() const {
   if (!file) refuse(words(errno));
   std::string line;
   std::getline(file, line);
-  if (line + "\n" != header())
-    refuse("expected a trace of this model and target, of " + std::to_string(layers_.size()) +
-           " layers with slots of " + std::to_string(slot_bytes()) + " bytes");
+  if (const std::string mine = header(); line + "\n" != mine) refuse(difference(line, mine.substr(0, mine.size() - 1)));
   const std::string rest{std::istreambuf_iterator<char>(file), {}};
   std::vector<uint16_t> words(rest.size() / 2);
   std::memcpy(words.data(), rest.data(), 2 * words.size());
@@ -751,7 +775,7 @@ template void Experts::trace(int, const int64_t*, int64_t, int64_t);
 int64_t available_memory() { return 0; }
 ExpertLayer::Tensor Experts::find(const void*, int64_t, int64_t) { return {}; }
 int Experts::add(ExpertLayer) { return 0; }
-std::string Experts::start() { return ""; }
+std::string Experts::start(const Trace*) { return ""; }
 template <class Id>
 void Experts::trace(int, const Id*, int64_t, int64_t) {}
 template void Experts::trace(int, const int32_t*, int64_t, int64_t);

@@ -214,13 +214,13 @@ class Experts {
   int64_t bytes_read() const;
 
   // Before a run: decides where they are and allocates the slots, once. A sentence about them the first time, otherwise
-  // "".
-  std::string start();
+  // "". warm: what read_warm() has read already, or null.
+  std::string start(const Trace* warm = nullptr);
   // Ids of a layer's tokens, -1 for none, when a trace is wanted.
   template <class Id>
   void trace(int layer, const Id* ids, int64_t tokens, int64_t top_k);
   // The file of quantmoe.warm, when all layers are there. Throws std::runtime_error, naming it, for one that is not of
-  // these layers, or ends within a record.
+  // these layers, with the first difference, or ends within a record.
   Trace read_warm() const;
 
   // What a run has of a layer.

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -547,8 +548,11 @@ def test_a_trace_that_is_none(driver, hosted, layer, tmp_path):
     whole = Path(write_trace(path, [layer], [(0, np.array([[5, 2], [5, 7]]))])).read_bytes()
     for damaged, message in (
         (None, "No such file or directory"),
-        (b"", "expected a trace of this model and target, of 1 layers with slots of "),
-        (whole.replace(b'"experts": 8', b'"experts": 9'), "expected a trace of this model and target, of 1 layers"),
+        (b"", "expected a trace that quantmoe.trace wrote"),
+        (
+            whole.replace(b'"experts": 8', b'"experts": 9'),
+            r'it is of another model or target: its layer 0 is "node": "QuantMoE node \"moe\"", "experts": 9, ',
+        ),
         (whole[:-2], "it ends within the record at word 0"),
         (whole[:-2] + b"\x08\0", "the record at word 0 has a layer or an expert that the model lacks"),
     ):
@@ -693,6 +697,25 @@ def test_a_trace_of_experts_in_the_file(driver, layer, in_file, tmp_path):
     assert session.bytes_read() == 5 * session.slot
     session.run([[0, 5]])
     assert session.bytes_read() == 6 * session.slot
+
+
+def test_a_trace_below_the_device_is_read_once(driver, layer, in_file, tmp_path):
+    whole = Path(write_trace(tmp_path / "trace", [layer], [(0, np.array([[5, 2]]))])).read_bytes()
+    os.mkfifo(pipe := tmp_path / "pipe")
+    ended, opened = threading.Event(), []
+
+    def write() -> None:
+        for _ in range(2):
+            with pipe.open("wb") as file:  # waits for who reads it
+                opened.append(ended.is_set())
+                file.write(whole)
+
+    (writer := threading.Thread(target=write)).start()
+    assert in_file(warm=str(pipe)).run([[5, 2]]) is not None, driver.error
+    ended.set()
+    assert pipe.read_bytes() == whole
+    writer.join()
+    assert opened == [False, True]
 
 
 def test_layers_share_the_ram(driver, fake, layer, tmp_path):
