@@ -360,7 +360,7 @@ def generate(
         str | None,
         typer.Option(
             help="of --device cuda --experts host or auto, what is not in --gpu-memory: copy, the default; "
-            "cpu: it multiplies them; auto: what is quicker for each layer; 62%: so many"
+            "cpu: it multiplies them; auto: what is quicker for each layer; 62%: so many; 24*copy,24*cpu: by layers"
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,

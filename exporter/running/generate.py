@@ -106,7 +106,8 @@ class Generator:
             search.max_length of genai_config.json beside the model. Without that file the library's own default.
         misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
             default; "cpu": the CPU multiplies them, in ``threads`` threads; "auto": one of these for each layer, by
-            times that the first run measures; "62%": so many, and the others are copied.
+            times that the first run measures; "62%": so many, and the others are copied; "24*copy,24*cpu": of each
+            layer, as the log's line of "auto" ends.
         warm: a trace of this model on this device, of experts "disk" or "auto", on cuda also "host"; the first run
             reads the experts that it used most into ``ram`` and ``gpu_memory``, and misses "auto" chooses by it.
         trace: a file for the experts that tokens are routed to; without cuda_graph.

@@ -142,6 +142,17 @@ std::string ranges(const std::vector<size_t>& numbers) {
   return text;
 }
 
+// Whose the misses of each layer are, as a value of misses: "6*cpu,42*copy".
+template <class Layers>
+std::string by_layer(const Layers& layers) {
+  std::string text;
+  for (auto first = layers.begin(), last = first; first != layers.end(); first = last) {
+    last = std::find_if(first, layers.end(), [&](const auto& of) { return !of.host_share != !first->host_share; });
+    text += (text == "" ? "" : ",") + std::to_string(last - first) + (first->host_share ? "*cpu" : "*copy");
+  }
+  return text;
+}
+
 }  // namespace
 
 // An expert that is copied stays in a slot, and is hit there; one that the CPU multiplies leaves the slots as they are.
@@ -160,9 +171,9 @@ bool cpu_takes(const MissTimes& took, int64_t slots, int64_t experts) {
 }
 
 DeviceExperts::DeviceExperts(const ExpertSettings& settings)
-    : settings_(settings), where_(settings.experts), host_share_(settings.host_share()) {
+    : settings_(settings), where_(settings.experts), host_shares_(settings.host_shares()) {
   // One CPU is left for the program's own thread, which waits for the device.
-  if (host_share_)
+  if (std::ranges::any_of(host_shares_, [](int32_t share) { return share > 0; }))
     host_ = std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads)
                                                                  : std::max(1, qm_cpus(0, "") - 1));
   if (settings.experts == "disk") read_from_file();
@@ -293,7 +304,7 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
     try {
       layer.host_layer = host_->add(problem.moe, problem.local_experts);
     } catch (const std::invalid_argument& error) {
-      if (!chooses) throw;
+      if (!chooses && host_share(layers_.size())) throw;
       layer.host_refusal = error.what();
     }
   }
@@ -329,6 +340,10 @@ std::pair<size_t, std::string> DeviceExperts::find_budget(size_t least) const {
 }
 
 std::string DeviceExperts::start(int64_t top_k) try {
+  if (settings_.misses_by_layer() && host_shares_.size() != layers_.size())
+    throw std::runtime_error(settings_.key("misses") + " = " + settings_.misses + " is of " +
+                             std::to_string(host_shares_.size()) + " layers, this model has " +
+                             std::to_string(layers_.size()));
   size_t all = 0, one = 0, largest = 0, experts = 0;
   for (const Layer& layer : layers_) {
     const size_t bytes = static_cast<size_t>(layer.experts) * layer.slot_bytes;
@@ -446,21 +461,31 @@ void DeviceExperts::open_exchange() {
   host_at_ = at(device);
 }
 
-// Packs all experts for the CPU, and lets its threads wait for requests.
+// Of 256 experts that a layer misses, those of the CPU; a list that is too short is an error of the first run.
+int32_t DeviceExperts::host_share(size_t layer) const {
+  if (!settings_.misses_by_layer()) return host_shares_[0];
+  return layer < host_shares_.size() ? host_shares_[layer] : 0;
+}
+
+// Packs the experts of which misses are the CPU's, and lets its threads wait for requests.
 std::string DeviceExperts::start_host() {
   const auto begin = std::chrono::steady_clock::now();
   int64_t bytes = 0;
-  for (const Layer& layer : layers_) bytes += host_->bytes(layer.host_layer);
+  for (size_t i = 0; i < layers_.size(); ++i)
+    if (host_share(i)) bytes += host_->bytes(layers_[i].host_layer);
   if (const std::string lacking = lacking_ram(static_cast<size_t>(bytes)); lacking != "")
     throw std::runtime_error(settings_.key("misses") + " = " + settings_.misses +
                              ": the CPU's copy of the experts, and what is locked, take " + lacking);
-  for (Layer& layer : layers_) {
-    host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
-    layer.host_share = host_share_;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    Layer& layer = layers_[i];
+    layer.host_share = host_share(i);
+    if (layer.host_share) host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
   }
   const std::string text = packed(*host_, bytes, seconds_since(begin));
   open_exchange();
-  return "; the CPU multiplies " + std::to_string((host_share_ * 100 + 128) / 256) + "% of the experts that miss" +
+  return (settings_.misses_by_layer() ? "; misses = " + settings_.misses
+                                      : "; the CPU multiplies " + std::to_string((host_shares_[0] * 100 + 128) / 256) +
+                                            "% of the experts that miss") +
          text;
 }
 
@@ -558,7 +583,7 @@ std::string DeviceExperts::choose_misses(int64_t top_k, const Trace* trace) {
       host_->pack(layer.host_layer, layer.host[0], layer.host[1]);
       seconds += seconds_since(begin);
       bytes += host_->bytes(layer.host_layer);
-      layer.host_share = host_share_;
+      layer.host_share = host_shares_[0];
     }
     for (const auto how : {kComputed, kCopied, kLacking}) {
       const auto& layers = chosen[how];
@@ -571,9 +596,10 @@ std::string DeviceExperts::choose_misses(int64_t top_k, const Trace* trace) {
       text += how == kLacking ? "; RAM has no room for the CPU's copy)" : ")";
     }
   }
-  if (bytes) return text + packed(*host_, bytes, seconds);
+  const std::string fixed = "; " + settings_.key("misses") + " = " + by_layer(layers_) + " fixes it";
+  if (bytes) return text + packed(*host_, bytes, seconds) + fixed;
   host_.reset();
-  return text;
+  return text + fixed;
 }
 
 // The memory between the file and the device: at least for one layer's experts, all of which a prompt asks for.

@@ -8,7 +8,8 @@
 //
 // With misses = cpu or a share threads of the host multiply a part of what the device's slots miss (host_experts.h),
 // from a copy of the rows in the layout of the CPU's kernels. With auto the first run measures, for each kind of layer,
-// what a miss takes the bus and the CPU, and only layers whose misses the CPU takes have such a copy.
+// what a miss takes the bus and the CPU. Only layers whose misses the CPU takes, by that or by a list, have such a
+// copy.
 //
 // With a trace (warm) the first run fills the slots with the experts that it used most, and auto counts its misses.
 #pragma once
@@ -99,6 +100,7 @@ class DeviceExperts {
   std::pair<size_t, std::string> find_budget(size_t least) const;
   std::string start(int64_t top_k);
   void open_exchange();
+  int32_t host_share(size_t layer) const;
   std::string start_host();
   std::string choose_misses(int64_t top_k, const Trace* trace);
   std::string fill_slots(const Trace& trace);
@@ -108,7 +110,7 @@ class DeviceExperts {
 
   const ExpertSettings settings_;
   std::string where_;  // settings_.experts, or what became of auto
-  const int32_t host_share_;
+  const std::vector<int32_t> host_shares_;
   mutable std::mutex mutex_;
   std::vector<Layer> layers_;
   std::vector<Locked> locked_;

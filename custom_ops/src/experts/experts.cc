@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 
 #include "core/control_groups.h"
@@ -87,10 +88,11 @@ void ExpertSettings::check_cuda() const {
     refuse(key("reserve") + " is of " + key("gpu_memory") + " = auto, here it is " + gpu_memory);
   if (warm != "" && !host())
     refuse(key("warm") + " needs " + where + " = host, disk or auto, here it is " + (experts == "" ? "gpu" : experts));
-  const int32_t share = host_share();
+  const std::vector<int32_t> shares = host_shares();
   if (misses != "" && (!host() || experts == "disk"))
     refuse(key("misses") + " needs " + where + " = host or auto, here it is " + (experts == "" ? "gpu" : experts));
-  if (threads != "" && !share) refuse(key("threads") + " needs " + key("misses") + " = cpu, auto or a share");
+  if (threads != "" && std::ranges::count(shares, 0) == std::ssize(shares))
+    refuse(key("threads") + " needs " + key("misses") + " = cpu, auto or a share");
   if (threads != "" && !number_in(threads, 1, 1024))
     refuse(key("threads") + " is \"" + threads + "\", expected 1 to 1024");
 #if !defined(__linux__)
@@ -99,13 +101,28 @@ void ExpertSettings::check_cuda() const {
 #endif
 }
 
-int32_t ExpertSettings::host_share() const {
-  if (misses == "" || misses == "copy") return 0;
-  if (misses == "cpu" || misses == "auto") return 256;
-  const std::string percent = misses.substr(0, misses.size() - 1);
-  if (misses.back() != '%' || !number_in(percent, 0, 100))
-    refuse(key("misses") + " is \"" + misses + "\", expected copy, cpu, auto or the CPU's share, 0% to 100%");
-  return (std::stoi(percent) * 256 + 50) / 100;
+std::vector<int32_t> ExpertSettings::host_shares() const {
+  const auto share_of = [&](const std::string& word) {
+    if (word == "copy") return 0;
+    if (word == "cpu" || misses == "auto") return 256;
+    const std::string percent = word.substr(0, word.size() - !word.empty());
+    if (!word.ends_with('%') || !number_in(percent, 0, 100))
+      refuse(key("misses") + " is \"" + misses +
+             "\", expected copy, cpu, auto, the CPU's share, 0% to 100%, or a list " +
+             "of layers such as 24*copy,24*cpu");
+    return (std::stoi(percent) * 256 + 50) / 100;
+  };
+  if (misses == "") return {0};
+  if (!misses_by_layer()) return {share_of(misses)};
+  std::vector<int32_t> shares;
+  std::string run;
+  for (std::istringstream runs(misses + ","); std::getline(runs, run, ',');) {
+    const size_t star = run.find('*');
+    const std::string layers = run.substr(0, star);
+    const bool counted = star != std::string::npos && number_in(layers, 1, 1 << 16);
+    shares.insert(shares.end(), counted ? std::stoul(layers) : 0, share_of(counted ? run.substr(star + 1) : ""));
+  }
+  return shares;
 }
 
 std::vector<std::pair<int, int64_t>> Trace::most_used(size_t most, int layer, bool half) const {

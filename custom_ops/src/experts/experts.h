@@ -45,8 +45,9 @@ struct ExpertSettings {
   int64_t gpu_memory_bytes() const { return bytes_of("gpu_memory", gpu_memory, true); }
   int64_t reserve_bytes() const { return bytes_of("reserve", reserve, false); }
   // Of 256 experts that the device's slots miss, those that the CPU multiplies: 0 of copy, 256 of cpu, and of auto in
-  // the layers that the CPU takes.
-  int32_t host_share() const;
+  // the layers that the CPU takes. One for all layers, or where misses is a list (24*copy,24*cpu) of each.
+  std::vector<int32_t> host_shares() const;
+  bool misses_by_layer() const { return misses.find('*') != std::string::npos; }
 
  private:
   int64_t bytes_of(const char* setting, const std::string& text, bool automatic) const;

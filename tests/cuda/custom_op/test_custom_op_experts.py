@@ -101,9 +101,13 @@ def test_a_verify_that_is_none(driver, fake):
         ({"experts": "disk", "ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes or auto'),
         (
             {"experts": "host", "misses": "gpu"},
-            'quantmoe.misses is "gpu", expected copy, cpu, auto or the CPU\'s share, 0% to 100%',
+            'quantmoe.misses is "gpu", expected copy, cpu, auto, the CPU\'s share, 0% to 100%, or a list of layers such'
+            " as 24*copy,24*cpu",
         ),
-        ({"experts": "host", "misses": "101%"}, 'quantmoe.misses is "101%", expected copy, cpu, auto or'),
+        *[
+            ({"experts": "host", "misses": misses}, f'quantmoe.misses is "{misses}", expected copy, cpu, auto, the')
+            for misses in ("101%", "2*gpu", "copy,2*cpu", "2*copy,", "0*cpu", "2*auto", "*cpu", "copy*2", "2*")
+        ],
         ({"misses": "cpu"}, "quantmoe.misses needs quantmoe.experts = host or auto, here it is gpu"),
         ({"misses": "auto"}, "quantmoe.misses needs quantmoe.experts = host or auto, here it is gpu"),
         (
@@ -116,6 +120,10 @@ def test_a_verify_that_is_none(driver, fake):
         ),
         (
             {"experts": "host", "misses": "copy", "threads": "2"},
+            "quantmoe.threads needs quantmoe.misses = cpu, auto or a share",
+        ),
+        (
+            {"experts": "host", "misses": "2*copy,1*0%", "threads": "2"},
             "quantmoe.threads needs quantmoe.misses = cpu, auto or a share",
         ),
         (
@@ -373,7 +381,8 @@ def test_auto_takes_what_is_quicker(driver, hosted, layer, clock, milliseconds, 
     assert re.search(
         rf"; misses = auto: {'cpu' if share else 'copy'} in layers 0 \(with slots for {slots} of 8 experts a miss "
         rf"takes the bus {round(milliseconds / 8 * 1000)} us, the CPU \d+ us, {at_once} at once\)"
-        + (r", in 2 threads \(\d+ bytes, packed in \d+ ms\)$" if share else "$"),
+        + (r", in 2 threads \(\d+ bytes, packed in \d+ ms\)" if share else "")
+        + rf"; quantmoe.misses = 1\*{'cpu' if share else 'copy'} fixes it$",
         driver.lib.driver_logged().decode(),
     )
 
@@ -429,6 +438,7 @@ def test_auto_decides_for_each_kind_of_layer(driver, session_of, clock):
         r"cpu in layers 3 \(with [^()]* us, 2 at once\), in 2 threads",
         driver.lib.driver_logged().decode(),
     )
+    assert driver.lib.driver_logged().decode().endswith("; quantmoe.misses = 2*cpu,1*copy,1*cpu fixes it")
     last = Asked(launched[0][1], layers[0])  # the 16th request of the last measurement
     assert (last.request[2:5].tolist(), last.ids[:2].tolist()) == ([2, 1, 2], [6, 7])
     for number, at in enumerate([0, 1, 3], 1):
@@ -438,6 +448,36 @@ def test_auto_decides_for_each_kind_of_layer(driver, session_of, clock):
         y = host.multiply(number, x.astype(np.float32), ids.astype(np.int32), weights, problem.host_layer)
         want = reference.quant_moe(layers[at][0], layers[at][1], x, ids, weights)
         assert np.linalg.norm(y - want) < 2.0**-18 * np.linalg.norm(want)
+
+
+def test_the_misses_of_each_layer(driver, session_of):
+    """As auto prints them, and shares; a layer that the CPU's kernels do not take may copy."""
+    float8 = build(of_format("fp8", BASE))
+    refused = (replace(float8[0], w13=replace(float8[0].w13, activation_format="int8_token")), *float8[1:])
+    cases = [BASE, replace(BASE, seed=BASE.seed + 1), None, replace(BASE, intermediate=128)]
+    layers = [build(case) if case else refused for case in cases]
+    entries = {"experts": "host", "threads": "2"}
+    for misses, shares in (
+        ("2*cpu,1*copy,1*cpu", [256, 256, 0, 256]),
+        ("1*copy,1*62%,1*copy,1*cpu", [0, 159, 0, 256]),
+    ):
+        launched = session_of(layers, **entries, misses=misses)
+        assert [p.host_share for p, _ in launched] == shares
+        assert f"; misses = {misses}, in 2 threads (" in driver.lib.driver_logged().decode()
+        for number, at in enumerate(np.flatnonzero(shares), 1):
+            problem, tensors = launched[at]
+            x, ids, weights = cases[at].tokens(2)
+            host = Asked(tensors, layers[at])
+            y = host.multiply(number, x.astype(np.float32), ids.astype(np.int32), weights, problem.host_layer)
+            want = reference.quant_moe(layers[at][0], layers[at][1], x, ids, weights)
+            assert np.linalg.norm(y - want) < 2.0**-18 * np.linalg.norm(want)
+    assert all(p.host_share == 0 for p, _ in session_of(layers, experts="host", misses="4*copy"))
+    with pytest.raises(AssertionError, match="the CPU does not take this layer"):
+        session_of(layers, **entries, misses="4*cpu")
+    for misses, count in (("2*cpu,1*copy", 3), ("2*cpu,1*copy,2*cpu", 5)):
+        with pytest.raises(AssertionError) as error:
+            session_of(layers, **entries, misses=misses)
+        assert f"quantmoe.misses = {misses} is of {count} layers, this model has 4" in str(error.value)
 
 
 def test_auto_measures_what_a_slice_misses(driver, session_of):
