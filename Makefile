@@ -146,7 +146,7 @@ test-tsan: build
 	cmake --build build/tsan --parallel $(JOBS)
 	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" QUANTMOE_ORT_LIBRARY=$(CURDIR)/build/tsan/ort_ext/libquantmoe_ort.so \
 	  QUANTMOE_RUNS=400 TSAN_OPTIONS="exitcode=66 suppressions=$(CURDIR)/tests/engines/tsan.supp" setarch -R python -m pytest "tests/engines/test_concurrency.py::test_one_session_in_eight_threads[1]" \
-	  tests/engines/test_experts.py::test_one_session_in_eight_threads
+	  tests/engines/test_experts.py::test_one_session_in_eight_threads tests/engines/test_experts.py::test_sessions_that_end_while_others_run
 
 # The fuzz targets for FUZZ_SECONDS. Needs clang with its compiler-rt (apt-get install clang-16 libclang-rt-16-dev, or newer).
 FUZZ_SECONDS ?= 7200
