@@ -52,6 +52,8 @@ app = typer.Typer(
 )
 #: of the demo: its own model knows the English of the King James Bible
 PROMPT = "Then said the captain of the host,"
+#: of generate --prompts
+BATCH = 8
 #: what inspect finds beside a model
 BESIDE = {
     "mtp": "the layer that drafts for it",
@@ -303,6 +305,10 @@ def generate(
     outdir: Model,
     prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
     ids: Annotated[list[int] | None, typer.Option(help="token ids, e.g. 1,2,3", **listed(int))] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="a file with a prompt a line, run together; each answer is a JSON string")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=f"of --prompts, so many at once; default: {BATCH}")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="turn after turn, a line each; in a terminal what happens without a prompt")
     ] = False,
@@ -378,8 +384,14 @@ def generate(
     from quantmoe.exporter.running import ranks
     from quantmoe.exporter.running.generate import Generator, stop_tokens
 
-    chat = chat or (prompt is None and ids is None and sys.stdin.isatty())
-    if (ids is None) == (prompt is None and not chat):
+    messages = None if prompts is None else _read_prompts(prompts)
+    others = {"--prompt": prompt, "--ids": ids, "--chat": chat or None, "--speculate": speculate,
+              "--save-state": save_state, "--load-state": load_state}  # fmt: skip
+    for option, value in others.items():
+        if messages is not None and value is not None:
+            raise typer.BadParameter(f"--prompts does not go with {option}")
+    chat = chat or (prompt is None and ids is None and messages is None and sys.stdin.isatty())
+    if messages is None and (ids is None) == (prompt is None and not chat):
         raise typer.BadParameter("give either --prompt or --ids, or --chat")
     if ids is not None and (raw or stop):
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
@@ -395,6 +407,8 @@ def generate(
         raise typer.BadParameter(f"{load_state}: no such file", param_hint="--load-state")
     if drafts is not None and speculate is None:
         raise typer.BadParameter("is of --speculate", param_hint="--drafts")
+    if batch is not None and messages is None:
+        raise typer.BadParameter("is of --prompts", param_hint="--batch")
     group = own = None
     if ranks.launched() and (ranks.ranks_in(outdir) or os.environ["WORLD_SIZE"] != "1"):
         if chat or save_state is not None:
@@ -437,6 +451,13 @@ def generate(
     from quantmoe.exporter.running.chat import Chat, Text
 
     text = Text(folder, raw)
+    if messages is not None:
+        longest = max(len(text.encode([{"role": "user", "content": message}])) for message in messages)
+        size = min(batch or BATCH, len(messages))
+        model, cache = begin(size * (longest + max_new_tokens))
+        _answer(model, text, messages, size, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
+        end(model, cache)
+        return
     reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
     alone = [{"role": "user", "content": prompt}] if prompt is not None and not chat else None
     model, cache = begin(len(text.encode(alone)) + max_new_tokens if alone else None)
@@ -522,6 +543,42 @@ def _reply(chat: Any, message: str, **options: Any) -> None:
     finally:
         print(flush=True)
     print(_speed(chat.last), file=sys.stderr)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """Its lines, empty ones aside; of a file .jsonl the strings that they are."""
+    try:
+        lines = [line for line in path.read_text("utf-8").split("\n") if line.strip()]
+        found = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--prompts") from None
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{path}: expected text in UTF-8", param_hint="--prompts") from None
+    except ValueError:
+        found = []
+    if not found or not all(isinstance(prompt, str) and prompt for prompt in found):
+        kind = "JSON string" if path.suffix == ".jsonl" else "prompt"
+        raise typer.BadParameter(f"{path}: expected a {kind} a line", param_hint="--prompts")
+    return found
+
+
+def _answer(model: Any, text: Any, messages: Sequence[str], size: int, **options: Any) -> None:
+    """Prints the answers of each batch when all of its rows have ended."""
+    from quantmoe.exporter.running.chat import answers
+
+    batches = []
+    for at in range(0, len(messages), size):
+        said, batch = answers(model, text, messages[at : at + size], **options)
+        for answer in said:
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
+        batches.append(batch)
+    read, prefill, decode = (sum(getattr(b, name) for b in batches) for name in ("prompt", "prefill", "decode"))
+    tokens = sum(len(row) for batch in batches for row in batch.tokens)
+    print(
+        f"{len(messages)} prompts: {read} tokens, {read / prefill:.1f} tokens/s ({prefill:.3f} s); "
+        f"decode: {tokens} tokens, {(tokens - len(batches)) / decode if decode else 0:.1f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 def _check_text(message: str) -> None:

@@ -425,6 +425,9 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
     ("command", "message"),
     [
         (("generate", ".", "--ids", "1", "--drafts", "3"), "--drafts: is of --speculate"),
+        (("generate", ".", "--ids", "1", "--batch", "3"), "--batch: is of --prompts"),
+        (("generate", ".", "--prompts", "nowhere"), "--prompts: nowhere: No such file or directory"),
+        (("generate", ".", "--prompts", "EMPTY", "--ids", "1"), "--prompts does not go with --ids"),
         (("generate", ".", "--ids", "1", "--load-state", "nowhere"), "--load-state: nowhere: no such file"),
         (("trace", "TRACE", "--plot", "use.txt"), "--plot: use.txt: expected a file .png, .svg, .pdf"),
         (("trace", "TRACE", "--expert-map", "nowhere/map.json"), "--expert-map: nowhere: no such folder"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import load_template
+from quantmoe.exporter.running.batch import Batch
 from quantmoe.exporter.running.cache import TAIL, Cache
 from quantmoe.exporter.running.generate import Generated, Generator, load_tokenizer, stop_tokens
 
@@ -98,6 +99,35 @@ class Chat:
         finally:
             self.messages = [*asked, {"role": "assistant", "content": said}]
             self._ids = ids + [token for token in found.tokens if token not in own.stop]
+
+
+def answers(
+    model: Generator,
+    text: Text,
+    messages: Sequence[str],
+    max_new_tokens: int = 512,
+    stop: Sequence[str] = (),
+    sampling: Sampling | None = None,
+) -> tuple[list[str], Batch]:
+    """Replies to messages that begin a conversation each, all of them run together.
+
+    Args:
+        stop: as of :meth:`Chat.reply`; what ends one reply ends no other.
+
+    Returns:
+        The replies in the messages' order, and the batch that has run.
+
+    Raises:
+        ModelError: as Generator.stream_batch; the template refuses a message.
+    """
+    prompts = [text.encode([{"role": "user", "content": message}]) for message in messages]
+    streams = [TextStream(text.tokenizer, stop, () if text.template else ids[-8:]) for ids in prompts]
+    said, batch = [""] * len(prompts), model.stream_batch(prompts, max_new_tokens, text.stop, sampling)
+    for row, token in batch:
+        said[row] += "" if token in text.stop else streams[row].push(token)
+        if streams[row].stopped:
+            batch.end(row)
+    return [begun + stream.end() for begun, stream in zip(said, streams, strict=True)], batch
 
 
 class TextStream:

@@ -19,6 +19,7 @@ from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
+from quantmoe.exporter.running.batch import Batch
 from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache, present
 from quantmoe.exporter.running.sampling import Choose, Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
@@ -475,8 +476,7 @@ class Generator:
             ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite;
                 the model is the layer that drafts for another.
         """
-        if self.takes_hidden:
-            raise ModelError(f"{self.path}: this is the layer that drafts for a model; run {self.path.parent}")
+        self._check_kind()
         if cache is not None:
             cache.settle()
         past = len(cache.tokens) if cache else 0
@@ -507,6 +507,44 @@ class Generator:
     def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
         """The likeliest next token, again and again, with the logits of each: :meth:`generate`."""
         return self.generate(ids, max_new_tokens, stop, logits=True)
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 512,
+        stop: Sequence[int] = (),
+        sampling: Sampling | None = None,
+    ) -> Batch:
+        """New tokens of prompts of any lengths that run together; each prompt's are those that it has alone.
+
+        Args:
+            prompts: token ids of each. Their caches take the memory of as many of the longest.
+            max_new_tokens: of each, at most so many.
+            stop: token ids after which a prompt's end; the others go on.
+            sampling: None takes the likeliest. With a seed each prompt has the tokens that it has alone with it.
+
+        Raises:
+            ModelError: see Batch; the model is the layer that drafts for another.
+        """
+        self._check_kind()
+        return Batch(self, prompts, max_new_tokens, stop, sampling)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 512,
+        stop: Sequence[int] = (),
+        sampling: Sampling | None = None,
+    ) -> list[list[int]]:
+        """:meth:`stream_batch` to its end: the new tokens of each prompt."""
+        found = self.stream_batch(prompts, max_new_tokens, stop, sampling)
+        for _ in found:
+            pass
+        return found.tokens
+
+    def _check_kind(self) -> None:
+        if self.takes_hidden:
+            raise ModelError(f"{self.path}: this is the layer that drafts for a model; run {self.path.parent}")
 
     def check(self, ids: Sequence[int], past: int = 0, room: int = 0) -> None:
         """That tokens can follow ``past`` others, and leave room for so many.

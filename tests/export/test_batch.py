@@ -1,0 +1,147 @@
+"""Prompts that run together, of unlike lengths: the tokens that each has alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from sweeps import every
+from test_model import tokens
+from test_shared import capture
+from typer.testing import CliRunner
+
+from quantmoe.exporter.cli import app
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.running.generate import Generator
+
+#: of 1, 23, 7 and 12 tokens
+PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (1, 23, 7, 12)]
+FLOAT = {"activations": "float", "logits": "last"}
+KINDS = {
+    "qwen3_moe": FLOAT,
+    "qwen3_5_moe_text": FLOAT,
+    "qwen3_next": {"logits": 5, "state_window": 5},  # of the last logits and a window of states
+    "gpt_oss": {"activations": "float"},  # of all logits
+    "deepseek_v3": FLOAT,
+}
+
+
+@pytest.fixture(params=every(list(KINDS), 3))
+def folder(exported, request):
+    return exported(request.param, **KINDS[request.param])
+
+
+@pytest.mark.parametrize("chunk", [512, 20])
+def test_each_prompt_has_the_tokens_that_it_has_alone(folder, chunk):
+    """In chunks of 5 tokens a row, too. One ends early, and the others go on."""
+    generator = Generator(folder, chunk=chunk)
+    alone = [generator.generate(ids, 9).tokens for ids in PROMPTS]
+    assert generator.generate_batch(PROMPTS, 9) == alone
+    stop = alone[1][3]
+    want = [found[: found.index(stop) + 1] if stop in found else found for found in alone]
+    assert len(want[1]) < 9
+    assert generator.generate_batch(PROMPTS, 9, [stop]) == want
+
+
+def test_a_rows_cache_has_the_bytes_of_its_prompt_alone(exported):
+    """Of the first layer: the routers' products in ONNX Runtime depend on the number of rows in their last bits."""
+    generator = Generator(exported("qwen3_5_moe_text", **FLOAT))
+    batch = generator.stream_batch(PROMPTS, 4)
+    ended = 2
+    for row, _ in batch:
+        if row == ended and len(batch.tokens[row]) == 2:
+            batch.end(row)
+    for row, ids in enumerate(PROMPTS):
+        assert len(batch.tokens[row]) == (2 if row == ended else 4)
+        cache = generator.cache()
+        cache.append(ids)
+        for token in batch.tokens[row][:-1]:
+            cache.append([token])
+        _, states = cache.contents()
+        for name, array in states[len(cache.tokens)].items():
+            if name.startswith("past_key_values.0."):
+                assert batch._buffers[name].numpy()[row].tobytes() == array.tobytes(), (row, name)
+
+
+def test_tokens_come_as_they_are_asked_for(exported):
+    generator = Generator(exported("qwen3_moe", **FLOAT))
+    batch = generator.stream_batch(PROMPTS[:2], 3)
+    assert (batch.prompt, batch.prefill, batch.tokens) == (24, 0, [[], []])
+    found = [next(batch), next(batch), next(batch)]
+    assert [row for row, _ in found] == [0, 1, 0]
+    assert batch.tokens == [[found[0][1], found[2][1]], [found[1][1]]]
+    assert batch.prefill > 0
+    batch.end(0)
+    assert {row for row, _ in batch} == {1}
+    assert generator.generate_batch(PROMPTS, 0) == [[]] * 4
+
+
+def test_sampling_is_that_of_each_alone(exported):
+    generator, sampling = Generator(exported("qwen3_moe", **FLOAT)), Sampling(2.0, 0, 1.0, 3)
+    want = [generator.generate(ids, 8, sampling=sampling).tokens for ids in PROMPTS]
+    assert generator.generate_batch(PROMPTS, 8, sampling=sampling) == want
+
+
+def test_a_context_ends_its_row(exported):
+    generator = Generator(exported("qwen3_5_moe_text", **FLOAT))
+    generator.context = 25
+    found = generator.generate_batch(PROMPTS, 5)
+    assert [len(row) for row in found] == [5, 2, 5, 5]
+    assert found == [generator.generate(ids, 5).tokens for ids in PROMPTS]
+
+
+def test_what_cannot_run_together_is_named(exported, plain):
+    generator = Generator(exported("qwen3_moe", **FLOAT), capacity=30)
+    assert [len(row) for row in generator.generate_batch(PROMPTS, 7)] == [7] * 4
+    for prompts, count, message in (
+        ([], 1, "there are no prompts"),
+        ([[1], []], 1, "prompt 1: the prompt has no tokens"),
+        ([[1], [-1]], 1, "prompt 1: token id -1 is outside the vocabulary"),
+        (PROMPTS, 8, "31 tokens, the cache has a capacity of 30"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            generator.generate_batch(prompts, count)
+    with pytest.raises(ModelError, match="prompts cannot run together, this model's cache grows with each run"):
+        Generator(plain).generate_batch(PROMPTS)
+    drafting = Generator(exported("qwen3_next", **KINDS["qwen3_next"]), speculate="ngram")
+    with pytest.raises(ModelError, match="take no drafts: speculate is ngram"):
+        drafting.generate_batch(PROMPTS)
+
+
+def test_steps_as_a_cuda_graph_has_them(exported):
+    """One step of a fixed shape, of all rows and the whole capacity, that runs several times when it is captured."""
+    generator = Generator(exported("qwen3_5_moe_text", **FLOAT))
+    want = generator.generate_batch(PROMPTS, 6)
+    capture(generator)
+    batch = generator.stream_batch(PROMPTS, 6)
+    list(batch)
+    assert batch.tokens == want
+    assert len({*map(id, generator.session.captured)}) == 2  # the prompts' runs, and the step
+
+
+def test_the_command(exported, tmp_path):
+    """Answers in the order of the prompts, each as alone; of two at a time, where a stop ends one of them."""
+    folder = str(exported("qwen3_moe", **FLOAT))
+    options = ["--max-new-tokens", "9", "--temperature", "0"]
+    prompts = ["hello", "a much longer\none", "x"]
+
+    def run(*arguments: str) -> Any:
+        done = CliRunner().invoke(app, ["generate", folder, *arguments, *options])
+        assert done.exit_code == 0, done.output
+        return done
+
+    alone = [run("--prompt", prompt).stdout[:-1] for prompt in prompts]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+    done = run("--prompts", str(tmp_path / "prompts.jsonl"), "--batch", "2")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == alone
+    assert "3 prompts: " in done.stderr
+    (tmp_path / "prompts").write_text("hello\n\nx\n")
+    stop = alone[0][3:5]
+    done = run("--prompts", str(tmp_path / "prompts"), "--stop", stop)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [alone[i].split(stop)[0] for i in (0, 2)]
+    for content, message in (("3\n", "expected a JSON string a line"), ("hello\n", "expected a JSON string a line")):
+        (tmp_path / "prompts.jsonl").write_text(content)
+        failed = CliRunner().invoke(app, ["generate", folder, "--prompts", str(tmp_path / "prompts.jsonl")])
+        assert (failed.exit_code, message in failed.output) == (2, True)
