@@ -284,11 +284,13 @@ changed = {
     "shape": {key: tensors[key][:, :, 1:].copy()},
     "missing": {key: None},
     "more": {"more": np.zeros(1, np.float32)},
+    "older": {"checksum": None},
     "end": {name.replace("@6", "@5"): array for name, array in tensors.items()} | {n: None for n in tensors if "@6" in n},
 }
 for name, change in changed.items():
     save_file({n: array for n, array in (tensors | change).items() if array is not None}, f"{work}/{name}.state")
-for name, data in {"empty": b"", "cut": whole[:-1], "half": whole[: len(whole) // 2], "json": whole[:8] + b"[" + whole[9:]}.items():
+for name, data in {"empty": b"", "cut": whole[:-1], "half": whole[: len(whole) // 2], "json": whole[:8] + b"[" + whole[9:],
+                   "altered": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]}.items():
     open(f"{work}/{name}.state", "wb").write(data)
 PYTHON
 states() { # COMMAND...: a sample that reads and writes the file
@@ -306,6 +308,8 @@ end.state: expected states after its 6 tokens, found those after \[4, 5\]|--load
 empty.state: 0 bytes|--load-state "$work/empty.state" "$work/hybrid" 4 1
 cut.state: .*; is it truncated\?|--load-state "$work/cut.state" "$work/hybrid" 4 1
 half.state: .*; is it truncated\?|--load-state "$work/half.state" "$work/hybrid" 4 1
+altered.state: was altered or is damaged: its bytes have another CRC-32 than its checksum says|--load-state "$work/altered.state" "$work/hybrid" 4 1
+older.state: checksum is missing, as in files of earlier versions: save it again|--load-state "$work/older.state" "$work/hybrid" 4 1
 json.state: corrupt header|--load-state "$work/json.state" "$work/hybrid" 4 1
 nowhere.state|--load-state "$work/nowhere.state" "$work/hybrid" 4 1
 nowhere|--save-state "$work/nowhere/state" "$work/hybrid" 4 1

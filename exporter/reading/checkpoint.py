@@ -7,10 +7,12 @@ https://github.com/huggingface/safetensors#format) is read here, every field che
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import mmap
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -493,12 +495,15 @@ def _parse(text: bytes, **options: Any) -> Any:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, np.ndarray] | Callable[[], Iterable[tuple[str, np.ndarray]]]
+    path: Path,
+    tensors: Mapping[str, np.ndarray] | Callable[[], Iterable[tuple[str, np.ndarray]]],
+    checksum: str | None = None,
 ) -> None:
     """Writes tensors of any dtype of DTYPES.
 
     Args:
         tensors: all of them, or what yields them; called twice, so that one at a time is in memory.
+        checksum: name of a last tensor, U32 [1]: the CRC-32 of all bytes of the file before it.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -510,12 +515,17 @@ def write_safetensors(
         end = offset + array.nbytes
         header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
         offset = end
+    if checksum is not None:
+        header[checksum] = {"dtype": "U32", "shape": [1], "data_offsets": [offset, offset + 4]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, array in each():
-            file.write(array.tobytes())
+        crc = 0
+        for part in itertools.chain([struct.pack("<Q", len(text)) + text], (array.tobytes() for _, array in each())):
+            file.write(part)
+            crc = crc if checksum is None else zlib.crc32(part, crc)
+        if checksum is not None:
+            file.write(struct.pack("<I", crc))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

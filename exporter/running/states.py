@@ -3,13 +3,15 @@
 A safetensors file, which samples/cpp and samples/csharp read and write, too. ``model``: the 64 characters of
 ``identity`` in the model's metadata. ``tokens``: int64 [n]. Keys and values by the names of the model's inputs, of
 these tokens only, [1, heads, n, width]; of linear attention the states after m tokens as ``<name>@<m>``, without a
-window, for each m that the cache goes back to.
+window, for each m that the cache goes back to. ``checksum``, the last: U32 [1], the CRC-32 (zlib's) of all bytes before
+it, header included.
 """
 
 from __future__ import annotations
 
 import mmap
 import re
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from quantmoe.exporter.running.cache import Cache
     from quantmoe.exporter.running.generate import Generator
 
-MODEL, TOKENS = "model", "tokens"
+MODEL, TOKENS, CHECKSUM = "model", "tokens", "checksum"
 
 
 def save(cache: Cache, path: str | Path) -> None:
@@ -46,7 +48,7 @@ def save(cache: Cache, path: str | Path) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         with naming(partial):
-            write_safetensors(partial, found)
+            write_safetensors(partial, found, CHECKSUM)
         replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -76,17 +78,17 @@ def load(cache: Cache, path: str | Path) -> None:
                 f"{path}: {name} is {entry.dtype} {list(entry.shape)}, expected {dtype.name} {shape} of this model"
             )
         count = int(np.prod(shape)) * dtype.itemsize
-        found = np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
-        if dtype.kind not in "iu" and not np.isfinite(found).all():
-            raise ModelError(f"{path}: {name} has numbers that are not finite")
-        return found
+        return np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
 
     identity = _identity(model)
     if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
         raise ModelError(f"{path}: saved with another model than {model.path}: its {IDENTITY} is another")
+    if CHECKSUM not in header:
+        raise ModelError(f"{path}: {CHECKSUM} is missing, as in files of earlier versions: save it again")
+    summed = header[CHECKSUM].begin
+    checksum = int(take(CHECKSUM, np.dtype("<u4"), [1])[0])
     length = header[TOKENS].shape[0] if TOKENS in header and header[TOKENS].shape else 0
     tokens = take(TOKENS, np.dtype(np.int64), [length]).tolist()
-    model.check(tokens)
     keys, states = {}, {}
     for name, (_, dtype) in model.past.items():
         if name not in model.states:
@@ -100,6 +102,18 @@ def load(cache: Cache, path: str | Path) -> None:
         raise ModelError(f"{path}: {min(header)} is not of this model's cache")
     if model.states and (length not in states or max(states) > length):
         raise ModelError(f"{path}: expected states after its {length} tokens, found those after {sorted(ends)}")
+    if summed + 4 != len(memory):
+        raise ModelError(f"{path}: {CHECKSUM} is not its last tensor")
+    if (found := zlib.crc32(memoryview(memory)[:summed])) != checksum:
+        raise ModelError(
+            f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
+            f"{checksum:08x}"
+        )
+    model.check(tokens)
+    of_states = [(f"{name}@{end}", array) for end, own in states.items() for name, array in own.items()]
+    for name, array in [*keys.items(), *of_states]:
+        if array.dtype.kind not in "iu" and not np.isfinite(array).all():
+            raise ModelError(f"{path}: {name} has numbers that are not finite")
     cache.become(tokens, keys, states)
 
 

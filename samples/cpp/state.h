@@ -5,7 +5,9 @@
 #include <onnxruntime_cxx_api.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -26,13 +28,37 @@ inline int64_t element_count(const Ids& shape) {
 
 // Bytes of a number of a type, by safetensors' name of it.
 inline int64_t byte_size(const std::string& dtype) {
-  return dtype == "I64" ? 8 : dtype == "F32" ? 4 : dtype.ends_with("16") ? 2 : 1;
+  return dtype == "I64" ? 8 : dtype.ends_with("32") ? 4 : dtype.ends_with("16") ? 2 : 1;
 }
 
 inline std::string to_text(const Ids& numbers) {
   std::string text;
   for (const int64_t number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
   return '[' + text + ']';
+}
+
+// The CRC-32 of bytes after others that have `crc`, 0 of none; zlib's. Eight at a time: the tables have what a byte so
+// many places before the last adds.
+inline uint32_t crc32(uint32_t crc, const char* data, int64_t bytes) {
+  static const auto tables = [] {
+    std::array<std::array<uint32_t, 256>, 8> made{};
+    for (uint32_t i = 0; i < 256; ++i) {
+      made[0][i] = i;
+      for (int bit = 0; bit < 8; ++bit) made[0][i] = made[0][i] >> 1 ^ (made[0][i] & 1 ? 0xedb88320 : 0);
+    }
+    for (size_t place = 1; place < 8; ++place)
+      for (uint32_t i = 0; i < 256; ++i) made[place][i] = made[place - 1][i] >> 8 ^ made[0][made[place - 1][i] & 255];
+    return made;
+  }();
+  crc = ~crc;
+  for (; bytes >= 8; bytes -= 8, data += 8) {
+    uint64_t word;
+    std::memcpy(&word, data, 8);
+    word ^= crc, crc = 0;
+    for (int byte = 0; byte < 8; ++byte) crc ^= tables[7 - byte][word >> 8 * byte & 255];
+  }
+  for (; bytes > 0; --bytes, ++data) crc = crc >> 8 ^ tables[0][(crc ^ static_cast<uint8_t>(*data)) & 255];
+  return ~crc;
 }
 
 // One of the model's inputs past_key_values.*: keys or values [1, heads, length, width], or a state of linear
@@ -116,6 +142,8 @@ class StateFile {
     std::string model(identity.size(), 0);
     read_at(take_entry("model", "U8", {static_cast<int64_t>(model.size())}), 0, model.size(), model.data());
     if (model != identity) fail("saved with another model: its identity is another");
+    if (!entries_.contains("checksum")) fail("checksum is missing, as in files of earlier versions: save it again");
+    const Entry checksum = take_entry("checksum", "U32", {1});
     const auto entry = entries_.find("tokens");
     tokens_.resize(
         entry == entries_.end() || entry->second.shape.empty() ? 0 : (entry->second.end - entry->second.begin) / 8);
@@ -138,6 +166,7 @@ class StateFile {
     hybrid_ = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); });
     if (hybrid_ && (ends_.empty() || ends_.back() != length))
       fail("expected states after its " + std::to_string(length) + " tokens, found those after " + to_text(ends_));
+    check_bytes(checksum);
   }
 
   // How many of its tokens begin a prompt, the last one aside, whose logits are wanted; where there are states, to one
@@ -234,6 +263,22 @@ class StateFile {
     });
   }
 
+  // That all bytes before the checksum are those that were saved.
+  void check_bytes(const Entry& checksum) {
+    if (checksum.end != file_.seekg(0, std::ios::end).tellg()) fail("checksum is not its last tensor");
+    uint32_t stated = 0, found = 0;
+    read_at(checksum, 0, 4, &stated);
+    std::string part(1 << 20, 0);
+    file_.seekg(0);
+    for (int64_t at = 0; at < checksum.begin;) {
+      const int64_t bytes = std::min<int64_t>(checksum.begin - at, static_cast<int64_t>(part.size()));
+      if (!file_.read(part.data(), bytes)) fail("cannot be read");
+      found = crc32(found, part.data(), bytes);
+      at += bytes;
+    }
+    if (found != stated) fail("was altered or is damaged: its bytes have another CRC-32 than its checksum says");
+  }
+
   Entry take_entry(const std::string& name, const std::string& dtype, const Ids& shape) {
     const auto node = entries_.extract(name);
     if (!node) fail(name + " is missing");
@@ -294,6 +339,8 @@ inline void save_state(const std::filesystem::path& path, const std::string& ide
         ++state;
       }
   }
+  uint32_t checksum = 0;  // of what is before it
+  add("checksum", "U32", {1}, reinterpret_cast<const char*>(&checksum), 1, 4, 0);
   header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');
 
@@ -301,8 +348,11 @@ inline void save_state(const std::filesystem::path& path, const std::string& ide
   partial += ".partial";
   std::ofstream file(partial, std::ios::binary);
   const int64_t size = static_cast<int64_t>(header.size());
-  file.write(reinterpret_cast<const char*>(&size), 8).write(header.data(), size);
-  for (const auto& [data, bytes] : pieces) file.write(data, bytes);
+  pieces.insert(pieces.begin(), {{reinterpret_cast<const char*>(&size), 8}, {header.data(), size}});
+  for (const auto& [data, bytes] : pieces) {
+    file.write(data, bytes);  // the last piece is the checksum
+    checksum = crc32(checksum, data, bytes);
+  }
   file.close();
   std::error_code error;
   if (file) std::filesystem::rename(partial, path, error);

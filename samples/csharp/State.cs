@@ -1,4 +1,5 @@
 using System;
+using System.Buffers.Binary;
 using System.Collections.Generic;
 using System.IO;
 using System.Linq;
@@ -86,6 +87,8 @@ sealed class StateFile : IDisposable
             ReadHeader();
             byte[] model = Bytes(Take("model", "U8", 1, new long[] { identity.Length }));
             if (Encoding.ASCII.GetString(model) != identity) throw Bad("saved with another model: its identity is another");
+            if (!entries.ContainsKey("checksum")) throw Bad("checksum is missing, as in files of earlier versions: save it again");
+            Entry checksum = Take("checksum", "U32", 4, new long[] { 1 });
             long length = 0;
             if (entries.TryGetValue("tokens", out Entry row) && row.Shape.Length > 0) length = (row.End - row.Begin) / 8;
             byte[] numbers = Bytes(Take("tokens", "I64", 8, new[] { length }));
@@ -104,6 +107,7 @@ sealed class StateFile : IDisposable
             if (entries.Count > 0) throw Bad($"{entries.Keys.First()} is not of this model's cache");
             if (hybrid && (ends.Length == 0 || ends[ends.Length - 1] != length))
                 throw Bad($"expected states after its {length} tokens, found those after {List(ends)}");
+            CheckBytes(checksum);
         }
         catch
         {
@@ -166,9 +170,9 @@ sealed class StateFile : IDisposable
         if (pasts.Any(past => past.IsState)) ends[tokens.Length] = States(pasts, cache);
 
         var header = new StringBuilder();
-        var writes = new List<Action<Stream>>();
+        var writes = new List<Action<Put>>();
         long offset = 0;
-        void Add(string name, string dtype, long[] shape, long bytes, Action<Stream> write)
+        void Add(string name, string dtype, long[] shape, long bytes, Action<Put> write)
         {
             header.Append(header.Length == 0 ? "{" : ", ");
             header.Append($"\"{name}\": {{\"dtype\": \"{dtype}\", \"shape\": {List(shape)}, ");
@@ -177,7 +181,7 @@ sealed class StateFile : IDisposable
             writes.Add(write);
         }
         void AddBytes(string name, string dtype, long[] shape, byte[] bytes) =>
-            Add(name, dtype, shape, bytes.Length, stream => stream.Write(bytes, 0, bytes.Length));
+            Add(name, dtype, shape, bytes.Length, put => put(bytes));
 
         AddBytes("model", "U8", new long[] { identity.Length }, Encoding.ASCII.GetBytes(identity));
         var row = new byte[8 * tokens.Length];
@@ -188,10 +192,10 @@ sealed class StateFile : IDisposable
             if (pasts[n].IsState) continue;
             OrtValue value = cache[n];
             var pieces = pasts[n].Pieces(value, tokens.Length);
-            Add(pasts[n].Name, pasts[n].Dtype, pasts[n].Saved(tokens.Length), (long)pieces.Count * pieces.Bytes, stream =>
+            Add(pasts[n].Name, pasts[n].Dtype, pasts[n].Saved(tokens.Length), (long)pieces.Count * pieces.Bytes, put =>
             {
                 for (int i = 0; i < pieces.Count; i++)
-                    stream.Write(value.GetTensorMutableRawData().Slice(pieces.Begin + i * pieces.Stride, pieces.Bytes));
+                    put(value.GetTensorMutableRawData().Slice(pieces.Begin + i * pieces.Stride, pieces.Bytes));
             });
         }
         foreach (var end in ends)
@@ -200,6 +204,8 @@ sealed class StateFile : IDisposable
             foreach (Past past in pasts.Where(past => past.IsState))
                 AddBytes($"{past.Name}@{end.Key}", past.Dtype, past.Saved(0), end.Value[at++]);
         }
+        uint checksum = 0; // of what is before it
+        Add("checksum", "U32", new long[] { 1 }, 4, put => put(BitConverter.GetBytes(checksum)));
         header.Append('}').Append(' ', (8 - header.Length % 8) % 8);
 
         string partial = path + ".partial";
@@ -207,9 +213,14 @@ sealed class StateFile : IDisposable
         {
             using (FileStream file = File.Create(partial))
             {
-                file.Write(BitConverter.GetBytes((long)header.Length), 0, 8);
-                file.Write(Encoding.ASCII.GetBytes(header.ToString()), 0, header.Length);
-                foreach (var write in writes) write(file);
+                void Write(ReadOnlySpan<byte> bytes)
+                {
+                    file.Write(bytes);
+                    checksum = Crc32(checksum, bytes);
+                }
+                Write(BitConverter.GetBytes((long)header.Length));
+                Write(Encoding.ASCII.GetBytes(header.ToString()));
+                foreach (var write in writes) write(Write);
             }
             File.Move(partial, path, overwrite: true);
         }
@@ -217,6 +228,40 @@ sealed class StateFile : IDisposable
         {
             if (File.Exists(partial)) File.Delete(partial);
         }
+    }
+
+    /// Takes the next bytes of a file.
+    delegate void Put(ReadOnlySpan<byte> bytes);
+
+    // What a byte so many places before the last adds to a CRC-32.
+    static readonly uint[][] tables = MakeTables();
+
+    static uint[][] MakeTables()
+    {
+        var made = Enumerable.Range(0, 8).Select(place => new uint[256]).ToArray();
+        for (uint i = 0; i < 256; i++)
+        {
+            uint crc = i;
+            for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ ((crc & 1) != 0 ? 0xedb88320 : 0);
+            made[0][i] = crc;
+        }
+        for (int place = 1; place < 8; place++)
+            for (int i = 0; i < 256; i++) made[place][i] = made[place - 1][i] >> 8 ^ made[0][made[place - 1][i] & 255];
+        return made;
+    }
+
+    /// The CRC-32 of bytes after others that have `crc`, 0 of none; zlib's.
+    static uint Crc32(uint crc, ReadOnlySpan<byte> bytes)
+    {
+        crc = ~crc;
+        for (; bytes.Length >= 8; bytes = bytes.Slice(8))
+        {
+            ulong word = BinaryPrimitives.ReadUInt64LittleEndian(bytes) ^ crc;
+            crc = 0;
+            for (int i = 0; i < 8; i++) crc ^= tables[7 - i][word >> 8 * i & 255];
+        }
+        foreach (byte last in bytes) crc = crc >> 8 ^ tables[0][(crc ^ last) & 255];
+        return ~crc;
     }
 
     public static long Count(long[] shape) => shape.Aggregate(1L, (product, dim) => checked(product * dim));
@@ -259,6 +304,23 @@ sealed class StateFile : IDisposable
         {
             throw Bad($"corrupt header: {error.Message}");
         }
+    }
+
+    // That all bytes before the checksum are those that were saved.
+    void CheckBytes(Entry checksum)
+    {
+        if (checksum.End != file.Length) throw Bad("checksum is not its last tensor");
+        uint found = 0;
+        var part = new byte[1 << 20];
+        for (long at = 0; at < checksum.Begin;)
+        {
+            Span<byte> bytes = part.AsSpan(0, (int)Math.Min(part.Length, checksum.Begin - at));
+            Read(at, bytes);
+            found = Crc32(found, bytes);
+            at += bytes.Length;
+        }
+        if (found != BitConverter.ToUInt32(Bytes(checksum), 0))
+            throw Bad("was altered or is damaged: its bytes have another CRC-32 than its checksum says");
     }
 
     Entry Take(string name, string dtype, int size, long[] shape)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import zlib
+from math import prod
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +18,9 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
 from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.running.states import CHECKSUM, MODEL
 
 FLOAT = {"activations": "float", "logits": "last"}
 
@@ -59,6 +64,11 @@ def saved(exported, tmp_path):
     return generator, tmp_path / "state"
 
 
+def write(path: Path, tensors: dict[str, np.ndarray | None]) -> None:
+    """A file whose checksum is right, of the tensors that are not None."""
+    write_safetensors(path, {n: array for n, array in tensors.items() if array is not None and n != CHECKSUM}, CHECKSUM)
+
+
 def test_another_model_is_refused(saved, exported, tmp_path):
     generator, path = saved
     shutil.copytree(generator.path.parent, tmp_path / "model")
@@ -89,7 +99,7 @@ def test_damaged_files_are_named(saved, tmp_path):
     key = "past_key_values.1.key"
 
     def refused(message: str, change: dict) -> None:
-        save_file({name: array for name, array in (tensors | change).items() if array is not None}, path)
+        write(path, tensors | change)
         with pytest.raises(ModelError, match=message):
             generator.load_cache(path)
 
@@ -104,18 +114,47 @@ def test_damaged_files_are_named(saved, tmp_path):
     refused(r"past_key_values\.0\.key@4 is not of this model", {"past_key_values.0.key@4": np.zeros(1, np.float32)})
 
 
+def test_numbers_that_were_altered_are_noticed(exported, tmp_path):
+    """One bit of any tensor, or of the header where it says what is where; the checksum is zlib's, of all before it."""
+    generator, path = Generator(exported("qwen3_5_moe_text", **FLOAT)), tmp_path / "state"
+    cache = generator.cache()
+    cache.append(PROMPT)
+    generator.save_cache(cache, path)
+    whole, header = path.read_bytes(), read_header(path)
+    assert int.from_bytes(whole[-4:], "little") == zlib.crc32(whole[:-4])
+    assert list(header)[-1] == CHECKSUM
+    for name, entry in header.items():
+        last = entry.begin + prod(entry.shape) * DTYPES[entry.dtype].itemsize - 1
+        path.write_bytes(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :])
+        altered = f"{path}: was altered or is damaged: the CRC-32 of its bytes is [0-9a-f]{{8}}, its checksum says "
+        with pytest.raises(ModelError, match="saved with another model" if name == MODEL else altered):
+            generator.load_cache(path)
+    key, value = (f'"past_key_values.1.{kind}"'.encode() for kind in ("key", "value"))
+    path.write_bytes(whole.replace(key, b"<key>", 1).replace(value, key, 1).replace(b"<key>", value, 1))
+    with pytest.raises(ModelError, match="was altered or is damaged"):
+        generator.load_cache(path)
+    tensors = load_file(path)
+    save_file(tensors, path)  # in another order
+    with pytest.raises(ModelError, match=r"state: checksum is not its last tensor"):
+        generator.load_cache(path)
+    del tensors[CHECKSUM]
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match="state: checksum is missing, as in files of earlier versions: save it again"):
+        generator.load_cache(path)
+
+
 def test_states_must_be_of_the_last_token(exported, tmp_path):
     generator = Generator(exported("qwen3_5_moe_text", **FLOAT))
     cache = generator.cache()
     cache.append(PROMPT)
     generator.save_cache(cache, tmp_path / "state")
     tensors = {name.replace("@23", "@22"): array for name, array in load_file(tmp_path / "state").items()}
-    save_file(tensors, tmp_path / "state")
+    write(tmp_path / "state", tensors)
     with pytest.raises(ModelError, match=r"expected states after its 23 tokens, found those after \[22\]"):
         generator.load_cache(tmp_path / "state")
     name = next(name for name in tensors if ".recurrent_state@" in name)
     tensors[name][..., -1] = np.nan
-    save_file({name.replace("@22", "@23"): array for name, array in tensors.items()}, tmp_path / "state")
+    write(tmp_path / "state", {name.replace("@22", "@23"): array for name, array in tensors.items()})
     with pytest.raises(
         ModelError, match=r"state: past_key_values\.0\.recurrent_state@23 has numbers that are not finite"
     ):
