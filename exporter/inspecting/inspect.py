@@ -34,7 +34,15 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER
 from quantmoe.exporter.writing.external_data import HASH, new_hash
-from quantmoe.exporter.writing.output import EMBEDDINGS_MODEL, MODEL, MTP_MODEL, VISION_MODEL, ranks_in
+from quantmoe.exporter.writing.output import (
+    EMBEDDINGS_MODEL,
+    FILES,
+    MODEL,
+    MTP_MODEL,
+    VISION_MODEL,
+    check_recorded,
+    ranks_in,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -113,7 +121,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``embeddings``, those of mtp.onnx, vision.onnx and embeddings.onnx where they lie beside model.onnx.
 
     Raises:
-        ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
+        ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash;
+            with ``verify`` a file beside model.onnx is not of its export.
     """
     import onnx_ir as ir  # it imports sympy, half a second
 
@@ -153,6 +162,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
     for beside in (path.with_name(name) for name in (MTP_MODEL, VISION_MODEL, EMBEDDINGS_MODEL)):
         if path.name == MODEL and beside.is_file():
+            if verify and FILES in model.metadata_props:
+                check_recorded(path, model.metadata_props, beside)
             found[beside.stem] = inspect(beside, verify)
     return found
 

@@ -16,10 +16,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.writing.external_data import file_hash, naming
 
 if TYPE_CHECKING:
@@ -151,6 +152,23 @@ def record(stage: Path) -> str:
     """``FILES`` of a model whose other files are all in the folder."""
     names = [path.name for path in _files(stage) if not _WEIGHTS.fullmatch(path.name)]
     return json.dumps({name: file_hash(stage / name) for name in names if name not in (MODEL, _NAMES)})
+
+
+def check_recorded(model: Path, metadata: Mapping[str, str], path: Path) -> None:
+    """Refuses a file that a model's export did not write with it, as the model's metadata says.
+
+    Raises:
+        ModelError: it is of another export, or was altered.
+    """
+    try:
+        stated = json.loads(metadata.get(FILES, "{}"))[path.name]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        stated = None
+    if stated != file_hash(path):
+        raise ModelError(
+            f"{path}: is not the one that {model.name} was exported with: put both of one export there, as a whole "
+            "folder"
+        )
 
 
 def sync(path: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -472,6 +473,23 @@ def test_what_cannot_speculate_is_named(models, exported):
     assert {**found["mtp"], "files": None} == {**alone, "files": None}  # what of them is in memory changes
     assert found["mtp"]["layers"][0]["module"] == "mtp.layers.0.mlp.experts"
     assert found["mtp"]["verified"]
+
+
+@pytest.mark.parametrize("altered", ["mtp.onnx", "files"])
+def test_a_layer_of_another_export_is_named(models, tmp_path, altered):
+    """Also where the model does not say which is its own. Without drafts nobody asks for it."""
+    folder = shutil.copytree(models["qwen3_next"], tmp_path / "model")
+    name = "model.onnx" if altered == "files" else altered
+    model = ir.load(folder / name)
+    model.metadata_props["checkpoint" if name == altered else altered] = "[]"
+    ir.save(model, folder / name)
+    message = r"mtp\.onnx: is not the one that model\.onnx was exported with: put both of one export there"
+    with pytest.raises(ModelError, match=message):
+        Generator(folder, speculate="mtp")
+    with pytest.raises(ModelError, match=message):
+        inspect(folder, verify=True)
+    assert Generator(folder).greedy(PROMPT, 1).tokens
+    assert "mtp" in inspect(folder)
 
 
 @pytest.mark.every
