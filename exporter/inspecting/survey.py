@@ -5,11 +5,13 @@ From headers and config.json alone, like all that is decided before torch is imp
 
 from __future__ import annotations
 
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, choose_experts
+from quantmoe.custom_ops.op import ConvSpec
+from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, choose_experts, kernels_refuse
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
@@ -63,7 +65,16 @@ def survey(path: str | Path) -> dict[str, Any]:
             choose_experts(format, layout, ACTIVATIONS[layout], "exact")
         except CheckpointError as error:
             found["refused"][target] = str(error)
+    if not found["refused"]["ort"] and (module := _short_convolution(format)):
+        found["refused"]["ort"] = f"{ckpt.folder}: {module}: {kernels_refuse('ort')(ConvSpec)}"
     return found
+
+
+def _short_convolution(format: Format) -> str:
+    """The first module with one, as linear attention, state spaces and LFM2's layers have it; "" without any."""
+    modules = (name.rpartition(".")[0] for name in format.parameters() if name.endswith(".weight"))
+    found = (re.fullmatch(r"(.+)\.(\w+_)?conv(1d)?", module) for module in modules)
+    return next((match[1] for match in found if match), "")
 
 
 def _files(path: Path) -> dict[str, dict[str, int]]:

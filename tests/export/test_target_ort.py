@@ -28,6 +28,7 @@ from quantmoe.exporter.graph.passes.weights import Weight
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.fit import fit
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
@@ -308,6 +309,7 @@ def test_refused_by_name(checkpoint, tmp_path, architecture, scheme, text):
     for command in (export, plan):
         with pytest.raises(CheckpointError, match=text):
             command(checkpoint(architecture, scheme), tmp_path / "model", target="ort")
+    assert re.search(text, survey(checkpoint(architecture, scheme))["refused"]["ort"])
 
 
 def test_act_order_is_refused_by_name(tmp_path):
