@@ -132,7 +132,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         activations=report.activations,
         kv_cache=report.kv_cache,
         left_out=report.left_out,
-        attention=format.attention(),
+        attention=format.attention(wanted.layers),
     )
 
 

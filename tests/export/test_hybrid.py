@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
@@ -28,6 +29,7 @@ from quantmoe.exporter.measuring.model import touched_bytes
 from quantmoe.exporter.measuring.sides import Ours
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.base import Format
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
@@ -363,6 +365,32 @@ def test_a_state_of_another_shape(exported, name, shape):
     past[key] = np.zeros(shape, past[key].dtype)
     with pytest.raises(ModelError, match=key.replace(".", r"\.")):
         generator.step(tokens(1, 3), past)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2},
+        {"hybrid_override_pattern": "MME*MM*"},
+        {"linear_attn_config": {"kda_layers": [1, 2, 4, 5], "full_attn_layers": [3, 6]}},
+        {"full_attention_interval": 3, "num_hidden_layers": 6},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_kinds_of_the_first_layers(config):
+    """A part of a model has those of its own layers; Nemotron's blocks of experts count as layers."""
+    format = SimpleNamespace(ckpt=SimpleNamespace(text_config=config))
+    assert Format.attention(format) == "4 layers of linear attention, 2 layers of full attention"
+    assert Format.attention(format, 4) in (
+        "3 layers of linear attention, 1 layers of full attention",
+        "2 layers of linear attention, 1 layers of full attention",
+    )
+    assert Format.attention(format, 2) == ""
+
+
+def test_a_dry_run_of_the_first_layers(tmp_path):
+    folder = Path(__file__).parents[2] / "samples/demo_model/hybrid"
+    assert plan(folder, tmp_path, layers=4).attention == "3 layers of linear attention, 1 layers of full attention"
 
 
 def test_layers_without_attention_are_refused(floats, tmp_path):

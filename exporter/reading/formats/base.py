@@ -428,8 +428,12 @@ class Format(ABC):
         found = kv_cache.find(self.ckpt)
         return found.remark if found else ""
 
-    def attention(self) -> str:
-        """How many layers have attention of which type, as config.json says; "" of models that have one."""
+    def attention(self, first: int | None = None) -> str:
+        """How many layers have attention of which type, as config.json says; "" of models that have one.
+
+        Args:
+            first: of so many layers at the beginning; None: of all.
+        """
         config = self.ckpt.text_config
         types = config.get("layer_types") or config.get("layers_block_type")
         if types is None and isinstance(pattern := config.get("hybrid_override_pattern"), str):  # Nemotron's
@@ -439,12 +443,13 @@ class Format(ABC):
             kinds = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
             lists = {kind: listed.get(name) for name, kind in kinds.items()}
             if all(isinstance(layers, list) for layers in lists.values()):
-                types = [kind for kind, layers in lists.items() for _ in layers or ()]
+                numbered = [(i, kind) for kind, layers in lists.items() for i in layers or () if type(i) is int]
+                types = [kind for _, kind in sorted(numbered)]
         if types is None and type(every) is int and every > 0 and type(count) is int:
             types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 1 << 16))]
         if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
             return ""
-        types = [kind for kind in types if kind not in ("moe", "mlp")]  # blocks without attention
+        types = [kind for kind in types[:first] if kind not in ("moe", "mlp")]  # blocks without attention
         if len(set(types)) < 2:
             return ""
         return ", ".join(f"{n} layers of {kind.replace('_', ' ')}" for kind, n in Counter(types).items())
