@@ -382,6 +382,7 @@ def generate(
     from quantmoe.exporter.inspecting.inspect import model_path
     from quantmoe.exporter.reading.sampling import folder_sampling
     from quantmoe.exporter.running import ranks
+    from quantmoe.exporter.running.cache import TAIL
     from quantmoe.exporter.running.generate import Generator, stop_tokens
 
     messages = None if prompts is None else _read_prompts(prompts)
@@ -442,6 +443,7 @@ def generate(
 
     if ids is not None:
         model, cache = begin(len(ids) + max_new_tokens)
+        cache.tail = TAIL if save_state is not None else 0  # for the same ids again, whose last one is to be run
         new = ids[cache.keep(ids) :]
         found = model.generate(new, max_new_tokens, stop_tokens(folder), sampling, cache)
         print(",".join(map(str, found.tokens)))

@@ -40,7 +40,8 @@ class Cache:
 
     Attributes:
         tokens: ids of those whose keys and values are there.
-        tail: states are copied so many tokens before the end of such a call, too; 0: not.
+        tail: states are copied so many tokens before the end of such a call, too, or where it begins if it has no more;
+            0: not.
         hidden: of a model that gives them, the hidden states [S, H] of the last run's tokens; None of others.
         given: inputs of the next runs beside the tokens.
         generation: what generates on it. One that was left is closed by whatever uses the cache next, and takes back
@@ -81,9 +82,11 @@ class Cache:
         """
         self._make_ready(ids)
         ends = {*range(self.model.chunk, len(ids), self.model.chunk), len(ids)}
-        copied = {len(ids), len(ids) - self.tail} if self.model.states and len(ids) > 1 else set()
+        copied = {len(ids), max(len(ids) - self.tail, 0)} if self.model.states and len(ids) > 1 else set()
+        if self.tokens and 0 in copied:  # the tail begins before these tokens: as near as there are states
+            self._snapshots[len(self.tokens)] = self._states()
         at = 0
-        for end in sorted(ends | {end for end in copied if end > 0}):
+        for end in sorted(ends | copied - {0}):
             logits = self._advance(ids[at:end])
             heard(ids[at:end], self.hidden)
             at = end

@@ -15,6 +15,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "state.h"
@@ -96,8 +97,16 @@ static Ids generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
 
   Ids generated, tokens(ids.begin(), ids.begin() + kept), mask(kept, 1);
   ids.erase(ids.begin(), ids.begin() + kept);
+  // States to go back to are of the prompt's end and of a few tokens before it, for the same prompt again.
+  constexpr size_t kTail = 8;
+  Ids tail;
+  if (!save.empty() && ids.size() > kTail &&
+      std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); })) {
+    tail.assign(ids.end() - kTail, ids.end());
+    ids.resize(ids.size() - kTail);
+  }
   Ort::IoBinding binding(session);
-  for (; count > 0; --count) {
+  while (count > 0) {
     Ids positions(ids.size());
     std::iota(positions.begin(), positions.end(), mask.size());
     mask.resize(mask.size() + ids.size(), 1);
@@ -117,8 +126,13 @@ static Ids generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
     tokens.insert(tokens.end(), ids.begin(), ids.end());
     const int64_t best = best_token(cache[0]);
     cache.erase(cache.begin());
-    if (ids.size() > 1 && !save.empty()) ends[static_cast<int64_t>(tokens.size())] = states_of(pasts, cache);
-    ids = {best};
+    if ((ids.size() > 1 || !tail.empty()) && !save.empty())
+      ends[static_cast<int64_t>(tokens.size())] = states_of(pasts, cache);
+    if (!tail.empty()) {
+      ids = std::exchange(tail, {});
+      continue;
+    }
+    ids = {best}, --count;
     generated.push_back(ids[0]);
     if (std::find(stop.begin(), stop.end(), ids[0]) != stop.end()) break;
   }

@@ -78,6 +78,7 @@ static class Generate
 sealed class State : IDisposable
 {
     public readonly IReadOnlyDictionary<string, string> Metadata;
+    const int Tail = 8;
     readonly InferenceSession session;
     readonly OrtIoBinding binding;
     readonly Past[] pasts;
@@ -130,7 +131,15 @@ sealed class State : IDisposable
         if (count > 0 && total >= room)
             throw new ArgumentException($"a prompt of {total} tokens leaves no room in "
                 + (room < context ? "a cache of " : "the model's context of ") + room);
-        for (count = Math.Min(count, room - total); count-- > 0;)
+        count = Math.Min(count, room - total);
+        // States to go back to are of the prompt's end and of a few tokens before it, for the same prompt again.
+        if (count > 0 && saves && ids.Length > Tail && pasts.Any(past => past.IsState))
+        {
+            Step(run, ids[..^Tail]);
+            ends[Length] = StateFile.States(pasts, cache);
+            ids = ids[^Tail..];
+        }
+        while (count-- > 0)
         {
             ids = unread = new[] { Step(run, ids) };
             bool over = stop.Contains($"{ids[0]}");

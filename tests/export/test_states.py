@@ -169,6 +169,32 @@ def test_more_than_a_cache_holds(saved):
         Generator(generator.path, capacity=20).load_cache(path)
 
 
+def test_a_short_turn_goes_back_to_where_it_began(exported):
+    """Of fewer tokens than the tail. Without tokens before it there is nothing to copy."""
+    generator = Generator(exported("qwen3_5_moe_text", **FLOAT))
+    cache = generator.cache()
+    cache.tail = 8
+    cache.append(PROMPT[:5])
+    assert cache._ends() == [0, 5]
+    for token in (6, 7, 8):
+        cache.append([token])
+    cache.append([9, 10, 11])
+    assert cache._ends() == [0, 5, 8, 11]
+    said = generator.generate([5], 4, cache=cache).tokens
+    assert cache.keep([*PROMPT[:5], 6, 7, 8, 9, 12]) == 8
+    assert generator.generate([9, 10, 11, 5], 4, cache=cache).tokens == said
+
+
+def test_the_same_ids_again_run_their_end_alone(exported, tmp_path):
+    """Linear attention: a saved file has states before the end of the prompt, whose last token is to be run."""
+    folder, ids = str(exported("qwen3_5_moe_text", **FLOAT)), ",".join(map(str, PROMPT))
+    arguments = ["generate", folder, "--ids", ids, "--max-new-tokens", "6", "--temperature", "0"]
+    first = CliRunner().invoke(app, [*arguments, "--save-state", str(tmp_path / "state")])
+    again = CliRunner().invoke(app, [*arguments, "--load-state", str(tmp_path / "state")])
+    assert again.stdout.splitlines()[0] == first.stdout.splitlines()[0]
+    assert "prompt: 8 tokens" in again.stderr
+
+
 def test_the_command(exported, tmp_path):
     folder, ids = str(exported("qwen3_moe", **FLOAT)), ",".join(map(str, PROMPT))
     count = ["--max-new-tokens", "6", "--temperature", "0"]
