@@ -299,7 +299,8 @@ class Generator:
 
     def _check_drafts(self) -> None:
         """A run of a token and its drafts takes the logits and the states after each."""
-        tokens, lacking, options = self.drafts + 1, [], []
+        tokens, lacking = self.drafts + 1, []
+        options = ["--mtp"] if self.speculate == "mtp" and not self.hidden else []
         if self.states and tokens > self.window:
             lacking.append(f"has the states of linear attention after a run's last {self.window} tokens")
             options.append(f"--state-window {tokens}")
