@@ -282,7 +282,11 @@ qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
     step.stages = two && !short_k ? 5 : 3;
   }
   step.shared_bytes = shared_bytes();
-  step.grid = static_cast<int32_t>(ceil_div(row.panels, step.panels) * step.cluster);
+  // Blocks that are there at once take one group of panels after the other.
+  const int64_t blocks = step.shared_bytes ? device.shared_bytes / (step.shared_bytes + kReserved) : 1;
+  const int64_t slots = multiprocessors * std::clamp<int64_t>(blocks, 1, linear_blocks(sizes.bits, step.panels));
+  step.grid =
+      static_cast<int32_t>(std::clamp<int64_t>(ceil_div(row.panels, step.panels), 1, std::max<int64_t>(slots, 1)));
   return step;
 }
 

@@ -97,9 +97,10 @@ constexpr int shared_bytes_of(const Instance& row, const FormatSizes& sizes) {
     case ProductKernel::kLinearDecode:
       break;
   }
-  // Rings and sums, which lie over the ring where a stage has two units of K, and in moe_down_decode of floats.
-  const bool list = row.kernel == ProductKernel::kLinearDecode || row.kernel == ProductKernel::kDownDecode;
-  const bool over = row.units == 2 || (list && sizes.bits == 16);
+  // Rings and sums, which lie over the ring where a stage has two units of K, and in moe_down_decode of floats; not in
+  // linear_decode, whose ring is filled for the next panels.
+  const bool over = row.kernel != ProductKernel::kLinearDecode &&
+                    (row.units == 2 || (row.kernel == ProductKernel::kDownDecode && sizes.bits == 16));
   const int ring = row.stages * stage_bytes(row.panels, row.n_tiles, sizes.bits, sizes.lane_bytes, row.units);
   return kWarps * (ring + (over ? 0 : row.panels * row.n_tiles * 512));
 }
@@ -107,5 +108,6 @@ constexpr int shared_bytes_of(const Instance& row, const FormatSizes& sizes) {
 constexpr int register_blocks(int bits, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : n_tiles == 1 && ((panels == 2 && bits == 4) || (panels == 1 && bits == 16)) ? 3 : 2;
 }
+constexpr int linear_blocks(int bits, int panels) { return panels == 1 ? 3 : register_blocks(bits, panels, 1); }
 
 }  // namespace quantmoe

@@ -321,33 +321,16 @@ __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, NT))
 // GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list
 // is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
-// kLinear: there is one expert, which all tokens have; more stages, as little else is in flight.
 // One long function: of a turn's products its list's places and its sums are registers, and so is what is copied next.
-template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = stages_of(kUnits)>
+template <typename T, typename F, int MT, int kUnits = 1, int kStages_ = stages_of(kUnits)>
 __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, 1))
     moe_down_decode(const __grid_constant__ GemmParams params) {
   using S = Stream<T, F, MT, 1, kUnits, kStages_>;
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ std::conditional_t<kLinear, int, DecodeRouting> routing_storage;
-  [[maybe_unused]] auto* routing = &routing_storage;
-  if constexpr (!kLinear) routing->make(params.routing);
+  __shared__ DecodeRouting routing;
+  routing.make(params.routing);
   const int columns = params.routing.tokens, cluster = params.cluster;
-  // -1: none.
-  auto pair_of = [&](int tile, int token) {
-    if constexpr (kLinear) {
-      return token < columns ? token : -1;
-    } else {
-      return routing->pair_of(tile, token);
-    }
-  };
-  auto tiles = [&] {
-    if constexpr (kLinear) {
-      return 1;
-    } else {
-      return routing->tiles;
-    }
-  };
   S stream(shared, params.weights);
   constexpr bool kOver = kUnits > 1 || S::Size::kBits == 16;
   auto sums_of = [&](int warp) {  // after the rings, or, in 2 units of K a stage and of floats, over them
@@ -357,17 +340,11 @@ __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, 1))
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
   const int panel = blockIdx.x / cluster * MT, rank = blockIdx.x % cluster;
-  const int k_units = (params.weights.units + kUnits - 1) / kUnits, total = tiles() * k_units;
+  const int k_units = (params.weights.units + kUnits - 1) / kUnits, total = routing.tiles * k_units;
   const int parts = cluster * kWarps;
   const int part = rank * kWarps + warp;
 
-  auto expert_row = [&](int tile) {
-    if constexpr (kLinear) {
-      return params.weights.rows.first;
-    } else {
-      return params.weights.rows[routing->expert[tile]];
-    }
-  };
+  auto expert_row = [&](int tile) { return params.weights.rows[routing.expert[tile]]; };
   struct ListPlace {  // in the list
     int at, tile, k;
     __device__ bool advance(int k_units) {  // true when the tile changed
@@ -385,7 +362,7 @@ __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, 1))
   };
   auto seek_tokens = [&](const ListPlace& at) {
     stream.k = at.k * kUnits;
-    const int pair = pair_of(at.tile, g);
+    const int pair = routing.pair_of(at.tile, g);
     stream.seek_tokens(0, pair < 0 ? nullptr : static_cast<const T*>(params.x) + pair * params.x_columns,
                        params.x_columns);
   };
@@ -420,10 +397,9 @@ __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, 1))
     if (enter) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // a token that has not this expert is a column of zeros
-        const int pair = pair_of(place.tile, 2 * t + i);
+        const int pair = routing.pair_of(place.tile, 2 * t + i);
         weight[i] = pair < 0 ? 0.f : 1.f;
-        if constexpr (!kLinear)
-          if (pair >= 0 && params.weight_here) weight[i] = routing->weight[pair];
+        if (pair >= 0 && params.weight_here) weight[i] = routing.weight[pair];
         factor[i] = weight[i] * sum_factors<T, F>(params.weights, expert_row(place.tile)).x;
       }
       if (params.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias

@@ -1,5 +1,6 @@
 // The mma.sync kernels.
 #pragma once
+#include "cuda/linear_decode.cuh"
 #include "cuda/moe_gemm_span.cuh"
 #include "cuda/select.cuh"
 
@@ -14,8 +15,10 @@ struct MmaFamily {
     constexpr bool down = row.product != Product::kGateUp, decode = row.path == QM_CUDA_DECODE;
     if constexpr (row.kernel == ProductKernel::kSpan) {
       return moe_gemm_span<T, F, row.panels, down, decode>;
+    } else if constexpr (row.kernel == ProductKernel::kLinearDecode) {
+      return linear_decode<T, F, row.panels, row.units, row.stages>;
     } else if constexpr (decode && down) {
-      return moe_down_decode<T, F, row.panels, row.units, row.kernel == ProductKernel::kLinearDecode, row.stages>;
+      return moe_down_decode<T, F, row.panels, row.units, row.stages>;
     } else {
       return moe_gemm_mma<T, F, row.panels, row.n_tiles, down, decode, row.units,
                           row.kernel != ProductKernel::kMmaWhole>;
