@@ -381,7 +381,7 @@ def generate(
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
     from quantmoe.exporter.reading.sampling import folder_sampling
-    from quantmoe.exporter.running import ranks
+    from quantmoe.exporter.running import ranks, states
     from quantmoe.exporter.running.cache import TAIL
     from quantmoe.exporter.running.generate import Generator, stop_tokens
 
@@ -400,10 +400,11 @@ def generate(
         if "" in texts:
             raise typer.BadParameter("is empty", param_hint=option)
     _check_text(prompt or "")
-    if save_state is not None and not save_state.parent.is_dir():
-        raise typer.BadParameter(f"{save_state.parent}: no such folder", param_hint="--save-state")
-    if save_state is not None and save_state.is_dir():
-        raise typer.BadParameter(f"{save_state} is a folder, expected a file", param_hint="--save-state")
+    if save_state is not None:
+        try:
+            states.target(save_state)
+        except ModelError as error:
+            raise typer.BadParameter(str(error), param_hint="--save-state") from None
     if load_state is not None and not load_state.is_file():
         raise typer.BadParameter(f"{load_state}: no such file", param_hint="--load-state")
     if drafts is not None and speculate is None:

@@ -355,7 +355,8 @@ class Generator:
         """Writes a cache's tokens, keys, values and states (exporter/running/states.py).
 
         Raises:
-            ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states.
+            ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states; the
+                path has another file, or its folder is missing.
         """
         save_states(cache, path)
 

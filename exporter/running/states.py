@@ -10,6 +10,7 @@ it, header included.
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import zlib
 from pathlib import Path
@@ -31,15 +32,40 @@ if TYPE_CHECKING:
 MODEL, TOKENS, CHECKSUM = "model", "tokens", "checksum"
 
 
-def save(cache: Cache, path: str | Path) -> None:
-    """Writes what a cache has; a file of the name is replaced when all is there.
+def target(path: str | Path) -> Path:
+    """The file that :func:`save` writes: where a link leads.
 
     Raises:
-        ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states.
+        ModelError: its folder is missing, it is no regular file, or what it has is neither nothing nor a saved state.
+        OSError: it cannot be read.
+    """
+    file = Path(os.path.realpath(path))
+    if file.is_dir():
+        raise ModelError(f"{path} is a folder, expected a file")
+    if not file.parent.is_dir():
+        raise ModelError(f"{file.parent}: no such folder")
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # a link that leads to itself; a pipe, a device
+        raise ModelError(f"{path}: is no regular file")
+    if file.exists() and file.stat().st_size:
+        try:
+            known = {MODEL, TOKENS} <= read_header(file).keys()
+        except CheckpointError:
+            known = False
+        if not known:
+            raise ModelError(f"{path}: is there, and is no saved state: expected an earlier one, or no file")
+    return file
+
+
+def save(cache: Cache, path: str | Path) -> None:
+    """Writes what a cache has; an earlier saved state is replaced when all is there.
+
+    Raises:
+        ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states; as
+            :func:`target`.
         OSError: the file cannot be written.
     """
     cache.settle()
-    path, tokens = Path(path), np.array(cache.tokens, np.int64)
+    path, tokens = target(path), np.array(cache.tokens, np.int64)
     if not len(tokens):
         raise ModelError(f"{path}: the cache has no tokens to save")
     keys, states = cache.contents()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import zlib
 from math import prod
 from pathlib import Path
@@ -16,7 +18,7 @@ from test_generate import PROMPT
 from test_hybrid import grown
 from typer.testing import CliRunner
 
-from quantmoe.exporter.cli import app
+from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
 from quantmoe.exporter.running.generate import Generator
@@ -167,6 +169,45 @@ def test_more_than_a_cache_holds(saved):
     generator, path = saved
     with pytest.raises(ModelError, match="23 tokens, the cache has a capacity of 20"):
         Generator(generator.path, capacity=20).load_cache(path)
+
+
+def test_only_saved_states_are_replaced(saved, tmp_path, monkeypatch, capsys):
+    """What else is there stays, and nothing is generated before that is known."""
+    generator, path = saved
+    cache, whole = generator.load_cache(path), path.read_bytes()
+    cache.append([5])
+    (tmp_path / "link").symlink_to(path)
+    generator.save_cache(cache, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert generator.load_cache(path).tokens == [*PROMPT, 5]
+    (tmp_path / "empty").touch()
+    generator.save_cache(cache, tmp_path / "empty")
+    assert (tmp_path / "empty").read_bytes() == path.read_bytes() != whole
+    save_file({"model": np.zeros(64, np.uint8)}, tmp_path / "weights.safetensors")
+    (tmp_path / "model.onnx.data").write_bytes(b"weights" * 9)
+    (tmp_path / "to").symlink_to(tmp_path / "model.onnx.data")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    os.mkfifo(tmp_path / "pipe")
+    before = {name: (tmp_path / name).read_bytes() for name in ("weights.safetensors", "model.onnx.data")}
+    none = "is there, and is no saved state: expected an earlier one, or no file"
+    for name, message in (
+        ("weights.safetensors", none),
+        ("model.onnx.data", none),
+        ("to", none),
+        ("itself", "is no regular file"),
+        ("pipe", "is no regular file"),
+        ("none/state", "none: no such folder"),
+        (".", "is a folder, expected a file"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            generator.save_cache(cache, tmp_path / name)
+        arguments = ["generate", str(generator.path), "--ids", "5", "--save-state", str(tmp_path / name)]
+        monkeypatch.setattr(sys, "argv", ["quantmoe", *arguments])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main()
+        told = capsys.readouterr()
+        assert (told.out, message in told.err) == ("", True), told.err
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 
 def test_a_short_turn_goes_back_to_where_it_began(exported):
