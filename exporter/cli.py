@@ -455,10 +455,10 @@ def generate(
 
     text = Text(folder, raw)
     if messages is not None:
-        longest = max(len(text.encode([{"role": "user", "content": message}])) for message in messages)
+        asked = [text.encode([{"role": "user", "content": message}]) for message in messages]
         size = min(batch or BATCH, len(messages))
-        model, cache = begin(size * (longest + max_new_tokens))
-        _answer(model, text, messages, size, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
+        model, cache = begin(size * (max(map(len, asked)) + max_new_tokens))
+        _answer(model, text, asked, size, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
         end(model, cache)
         return
     reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
@@ -565,20 +565,29 @@ def _read_prompts(path: Path) -> list[str]:
     return found
 
 
-def _answer(model: Any, text: Any, messages: Sequence[str], size: int, **options: Any) -> None:
-    """Prints the answers of each batch when all of its rows have ended."""
+def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, **options: Any) -> None:
+    """Prints the answers in the prompts' order, each when it and those before it are there.
+
+    The longest run first, with others about as long: a row is padded to the longest of its batch.
+    """
     from quantmoe.exporter.running.chat import answers
 
-    batches = []
-    for at in range(0, len(messages), size):
-        said, batch = answers(model, text, messages[at : at + size], **options)
-        for answer in said:
-            print(json.dumps(answer, ensure_ascii=False), flush=True)
+    order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]), reverse=True)
+    batches: list[Any] = []
+    found: dict[int, str] = {}
+    printed = 0
+    for begin in range(0, len(order), size):
+        rows = order[begin : begin + size]
+        said, batch = answers(model, text, [prompts[row] for row in rows], **options)
+        found |= dict(zip(rows, said, strict=True))
+        while printed in found:
+            print(json.dumps(found.pop(printed), ensure_ascii=False), flush=True)
+            printed += 1
         batches.append(batch)
     read, prefill, decode = (sum(getattr(b, name) for b in batches) for name in ("prompt", "prefill", "decode"))
     tokens = sum(len(row) for batch in batches for row in batch.tokens)
     print(
-        f"{len(messages)} prompts: {read} tokens, {read / prefill:.1f} tokens/s ({prefill:.3f} s); "
+        f"{len(prompts)} prompts: {read} tokens, {read / prefill:.1f} tokens/s ({prefill:.3f} s); "
         f"decode: {tokens} tokens, {(tokens - len(batches)) / decode if decode else 0:.1f} tokens/s",
         file=sys.stderr,
     )

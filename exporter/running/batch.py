@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +37,7 @@ class Batch(Iterator[tuple[int, int]]):
     def __init__(
         self,
         model: Generator,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Iterable[int]],
         max_new_tokens: int,
         stop: Sequence[int],
         sampling: Sampling | None,
@@ -49,21 +49,22 @@ class Batch(Iterator[tuple[int, int]]):
             )
         if model.speculate is not None:
             raise ModelError(f"{model.path}: prompts that run together take no drafts: speculate is {model.speculate}")
-        if not prompts:
+        rows = [list(ids) for ids in prompts]
+        if not rows:
             raise ModelError("there are no prompts")
-        for number, ids in enumerate(prompts):
+        for number, ids in enumerate(rows):
             try:
                 model.check(ids, room=1)
             except ModelError as error:
                 raise ModelError(f"prompt {number}: {error}") from None
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.prompt, self.prefill, self.decode = sum(map(len, prompts)), 0.0, 0.0
-        self._model, self._prompts, self._stop = model, prompts, stop
-        self._most = [min(max_new_tokens, model.context - len(ids)) for ids in prompts]
+        self.tokens: list[list[int]] = [[] for _ in rows]
+        self.prompt, self.prefill, self.decode = sum(map(len, rows)), 0.0, 0.0
+        self._model, self._prompts, self._stop = model, rows, stop
+        self._most = [max(0, min(max_new_tokens, model.context - len(ids))) for ids in rows]
         self._live = {row for row, most in enumerate(self._most) if most}
-        self._samples = [model.sampler(sampling) for _ in prompts]
-        self._lengths = np.zeros(len(prompts), np.int64)  # tokens in the cache
-        self._capacity = max(len(ids) + most for ids, most in zip(prompts, self._most, strict=True))
+        self._samples = [model.sampler(sampling) for _ in rows]
+        self._lengths = np.zeros(len(rows), np.int64)  # tokens in the cache
+        self._capacity = max(len(ids) + most for ids, most in zip(rows, self._most, strict=True))
         if model.capacity is not None:
             if self._capacity > model.capacity:
                 raise ModelError(f"{model.path}: {self._capacity} tokens, the cache has a capacity of {model.capacity}")
@@ -82,7 +83,13 @@ class Batch(Iterator[tuple[int, int]]):
         return row, token
 
     def end(self, row: int) -> None:
-        """A prompt gets no more tokens."""
+        """A prompt gets no more tokens.
+
+        Raises:
+            ModelError: there is no such prompt.
+        """
+        if not 0 <= row < len(self.tokens):
+            raise ModelError(f"there is no prompt {row}, only 0 to {len(self.tokens) - 1}")
         self._live.discard(row)
 
     def _generate(self) -> Iterator[tuple[int, int]]:

@@ -104,23 +104,23 @@ class Chat:
 def answers(
     model: Generator,
     text: Text,
-    messages: Sequence[str],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 512,
     stop: Sequence[str] = (),
     sampling: Sampling | None = None,
 ) -> tuple[list[str], Batch]:
-    """Replies to messages that begin a conversation each, all of them run together.
+    """Replies to prompts, all of them run together.
 
     Args:
+        prompts: token ids of each, from :meth:`Text.encode`.
         stop: as of :meth:`Chat.reply`; what ends one reply ends no other.
 
     Returns:
-        The replies in the messages' order, and the batch that has run.
+        The replies in the prompts' order, and the batch that has run.
 
     Raises:
-        ModelError: as Generator.stream_batch; the template refuses a message.
+        ModelError: as Generator.stream_batch.
     """
-    prompts = [text.encode([{"role": "user", "content": message}]) for message in messages]
     streams = [TextStream(text.tokenizer, stop, () if text.template else ids[-8:]) for ids in prompts]
     said, batch = [""] * len(prompts), model.stream_batch(prompts, max_new_tokens, text.stop, sampling)
     for row, token in batch:

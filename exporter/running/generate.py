@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -484,7 +484,7 @@ class Generator:
             cache.settle()
         past = len(cache.tokens) if cache else 0
         self.check(ids, past, room=1)
-        count = min(max_new_tokens, self.context - past - len(ids))
+        count = max(0, min(max_new_tokens, self.context - past - len(ids)))
         cache, sample = cache or self.cache(), self.sampler(sampling)
         if self.speculate is None:
             return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
@@ -513,7 +513,7 @@ class Generator:
 
     def stream_batch(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Iterable[int]],
         max_new_tokens: int = 512,
         stop: Sequence[int] = (),
         sampling: Sampling | None = None,
@@ -534,7 +534,7 @@ class Generator:
 
     def generate_batch(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Iterable[Iterable[int]],
         max_new_tokens: int = 512,
         stop: Sequence[int] = (),
         sampling: Sampling | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from sweeps import every
 from test_model import tokens
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.running.batch import Batch
 from quantmoe.exporter.running.generate import Generator
 
 #: of 1, 23, 7 and 12 tokens
@@ -75,7 +77,46 @@ def test_tokens_come_as_they_are_asked_for(exported):
     assert batch.prefill > 0
     batch.end(0)
     assert {row for row, _ in batch} == {1}
-    assert generator.generate_batch(PROMPTS, 0) == [[]] * 4
+    for none in (0, -1):
+        assert generator.generate_batch(PROMPTS, none) == [[]] * 4
+        assert generator.generate(PROMPTS[1], none).tokens == []
+    for row in (-1, 2):
+        with pytest.raises(ModelError, match=f"there is no prompt {row}, only 0 to 1"):
+            batch.end(row)
+
+
+def test_any_numbers_are_prompts(exported):
+    generator = Generator(exported("qwen3_moe", **FLOAT))
+    want = generator.generate_batch(PROMPTS, 3)
+    assert generator.generate_batch((iter(ids) for ids in PROMPTS), 3) == want
+    assert generator.generate_batch([np.array(ids) for ids in PROMPTS], 3) == want
+    same = np.array([PROMPTS[2][:5], PROMPTS[3][:5]])
+    assert generator.generate_batch(same, 3) == generator.generate_batch(same.tolist(), 3)
+
+
+def test_drafts_of_no_tokens(exported):
+    drafting = Generator(exported("qwen3_next", **KINDS["qwen3_next"]), speculate="ngram")
+    assert drafting.generate(PROMPTS[1], -1).tokens == []
+
+
+def test_like_lengths_run_together(exported, monkeypatch, tmp_path):
+    """A long line does not pad the short ones beside it; answers stand in the file's order."""
+    folder, ran, make = str(exported("qwen3_moe", **FLOAT)), [], Batch.__init__
+
+    def noted(self, model, prompts, *rest):
+        ran.append([len(ids) for ids in prompts])
+        make(self, model, prompts, *rest)
+
+    prompts = ["a", "bc", "a long line " * 5, "b", "another long line " * 5]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    arguments = ["generate", folder, "--max-new-tokens", "4", "--temperature", "0"]
+    alone = [CliRunner().invoke(app, [*arguments, "--prompt", prompt]).stdout[:-1] for prompt in prompts]
+    monkeypatch.setattr(Batch, "__init__", noted)
+    done = CliRunner().invoke(app, [*arguments, "--prompts", str(tmp_path / "prompts"), "--batch", "2"])
+    assert [json.loads(line) for line in done.stdout.splitlines()] == alone
+    lengths = [length for rows in ran for length in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    assert [len(rows) for rows in ran] == [2, 2, 1]
 
 
 def test_sampling_is_that_of_each_alone(exported):
