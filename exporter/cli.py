@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -454,10 +454,16 @@ def generate(
     from quantmoe.exporter.running.chat import Chat, Text
 
     text = Text(folder, raw)
-    if messages is not None:
-        asked = [text.encode([{"role": "user", "content": message}]) for message in messages]
-        size = min(batch or BATCH, len(messages))
+    if prompts is not None and messages is not None:
+        asked = []
+        for number, message in enumerate(messages, 1):
+            with _in_line(prompts, number):
+                asked.append(text.encode([{"role": "user", "content": message}]))
+        size = min(batch or BATCH, len(asked))
         model, cache = begin(size * (max(map(len, asked)) + max_new_tokens))
+        for number, tokens in enumerate(asked, 1):  # before the first is run
+            with _in_line(prompts, number):
+                model.check(tokens, room=1)
         _answer(model, text, asked, size, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
         end(model, cache)
         return
@@ -549,20 +555,40 @@ def _reply(chat: Any, message: str, **options: Any) -> None:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    """Its lines, empty ones aside; of a file .jsonl the strings that they are."""
+    """Its lines, of a file .jsonl the strings that they are, prompt N on line N. Empty lines at the end aside."""
+    of_json, found = path.suffix == ".jsonl", []
     try:
-        lines = [line for line in path.read_text("utf-8").split("\n") if line.strip()]
-        found = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+        lines = path.read_text("utf-8-sig").split("\n")
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--prompts") from None
     except UnicodeDecodeError:
         raise typer.BadParameter(f"{path}: expected text in UTF-8", param_hint="--prompts") from None
-    except ValueError:
-        found = []
-    if not found or not all(isinstance(prompt, str) and prompt for prompt in found):
-        kind = "JSON string" if path.suffix == ".jsonl" else "prompt"
-        raise typer.BadParameter(f"{path}: expected a {kind} a line", param_hint="--prompts")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise typer.BadParameter(f"{path}: expected a prompt a line, there is none", param_hint="--prompts")
+    for number, line in enumerate(lines, 1):
+        try:
+            prompt = json.loads(line) if of_json else line
+        except (ValueError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str) or not (prompt if of_json else prompt.strip()):
+            what = "a JSON string that is not empty" if of_json else "a prompt, the line is empty"
+            raise typer.BadParameter(f"{path}, line {number}: expected {what}", param_hint="--prompts")
+        if not _is_text(prompt):
+            what = r"text, found half of a pair \ud800 to \udfff"
+            raise typer.BadParameter(f"{path}, line {number}: expected {what}", param_hint="--prompts")
+        found.append(prompt)
     return found
+
+
+@contextlib.contextmanager
+def _in_line(path: Path, number: int) -> Iterator[None]:
+    """What is wrong with a prompt names its line."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}, line {number}: {error}") from None
 
 
 def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, **options: Any) -> None:
@@ -593,8 +619,13 @@ def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, 
     )
 
 
+def _is_text(message: str) -> bool:
+    """Whether it has no halves of surrogate pairs, which Python reads from JSON and from bytes that are no text."""
+    return message.encode(errors="ignore").decode() == message
+
+
 def _check_text(message: str) -> None:
-    if message.encode(errors="ignore").decode() != message:  # bytes of a command line that are no text
+    if not _is_text(message):
         raise typer.BadParameter("the prompt: expected text in UTF-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from test_model import tokens
 from test_shared import capture
 from typer.testing import CliRunner
 
-from quantmoe.exporter.cli import app
+from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.running.batch import Batch
@@ -178,11 +179,35 @@ def test_the_command(exported, tmp_path):
     done = run("--prompts", str(tmp_path / "prompts.jsonl"), "--batch", "2")
     assert [json.loads(line) for line in done.stdout.splitlines()] == alone
     assert "3 prompts: " in done.stderr
-    (tmp_path / "prompts").write_text("hello\n\nx\n")
+    (tmp_path / "prompts").write_text("\ufeffhello\nx\n\n", "utf-8")
     stop = alone[0][3:5]
     done = run("--prompts", str(tmp_path / "prompts"), "--stop", stop)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [alone[i].split(stop)[0] for i in (0, 2)]
-    for content, message in (("3\n", "expected a JSON string a line"), ("hello\n", "expected a JSON string a line")):
-        (tmp_path / "prompts.jsonl").write_text(content)
-        failed = CliRunner().invoke(app, ["generate", folder, "--prompts", str(tmp_path / "prompts.jsonl")])
-        assert (failed.exit_code, message in failed.output) == (2, True)
+
+
+def test_lines_that_are_no_prompts_are_named(exported, tmp_path, monkeypatch, capsys):
+    """All of them before the first batch: nothing is printed, and nothing has run."""
+    folder = exported("qwen3_moe", **FLOAT)
+    context = Generator(folder).context
+    monkeypatch.setattr("quantmoe.exporter.running.generate.Generator.stream_batch", None)
+    string = "expected a JSON string that is not empty"
+    for name, content, message, code in (
+        ("p.jsonl", '"a"\n3\n', f"p.jsonl, line 2: {string}", 2),
+        ("p.jsonl", '"a"\nhello\n', f"p.jsonl, line 2: {string}", 2),
+        ("p.jsonl", '"a"\n""\n', f"p.jsonl, line 2: {string}", 2),
+        ("p.jsonl", '"a"\n\n"b"\n', f"p.jsonl, line 2: {string}", 2),
+        ("p.jsonl", f'"a"\n"b"\n{"[" * 99999}\n', f"p.jsonl, line 3: {string}", 2),
+        ("p.jsonl", '"a"\n"\\ud800"\n', "p.jsonl, line 2: expected text, found half of a pair", 2),
+        ("p.txt", "a\n \nb\n", "p.txt, line 2: expected a prompt, the line is empty", 2),
+        ("p.txt", "\n \n", "p.txt: expected a prompt a line, there is none", 2),
+        ("p.txt", f"a\n{'b ' * context}\n", "p.txt, line 2: ", 1),
+    ):
+        (tmp_path / name).write_text(content)
+        monkeypatch.setattr(sys, "argv", ["quantmoe", "generate", str(folder), "--prompts", str(tmp_path / name)])
+        with pytest.raises(SystemExit) as raised:
+            main()
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert message in (told.err if code == 2 else str(raised.value))
+        assert (raised.value.code == 2) == (code == 2)
+    assert f"leaves no room in the model's context of {context}" in str(raised.value)
