@@ -427,9 +427,9 @@ def generate(
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
                    reserve=reserve, misses=misses, trace=trace, warm=warm, group=group)  # fmt: skip
 
-    def begin(length: int | None = None) -> tuple[Generator, Any]:
-        """Of a text of so many tokens, if that is known."""
-        model = make(max_length=length)
+    def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
+        """Of texts of so many tokens, if that is known."""
+        model = make(max_length=length, batch=rows)
         if own is not None:
             model.sampler = own.sampler
         return model, model.cache() if load_state is None else model.load_cache(load_state)
@@ -460,7 +460,7 @@ def generate(
             with _in_line(prompts, number):
                 asked.append(text.encode([{"role": "user", "content": message}]))
         size = min(batch or BATCH, len(asked))
-        model, cache = begin(size * (max(map(len, asked)) + max_new_tokens))
+        model, cache = begin(max(map(len, asked)) + max_new_tokens, size)
         for number, tokens in enumerate(asked, 1):  # before the first is run
             with _in_line(prompts, number):
                 model.check(tokens, room=1)

@@ -122,6 +122,11 @@ def print_fit(fits: Fit, model: Path) -> None:
         rows["the disk"] = tier(fits.from_disk, 2)
     _print_block("A token reads", rows)
     console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s, one after the other")
+    if fits.drafting:
+        console.print(
+            f"mtp.onnx is not counted: with --speculate mtp its weights and cache take {decimal(fits.drafting)} more",
+            style="yellow",
+        )
     if fits.external:
         disk = f" QUANTMOE_EXPERTS=disk QUANTMOE_RAM={fits.ram_budget}" * fits.in_file
         console.print(f"QUANTMOE_GPU_MEMORY={fits.budget}{disk}, which TensorRT's plug-in reads", highlight=False)

@@ -39,6 +39,8 @@ class Fit:
             below a GPU.
         ram: beside a GPU's memory; None: it holds the whole file. in_file: it does not, and they are read from there.
         ram_slots: experts that it holds, those of the GPU's memory among them. from_disk: what a token reads into it.
+        drafting: what mtp.onnx beside the model takes in addition where it drafts, weights and cache: it is not counted
+            in the others. 0: there is none.
     """
 
     target: str
@@ -61,6 +63,7 @@ class Fit:
     in_file: bool
     ram_slots: int
     from_disk: float
+    drafting: int
 
     @property
     def ram_budget(self) -> int:
@@ -111,7 +114,8 @@ def fit(
     if ram is not None and target != "cuda":
         raise ModelError(f"{found['model']}: is for the CPU, whose RAM is the memory to fit; expected no other RAM")
     reserve = RESERVE[target] if reserve is None else reserve
-    attention, cache, states = found["attention"], cache_bytes(found, context), cache_bytes(found, 0)
+    attention, cache = found["attention"], cache_bytes(found, context)
+    states = sum(node["state_bytes"] for node in found["linear_attention"])  # a token reads one of a window
     weights = sum(item["bytes"] for part in ("linears", "dense") for item in found[part])
     rest = weights + cache + reserve
     counts = [layer["w13"]["shape"][0] for layer in layers]
@@ -182,7 +186,20 @@ def fit(
         in_file=in_file,
         ram_slots=in_ram,
         from_disk=from_disk,
+        drafting=_drafting(found, context, target),
     )
+
+
+def _drafting(found: Mapping[str, Any], context: int, target: str) -> int:
+    """Bytes of the layer that drafts. On the CPU what it shares is there once; sessions on a GPU share nothing."""
+    if (layer := found.get("mtp")) is None:
+        return 0
+    kinds = {"layers": "module", "linears": "module", "dense": "name"}
+    every = [(kind, item[name], item["bytes"]) for kind, name in kinds.items() for item in layer[kind]]
+    there = {
+        (kind, item[name]) for kind, name in kinds.items() for item in found[kind] if item[name] and target == "cpu"
+    }
+    return cache_bytes(layer, context) + sum(size for kind, name, size in every if (kind, name) not in there)
 
 
 def _missed_below(

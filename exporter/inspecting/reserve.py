@@ -10,13 +10,17 @@ RESERVE = {"cuda": 1 << 30, "cpu": 512 << 20}
 
 
 def cache_bytes(found: Mapping[str, Any], length: int) -> int:
-    """Of the keys, values and states of one sequence of so many tokens; found: of ``inspect``."""
+    """Of the keys, values and states of one sequence of so many tokens; found: of ``inspect``.
+
+    Of a window of states each takes as much.
+    """
     keys = sum(node["bytes_per_token"] for node in found["attention"])
-    return length * int(keys) + sum(int(node["state_bytes"]) for node in found["linear_attention"])
+    states = (int(n["state_bytes"]) * n["attributes"].get("state_window", 1) for n in found["linear_attention"])
+    return length * int(keys) + sum(states)
 
 
-def reserve(found: Mapping[str, Any], length: int, drafts: bool = False) -> int:
-    """Bytes of what is free at a session's first run that experts are to leave for a sequence of ``length`` tokens.
+def reserve(found: Mapping[str, Any], length: int, drafts: bool = False, rows: int = 1) -> int:
+    """Bytes of what is free at a session's first run that experts are to leave for sequences of ``length`` tokens.
 
     The library leaves as much by itself, but for the cache (docs/experts.md): on the CPU the data files' other weights
     are still to be read then, on a GPU they are there.
@@ -24,8 +28,9 @@ def reserve(found: Mapping[str, Any], length: int, drafts: bool = False) -> int:
     Args:
         found: of ``inspect``.
         drafts: the model's layer of multi-token prediction has a cache, too.
+        rows: sequences at once.
     """
     target = "cuda" if found["metadata"].get("target") == "cuda" else "cpu"
     caches = sum(cache_bytes(part, length) for part in (found, found.get("mtp") if drafts else None) if part)
     others = sum(file["bytes"] for file in found["files"]) - sum(layer["bytes"] for layer in found["layers"])
-    return RESERVE[target] + (max(others, 0) if target == "cpu" else 0) + caches
+    return RESERVE[target] + (max(others, 0) if target == "cpu" else 0) + rows * caches

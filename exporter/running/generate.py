@@ -105,6 +105,7 @@ class Generator:
             leaves by itself and the cache of ``max_length`` tokens.
         max_length: of texts, prompts and answers together, as far as ``reserve`` goes; None: ``capacity``, else
             search.max_length of genai_config.json beside the model. Without that file the library's own default.
+        batch: prompts that run together, at most, as far as ``reserve`` goes.
         misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
             default; "cpu": the CPU multiplies them, in ``threads`` threads; "auto": one of these for each layer, by
             times that the first run measures; "62%": so many, and the others are copied; "24*copy,24*cpu": of each
@@ -142,6 +143,7 @@ class Generator:
         trace: str | Path | None = None,
         warm: str | Path | None = None,
         group: str | None = None,
+        batch: int = 1,
     ):
         self.path, ort = model_path(path), runtime()
         chunk = CHUNKS[device] if chunk is None else chunk
@@ -153,13 +155,13 @@ class Generator:
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
         self.speculate = speculate
-        lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length}
+        lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length, "batch": batch}
         for name, value in lengths.items():
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
         given = ram if device == "cpu" else gpu_memory
         if experts in ("host", "disk", "auto")[device == "cpu" :] and given is None and reserve is None:
-            reserve = self._reserve(max_length or capacity)
+            reserve = self._reserve(max_length or capacity, batch)
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
         entries |= {
             "warm": warm,
@@ -218,8 +220,8 @@ class Generator:
             other = f"exported with --target {target}, which this provider does not run: "
             raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
 
-    def _reserve(self, length: int | None) -> int | None:
-        """What experts leave of what is free, for a text of so many tokens; None where nothing says how many."""
+    def _reserve(self, length: int | None, batch: int) -> int | None:
+        """What experts leave of what is free, for texts of so many tokens; None where nothing says how many."""
         if length is None:
             config = self.path.with_name("genai_config.json")
             search = read_object(config).get("search")
@@ -228,7 +230,7 @@ class Generator:
             length = search["max_length"]
             if type(length) is not int or length < 1:
                 raise ModelError(f"{config}: search.max_length is {length!r}, expected a number of tokens")
-        return reserve_of(inspect(self.path), length, drafts=self.speculate == "mtp")
+        return reserve_of(inspect(self.path), length, drafts=self.speculate == "mtp", rows=batch)
 
     def _read_interface(self, speculate: str | None) -> None:
         """What the session's inputs, outputs and metadata say of its logits, cache and states."""

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,9 @@ from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.fit import RATES, device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.reserve import RESERVE
+from quantmoe.exporter.inspecting.reserve import RESERVE, reserve
 from quantmoe.exporter.inspecting.trace import Trace, read_trace
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.running.generate import Generator, load_tokenizer
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 CONTEXT = 100
@@ -121,6 +122,22 @@ def test_ram_below_a_gpu(on_gpu):
     assert (gpu_holds_all.from_disk, gpu_holds_all.in_file) == (0, False)
 
 
+def test_windows_of_states(exported):
+    """All of a window are in memory, and a token reads one."""
+    folder = exported("qwen3_next", logits=5, state_window=5)
+    found = inspect(folder)
+    keys = sum(node["bytes_per_token"] for node in found["attention"])
+    states = sum(node["state_bytes"] for node in found["linear_attention"])
+    assert states > 0
+    generator = Generator(folder)
+    buffers = [prod(generator.shape(name)) * generator.past[name][1].itemsize for name in generator.states]
+    fits = fit(found, 1 << 33, CONTEXT)
+    assert fits.cache - CONTEXT * keys == sum(buffers) == 5 * states
+    one = {**found, "linear_attention": [n | {"attributes": {}} for n in found["linear_attention"]]}
+    assert (fit(one, 1 << 33, CONTEXT).cache, fit(one, 1 << 33, CONTEXT).read) == (fits.cache - 4 * states, fits.read)
+    assert reserve(found, 9, rows=3) - reserve(found, 0, rows=0) == 3 * (9 * keys + 5 * states)
+
+
 def test_another_reserve(found):
     """A memory that is just large enough for one expert."""
     rest = fit(found, 1 << 33, CONTEXT)
@@ -215,6 +232,13 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
     seen.clear()
     command_line("generate", str(folder), "--ids", "5,6", "--max-new-tokens", "3", "--experts", "disk")
     assert seen == [own + 5 * a_token]
+    (tmp_path / "prompts").write_text("a\nbc\n")
+    seen.clear()
+    command_line(
+        "generate", str(folder), "--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "3", "--experts", "disk"
+    )
+    longest = max(len(load_tokenizer(folder).encode(text).ids) for text in ("a", "bc"))
+    assert seen == [own + 2 * (longest + 3) * a_token]
     shutil.copytree(folder, tmp_path, ignore=lambda *_: ["genai_config.json"], dirs_exist_ok=True)
     seen.clear()
     Generator(tmp_path, experts="disk")

@@ -29,9 +29,11 @@ from transformers.modeling_layers import MtpModel
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.fit import _drafting, fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.report import print_fit
 from quantmoe.exporter.running.cache import States
 from quantmoe.exporter.running.generate import SPINNING, Generator, load_tokenizer
 from quantmoe.exporter.running.speculate import Head
@@ -475,6 +477,32 @@ def test_what_cannot_speculate_is_named(models, exported):
     assert {**found["mtp"], "files": None} == {**alone, "files": None}  # what of them is in memory changes
     assert found["mtp"]["layers"][0]["module"] == "mtp.layers.0.mlp.experts"
     assert found["mtp"]["verified"]
+
+
+def test_what_fits_says_what_drafts_take(models, capsys):
+    """Its own weights, and keys and values; embeddings and head are the model's."""
+    found = inspect(models["qwen3_next"])
+    layer = found["mtp"]
+    fits = fit(found, 1 << 33, 100)
+    own, every = (
+        {
+            (tensor.location, tensor.offset): tensor.nbytes
+            for tensor in (
+                value.const_value for value in ir.load(models["qwen3_next"] / name).graph.initializers.values()
+            )
+            if isinstance(tensor, ir.ExternalTensor)
+        }
+        for name in ("mtp.onnx", "model.onnx")
+    )
+    shared = sum(own.pop(place) for place in own.keys() & every.keys())
+    assert shared > 0
+    own = sum(own.values())
+    assert fits.drafting == own + 100 * sum(node["bytes_per_token"] for node in layer["attention"])
+    print_fit(fits, models["qwen3_next"])
+    assert "mtp.onnx is not counted: with --speculate mtp" in capsys.readouterr().out
+    assert fit({**found, "mtp": None}, 1 << 33, 100).drafting == 0
+    on_gpu = _drafting(found, 0, "cuda")
+    assert on_gpu == _drafting(found, 0, "cpu") + shared
 
 
 @pytest.mark.parametrize("altered", ["mtp.onnx", "files"])
