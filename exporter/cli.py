@@ -187,7 +187,8 @@ def export(
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
-    for remark in filter(None, (report.left_out, report.activations, report.kv_cache, report.library, report.genai)):
+    remarks = (report.left_out, report.activations, report.kv_cache, report.drafting, report.library, report.genai)
+    for remark in filter(None, remarks):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
@@ -783,7 +784,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     print_reasons(APART, found.apart)
     print_reasons(NOT_ORT, found.not_ort)
     print_reasons(PLAIN_ATTENTION, found.plain_attention)
-    for remark in filter(None, (found.left_out, found.activations, found.kv_cache)):
+    for remark in filter(None, (found.left_out, found.activations, found.kv_cache, found.drafting)):
         console.print(remark, style="yellow")
     if total > found.free:
         console.print(f"only {decimal(found.free)} of disk are free there", style="red")

@@ -41,6 +41,7 @@ from quantmoe.exporter.writing.output import (
     MTP_MODEL,
     VISION_MODEL,
     check_recorded,
+    is_recorded,
     ranks_in,
 )
 
@@ -122,7 +123,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash;
-            with ``verify`` a file beside model.onnx is not of its export.
+            with ``verify`` a file beside model.onnx is not of its export, or missing.
     """
     import onnx_ir as ir  # it imports sympy, half a second
 
@@ -161,9 +162,12 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
     for beside in (path.with_name(name) for name in (MTP_MODEL, VISION_MODEL, EMBEDDINGS_MODEL)):
-        if path.name == MODEL and beside.is_file():
-            if verify and FILES in model.metadata_props:
-                check_recorded(path, model.metadata_props, beside)
+        if path.name != MODEL:
+            continue
+        there, props = beside.is_file(), model.metadata_props
+        if verify and (is_recorded(props, beside.name) or (there and FILES in props)):
+            check_recorded(path, props, beside)
+        if there:
             found[beside.stem] = inspect(beside, verify)
     return found
 

@@ -26,7 +26,7 @@ from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
 from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, eos_tokens
-from quantmoe.exporter.writing.output import MTP_MODEL, check_recorded
+from quantmoe.exporter.writing.output import MTP_MODEL, check_recorded, is_recorded
 from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
 
 #: ends of the names of what a cache has of linear attention: of one size however many tokens there were
@@ -179,10 +179,10 @@ class Generator:
         if speculate is not None:
             self._check_drafts()
         if speculate == "mtp":
-            path = self.path.with_name(MTP_MODEL)
-            if not (self.hidden and path.is_file()):
+            path, metadata = self.path.with_name(MTP_MODEL), self.session.get_modelmeta().custom_metadata_map
+            if not (self.hidden and (path.is_file() or is_recorded(metadata, MTP_MODEL))):
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
-            check_recorded(self.path, self.session.get_modelmeta().custom_metadata_map, path)
+            check_recorded(self.path, metadata, path)
             self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=cuda_graph)
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2

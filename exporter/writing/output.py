@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.writing.external_data import file_hash, naming
@@ -154,16 +154,28 @@ def record(stage: Path) -> str:
     return json.dumps({name: file_hash(stage / name) for name in names if name not in (MODEL, _NAMES)})
 
 
+def is_recorded(metadata: Mapping[str, str], name: str) -> bool:
+    """Whether a model's export wrote a file of the name with it, as the model's metadata says."""
+    return _stated(metadata, name) is not None
+
+
+def _stated(metadata: Mapping[str, str], name: str) -> Any:
+    """Its hash; None: there is none."""
+    try:
+        return json.loads(metadata.get(FILES, "{}"))[name]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
 def check_recorded(model: Path, metadata: Mapping[str, str], path: Path) -> None:
     """Refuses a file that a model's export did not write with it, as the model's metadata says.
 
     Raises:
-        ModelError: it is of another export, or was altered.
+        ModelError: it is of another export, was altered, or is missing.
     """
-    try:
-        stated = json.loads(metadata.get(FILES, "{}"))[path.name]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        stated = None
+    stated = _stated(metadata, path.name)
+    if not path.is_file():
+        raise ModelError(f"{path}: is missing, and {model.name} was exported with it: copy the whole folder")
     if stated != file_hash(path):
         raise ModelError(
             f"{path}: is not the one that {model.name} was exported with: put both of one export there, as a whole "

@@ -44,8 +44,8 @@ class DryRun:
         not_ort: see Report.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
-        activations, kv_cache, left_out: see Report. attention: how many layers are of which type, "" of models that
-            have one.
+        activations, kv_cache, left_out, drafting: see Report. attention: how many layers are of which type, "" of
+            models that have one.
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
@@ -66,6 +66,7 @@ class DryRun:
     activations: str
     kv_cache: str
     left_out: str
+    drafting: str
     attention: str
 
 
@@ -132,6 +133,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         activations=report.activations,
         kv_cache=report.kv_cache,
         left_out=report.left_out,
+        drafting=report.drafting,
         attention=format.attention(wanted.layers),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
@@ -77,6 +79,7 @@ class Report:
         untraced: why every layer was traced although some are alike, else "".
         left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
         kv_cache: remark when the KV cache is quantized, or stays float although the checkpoint wants it, else "".
+        drafting: remark when generate cannot verify what ``mtp.onnx`` drafts, else "".
         library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
         genai: remark when there is no genai_config.json though the architecture could have one, else "".
     """
@@ -98,6 +101,7 @@ class Report:
     untraced: str = ""
     kv_cache: str = ""
     left_out: str = ""
+    drafting: str = ""
     library: str = ""
     genai: str = ""
 
@@ -345,6 +349,7 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -
     format = parts[0].skeleton.format
     report = Report(format.name, {})
     report.left_out = format.left_out(VISION if beside else parts[-1].skeleton.format.part)
+    report.drafting = _drafting(bool(parts[0].skeleton.with_states), options)
     for one in beside:
         for source in one.stored.sources.values():
             module, _, leaf = source.rpartition(".")
@@ -390,6 +395,17 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -
         names = ", ".join(dict.fromkeys(divided))
         report.activations += f"; float in {names}: a scale would take the maximum over all slices"
     return report
+
+
+def _drafting(states: bool, options: Options) -> str:
+    """Which options let ``generate`` verify a draft; "" where they are there, or it runs no such model."""
+    rows = {"last": 1, "all": sys.maxsize}.get(str(options.logits)) or int(options.logits)
+    window = options.state_window if states else sys.maxsize
+    if not options.mtp or options.vision or min(rows, window) > 1:
+        return ""
+    most = min([DRAFTS + 1, *(n for n in (rows, window) if n > 1)])
+    lacking = [f"--logits {most}"] * (rows == 1) + [f"--state-window {most}"] * (window == 1)
+    return f"generate --speculate mtp cannot use {MTP_MODEL} without {' '.join(lacking)}: export with that, too"
 
 
 def _rounded_activations(report: Report, options: Options) -> str:

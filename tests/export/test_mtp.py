@@ -26,7 +26,9 @@ from test_model import error
 from test_shared import capture
 from test_speculate import Guess
 from transformers.modeling_layers import MtpModel
+from typer.testing import CliRunner
 
+from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.fit import _drafting, fit
@@ -520,6 +522,46 @@ def test_a_layer_of_another_export_is_named(models, tmp_path, altered):
         inspect(folder, verify=True)
     assert Generator(folder).greedy(PROMPT, 1).tokens
     assert "mtp" in inspect(folder)
+
+
+def test_a_layer_that_is_missing_is_named(models, tmp_path):
+    folder = shutil.copytree(models["qwen3_next"], tmp_path / "model")
+    (folder / "mtp.onnx").unlink()
+    message = r"mtp\.onnx: is missing, and model\.onnx was exported with it: copy the whole folder"
+    with pytest.raises(ModelError, match=message):
+        Generator(folder, speculate="mtp")
+    with pytest.raises(ModelError, match=message):
+        inspect(folder, verify=True)
+    assert "mtp" not in inspect(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted"),
+    [
+        ("qwen3_next", {}, "--logits 5 --state-window 5"),
+        ("qwen3_next", {"logits": "all"}, "--state-window 5"),
+        ("qwen3_next", {"logits": 3}, "--state-window 3"),
+        ("qwen3_next", {"state_window": 2}, "--logits 2"),
+        ("qwen3_next", {"logits": 2, "state_window": 2}, ""),
+        ("deepseek_v3", {}, "--logits 5"),
+        ("deepseek_v3", {"logits": "all"}, ""),
+        ("deepseek_v3", {"mtp": False}, ""),
+    ],
+)
+def test_what_drafts_need_is_said(sources, tmp_path, kind, options, wanted):
+    said = plan(sources[kind], tmp_path, **{"mtp": True, "logits": "last"} | options).drafting
+    expected = f"generate --speculate mtp cannot use mtp.onnx without {wanted}: export with that, too"
+    assert said == (expected if wanted else "")
+
+
+def test_the_commands_say_what_drafts_need(sources, tmp_path):
+    arguments = ["export", str(sources["deepseek_v3"]), str(tmp_path / "model"), "--mtp"]
+    for given in (["--dry-run"], []):
+        done = CliRunner().invoke(app, [*arguments, *given])
+        assert done.exit_code == 0, done.output
+        assert "cannot use mtp.onnx without --logits 5: export with that, too" in " ".join(done.stdout.split())
+        done = CliRunner().invoke(app, [*arguments, *given, "--logits", "5", "--force"])
+        assert (done.exit_code, "cannot use" in " ".join(done.stdout.split())) == (0, False)
 
 
 @pytest.mark.every
