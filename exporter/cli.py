@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -446,8 +446,9 @@ def generate(
     if ids is not None:
         model, cache = begin(len(ids) + max_new_tokens)
         cache.tail = TAIL if save_state is not None else 0  # for the same ids again, whose last one is to be run
-        new = ids[cache.keep(ids) :]
-        found = model.generate(new, max_new_tokens, stop_tokens(folder), sampling, cache)
+        tell, kept = _used(load_state, cache), cache.keep(ids)
+        tell(kept)
+        found = model.generate(ids[kept:], max_new_tokens, stop_tokens(folder), sampling, cache)
         print(",".join(map(str, found.tokens)))
         print(_speed(found), file=sys.stderr)
         end(model, cache)
@@ -471,6 +472,7 @@ def generate(
     reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
     alone = [{"role": "user", "content": prompt}] if prompt is not None and not chat else None
     model, cache = begin(len(text.encode(alone)) + max_new_tokens if alone else None)
+    reply = partial(reply, tell=_used(load_state, cache))
     talk = Chat(model, text, cache)
     if chat:
         _converse(talk, prompt, reply)
@@ -544,7 +546,21 @@ def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None
     console.print(table)
 
 
-def _reply(chat: Any, message: str, **options: Any) -> None:
+def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
+    """What says, of the first prompt after a loaded state, how much of it was used, if that is not all."""
+    whole, ends = len(cache.tokens), cache.ends()
+    lengths = "any length" if isinstance(ends, range) else f"{', '.join(map(str, ends))} tokens"
+
+    def tell(kept: int) -> None:
+        nonlocal path
+        if path is not None and kept < whole:
+            print(f"{path}: {kept} of its {whole} tokens are used; it can go back to {lengths}", file=sys.stderr)
+        path = None
+
+    return tell
+
+
+def _reply(chat: Any, message: str, tell: Callable[[int], None], **options: Any) -> None:
     """Prints an answer as it comes."""
     try:
         with contextlib.closing(chat.reply(message, **options)) as pieces:
@@ -552,6 +568,7 @@ def _reply(chat: Any, message: str, **options: Any) -> None:
                 print(piece, end="", flush=True)
     finally:
         print(flush=True)
+    tell(chat.kept)
     print(_speed(chat.last), file=sys.stderr)
 
 

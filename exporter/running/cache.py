@@ -156,11 +156,11 @@ class Cache:
         self.settle()
         most = min(len(self.tokens), len(ids) - 1)
         same = next((at for at in range(most) if self.tokens[at] != ids[at]), max(most, 0))
-        same = max(at for at in self._ends() if at <= same)
+        same = max(at for at in self.ends() if at <= same)
         self.rewind(same)
         return same
 
-    def _ends(self) -> Sequence[int]:
+    def ends(self) -> Sequence[int]:
         """Lengths that the cache can go back to."""
         if not self.model.states:
             return range(len(self.tokens) + 1)
@@ -173,7 +173,7 @@ class Cache:
         return self._whole or not self.model.states
 
     def _check_end(self, length: int) -> None:
-        if length not in (ends := self._ends()):
+        if length not in (ends := self.ends()):
             why = f"of all {len(self.tokens)} tokens" if self._whole else "of a run that was interrupted"
             raise ModelError(
                 f"the states of linear attention are {why}, they cannot be had of {length}; only of "

@@ -55,7 +55,7 @@ class Chat:
 
     Attributes:
         messages: of the conversation so far, as a chat template takes them.
-        last: the tokens of the last reply, and how long they took.
+        last: the tokens of the last reply, and how long they took. kept: tokens of the cache that it followed.
 
     Raises:
         ModelError: as Text.
@@ -67,6 +67,7 @@ class Chat:
         self.cache.tail = TAIL
         self.messages: list[dict[str, str]] = []
         self.last: Generated | None = None
+        self.kept = 0
         self._ids: list[int] = []
 
     def reply(
@@ -89,8 +90,8 @@ class Chat:
         """
         asked, own = [*self.messages, {"role": "user", "content": message}], self.text
         ids = own.encode(asked, self._ids)
-        new = ids[self.cache.keep(ids) :]
-        self.last = found = self.model.stream(new, max_new_tokens, own.stop, sampling, self.cache)
+        self.kept = self.cache.keep(ids)
+        self.last = found = self.model.stream(ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache)
         text, said = TextStream(own.tokenizer, stop, () if own.template else ids[-8:]), ""
         try:
             for piece in text.pieces(token for token in found if token not in own.stop):

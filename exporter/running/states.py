@@ -106,6 +106,9 @@ def load(cache: Cache, path: str | Path) -> None:
         count = int(np.prod(shape)) * dtype.itemsize
         return np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
 
+    for name in (MODEL, TOKENS):
+        if name not in header:
+            raise ModelError(f"{path}: no saved state: no tensor {name}")
     identity = _identity(model)
     if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
         raise ModelError(f"{path}: saved with another model than {model.path}: its {IDENTITY} is another")
@@ -113,7 +116,7 @@ def load(cache: Cache, path: str | Path) -> None:
         raise ModelError(f"{path}: {CHECKSUM} is missing, as in files of earlier versions: save it again")
     summed = header[CHECKSUM].begin
     checksum = int(take(CHECKSUM, np.dtype("<u4"), [1])[0])
-    length = header[TOKENS].shape[0] if TOKENS in header and header[TOKENS].shape else 0
+    length = header[TOKENS].shape[0] if header[TOKENS].shape else 0
     tokens = take(TOKENS, np.dtype(np.int64), [length]).tolist()
     keys, states = {}, {}
     for name, (_, dtype) in model.past.items():
@@ -135,7 +138,10 @@ def load(cache: Cache, path: str | Path) -> None:
             f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
             f"{checksum:08x}"
         )
-    model.check(tokens)
+    try:
+        model.check(tokens)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
     of_states = [(f"{name}@{end}", array) for end, own in states.items() for name, array in own.items()]
     for name, array in [*keys.items(), *of_states]:
         if array.dtype.kind not in "iu" and not np.isfinite(array).all():

@@ -108,11 +108,12 @@ def test_damaged_files_are_named(saved, tmp_path):
     refused(rf"{key} is missing", {key: None})
     refused(rf"{key} is F32 \[1, 2, 22, 48\], expected float32 \[1, 2, 23, 48\]", {key: tensors[key][:, :, 1:].copy()})
     refused(rf"{key} is F16 ", {key: tensors[key].astype(np.float16)})
-    refused("model is missing", {"model": None})
+    refused("state: no saved state: no tensor model$", {"model": None})
+    refused("state: no saved state: no tensor tokens$", {"tokens": None})
     refused("tokens is I64 ", {"tokens": tensors["tokens"][None]})
     refused(rf"{path}: {key} has numbers that are not finite", {key: tensors[key] * np.float32(np.nan)})
     refused("more is not of this model's cache", {"more": np.zeros(1, np.float32)})
-    refused("token id 99999 is outside the vocabulary", {"tokens": np.full(23, 99999)})
+    refused(f"^{path}: token id 99999 is outside the vocabulary", {"tokens": np.full(23, 99999)})
     refused(r"past_key_values\.0\.key@4 is not of this model", {"past_key_values.0.key@4": np.zeros(1, np.float32)})
 
 
@@ -216,11 +217,11 @@ def test_a_short_turn_goes_back_to_where_it_began(exported):
     cache = generator.cache()
     cache.tail = 8
     cache.append(PROMPT[:5])
-    assert cache._ends() == [0, 5]
+    assert cache.ends() == [0, 5]
     for token in (6, 7, 8):
         cache.append([token])
     cache.append([9, 10, 11])
-    assert cache._ends() == [0, 5, 8, 11]
+    assert cache.ends() == [0, 5, 8, 11]
     said = generator.generate([5], 4, cache=cache).tokens
     assert cache.keep([*PROMPT[:5], 6, 7, 8, 9, 12]) == 8
     assert generator.generate([9, 10, 11, 5], 4, cache=cache).tokens == said
@@ -234,6 +235,13 @@ def test_the_same_ids_again_run_their_end_alone(exported, tmp_path):
     again = CliRunner().invoke(app, [*arguments, "--load-state", str(tmp_path / "state")])
     assert again.stdout.splitlines()[0] == first.stdout.splitlines()[0]
     assert "prompt: 8 tokens" in again.stderr
+    whole = len(PROMPT) + first.stdout.splitlines()[0].count(",")
+    told = f"{tmp_path / 'state'}: 15 of its {whole} tokens are used; it can go back to 0, 15, 23, {whole} tokens"
+    assert told in again.stderr.splitlines()
+    other = CliRunner().invoke(
+        app, ["generate", folder, "--prompt", "x", "--max-new-tokens", "1", "--load-state", str(tmp_path / "state")]
+    )
+    assert f"0 of its {whole} tokens are used; it can go back to 0, 15, 23, {whole} tokens" in other.stderr
 
 
 def test_the_command(exported, tmp_path):
@@ -248,3 +256,6 @@ def test_the_command(exported, tmp_path):
     assert again.stdout.splitlines()[0] == want.stdout.splitlines()[0]
     assert "prompt: 1 tokens" in again.stderr
     assert "prompt: 29 tokens" in want.stderr
+    assert "tokens are used" not in again.stderr + want.stderr
+    part = run(app, ["generate", folder, "--ids", ids, *count, "--load-state", str(tmp_path / "state")])
+    assert "22 of its 28 tokens are used; it can go back to any length" in part.stderr
