@@ -54,6 +54,8 @@ app = typer.Typer(
 PROMPT = "Then said the captain of the host,"
 #: of generate --prompts
 BATCH = 8
+#: of inspect --fit
+CONTEXT = 4096
 #: what inspect finds beside a model
 BESIDE = {
     "mtp": "the layer that drafts for it",
@@ -78,8 +80,14 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * unit ** " KMGT".index(found[2].upper() or " "))
 
 
+def _bytes_or_auto(text: str) -> int | str:
+    return "auto" if text == "auto" else _bytes(text)
+
+
 #: of options that are bytes, 12GB
 SIZE: dict[str, Any] = {"parser": _bytes, "metavar": "SIZE"}
+#: the same where auto is what is free
+ROOM: dict[str, Any] = {"parser": _bytes_or_auto, "metavar": "SIZE|auto"}
 
 
 def _logits(text: str) -> str | int:
@@ -222,7 +230,9 @@ def inspect(
         int | None,
         typer.Option("--fit", help="12GB, ...: what a GPU or RAM of this size holds, and tokens/s at most", **SIZE),
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="of --fit: tokens in the cache")] = 4096,
+    context: Annotated[
+        int | None, typer.Option(min=1, help=f"of --fit: tokens in the cache; default: {CONTEXT}")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="of --fit: hit rates of generate --trace FILE")] = None,
     rate: Annotated[
         int | None, typer.Option(help="of --fit: bytes a second of the memory; default: 1TB on GPUs, 60GB", **SIZE)
@@ -243,6 +253,11 @@ def inspect(
     """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
     from quantmoe.exporter.inspecting.survey import is_model, survey
 
+    of_fit = {"context": context, "trace": trace, "rate": rate, "read": read, "ram": ram, "disk": disk,
+              "reserve": reserve}  # fmt: skip
+    for option, value in of_fit.items():
+        if value is not None and memory is None:
+            raise typer.BadParameter("is of --fit", param_hint=f"--{option}")
     if not is_model(model):
         if verify or memory is not None:
             what = "--verify compares the hashes" if verify else "--fit needs the sizes"
@@ -259,13 +274,13 @@ def inspect(
     from quantmoe.exporter.inspecting.inspect import inspect as inspect_model
 
     found = inspect_model(model, verify)
-    if trace is not None and memory is None:
-        raise typer.BadParameter("is of --fit", param_hint="--trace")
     if memory is not None:
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
 
-        fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read, disk), ram, reserve)
+        fits = fit(
+            found, memory, context or CONTEXT, read_trace(trace) if trace else None, (rate, read, disk), ram, reserve
+        )
         if as_json:
             derived = {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}
             print(json.dumps(asdict(fits) | derived, indent=1))
@@ -354,10 +369,10 @@ def generate(
         ),
     ] = None,
     ram: Annotated[
-        int | None, typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: what is free", **SIZE)
+        Any, typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: auto, what is free", **ROOM)
     ] = None,
     gpu_memory: Annotated[
-        int | None, typer.Option(help="of --device cuda --experts host, disk or auto; default: what is free", **SIZE)
+        Any, typer.Option(help="of --device cuda --experts host, disk or auto; default: auto, what is free", **ROOM)
     ] = None,
     reserve: Annotated[
         int | None,
@@ -500,6 +515,9 @@ def trace(
     --expert-map where experts of a sliced model should stand."""
     from quantmoe.exporter.inspecting.trace import PLOTS, curve, draw, read_trace
 
+    if not file.exists() or file.is_dir():
+        why = "is a folder, expected a file" if file.is_dir() else "no such file"
+        raise typer.BadParameter(f"{file}: {why}", param_hint="FILE")
     found = read_trace(file)
     if found.cut:
         print(f"{file}: its last {found.cut} bytes are no whole record, and left out", file=sys.stderr)

@@ -48,9 +48,11 @@ def listed(kind: type = str, least: int | None = None) -> dict[str, Any]:
 
     def parse(text: str) -> list[Any]:
         try:
-            found = [kind(item) for item in re.split(r"[,\s]+", text.strip(" ,"))]
+            found = [kind(item) for item in re.split(r"\s*,\s*|\s+", text.strip(" ,"))]
         except ValueError:
             raise typer.BadParameter(f"{text!r}; expected numbers separated by commas") from None
+        if "" in found:
+            raise typer.BadParameter(f"{text!r}; expected names separated by commas")
         if least is not None and min(found) < least:
             raise typer.BadParameter(f"{min(found)}; expected numbers greater than or equal to {least}")
         return found

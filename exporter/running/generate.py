@@ -100,7 +100,8 @@ class Generator:
             data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
             None for what is free; or "disk": the same, and RAM holds ``ram`` bytes of them, without cuda_graph. "auto"
-            is "disk" on the cpu and "host" on cuda where they do not all fit.
+            is "disk" on the cpu and "host" on cuda where they do not all fit. "auto" for ``ram`` and ``gpu_memory`` is
+            None.
         reserve: bytes of what is free that experts leave, where their memory is not given; None: what the library
             leaves by itself and the cache of ``max_length`` tokens.
         max_length: of texts, prompts and answers together, as far as ``reserve`` goes; None: ``capacity``, else
@@ -135,8 +136,8 @@ class Generator:
         speculate: Literal["ngram", "mtp"] | None = None,
         drafts: int | None = None,
         experts: Literal["gpu", "host", "disk", "auto"] | None = None,
-        ram: int | None = None,
-        gpu_memory: int | None = None,
+        ram: int | Literal["auto"] | None = None,
+        gpu_memory: int | Literal["auto"] | None = None,
         reserve: int | None = None,
         max_length: int | None = None,
         misses: str | None = None,
@@ -160,7 +161,7 @@ class Generator:
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
         given = ram if device == "cpu" else gpu_memory
-        if experts in ("host", "disk", "auto")[device == "cpu" :] and given is None and reserve is None:
+        if experts in ("host", "disk", "auto")[device == "cpu" :] and given in (None, "auto") and reserve is None:
             reserve = self._reserve(max_length or capacity, batch)
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
         entries |= {

@@ -58,6 +58,7 @@ def test_everything_fits(found):
             ["--experts", "disk", "--ram", "600kB"],
             r"experts: \d+ slots in 2 layers, \d+ % of \d+ uses hit, [\d.]+ [kM]B",
         ),
+        (["--experts", "disk", "--ram", "auto"], r"experts: \d+ slots in 2 layers"),
         (["--experts", "auto", "--reserve", "1MB"], "experts: all in the mapped file"),
     ],
 )
@@ -221,7 +222,7 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
     length = json.loads((folder / "genai_config.json").read_text())["search"]["max_length"]
     Generator(folder, experts="disk")
     Generator(folder, experts="auto", max_length=7)
-    Generator(folder, experts="disk", capacity=9)
+    Generator(folder, experts="disk", ram="auto", capacity=9)
     assert seen == [own + n * a_token for n in (length, 7, 9)]
     for options in ({}, {"experts": "host"}, {"experts": "disk", "ram": 1 << 28}):
         seen.clear()
