@@ -33,6 +33,10 @@ def check_experts(module: Any, layer: MoELayer, where: str) -> None:
     """Refuses experts whose arithmetic the node does not have."""
     if module.has_post_expert_norm:
         raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
+    if module.has_gate != layer.gated:
+        has = "a gate" if module.has_gate else "no gate"
+        found = ", ".join(layer.projections) or "gate and up in one"
+        raise CheckpointError(f"{where} has {has}, the checkpoint's {layer.name} has {found} for each expert")
     if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate:
         _check_gate(module, layer, where)
     first = layer.outline().expert(0)

@@ -52,6 +52,10 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], s
         ),
         f"{E1}.up_proj is missing or not quantized",
     ),
+    "no gates in a layer": (
+        lambda c, t: [t.pop(name) for name in list(t) if "layers.1" in name and "experts" in name and "gate_" in name],
+        "model.layers.0.mlp.experts has a gate, model.layers.1.mlp.experts has no gate; expected one kind",
+    ),
     "more experts in the config": (lambda c, t: c.update(num_experts=5), "lacks the experts [4]; config.json says 5"),
     "fewer experts in the config": (lambda c, t: c.update(num_experts=3), "has 4 experts; config.json says 3"),
     "no number of experts": (
@@ -162,6 +166,11 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
         lambda c, t: None,
         "generation_config.json: expected a JSON object, found list",
     ),
+    "no gates at all": (
+        lambda c, t: [t.pop(name) for name in list(t) if "experts" in name and "gate_proj" in name],
+        "model.layers.0.mlp.experts (Qwen3MoeExperts) has a gate, the checkpoint's model.layers.0.mlp.experts has "
+        "up_proj, down_proj for each expert",
+    ),
     "missing": (lambda c, t: t.pop(f"{LAST}.weight_shape"), f"{LAST}.weight_shape is missing, expected I64"),
     "dtype": (
         lambda c, t: t.update({f"{LAST}.weight_packed": t[f"{LAST}.weight_packed"].view(np.uint32)}),
@@ -267,6 +276,27 @@ for folder in sys.argv[1:]:
     for (key, (_, text)), line in zip(SIZES.items(), done.stdout.splitlines(), strict=True):
         assert (text or "not an architecture of transformers") in line, (key, line)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_gguf_file_without_gates(tmp_path: Path) -> None:
+    """Which would be exported as another model's ungated experts."""
+    from quantmoe.exporter.writing import convert
+    from quantmoe.exporter.writing.plan import plan
+
+    whole = Path(__file__).parents[1] / "fixtures" / "gguf" / "qwen3moe-Q4_0.gguf"
+    text = whole.read_bytes()
+    path = tmp_path / "model.gguf"
+    # tensors of layers beyond the last are left out
+    layers = find_format(open_checkpoint(whole)).moe_layers()
+    for layer in layers:
+        name = f"blk.{layer.index}.ffn_gate_exps.weight".encode()
+        assert text.count(name) == 1
+        text = text.replace(name, f"blk.{layer.index + 7}.ffn_gate_exps.weight".encode())
+    path.write_bytes(text)
+    for refuse in (convert.export, plan):
+        with pytest.raises(CheckpointError, match=r"Qwen3MoeExperts\) has a gate, .* has up_proj, down_proj for each"):
+            refuse(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", DAMAGE)

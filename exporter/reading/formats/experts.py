@@ -73,7 +73,11 @@ def moe_layers(format: Format) -> list[MoELayer]:
     made = []
     for name, experts in layers.items():
         made.append(_layer(Unquantized.rest(format.ckpt) if left and not experts else format, name, experts))
-    return sorted(made, key=lambda layer: layer.index)
+    made.sort(key=lambda layer: layer.index)
+    if other := next((layer for layer in made if layer.gated != made[0].gated), None):
+        kinds = [f"{layer.name} has {'a' if layer.gated else 'no'} gate" for layer in (made[0], other)]
+        raise CheckpointError(f"{format.ckpt.folder}: {', '.join(kinds)}; expected one kind in all layers")
+    return made
 
 
 def named_experts(
