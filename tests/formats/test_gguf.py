@@ -228,9 +228,15 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "twice": (header(tensors=tensor((2,)) * 2, count=2, data=bytes(64)), "t: twice in the file"),
     "unknown type": (header(tensors=tensor((2,), kind=77), count=1), "t: ggml type 77"),
     "half a block": (header(tensors=tensor((48,), kind=2), count=1), "t: Q4_0 [48], expected rows of a multiple of 32"),
+    "no rows": (header(tensors=tensor((64, 0)), count=1), "t: F32 [0, 64], expected no dimension of 0"),
+    "no columns": (header(tensors=tensor((0, 64), kind=2), count=1), "t: Q4_0 [64, 0], expected no dimension of 0"),
     "past the end": (header(tensors=tensor((1 << 40, 4)), count=1), "t: F32 [4, 1099511627776] ends at byte"),
     "odd offset": (header(tensors=tensor((2,), offset=4), count=1, data=bytes(64)), "t: F32 [2] starts at 4"),
     "no architecture": (header(), "architecture None is not read from GGUF; supported: qwen2moe"),
+    "an architecture that is an array": (
+        header(field(b"general.architecture", 9, struct.pack("<IQI", 4, 1, 7))),
+        "architecture [7] is not read from GGUF",
+    ),
     "another architecture": (
         header(field(b"general.architecture", 8, struct.pack("<Q", 5) + b"mamba")),
         "architecture 'mamba' is not read from GGUF",

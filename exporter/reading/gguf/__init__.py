@@ -55,7 +55,7 @@ class GGUF(Checkpoint):
         fields = headers[self._first].fields
         shapes = {name: shape for header in headers.values() for name, (shape, *_) in header.tensors.items()}
         architecture = fields.get("general.architecture")
-        if architecture not in FAMILIES:
+        if not isinstance(architecture, str) or architecture not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise CheckpointError(
                 f"{self.folder}: architecture {architecture!r} is not read from GGUF; supported: {known}"

@@ -159,6 +159,8 @@ def read_header(path: Path) -> Header:
     begin = -(-cursor.at // align) * align
     for name, (shape, kind, offset) in header.tensors.items():
         title, weights, block = TYPES[kind]
+        if 0 in shape:
+            cursor.fail(f"{name}: {title} {list(shape)}, expected no dimension of 0")
         if not shape or shape[-1] % weights:
             cursor.fail(f"{name}: {title} {list(shape)}, expected rows of a multiple of {weights}")
         end = begin + offset + prod(shape) // weights * block
