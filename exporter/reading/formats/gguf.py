@@ -2,7 +2,7 @@
 
 A block is a scale, or two levels of scales, and its weights' codes. All that is carried is carried exactly: Q4_K, Q5_K
 and Q6_K with both levels and their minima; of Q3_K they are multiplied in f32, where f16 times 8 bits needs 19. Other
-types with minima (Q2_K, Q4_1, Q5_1) and those with codebooks (IQ) are refused.
+types are refused: those with minima (Q2_K, Q4_1, Q5_1) or codebooks (IQ), and the others of REFUSED.
 """
 
 from __future__ import annotations
@@ -114,6 +114,18 @@ CARRIED = {
     "Q5_K": Block("q5_k", 256, "k32", _q5_k),
     "Q6_K": Block("q6_k", 256, "k16", _q6_k),
 }
+#: the same of those that are not, but for codebooks (IQ) -> why
+REFUSED = {
+    "Q4_1": "has minima beside its scales",
+    "Q5_1": "has minima beside its scales",
+    "Q2_K": "has minima beside its scales",
+    "Q8_1": "is for activations",
+    "Q8_K": "is for activations",
+    "Q1_0": "has one bit a weight",
+    "TQ1_0": "has three values of a weight",
+    "TQ2_0": "has three values of a weight",
+    "NVFP4": "is not read yet",
+}
 _BLOCK_OF = {name: (weights, size) for name, weights, size in TYPES.values()}
 
 
@@ -134,9 +146,9 @@ class GGML(Format):
         """A module's type, and how it is carried."""
         kind = next(mark for mark in self.marks if f"{module}.{mark}" in self.ckpt)
         if kind not in CARRIED:
-            why = "a codebook" if kind.startswith("IQ") else "minima beside its scales"
+            why = "has a codebook" if kind.startswith("IQ") else REFUSED[kind]
             raise CheckpointError(
-                f"{self.ckpt.where(f'{module}.{kind}')} is {kind}, which has {why}; supported: {', '.join(CARRIED)}"
+                f"{self.ckpt.where(f'{module}.{kind}')} is {kind}, which {why}; supported: {', '.join(CARRIED)}"
             )
         return kind, CARRIED[kind]
 

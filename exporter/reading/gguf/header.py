@@ -20,11 +20,13 @@ TYPES = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
     10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
     16: ("IQ2_XXS", 256, 66),
     17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98),
@@ -33,9 +35,18 @@ TYPES = {
     21: ("IQ3_S", 256, 110),
     22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
     29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 #: names of the types that are blocks
 BLOCKS = tuple(name for name, weights, _ in TYPES.values() if weights > 1)
@@ -135,9 +146,15 @@ class _Cursor:
             shape = tuple(self.take("<Q") for _ in range(count))[::-1]
             kind, offset = self.take("<IQ")
             if kind not in TYPES:
-                self.fail(f"{name}: ggml type {kind}; known: {', '.join(name for name, *_ in TYPES.values())}")
+                self.fail(f"{name}: ggml type {kind}, which has no name here; supported: {', '.join(_carried())}")
             header.tensors[name] = (shape, kind, offset)
         return header
+
+
+def _carried() -> tuple[str, ...]:
+    from quantmoe.exporter.reading.formats.gguf import CARRIED  # which imports this
+
+    return ("F32", "F16", "BF16", *CARRIED)
 
 
 def read_header(path: Path) -> Header:
