@@ -241,7 +241,10 @@ provider() { # COMMAND...: all print the same numbers; what the provider compute
   [ "$(cat "$work/out")" = "${numbers:=$(cat "$work/out")}" ] || complain "expected \"$numbers\"" "$@"
   bad 1 nowhere.onnx "$@" nowhere.onnx
   bad 1 '^usage: .*MODEL$' "$@"
+  bad 1 'is a folder, expected a model.s .onnx file' "$@" "$work/existing"
+  good '^logits:( -?[0-9]+\.[0-9]{6}){8}$' "$@" "$work/language/model.onnx" # nothing is past: an empty cache
 }
+good '' quantmoe export samples/demo_model/checkpoint "$work/language" --target ort
 provider python samples/python/provider.py
 provider java -cp "$classes" Provider
 if [ -e build/samples-cpp/provider ]; then

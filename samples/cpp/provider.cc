@@ -1,5 +1,5 @@
 // A model of another tool in QuantMoE's execution provider: provider LIBRARY MODEL prints the first numbers of each
-// output. The inputs are 1 everywhere, and so is the size of each free dimension.
+// output. The inputs are 1 everywhere, and so is the size of each free dimension; nothing is past.
 #include <onnxruntime_cxx_api.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <iostream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -27,7 +28,12 @@ static Ort::Session create_session(Ort::Env& env, const std::filesystem::path& l
 static Ort::Value ones(const std::string& name, const Ort::TypeInfo& type) {
   const auto info = type.GetTensorTypeAndShapeInfo();
   std::vector<int64_t> shape = info.GetShape();
-  std::replace(shape.begin(), shape.end(), int64_t{-1}, int64_t{1});
+  const std::vector<const char*> names = info.GetSymbolicDimensions();
+  for (size_t i = 0; i < shape.size(); ++i) {
+    const std::string_view dimension = names[i];
+    const bool past = dimension.find("past") != dimension.npos && dimension.find('+') == dimension.npos;
+    if (shape[i] < 0) shape[i] = past ? 0 : 1;
+  }
   Ort::AllocatorWithDefaultOptions allocator;
   Ort::Value value = Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), info.GetElementType());
   const size_t count = value.GetTensorTypeAndShapeInfo().GetElementCount();
@@ -63,8 +69,11 @@ int wmain(int argc, wchar_t** argv) try {
 int main(int argc, char** argv) try {
 #endif
   if (argc != 3) throw std::invalid_argument("usage: provider LIBRARY MODEL");
+  const std::filesystem::path model = argv[2];
+  if (std::filesystem::is_directory(model))
+    throw std::invalid_argument(model.string() + " is a folder, expected a model's .onnx file");
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "provider");
-  Ort::Session session = create_session(env, argv[1], argv[2]);
+  Ort::Session session = create_session(env, argv[1], model);
   const std::vector<std::string> inputs = session.GetInputNames(), outputs = session.GetOutputNames();
   std::vector<const char*> in, out;
   std::vector<Ort::Value> values;

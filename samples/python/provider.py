@@ -1,8 +1,9 @@
 """A model of another tool in QuantMoE's execution provider: provider.py MODEL prints the first numbers of each output.
 
-The inputs are 1 everywhere, and so is the size of each free dimension.
+The inputs are 1 everywhere, and so is the size of each free dimension; nothing is past.
 """
 
+import os
 import sys
 
 import numpy as np
@@ -22,15 +23,23 @@ def create_session(model):
     return ort.InferenceSession(model, options)
 
 
+def size(dimension):
+    if isinstance(dimension, int):
+        return dimension
+    return 0 if dimension and "past" in dimension and "+" not in dimension else 1
+
+
 def ones(value):
     if value.type not in TYPES:
         raise ValueError(f"input {value.name} is {value.type}, expected one of {', '.join(TYPES)}")
-    return np.ones([size if isinstance(size, int) else 1 for size in value.shape], TYPES[value.type])
+    return np.ones([size(dimension) for dimension in value.shape], TYPES[value.type])
 
 
 try:
     if len(sys.argv) != 2:
         raise ValueError("usage: provider.py MODEL")
+    if os.path.isdir(sys.argv[1]):
+        raise ValueError(f"{sys.argv[1]} is a folder, expected a model's .onnx file")
     session = create_session(sys.argv[1])
     outputs = session.run(None, {value.name: ones(value) for value in session.get_inputs()})
     for value, found in zip(session.get_outputs(), outputs, strict=True):

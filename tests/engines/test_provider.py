@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -384,3 +387,23 @@ def test_an_older_onnxruntime_is_told_in_python(monkeypatch):
     monkeypatch.setattr(ort, "__version__", "1.23.2")
     with pytest.raises(ImportError, match=r"the execution provider needs onnxruntime 1\.24, found 1\.23\.2"):
         ort_ext.provider_devices()
+
+
+@needs_provider
+def test_the_sample_with_an_empty_cache(tmp_path):
+    """One new token of a language model, and nothing past."""
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Concat", ["past", "new", "both"], ["y"], axis=1)],
+        "cache",
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch_size", size])
+            for name, size in (("past", "past_sequence_length"), ("new", "n"), ("both", "past_sequence_length + n"))
+        ],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
+    )
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)]), tmp_path / "model.onnx")
+    sample = [sys.executable, str(Path(__file__).parents[2] / "samples" / "python" / "provider.py")]
+    done = subprocess.run([*sample, str(tmp_path / "model.onnx")], capture_output=True, text=True)
+    assert done.stdout == "y: 1.000000 1.000000\n", done.stderr
+    done = subprocess.run([*sample, str(tmp_path)], capture_output=True, text=True)
+    assert done.stderr == f"{tmp_path} is a folder, expected a model's .onnx file\n"

@@ -1,17 +1,20 @@
 import ai.onnxruntime.*;
 import java.nio.*;
+import java.nio.file.*;
 import java.util.*;
 import java.util.stream.*;
 import quantmoe.QuantMoE;
 
 /**
  * A model of another tool in QuantMoE's execution provider: Provider MODEL prints the first numbers of each output. The inputs
- * are 1 everywhere, and so is the size of each free dimension.
+ * are 1 everywhere, and so is the size of each free dimension; nothing is past.
  */
 public class Provider {
   public static void main(String[] args) {
     try {
       if (args.length != 1) throw new IllegalArgumentException("usage: Provider MODEL");
+      if (Files.isDirectory(Path.of(args[0])))
+        throw new IllegalArgumentException(args[0] + " is a folder, expected a model's .onnx file");
       OrtEnvironment env = OrtEnvironment.getEnvironment(OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR);
       try (OrtSession session = open(env, args[0])) {
         Map<String, OnnxTensor> inputs = new HashMap<>();
@@ -40,7 +43,9 @@ public class Provider {
 
   static OnnxTensor ones(OrtEnvironment env, NodeInfo input) throws OrtException {
     TensorInfo info = (TensorInfo) input.getInfo();
-    long[] shape = LongStream.of(info.getShape()).map(size -> size < 0 ? 1 : size).toArray();
+    long[] shape = info.getShape();
+    for (int i = 0; i < shape.length; ++i)
+      if (shape[i] < 0) shape[i] = info.getDimensionNames()[i].matches("[^+]*past[^+]*") ? 0 : 1;
     int count = Math.toIntExact(LongStream.of(shape).reduce(1, Math::multiplyExact));
     ByteBuffer numbers = ByteBuffer.allocateDirect(count * info.type.size).order(ByteOrder.nativeOrder());
     while (numbers.hasRemaining())
