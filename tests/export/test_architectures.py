@@ -6,6 +6,7 @@ Every tensor is random, norms and biases, too: what is left at zero or one hides
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import open_checkpoint
+from quantmoe.exporter.reading.formats.experts import RECURRENT, UNLIKE
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
@@ -141,6 +143,23 @@ BRIEF = ("glm4_moe_lite", "kimi_linear")
 TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 #: model_type -> fields of its own, of types that are refused, and the reason
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bailing_hybrid": ({}, "delta attention of a bounded decay is not supported"),
+    "dbrx": (
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 128}
+        | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}}
+        | {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}},
+        "experts that are not on transformers' experts interface are not supported",
+    ),
+    "doge": ({"is_moe": True}, "doge: experts that are not on transformers' experts interface are not supported"),
+    "hy_v4": ({}, "HYV4Experts.: its own gating is not silu"),
+    "inkling_text": ({}, "inkling_text: a short convolution after attention and experts is not supported"),
+    "jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"mamba_d_state": 16, "mamba_dt_rank": 4},
+        "jamba: Mamba's selective scan is not supported",
+    ),
+    "jetmoe": ({"kv_channels": 16}, "jetmoe: experts that are not on transformers' experts interface are not supp"),
+    "zaya": ({"num_experts_per_tok": 1}, "zaya: a state of its own from token to token is not supported"),
     "glm_moe_dsa": ({"num_key_value_heads": 4}, "GlmMoeDsaAttention: attention with indices is not supported"),
     "longcat_flash": ({"num_layers": 2}, "longcat_flash: experts that return their input"),
     "axk2": ({"num_key_value_heads": 4}, "AXK2Attention: attention with indices is not supported"),
@@ -166,7 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
         | {"indexer_compress_ratio": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "ple_embed_dim": 16}
         | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-        "Qwen4ExpForCausalLM cannot be exported",
+        "qwen4_exp_text: sparse attention's indexer and embeddings of n-grams are not supported",
     ),
     "inkling2_loop_text": (
         {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8}
@@ -190,6 +209,8 @@ def fields(model_type: str) -> dict[str, Any]:
     usual = CONFIG_MAPPING[model_type]()
     names = usual.to_dict().keys() | (usual.attribute_map or {}).keys()
     found = {name: value for name, value in SIZES.items() if name in names and getattr(usual, name) is not None}
+    if model_type == "jamba":  # whose kinds of layers follow from periods
+        return found | own
     if kinds := list(dict.fromkeys(getattr(usual, "layer_types", None) or ())):
         found["layer_types"] = (kinds * 4)[:4]
     if getattr(usual, "mlp_layer_types", None):
@@ -258,6 +279,29 @@ def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Pa
             call(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", activations="float")
         said.append(str(refused.value))
     assert said[0] == said[1]
+
+
+def refused_in_the_docs() -> dict[str, str]:
+    """model_type -> reason."""
+    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text().partition("## Refused")[2]
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
+    return {name: reason.partition(" (")[0] for names, reason in rows for name in re.findall("`(.+?)`", names)}
+
+
+def test_the_docs_have_the_words_of_refusals() -> None:
+    """Of types without a tiny model those that a table or their text model's type has."""
+    docs = refused_in_the_docs()
+    assert docs.keys() >= REFUSED.keys()
+    tables = {name: reason for table in (RECURRENT, UNLIKE) for name, reason in table.items()}
+    for name, reason in docs.items():
+        text = name if name in REFUSED else f"{name}_text"
+        if (kind := name.removesuffix("_text")) in tables:
+            assert tables[kind] == reason, name
+        elif text in REFUSED:
+            assert reason in REFUSED[text][1], name
+        else:
+            assert name == "hy_v4_vl"
+    assert tables.keys() <= {name.removesuffix("_text") for name in docs}
 
 
 JOINED = {

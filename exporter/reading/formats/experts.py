@@ -30,9 +30,17 @@ RECURRENT = {
     "bailing_hybrid": "delta attention of a bounded decay",
     "glm5_next": "delta attention of a bounded decay",
     "jamba": "Mamba's selective scan",
+    "zaya": "a state of its own from token to token",
 }
-#: the same of families with experts that have no weights -> what they do
-WEIGHTLESS = {"longcat_flash": "experts that return their input (zero_expert_num in config.json)"}
+_OFF_INTERFACE = "experts that are not on transformers' experts interface"
+#: the same of families that have something else which nothing here computes
+UNLIKE = {
+    "dbrx": _OFF_INTERFACE,
+    "doge": _OFF_INTERFACE,
+    "jetmoe": _OFF_INTERFACE,
+    "longcat_flash": "experts that return their input",
+    "qwen4_exp": "sparse attention's indexer and embeddings of n-grams",
+}
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: fields of config.json that count them
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -93,7 +101,7 @@ def named_experts(
             text model's.
 
     Raises:
-        CheckpointError: there are none, or the family is one of RECURRENT or WEIGHTLESS.
+        CheckpointError: there are none, or the family is one of RECURRENT or UNLIKE.
     """
     kind = ckpt.text_config.get("model_type")
     if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
@@ -101,10 +109,9 @@ def named_experts(
             f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
             "Kimi-Linear, LFM2, MiniMax-Text-01, Mamba-2 (Nemotron-H, Granite 4), Qwen3-Next and Qwen3.5 are"
         )
-    if isinstance(kind, str) and (what := WEIGHTLESS.get(kind)):
-        raise CheckpointError(
-            f"{ckpt.folder / 'config.json'}: {kind}: {what} are not supported; expected a gate, up and down in each"
-        )
+    dense = kind == "doge" and not ckpt.text_config.get("is_moe")
+    if isinstance(kind, str) and not dense and (what := UNLIKE.get(kind.removesuffix("_text"))):
+        raise CheckpointError(f"{ckpt.folder / 'config.json'}: {kind}: {what} are not supported")
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
         if not has(name):
