@@ -155,6 +155,16 @@ def choose_experts(
     return made
 
 
+def check_floats(format: Format, nodes: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]]) -> None:
+    """Refuses MXFP4 experts in a graph of float32: the one provider whose QMoE has them, CUDA, takes 16 bits."""
+    for name, spec in ((layer.title, spec) for groups in nodes.values() for layer, spec in groups):
+        if "mxfp4" in (spec.w13.format, spec.w2.format):
+            raise CheckpointError(
+                f"{format.ckpt.folder}: {name}: ONNX Runtime has mxfp4 experts on CUDA alone, whose QMoE takes no f32: "
+                "use --dtype f16"
+            )
+
+
 def _no_parts(parts: Sequence[MoELayer], layout: str) -> str:
     """Why the groups of a layer cannot be a node each; "" where they can, or there is one."""
     own = parts[0].format.slice

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.custom_ops.op import ConvSpec
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, choose_experts, kernels_refuse
+from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, check_floats, choose_experts, kernels_refuse
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
@@ -62,7 +62,9 @@ def survey(path: str | Path) -> dict[str, Any]:
         return found | {"refused": dict.fromkeys(LAYOUT, reason or str(error))}
     for target, layout in LAYOUT.items() if not reason else ():
         try:
-            choose_experts(format, layout, ACTIVATIONS[layout], "exact")
+            nodes = choose_experts(format, layout, ACTIVATIONS[layout], "exact")
+            if target == "ort":
+                check_floats(format, nodes)  # of the graph that it has by default
         except CheckpointError as error:
             found["refused"][target] = str(error)
     if not found["refused"]["ort"] and (module := _short_convolution(format)):

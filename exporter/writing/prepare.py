@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.choosing.choose import Choice, activation_format, choose, choose_experts
+from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.expert_map import placements
-from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
@@ -201,7 +201,7 @@ def prepare(
         skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.target, window, family)
         chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
         if options.target == "ort" and options.graph_type == "f32":
-            _check_floats(one, nodes)
+            check_floats(one, nodes)
     ends = stops(chosen[0][0])
     parts = [Part(*pair, attention_of(*pair, options.target, options.cache, options.paged)) for pair in chosen]
     if family is None or tower is None:
@@ -234,16 +234,6 @@ def _vision(format: Format) -> tuple[ModuleType, Format]:
             f"with what --vision needs: {error}"
         ) from None
     return found
-
-
-def _check_floats(format: Format, nodes: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]]) -> None:
-    """Refuses MXFP4 experts in a graph of float32: the one provider whose QMoE has them, CUDA, takes 16 bits."""
-    for name, spec in ((layer.title, spec) for groups in nodes.values() for layer, spec in groups):
-        if "mxfp4" in (spec.w13.format, spec.w2.format):
-            raise CheckpointError(
-                f"{format.ckpt.folder}: {name}: ONNX Runtime has mxfp4 experts on CUDA alone, whose QMoE takes no f32: "
-                "use --dtype f16"
-            )
 
 
 def formats_of(format: Format, mtp: bool) -> list[Format]:

@@ -19,6 +19,7 @@ from quantmoe.custom_ops.layouts import marlin
 from quantmoe.exporter.choosing.choose import choose_experts
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.explain import explain
+from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.gguf import CARRIED
@@ -101,6 +102,7 @@ def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
     if kind == "Q3_K":
         with pytest.raises(CheckpointError, match="group_size is 16, the CUDA kernels take -1, 32 and powers of two"):
             choose_experts(format, "marlin", None, "bf16")
+        assert "w13_group_size is 16" in survey(format.ckpt.folder)["refused"]["cuda"]  # which no --scales helps
         return
     (((_, spec),),) = choose_experts(format, "marlin", None, "exact").values()
     rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
@@ -153,6 +155,16 @@ def test_export(name: str, tmp_path: Path) -> None:
 
 def test_explain() -> None:
     assert explain(FILES / "qwen3moe-Q4_0.gguf")[0]["scheme"] == "GGUF Q4_0"
+
+
+def test_mxfp4_for_onnx_runtime_needs_a_graph_of_16_bits() -> None:
+    """inspect says what export with no other option says."""
+    path = FILES / "gpt-oss-MXFP4.gguf"
+    with pytest.raises(
+        CheckpointError, match=r"ONNX Runtime has mxfp4 experts on CUDA alone.*use --dtype f16"
+    ) as error:
+        plan(path, "out", target="ort")
+    assert survey(path)["refused"]["ort"] == str(error.value)
 
 
 def test_pieces(tmp_path: Path) -> None:

@@ -77,18 +77,18 @@ int validate_weights(const qm_projection& weights, const char* name, int type, i
     return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with %s", name,
                 weights.zero_points, enum_names("format", takes_zero_points).c_str());
   if (weights.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, weights.block_n);
+  const int group = weights.group_size, of_format = group_size_of(weights);
+  if (!of_format && group != -1 && group != 32 && (group < 64 || group & (group - 1)))  // no other scales would do
+    return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take -1, 32 and powers of two from 64",
+                name, group);
   const auto taken = [&](int32_t type) { return takes_scales(weights, type); };
   const char* instead = is_integer(weights.format) ? ": export with --scales bf16" : "";
   if (!taken(weights.scale_type))
     return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take %s for %s%s", name, scales,
                 enum_names("scale_type", taken).c_str(), format, weights.scale_type == k_scale_type_f32 ? instead : "");
-  const int group = weights.group_size;
-  if (const int of_format = group_size_of(weights); of_format && group != of_format)
+  if (of_format && group != of_format)
     return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take %d for %s with %s scales", name, group,
                 of_format, format, scales);
-  else if (!of_format && group != -1 && group != 32 && (group < 64 || group & (group - 1)))
-    return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take -1, 32 and powers of two from 64",
-                name, group);
   if (weights.scale_type == k_scale_type_f32 && group == 32)
     return fail(err, QM_UNSUPPORTED,
                 "%s_scale_type is f32 with group_size 32, the CUDA kernels take f32 scales of groups of 64 and more: "
