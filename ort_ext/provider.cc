@@ -33,19 +33,20 @@ struct Settings {
 Settings settings_of(const GraphApi& api, const OrtSessionOptions* options) {
   auto left = session_entries(api.api, options, "ep.quantmoe.");  // with the prefix that ONNX Runtime puts before them
   std::string known;
-  const auto take = [&](const char* name) {
+  const auto take = [&](const char* name, const char* usual) {
     known += (known.empty() ? "" : ", ") + std::string(name);
     const auto node = left.extract(name);
-    return node ? node.mapped() : std::string();
+    return node ? node.mapped() : std::string(usual);
   };
   const auto refuse = [](const char* name, const std::string& found, const char* expected) {
     throw std::invalid_argument(std::string("quantmoe: provider option ") + name + " is \"" + found + "\", expected " +
                                 expected);
   };
   Settings settings;
-  const std::string activations = take("activations");
-  settings.cache = take("cache");
-  const std::string verify = take("verify");
+  const std::string activations = take("activations", "auto");
+  const bool named = left.contains("cache");
+  settings.cache = take("cache", "");
+  const std::string verify = take("verify", "0");
   if (!left.empty())
     throw std::invalid_argument("quantmoe: there is no provider option \"" + left.begin()->first +
                                 "\", expected one of " + known);
@@ -53,9 +54,10 @@ Settings settings_of(const GraphApi& api, const OrtSessionOptions* options) {
     settings.activations = Activations::kFloat;
   else if (activations == "int8")
     settings.activations = Activations::kInt8;
-  else if (activations != "" && activations != "auto")
+  else if (activations != "auto")
     refuse("activations", activations, "auto, float or int8");
-  if (verify != "" && verify != "0" && verify != "1") refuse("verify", verify, "0 or 1");
+  if (named && settings.cache.empty()) refuse("cache", "", "a file or off");
+  if (verify != "0" && verify != "1") refuse("verify", verify, "0 or 1");
   settings.verify = verify == "1";
   return settings;
 }

@@ -324,6 +324,13 @@ def test_options_are_checked(saved, option, expected):
 
 
 @needs_provider
+@pytest.mark.parametrize("option", ["activations", "cache", "verify"])
+def test_an_empty_option_is_none_of_the_values(saved, option):
+    with pytest.raises(Exception, match=f'quantmoe: provider option {option} is "", expected '):
+        session(saved, **{option: ""})
+
+
+@needs_provider
 @pytest.mark.parametrize("option", ["activation", "Cache", "verify ", "ep.quantmoe.cache", ""])
 def test_options_of_other_names_are_refused(saved, option):
     """Also beside a known one that is wrong: a name that is not read would be taken for one that is."""
