@@ -51,12 +51,16 @@ def with_bias(tensors: Tensors, matrix: QuantizedMatrix) -> Tensors:
     return tensors if matrix.bias is None else tensors | {"bias": matrix.bias}
 
 
-def gptq(matrix: QuantizedMatrix, v2: bool = False) -> Tensors:
-    bits = int(matrix.kind[3:])
+def gptq(matrix: QuantizedMatrix, v2: bool = False, bits: int = 0) -> Tensors:
+    """``bits``: of codes that are carried as int4's; 0: the matrix' own."""
+    bits = bits or int(matrix.kind[3:])
     zeros = np.full(matrix.scales.shape, 1 << (bits - 1)) if matrix.zero_points is None else matrix.zero_points
+    if not v2 and bits == 3:  # which lie across words: GPTQModel subtracts one from each
+        zeros = (zeros.astype(np.int64) - 1) & 7
     stored = np.ascontiguousarray(bit_stream(zeros.T, bits))
-    if not v2:  # GPTQModel subtracts one from every code of a word at once
-        stored = (stored.view(np.uint32) - np.uint32({4: 0x11111111, 8: 0x01010101}[bits])).view(np.int32)
+    if not v2 and bits != 3:  # and here from every code of a word at once
+        ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits]
+        stored = (stored.view(np.uint32) - np.uint32(ones)).view(np.int32)
     tensors = {
         "qweight": np.ascontiguousarray(bit_stream(by_feature(matrix), bits).T),
         "qzeros": stored,

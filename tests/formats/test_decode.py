@@ -45,6 +45,27 @@ def test_round_trip(case: Case, data: st.DataObject) -> None:
         same_matrix(found, want)
 
 
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_codes_of_2_and_3_bits(bits: int, v2: bool, tmp_path: Path) -> None:
+    """Carried as int4's, in act-order and with every zero point."""
+    rng, (n, k, g) = np.random.default_rng(bits), (64, 128, 32)
+    matrix = QuantizedMatrix(
+        kind="int4",
+        codes=rng.integers(0, 2**bits, (n, k), np.uint8),
+        scales=rng.uniform(0.5, 1, (n, k // g)).astype(np.float16),
+        group_size=g,
+        zero_points=rng.integers(0, 2**bits, (n, k // g)).astype(np.uint8),
+        perm=rng.permutation(k).astype(np.int32),
+    )
+    config = {"quant_method": "gptq", "bits": bits, "group_size": g, "sym": False, "desc_act": True}
+    config["checkpoint_format"] = "gptq_v2" if v2 else "gptq"
+    tensors = {f"m.{name}": array for name, array in gptq(matrix, v2, bits).items()}
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, config)))
+    np.testing.assert_array_equal(format.matrix("m").dequantize(), matrix.dequantize())
+    assert f"carried as int4: 4 bits a code, packed they would be {bits}" in format.scheme("m").text
+
+
 @BY_ID
 def test_damage_is_named(case: Case, tmp_path: Path) -> None:
     """Each tensor in turn missing, of another shape, of another type."""

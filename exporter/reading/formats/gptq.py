@@ -54,7 +54,7 @@ class Config:
     def text(self) -> str:
         symmetric = "symmetric" if self.sym else "asymmetric"
         order = ", desc_act" if self.desc_act else ""
-        carried = ", carried as int4" if self.bits < 4 else ""
+        carried = f", carried as int4: 4 bits a code, packed they would be {self.bits}" if self.bits < 4 else ""
         return f"GPTQ {'v2 ' if self.v2 else ''}int{self.bits} {symmetric} group {self.group_size}{order}{carried}"
 
 
