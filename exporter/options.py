@@ -43,16 +43,32 @@ def missing(error: ModuleNotFoundError, command: str) -> str:
     return f"{package} is not installed; pip install 'quantmoe{extra}'"
 
 
-def listed(kind: type = str, least: int | None = None) -> dict[str, Any]:
-    """Settings of an option of list[kind] that takes a,b,c and is repeated; numbers are not below ``least``."""
+def steps(text: str) -> list[int]:
+    """A number, or of a range as 1..8192 its ends and 2^i and 3 2^i between them."""
+    first, dots, end = text.partition("..")
+    low, high = int(first), int(end if dots else first)
+    between = {low, high, *(of << i for of in (2, 3) for i in range(max(high, 0).bit_length()))}
+    return sorted(step for step in between if low <= step <= high)
+
+
+def listed(kind: type = str, least: int | None = None, ranges: bool = False) -> dict[str, Any]:
+    """Settings of an option of list[kind] that takes a,b,c and is repeated; numbers are not below ``least``.
+
+    Args:
+        ranges: of numbers, too; see :func:`steps`.
+    """
 
     def parse(text: str) -> list[Any]:
+        items = re.split(r"\s*,\s*|\s+", text.strip(" ,"))
         try:
-            found = [kind(item) for item in re.split(r"\s*,\s*|\s+", text.strip(" ,"))]
+            found = [step for item in items for step in steps(item)] if ranges else [kind(item) for item in items]
         except ValueError:
-            raise typer.BadParameter(f"{text!r}; expected numbers separated by commas") from None
+            or_ranges = ", or ranges as 1..8" if ranges else ""
+            raise typer.BadParameter(f"{text!r}; expected numbers separated by commas{or_ranges}") from None
         if "" in found:
             raise typer.BadParameter(f"{text!r}; expected names separated by commas")
+        if not found:
+            raise typer.BadParameter(f"{text!r}; expected ranges that end where they begin or later")
         if least is not None and min(found) < least:
             raise typer.BadParameter(f"{min(found)}; expected numbers greater than or equal to {least}")
         return found

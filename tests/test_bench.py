@@ -17,6 +17,7 @@ from quantmoe.exporter.measuring import bench
 from quantmoe.exporter.measuring.bench import Cycle, LayerCell, Side, difference, route
 from quantmoe.exporter.measuring.ggml import Ggml
 from quantmoe.exporter.measuring.layer import BITS, FORMATS, Layer
+from quantmoe.exporter.options import steps
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
 KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]
@@ -162,11 +163,34 @@ def test_target_and_floor() -> None:
     assert [f.name for f in dataclasses.fields(LayerCell)] == KEYS
 
 
+def test_ranges_of_tokens() -> None:
+    assert [steps(text) for text in ("5", "1..8", "5..40", "7..7", "3..1")] == [
+        [5],
+        [1, 2, 3, 4, 6, 8],
+        [5, 6, 8, 12, 16, 24, 32, 40],
+        [7],
+        [],
+    ]
+
+
+def test_the_worst_cell() -> None:
+    cell = LayerCell("a", "int4", 32, 4, 1, 1.0, 1.0, 1.0, None, None, 1.0, 1.0, 0.5, 0.6)
+    slow = dataclasses.replace(cell, ms=2.0, tokens=8)
+    assert bench.worst([slow, cell]) == "worst: 25% of the floor, a int4 group 32, 8 tokens"
+    beside = [dataclasses.replace(c, peer="p", peer_ms=ms) for c, ms in ((slow, 3.0), (cell, 1.25))]
+    assert bench.worst([*beside, slow]) == "worst: 1.25x p, a int4 group 32, 4 tokens"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--shape mixtrl", "expected one of qwen3-30b-a3b"),
+        ("--shape 64/64/8", "64/64/8; 3 sizes, H/I/E/k are 4; expected one of"),
+        ("--shape 64/64/8/9", "64/64/8/9; k is 9, E 8; expected one of"),
         ("--format int3", "expected int4 or int8"),
+        ("--tokens 8..1", "expected ranges that end where they begin or later"),
+        ("--tokens 1..x", "expected numbers separated by commas, or ranges as 1..8"),
+        ("--tokens 0..4", "greater than or equal to 1"),
         ("--group-size 48", "a multiple of 32"),
         ("--against mlas", "expected ort-qmoe"),
         ("--repeat 0", "greater than or equal to 1"),

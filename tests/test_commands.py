@@ -240,7 +240,10 @@ def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_
         ("unpack a", "quantmoe unpack: missing option '--layer'"),
         ("unpack a --layer 0 --to npz", "quantmoe unpack: invalid value for '--to': 'npz' is not one of 'safetensors'"),
         ("bench --tokens 1,0", "quantmoe bench: invalid value for '--tokens': 0; expected numbers greater than"),
-        ("bench --shape 1/2/3", "quantmoe bench: invalid value for --shape: 1/2/3; expected one of qwen3-30b-a3b"),
+        (
+            "bench --shape 1/2/3",
+            "quantmoe bench: invalid value for --shape: 1/2/3; 3 sizes, H/I/E/k are 4; expected one of qwen3-30b-a3b",
+        ),
         ("bench --bogus", "quantmoe bench: no such option: --bogus"),
     ],
 )

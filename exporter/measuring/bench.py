@@ -332,7 +332,8 @@ def bench(
         list[int] | None, typer.Option(help="16, a multiple of 32, or -1: a row.", **listed(int))
     ] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a call; default 1,4,16,64,256,1024.", **listed(int, least=1))
+        list[int] | None,
+        typer.Option(help="Tokens of a call, or ranges as 1..8; default 1,4,16,64,256,1024.", **listed(int, 1, True)),
     ] = None,
     threads: Annotated[int, typer.Option(min=0, help="0: one a CPU.")] = 0,
     repeat: Annotated[
@@ -469,6 +470,7 @@ def _cells(
     )
     if max(reads) > 1.1 * min(reads) or max(peaks) > 1.1 * min(peaks):
         console.print("this machine was not quiet: its limits moved by more than 10 %", style="yellow")
+    console.print(worst(cells), highlight=False)
     return cells
 
 
@@ -533,9 +535,16 @@ def _packing(console: Console, layers: Sequence[Chosen]) -> None:
 def _shape(name: str) -> Shape:
     if name in SHAPES:
         return SHAPES[name]
-    sizes = [int(size) for size in name.split("/") if size.isdecimal()]
-    if len(sizes) != 4 or min(sizes) < 1 or sizes[3] > sizes[2]:
-        raise typer.BadParameter(f"{name}; expected one of {', '.join(SHAPES)}, or H/I/E/k", param_hint="--shape")
+    parts = name.split("/")
+    sizes = [int(size) for size in parts if size.isdecimal()]
+    why = ""
+    if len(sizes) == len(parts) != 4 and len(parts) > 1:
+        why = f"; {len(parts)} sizes, H/I/E/k are 4"
+    elif len(sizes) == len(parts) == 4:
+        why = "; a size of 0" if min(sizes) < 1 else f"; k is {sizes[3]}, E {sizes[2]}" if sizes[3] > sizes[2] else ""
+    if why or len(sizes) != 4 or len(parts) != 4:
+        known = ", ".join(SHAPES)
+        raise typer.BadParameter(f"{name}{why}; expected one of {known}, or H/I/E/k", param_hint="--shape")
     hidden, intermediate, experts, top_k = sizes
     return Shape(hidden, intermediate, experts, top_k)
 
@@ -543,6 +552,17 @@ def _shape(name: str) -> Shape:
 def _kernel() -> str:
     forced = os.environ.get("QUANTMOE_FORCE_KERNEL")
     return forced or next(name for name, usable in native.kernels().items() if usable)
+
+
+def worst(cells: Sequence[LayerCell]) -> str:
+    """The cell that is slowest beside the peer, or else beside the floor, in a line."""
+    if beside := [c for c in cells if c.peer_ms]:
+        c = min(beside, key=lambda c: (c.peer_ms or 0) / c.ms)
+        text = f"{(c.peer_ms or 0) / c.ms:.2f}x {c.peer}"
+    else:
+        c = min(cells, key=lambda c: c.floor_ms / c.ms)
+        text = f"{c.floor_ms / c.ms:.0%} of the floor"
+    return f"worst: {text}, {c.shape} {c.weight_format} group {c.group_size}, {c.tokens} tokens"
 
 
 def _print(console: Console, cells: Sequence[LayerCell]) -> None:

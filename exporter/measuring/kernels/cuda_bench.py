@@ -36,6 +36,7 @@ from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.shapes import SHAPES, Shape
+from quantmoe.exporter.options import steps
 
 L2_BYTES = 60 << 20
 
@@ -349,12 +350,9 @@ def counts(text: str) -> list[int]:
     """argparse's type of a list of numbers of tokens and ranges of them."""
     found = []
     for part in text.split(","):
-        ends = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part)
-        if not ends or not int(ends[1]):
+        if not re.fullmatch(r"0*[1-9]\d*(\.\.\d+)?", part):
             raise argparse.ArgumentTypeError(f"{part!r}, expected numbers of tokens, or a range as 1..8192")
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        steps = {first, last, *(of << i for of in (2, 3) for i in range(last.bit_length()))}
-        found += sorted(step for step in steps if first <= step <= last)
+        found += steps(part)
     return found
 
 
