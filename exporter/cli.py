@@ -62,7 +62,7 @@ BESIDE = {
     "vision": "which makes features of images",
     "embeddings": "which makes its input of tokens and features",
 }
-Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
+Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder, or a GGUF file")]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder")]
 
 

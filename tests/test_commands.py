@@ -70,6 +70,10 @@ def test_what_needs_no_model_imports_nothing_large(arguments: str) -> None:
     assert not done.imported & {"numpy", "onnx_ir", "torch", "transformers", "onnxruntime"}
 
 
+def test_help_says_what_a_checkpoint_may_be() -> None:
+    assert "Hugging Face folder, or a GGUF file" in " ".join(quantmoe("export", "--help").out.replace("│", " ").split())
+
+
 FIXTURES = Path(__file__).parent / "fixtures"
 QWEN = FIXTURES / "llmcompressor-gptq-weight"
 
