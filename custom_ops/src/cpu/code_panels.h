@@ -8,6 +8,7 @@
 // quantized_tile, scaled_tile and k_tile, which take fewer tokens. V is what row_tile.h says, and has
 //   code_tokens(bits)              from how many tokens on this pays; fewer wait for memory, which tiles fetch better
 //   kLeastTokens                   fewest of a tile
+//   kLeastGroup                    fewest columns of a group: 16, or 32 where more of the work would be scales
 //   kCodeVectors                   vectors of codes of four columns
 //   unpack<C, kOffset>(panels, offset, codes)
 //                                  32 columns to bytes, as products take them; kOffset: unsigned, as sums start
@@ -217,14 +218,16 @@ struct CodePanels {
 };
 
 // Whether CodePanels take the matrix.
-inline bool has_codes(const PanelMatrix& matrix, bool quantized) {
-  return quantized && !matrix.columns && !(is_e2m1(matrix.format) && matrix.group() > 32);
+template <class V>
+bool has_codes(const PanelMatrix& matrix, bool quantized) {
+  return quantized && !matrix.columns && matrix.group() >= V::kLeastGroup &&
+         !(is_e2m1(matrix.format) && matrix.group() > 32);
 }
 // Whether the product is one for CodePanels.
 template <class V>
 bool has_many_codes(const PanelProduct& product) {
   const PanelMatrix& matrix = *product.matrix;
-  if (!has_codes(matrix, product.quantized)) return false;
+  if (!has_codes<V>(matrix, product.quantized)) return false;
   int64_t tokens = 0;
   for (int64_t t = 0; t < product.tile_count; ++t) {
     if (product.tiles[t].m < V::kLeastTokens) return false;
@@ -279,12 +282,13 @@ void multiply_integer_codes(const PanelProduct& product) {
   constexpr int kFours = V::template kFours<C::kBits>;
   constexpr bool kOffset = !V::kSigned;
   const PanelMatrix& matrix = *product.matrix;
-  if (matrix.zero_points) {
-    if (matrix.group() == 16) return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, true, false, false, true}>(product);
+  if constexpr (V::kLeastGroup == 16)
+    if (matrix.group() == 16)
+      return matrix.zero_points
+                 ? multiply_row_codes<V, C, Codes{C::kBits, 4, 1, true, false, false, true}>(product)
+                 : multiply_row_codes<V, C, Codes{C::kBits, 4, 1, false, false, false, kOffset}>(product);
+  if (matrix.zero_points)
     return multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, true, false, false, true}>(product);
-  }
-  if (matrix.group() == 16)
-    return multiply_row_codes<V, C, Codes{C::kBits, 4, 1, false, false, false, kOffset}>(product);
   if (matrix.grouped && matrix.group() == 32)
     return multiply_row_codes<V, C, Codes{C::kBits, kFours, 8 / kFours, false, false, false, kOffset}>(product);
   multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, false, false, false, kOffset}>(product);
@@ -321,14 +325,17 @@ void multiply_codes(const PanelProduct& product) {
   const PanelMatrix& matrix = *product.matrix;
   using E2m1 = typename V::E2m1;
   if (is_k(matrix.format)) {
-    if (matrix.bits == 4) return multiply_k_codes<V, 0>(product);
-    return matrix.bits == 5 ? multiply_k_codes<V, 1>(product) : multiply_k_codes<V, 2>(product);
+    if constexpr (V::kLeastGroup == 16)
+      if (matrix.bits == 6) return multiply_k_codes<V, 2>(product);
+    return matrix.bits == 4 ? multiply_k_codes<V, 0>(product) : multiply_k_codes<V, 1>(product);
   }
   if (is_e2m1(matrix.format)) {
     constexpr bool kOffset = !V::kSigned;
-    if (matrix.stepped) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, true, false, kOffset}>(product);
-    return matrix.parts == 2 ? multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, false, false, kOffset}>(product)
-                             : multiply_row_codes<V, E2m1, Codes{4, 4, 2, false, false, false, kOffset}>(product);
+    if constexpr (V::kLeastGroup == 16) {
+      if (matrix.stepped) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, true, false, kOffset}>(product);
+      if (matrix.parts == 2) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, false, false, kOffset}>(product);
+    }
+    return multiply_row_codes<V, E2m1, Codes{4, 4, 2, false, false, false, kOffset}>(product);
   }
   matrix.bits == 8 ? multiply_integer_codes<V, typename V::Int8>(product)
                    : multiply_integer_codes<V, typename V::Int4>(product);

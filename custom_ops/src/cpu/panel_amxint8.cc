@@ -32,7 +32,7 @@ struct AmxRows : Avx512Rows {
   static int least_tokens(const PanelMatrix& matrix) {
     return std::min(kTileRows, matrix.group() > 32 && matrix.bits == 4 ? 8 : 13);
   }
-  static constexpr int kCodeVectors = 1, kGroups = 8;
+  static constexpr int kLeastGroup = 32, kCodeVectors = 1, kGroups = 8;
   static constexpr bool kSigned = true;
   template <int>
   static constexpr int kFours = 8;
@@ -126,7 +126,7 @@ struct AmxRows : Avx512Rows {
 };
 
 bool has_tiles(const PanelMatrix& matrix, bool quantized, int tokens) {
-  return has_codes(matrix, quantized) && matrix.group() > 16 && tokens >= AmxRows::least_tokens(matrix);
+  return has_codes<AmxRows>(matrix, quantized) && tokens >= AmxRows::least_tokens(matrix);
 }
 
 void place(const PanelMatrix& matrix, const uint8_t* const* rows, int count, int64_t bytes, uint8_t* __restrict out) {
