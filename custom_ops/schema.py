@@ -116,7 +116,7 @@ def parse(text: str) -> Schema:
 @cache
 def schema() -> Schema:
     """op.def of this release."""
-    return parse((files("quantmoe.custom_ops") / "op.def").read_text())
+    return parse((files("quantmoe.custom_ops") / "op.def").read_text(encoding="utf-8"))
 
 
 class Spec:
@@ -211,4 +211,4 @@ def stub(schema: Schema) -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("nodes.pyi").write_text(stub(schema()))
+    Path(__file__).with_name("nodes.pyi").write_text(stub(schema()), encoding="utf-8")

@@ -436,7 +436,7 @@ def generate(
         own = ranks.meet(outdir, device, seed)
         outdir, group, seed = own.path, own.group, own.seed
         if own.rank:  # rank 0 chooses and prints
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,

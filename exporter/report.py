@@ -252,5 +252,5 @@ def minutes(seconds: float) -> str:
 def peak_memory() -> str:
     """Linux only; getrusage's ru_maxrss would count the parent process's memory before exec."""
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8")) if status.exists() else None
     return decimal(int(found[1]) * 1024) if found else "unknown"

@@ -43,7 +43,9 @@ def write_checkpoint(
     """One shard and a config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(quantization)}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": dict(quantization)}), encoding="utf-8"
+    )
     return folder
 
 

@@ -25,12 +25,12 @@ def made_once(factory: pytest.TempPathFactory, make: Callable[[Path], object], n
     around = root / f"once-{name}-{digest}"
     around.mkdir(exist_ok=True)
     folder, written = around / name, around / "written.json"
-    with open(around / "lock", "w") as lock:
+    with open(around / "lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not written.exists():
             make(folder)
-            written.write_text(json.dumps(_state(folder)))
-        before = json.loads(written.read_text())
+            written.write_text(json.dumps(_state(folder)), encoding="utf-8")
+        before = json.loads(written.read_text(encoding="utf-8"))
     now = _state(folder)
     assert {file: now.get(file) for file in before} == before, f"a test has changed {folder}"
     return folder

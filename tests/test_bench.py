@@ -37,7 +37,7 @@ def test_cells(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "cells.json"), "--plot", str(tmp_path / "cells.png")]
     options = "--shape 128/256/8/2 --group-size 32 --group-size 96 --tokens 1 --tokens 5 --against ort-qmoe"
     out = run(*options.split(), "--repeat", "2", "--threads", "2", *files)
-    cells = json.loads((tmp_path / "cells.json").read_text())
+    cells = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
     assert [(c["weight_format"], c["group_size"], c["tokens"]) for c in cells] == [
         (f, g, n) for f in ("int4", "int8") for g in (32, 96) for n in (1, 5)
     ]

@@ -73,7 +73,7 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
     files = ["--json", tmp_path / "cells.json", "--plot", tmp_path / "cells.png"]
     lists = "--depths 0,40,300 --prefill 9,300 --batch 1,2 --repeat 2 --steps 3 --threads 2 --cpu-time"
     out = " ".join(run(folder, *lists.split(), *files, "--profile").split())
-    found = json.loads((tmp_path / "cells.json").read_text())
+    found = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
     assert [TimedStep(c["step"], c["tokens"], c["depth"], c["batch"]) for c in found["cells"]] == [
         TimedStep("prefill", 9, 0, 1),
         *(TimedStep("decode", batch, depth, batch) for batch in (1, 2) for depth in (0, 40)),
@@ -104,7 +104,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     export("samples/demo_model/checkpoint", tmp_path / "out", target="cuda", dtype="f16")
     lists = ["--depths", "0,200", "--prefill", "9,100", "--batch", "1,3", "--repeat", "2", "--steps", "3"]
     run(tmp_path / "out", "--device", "cuda", *lists, "--json", tmp_path / "cells.json")
-    found = json.loads((tmp_path / "cells.json").read_text())
+    found = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
     assert (len(found["cells"]), found["device"], found["read_gbps"]) == (6, "cuda", None)
     side = OnCuda(str(tmp_path / "out"))
     side.fill(7, 2, 40)
@@ -180,7 +180,7 @@ def test_genai_runs_the_same_folder_and_another(folder: Path, tmp_path: Path) ->
     other = shutil.copytree(folder, tmp_path / "other")
     lists = "--depths 0,20 --prefill 9 --batch 1,2 --repeat 2 --steps 2"
     run(folder, "--against", f"genai,{other}", *lists.split(), "--json", tmp_path / "cells.json")
-    found = json.loads((tmp_path / "cells.json").read_text())
+    found = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
     assert [c["peer"] for c in found["cells"]] == ["genai", str(other)] * 5
     assert all(c["ratio"] > 0 for c in found["cells"])
 
@@ -268,7 +268,7 @@ def test_sides_alternate_and_a_peer_that_fails_is_dropped() -> None:
 
 def test_touched_bytes(folder: Path) -> None:
     found = inspect(folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     expert = sum(layer["bytes"] for layer in found["layers"]) / 32
     linears = sum(linear["bytes"] for linear in found["linears"])
     assert "lm_head" in {linear["module"] for linear in found["linears"]}

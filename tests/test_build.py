@@ -48,7 +48,7 @@ def test_glibc_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="reads Linux's list of processor features")
 def test_build_info() -> None:
     """The compiler is one that this library can have, the kernel the best by the system's own list of features."""
-    flags = Path("/proc/cpuinfo").read_text().split("\nflags")[-1].split("\n")[0].split()
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\nflags")[-1].split("\n")[0].split()
     wanted = {
         "panel_amxint8": {
             "avx512f",
@@ -92,7 +92,7 @@ needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 
 def program(folder: Path, name: str, body: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
     (folder / name).chmod(stat.S_IRWXU)
 
 
@@ -130,7 +130,7 @@ def test_jobs() -> None:
     assert "pytest -n 1 " in said.stdout
 
 
-DEBIAN = any(f"ID={name}\n" in Path("/etc/os-release").read_text() for name in ("debian", "ubuntu"))
+DEBIAN = any(f"ID={name}\n" in Path("/etc/os-release").read_text(encoding="utf-8") for name in ("debian", "ubuntu"))
 
 
 @pytest.mark.skipif(not DEBIAN, reason="fetches from Debian's or Ubuntu's archive")

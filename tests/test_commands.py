@@ -81,9 +81,9 @@ QWEN = FIXTURES / "llmcompressor-gptq-weight"
 def edited(folder: Path, **fields: object) -> Path:
     """A copy of QWEN with other fields in its config.json; None: without."""
     shutil.copytree(QWEN, folder)
-    config = json.loads((folder / "config.json").read_text()) | fields
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | fields
     config = {key: value for key, value in config.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -93,7 +93,7 @@ def float_model(folder: Path, prefix: str, **fields: object) -> Path:
     names = [f"model.layers.0.{prefix}{name}_proj.weight" for name in ("gate", "up", "down")]
     write_safetensors(folder / "model.safetensors", {name: np.zeros((32, 32), np.float16) for name in names})
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "hidden_act": "silu"}
-    (folder / "config.json").write_text(json.dumps(sizes | fields))
+    (folder / "config.json").write_text(json.dumps(sizes | fields), encoding="utf-8")
     return folder
 
 
@@ -101,7 +101,7 @@ def pointer(folder: Path, name: str) -> Path:
     """QWEN with what Git LFS leaves in a file's place."""
     shutil.copytree(QWEN, folder)
     text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'5' * 64}\nsize 16000000000\n"
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
@@ -109,7 +109,7 @@ def holding(folder: Path, *names: str) -> Path:
     folder.mkdir()
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}")
+        (folder / name).write_text("{}", encoding="utf-8")
     return folder
 
 
@@ -311,7 +311,7 @@ def test_a_missing_package_is_one_line_and_said_first(name: str, tmp_path: Path)
 def test_an_older_onnx_runtime_is_one_line(tmp_path: Path) -> None:
     """A package with its version only: nothing else of it is asked for."""
     exported_before(tmp_path / "model")
-    (tmp_path / "onnxruntime.py").write_text("__version__ = '1.20.1'")
+    (tmp_path / "onnxruntime.py").write_text("__version__ = '1.20.1'", encoding="utf-8")
     for arguments in (["generate", "model", "--ids", "1"], ["bench"]):
         done = quantmoe(*arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
         assert done.code == 1
@@ -340,7 +340,7 @@ MODULES = {
 
 def packages(extra: str) -> set[str]:
     """What a wheel installs with an extra, of what pyproject.toml names, as it is imported."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras, names = project["optional-dependencies"], set()
     left = [*project["dependencies"], *extras.get(extra, ())]
     while left:
@@ -353,7 +353,7 @@ def packages(extra: str) -> set[str]:
 
 def imported(path: Path, found: dict[str, set[str]]) -> dict[str, set[str]]:
     """Names that a module of ours and those of ours below it import anywhere, but for type checkers: by file."""
-    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     found[str(path)] = names = set()
     while nodes:
         node = nodes.pop()
@@ -548,7 +548,7 @@ def test_eighty_columns_hold_everything(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     for name, text in (("empty.onnx", ""), ("text.onnx", "hello"), ("pointer.onnx", LFS_POINTER.decode() + "v1\n")):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         done = quantmoe("inspect", tmp_path / name)
         assert done.code == 1
         assert done.line.startswith(f"quantmoe: {tmp_path / name}: not an ONNX model: ")

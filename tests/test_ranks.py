@@ -75,10 +75,10 @@ def slices(folder: Path, count: int, stated: int | None = None) -> Path:
 @pytest.mark.parametrize(("count", "seed"), [(2, []), (4, ["5"])])
 def test_torchrun(tmp_path: Path, count: int, seed: list[str]) -> None:
     script = tmp_path / "process.py"
-    script.write_text(PROCESS)
+    script.write_text(PROCESS, encoding="utf-8")
     command = [*TORCHRUN[:-1], str(count), str(script), str(slices(tmp_path, count)), *seed]
     subprocess.run(command, check=True, timeout=300)
-    said = [(tmp_path / f"said{rank}").read_text() for rank in range(count)]
+    said = [(tmp_path / f"said{rank}").read_text(encoding="utf-8") for rank in range(count)]
     seeds = {text.rpartition(" ")[2] for text in said}
     assert len(seeds) == 1  # of rank 0
     assert not seed or seeds == {*seed}
@@ -111,9 +111,9 @@ def test_rank_0_chooses(model: Path, how: str, launcher: str) -> None:
     usual = Generator(model / "rank0", 1).generate([5, 6, 7], 12, sampling=sampling).tokens
     end = next(i for i, token in enumerate(usual) if i > 2 and token not in usual[:i])
     for rank in range(2):
-        (model / f"rank{rank}/generation_config.json").write_text(f'{{"eos_token_id": {usual[end]}}}')
+        (model / f"rank{rank}/generation_config.json").write_text(f'{{"eos_token_id": {usual[end]}}}', encoding="utf-8")
     script = model / "process.py"
-    script.write_text(GENERATE)
+    script.write_text(GENERATE, encoding="utf-8")
     given = [str(script), str(model), "--max-new-tokens", "12"]
     given += [] if how == "greedy" else ["--temperature", "2", "--seed", "5"]
     given += ["--speculate", "ngram"] if how == "drafts" else []
@@ -127,7 +127,7 @@ def test_rank_0_chooses(model: Path, how: str, launcher: str) -> None:
         ]
         assert [process.wait(timeout=300) for process in processes] == [0, 0]
     for rank in range(2):
-        assert (model / f"chose{rank}").read_text() == ",".join(map(str, usual[: end + 1]))
+        assert (model / f"chose{rank}").read_text(encoding="utf-8") == ",".join(map(str, usual[: end + 1]))
         (model / f"chose{rank}").unlink()
 
 
@@ -182,7 +182,7 @@ def test_no_nccl(tmp_path: Path) -> None:
     """Rank 0 has none: all say so."""
     script = tmp_path / "process.py"
     lines = [line for line in PROCESS.splitlines(keepends=True) if not line.startswith("ranks.nccl_id")]
-    script.write_text("".join(lines))
+    script.write_text("".join(lines), encoding="utf-8")
     store = ENVIRONMENT | {"MASTER_PORT": free_port(), "QUANTMOE_NCCL": str(tmp_path / "nowhere.so")}
     command = [sys.executable, str(script), str(slices(tmp_path, 2))]
     processes = [

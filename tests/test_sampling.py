@@ -98,9 +98,9 @@ def test_the_folder_says_whether_to_sample(tmp_path: Path) -> None:
         ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, Sampling(0.6, 20, 0.95)),
         ({"do_sample": True, "top_k": None}, Sampling()),
     ):
-        path.write_text(json.dumps(config))
+        path.write_text(json.dumps(config), encoding="utf-8")
         assert folder_sampling(tmp_path) == expected
     for text in ("[]", "{", '{"do_sample": true, "top_p": 2}', '{"do_sample": true, "top_k": "x"}'):
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=r"generation_config\.json"):
             folder_sampling(tmp_path)

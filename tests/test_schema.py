@@ -56,7 +56,7 @@ ATTRIBUTES |= {"routed_scaling_factor": 1.5}
 
 
 def later_text() -> str:
-    text = (SOURCES / "op.def").read_text()
+    text = (SOURCES / "op.def").read_text(encoding="utf-8")
     text, versions = re.subn(r"QM_OP\(MoERouting, routing, \d+\)", "QM_OP(MoERouting, routing, 3)", text)
     assert versions == 1
     text = re.sub(r"QM_ATTR_SINCE\(MoERouting.*\n", "", text)
@@ -74,7 +74,7 @@ def routing_of(later: Schema) -> type:
 
 def test_the_stub_is_what_op_def_says() -> None:
     """make format"""
-    assert (SOURCES / "nodes.pyi").read_text() == stub(schema())
+    assert (SOURCES / "nodes.pyi").read_text(encoding="utf-8") == stub(schema())
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -140,7 +140,7 @@ def test_what_an_older_version_cannot_say_is_refused(later: Schema) -> None:
     ],
 )
 def test_a_line_that_cannot_be(line: str, message: str) -> None:
-    text = (SOURCES / "op.def").read_text()
+    text = (SOURCES / "op.def").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         parse(text.replace("QM_END(MoERouting", f"{line}\nQM_END(MoERouting"))
 
@@ -153,7 +153,7 @@ def test_the_librarys_structs_are_these() -> None:
 def later_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """attributes.cc with the lines of LATER, and nothing else changed."""
     folder = tmp_path_factory.mktemp("later")
-    (folder / "op.def").write_text(later_text())
+    (folder / "op.def").write_text(later_text(), encoding="utf-8")
     folders = [f"-I{f}" for f in (folder, SOURCES / "include", SOURCES / "src")]
     source, library = SOURCES / "src/core/attributes.cc", folder / "libattributes.so"
     subprocess.run(["c++", "-std=c++20", "-shared", "-fPIC", *folders, source, "-o", library], check=True)

@@ -62,7 +62,7 @@ def test_an_unknown_kind_is_named() -> None:
 
 def test_contributings_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be quantized to and read back, its code is free in op.def, and layouts refuse it by name."""
-    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "SCHEME = " in block)
     exec(example, names := {})
     monkeypatch.setitem(SCHEMES, "acme3", names["SCHEME"])

@@ -201,7 +201,7 @@ def rewrite_linears(
     Returns:
         The linears left alone.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     skipped: list[str] = []
     weight_map: dict[str, str] = {}
     for shard in sorted(folder.glob("*.safetensors")):
@@ -219,7 +219,7 @@ def rewrite_linears(
         weight_map |= dict.fromkeys(tensors, shard.name)
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2), encoding="utf-8")
     return sorted(skipped)
 
 
@@ -247,8 +247,8 @@ def _unfused(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Iterat
 def add_quantization(folder: Path, quantization: dict[str, Any]) -> None:
     """Writes the quantizer's configuration into a folder's config.json."""
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": quantization}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True))
+    config = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": quantization}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def make_scheme(preset: str, group_size: int | None = None, symmetric: bool = True) -> QuantizationScheme:

@@ -259,7 +259,9 @@ def cache_bytes() -> int:
     found = {}
     for cpu in os.sched_getaffinity(0):
         for index in Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
-            level, size, shared = ((index / f).read_text().strip() for f in ("level", "size", "shared_cpu_list"))
+            level, size, shared = (
+                (index / f).read_text(encoding="utf-8").strip() for f in ("level", "size", "shared_cpu_list")
+            )
             found[int(level), shared] = int(size.removesuffix("K")) * 1024
     last = max((level for level, _ in found), default=0)
     return sum(size for (level, _), size in found.items() if level == last) or 64 << 20
@@ -312,7 +314,7 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
     import onnxruntime  # noqa: F401  not part of the cost
 
     def anonymous() -> int:
-        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+        return int(Path("/proc/self/status").read_text(encoding="utf-8").split("RssAnon:")[1].split()[0]) * 1024
 
     before, start = anonymous(), time.perf_counter()
     side = Side(path, shape.experts, threads)
@@ -388,7 +390,7 @@ def bench(
         tokens = tokens or [1, 4, 16, 64, 256, 1024]
         cells = _cells(console, layers, tokens, threads, repeat, against, skew, Path(folder))
     if json_file:
-        json_file.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n")
+        json_file.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n", encoding="utf-8")
     if plot:
         draw(cells, plot)
     return cells

@@ -37,7 +37,11 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
 
 
 def available_memory() -> int:
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    line = next(
+        line
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("MemAvailable")
+    )
     return int(line.split()[1]) * 1024
 
 

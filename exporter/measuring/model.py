@@ -295,7 +295,7 @@ def bench_model(
             stack.close()  # no session beside the one that is profiled
             result["profile"] = _profile(console, folder, threads, [step for step in wanted if step.batch == 1])
         if json_file:
-            json_file.write_text(json.dumps(result, indent=1) + "\n")
+            json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if plot:
             draw(done, plot)
         return result
@@ -339,7 +339,7 @@ def _check(
 def _config(folder: Path) -> dict[str, Any]:
     path = model_path(folder).parent / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
         return dict(config.get("text_config") or config)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from None

@@ -293,7 +293,9 @@ def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool =
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
         "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*router$"],
     }
-    (folder / "config.json").write_text(json.dumps({**COMMON, **config, "quantization_config": quantization}))
+    (folder / "config.json").write_text(
+        json.dumps({**COMMON, **config, "quantization_config": quantization}), encoding="utf-8"
+    )
     rng = np.random.default_rng(0)
     pool = rng.bytes(1 << 26) if data else b""
     normal = rng.normal(size=1 << 22).astype(np.float32)
@@ -335,7 +337,9 @@ def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool =
             file.truncate(8 + len(text) + offset)
         weight_map |= dict.fromkeys(tensors, name)
         total += 8 + len(text) + offset
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8"
+    )
     return total
 
 

@@ -148,7 +148,7 @@ class Ours:
     def nodes(self, runs: list[int]) -> list[list[tuple[str, int, float]]]:
         """Ends the profile: of each of these runs the operators, how many nodes and ms, most first."""
         path = Path(self.session.end_profiling())
-        events = [e for e in json.loads(path.read_text()) if e.get("ph") == "X"]
+        events = [e for e in json.loads(path.read_text(encoding="utf-8")) if e.get("ph") == "X"]
         path.unlink()
         whole = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "model_run")
         kernels = [e for e in events if e["cat"] == "Node" and e["name"].endswith("_kernel_time")]
@@ -462,5 +462,5 @@ def _serve(pipe: Any, side: type, arguments: tuple[Any, ...], cpu: bool) -> None
 
 def peak_bytes() -> int:
     """Of this process, pages of mapped files included (VmHWM)."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return int(found[1]) * 1024 if found else 0

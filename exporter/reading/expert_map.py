@@ -60,7 +60,7 @@ def read_text(path: Path) -> str:
         OptionError: the file cannot be read, or is no map.
     """
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise OptionError(f"expert_map {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -168,4 +168,4 @@ def in_order(experts: int, world: int) -> Placement:
 def write_map(path: Path, found: Sequence[Placement]) -> None:
     """Writes a map, a row a layer."""
     rows = [[e for own in placement.ranks for e in own] for placement in found]
-    path.write_text(json.dumps({KEY: rows}) + "\n")
+    path.write_text(json.dumps({KEY: rows}) + "\n", encoding="utf-8")

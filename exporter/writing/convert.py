@@ -236,7 +236,7 @@ def _export(
         if runtime:
             metadata["onnxruntime"] = runtime
         if not is_foreign(output, README):
-            partial(README).write_text(readme(target, runtime, part_of))
+            partial(README).write_text(readme(target, runtime, part_of), encoding="utf-8")
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
@@ -260,7 +260,7 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | 
     for path in companion_files(ckpt.companions):
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
-        partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2))
+        partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2), encoding="utf-8")
 
 
 def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
@@ -297,8 +297,8 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
             add_paged(found, (str(v.name) for v in parts[0].graph.graph.inputs))
         if ready.whole is not None:
             add_vision(found, ready.whole, PROCESSOR, (VISION_MODEL, EMBEDDINGS_MODEL))
-            partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2))
-        partial(GENAI).write_text(json.dumps(found, indent=2))
+            partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2), encoding="utf-8")
+        partial(GENAI).write_text(json.dumps(found, indent=2), encoding="utf-8")
     except KeyError:
         return "no genai_config.json: onnxruntime-genai has no decoder for this architecture"
     return ""

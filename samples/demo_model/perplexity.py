@@ -40,7 +40,7 @@ def perplexity(scores: Callable[[list[int]], np.ndarray], tokens: list[int]) -> 
 def main() -> None:
     logging.disable_progress_bar()
     for folder in map(Path, sys.argv[1:] or [HERE / "checkpoint"]):
-        tokens = AutoTokenizer.from_pretrained(folder)((HERE / "heldout.txt").read_text())["input_ids"]
+        tokens = AutoTokenizer.from_pretrained(folder)((HERE / "heldout.txt").read_text(encoding="utf-8"))["input_ids"]
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
         def expected(window: list[int], model: torch.nn.Module = model) -> np.ndarray:

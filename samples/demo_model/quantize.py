@@ -48,9 +48,9 @@ def main() -> None:
     drafts = {name: x for name, x in load_file(source / "model.safetensors").items() if name.startswith("mtp.")}
     if drafts:  # transformers leaves them out
         save_file(load_file(output / "model.safetensors") | drafts, output / "model.safetensors", {"format": "pt"})
-        config = json.loads((output / "config.json").read_text())
+        config = json.loads((output / "config.json").read_text(encoding="utf-8"))
         config["quantization_config"]["ignore"].append("re:^mtp.*")
-        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts = {name: books(name) for name in TRANSLATIONS}
     for file, numbers in (("valid.txt", VALID), ("heldout.txt", HELD_OUT)):
-        (folder / file).write_text("\n\n".join(texts["kjv"][n] for n in sorted(numbers)) + "\n")
+        (folder / file).write_text("\n\n".join(texts["kjv"][n] for n in sorted(numbers)) + "\n", encoding="utf-8")
     train = {name: [t for n, t in text.items() if n not in VALID | HELD_OUT] for name, text in texts.items()}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -216,7 +216,9 @@ def main() -> None:
     )
     data = {name: np.fromfile(options.text / f"train-{name}.bin", np.uint16) for name in SHARES}
     held = {
-        name: torch.tensor(tokenizer((options.text / f"{name}.txt").read_text())["input_ids"], device=device)
+        name: torch.tensor(
+            tokenizer((options.text / f"{name}.txt").read_text(encoding="utf-8"))["input_ids"], device=device
+        )
         for name in ("valid", "heldout")
     }
 

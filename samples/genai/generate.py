@@ -8,7 +8,7 @@ import onnxruntime_genai as og
 
 
 def generate(folder, count, ids):
-    context = json.loads(Path(folder, "genai_config.json").read_text())["model"]["context_length"]
+    context = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))["model"]["context_length"]
     if len(ids) >= context:
         raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in the model's context of {context}")
     model = og.Model(folder)

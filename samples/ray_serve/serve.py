@@ -140,7 +140,7 @@ if __name__ == "__main__":
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
-    found = json.loads(Path(given.folder, "genai_config.json").read_text())
+    found = json.loads(Path(given.folder, "genai_config.json").read_text(encoding="utf-8"))
     settings = {} if "engine" in found else STATIC
     (batch,) = (kind["max_batch_size"] for kind in (found | settings)["engine"].values())
     serve.start(http_options={"port": given.port})

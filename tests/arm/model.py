@@ -42,4 +42,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         print(json.dumps(run(sys.argv[1])))
     else:
-        sys.exit(compare(*(json.loads(Path(path).read_text()) for path in sys.argv[2:4])))
+        sys.exit(compare(*(json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[2:4])))

@@ -31,9 +31,9 @@ FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts:
 
 @pytest.fixture
 def example(tmp_path) -> Path:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"formats/acme4\.cuh`:\n\n```cpp\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "acme4.cuh").write_text(code)
+    (tmp_path / "acme4.cuh").write_text(code, encoding="utf-8")
     return tmp_path
 
 
@@ -45,9 +45,9 @@ def compile(compiler: str | Path, source: Path, *options: str) -> None:
 @pytest.mark.skipif(not NVCC.exists(), reason="no nvcc (pyproject.toml's group cuda)")
 def test_its_kernels_compile(example):
     source = example / "acme4.cu"
-    source.write_text(CODE + '#include "acme4.cuh"\n' + KERNELS)
+    source.write_text(CODE + '#include "acme4.cuh"\n' + KERNELS, encoding="utf-8")
     compile(NVCC, source, "-std=c++17", "-O1", "-ptx", "-arch=compute_90a", "-o", str(example / "acme4.ptx"))
-    ptx = (example / "acme4.ptx").read_text()
+    ptx = (example / "acme4.ptx").read_text(encoding="utf-8")
     assert ptx.count(".entry") == 4
     assert all(re.search(rf"\.entry \w*{kernel}\w*Acme4", ptx) for kernel in ("moe_gemm_mma", "moe_down_decode"))
 
@@ -55,5 +55,5 @@ def test_its_kernels_compile(example):
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_its_facts_need_no_cuda(example):
     source = example / "acme4.cc"
-    source.write_text(CODE + '#include "acme4.cuh"\n' + FACTS)
+    source.write_text(CODE + '#include "acme4.cuh"\n' + FACTS, encoding="utf-8")
     compile("c++", source, "-std=c++20", "-Wall", "-Werror", "-fsyntax-only")

@@ -74,7 +74,7 @@ def test_floats_are_of_the_activations_type(monkeypatch, projection):
 
 def test_each_of_the_kernels_is_here():
     """But Int4, which most tests have, and Float, which FLOATS are of."""
-    rows = re.findall(r"^QM_CUDA_FORMAT\((\w+)\)", ROWS.read_text(), re.MULTILINE)
+    rows = re.findall(r"^QM_CUDA_FORMAT\((\w+)\)", ROWS.read_text(encoding="utf-8"), re.MULTILINE)
     here = {(kind, zero_points) for (kind, _, zero_points), *_ in FORMATS.values()}
     assert len(rows) - 2 == len(here), f"formats.inc has {rows}, FORMATS {here}"
 

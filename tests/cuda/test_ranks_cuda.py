@@ -196,7 +196,7 @@ def test_slices(tmp_path: Path, name: str) -> None:
     paths = os.pathsep.join([str(TESTS), str(TESTS / "export"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, TESTS / "tensorrt" / "prepare.py", tmp_path, name]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})
-    noise = json.loads((tmp_path / name / "noise.json").read_text())["f16"]
+    noise = json.loads((tmp_path / name / "noise.json").read_text(encoding="utf-8"))["f16"]
     ids, logits = (np.load(tmp_path / name / f"{what}.npy")[0] for what in ("tokens", "logits"))
     folders = [tmp_path / name / "f16" / f"rank{rank}" for rank in range(2)]
     os.environ.setdefault("QUANTMOE_NCCL", nccl_library())

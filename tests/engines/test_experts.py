@@ -244,10 +244,10 @@ def test_a_trace_warms_the_cache(tmp_path: Path) -> None:
 
 def test_a_trace_that_would_replace_something_else(tmp_path: Path) -> None:
     path, text, file = model(tmp_path / "m.onnx", LAYER), tmp_path / "text", tmp_path / "trace"
-    text.write_text("a text")
+    text.write_text("a text", encoding="utf-8")
     with pytest.raises(Exception, match=f"quantmoe.trace {text}: is there, and is no trace: expected an earlier"):
         session(path, entries={"quantmoe.trace": str(text)})
-    assert text.read_text() == "a text"
+    assert text.read_text(encoding="utf-8") == "a text"
     s = session(path, entries={"quantmoe.trace": str(file)})
     run(s, *LAYER.tokens(1))
     del s
@@ -268,7 +268,7 @@ def test_nothing_of_the_mapping_is_read(tmp_path: Path) -> None:
     for entries in ({}, {"quantmoe.verify": "1"}):
         s = disk(path, 6, **entries)
         run(s, *case.tokens(20))
-        lines = Path("/proc/self/smaps").read_text().split(str(data) + "\n")[1:]
+        lines = Path("/proc/self/smaps").read_text(encoding="utf-8").split(str(data) + "\n")[1:]
         assert lines
         assert all(int(line.split("Rss:")[1].split()[0]) == 0 for line in lines)
         del s
@@ -420,7 +420,7 @@ def test_one_session_in_eight_threads(tmp_path: Path) -> None:
 
 def resident() -> int:
     """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_sessions_of_a_file_share_what_they_read(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_other_bytes_are_not_shared(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preload")
-    (folder / "reads.c").write_text(PRELOAD)
+    (folder / "reads.c").write_text(PRELOAD, encoding="utf-8")
     compiler = ["c++", "-x", "c"] if shutil.which("c++") else [sys.executable, "-m", "ziglang", "cc"]
     library = folder / "reads.so"
     command = [*compiler, "-shared", "-fPIC", "-O1", str(folder / "reads.c"), "-o", str(library), "-ldl"]

@@ -78,7 +78,7 @@ def mapping(child: subprocess.Popen[str], file: Path) -> dict[str, int]:
     """Bytes by field of /proc/<pid>/smaps, summed over the process's mappings of the file."""
     found: dict[str, int] = {}
     mine = False
-    for line in Path(f"/proc/{child.pid}/smaps").read_text().splitlines():
+    for line in Path(f"/proc/{child.pid}/smaps").read_text(encoding="utf-8").splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             mine = line.endswith(str(file))
         elif mine and (match := re.match(r"(\w+):\s+(\d+) kB", line)):

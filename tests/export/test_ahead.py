@@ -45,7 +45,7 @@ def cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
         group, limit = tmp_path / "root/proc/self/cgroup", tmp_path / "root/sys/fs/cgroup/cpu.max"
         for path, content in ((group, "0::/\n"), (limit, f"{quota}\n")):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            path.write_text(content, encoding="utf-8")
         root = os.fsencode(tmp_path / "root")
         monkeypatch.setattr(native, "cpus", lambda: native.library().qm_cpus(count, root))
 
@@ -203,14 +203,14 @@ def test_what_float16_cannot_hold(dtype: type) -> None:
 def test_what_rounding_takes(kind: str, tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((N, N)).astype(ml_dtypes.bfloat16)
     write_checkpoint(tmp_path, {f"{role}.weight": weight for role in ROLES}, {})
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     for layout in ("cpu_panel", "marlin")[: 1 if kind == "none" else 2]:
         taken, size = peak(Unquantized(open_checkpoint(tmp_path), kind), layout, "exact")
         assert taken <= size
     if kind != "none":
         weight[-1, -1] = np.nan
         write_checkpoint(tmp_path, {"up_proj.weight": weight}, {})
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text("{}", encoding="utf-8")
         with pytest.raises(CheckpointError, match="up_proj has values that are NaN or infinite"):
             Unquantized(open_checkpoint(tmp_path), kind).matrix("up_proj")
 

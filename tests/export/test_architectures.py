@@ -283,7 +283,9 @@ def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Pa
 
 def refused_in_the_docs() -> dict[str, str]:
     """model_type -> reason."""
-    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text().partition("## Refused")[2]
+    text = (
+        (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8").partition("## Refused")[2]
+    )
     rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
     return {name: reason.partition(" (")[0] for names, reason in rows for name in re.findall("`(.+?)`", names)}
 
@@ -327,11 +329,11 @@ def test_joined_projections_are_floats_of_the_rows_that_config_json_says(model_t
         save_file(tensors | changed, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=rf"model\.safetensors: {reason}"):
             plan(tmp_path, tmp_path / "onnx", quantize="none")
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     save_file(tensors, tmp_path / "model.safetensors")
     for name in ("head_dim", "linear_key_head_dim"):
         config.pop(name, None)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"config\.json: .*head_dim.*: expected the sizes that divide the rows"):
         plan(tmp_path, tmp_path / "onnx", quantize="none")
 
@@ -357,7 +359,7 @@ def test_kimis_layers(tmp_path: Path) -> None:
     dry = plan(tmp_path / "kimi", tmp_path / "onnx", quantize="int4", group_size=32)
     assert dry.dequantized == {}
     path = tmp_path / "kimi" / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     kinds = config.pop("layer_types")
     lists = {
         name: [i + 1 for i, own in enumerate(kinds) if own == kind]
@@ -365,11 +367,11 @@ def test_kimis_layers(tmp_path: Path) -> None:
     }
     counted = ", ".join(f"{len(lists[name])} layers of {kind}" for name, kind in
                         (("kda_layers", "linear attention"), ("full_attn_layers", "full attention")))  # fmt: skip
-    path.write_text(json.dumps(config | {"linear_attn_config": lists}))
+    path.write_text(json.dumps(config | {"linear_attn_config": lists}), encoding="utf-8")
     found = survey(tmp_path / "kimi")
     assert found["attention"] == counted
     assert {layer["shared_size"] for layer in found["layers"]} == {SIZES["moe_intermediate_size"]}
-    path.write_text(json.dumps(config | {"layer_types": ["linear_attention"] * len(kinds)}))
+    path.write_text(json.dumps(config | {"layer_types": ["linear_attention"] * len(kinds)}), encoding="utf-8")
     with pytest.raises(
         CheckpointError, match=r"4 layers of linear attention alone; expected one of full attention among"
     ):

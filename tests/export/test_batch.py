@@ -109,7 +109,7 @@ def test_like_lengths_run_together(exported, monkeypatch, tmp_path):
         make(self, model, prompts, *rest)
 
     prompts = ["a", "bc", "a long line " * 5, "b", "another long line " * 5]
-    (tmp_path / "prompts").write_text("\n".join(prompts))
+    (tmp_path / "prompts").write_text("\n".join(prompts), encoding="utf-8")
     arguments = ["generate", folder, "--max-new-tokens", "4", "--temperature", "0"]
     alone = [CliRunner().invoke(app, [*arguments, "--prompt", prompt]).stdout[:-1] for prompt in prompts]
     monkeypatch.setattr(Batch, "__init__", noted)
@@ -175,7 +175,7 @@ def test_the_command(exported, tmp_path):
         return done
 
     alone = [run("--prompt", prompt).stdout[:-1] for prompt in prompts]
-    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts), encoding="utf-8")
     done = run("--prompts", str(tmp_path / "prompts.jsonl"), "--batch", "2")
     assert [json.loads(line) for line in done.stdout.splitlines()] == alone
     assert "3 prompts: " in done.stderr
@@ -202,7 +202,7 @@ def test_lines_that_are_no_prompts_are_named(exported, tmp_path, monkeypatch, ca
         ("p.txt", "\n \n", "p.txt: expected a prompt a line, there is none", 2),
         ("p.txt", f"a\n{'b ' * context}\n", "p.txt, line 2: ", 1),
     ):
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
         monkeypatch.setattr(sys, "argv", ["quantmoe", "generate", str(folder), "--prompts", str(tmp_path / name)])
         with pytest.raises(SystemExit) as raised:
             main()

@@ -129,7 +129,7 @@ def talking(exported, tmp_path_factory) -> Path:
     folder = shutil.copytree(
         exported("qwen3_moe", activations="float", logits="last"), tmp_path_factory.mktemp("chat") / "m"
     )
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return folder
 
 
@@ -138,11 +138,11 @@ def test_templates_are_rendered_as_transformers_does(talking: Path, tmp_path: Pa
     folder = shutil.copytree(talking, tmp_path / "model")
     if where != "file":
         (folder / "chat_template.jinja").unlink()
-        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]
         config["chat_template"] = TEMPLATE if where == "configuration" else named
         config["bos_token"] = {"__type": "AddedToken", "content": "<s>"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer, template = AutoTokenizer.from_pretrained(folder), load_template(folder)
     messages = [{"role": "user", "content": '<tag> & "quotes" 你好'}]
     for role, content in (
@@ -216,7 +216,7 @@ def test_an_export_says_its_turns(checkpoint: Callable[..., Path], tmp_path: Pat
     """Also where the template is wrong, which who renders it is told."""
     source = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "source")
     for template, expected in (CHATML, Template(CHATML, Path("t"), {}).turns()), ("{% for %}", {}):
-        (source / "chat_template.jinja").write_text(template)
+        (source / "chat_template.jinja").write_text(template, encoding="utf-8")
         export(source, tmp_path / "model", force=True)
         entries = onnx.load(tmp_path / "model" / "model.onnx", load_external_data=False).metadata_props
         assert {entry.key: entry.value for entry in entries if entry.key.startswith("chat.")} == expected
@@ -229,12 +229,12 @@ def test_what_is_wrong_with_a_template_is_named(tmp_path: Path, monkeypatch: pyt
         ("tokenizer_config.json", "[]", "expected a JSON object"),
         ("chat_template.jinja", "{% for %}", "Expected an expression"),
     ):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=rf"{name}: {message}"):
             load_template(tmp_path)
         (tmp_path / name).unlink()
     for text in ("{{ ''.__class__.mro() }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"):  # a sandbox
-        (tmp_path / "chat_template.jinja").write_text(text)
+        (tmp_path / "chat_template.jinja").write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=r"chat_template\.jinja: "):
             load_template(tmp_path).render([{"role": "user", "content": "a"}])
     monkeypatch.setattr("jinja2.__version__", "3.1.5")

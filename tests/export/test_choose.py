@@ -151,7 +151,7 @@ def test_headers_describe_what_is_quantized_while_it_is_read(architecture, tmp_p
 
 
 def test_contributings_format_is_described_as_it_decodes(tmp_path, monkeypatch):
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Acme" in block)
     exec(example, names := {"__name__": "acme"})
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, names["Acme"]))
@@ -177,7 +177,7 @@ def damage(folder: Path, out: Path, tensors=None, **quantization) -> Path:
     out.mkdir()
     write_safetensors(out / "model.safetensors", {n: ckpt.tensor(n) for n in ckpt.names()} | (tensors or {}))
     config = ckpt.config | {"quantization_config": ckpt.quantization | quantization}
-    (out / "config.json").write_text(json.dumps(config))
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return out
 
 
@@ -276,7 +276,7 @@ def test_explain_says_where_the_cuda_kernels_are(monkeypatch, tmp_path):
     cuda.library.cache_clear()
     monkeypatch.setenv("QUANTMOE_CUDA_LIBRARY", str(tmp_path / "none.so"))
     assert verdict() == "library not found"
-    (tmp_path / "none.so").write_text("no library")
+    (tmp_path / "none.so").write_text("no library", encoding="utf-8")
     assert verdict().startswith(f"library cannot be loaded: {tmp_path / 'none.so'}")
     monkeypatch.setattr(cuda, "query", raised(ValueError("CUDA device 0: no CUDA-capable device is detected")))
     assert verdict() == "compiled, no GPU here (CUDA device 0: no CUDA-capable device is detected)"

@@ -209,7 +209,7 @@ def test_types_of_states(cached, architecture, dtype):
         types = {value.name: value.dtype for value in values}
         assert types[f"{prefix}.0.conv_state"] == types[f"{prefix}.1.key"] == own
         assert types[f"{prefix}.0.recurrent_state"] == ir.DataType.FLOAT
-    genai = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
+    genai = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]
     assert genai["session_options"]["provider_options"] == [{"cuda": {"enable_cuda_graph": "1"}}]
 
 
@@ -276,7 +276,7 @@ def test_logits_of_cached_attention_equal_pytorch(cached, reference, architectur
 
 
 def test_genai_config(cached, tmp_path):
-    found = json.loads((cached("qwen3_moe") / "genai_config.json").read_text())
+    found = json.loads((cached("qwen3_moe") / "genai_config.json").read_text(encoding="utf-8"))
     assert found["model"]["decoder"]["session_options"] == {
         "custom_ops_library": "libquantmoe_ort_cuda.so",
         "provider_options": [{"cuda": {"enable_cuda_graph": "1"}}],

@@ -99,7 +99,7 @@ def test_the_trained_model_writes_words(tmp_path, monkeypatch):
     text = tokenizer.decode(prompt + Generator("demo-model").greedy(prompt, 24).tokens)
     assert text.startswith("And the king said unto ")
     assert " ".join(text.split()[:8]) in " ".join(done.output.replace("\u2502", " ").split())
-    known = set((TRAINED / "heldout.txt").read_text().split())
+    known = set((TRAINED / "heldout.txt").read_text(encoding="utf-8").split())
     words = text.split()[:-1]  # the last may be cut
     assert sum(word in known for word in words) > 0.8 * len(words)
 
@@ -114,7 +114,11 @@ def test_perplexity_of_the_trained_model(tmp_path):
     spec = importlib.util.spec_from_file_location("perplexity", TRAINED / "perplexity.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    tokens = load_tokenizer(TRAINED / "checkpoint").encode((TRAINED / "heldout.txt").read_text()).ids[: script.WINDOW]
+    tokens = (
+        load_tokenizer(TRAINED / "checkpoint")
+        .encode((TRAINED / "heldout.txt").read_text(encoding="utf-8"))
+        .ids[: script.WINDOW]
+    )
     reference = dequantized(Skeleton(find_format(open_checkpoint(TRAINED / "checkpoint"))))
     largest = 0.0
 

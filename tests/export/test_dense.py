@@ -305,7 +305,7 @@ def test_unpack_gives_a_gated_query_projection_as_it_was(exported, checkpoint, t
     assert [n["gated_heads"] for n in inspect(folder)["linears"] if "gated_heads" in n]
     modules = unpack(folder, 1, tmp_path / "layer_1.safetensors")
     format = find_format(open_checkpoint(checkpoint("qwen3_5_moe_text")))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     stored = Checkpoint(tmp_path)
     found = [module for module in modules if "self_attn" in module]
     assert [module.rpartition(".")[2] for module in found] == ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -319,7 +319,7 @@ def test_unpack_gives_the_checkpoints_codes(exported, checkpoint, tmp_path):
     folder = exported("qwen3_moe", activations="float")
     modules = unpack(folder, 1, tmp_path / "layer_1.safetensors")
     format = find_format(open_checkpoint(checkpoint("qwen3_moe")))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     stored = Checkpoint(tmp_path)
     experts = next(layer for layer in format.moe_layers() if layer.index == 1)
     assert len(modules) == 3 * experts.num_experts + 4

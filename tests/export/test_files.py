@@ -128,7 +128,7 @@ def test_companion_files(exported):
 
 
 def test_the_folder_says_what_runs_it_elsewhere(exported):
-    text = (exported("qwen3_moe", activations="float") / "README.md").read_text()
+    text = (exported("qwen3_moe", activations="float") / "README.md").read_text(encoding="utf-8")
     assert "ONNX Runtime 1.21 or newer" in text
     assert f"A `libquantmoe_ort.so` in this folder is for Linux {platform.machine()}." in text
     assert "the nupkg QuantMoe" in text
@@ -137,9 +137,9 @@ def test_the_folder_says_what_runs_it_elsewhere(exported):
 
 
 def test_a_readme_of_somebody_else_stays(checkpoint, tmp_path):
-    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / "README.md").write_text("mine", encoding="utf-8")
     export(checkpoint("qwen3_moe"), tmp_path, activations="float")
-    assert (tmp_path / "README.md").read_text() == "mine"
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "mine"
 
 
 def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
@@ -258,10 +258,10 @@ def test_generation_says_what_is_wrong(exported, tmp_path):
     with pytest.raises(ModelError, match="exported with --target cuda, which this provider does not run"):
         Generator(folder)
     for name, text in (("generation_config.json", "[]"), ("generation_config.json", '{"eos_token_id": "x"}')):
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=name):
             stop_tokens(folder)
-    (folder / "tokenizer.json").write_text("{")
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         load_tokenizer(folder)
 
@@ -314,8 +314,8 @@ def test_generation_ends_at_the_models_context(exported, tmp_path):
 
 def test_a_text_config_that_is_null_is_absent(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"text_config": None}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": None}), encoding="utf-8")
     ckpt = open_checkpoint(folder)
     cut = convert._config(ckpt, 1)
     assert cut == config | {"text_config": None, "num_hidden_layers": 1}
@@ -414,8 +414,8 @@ def test_exact_scales_keep_their_type(checkpoint, tmp_path):
 )
 def test_refusals(checkpoint, tmp_path, config, message):
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
-    changed = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(changed))
+    changed = json.loads((folder / "config.json").read_text(encoding="utf-8")) | config
+    (folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -444,8 +444,8 @@ def test_a_model_says_where_to_stop(checkpoint, tmp_path, generation, config, eo
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
     (folder / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
-    (folder / "config.json").write_text(json.dumps(config))
+        (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     ckpt, model = open_checkpoint(checkpoint("qwen3_moe")), SimpleNamespace(config=SimpleNamespace())
     ckpt.config, ckpt.generation_config, model.config.max_position_embeddings = config, generation or {}, 4096
     found = stops(SimpleNamespace(format=SimpleNamespace(ckpt=ckpt), model=model))
@@ -462,7 +462,7 @@ def test_samples_find_where_to_stop(exported, checkpoint):
 
 def test_stops_that_are_none_are_refused_by_the_dry_run_too(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
-    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}', encoding="utf-8")
     for command in (export, plan):
         with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is '</s>', expected"):
             command(folder, tmp_path / "model")
@@ -543,7 +543,9 @@ def test_the_api_mirrors_the_commands():
 
 def test_errors_are_one_line(quantmoe, tmp_path):
     words = "a" * 5000
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": f"\x1b[31m\n{words}"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": f"\x1b[31m\n{words}"}}), encoding="utf-8"
+    )
     write_safetensors(tmp_path / "model.safetensors", lambda: iter({"x": np.zeros(4, np.float32)}.items()))
     done = quantmoe("export", tmp_path, tmp_path / "out")
     assert done.returncode == 1

@@ -219,7 +219,7 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
     monkeypatch.setattr(Generator, "_session", session)
     own = RESERVE["cpu"] + found["files"][0]["bytes"] - sum(layer["bytes"] for layer in found["layers"])
     a_token = sum(node["bytes_per_token"] for node in found["attention"])
-    length = json.loads((folder / "genai_config.json").read_text())["search"]["max_length"]
+    length = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]["max_length"]
     Generator(folder, experts="disk")
     Generator(folder, experts="auto", max_length=7)
     Generator(folder, experts="disk", ram="auto", capacity=9)
@@ -233,7 +233,7 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
     seen.clear()
     command_line("generate", str(folder), "--ids", "5,6", "--max-new-tokens", "3", "--experts", "disk")
     assert seen == [own + 5 * a_token]
-    (tmp_path / "prompts").write_text("a\nbc\n")
+    (tmp_path / "prompts").write_text("a\nbc\n", encoding="utf-8")
     seen.clear()
     command_line(
         "generate", str(folder), "--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "3", "--experts", "disk"
@@ -243,7 +243,7 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
     shutil.copytree(folder, tmp_path, ignore=lambda *_: ["genai_config.json"], dirs_exist_ok=True)
     seen.clear()
     Generator(tmp_path, experts="disk")
-    (tmp_path / "genai_config.json").write_text('{"search": {"max_length": "long"}}')
+    (tmp_path / "genai_config.json").write_text('{"search": {"max_length": "long"}}', encoding="utf-8")
     with pytest.raises(ModelError, match=r"genai_config.json: search.max_length is 'long', expected a number"):
         Generator(tmp_path, experts="disk")
     assert seen == [None]
@@ -255,7 +255,7 @@ def test_what_is_refused(found, tmp_path):
     ):
         fit(found, 1000, CONTEXT)
     header = {"quantmoe_trace": 1, "slot_bytes": 9, "layers": [{"node": "a", "experts": 3, "bytes": 9}]}
-    (tmp_path / "trace").write_text(json.dumps(header) + "\n")
+    (tmp_path / "trace").write_text(json.dumps(header) + "\n", encoding="utf-8")
     with pytest.raises(ModelError, match="the trace is of a model with other layers or experts"):
         fit(found, 1 << 33, CONTEXT, read_trace(tmp_path / "trace"))
     with pytest.raises(ModelError, match="expected QuantMoE nodes after routers"):

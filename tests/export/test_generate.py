@@ -153,7 +153,7 @@ def test_past_and_present_are_one_buffer_where_all_caches_are_cached_attentions(
 
 
 def test_what_onnxruntime_genai_is_told(checkpoint):
-    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text(encoding="utf-8"))
     long, short = (config | {"max_position_embeddings": length} for length in (40960, 77))
     found = genai_config(long, {}, "library")["search"]
     assert found == {"do_sample": False, "max_length": 40960, "past_present_share_buffer": False, "chunk_size": 512}

@@ -54,7 +54,7 @@ def mixed(checkpoint: Callable[..., Path], folder: Path, architecture: str, sche
     tensors |= {name: other.tensor(name) for name in other.names() if is_wide(name)}
     folder.mkdir(exist_ok=True)
     write_safetensors(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -205,7 +205,7 @@ def test_gate_and_up_of_two_formats_are_refused(source, tmp_path):
     groups["b"]["targets"].append(r"re:.*layers\.0\.mlp\.experts\.3\.up_proj")
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(ckpt.config))
+    (folder / "config.json").write_text(json.dumps(ckpt.config), encoding="utf-8")
     for call in (plan, export):
         with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts\.3: gate .* up"):
             call(folder, tmp_path / "out")

@@ -237,7 +237,7 @@ def rewritten(folder: Path, target: Path, rename: Callable[[str, torch.Tensor], 
         found = {new: value for name, t in load_file(shard).items() for new, value in rename(name, t)}
         save_file(found, shard, metadata={"format": "pt"})
     path = target / "config.json"
-    path.write_text(json.dumps(config(json.loads(path.read_text()))))
+    path.write_text(json.dumps(config(json.loads(path.read_text(encoding="utf-8")))), encoding="utf-8")
     return target
 
 
@@ -425,6 +425,6 @@ def test_bench_holds_states(exported):
     ours.prefill(9)
     ours.fill(5, 2, 9)
     assert ours.decode(2) > 0
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     more = touched_bytes(found, {}, config, 0, 3) - touched_bytes(found | {"linear_attention": []}, {}, config, 0, 3)
     assert more == 3 * 4 * (4 * 64 * 64 + 512 * 3)

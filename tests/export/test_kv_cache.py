@@ -59,9 +59,9 @@ class FakeCache(DynamicCache):
 def with_scales(source: Path, folder: Path, type: str, scales: list[tuple[float, float]]) -> Path:
     """A copy of a checkpoint of compressed-tensors with a kv_cache_scheme and its scales."""
     shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"]["kv_cache_scheme"] = SCHEME | {"type": type}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = load_file(folder / "model.safetensors")
     for i, pair in enumerate(scales):
         for name, scale in zip("kv", pair, strict=True):
@@ -124,7 +124,7 @@ def test_caches_without_scales(checkpoint, reference, tmp_path, cache, format):
     assert error(run(Generator(out), ids, (5, 1, 1)), rounded.logits.double().numpy()) < 2e-5
     width = 48 + (4 if cache == "int8" else 0)
     assert [n["bytes_per_token"] for n in inspect(out)["attention"]] == [2 * 2 * width] * 2
-    assert json.loads((out / "genai_config.json").read_text())["model"]["decoder"]["head_size"] == width
+    assert json.loads((out / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]["head_size"] == width
 
 
 @pytest.mark.parametrize("cache", every(["int8", "fp8"]))

@@ -167,7 +167,7 @@ def test_a_plan_names_what_export_refuses(checkpoint, exported, tmp_path: Path) 
          f"{shorter}.weight has shape [184, 192], expected [192, 192]"),
     ):  # fmt: skip
         write_safetensors(tmp_path / "model.safetensors", edited)
-        (tmp_path / "config.json").write_text(json.dumps(ckpt.config))
+        (tmp_path / "config.json").write_text(json.dumps(ckpt.config), encoding="utf-8")
         with pytest.raises(CheckpointError, match=re.escape(text)):
             plan(tmp_path, tmp_path / "out")
 

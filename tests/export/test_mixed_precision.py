@@ -89,7 +89,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         quantization = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": layers,
                         "exclude_modules": ["mtp*", "model.visual*"]}  # fmt: skip
         (made / "hf_quant_config.json").write_text(
-            json.dumps({"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization})
+            json.dumps({"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}),
+            encoding="utf-8",
         )
 
     return made_once(tmp_path_factory, write, "mixed precision") / "mixed"

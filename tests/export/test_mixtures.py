@@ -29,7 +29,7 @@ def rewritten(source: Path, folder: Path, change: Callable[[Format], Tensors], c
     format = find_format(open_checkpoint(source))
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", lambda: change(format))
-    (folder / "config.json").write_text(json.dumps(config(dict(format.ckpt.config))))
+    (folder / "config.json").write_text(json.dumps(config(dict(format.ckpt.config))), encoding="utf-8")
     return folder
 
 

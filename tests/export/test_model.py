@@ -213,7 +213,7 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported, architecture):
     generator.append_tokens(prompt)
     while not generator.is_done():
         generator.generate_next_token()
-    eos = np.ravel(json.loads((folder / "genai_config.json").read_text())["model"]["eos_token_id"])
+    eos = np.ravel(json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["eos_token_id"])
 
     def until_eos(found: list[int]) -> list[int]:
         return list(itertools.takewhile(lambda token: token not in eos, found))
@@ -227,11 +227,11 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported, architecture):
 def test_frequencies_that_follow_the_length_are_refused(checkpoint, tmp_path, architecture, kind):
     """They were exported as those of a short sequence where the architecture's own code is not traced."""
     folder = shutil.copytree(checkpoint(architecture), tmp_path / "checkpoint")
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     factors = {"short_factor": [1.0] * 24, "long_factor": [4.0] * 24, "original_max_position_embeddings": 16}
     config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     config["rope_parameters"] |= factors if kind == "longrope" else {}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for command in (export, plan):
         with pytest.raises(CheckpointError, match=rf"config\.json: rope_type {kind} is not supported: its frequencies"):
             command(folder, tmp_path / "model")
@@ -279,7 +279,7 @@ def test_layers(exported, checkpoint, reference):
     folder = exported("qwen3_moe", activations="float", layers=1)
     generator, ids = Generator(folder), tokens(1, 5)
     assert len(generator.past) == 2
-    assert '"num_hidden_layers": 1' in (folder / "config.json").read_text()
+    assert '"num_hidden_layers": 1' in (folder / "config.json").read_text(encoding="utf-8")
     decoder = reference("qwen3_moe").model
     layers, decoder.layers = decoder.layers, decoder.layers[:1]
     want = expected(reference("qwen3_moe"), ids)

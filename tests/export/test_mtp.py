@@ -309,7 +309,7 @@ def test_embedding_and_head_are_stored_once(models):
 def test_a_device_holds_them_once(sources, tmp_path):
     """What onnxruntime-genai loads for both models; the CPU maps the file."""
     export(sources["qwen3_next"], tmp_path, target="cuda", mtp=True, logits="all")
-    model = json.loads((tmp_path / "genai_config.json").read_text())["model"]
+    model = json.loads((tmp_path / "genai_config.json").read_text(encoding="utf-8"))["model"]
     shared = model["decoder"]["shared_initializers"]
     assert model["mtp"]["shared_initializers"] == shared
     assert {entry["name"] for entry in shared} == {"model.embed_tokens.weight", "lm_head.weight.T"}

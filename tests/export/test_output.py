@@ -79,7 +79,7 @@ def models(checkpoint, tmp_path_factory) -> list[dict[str, bytes]]:
         ({"target": "cpu", "max_file_size": 1}, "LICENSE"),
         ({"target": "cuda"}, "chat_template.jinja"),
     ):
-        (folder / companion).write_text(companion)
+        (folder / companion).write_text(companion, encoding="utf-8")
         out = tmp_path_factory.mktemp("out")
         export(folder, out, layers=1, **options)
         made.append(contents(out))
@@ -100,7 +100,7 @@ def test_a_kill_at_any_step_leaves_a_whole_model_and_is_cleaned_up(models, tmp_p
             write(folder, before, force=False)
         else:
             folder.mkdir()
-        (folder / "notes.txt").write_text("the user's")
+        (folder / "notes.txt").write_text("the user's", encoding="utf-8")
         with pytest.MonkeyPatch.context() as patch:
             die_at(patch, step)
             try:
@@ -236,7 +236,7 @@ def test_what_no_export_wrote_is_never_written_over(checkpoint, exported, tmp_pa
                  "genai_config.json", "libquantmoe_ort.so"):  # fmt: skip
         out = tmp_path / name.replace(".", "_")
         out.mkdir()
-        (out / name).write_text("another's")
+        (out / name).write_text("another's", encoding="utf-8")
         for force in (False, True):
             for command in (export, plan):
                 with pytest.raises(FileExistsError, match=rf"{name} exists and no export is known to have written it"):
@@ -261,12 +261,14 @@ def test_force_replaces_what_earlier_exports_wrote_and_nothing_else(models, tmp_
     with pytest.raises(FileExistsError, match=r"model\.onnx exists; --force replaces an earlier export"):
         write(tmp_path, models[1], force=False)
     for name, data in {"chat_template.jinja": "another's", "model.onnx.data.77": "another's"}.items():
-        (tmp_path / name).write_text(data)
+        (tmp_path / name).write_text(data, encoding="utf-8")
     with pytest.raises(FileExistsError, match=r"chat_template\.jinja exists and no export"):
         write(tmp_path, models[1], force=True)
     assert contents(tmp_path).items() >= models[0].items()
     (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "libquantmoe_ort.so").write_text("edited")  # not as the export left it: somebody's work
+    (tmp_path / "libquantmoe_ort.so").write_text(
+        "edited", encoding="utf-8"
+    )  # not as the export left it: somebody's work
     write(tmp_path, models[1], force=True)
     kept = {"libquantmoe_ort.so": b"edited", "model.onnx.data.77": b"another's"}
     assert contents(tmp_path) == models[1] | kept
@@ -275,8 +277,8 @@ def test_force_replaces_what_earlier_exports_wrote_and_nothing_else(models, tmp_
 def test_names_recorded_in_a_strangers_model_remove_nothing(models, tmp_path):
     folder = tmp_path / "out"
     write(folder, models[0], force=False)
-    (tmp_path / "secret").write_text("s")
-    (folder / "thesis").write_text("t")
+    (tmp_path / "secret").write_text("s", encoding="utf-8")
+    (folder / "thesis").write_text("t", encoding="utf-8")
     model = ir.load(folder / "model.onnx")
     files = {"../secret": output.file_hash(tmp_path / "secret"), "thesis": "", "model.onnx.data/..": ""}
     model.metadata_props["files"] = json.dumps(json.loads(model.metadata_props["files"]) | files)
@@ -345,12 +347,14 @@ def test_licenses_travel_with_the_model(checkpoint, tmp_path):
     names = ("LICENSE", "License.txt", "LICENCE.md", "NOTICE", "USE_POLICY.md", "copying", "LICENSE-MODEL",
              "THIRD_PARTY_LICENSES.txt", "Third-Party-Notices", "ThirdPartyNotices.md")  # fmt: skip
     for name in names:
-        (folder / name).write_text(name)
+        (folder / name).write_text(name, encoding="utf-8")
     (folder / "NOTICES").mkdir()
     export(folder, tmp_path / "out", layers=1)
-    assert {name: (tmp_path / "out" / name).read_text() for name in names} == {name: name for name in names}
+    assert {name: (tmp_path / "out" / name).read_text(encoding="utf-8") for name in names} == {
+        name: name for name in names
+    }
     assert not (tmp_path / "out" / "NOTICES").exists()
-    (tmp_path / "private").write_text("private")
+    (tmp_path / "private").write_text("private", encoding="utf-8")
     (folder / "license.private").symlink_to(tmp_path / "private")
     with pytest.raises(CheckpointError, match=r"license\.private: links to .*, outside the checkpoint's folder"):
         export(folder, tmp_path / "private_out", layers=1)
@@ -360,11 +364,11 @@ def test_licenses_travel_with_the_model(checkpoint, tmp_path):
 def test_what_stands_in_the_way_is_named_before_any_work(checkpoint, tmp_path, monkeypatch):
     """By the dry run, too: a stage that no export made, a folder below a file, a companion from elsewhere."""
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
-    (tmp_path / "file").write_text("another's")
+    (tmp_path / "file").write_text("another's", encoding="utf-8")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / output.STAGE).symlink_to(folder)
     (tmp_path / "filed").mkdir()
-    (tmp_path / "filed" / output.STAGE).write_text("another's")
+    (tmp_path / "filed" / output.STAGE).write_text("another's", encoding="utf-8")
     monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", None)
     for command in (export, plan):
         with pytest.raises(NotADirectoryError, match=r"/file is a file, expected a folder"):
@@ -393,8 +397,8 @@ def test_a_stage_with_somebodys_files_is_refused(checkpoint, models, tmp_path, u
             write(tmp_path, models[0], force=False)
     left = set(contents(stage))
     assert left >= {"model.onnx", "config.json", "LICENSE"}
-    (stage / "thesis.txt").write_text("t")
-    (stage / "model.onnx.data.9").write_text("somebody's")
+    (stage / "thesis.txt").write_text("t", encoding="utf-8")
+    (stage / "model.onnx.data.9").write_text("somebody's", encoding="utf-8")
     (stage / "notes").mkdir()
     monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", None)
     for command in (export, plan):
@@ -417,7 +421,7 @@ def test_a_file_put_into_the_stage_meanwhile_stays(models, tmp_path):
     with output.writing(tmp_path, False) as partial:
         for name, data in models[1].items():
             partial(name).write_bytes(data)
-        (tmp_path / output.STAGE / "thesis.txt").write_text("t")
+        (tmp_path / output.STAGE / "thesis.txt").write_text("t", encoding="utf-8")
     assert contents(tmp_path / output.STAGE) == {"thesis.txt": b"t"}
     assert inspect(tmp_path, verify=True)["verified"] > 2
 

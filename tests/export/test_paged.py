@@ -148,7 +148,7 @@ def test_what_onnxruntime_genai_reads(paged, dtype):
     folder = paged("qwen3_moe", dtype=dtype)
     path = str(folder / "model.onnx")
     onnx.checker.check_model(path)
-    graph, config = ir.load(path).graph, json.loads((folder / "genai_config.json").read_text())
+    graph, config = ir.load(path).graph, json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     decoder, sizes = config["model"]["decoder"], {value.name: list(map(str, value.shape)) for value in graph.inputs}
     own = ir.DataType.FLOAT16 if dtype == "f16" else ir.DataType.BFLOAT16
     assert sizes["input_ids"] == ["num_tokens"]

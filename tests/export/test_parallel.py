@@ -602,7 +602,7 @@ MAP = [[0, 1, 2, 3], [3, 0, 1, 2]]
 )
 def test_maps_that_do_not_fit(tmp_path, text, message):
     path = tmp_path / "map.json"
-    path.write_text(text if isinstance(text, str) else json.dumps({"physical_to_logical_map": text}))
+    path.write_text(text if isinstance(text, str) else json.dumps({"physical_to_logical_map": text}), encoding="utf-8")
     with pytest.raises((OptionError, CheckpointError), match=message) as raised:
         placements(path, 2, {3: 4, 5: 4})
     assert str(path) in str(raised.value)
@@ -679,7 +679,7 @@ def test_exports_that_differ_have_other_identities(checkpoint, tmp_path, monkeyp
     maps = []
     for order in (MAP[0], MAP[1]):
         maps.append(tmp_path / f"{order[0]}.json")
-        maps[-1].write_text(json.dumps({"physical_to_logical_map": [order] * 2}))
+        maps[-1].write_text(json.dumps({"physical_to_logical_map": [order] * 2}), encoding="utf-8")
     tuned = tmp_path / "tuned"
     shutil.copytree(folder, tuned)
     assert identity(tuned) == identity()  # wherever it is
@@ -787,7 +787,7 @@ def test_what_is_said_of_slices(checkpoint, tmp_path):
         assert rounded in said
         assert divided in said
     assert "activations int8_token_asym, none in down layout" in command("inspect", out / "rank0")
-    text = (out / "rank1/README.md").read_text()
+    text = (out / "rank1/README.md").read_text(encoding="utf-8")
     assert text.startswith("# Rank 1 of 2 of a model for ONNX Runtime")
     assert "`quantmoe export --target cpu --tensor-parallel 2` wrote this folder. It runs together with" in text
     how = r"rank0/model\.onnx: is rank 0 of 2, which run together: a Python program with a Generator and a thread"
@@ -858,7 +858,7 @@ def write_rank(folder: Path, rank: int, world: int, **files: str) -> Path:
 def write_export(path: Path, metadata: dict[str, str], **files: str) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (path / name).write_text(text)
+        (path / name).write_text(text, encoding="utf-8")
     hashes = json.dumps({name: file_hash(path / name) for name in files})
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21})
     model = ir.Model(graph, ir_version=10, producer_name="quantmoe")
@@ -872,8 +872,8 @@ def test_ranks_that_an_export_in_more_slices_left(checkpoint, tmp_path, monkeypa
     folder = checkpoint("qwen3_moe")
     for rank in (2, 3, 4):
         write_rank(tmp_path, rank, 5, config="1", license="2")
-    (tmp_path / "rank3/config").write_text("edited")
-    (tmp_path / "rank4/notes").write_text("the user's")
+    (tmp_path / "rank3/config").write_text("edited", encoding="utf-8")
+    (tmp_path / "rank4/notes").write_text("the user's", encoding="utf-8")
     shutil.copytree(tmp_path / "rank4", tmp_path / "ranks of mine")
     other = write_rank(tmp_path / "another", 7, 8)
     (tmp_path / "rank7").symlink_to(other)
@@ -903,10 +903,10 @@ def test_slices_and_a_whole_model_do_not_mix(checkpoint, tmp_path, monkeypatch, 
         for rank in range(2):
             write_rank(tmp_path, rank, 2, config="1")
         write_export(tmp_path / "rank5", {})  # a whole model, which somebody calls so
-        (tmp_path / "rank1/notes").write_text("the user's")
+        (tmp_path / "rank1/notes").write_text("the user's", encoding="utf-8")
         text = r"rank0/model\.onnx exists, of an export in 2 slices, expected a whole model alone; --force removes it"
         gone = {f"rank{rank}/{name}" for rank in range(2) for name in ("model.onnx", "config")} | {"rank0"}
-    (tmp_path / "notes").write_text("the user's")
+    (tmp_path / "notes").write_text("the user's", encoding="utf-8")
     for begin in (plan, export):
         with pytest.raises(FileExistsError, match=text):
             begin(folder, tmp_path, **options)

@@ -156,7 +156,7 @@ def test_a_capacity_beyond_memory_is_named(exported):
 
 
 def test_folders_say_that_their_cache_is_written_in_place(folder):
-    search = json.loads((folder / "genai_config.json").read_text())["search"]
+    search = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]
     assert search["past_present_share_buffer"] is True
     assert search["max_length"] <= 4096
     assert ir.load(folder / "model.onnx").metadata_props[SHARE_BUFFER] == "true"

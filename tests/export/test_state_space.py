@@ -100,7 +100,7 @@ def test_interface(model):
     assert names == {f"past_key_values.{name}" for name in ("0.conv_state", "0.recurrent_state", "2.key", "2.value")}
     nodes = [node.op_type for node in ir.load(model / "model.onnx").graph if node.domain == "quantmoe"]
     assert {"CausalConv", "StateSpace", "QuantMoE", "MoERouting"} <= set(nodes)
-    decoder = json.loads((model / "genai_config.json").read_text())["model"]["decoder"]
+    decoder = json.loads((model / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]
     assert decoder["num_hidden_layers"] == len(BLOCKS)
 
 
@@ -195,12 +195,12 @@ def test_checkpoints_as_nvidia_publishes_them(source, tmp_path, tool):
     else:
         quantization["quantized_layers"] = {module: {"quant_algo": kind} for module, kind in stored.items()}
     saved = {"producer": {"name": "modelopt", "version": "0.39.0"}, "quantization": quantization}
-    (folder / "hf_quant_config.json").write_text(json.dumps(saved))
+    (folder / "hf_quant_config.json").write_text(json.dumps(saved), encoding="utf-8")
     add_quantization(folder, {"quant_method": "modelopt", **quantization})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["layers_block_type"]
     config |= {"hybrid_override_pattern": "MME*", "num_hidden_layers": 4, "time_step_limit": [0.0, math.inf]}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert survey(folder)["attention"] == "2 layers of linear attention, 1 layers of full attention"
 
     export(folder, tmp_path / "model", activations="float", logits="all", cache="f32")
@@ -233,7 +233,7 @@ def generated_by_genai(folder: Path, prompt: list[int], count: int) -> list[int]
 
 
 def test_what_cannot_be_is_named(source, tmp_path):
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for fields, reason in (
         ({"time_step_limit": [0.0, 0.1]}, r"mixer: NemotronHMamba2Mixer: its time_step_limit is \(0\.0, 0\.1\), expe"),
         ({"num_hidden_layers": 5}, "config.json: layers_block_type is of 3 layers, expected num_hidden_layers, 5"),
@@ -241,7 +241,7 @@ def test_what_cannot_be_is_named(source, tmp_path):
     ):
         folder = tmp_path / next(iter(fields))
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config | fields))
+        (folder / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
         shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
         with pytest.raises(CheckpointError, match=reason):
             plan(folder, tmp_path / "model", **OPTIONS)

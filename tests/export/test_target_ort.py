@@ -75,7 +75,7 @@ def check_unpacked(checkpoint: Path, folder: Path, to: Path) -> None:
     """What unpack writes of every layer with experts is what the checkpoint has, bit for bit."""
     format = find_format(open_checkpoint(checkpoint))
     to.mkdir()
-    (to / "config.json").write_text("{}")
+    (to / "config.json").write_text("{}", encoding="utf-8")
     for layer in format.moe_layers():
         modules = unpack(folder, layer.index, to / "layer.safetensors")
         stored = Checkpoint(to)
@@ -270,7 +270,7 @@ def test_the_folder(exported, checkpoint):
     }
     with pytest.raises(ModelError, match="expected a model for cpu or cuda, its target is ort"):
         fit(found, 10**9, 10)
-    config = json.loads((folder / "genai_config.json").read_text())
+    config = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     assert config["model"]["decoder"]["session_options"] == {}
 
 

@@ -88,7 +88,7 @@ def make_checkpoint(folder: Path) -> None:
     model.generation_config.do_sample = False
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +101,7 @@ def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def write(folder: Path) -> None:
         report = export(source, folder, **FLOATS)
         assert report.left_out == ""
-        (folder / "dense_bytes").write_text(str(report.dense_bytes))
+        (folder / "dense_bytes").write_text(str(report.dense_bytes), encoding="utf-8")
 
     return made_once(tmp_path_factory, write, "exported")
 
@@ -298,7 +298,7 @@ def test_images_are_resized_as_transformers_does(folder, tmp_path):
 def test_weights_are_those_of_the_checkpoint(source, folder, tmp_path):
     """Of 16 bits also where the CPU computes in f32; each table once; the dry run counts what is written."""
     dry = plan(source, tmp_path / "dry", **FLOATS)
-    assert (dry.dense, dry.left_out) == (int((folder / "dense_bytes").read_text()), "")
+    assert (dry.dense, dry.left_out) == (int((folder / "dense_bytes").read_text(encoding="utf-8")), "")
     large = [v for v in ir.load(folder / "vision.onnx").graph.initializers.values() if v.const_value.size > 1000]
     assert len(large) > 8
     assert {value.dtype for value in large} == {ir.DataType.BFLOAT16}
@@ -344,7 +344,9 @@ def test_cuda(source, tmp_path, dtype):
     decoder = ir.load(tmp_path / "model.onnx")
     assert [(v.name, v.dtype) for v in decoder.graph.inputs if v.name == "inputs_embeds"] == [("inputs_embeds", kind)]
     assert "com.microsoft" not in {node.domain for node in decoder.graph}
-    options = json.loads((tmp_path / "genai_config.json").read_text())["model"]["decoder"]["session_options"]
+    options = json.loads((tmp_path / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"][
+        "session_options"
+    ]
     assert options["provider_options"] == [{"cuda": {"enable_cuda_graph": "0"}}]
 
 
@@ -415,7 +417,7 @@ def test_nothing_says_how_images_become_patches(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"neither preprocessor_config\.json nor processor_config\.json"):
         plan(tmp_path / "bare", tmp_path / "out", **FLOATS)
     whole = {"image_processor": PROCESSOR}
-    (tmp_path / "bare" / "processor_config.json").write_text(json.dumps(whole))
+    (tmp_path / "bare" / "processor_config.json").write_text(json.dumps(whole), encoding="utf-8")
     plan(tmp_path / "bare", tmp_path / "out", **FLOATS)
 
 

@@ -175,7 +175,7 @@ def test_weights_and_activations_are_the_librarys(name: str, tmp_path: Path) -> 
         tensors |= {f"{module}.{key}": value for key, value in stored.items()}
         want[module] = compressor.decompress(stored, scheme)["weight"].float().numpy()
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
     format = find_format(open_checkpoint(tmp_path))
     for module, scheme in chosen.items():
         np.testing.assert_array_equal(format.matrix(module).dequantize().astype(np.float32), want[module], module)

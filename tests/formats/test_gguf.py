@@ -145,7 +145,7 @@ def test_export(name: str, tmp_path: Path) -> None:
     path = FILES / f"{name}.gguf"
     assert plan(path, tmp_path / "out").read == path.stat().st_size
     export(path, tmp_path / "out", activations="float", cache="f32", logits="all")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == ("qwen3_moe" if name.startswith("qwen3moe") else "qwen3_5_moe_text")
     assert (tmp_path / "out" / "tokenizer.json").exists()
     generator = Generator(tmp_path / "out")

@@ -64,7 +64,7 @@ def test_compressed_tensors(
     stored = compressor.compress({"weight": weight} | qparams(weight, scheme), scheme)
     save_file({f"model.m.{key}": value for key, value in stored.items()}, tmp_path / "model.safetensors")
     config = QuantizationConfig(config_groups={"g": scheme}, format=scheme.format)
-    (tmp_path / "config.json").write_text(f'{{"quantization_config": {config.model_dump_json()}}}')
+    (tmp_path / "config.json").write_text(f'{{"quantization_config": {config.model_dump_json()}}}', encoding="utf-8")
 
     found = find_format(open_checkpoint(tmp_path)).matrix("model.m").dequantize()
 
@@ -152,7 +152,7 @@ def test_fp8_blocks(n: int, k: int, tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(
-        '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}'
+        '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}', encoding="utf-8"
     )
     found = find_format(open_checkpoint(tmp_path)).dense("m")
     want = FP8BlockDequantizer(targets=["m"]).process(dict(tensors))["m.weight"]

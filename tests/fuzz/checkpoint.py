@@ -123,7 +123,9 @@ class Fuzz:
             case "config bytes":
                 config.write_bytes(damaged(data, config.read_bytes()))
             case kind:
-                config.write_text(json.dumps(replaced(data, json.loads(config.read_text()))))
+                config.write_text(
+                    json.dumps(replaced(data, json.loads(config.read_text(encoding="utf-8")))), encoding="utf-8"
+                )
                 if kind == "model":
                     with suppress(CheckpointError):
                         Skeleton(find_format(open_checkpoint(folder)))

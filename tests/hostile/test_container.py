@@ -75,7 +75,7 @@ SHARDS: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", SHARDS)
 def test_shard(name: str, tmp_path: Path) -> None:
     data, text = SHARDS[name]
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"model\.safetensors") as error:
         open_checkpoint(tmp_path)
@@ -96,7 +96,7 @@ CONFIGS = {
 def test_config(name: str, tmp_path: Path) -> None:
     config, text = CONFIGS[name]
     if config is not None:
-        (tmp_path / "config.json").write_text(config)
+        (tmp_path / "config.json").write_text(config, encoding="utf-8")
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(tmp_path)
     assert text in str(error.value)
@@ -129,12 +129,12 @@ def test_index(weight_map: Any, text: str, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "secret.safetensors", {"a": np.zeros(1)})
     folder = tmp_path / "checkpoint"
     (folder / "folder").mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
     write_safetensors(folder / "one.safetensors", {"a": np.zeros(1)})
     write_safetensors(folder / "two.safetensors", {"b": np.zeros(1), "x": np.zeros(1)})
     write_safetensors(folder / "three.safetensors", {"d": np.zeros(1), "a": np.zeros(1)})
     (folder / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(folder)
     assert text in str(error.value)
@@ -143,7 +143,7 @@ def test_index(weight_map: Any, text: str, tmp_path: Path) -> None:
 def test_a_header_with_a_million_names_of_which_two_are_one(tmp_path: Path) -> None:
     names = ",".join(f'"{i}":0' for i in range(200_000)) + ',"0":0'
     header = f"{{{names}}}".encode()
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(CheckpointError, match="'0' appears twice"):  # at once; a quadratic check would take minutes
         open_checkpoint(tmp_path)
@@ -155,7 +155,7 @@ def test_hugging_face_cache_links_are_followed(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     write_safetensors(tmp_path / "blobs" / "abc", {"a": np.arange(3)})
-    (snapshot / "config.json").write_text("{}")
+    (snapshot / "config.json").write_text("{}", encoding="utf-8")
     (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
     np.testing.assert_array_equal(open_checkpoint(snapshot).tensor("a"), np.arange(3))
 
@@ -178,7 +178,7 @@ def test_configurations_are_files_of_the_folder(name: str, tmp_path: Path) -> No
     folder = write_checkpoint(tmp_path / "checkpoint", {"a": np.zeros(1)}, {})
     (folder / name).unlink(missing_ok=True)
     secret = tmp_path / "secret.json"
-    secret.write_text("{}")
+    secret.write_text("{}", encoding="utf-8")
     for make, text in (
         (lambda: (folder / name).symlink_to(secret), f"links to {secret}, outside the checkpoint's folder"),
         *([(lambda: (folder / name).symlink_to(name), "ymlink")] if name == "config.json" else []),
@@ -231,7 +231,7 @@ def test_bombs_stay_small(tmp_path: Path) -> None:
     }
     for name, data in bombs.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "config.json").write_text("{}", encoding="utf-8")
         (tmp_path / name / "model.safetensors").write_bytes(data)
     code = """
 import re, sys

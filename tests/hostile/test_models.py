@@ -252,10 +252,10 @@ def test_absurd_configurations(model: Path, tmp_path: Path) -> None:
     """One process with 4 GB of address space beyond torch's libraries; every size is refused, and no code is run."""
     for key, (value, _) in SIZES.items():
         folder = edited(model, tmp_path / key, lambda c, t, key=key, value=value: c.update({key: value}))
-        (folder / "run.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        (folder / "run.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
         if key == "auto_map":
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"model_type": "never_heard_of"}))
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            (folder / "config.json").write_text(json.dumps(config | {"model_type": "never_heard_of"}), encoding="utf-8")
     code = """
 import re, resource, sys
 from pathlib import Path
@@ -312,7 +312,7 @@ def test_damage_is_found_before_tracing(
     edit, text = DAMAGE[name]
     folder = edited(model, tmp_path / "damaged", edit)
     if "generation_config" in name:
-        (folder / "generation_config.json").write_text("[]")
+        (folder / "generation_config.json").write_text("[]", encoding="utf-8")
     for refuse in (convert.export, plan):
         with pytest.raises(CheckpointError) as error:
             refuse(folder, tmp_path / "out")

@@ -14,10 +14,10 @@ def test_only_the_c_abi_is_exported() -> None:
     """All that quant_moe.h declares, of quant_moe_cuda.h what needs no GPU, and qm_slice_bytes of cpu/kernel.h."""
     listing = subprocess.check_output(["nm", "-D", "--defined-only", native.library()._name], text=True)
     include = Path(__file__).parents[2] / "custom_ops/include/quantmoe"
-    declared = set(re.findall(r"QM_API [\w *]*?\b(qm_\w+)\(", (include / "quant_moe.h").read_text()))
+    declared = set(re.findall(r"QM_API [\w *]*?\b(qm_\w+)\(", (include / "quant_moe.h").read_text(encoding="utf-8")))
     assert len(declared) > 30
     pure = r"QM_API [\w *]*?\b(qm_cuda_(?:plan|validate)_\w+|qm_cuda_\w+_bytes)\("
-    declared |= set(re.findall(pure, (include / "quant_moe_cuda.h").read_text()))
+    declared |= set(re.findall(pure, (include / "quant_moe_cuda.h").read_text(encoding="utf-8")))
     assert {line.split()[-1] for line in listing.splitlines()} == declared | {"qm_slice_bytes"}
 
 
@@ -26,6 +26,6 @@ def test_custom_ops_imports_no_engine() -> None:
     sources = sorted(Path(custom_ops.__file__).parent.rglob("*.py"))
     assert len(sources) > 20
     for path in sources:
-        assert not re.search(r"^\s*(from|import) quantmoe\.(ort_ext|trt_plugins|exporter)\b", path.read_text(), re.M), (
-            path
-        )
+        assert not re.search(
+            r"^\s*(from|import) quantmoe\.(ort_ext|trt_plugins|exporter)\b", path.read_text(encoding="utf-8"), re.M
+        ), path

@@ -44,7 +44,7 @@ def test_quota(tmp_path: Path, group: str, files: dict[str, str], expected: int)
     found = {"proc/self/cgroup": group} | {f"sys/fs/cgroup/{name}": f"{content}\n" for name, content in files.items()}
     for name, content in found.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
     assert native.library().qm_cpus(256, os.fsencode(tmp_path)) == expected
 
 

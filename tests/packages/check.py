@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 NATIVES = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in (ROOT / "build/natives").glob("*/*")}
 LICENCES = {name: (ROOT / name).read_bytes() for name in ("LICENSE", "THIRD_PARTY_NOTICES.txt")}
 #: how a library of a wheel's platform begins: its format, and of ELF e_machine at byte 18
@@ -34,7 +34,7 @@ def test_one_version():
         "samples/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n      <version>{VERSION}<",
         "packages/cuda/pyproject.toml": f'version = "{VERSION}"\ndescription',
     }.items():
-        assert text in (ROOT / name).read_text(), name
+        assert text in (ROOT / name).read_text(encoding="utf-8"), name
 
 
 def test_natives():

@@ -51,28 +51,30 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     export(SAMPLES / "demo_model" / "checkpoint", folder, logits="all")
     tokenizer = Path(folder, "tokenizer_config.json")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": template}))
+    tokenizer.write_text(
+        json.dumps(json.loads(tokenizer.read_text(encoding="utf-8")) | {"chat_template": template}), encoding="utf-8"
+    )
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     server = f"http://localhost:{port}"
     log = tmp_path_factory.mktemp("log") / "log"
     command = [PYTHON, SAMPLES / "ray_serve" / "serve.py", folder, "--port", str(port)]
-    (log.parent / "sitecustomize.py").write_text(BREAKING)
+    (log.parent / "sitecustomize.py").write_text(BREAKING, encoding="utf-8")
     with log.open("wb") as to:
         environment = os.environ | {"RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
         environment |= {"PYTHONPATH": str(log.parent), "BREAKS": f"{folder}/breaks"}
         process = subprocess.Popen(command, stdout=to, stderr=to, env=environment, start_new_session=True)
     try:
         for _ in range(180):
-            assert process.poll() is None, log.read_text(errors="replace")
+            assert process.poll() is None, log.read_text(errors="replace", encoding="utf-8")
             try:
                 urllib.request.urlopen(server + "/v1/models", timeout=5).close()
                 break
             except OSError:
                 time.sleep(1)
         else:
-            pytest.fail(log.read_text(errors="replace"))
+            pytest.fail(log.read_text(errors="replace", encoding="utf-8"))
         yield
     finally:
         process.send_signal(signal.SIGINT)

@@ -196,7 +196,7 @@ def prepare(name: str, folder: Path) -> None:
         for dtype in ("bf16", "f16"):
             export(checkpoint, folder / dtype, target="cuda", dtype=dtype, **options)
     facts = {"files": files, "in_place": in_place(folder / "bf16" / files[0])}
-    (folder / "noise.json").write_text(json.dumps(noise | facts))
+    (folder / "noise.json").write_text(json.dumps(noise | facts), encoding="utf-8")
     print(name, noise, flush=True)
 
 

@@ -228,7 +228,7 @@ def make_engine(runners: Runners, work: Work, model: str, dtype: str, name: str,
 
 def try_case(runners: Runners, work: Work, model: str, dtype: str, name: str) -> None:
     folder, case = work.folder / model, CASES[name]
-    facts = json.loads((folder / "noise.json").read_text())
+    facts = json.loads((folder / "noise.json").read_text(encoding="utf-8"))
     refused = make_engine(runners, work, model, dtype, name, facts["files"])
     for label, run in case.runs.items():
         result = Result(model, dtype, name, label, limit=TOLERANCE * facts[dtype], message=refused)
@@ -268,7 +268,7 @@ def serve(work: Work) -> None:
             model, dtype, name = work.tasks.get_nowait()
         except queue.Empty:
             break
-        ranks = len(json.loads((work.folder / model / "noise.json").read_text())["files"])
+        ranks = len(json.loads((work.folder / model / "noise.json").read_text(encoding="utf-8"))["files"])
         if runners is None or not runners.alive or runners.ranks != ranks:
             if runners is not None:
                 runners.close()
@@ -300,7 +300,9 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="engines for --plans only")
     given = parser.parse_args()
     work = Work(given.folder, [given.runner, given.library], given.plans, given.build)
-    models = {path.parent: json.loads(path.read_text()) for path in sorted(given.folder.glob("*/noise.json"))}
+    models = {
+        path.parent: json.loads(path.read_text(encoding="utf-8")) for path in sorted(given.folder.glob("*/noise.json"))
+    }
     for dtype, name, (path, facts) in itertools.product(("bf16", "f16"), CASES, models.items()):
         brief = len(facts["files"]) > 1 or not path.name.endswith("-W4A16")
         wanted = (name in BRIEF or not brief) and (facts["in_place"] or not CASES[name].capacity)

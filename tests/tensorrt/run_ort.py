@@ -67,7 +67,7 @@ def run(folder: Path, trt_library: str, ort_library: str) -> float:
 if __name__ == "__main__":
     failed = 0
     for folder in sorted(path.parent.parent for path in Path(sys.argv[1]).glob("*-W4A16/f16/model.onnx")):
-        limit = TOLERANCE * json.loads((folder / "noise.json").read_text())["f16"]
+        limit = TOLERANCE * json.loads((folder / "noise.json").read_text(encoding="utf-8"))["f16"]
         try:
             error = run(folder, *sys.argv[2:4])
             verdict = "passed" if error <= limit else "FAILED"

@@ -47,10 +47,10 @@ def test_run(tmp_path, behaviour, failed):
         np.save(folder / f"{name}tokens.npy", tokens)
         np.save(folder / f"{name}logits.npy", random.standard_normal((2, 20, 32), np.float32))
     (folder / "noise.json").write_text(
-        json.dumps({"bf16": 0.01, "f16": 0.001, "files": ["model.onnx"], "in_place": True})
+        json.dumps({"bf16": 0.01, "f16": 0.001, "files": ["model.onnx"], "in_place": True}), encoding="utf-8"
     )
     runner = tmp_path / "runner"
-    runner.write_text(RUNNER.format(python=sys.executable, folder=folder))
+    runner.write_text(RUNNER.format(python=sys.executable, folder=folder), encoding="utf-8")
     runner.chmod(0o755)
     found = subprocess.run(
         [sys.executable, RUN, tmp_path / "models", runner, behaviour], capture_output=True, text=True, check=False

@@ -23,7 +23,7 @@ def write(folder: Path, layer: object, tokens: tuple[np.ndarray, ...], **changes
         array = np.ascontiguousarray(array, np.int64 if name == "ids" else np.float32)
         (folder / name).write_bytes(array.tobytes())
         lines.append(f"{name} {INT64 if name == 'ids' else FLOAT} {' '.join(map(str, array.shape))}\n")
-    (folder / "inputs").write_text("".join(lines), newline="\n")
+    (folder / "inputs").write_text("".join(lines), newline="\n", encoding="utf-8")
     return folder
 
 

@@ -428,7 +428,7 @@ def main() -> None:
             f"worst: {worst['shape']} T={worst['tokens']}, {worst['best']:.2f}; {behind} of {len(results)} cells behind"
         )
     if args.json:
-        with open(args.json, "w") as f:
+        with open(args.json, "w", encoding="utf-8") as f:
             json.dump(
                 {
                     "device": torch.cuda.get_device_name(),

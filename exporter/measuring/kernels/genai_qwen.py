@@ -62,7 +62,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     for file, part in shards.items():
         save_file(part, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, part in shards.items() for name in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def numbers(name: str, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
@@ -87,7 +87,7 @@ def grow(graph: Path, folder: Path) -> None:
     Raises:
         SystemExit: it is none.
     """
-    config = json.loads((graph / "genai_config.json").read_text())
+    config = json.loads((graph / "genai_config.json").read_text(encoding="utf-8"))
     if (found := config["model"]["vocab_size"]) != VOCABULARY:
         raise SystemExit(f"{graph}: a vocabulary of {found}, expected {VOCABULARY}, as `checkpoint` has it")
     model = onnx.load(graph / "model.onnx", load_external_data=False)
@@ -126,7 +126,7 @@ def grow(graph: Path, folder: Path) -> None:
     logits.type.tensor_type.shape.dim[-1].dim_value = SIZES["vocab_size"]
     onnx.save(model, folder / "model.onnx")
     config["model"]["vocab_size"] = SIZES["vocab_size"]
-    (folder / "genai_config.json").write_text(json.dumps(config, indent=1))
+    (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     for path in graph.glob("tokenizer*"):
         shutil.copy(path, folder)
 

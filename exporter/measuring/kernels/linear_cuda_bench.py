@@ -133,7 +133,7 @@ def main() -> None:
             print(f"| {shape[0]} x {shape[1]} | {name} | {line} |", flush=True)
             results += cells
     if arguments.json:
-        with open(arguments.json, "w") as file:
+        with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(results, file)
 
 

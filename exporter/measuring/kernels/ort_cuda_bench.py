@@ -488,7 +488,7 @@ def forget(data: Path) -> float:
 
 def bytes_read() -> int:
     """What this process had read from storage so far, by whatever call or mapping (proc(5))."""
-    return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)[0])
+    return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(encoding="utf-8"), re.MULTILINE)[0])
 
 
 def measure_load(session: Any, begun: float, read: int, data: Path) -> None:

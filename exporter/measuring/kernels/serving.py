@@ -75,7 +75,7 @@ class Batches:
     def __init__(self, folder: Path):
         import onnxruntime_genai as og
 
-        self.og, config = og, json.loads((folder / "genai_config.json").read_text())
+        self.og, config = og, json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
         self.vocabulary, self.pad = config["model"]["vocab_size"], config["model"]["pad_token_id"]
         opened = og.Config(str(folder))
         opened.overlay(json.dumps({"search": {"chunk_size": 0}}))  # of several rows no part of a prompt can follow
@@ -112,7 +112,7 @@ class Engine:
     def __init__(self, folder: Path):
         import onnxruntime_genai as og
 
-        self.og, config = og, json.loads((folder / "genai_config.json").read_text())
+        self.og, config = og, json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
         self.vocabulary = config["model"]["vocab_size"]
         paged, opened = "block_table" in config["model"]["decoder"]["inputs"], og.Config(str(folder))
         if not paged:  # static batches take no prompt in parts
@@ -192,7 +192,7 @@ def opened(place: str, vocabulary: int, static: bool) -> Batches | Engine | Serv
     """
     if place.startswith("http"):
         return Server(place, vocabulary)
-    inputs = json.loads((Path(place) / "genai_config.json").read_text())["model"]["decoder"]["inputs"]
+    inputs = json.loads((Path(place) / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]["inputs"]
     return Engine(Path(place)) if static or "block_table" in inputs else Batches(Path(place))
 
 
@@ -309,13 +309,13 @@ def packed_logits(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray
 
 def texts(folder: Path, text: Path | None, count: int) -> Iterator[list[int]]:
     """Prompts of 1 to 600 tokens: pieces of a text, or random."""
-    config = json.loads((folder / "genai_config.json").read_text())
+    config = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     rng, vocabulary = np.random.default_rng(1), config["model"]["vocab_size"]
     ids = rng.integers(3, vocabulary, 20_000).tolist()
     if text is not None:
         from tokenizers import Tokenizer
 
-        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.read_text()).ids
+        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.read_text(encoding="utf-8")).ids
     for length in [1, 255, 256, 257, *rng.integers(2, 600, max(0, count - 4)).tolist()][:count]:
         at = int(rng.integers(0, len(ids) - length))
         yield ids[at : at + length]
@@ -340,7 +340,7 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
         config = genai_config(own, stop, LIBRARIES["cuda"], shares=True, cuda=True)
         if names[1] in PAGED:
             add_paged(config, names)
-        (out / "genai_config.json").write_text(json.dumps(config))
+        (out / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
         shutil.copyfile(cuda_library_path(), out / LIBRARIES["cuda"])
 
 

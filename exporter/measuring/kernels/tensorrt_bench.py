@@ -468,7 +468,7 @@ def main() -> None:
         print(json.dumps(results[-1], indent=1), flush=True)
         torch.cuda.empty_cache()
     if given.json:
-        given.json.write_text(json.dumps(results))
+        given.json.write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

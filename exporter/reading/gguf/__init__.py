@@ -123,9 +123,11 @@ class GGUF(Checkpoint):
         """A folder with config.json and the tokenizer, as they lie beside a checkpoint; it goes with this object."""
         self._temporary = tempfile.TemporaryDirectory(prefix="quantmoe-gguf-")
         folder = Path(self._temporary.name)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2), encoding="utf-8")
         if self.generation_config:
-            (folder / "generation_config.json").write_text(json.dumps(self.generation_config, indent=2))
+            (folder / "generation_config.json").write_text(
+                json.dumps(self.generation_config, indent=2), encoding="utf-8"
+            )
         if self._has_tokenizer:
             with doing(str(self.folder)):
                 self._write_tokenizer(folder)
