@@ -22,16 +22,13 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang build cuda wheel-cuda demo test test-every test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
+.PHONY: venv clang compiler build cuda wheel-cuda demo test test-every test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
 # UV_TORCH_BACKEND names another build (cu130, say).
 venv: $(VENV)/installed
-$(VENV)/installed: pyproject.toml
-	@test -x $(BIN)/python || python3 -m venv $(VENV) || \
-	  { rm -rf $(VENV); echo "No Python with venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	python -m pip install --quiet --disable-pip-version-check uv
+$(VENV)/installed: pyproject.toml | $(BIN)/uv
 	@torch=$${UV_TORCH_BACKEND:-cpu}; \
 	if UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=10 UV_TORCH_BACKEND=$$torch $(UV) --dry-run --reinstall --no-deps torch 2>/dev/null; \
 	  then echo "PyTorch: its build for $$torch"; export UV_TORCH_BACKEND=$$torch; \
@@ -39,14 +36,22 @@ $(VENV)/installed: pyproject.toml
 	$(INSTALL) --requirements pyproject.toml --extra demo --extra bench
 	touch $@
 
+$(BIN)/uv:
+	@test -x $(BIN)/python || python3 -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "No Python with venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	python -m pip install --quiet --disable-pip-version-check uv
+
 clang:
 	@echo $(CLANG)
 
-# The native library and the package's links to the sources (CMakeLists.txt), with PyPI's clang or what CXX names.
-build: venv
+# What compiles the native library: CMake, PyPI's clang unless CXX names a compiler, ONNX Runtime's headers.
+compiler: | $(BIN)/uv
 	@$(UV) --group build
 	@$(UV) --group build $$(python -c 'import scikit_build_core.build as build; print(*build.get_requires_for_build_editable())')
 	@cmake -P ort_ext/FindORTHeaders.cmake
+
+# The native library and the package's links to the sources (CMakeLists.txt).
+build: venv compiler
 	@echo "Building with $${CXX:-PyPI's clang}$(if $(wildcard build/py3-none-*),,, one to five minutes without a word)"
 	$(UV) --no-build-isolation --no-deps --editable .
 
@@ -157,13 +162,13 @@ fuzz: build
 	cmake --build build/fuzz --parallel $(JOBS)
 	tests/fuzz/run.sh build/fuzz/tests/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 
-# One wheel for every Python and for glibc 2.28 or newer, of what `make build` compiled; and the sdist.
-wheel: build
+# One wheel for every Python and for glibc 2.28 or newer, and the sdist. Compiles what `make build` has not; needs no PyTorch.
+wheel: compiler
 	$(UV) --group wheel
 	rm -rf dist build/raw
 	env -u CXX uv build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir build/raw
 	auditwheel repair --only-plat --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/raw/*.whl
-	uv build --quiet --sdist --out-dir dist
+	uv build --quiet --sdist --no-build-isolation --python $(BIN)/python --out-dir dist
 
 # quantmoe_ort.dll and quantmoe.dll for Windows 10 on x86-64, in build/windows, and the wheel that has them; by PyPI's clang with its
 # mingw-w64. gcc is no choice: on Windows it aligns the stack to 16 bytes, and spills vectors of 32 and 64 by aligned moves.
@@ -190,9 +195,10 @@ test-macos: macos
 	$(UV) --group test
 	python -m pytest tests/packages/macho.py
 
-# The libraries of dist's wheels (this machine's, where there is none), for the next two.
-natives: venv $(if $(wildcard dist/*.whl),,wheel)
-	python packages/natives.py dist build/natives
+# The libraries for the next two: those in NATIVES, a folder of wheels or of libraries, such as an exported one; else those of dist's
+# wheels, with a wheel of this machine's where there is none.
+natives: $(if $(NATIVES)$(wildcard dist/*.whl),,wheel)
+	python3 packages/natives.py $(or $(NATIVES),dist) build/natives
 
 # A Maven artifact in build/java and in this machine's Maven repository.
 jar: natives
@@ -202,7 +208,7 @@ jar: natives
 # A package for NuGet in dist. No .NET is needed.
 nupkg: natives
 	rm -f dist/*.nupkg
-	python packages/nuget/pack.py build/natives dist
+	python3 packages/nuget/pack.py build/natives dist
 
 # The packages in projects that have nothing else, and their contents. C# where dotnet stands.
 test-packages: jar nupkg build | $(MODEL)

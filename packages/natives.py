@@ -1,45 +1,56 @@
-"""Lays out the libraries for ONNX Runtime of the wheels in DIST: OUT/RID/library, by .NET's names of platforms.
+"""Lays out the libraries for ONNX Runtime in SOURCE as OUT/RID/library, by .NET's names of platforms.
 
-usage: natives.py DIST OUT [RID...]: fails unless each RID is there, or where none is named, one at least.
+usage: natives.py SOURCE OUT [RID...]: SOURCE is a folder of wheels, or of libraries as `export` leaves them beside a model. Fails
+unless each RID is there, or where none is named, at least one.
 """
 
+import re
 import shutil
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-#: .NET's name of a platform: how a wheel's file name begins and ends its own
+LIBRARY = "*quantmoe_ort.*"
+#: .NET's name of a platform: how its libraries begin; ELF has the machine at byte 18
 RIDS = {
-    "linux-x64": ("manylinux", "x86_64"),
-    "linux-arm64": ("manylinux", "aarch64"),
-    "win-x64": ("win", "amd64"),
-    "osx-arm64": ("macosx", "arm64"),
+    "linux-x64": rb"\x7fELF.{14}\x3e\0",
+    "linux-arm64": rb"\x7fELF.{14}\xb7\0",
+    "win-x64": rb"MZ",
+    "osx-arm64": rb"\xcf\xfa\xed\xfe\x0c\0\0\x01",
 }
 
 
-def lay_out(dist: Path, out: Path, wanted: list[str]) -> list[str]:
+def libraries(source: Path) -> Iterator[tuple[Path, str, bytes]]:
+    """Yields the file, the library's name and its bytes."""
+    for path in sorted(source.glob(LIBRARY)):
+        yield path, path.name, path.read_bytes()
+    for path in sorted(source.glob("*.whl")):
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (n for n in archive.namelist() if PurePosixPath(n).match(f"ort_ext/{LIBRARY}"))
+            yield path, PurePosixPath(name).name, archive.read(name)
+
+
+def lay_out(source: Path, out: Path, wanted: list[str]) -> list[str]:
     """Fills OUT anew and returns the platforms in it.
 
     Raises:
-        SystemExit: a wanted platform has no wheel, or a platform has two.
+        SystemExit: a wanted platform has no library, a platform has two, or a library is for another platform.
     """
     shutil.rmtree(out, ignore_errors=True)
     found: dict[str, Path] = {}
-    for wheel in sorted(dist.glob("*.whl")):
-        tag = wheel.stem.split("-")[-1]
-        for rid, (first, last) in RIDS.items():
-            if not (tag.startswith(first) and tag.endswith(last)):
-                continue
-            if rid in found:
-                sys.exit(f"{dist}: {found[rid].name} and {wheel.name} are both for {rid}")
-            found[rid] = wheel
-            with zipfile.ZipFile(wheel) as archive:
-                (name,) = (n for n in archive.namelist() if PurePosixPath(n).match("ort_ext/*quantmoe_ort.*"))
-                (out / rid).mkdir(parents=True)
-                (out / rid / PurePosixPath(name).name).write_bytes(archive.read(name))
+    for path, name, data in libraries(source):
+        rid = next((rid for rid, begin in RIDS.items() if re.match(begin, data, re.DOTALL)), None)
+        if rid is None:
+            sys.exit(f"{path}: {name} is for none of {', '.join(RIDS)}")
+        if rid in found:
+            sys.exit(f"{source}: {found[rid].name} and {path.name} are both for {rid}")
+        found[rid] = path
+        (out / rid).mkdir(parents=True)
+        (out / rid / name).write_bytes(data)
     missing = [rid for rid in wanted if rid not in found]
     if missing or not found:
-        sys.exit(f"{dist} has no wheel for {', '.join(missing or RIDS)}: make wheel")
+        sys.exit(f"{source} has no library for {', '.join(missing or RIDS)}, and no wheel that has one: make wheel")
     return list(found)
 
 

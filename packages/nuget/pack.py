@@ -43,6 +43,7 @@ def pack(natives: Path, out: Path) -> Path:
         "[Content_Types].xml": CONTENT_TYPES.format(defaults).encode(),
         "_rels/.rels": RELATIONSHIPS.encode(),
     } | parts
+    out.mkdir(exist_ok=True)
     path = out / f"QuantMoe.{VERSION}.nupkg"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as package:
         for name, data in parts.items():

@@ -1,0 +1,87 @@
+"""packages/natives.py, and what `make jar` and `make nupkg` need. `make test-packages` looks into the packages themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from quantmoe.ort_ext import library_path
+
+ROOT = Path(__file__).parents[1]
+ELF = b"\x7fELF" + bytes(14)
+#: platform -> its library's name and first bytes
+LIBRARIES = {
+    "linux-x64": ("libquantmoe_ort.so", ELF + b"\x3e\0"),
+    "linux-arm64": ("libquantmoe_ort.so", ELF + b"\xb7\0"),
+    "win-x64": ("quantmoe_ort.dll", b"MZ"),
+    "osx-arm64": ("libquantmoe_ort.dylib", b"\xcf\xfa\xed\xfe\x0c\0\0\x01"),
+}
+
+
+def natives(source: Path, out: Path, *wanted: str) -> str:
+    """Run the script and return what it says."""
+    command = [sys.executable, ROOT / "packages/natives.py", source, out, *wanted]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else f"{done.returncode}: {done.stderr.strip()}"
+
+
+def wheel(folder: Path, rid: str) -> None:
+    name, data = LIBRARIES[rid]
+    with zipfile.ZipFile(folder / f"quantmoe-0-py3-none-{rid.replace('-', '_')}.whl", "w") as archive:
+        archive.writestr("quantmoe/ort_ext/__init__.py", "")
+        archive.writestr(f"quantmoe/ort_ext/{name}", data)
+        archive.writestr("quantmoe/custom_ops/libquantmoe.so", b"")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_natives_of_an_exported_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").touch()
+    (tmp_path / "libquantmoe_ort_cuda.so").touch()
+    shutil.copy(library_path(), tmp_path / "libquantmoe_ort.so")
+    rid = "linux-arm64" if os.uname().machine == "aarch64" else "linux-x64"
+    assert natives(tmp_path, tmp_path / "out") == f"natives: {rid}"
+    (found,) = (path for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert found == tmp_path / "out" / rid / "libquantmoe_ort.so"
+    assert found.read_bytes() == Path(library_path()).read_bytes()
+
+
+def test_natives_of_wheels(tmp_path: Path) -> None:
+    for rid in LIBRARIES:
+        wheel(tmp_path, rid)
+    assert natives(tmp_path, tmp_path / "out", *LIBRARIES) == "natives: linux-arm64 linux-x64 osx-arm64 win-x64"
+    found = {p.relative_to(tmp_path / "out"): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert found == {Path(rid, name): data for rid, (name, data) in LIBRARIES.items()}
+
+
+def test_natives_are_refused(tmp_path: Path) -> None:
+    every = "linux-x64, linux-arm64, win-x64, osx-arm64"
+    said = natives(tmp_path, tmp_path / "out")
+    assert said == f"1: {tmp_path} has no library for {every}, and no wheel that has one: make wheel"
+    wheel(tmp_path, "linux-x64")
+    assert "has no library for win-x64," in natives(tmp_path, tmp_path / "out", "linux-x64", "win-x64")
+    (tmp_path / "libquantmoe_ort.so").write_bytes(LIBRARIES["linux-x64"][1])
+    assert natives(tmp_path, tmp_path / "out").endswith("are both for linux-x64")
+    (tmp_path / "libquantmoe_ort.so").write_bytes(ELF + b"\x16\0")
+    assert "libquantmoe_ort.so: libquantmoe_ort.so is for none of linux-x64," in natives(tmp_path, tmp_path / "out")
+
+
+def commands(*arguments: str) -> str:
+    """What make would run in an environment that is not there yet."""
+    command = ["make", "--dry-run", "-C", str(ROOT), "VENV=build/nowhere", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_packages_need_no_pytorch(tmp_path: Path) -> None:
+    assert "--extra demo" in commands("build")
+    said = commands("jar", "nupkg")
+    assert "packages/natives.py" in said
+    assert "pack.py" in said
+    assert "--extra" not in said
+    assert "uv" not in commands("jar", "nupkg", f"NATIVES={tmp_path}")
