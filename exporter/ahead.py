@@ -52,7 +52,7 @@ def expert_size(spec: MoESpec) -> int:
     """Bytes that decoding and packing an expert takes at most.
 
     Codes are a byte each, twice where act-order has rows moved; as many bytes as the packed rows have are scales on
-    their way, or mapped of the checkpoint; rounding goes by pieces (``--quantize``), whatever the size. Layout marlin
+    their way, or read of the checkpoint; rounding goes by pieces (``--quantize``), whatever the size. Layout marlin
     puts gate and up of different act-orders beside each other: each has the columns of both (FORMAT.md 3.4), and so
     have the zero points of one while they are spread over them.
     """

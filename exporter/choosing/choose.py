@@ -254,7 +254,6 @@ def not_ort(skeleton: Skeleton, modules: Sequence[str], scales: str) -> str:
         return "MatMulNBits has one scale a row and group"
     if skeleton.dtype.itemsize == 2 and m.scales.dtype != np.float16:
         exact = linear_matrix(format, modules, scales)[0].scales.astype(np.float64)
-        format.ckpt.release()
         with np.errstate(over="ignore"):
             if not np.array_equal(exact.astype(np.float16).astype(np.float64), exact):
                 return "MatMulNBits in a float16 model has float16 scales, these are not exact in it"

@@ -70,7 +70,8 @@ class Stored:
             CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
         """
         source = self.sources[name]
-        found = np.concatenate([self.format.stored(part) for part in self.joined.get(name, [source])])
+        parts = [self.format.stored(part) for part in self.joined.get(name, [source])]
+        found = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if name in self.derived:
             found = self.derived[name](found)
         self._check_shape(name, found.shape)

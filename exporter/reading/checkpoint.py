@@ -1,4 +1,4 @@
-"""A checkpoint folder as its quantizer wrote it: config files and lazily mapped safetensors shards.
+"""A checkpoint folder as its quantizer wrote it: config files, and safetensors shards read tensor by tensor.
 
 Torch-free. The safetensors package's own NumPy reader has no bfloat16 or float8 and copies, so the header (format:
 https://github.com/huggingface/safetensors#format) is read here, every field checked before a byte is used.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import mmap
+import os
 import re
 import struct
 import zlib
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -97,6 +97,8 @@ def _delta_rows(config: Mapping[str, int]) -> dict[str, int]:
 
 #: model_type -> a linear whose rows are those of several in transformers' model -> how many each of them has
 DIVIDED = {"lara_mini": ("in_proj", _delta_rows), "sarvam_moe": ("query_key_value", _attention_rows)}
+#: the file of a whole model; the index of one in shards
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 #: of a model on the hub, or its page as Path has it
 _HUB_NAME = re.compile(r"(https?:/huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)(/.*)?")
@@ -118,7 +120,8 @@ class Entry:
 class Checkpoint:
     """A folder with config.json and safetensors shards.
 
-    Opening reads and checks every shard's header; tensor data is mapped when first asked for and never copied.
+    Opening reads and checks every shard's header. A tensor is read when it is asked for. Nothing is mapped: a mapped
+    file that somebody truncates ends the process (SIGBUS).
 
     Raises:
         CheckpointError: naming the file, the tensor, what was found and what was expected.
@@ -126,7 +129,8 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._maps: dict[Path, mmap.mmap] = {}
+        #: size and time of each file as they were when it was opened
+        self._seen: dict[Path, tuple[int, int]] = {}
         self._headers_only = False
         self._entries: dict[str, Entry] = {}
         self._open()
@@ -144,6 +148,7 @@ class Checkpoint:
         family = self.text_config.get("model_type")
         own = OWN_NAMES.get(family.removesuffix("_text"), {}) if isinstance(family, str) else {}
         for shard in self._shards():
+            self._see(shard)
             with doing(str(shard)):
                 header = read_header(shard)
             for entry in header.values():
@@ -237,36 +242,72 @@ class Checkpoint:
         return twin
 
     def tensor(self, name: str, decides: bool = False) -> np.ndarray:
-        """A read-only view of the mapped file; of an :attr:`outline` ones of that shape, without memory of their own.
+        """A tensor's numbers; of an :attr:`outline` ones of its shape, without memory of their own.
 
         Args:
             decides: whether a matrix's numbers decide what is made of it. An outline reads those and all vectors.
+
+        Raises:
+            CheckpointError: the file was changed since it was opened.
         """
         entry = self._entry(name)
         if self._headers_only and len(entry.shape) > 1 and not decides:
             return outline(entry.shape, DTYPES[entry.dtype])
-        return self._stored(name).view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return self._read(entry).view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def element(self, name: str, at: int) -> np.ndarray:
+        """Element ``at`` of the first dimension of a tensor, such as one expert's matrix; see :meth:`tensor`."""
+        entry = self._entry(name)
+        shape, dtype = entry.shape[1:], DTYPES[entry.dtype]
+        if self._headers_only and shape:
+            return outline(shape, dtype)
+        size = prod(shape) * dtype.itemsize
+        return self._read(entry, at * size, size).view(dtype).reshape(shape)
 
     def sample(self, name: str, size: int) -> bytes:
         """So many bytes from the middle of a tensor, as they are stored; all where it has fewer."""
-        stored = self._stored(name)
-        begin = max(0, (len(stored) - size) // 2)
-        return stored[begin : begin + size].tobytes()
-
-    def _stored(self, name: str) -> np.ndarray:
-        """A tensor's bytes in the mapped file."""
         entry = self._entry(name)
-        if entry.shard not in self._maps:
-            with doing(self.where(name)), open(entry.shard, "rb") as file:
-                self._maps[entry.shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        size = prod(entry.shape) * DTYPES[entry.dtype].itemsize
-        return np.frombuffer(self._maps[entry.shard], np.uint8, size, entry.begin)
+        whole = prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        begin = max(0, (whole - size) // 2)
+        return self._read(entry, begin, min(size, whole)).tobytes()
 
-    def release(self) -> None:
-        """Takes the pages read so far out of this process's memory; they stay in the file cache."""
-        for mapped in tuple(self._maps.values()):  # other threads map shards meanwhile
-            if hasattr(mapped, "madvise"):
-                mapped.madvise(mmap.MADV_DONTNEED)
+    def check_unchanged(self) -> None:
+        """Refuses files that were changed since they were opened: what was read may be of two models.
+
+        Raises:
+            CheckpointError: naming the file.
+        """
+        for path, seen in self._seen.items():
+            with open(path, "rb") as file:
+                self._check_seen(path, file)
+                if _beginning(file) != seen[2]:
+                    raise _changed(path, "its header is another")
+
+    def _see(self, path: Path) -> None:
+        """Notes how a file is that is about to be read."""
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            self._seen[path] = (found.st_size, found.st_mtime_ns, _beginning(file))
+
+    def _check_seen(self, path: Path, file: BinaryIO) -> None:
+        size, time, _ = self._seen[path]
+        found = os.fstat(file.fileno())
+        if found.st_size != size:
+            raise _changed(path, f"it has {found.st_size} bytes, and had {size}")
+        if found.st_mtime_ns != time:
+            raise _changed(path, "its time of modification is another")
+
+    def _read(self, entry: Entry, begin: int = 0, size: int | None = None) -> np.ndarray:
+        """Bytes of a tensor, by default all of them."""
+        if size is None:
+            size = prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        with doing(f"{entry.shard}: {entry.name}"), open(entry.shard, "rb") as file:
+            found = np.fromfile(file, np.uint8, size, offset=entry.begin + begin)
+            self._check_seen(entry.shard, file)  # after the reading, so that what was read is as it was
+        if len(found) < size:
+            raise CheckpointError(f"{entry.shard}: {entry.name}: {len(found)} of {size} bytes could be read")
+        found.flags.writeable = False
+        return found
 
     # reading
 
@@ -326,6 +367,7 @@ class Checkpoint:
             if path.stat().st_size > MAX_CONFIG:
                 raise CheckpointError(f"{path}: larger than {MAX_CONFIG} bytes, not a configuration")
             with doing(str(path)):
+                self._see(path)
                 found = _parse(path.read_bytes())
         except CheckpointError:
             raise
@@ -336,31 +378,58 @@ class Checkpoint:
         return found
 
     @cached_property
+    def _named(self) -> tuple[str, str]:
+        """The file of a whole model and the index of one in shards, or what config.json has in the place of one."""
+        named = self.config.get("transformers_weights")
+        if not isinstance(named, str):
+            return WHOLE, INDEX
+        return ("", named) if named.endswith(".index.json") else (named, "")
+
+    @cached_property
     def _index(self) -> dict[str, str]:
-        if not (self.folder / "model.safetensors.index.json").exists():
+        """Tensor -> shard. transformers takes model.safetensors first: an index without it is another model's."""
+        whole, index = self._named
+        path = self.folder / index
+        if not index or not path.exists():
             return {}
-        path = self.folder / "model.safetensors.index.json"
-        weight_map = self._json(path.name).get("weight_map")
+        weight_map = self._json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise CheckpointError(f"{path}: weight_map is not an object of tensor name to file name")
-        return weight_map
+        left_over = whole and (self.folder / whole).exists() and whole not in weight_map.values()
+        return {} if left_over else weight_map
 
     def _shards(self) -> list[Path]:
+        whole, _ = self._named
         if self._index:
             names = sorted(set(self._index.values()))
-        elif (self.folder / "model.safetensors").exists():
-            names = ["model.safetensors"]
+        elif whole and (whole != WHOLE or (self.folder / whole).exists()):
+            names = [whole]
         else:
             names = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not names:
             raise CheckpointError(f"{self.folder}: no *.safetensors file")
         return [self._shard(name) for name in names]
 
+    def adopt(self, begins: tuple[str, ...]) -> list[str]:
+        """Adds the tensors whose names begin so of files in the folder that are no shards; returns the files' names."""
+        found, shards = [], {entry.shard for entry in self._entries.values()}
+        for path in sorted(set(self.folder.glob("*.safetensors")) - shards):
+            shard = self._shard(path.name)
+            self._see(shard)
+            with doing(str(shard)):
+                own = {name: e for name, e in read_header(shard).items() if name.startswith(begins)}
+            if new := own.keys() - self._entries.keys():
+                self._entries |= {name: own[name] for name in new}
+                found.append(path.name)
+        for made in ("_modules", "outline"):
+            self.__dict__.pop(made, None)
+        return found
+
     def _shard(self, name: str) -> Path:
         path = self.folder / name
         # names come from a file someone else wrote: plain file names only, and links only into the Hugging Face cache
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise CheckpointError(f"{self.folder}: the index names the shard {name!r}; expected a plain file name")
+            raise CheckpointError(f"{self.folder}: a shard is named {name!r}; expected a plain file name")
         if not path.is_file():
             raise CheckpointError(f"{path}: missing shard")
         self.check_file(path)
@@ -393,6 +462,17 @@ class Checkpoint:
             if found is None or found.shard.name != shard:
                 where = "in no shard" if found is None else f"in {found.shard.name}"
                 raise CheckpointError(f"{self.folder / shard}: {name} is missing (the index names it; it is {where})")
+
+
+def _beginning(file: BinaryIO) -> int:
+    """A checksum of a safetensors file's header; of any other file, of its first MiB."""
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    return zlib.crc32(start + file.read(length if length <= MAX_HEADER else 1 << 20))
+
+
+def _changed(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: changed while it was read: {what}; export again")
 
 
 def _renamed(name: str, ends: dict[str, str]) -> str:

@@ -218,6 +218,7 @@ def _export(
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, options.layers)
+        ckpt.check_unchanged()
         for_tensorrt = options.experts == "external"
         if for_tensorrt:
             report.genai = "no genai_config.json: with its experts in the data files TensorRT alone runs it"

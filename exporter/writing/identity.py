@@ -31,5 +31,4 @@ def export_id(ckpt: Checkpoint, options: Options) -> int:
     for name in sorted(ckpt.names()):
         made_of.update(f"\n{name} {ckpt.dtype(name)} {ckpt.shape(name)} ".encode())
         made_of.update(ckpt.sample(name, LINE))
-    ckpt.release()
     return int(made_of.hexdigest()[:16], 16) % (2**31 - 1) + 1

@@ -174,7 +174,6 @@ def _pack(
                 region.write(rows[name])
             if options.scales == "bf16":
                 report.scale_error = max(report.scale_error or 0.0, error)
-            layer.format.ckpt.release()
             yield sum(row.nbytes for row in rows.values())
     for name, region in regions.items():
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
@@ -251,7 +250,6 @@ def _linear(
             region.finish(metadata)
         size = sum(array.nbytes for _, array in made)
         report.dense_bytes += size
-        format.ckpt.release()
         return size
     region = data.region(weight.value)
     region.write(row)
@@ -259,7 +257,6 @@ def _linear(
     region.finish(metadata | {"layout": spec.w.layout, "layout_version": str(spec.w.layout_version),
                               "spec": json.dumps(spec.attributes())})  # fmt: skip
     report.dense_bytes += row.nbytes
-    format.ckpt.release()
     return row.nbytes
 
 
@@ -313,7 +310,6 @@ def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) ->
             region.write(block)
         region.finish(metadata)
     report.dense_bytes += size
-    format.ckpt.release()
     return size
 
 

@@ -140,7 +140,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
 
 def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout: ModuleType) -> int:
     """Experts or blocks ahead of the writing, a linear, or a tensor that is quantized and stays float; and the largest
-    mapped tensor outside the experts.
+    tensor outside the experts.
 
     Args:
         left: names of parameters that no linear has.

@@ -246,19 +246,3 @@ def test_export_on_256_cpus(checkpoint, cpus, monkeypatch: pytest.MonkeyPatch, t
     assert (tmp_path / "out/model.onnx.data").read_bytes() == (tmp_path / "here/model.onnx.data").read_bytes()
     cpus(256, "300000 100000")
     assert plan(folder, tmp_path / "other").rate.startswith("3 cores;")
-
-
-def test_pages_are_released_while_shards_are_mapped(tmp_path: Path) -> None:
-    """Packing threads map a shard when they first read of it."""
-    write_checkpoint(tmp_path, {"a.weight": np.zeros((2, 2), np.float32)}, {})
-    ckpt = open_checkpoint(tmp_path)
-
-    class Mapped:
-        def madvise(self, _: int) -> None:
-            thread = threading.Thread(target=ckpt.tensor, args=("a.weight",))
-            thread.start()
-            thread.join()
-
-    ckpt._maps = {Path(name): Mapped() for name in "bc"}  # type: ignore[misc]
-    ckpt.release()
-    assert len(ckpt._maps) == 3

@@ -160,13 +160,13 @@ def test_hugging_face_cache_links_are_followed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(open_checkpoint(snapshot).tensor("a"), np.arange(3))
 
 
-def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
+def test_tensors_are_read_as_they_are_stored(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"odd": np.ones(3, np.uint8), "m": np.arange(6, dtype=np.float32).reshape(2, 3)}, {})
     ckpt = open_checkpoint(tmp_path)
-    array = ckpt.tensor("m")  # at an odd offset: still a view
+    array = ckpt.tensor("m")  # at an odd offset
     np.testing.assert_array_equal(array, [[0, 1, 2], [3, 4, 5]])
     assert not array.flags.writeable
-    assert not array.flags.owndata
+    np.testing.assert_array_equal(ckpt.element("m", 1), [3, 4, 5])
     assert ckpt.where("m").endswith("model.safetensors: m")
     with pytest.raises(CheckpointError, match="absent is missing"):
         ckpt.tensor("absent")

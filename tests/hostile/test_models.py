@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -317,6 +318,34 @@ def test_damage_is_found_before_tracing(
         with pytest.raises(CheckpointError) as error:
             refuse(folder, tmp_path / "out")
         assert text in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["truncated", "overwritten at the end"])
+def test_a_shard_that_changes_during_the_export(
+    change: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a signal of the mapped file's, nor weights of two models."""
+    from quantmoe.exporter.writing import convert
+
+    folder = edited(model, tmp_path / "damaged", lambda c, t: None)
+    shard = folder / "model.safetensors"
+    whole = shard.read_bytes()
+    if change == "truncated":
+        pack = LAYOUTS["cpu_panel"].pack
+
+        def cut(*arguments: Any) -> None:
+            pack(*arguments)
+            os.truncate(shard, 4096)
+
+        monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", cut)
+        text = rf"model\.safetensors: changed while it was read: it has 4096 bytes, and had {len(whole)}; export again"
+    else:
+        end = bytes([whole[-1] ^ 1])
+        monkeypatch.setattr(convert, "_companions", lambda *_: shard.write_bytes(whole[:-1] + end))
+        text = r"model\.safetensors: changed while it was read: its time of modification is another; export again"
+    with pytest.raises(CheckpointError, match=text):
+        convert.export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -315,16 +315,28 @@ class Format(ABC):
         self.slice: Slice | None = None
         #: tensor outside the experts -> the part of it that the rank has
         self.cuts: dict[str, Cut] = {}
+        #: files that :meth:`beside` found the part in, which are no shards of the model
+        self.unlisted: list[str] = []
         #: a key of BESIDE: that part and what it shares with the text model; "": the text model
         self.part = ""
 
     def beside(self, part: str) -> Format | None:
-        """This format of a part beside the text model; None where the checkpoint has none."""
-        if not any(name.startswith(self.prefixes(part)) for name in self.ckpt.names()):
+        """This format of a part beside the text model; None where the checkpoint has none.
+
+        It may be in a file that no index lists: tools that do not quantize it copy it from the source.
+        """
+        if not self._has(part):
+            after = f"model.layers.{self.ckpt.text_config.get('num_hidden_layers')}."
+            self.unlisted = self.ckpt.adopt(BESIDE[part] + ((MIMO, after) if part == MTP else ()))
+            self.__dict__.pop("next_layer", None)
+        if not self._has(part):
             return None
         twin = copy.copy(self)
         twin.part = part
         return twin
+
+    def _has(self, part: str) -> bool:
+        return any(name.startswith(self.prefixes(part)) for name in self.ckpt.names())
 
     def prefixes(self, part: str) -> tuple[str, ...]:
         """How the names of the tensors of a part beside the text model begin."""
@@ -470,7 +482,9 @@ class Format(ABC):
                 size = sum(DTYPES[self.ckpt.dtype(n)].itemsize * prod(self.ckpt.shape(n)) for n in names)
                 parts.append(f"{what} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
         kept = f"the text model and its {exported.removeprefix('a ')}" if exported else "the text model alone"
-        return f"{kept}; left out: {', '.join(parts)}" if parts else ""
+        remarks = [f"{exported} is in {' and '.join(self.unlisted)}, which no index lists"] if self.unlisted else []
+        remarks += [f"{kept}; left out: {', '.join(parts)}"] if parts else []
+        return "; ".join(remarks)
 
     def has(self, name: str) -> bool:
         """Whether a tensor is of the part that this is, or shared with it."""
@@ -499,8 +513,8 @@ class Format(ABC):
         return list(names)
 
     def stored(self, name: str) -> np.ndarray:
-        """One of :meth:`parameters`, or a rank's part of it: dequantized f32, or the mapped tensor in the checkpoint's
-        own type."""
+        """One of :meth:`parameters`, or a rank's part of it: dequantized f32, or the tensor in the checkpoint's own
+        type."""
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and self.is_quantized(module):
             return self.matrix_of(module).dequantize(np.float32)
@@ -517,10 +531,13 @@ class Format(ABC):
 
     # helpers for decoders
 
-    def take(self, module: str, declared: Iterable[Tensor]) -> dict[str, np.ndarray]:
+    def take(self, module: str, declared: Iterable[Tensor], at: int | None = None) -> dict[str, np.ndarray]:
         """The declared tensors of a module by suffix, each checked; optional ones that are absent are left out.
 
         So are scales of activations where nothing wants them (``self.input_scales``).
+
+        Args:
+            at: only this element of the first dimension of each, such as an expert; scalars whole.
         """
         found = {}
         for want in declared:
@@ -542,7 +559,10 @@ class Format(ABC):
                     f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
                     f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
                 )
-            found[want.suffix] = self.ckpt.tensor(name, want.decides).reshape(want.shape)
+            if at is not None and want.shape:
+                found[want.suffix] = self.ckpt.element(name, at)
+            else:
+                found[want.suffix] = self.ckpt.tensor(name, want.decides).reshape(want.shape)
             if scales_inputs and not 0 < (value := found[want.suffix].item()) < np.inf:
                 raise CheckpointError(
                     f"{self.ckpt.where(name)} is {value}, expected a positive number; an expert that no token reached "

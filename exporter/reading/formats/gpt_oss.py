@@ -45,10 +45,11 @@ class GptOss(Format):
                 Tensor("down_proj_scales", ("U8",), (num, h, -(-i // 32))),
                 Tensor("down_proj_bias", FLOATS, (num, h), required=False),
             ],
+            at=e,
         )
 
         def matrix(name: str, k: int, rows: slice) -> QuantizedMatrix:
-            blocks, scales = tensors[f"{name}_blocks"][e, rows], tensors[f"{name}_scales"][e, rows]
+            blocks, scales = tensors[f"{name}_blocks"][rows], tensors[f"{name}_scales"][rows]
             bias = tensors.get(f"{name}_bias")
             codes = unpack_nibbles(blocks.reshape(len(blocks), -1))
             return QuantizedMatrix(
@@ -56,7 +57,7 @@ class GptOss(Format):
                 codes=codes[:, :k],
                 scales=np.ascontiguousarray(scales).view(SCALE_DTYPES["e8m0"]),
                 group_size=32,
-                bias=None if bias is None else bias[e, rows].astype(np.float32),
+                bias=None if bias is None else bias[rows].astype(np.float32),
             )
 
         return Expert(

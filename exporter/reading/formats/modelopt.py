@@ -241,13 +241,13 @@ class ModelOpt(Format):
                     Tensor(f"{name}_weight_scale", FLOATS, each),
                     Tensor(f"{name}_input_scale", FLOATS, (), required=not each),
                 ]
-            tensors = self.take(layer.name, declared)
-            weight = tensors[name][e].T[rows]
-            bias = tensors[f"{name}_bias"][e, rows].astype(np.float32) if f"{name}_bias" in tensors else None
+            tensors = self.take(layer.name, declared, at=e)
+            weight = tensors[name].T[rows]
+            bias = tensors[f"{name}_bias"][rows].astype(np.float32) if f"{name}_bias" in tensors else None
             if scheme.format in FLOAT_KINDS.values():
                 return unrounded(weight, bias)
             scale, inputs = tensors[f"{name}_weight_scale"], tensors.get(f"{name}_input_scale")
-            scales = scale[e].T[rows] if nvfp4 else np.broadcast_to(scale[e] if each else scale, (len(weight), 1))
+            scales = scale.T[rows] if nvfp4 else np.broadcast_to(scale, (len(weight), 1))
             return QuantizedMatrix(
                 kind=scheme.format,
                 codes=unpack_nibbles(weight) if nvfp4 else np.ascontiguousarray(weight).view(np.uint8),

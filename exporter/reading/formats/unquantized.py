@@ -102,13 +102,14 @@ class Unquantized(Format):
                 Tensor("down_proj", dtypes, (num, i, h) if transposed else (num, h, i)),
                 Tensor("down_proj_bias", FLOATS, (num, h), required=False),
             ],
+            at=e,
         )
         gate, up = layer.halves
 
         def matrix(name: str, rows: slice) -> QuantizedMatrix:
             bias = tensors.get(f"{name}_bias")
-            own = None if bias is None else bias[e, rows].astype(np.float32)
-            weight = tensors[name][e].T if transposed else tensors[name][e]
+            own = None if bias is None else bias[rows].astype(np.float32)
+            weight = tensors[name].T if transposed else tensors[name]
             return self._round(weight[rows], own, f"{layer.name}.{e}.{name}")
 
         return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))

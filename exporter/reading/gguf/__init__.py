@@ -49,6 +49,7 @@ class GGUF(Checkpoint):
         self.columns: dict[str, np.ndarray] = {}
         headers: dict[Path, Header] = {}
         for shard in _pieces(self.folder):
+            self._see(shard)
             with doing(str(shard)):
                 headers[shard] = read_header(shard)
         self._first = next(iter(headers))
