@@ -195,7 +195,8 @@ def export(
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
-    remarks = (report.left_out, report.activations, report.kv_cache, report.drafting, report.library, report.genai)
+    remarks = (report.left_out, report.activations, report.kv_cache, report.drafting,
+               report.no_tokenizer, report.library, report.genai)  # fmt: skip
     for remark in filter(None, remarks):
         console.print(remark, style="yellow")
     if report.scale_error is not None:

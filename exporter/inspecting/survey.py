@@ -13,7 +13,7 @@ from typing import Any
 from quantmoe.custom_ops.op import ConvSpec
 from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, check_floats, choose_experts, kernels_refuse
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint
+from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, is_gguf
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.writing.output import MODEL, ranks_in
@@ -22,7 +22,7 @@ from quantmoe.exporter.writing.output import MODEL, ranks_in
 def is_model(path: Path) -> bool:
     """Whether a path is meant as an exported model, whole or in slices, not as a checkpoint."""
     if path.is_file():
-        return path.suffix not in (".gguf", ".safetensors")
+        return path.suffix != ".safetensors" and not is_gguf(path)
     return (path / MODEL).exists() or (bool(ranks_in(path)) and not any(path.glob("*.safetensors")))
 
 

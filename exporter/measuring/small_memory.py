@@ -15,11 +15,13 @@ import resource
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from quantmoe.custom_ops import native
 from quantmoe.exporter.measuring.sides import LlamaCpp
+from quantmoe.exporter.reading.checkpoint import is_gguf
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.ort_ext import experts_report, library_path
 
@@ -43,7 +45,7 @@ def main() -> None:
     begin = time.perf_counter()
     ids = np.random.default_rng(0).integers(0, 1 << 12, given.warm_up + given.tokens)
     model: LlamaCpp | Generator  # lives until its experts were counted
-    if given.model.endswith(".gguf"):
+    if is_gguf(Path(given.model)):
         model = LlamaCpp(given.model, given.threads or native.cpus(), repack=False)
         steps = model.one_by_one(ids)
     else:

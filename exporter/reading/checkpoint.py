@@ -59,9 +59,9 @@ MAX_VALUES = 4_000_000
 MAX_TENSORS = 2_000_000
 
 
+GGUF_MAGIC = b"GGUF"
 #: what is in folders that have no safetensors file -> what that is, and what to do
 OTHERS = {
-    "*.gguf": "a GGUF file, in a folder without safetensors; to read it, name the file itself",
     "*.onnx": "an exported model; expected the checkpoint that it was made from",
     "snapshots": "a folder of the Hugging Face cache; expected the checkpoint's, which is a folder in this one",
     "pytorch_model*.bin": "PyTorch's pickle, which is not read; expected *.safetensors, as save_pretrained writes them",
@@ -123,9 +123,14 @@ class Checkpoint:
     Opening reads and checks every shard's header. A tensor is read when it is asked for. Nothing is mapped: a mapped
     file that somebody truncates ends the process (SIGBUS).
 
+    Attributes:
+        no_tokenizer: why an export has no tokenizer.json, as far as :attr:`companions` showed it; "" for no reason.
+
     Raises:
         CheckpointError: naming the file, the tensor, what was found and what was expected.
     """
+
+    no_tokenizer = ""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -139,9 +144,8 @@ class Checkpoint:
         """Reads the configuration and where each tensor lies."""
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: {_no_folder(self.folder)}")
-        for pattern, text in OTHERS.items():
-            if not any(self.folder.glob("*.safetensors")) and (other := min(self.folder.glob(pattern), default=None)):
-                raise CheckpointError(f"{other}: {text}")
+        if not any(self.folder.glob("*.safetensors")):
+            self._refuse_others()
         self.config = self._json("config.json")
         generation = "generation_config.json"
         self.generation_config = self._json(generation) if (self.folder / generation).exists() else {}
@@ -160,7 +164,26 @@ class Checkpoint:
                 raise CheckpointError(f"{shard}: more than {MAX_TENSORS} tensors in this and the shards before it")
         self._check_index()
 
+    def _refuse_others(self) -> None:
+        """Says what a folder without safetensors has, if that is known.
+
+        Raises:
+            CheckpointError: naming it, and what to do.
+        """
+        if found := min(filter(is_gguf, self.folder.glob("*")), default=None):
+            raise CheckpointError(
+                f"{found}: a GGUF file, in a folder without safetensors; to read it, name the file itself"
+            )
+        for pattern, text in OTHERS.items():
+            if other := min(self.folder.glob(pattern), default=None):
+                raise CheckpointError(f"{other}: {text}")
+
     # configuration
+
+    @property
+    def root(self) -> Path:
+        """The folder whose files belong to the checkpoint."""
+        return self.folder
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -442,7 +465,7 @@ class Checkpoint:
         Raises:
             CheckpointError: naming the link and where it leads, or the file.
         """
-        folder = self.folder.resolve()
+        folder = self.root.resolve()
         try:
             target = path.resolve()
         except (OSError, RuntimeError) as error:  # a loop of links
@@ -473,6 +496,14 @@ def _beginning(file: BinaryIO) -> int:
 
 def _changed(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path}: changed while it was read: {what}; export again")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is GGUF by its first bytes; or by its name, which a damaged one and a Git LFS pointer have."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC or path.suffix.lower() == ".gguf"
 
 
 def _renamed(name: str, ends: dict[str, str]) -> str:

@@ -67,6 +67,7 @@ class DryRun:
     kv_cache: str
     left_out: str
     drafting: str
+    no_tokenizer: str
     attention: str
 
 
@@ -134,6 +135,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         kv_cache=report.kv_cache,
         left_out=report.left_out,
         drafting=report.drafting,
+        no_tokenizer=report.no_tokenizer,
         attention=format.attention(wanted.layers),
     )
 

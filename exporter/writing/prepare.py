@@ -80,6 +80,7 @@ class Report:
         left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
         kv_cache: remark when the KV cache is quantized, or stays float although the checkpoint wants it, else "".
         drafting: remark when generate cannot verify what ``mtp.onnx`` drafts, else "".
+        no_tokenizer: remark when the folder gets no tokenizer.json though the checkpoint could have one, else "".
         library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
         genai: remark when there is no genai_config.json though the architecture could have one, else "".
     """
@@ -102,6 +103,7 @@ class Report:
     kv_cache: str = ""
     left_out: str = ""
     drafting: str = ""
+    no_tokenizer: str = ""
     library: str = ""
     genai: str = ""
 
@@ -339,6 +341,8 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -
     format = parts[0].skeleton.format
     report = Report(format.name, {})
     report.left_out = format.left_out(VISION if beside else parts[-1].skeleton.format.part)
+    if reason := format.ckpt.no_tokenizer:
+        report.no_tokenizer = f"no tokenizer.json: {reason}; the model takes token ids: quantmoe generate --ids 1,2,3"
     report.drafting = _drafting(bool(parts[0].skeleton.with_states), options)
     for one in beside:
         for source in one.stored.sources.values():

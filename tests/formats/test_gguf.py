@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
+import tracemalloc
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -17,14 +21,15 @@ from sweeps import every
 
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.exporter.choosing.choose import choose_experts
+from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.explain import explain
-from quantmoe.exporter.inspecting.survey import survey
+from quantmoe.exporter.inspecting.survey import is_model, survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.gguf import CARRIED
-from quantmoe.exporter.reading.gguf.header import TYPES, read_header
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
+from quantmoe.exporter.running.generate import Generator, load_tokenizer
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 
@@ -53,6 +58,36 @@ def small_file(path: Path, kind: str, blocks: np.ndarray) -> Path:
     writer.add_tensor("token_embd.weight", np.ones((4, n), np.float32))
     for part in ("gate", "up", "down"):
         writer.add_tensor(f"blk.0.ffn_{part}_exps.weight", blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def rewritten(
+    source: str,
+    path: Path,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    tensors: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found,
+) -> Path:
+    """A fixture with other metadata and tensors.
+
+    Args:
+        fields: key -> value of the old one's type, or of a new one's: an integer or a list of strings.
+        tensors: name -> gguf-py's tensor in, name -> (data, type) or gguf-py's tensor out.
+    """
+    reader = gguf.GGUFReader(FILES / f"{source}.gguf")
+    kept = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(path, kept.pop("general.architecture").contents())
+    for name in fields.keys() | kept.keys():
+        types = kept[name].types if name in kept else [gguf.GGUFValueType.UINT32]
+        value = fields.get(name, kept[name].contents() if name in kept else None)
+        if value is not None:
+            writer.add_key_value(name, value, types[0], types[1] if len(types) > 1 else None)
+    for name, found in tensors({tensor.name: tensor for tensor in reader.tensors}).items():
+        data, kind = (found.data, found.tensor_type) if isinstance(found, gguf.ReaderTensor) else found
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -153,6 +188,130 @@ def test_export(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found[0], want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
+TOKENS = gguf.GGUFReader(FILES / "qwen3moe-Q4_0.gguf").fields["tokenizer.ggml.tokens"].contents()
+
+
+def with_texts(texts: Mapping[int, str]) -> list[str]:
+    return [texts.get(i, text) for i, text in enumerate(TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "texts", "want"),
+    [
+        ({}, {}, 2),  # </s>
+        ({"eot": 5, "eom": 6}, {}, [2, 5, 6]),
+        ({"eos": 7, "eot": 5}, {2: "x"}, [7, 5]),
+        ({"eos": None}, {2: "x"}, None),
+        ({}, {2: "<|im_end|>", 9: "<|endoftext|>"}, [2, 9]),
+        ({"eos": None}, {2: "x", 4: "<end_of_turn>"}, 4),
+        ({"eos": 0xFFFFFFFF, "eot": 384}, {2: "x", 4: "<|eom_id|>"}, 4),  # none of the vocabulary's
+        ({"eos": 30}, {2: "x", 30: "<|return|>", 31: "<|call|>", 32: "<|end|>"}, [30, 31]),  # gpt-oss
+        ({"eos": 30}, {2: "x", 30: "<|end|>", 31: "<|return|>"}, [30, 31]),
+        ({"eos": 30}, {30: "<|tool_response>", 31: "<turn|>"}, [30, 31]),  # Gemma 4, whose </s> is text
+        ({}, {2: "x", 30: "<|fim_pad|>", 31: "<|repo_name|>", 32: "<|file_sep|>"}, [2, 30, 31, 32]),  # Qwen's coder
+        ({"fim_pad": 40, "fim_rep": 41}, {2: "x", 30: "<|fim_pad|>"}, [2, 40, 41]),
+    ],
+)
+def test_ends(ids: dict[str, int | None], texts: dict[int, str], want: Any, tmp_path: Path) -> None:
+    """A text ends at the tokens at which llama.cpp ends it (llama-vocab.cpp): by their keys, and by their texts."""
+    fields = {f"tokenizer.ggml.{key}_token_id": token for key, token in ids.items()}
+    ckpt = open_checkpoint(
+        rewritten("qwen3moe-Q4_0", tmp_path / "model.gguf", fields | {"tokenizer.ggml.tokens": with_texts(texts)})
+    )
+    assert ckpt.generation_config == ({} if want is None else {"eos_token_id": want})
+    if len(ids) == 2 and not texts:
+        assert json.loads((ckpt.companions / "generation_config.json").read_text()) == {"eos_token_id": want}
+
+
+def test_an_end_that_is_no_number(tmp_path: Path) -> None:
+    file = rewritten("qwen3moe-Q4_0", tmp_path / "model.gguf", {"tokenizer.ggml.eot_token_id": 5})
+    data = file.read_bytes()
+    at = data.index(key := b"tokenizer.ggml.eot_token_id") + len(key)
+    file.write_bytes(data[:at] + struct.pack("<If", 6, 5.0) + data[at + 8 :])
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.eot_token_id is 5.0, expected a token's number"):
+        open_checkpoint(file)
+
+
+def merged(found: dict[str, Any]) -> dict[str, Any]:
+    """As convert_hf_to_gguf.py --fuse-gate-up-exps writes experts."""
+    for name in [name for name in found if "ffn_gate_exps.weight" in name]:
+        gate, up = found.pop(name), found.pop(name.replace("gate", "up"))
+        found[name.replace("gate", "gate_up")] = np.concatenate([gate.data, up.data], 1), gate.tensor_type
+    return found
+
+
+def one_by_one(found: dict[str, Any]) -> dict[str, Any]:
+    """As llama.cpp's converter wrote Mixtral's experts until April 2024."""
+    for name in [name for name in found if "_exps.weight" in name]:
+        tensor = found.pop(name)
+        for e, data in enumerate(tensor.data):
+            found[name.replace("_exps", f".{e}")] = data, tensor.tensor_type
+    return found
+
+
+def of_mlx(pattern: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda found: {re.sub(r"ffn_(gate|up|down)_exps", pattern, name): t for name, t in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("source", "change"),
+    [
+        ("qwen35moe-Q4_K_M", merged),
+        ("qwen3moe-Q5_K_M", merged),
+        ("mixtral-Q5_0", merged),
+        ("mixtral-Q5_0", one_by_one),
+        ("mixtral-Q5_0", of_mlx(r"block_sparse_moe.switch_ffn_\1")),  # what mlx_lm's replacements make of its name
+        ("mixtral-Q5_0", of_mlx(r"block_sparse_moe.switch_mlp.\1_proj")),
+        ("qwen35moe-Q4_0", of_mlx(r"mlp.switch_mlp.\1_proj")),
+    ],
+)
+def test_names_of_experts(source: str, change: Callable[..., Any], tmp_path: Path) -> None:
+    """Every way in which tools store experts gives the same tensors."""
+    found = open_checkpoint(rewritten(source, tmp_path / "model.gguf", tensors=change))
+    want = open_checkpoint(FILES / f"{source}.gguf")
+    assert set(found.names()) == set(want.names())
+    for name in want.names():
+        np.testing.assert_array_equal(found.tensor(name), want.tensor(name))
+
+
+def test_merged_experts_of_an_odd_number_of_rows(tmp_path: Path) -> None:
+    def odd(found: dict[str, Any]) -> dict[str, Any]:
+        name = next(name for name in merged(found) if "gate_up" in name)
+        return found | {name: (found[name][0][:, 1:], found[name][1])}
+
+    path = rewritten("mixtral-Q5_0", tmp_path / "model.gguf", tensors=odd)
+    with pytest.raises(
+        CheckpointError, match=r"ffn_gate_up_exps.weight is Q5_0 .*, expected rows of ffn_gate_exps and"
+    ):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "sha256-0123456789abcdef", "model.bin"])
+def test_known_by_its_first_bytes(name: str, tmp_path: Path) -> None:
+    """Whatever the file's name: Ollama's have no suffix."""
+    path = tmp_path / name
+    path.write_bytes((FILES / "qwen3moe-Q4_0.gguf").read_bytes())
+    assert find_format(open_checkpoint(path)).name == "GGUF"
+    assert not is_model(path)
+    assert (open_checkpoint(path).companions / "tokenizer.json").exists()
+    with pytest.raises(CheckpointError, match=f"{name}: a GGUF file, in a folder without safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tokenizer_that_transformers_cannot_make(tmp_path: Path) -> None:
+    """The model is exported without it; the export says so, and generate takes ids."""
+    path = rewritten("qwen3moe-Q4_0", tmp_path / "model.gguf", {"tokenizer.ggml.model": "of tomorrow"})
+    said = "no tokenizer.json: transformers cannot make a tokenizer of the file's fields"
+    assert plan(path, tmp_path / "out").no_tokenizer.startswith(said)
+    report = export(path, tmp_path / "out", layers=1)
+    assert report.no_tokenizer.startswith(said)
+    assert report.no_tokenizer.endswith("the model takes token ids: quantmoe generate --ids 1,2,3")
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert len(Generator(tmp_path / "out").generate([5, 6], 2).tokens) == 2
+    with pytest.raises(ModelError, match=r"tokenizer.json: missing; give token ids \(--ids 1,2,3\)"):
+        load_tokenizer(tmp_path / "out")
+
+
 def test_explain() -> None:
     assert explain(FILES / "qwen3moe-Q4_0.gguf")[0]["scheme"] == "GGUF Q4_0"
 
@@ -183,9 +342,30 @@ def test_pieces(tmp_path: Path) -> None:
         ckpt = open_checkpoint(piece)
         assert "model.layers.0.self_attn.k_proj.bias" in ckpt
         assert (ckpt.companions / "tokenizer.json").exists()
+    (tmp_path / "elsewhere").mkdir()
+    second = (tmp_path / "model-00002-of-00002.gguf").rename(tmp_path / "elsewhere" / "second.gguf")
+    (tmp_path / "model-00002-of-00002.gguf").symlink_to(second)
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.gguf: links to .*second\.gguf, outside"):
+        open_checkpoint(first)
     beyond = first.rename(tmp_path / "model-00003-of-00002.gguf")
     with pytest.raises(CheckpointError, match="named as a piece beyond the 2 of its model"):
         open_checkpoint(beyond)
+
+
+@pytest.mark.parametrize("suffix", [".GGUF", ""])
+def test_pieces_of_any_suffix(suffix: str, tmp_path: Path) -> None:
+    paths = [tmp_path / f"model-0000{i}-of-00002{suffix}" for i in (1, 2)]
+    for i, path in enumerate(paths):
+        numbers = {"split.no": i, "split.count": 2}
+        halves = [lambda found: dict([*found.items()][:9]), lambda found: dict([*found.items()][9:])]
+        rewritten("qwen3moe-Q4_0", path, numbers, halves[i])
+    assert set(open_checkpoint(paths[1]).names()) == set(open_checkpoint(FILES / "qwen3moe-Q4_0.gguf").names())
+    paths[1].rename(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"other: is piece 1 \(from 0\) of 2, expected piece 0 of 1 by its name"):
+        open_checkpoint(tmp_path / "other")
+    paths[1].write_bytes(paths[0].read_bytes())
+    with pytest.raises(CheckpointError, match=r"is piece 0 .* expected piece 1 of 2 by its name; rename"):
+        open_checkpoint(paths[0])
 
 
 @pytest.mark.parametrize(
@@ -232,11 +412,21 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "another version": (header(version=1), "version 1; expected GGUF of version 2 or 3"),
     "many tensors": (header(count=1 << 60), "1152921504606846976 tensors"),
     "cut": (header(field(b"a", 4, b""))[:30], "is it truncated"),
-    "long name": (header(struct.pack("<Q", 1 << 40) + b"a"), "a string of 1099511627776 bytes"),
+    "long name": (header(struct.pack("<Q", 1 << 40) + b"a"), "a name of 1099511627776 bytes at byte 24, expected at"),
     "not UTF-8": (header(field(b"\xff", 4, b"\0\0\0\0")), "a name that is not UTF-8"),
     "unknown field type": (header(field(b"a", 99, b"")), "a has the type 99"),
     "array of arrays": (header(field(b"a", 9, struct.pack("<IQ", 9, 1))), "a is an array of the type 9"),
-    "long array": (header(field(b"a", 9, struct.pack("<IQ", 8, 1 << 62))), "a has 4611686018427387904 elements"),
+    "long array": (header(field(b"a", 9, struct.pack("<IQ", 8, 1 << 62))), "a ends at byte 36893488147419103281"),
+    "a key twice": (header(*[field(b"a", 4, b"\0\0\0\0")] * 2), "a: twice in the metadata, expected each key once"),
+    "long text": (header(field(b"a", 8, struct.pack("<Q", 1 << 40))), "a ends at byte 1099511627821 or later"),
+    "overlap": (
+        header(tensors=tensor((8,)) + tensor((8,), name=b"u"), count=2, data=bytes(64)),
+        "u starts at byte 96, where t has not ended: it ends at 128 (overlap)",
+    ),
+    "overlap inside": (
+        header(tensors=tensor((64,)) + tensor((8,), offset=32, name=b"u"), count=2, data=bytes(256)),
+        "u starts at byte 128, where t has not ended",
+    ),
     "alignment 0": (header(field(b"general.alignment", 4, b"\0\0\0\0")), "general.alignment is 0"),
     "alignment text": (header(field(b"general.alignment", 8, struct.pack("<Q", 1) + b"x")), "general.alignment is 'x'"),
     "many dimensions": (header(tensors=tensor((1,) * 9), count=1), "t: 9 dimensions"),
@@ -268,6 +458,39 @@ def test_damaged(what: str, tmp_path: Path) -> None:
         open_checkpoint(path)
     assert str(error.value).startswith(f"{path}: ")
     assert text in str(error.value)
+
+
+def array_field(kind: int, count: int, size: int) -> bytes:
+    """Of elements whose bytes are 0."""
+    return field(b"a", 9, struct.pack("<IQ", kind, count)) + bytes(size)
+
+
+@pytest.mark.parametrize(("kind", "width"), [(0, 1), (1, 1), (7, 1), (4, 4), (12, 8), (8, 8)])
+def test_arrays_take_their_bytes(kind: int, width: int, tmp_path: Path) -> None:
+    """Python's numbers would take 8 to 40 bytes each, its strings 57."""
+    size = 8_000_000
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header(array_field(kind, size // width, size)))
+    tracemalloc.start()
+    try:
+        found = read_header(path).fields["a"]
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * size
+        assert len(found) == size // width
+        assert next(iter(found)) == ("" if kind == 8 else 0)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("kind", "width"), [(0, 1), (8, 8)])
+def test_metadata_of_many_bytes(kind: int, width: int, tmp_path: Path) -> None:
+    """Refused before it takes memory, naming the field."""
+    size, path = MAX_METADATA // 2, tmp_path / "model.gguf"
+    one = array_field(kind, size // width, size)
+    path.write_bytes(header(one, one.replace(b"a", b"b", 1)))
+    with pytest.raises(
+        CheckpointError, match=f"b ends at byte [0-9]* or later, expected all metadata in the first {2 * size}"
+    ):
+        read_header(path)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_gguf
 from quantmoe.exporter.reading.formats.awq import AWQ
 from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer, reading
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
@@ -36,9 +36,9 @@ __all__ = [
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Opens a checkpoint folder, or a GGUF file; see Checkpoint and GGUF."""
+    """Open a checkpoint folder or a GGUF file."""
     path = Path(folder)
-    return GGUF(path) if path.suffix == ".gguf" and path.is_file() else Checkpoint(path)
+    return GGUF(path) if is_gguf(path) else Checkpoint(path)
 
 
 def find_format(ckpt: Checkpoint) -> Format:

@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from functools import cached_property
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, Entry, is_outline
-from quantmoe.exporter.reading.gguf.families import FAMILIES, Metadata
-from quantmoe.exporter.reading.gguf.header import TYPES, Header, read_header
+from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, Checkpoint, CheckpointError, Entry, is_outline
+from quantmoe.exporter.reading.gguf.families import FAMILIES, JOINED, Metadata, common_name
+from quantmoe.exporter.reading.gguf.header import TYPES, Header, read_header, shown
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
 _LAYER = re.compile(r"model\.layers\.[0-9]+")
-_PIECE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+_PIECE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[^.]*)?", re.DOTALL)
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -47,11 +48,7 @@ class GGUF(Checkpoint):
         self._changes: dict[str, Change] = {}
         self.rows: dict[str, np.ndarray] = {}
         self.columns: dict[str, np.ndarray] = {}
-        headers: dict[Path, Header] = {}
-        for shard in _pieces(self.folder):
-            self._see(shard)
-            with doing(str(shard)):
-                headers[shard] = read_header(shard)
+        headers = self._headers()
         self._first = next(iter(headers))
         fields = headers[self._first].fields
         shapes = {name: shape for header in headers.values() for name, (shape, *_) in header.tensors.items()}
@@ -59,19 +56,48 @@ class GGUF(Checkpoint):
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise CheckpointError(
-                f"{self.folder}: architecture {architecture!r} is not read from GGUF; supported: {known}"
+                f"{self.folder}: architecture {shown(architecture)} is not read from GGUF; supported: {known}"
             )
         family = FAMILIES[architecture]
-        eos = fields.get("tokenizer.ggml.eos_token_id")
-        self.generation_config = {} if eos is None else {"eos_token_id": eos}
-        self._has_tokenizer = fields.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+        kind = fields.get("tokenizer.ggml.model", "none")
+        self._has_tokenizer = isinstance(kind, str) and kind not in ("none", "no_vocab")
         with doing(str(self.folder)), reading(f"{self.folder}: its fields cannot be read as {architecture}'s"):
-            self.config = family.config(Metadata(self.folder, architecture, fields, shapes))
+            metadata = Metadata(self.folder, architecture, fields, shapes)
+            self.config = family.config(metadata)
+            ends = metadata.ends()
+            self.generation_config = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
             check_sizes(self, self.config)
             for shard, header in headers.items():
                 for name, (shape, kind, begin) in header.tensors.items():
                     self._add(shard, name, shape, kind, begin, family.names)
             family.undo(self)
+
+    def _headers(self) -> dict[Path, Header]:
+        """Piece -> its header, in the model's order.
+
+        Raises:
+            CheckpointError: naming a piece that is missing, is another one, or links to elsewhere.
+        """
+        headers: dict[Path, Header] = {}
+        pieces = _pieces(self.folder)
+        for i, shard in enumerate(pieces):
+            if shard != self.folder:
+                self.check_file(shard)
+            self._see(shard)
+            with doing(str(shard)):
+                headers[shard] = read_header(shard)
+            fields = headers[shard].fields
+            found = shown(fields.get("split.no", i)), shown(fields.get("split.count", len(pieces)))
+            if found != (str(i), str(len(pieces))) and found[1] != "0":
+                raise CheckpointError(
+                    f"{shard}: is piece {found[0]} (from 0) of {found[1]}, expected piece {i} of {len(pieces)} by its "
+                    "name; rename the pieces as llama.cpp's gguf-split does: NAME-00001-of-00002.gguf"
+                )
+        return headers
+
+    @property
+    def root(self) -> Path:
+        return self.folder.parent
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
@@ -129,12 +155,12 @@ class GGUF(Checkpoint):
             (folder / "generation_config.json").write_text(
                 json.dumps(self.generation_config, indent=2), encoding="utf-8"
             )
-        if self._has_tokenizer:
-            with doing(str(self.folder)):
-                self._write_tokenizer(folder)
+        with doing(str(self.folder)):
+            self.no_tokenizer = self._write_tokenizer(folder) if self._has_tokenizer else "the file has none"
         return folder
 
-    def _write_tokenizer(self, folder: Path) -> None:
+    def _write_tokenizer(self, folder: Path) -> str:
+        """Write tokenizer.json and its configuration; return why there is none, "" where there is one."""
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
@@ -145,37 +171,45 @@ class GGUF(Checkpoint):
         except MemoryError:
             raise
         except Exception as error:  # those of tokenizers have no common base class
-            raise CheckpointError(
-                f"{self.folder}: transformers cannot make a tokenizer of its fields: {error}"
-            ) from None
+            return f"transformers cannot make a tokenizer of the file's fields ({str(error)[:300] or repr(error)})"
+        return ""
 
     def _add(
         self, shard: Path, name: str, shape: tuple[int, ...], kind: int, begin: int, names: dict[str, str]
     ) -> None:
-        layer, stem, leaf = parts.groups() if (parts := _NAME.fullmatch(name)) else (None, name, None)
+        layer, stem, leaf = match.groups() if (match := _NAME.fullmatch(name)) else (None, name, None)
         if layer is not None and int(layer) >= self.config["num_hidden_layers"]:
             return  # a layer that drafts
+        stem, expert = common_name(stem)
         whole = names.get(f"{stem}.{leaf}")  # a name of its own, which no module's is
-        if whole is None and stem not in names:
+        parts = JOINED.get(stem, (stem,))
+        if whole is None and not all(part in names for part in parts):
             raise CheckpointError(f"{shard}: {name} is a tensor that this architecture is not known to have")
         title, weights, block = TYPES[kind]
         blocks = weights > 1
         if blocks and (whole or leaf != "weight" or len(shape) < 2):
             raise CheckpointError(f"{shard}: {name} is {title} {list(shape)}, expected floats")
         dtype, shape = ("U8", (*shape[:-1], shape[-1] // weights * block)) if blocks else (title, shape)
-        place = ("" if layer is None else f"model.layers.{layer}.") + (
-            whole or f"{names[stem]}.{title if blocks else leaf}"
-        )
-        if "{}" not in place:
-            self._put(place, Entry(shard, dtype, shape, begin, name))
+        places = [whole] if whole else [f"{names[part]}.{title if blocks else leaf}" for part in parts]
+        if layer is not None:
+            places = [f"model.layers.{layer}.{place}" for place in places]
+        if "{}" not in places[0]:
+            self._put(places[0], Entry(shard, dtype, shape, begin, name))
             return
-        size = prod(shape[1:]) * (1 if blocks else block)
-        for e in range(shape[0]):
-            self._put(place.format(e), Entry(shard, dtype, shape[1:], begin + e * size, name))
+        experts = range(shape[0]) if expert is None else [expert]
+        rows = shape[expert is None :]
+        if not rows or rows[0] % len(places):
+            raise CheckpointError(f"{shard}: {name} is {title} {list(shape)}, expected rows of {' and '.join(parts)}")
+        rows = (rows[0] // len(places), *rows[1:])
+        for e, place in product(experts, places):
+            self._put(place.format(e), Entry(shard, dtype, rows, begin, name))
+            begin += prod(rows) * (1 if blocks else block)
 
     def _put(self, name: str, entry: Entry) -> None:
         if name in self._entries:
             raise CheckpointError(f"{self.where(name)} and {entry.name} are both {name}")
+        if len(self._entries) >= MAX_TENSORS:
+            raise CheckpointError(f"{entry.shard}: {entry.name}: more than {MAX_TENSORS} tensors and experts' parts")
         self._entries[name] = entry
 
 
@@ -187,8 +221,8 @@ def _pieces(path: Path) -> list[Path]:
     """
     if (match := _PIECE.fullmatch(path.name)) is None:
         return [path]
-    stem, _, count = match.groups()
-    found = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
+    stem, _, count, suffix = match.groups(default="")
+    found = [path.with_name(f"{stem}-{i:05}-of-{count}{suffix}") for i in range(1, int(count) + 1)]
     if path not in found:
         raise CheckpointError(f"{path}: named as a piece beyond the {int(count)} of its model")
     for piece in found:

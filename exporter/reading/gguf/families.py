@@ -6,6 +6,7 @@ as whether top-k weights are renormalized, is the family's own and the same in a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.gguf.header import Strings, shown
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.gguf import GGUF
+
+
+#: tokens after which llama.cpp ends a text, whatever the metadata says
+END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[")  # noqa: RUF001
+)  # fmt: skip
+#: the same of tokens that fill in the middle of code: where the metadata lacks the key, one of these texts
+FILL_TEXTS = {
+    "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
+    "fim_rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"},
+    "fim_sep": {"<|file_sep|>"},
+}
+#: a token that ends no text beside certain others that do: of gpt-oss and Solar a message's end, of Gemma 4 a tag
+NO_ENDS = (
+    ("<|end|>", ("<|return|>", "<|call|>")),
+    ("<|end|>", ("<|return|>", "<|calls|>")),
+    ("<|end|>", ("<|flush|>", "<|call|>")),
+    ("<|end|>", ("<|flush|>", "<|calls|>")),
+    ("</s>", ("<|tool_response>",)),
+    ("</s>", ("<|plamo:eos|>",)),
+)
 
 
 @dataclass(frozen=True)
@@ -48,15 +73,41 @@ class Metadata:
 
     def integers(self, key: str) -> list[int]:
         found = self.fields.get(f"{self.architecture}.{key}")
-        if not isinstance(found, list) or not all(type(n) is int and n >= 0 for n in found):
+        if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or (found < 0).any():
             raise self._error(key, found, "a list of integers")
-        return found
+        return [int(n) for n in found]
 
     def token(self, key: str) -> int | None:
-        return self.fields.get(f"tokenizer.ggml.{key}_token_id")
+        """A token of the vocabulary; None where the file names none, or as llama.cpp has it a number beyond.
+
+        Raises:
+            CheckpointError: it is not a number.
+        """
+        name = f"tokenizer.ggml.{key}_token_id"
+        found = self.fields.get(name, -1)
+        if type(found) is not int:
+            raise CheckpointError(f"{self.path}: {name} is {shown(found)}, expected a token's number")
+        return found if 0 <= found < self.shapes["token_embd.weight"][0] else None
+
+    def ends(self) -> list[int]:
+        """The tokens after which llama.cpp ends a text: those of the metadata, the first being eos, and those that it
+        knows by their text (llama-vocab.cpp's special_eog_ids).
+        """
+        texts = self.fields.get("tokenizer.ggml.tokens")
+        known = END_TEXTS.union(*FILL_TEXTS.values(), *(others for _, others in NO_ENDS))
+        by_text = {text: i for i, text in enumerate(texts) if text in known} if isinstance(texts, Strings) else {}
+        named = [token for key in ("eos", "eot", "eom") if (token := self.token(key)) is not None]
+        for key, other in FILL_TEXTS.items():
+            token = self.token(key)
+            named += sorted(by_text[text] for text in other & by_text.keys())[:1] if token is None else [token]
+        found = dict.fromkeys([*named, *sorted(by_text[text] for text in END_TEXTS & by_text.keys())])
+        for text, others in NO_ENDS:
+            if text in by_text and all(by_text.get(other) in found for other in others):
+                found.pop(by_text[text], None)
+        return list(found)
 
     def _error(self, key: str, found: object, want: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self.architecture}.{key} is {found!r}, expected {want}")
+        return CheckpointError(f"{self.path}: {self.architecture}.{key} is {shown(found)}, expected {want}")
 
 
 @dataclass(frozen=True)
@@ -90,12 +141,30 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+#: name of a tensor with the rows of several for each expert (convert_hf_to_gguf.py --fuse-gate-up-exps) -> theirs
+JOINED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+#: one expert's tensor, as llama.cpp wrote Mixtral's until 2024
+_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.([0-9]{1,6})")
+#: MLX's names of all experts' tensors; mlx_lm's GGUF writer replaces half of the name of Mixtral's
+_SWITCH = re.compile(r"(?:mlp|block_sparse_moe)\.switch_(?:mlp\.(gate|up|down)_proj|ffn_(gate|up|down))")
 _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+
+
+def common_name(stem: str) -> tuple[str, int | None]:
+    """A tensor's name without its layer and end, as current files of llama.cpp have it; and the expert's number, of a
+    tensor of one expert."""
+    if match := _ONE_EXPERT.fullmatch(stem):
+        return f"ffn_{match[1]}_exps", int(match[2])
+    if match := _SWITCH.fullmatch(stem):
+        return f"ffn_{match[1] or match[2]}_exps", None
+    return stem, None
+
+
 _QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
@@ -125,11 +194,11 @@ def _common(m: Metadata, kind: str) -> dict[str, Any]:
 def _rope(m: Metadata) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.number("rope.freq_base", 10000.0)}
     kind = m.fields.get(f"{m.architecture}.rope.scaling.type", "none")
-    if kind == "none":
+    if isinstance(kind, str) and kind == "none":
         return rope
-    if kind not in ("linear", "yarn"):
+    if not isinstance(kind, str) or kind not in ("linear", "yarn"):
         raise CheckpointError(
-            f"{m.path}: {m.architecture}.rope.scaling.type is {kind!r}; supported: none, linear, yarn"
+            f"{m.path}: {m.architecture}.rope.scaling.type is {shown(kind)}; supported: none, linear, yarn"
         )
     rope |= {"rope_type": kind, "factor": m.number("rope.scaling.factor")}
     if kind == "yarn":

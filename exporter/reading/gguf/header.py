@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, MAX_TENSORS, CheckpointError
+import numpy as np
+
+from quantmoe.exporter.reading.checkpoint import GGUF_MAGIC, LFS_POINTER, MAX_CONFIG, MAX_TENSORS, CheckpointError
 
 #: ggml type -> its name, weights in a block, bytes of a block (ggml-common.h). Those of 1 weight are safetensors' types
 TYPES = {
@@ -50,18 +54,62 @@ TYPES = {
 }
 #: names of the types that are blocks
 BLOCKS = tuple(name for name, weights, _ in TYPES.values() if weights > 1)
-#: of metadata: type -> struct's letter
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+#: of metadata: type -> NumPy's
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
-#: of fields of metadata, and of bytes of a name
+#: most fields of metadata, and bytes of a name
 _LIMIT = 1 << 20
-#: of bytes of a text, and of elements of an array
-_LONG = 1 << 24
+#: most bytes of a file's metadata: a vocabulary of 256,000 tokens takes 15 million
+MAX_METADATA = MAX_CONFIG
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Strings:
+    """An array of strings as the file has it: each string's length in 8 bytes, then the string."""
+
+    octets: bytes
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"{self.count} strings"
+
+    def __iter__(self) -> Iterator[str]:
+        at = 0
+        for _ in range(self.count):
+            begin = at + _LENGTH.size
+            at = begin + _LENGTH.unpack_from(self.octets, at)[0]
+            yield self.octets[begin:at].decode(errors="replace")
+
+
+def shown(value: object) -> str:
+    """A field's value in an error."""
+    return repr(value[:20].tolist() if isinstance(value, np.ndarray) else value)[:200]
 
 
 @dataclass
 class Header:
-    """What a file says before its data. tensors: name -> dimensions, the fastest last; type; absolute offset."""
+    """What a file says before its data.
+
+    Attributes:
+        fields: key -> number or string, or an array as :class:`numpy.ndarray` or :class:`Strings`.
+        tensors: name -> dimensions, the fastest last; type; absolute offset.
+    """
 
     fields: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, tuple[tuple[int, ...], int, int]] = field(default_factory=dict)
@@ -89,53 +137,77 @@ class _Cursor:
         return found
 
     def take(self, letters: str) -> Any:
-        """The same; a single one alone."""
-        found = self.numbers(letters)
-        return found[0] if len(found) == 1 else found
+        """One number."""
+        return self.numbers(letters)[0]
 
-    def octets(self, limit: int) -> bytes:
+    def string(self, what: str, limit: int) -> bytes:
         length = self.take("<Q")
-        if length > (most := min(limit, self.size - self.at)):
-            self.fail(f"a string of {length} bytes at byte {self.at - 8}, expected at most {most}")
-        self.at += length
-        return self.data[self.at - length : self.at]
+        if length > limit:
+            self.fail(f"{what} of {length} bytes at byte {self.at - _LENGTH.size}, expected at most {limit}")
+        return self.octets(what, length)
 
     def name(self) -> str:
         try:
-            return self.octets(_LIMIT).decode()
+            return self.string("a name", _LIMIT).decode()
         except UnicodeDecodeError as error:
             self.fail(f"a name that is not UTF-8 before byte {self.at}: {error}")
 
     def value(self, name: str) -> Any:
-        """A field's value; an array of strings as its length."""
+        """A field's value."""
         kind = self.take("<I")
         if kind in _NUMBERS:
-            return self.take("<" + _NUMBERS[kind])
+            return self._array(name, kind, 1)[0].item()
         if kind == _STRING:
-            return self.octets(_LONG).decode(errors="replace")
+            return self.octets(name, self.take("<Q")).decode(errors="replace")
         if kind != _ARRAY:
             self.fail(f"{name} has the type {kind}; known: 0 to 12")
-        kind, count = self.take("<IQ")
-        if count > _LONG:
-            self.fail(f"{name} has {count} elements, expected at most {_LONG}")
+        kind, count = self.numbers("<IQ")
         if kind in _NUMBERS:
-            return list(self.numbers(f"<{count}{_NUMBERS[kind]}"))
+            return self._array(name, kind, count)
         if kind != _STRING:
             self.fail(f"{name} is an array of the type {kind}; expected numbers or strings")
-        for _ in range(count):
-            self.octets(_LONG)
-        return count
+        return self._strings(name, count)
+
+    def _array(self, name: str, kind: int, count: int) -> np.ndarray:
+        dtype = np.dtype(_NUMBERS[kind])
+        return np.frombuffer(self.octets(name, count * dtype.itemsize), dtype)
+
+    def _strings(self, name: str, count: int) -> Strings:
+        limit = min(self.size, MAX_METADATA)
+        end = self.at
+        if end + count * _LENGTH.size <= limit:  # as of empty ones
+            for _ in range(count):
+                if (begin := end + _LENGTH.size) > limit:
+                    break
+                end = begin + _LENGTH.unpack_from(self.data, end)[0]
+        else:
+            end += count * _LENGTH.size
+        return Strings(self.octets(name, end - self.at), count)
+
+    def octets(self, what: str, size: int) -> bytes:
+        """The next bytes of the metadata."""
+        if self.at + size > self.size:
+            self.fail(f"{what} ends at byte {self.at + size} or later of {self.size} bytes; is the file truncated?")
+        if self.at + size > MAX_METADATA:
+            self.fail(
+                f"{what} ends at byte {self.at + size} or later, expected all metadata in the first {MAX_METADATA} "
+                "bytes"
+            )
+        self.at += size
+        return self.data[self.at - size : self.at]
 
     def header(self) -> Header:
         """All of it, with offsets from the data's beginning."""
-        magic, version, tensors, fields = self.take("<4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
+        magic, version, tensors, fields = self.numbers("<4sIQQ")
+        if magic != GGUF_MAGIC or version not in (2, 3):
             self.fail(f"begins with {magic!r} and version {version}; expected GGUF of version 2 or 3")
         if tensors > MAX_TENSORS or fields > _LIMIT:
             self.fail(f"{tensors} tensors and {fields} fields; expected at most {MAX_TENSORS} and {_LIMIT}")
         header = Header()
         for _ in range(fields):
             name = self.name()
+            if name in header.fields:
+                self.fail(f"{name}: twice in the metadata, expected each key once")
             header.fields[name] = self.value(name)
         for _ in range(tensors):
             name, count = self.name(), self.take("<I")
@@ -143,8 +215,8 @@ class _Cursor:
                 self.fail(f"{name}: {count} dimensions, expected at most 4")
             if name in header.tensors:
                 self.fail(f"{name}: twice in the file")
-            shape = tuple(self.take("<Q") for _ in range(count))[::-1]
-            kind, offset = self.take("<IQ")
+            shape = self.numbers(f"<{count}Q")[::-1]
+            kind, offset = self.numbers("<IQ")
             if kind not in TYPES:
                 self.fail(f"{name}: ggml type {kind}, which has no name here; supported: {', '.join(_carried())}")
             header.tensors[name] = (shape, kind, offset)
@@ -158,7 +230,7 @@ def _carried() -> tuple[str, ...]:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks a file's header. Arrays of strings, which are the tokenizer's, are read as their length.
+    """Read and check a file's header.
 
     Raises:
         CheckpointError: naming the file, the field or tensor, what was found and what was expected.
@@ -172,8 +244,9 @@ def read_header(path: Path) -> Header:
         header = cursor.header()
     align = header.fields.get("general.alignment", 32)
     if type(align) is not int or not 0 < align <= _LIMIT:
-        cursor.fail(f"general.alignment is {align!r}, expected a positive integer")
+        cursor.fail(f"general.alignment is {shown(align)}, expected a positive integer")
     begin = -(-cursor.at // align) * align
+    spans = []
     for name, (shape, kind, offset) in header.tensors.items():
         title, weights, block = TYPES[kind]
         if 0 in shape:
@@ -186,4 +259,8 @@ def read_header(path: Path) -> Header:
         if end > size:
             cursor.fail(f"{name}: {title} {list(shape)} ends at byte {end} of a file of {size} bytes; is it truncated?")
         header.tensors[name] = (shape, kind, begin + offset)
+        spans.append((begin + offset, end, name))
+    for (_, end, other), (start, _, name) in itertools.pairwise(sorted(spans)):
+        if start < end:
+            cursor.fail(f"{name} starts at byte {start}, where {other} has not ended: it ends at {end} (overlap)")
     return header
