@@ -336,6 +336,18 @@ def generate(
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="of so many likeliest tokens; 0: of all")] = None,
     top_p: Annotated[float | None, typer.Option(help="of the fewest of this probability together")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="of those at least so many times as likely as the likeliest; 0: of all")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="make tokens of prompt and answer less likely; 1: not")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="subtract from the logits of the answer's tokens; 0: nothing")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="subtract for each time that a token is in the answer; 0: nothing")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of sampling; the same one gives the same text")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="text before which to end; may be repeated")] = None,
     chunk: Annotated[
@@ -397,7 +409,7 @@ def generate(
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
-    from quantmoe.exporter.reading.sampling import folder_sampling
+    from quantmoe.exporter.reading.sampling import folder_sampling, not_applied
     from quantmoe.exporter.running import ranks, states
     from quantmoe.exporter.running.cache import TAIL
     from quantmoe.exporter.running.generate import Generator, stop_tokens
@@ -439,7 +451,11 @@ def generate(
         if own.rank:  # rank 0 chooses and prints
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
-    sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
+    sampling = folder_sampling(folder, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+                               repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+                               frequency_penalty=frequency_penalty)  # fmt: skip
+    if ignored := not_applied(folder):
+        print(f"{folder / 'generation_config.json'}: not applied: {', '.join(ignored)}", file=sys.stderr)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
                    reserve=reserve, misses=misses, trace=trace, warm=warm, group=group)  # fmt: skip
@@ -792,8 +808,18 @@ def _main(arguments: Sequence[str]) -> None:
         signal.signal(signal_, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is removed
     try:
         run(app, arguments, "quantmoe")
-    except (CheckpointError, OptionError, ModelError, OSError) as error:
+    except OptionError as error:
+        sys.exit(f"quantmoe: {_line(_as_typed(str(error), arguments[0]))}")
+    except (CheckpointError, ModelError, OSError) as error:
         sys.exit(f"quantmoe: {_line(str(error))}")
+
+
+def _as_typed(text: str, command: str) -> str:
+    """An error that begins with the name of a function's argument, with the command's option in its place."""
+    name, space, rest = text.partition(" ")
+    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    option = next((p.opts[0] for p in parameters if p.name == name and p.opts[0].startswith("--")), name)
+    return option + space + rest
 
 
 def _line(text: str) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -12,50 +16,124 @@ import numpy as np
 from quantmoe.exporter.errors import ModelError, OptionError
 
 
+def _finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
+def _whole(least: int) -> tuple[type, Callable[[Any], bool], str]:
+    return Integral, lambda value: value >= least, f"an integer from {least}"
+
+
+#: fields of Sampling that are numbers: their type, whether a number is in range, and what is expected
+_NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (Real, lambda value: value >= 0 and _finite(value), "a number from 0"),
+    "top_k": _whole(0),
+    "top_p": (Real, lambda value: 0 < value <= 1, "a number above 0, at most 1"),
+    "seed": _whole(0),
+    "min_p": (Real, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (Real, lambda value: value > 0 and _finite(value), "a number above 0"),
+    "presence_penalty": (Real, _finite, "a number"),
+    "frequency_penalty": (Real, _finite, "a number"),
+    "no_repeat_ngram_size": _whole(0),
+}
+#: those of them that only choosing at random has
+_RANDOM = ("temperature", "top_k", "top_p", "min_p")
+#: fields of generation_config.json that change transformers' tokens and are not applied, with what leaves tokens alone
+_NOT_APPLIED: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "dola_layers": None,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "stop_strings": None,
+    "watermarking_config": None,
+}
+#: the same of sampling
+_NOT_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None, "typical_p": 1}
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; the defaults are transformers'.
+    """How to choose tokens. The defaults are transformers'. The processors have transformers' order.
 
     Attributes:
-        temperature: divides the logits; above 0.
+        temperature: divides the logits; 0 takes the likeliest token.
         top_k: how many of the likeliest tokens are kept, and those that are as likely as the last of them; 0: all.
         top_p: of these the fewest that have this much probability together are kept.
         seed: of NumPy's PCG64; None takes one from the system.
+        min_p: of these the tokens are kept that are at least ``min_p`` times as likely as the likeliest; 0: all.
+        repetition_penalty: divides the logit of each token of prompt and answer, or multiplies it if it is negative.
+        presence_penalty: is subtracted from the logit of each token of the answer.
+        frequency_penalty: is subtracted as often as the token is in the answer.
+        no_repeat_ngram_size: so many tokens in a row never come twice in prompt and answer; 0: they may.
+        logit_bias: token id -> what is added to its logit; -inf: the token never comes.
 
     Raises:
-        OptionError: a number outside its range.
+        OptionError: a value of another type, or outside its range.
     """
 
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name, holds, expected in (
-            ("temperature", 0 < self.temperature < np.inf, "a number above 0"),
-            ("top_k", self.top_k >= 0, "a number from 0"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
-            ("seed", self.seed is None or self.seed >= 0, "a number from 0"),
+        for name, (_, holds, expected) in _NUMBERS.items():
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            _check_type(name, value)
+            if not holds(value):
+                raise OptionError(f"{name} is {value}, expected {expected}")
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is(Integral, id) and id >= 0 and _is(Real, by) and (by == -np.inf or _finite(by))
+            for id, by in bias.items()
         ):
-            if not holds:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected {expected}")
+            raise OptionError(f"logit_bias is {bias!r}, expected token ids and what is added to the logit of each")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it changes logits before a token is chosen from them."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed, self.min_p) != self
 
 
-def folder_sampling(
-    folder: Path,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-) -> Sampling | None:
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind, _, expected = _NUMBERS[name]
+    if not _is(kind, value):
+        raise OptionError(f"{name} is {value!r}, expected {expected}")
+
+
+def folder_sampling(folder: Path, **asked: Any) -> Sampling | None:
     """How to choose tokens: what is asked for, else what generation_config.json says, else transformers' defaults.
 
-    Tokens are sampled if that file says ``do_sample``, as in transformers, or a number is asked for; a temperature of 0
-    takes the likeliest.
+    Tokens are sampled if that file says ``do_sample``, as in transformers, or if a number of sampling is asked for. A
+    temperature of 0 takes the likeliest. Penalties are applied either way.
+
+    Args:
+        asked: fields of Sampling; None leaves one to the file.
 
     Returns:
-        None for the likeliest.
+        None for the likeliest without penalties.
 
     Raises:
         ModelError: the file is not what it should be.
@@ -63,18 +141,52 @@ def folder_sampling(
     """
     path = folder / "generation_config.json"
     config = read_object(path)
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    asked: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
-    if temperature == 0:
-        Sampling(**{**asked, "temperature": 1.0})  # what is asked for beside it is checked all the same
-        return None
-    if not (asked or config.get("do_sample")):
-        return None
+    asked = {name: value for name, value in asked.items() if value is not None}
+    Sampling(**asked)  # what is asked for is checked even where it has no effect
+    samples = config.get("do_sample") or False
+    if not isinstance(samples, bool):
+        raise ModelError(f"{path}: do_sample is {samples!r}, expected true or false")
+    samples = asked["temperature"] > 0 if "temperature" in asked else samples or any(name in asked for name in _RANDOM)
+    given = {name: config[name] for name in _NUMBERS if name != "seed" and config.get(name) is not None}
     try:
-        found = Sampling(**{name: config[name] for name in numbers if config.get(name) is not None})
-    except (OptionError, TypeError) as error:
+        for name, value in given.items():
+            _check_type(name, value)
+        if not samples:
+            given = {name: value for name, value in given.items() if name not in _RANDOM} | {"temperature": 0}
+        bias = {token: number for tokens, number in _sequence_bias(config) if len(tokens) == 1 for token in tokens}
+        bias |= dict.fromkeys(_suppressed(config), -np.inf)
+        found = replace(Sampling(**given, logit_bias=bias), **asked)
+    except OptionError as error:
         raise ModelError(f"{path}: {error}") from None
-    return replace(found, **asked, seed=seed)
+    return found if samples or found.changes_logits else None
+
+
+def not_applied(folder: Path) -> list[str]:
+    """Fields of generation_config.json that change which tokens transformers takes, and that are not applied.
+
+    Raises:
+        ModelError: the file is not what it should be.
+    """
+    config = read_object(folder / "generation_config.json")
+    neutral = _NOT_APPLIED | (_NOT_SAMPLED if config.get("do_sample") else {})
+    found = [name for name, value in neutral.items() if config.get(name) not in (None, [], value)]
+    return found + ["sequence_bias"] * any(len(tokens) > 1 for tokens, _ in _sequence_bias(config))
+
+
+def _sequence_bias(config: dict[str, Any]) -> list[tuple[list[int], float]]:
+    """Token ids and what is added to the logit of the last after the others."""
+    found = config.get("sequence_bias") or []
+    try:
+        return [([*map(operator.index, tokens)], float(number)) for tokens, number in found]
+    except (TypeError, ValueError):
+        raise OptionError(f"sequence_bias is {found!r}, expected a list of [token ids, number]") from None
+
+
+def _suppressed(config: dict[str, Any]) -> list[int]:
+    found = config.get("suppress_tokens") or []
+    if not isinstance(found, list) or not all(_is(Integral, id) for id in found):
+        raise OptionError(f"suppress_tokens is {found!r}, expected a list of token ids")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

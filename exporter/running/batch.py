@@ -62,7 +62,7 @@ class Batch(Iterator[tuple[int, int]]):
         self._model, self._prompts, self._stop = model, rows, stop
         self._most = [max(0, min(max_new_tokens, model.context - len(ids))) for ids in rows]
         self._live = {row for row, most in enumerate(self._most) if most}
-        self._samples = [model.sampler(sampling) for _ in rows]
+        self._samples = [model.sampler(sampling, ids) for ids in rows]
         self._lengths = np.zeros(len(rows), np.int64)  # tokens in the cache
         self._capacity = max(len(ids) + most for ids, most in zip(rows, self._most, strict=True))
         if model.capacity is not None:

@@ -150,7 +150,7 @@ class Generator:
         chunk = CHUNKS[device] if chunk is None else chunk
         self.chunk, self.capacity, self.device, self.cuda_graph, self.group = chunk, capacity, device, cuda_graph, group
         #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
-        self.sampler: Callable[[Sampling | None], Choose] = Sampler
+        self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler
         #: names of CUDA graphs in the session; -1 is of runs that have none
         self.graphs = itertools.count(1)
         if cuda_graph and device != "cuda":
@@ -488,7 +488,8 @@ class Generator:
         past = len(cache.tokens) if cache else 0
         self.check(ids, past, room=1)
         count = max(0, min(max_new_tokens, self.context - past - len(ids)))
-        cache, sample = cache or self.cache(), self.sampler(sampling)
+        cache = cache or self.cache()
+        sample = self.sampler(sampling, [*cache.tokens, *ids])
         if self.speculate is None:
             return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
         speculation = Speculation(Lookup() if self.head is None else Head(self.head, cache), self.drafts)

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
@@ -50,7 +50,7 @@ class Rank:
     store: Any
     chosen: Iterator[int] = field(default_factory=itertools.count)
 
-    def sampler(self, sampling: Sampling | None) -> Choose:
+    def sampler(self, sampling: Sampling | None, prompt: Sequence[int] = ()) -> Choose:
         """In the place of Sampler: rank 0 chooses, the others hear it.
 
         Hosts round differently: NumPy by the CPU's instructions, an lm_head that all ranks have by the GPU. Ranks that
@@ -59,7 +59,7 @@ class Rank:
         Returns:
             Logits [vocabulary] -> a token id. It raises ModelError where the store has failed.
         """
-        sample = Sampler(sampling)
+        sample = Sampler(sampling, prompt)
 
         def choose(logits: np.ndarray) -> int:
             key = f"quantmoe.token.{next(self.chosen)}"

@@ -1,11 +1,13 @@
-"""Choosing a token at random, as transformers does: temperature, then top-k, then top-p."""
+"""Choosing a token as transformers does: bias and penalties of logits, then temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 
 #: finite logits [vocabulary] -> a token id
@@ -16,7 +18,8 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Probabilities f64 [vocabulary] of the tokens that are kept, 0 of the others.
 
     Args:
-        logits: [vocabulary], finite.
+        logits: [vocabulary], finite or -inf.
+        sampling: its temperature is above 0.
     """
     scores = logits.astype(np.float64) / sampling.temperature
     if 0 < sampling.top_k < len(scores):
@@ -29,19 +32,92 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         removed[-1] = False
         found[order[removed]] = 0
         found /= found.sum()
+    if sampling.min_p:
+        found[found < sampling.min_p * found.max()] = 0
+        found /= found.sum()
     return found
 
 
-class Sampler:
-    """Chooses token after token; the same seed and logits give the same tokens. None: the likeliest."""
+class Penalties:
+    """What the text so far changes in the next token's logits.
 
-    def __init__(self, sampling: Sampling | None = None):
+    Args:
+        prompt: tokens before the first that is chosen.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]):
+        self._sampling = sampling
+        self._seen: set[int] = set()
+        self._chosen: Counter[int] = Counter()
+        self._last: list[int] = []  # no_repeat_ngram_size - 1 tokens, and what followed such tokens before
+        self._following: dict[tuple[int, ...], set[int]] = {}
+        for token in prompt:
+            self._read(token)
+
+    def _read(self, token: int) -> None:
+        self._seen.add(token)
+        if size := self._sampling.no_repeat_ngram_size:
+            if len(self._last) == size - 1:
+                self._following.setdefault(tuple(self._last), set()).add(token)
+            self._last = [*self._last, token][max(len(self._last) + 2 - size, 0) :]
+
+    def add(self, token: int) -> None:
+        """A token that was chosen."""
+        self._read(token)
+        self._chosen[token] += 1
+
+    def __call__(self, logits: np.ndarray) -> np.ndarray:
+        """Logits f64 [vocabulary], -inf of tokens that must not come.
+
+        Raises:
+            OptionError: a bias of a token outside the vocabulary.
+        """
+        sampling, scores = self._sampling, logits.astype(np.float64)
+        if sampling.logit_bias:
+            if max(sampling.logit_bias) >= len(scores):
+                raise OptionError(
+                    f"logit_bias has token id {max(sampling.logit_bias)}, expected ids of the vocabulary, 0 to "
+                    f"{len(scores) - 1}"
+                )
+            scores[list(sampling.logit_bias)] += list(sampling.logit_bias.values())
+        if sampling.repetition_penalty != 1:
+            ids, by = list(self._seen), sampling.repetition_penalty
+            scores[ids] = np.where(scores[ids] < 0, scores[ids] * by, scores[ids] / by)
+        if self._chosen and (sampling.presence_penalty or sampling.frequency_penalty):
+            times = np.array([*self._chosen.values()])
+            scores[list(self._chosen)] -= sampling.presence_penalty + sampling.frequency_penalty * times
+        if sampling.no_repeat_ngram_size:
+            scores[list(self._following.get(tuple(self._last), ()))] = -np.inf
+        return scores
+
+
+class Sampler:
+    """Chooses token after token; the same seed and logits give the same tokens.
+
+    Args:
+        sampling: None takes the likeliest.
+        prompt: tokens before the first that is chosen.
+
+    Raises:
+        OptionError: sampling is of another type.
+    """
+
+    def __init__(self, sampling: Sampling | None = None, prompt: Sequence[int] = ()):
+        if not isinstance(sampling, Sampling | None):
+            raise OptionError(f"sampling is {sampling!r}, expected quantmoe.Sampling(..) or None")
         self.sampling = sampling
+        self._penalties = Penalties(sampling, prompt) if sampling and sampling.changes_logits else None
         self._random = np.random.Generator(np.random.PCG64(sampling.seed if sampling else None))
 
     def __call__(self, logits: np.ndarray) -> int:
         """A token id, from finite logits [vocabulary]."""
-        if self.sampling is None:
-            return int(logits.argmax())
-        total = np.cumsum(probabilities(logits, self.sampling))
-        return int(np.searchsorted(total, self._random.random() * total[-1], side="right"))
+        if self._penalties:
+            logits = self._penalties(logits)
+        if self.sampling is None or not self.sampling.temperature:
+            token = int(logits.argmax())
+        else:
+            total = np.cumsum(probabilities(logits, self.sampling))
+            token = int(np.searchsorted(total, self._random.random() * total[-1], side="right"))
+        if self._penalties:
+            self._penalties.add(token)
+        return token

@@ -318,14 +318,31 @@ def test_command_line(talking: Path, exported) -> None:
         (("--prompt", "a", "--save-state", "/nowhere/state"), 2, "/nowhere: no such folder"),
         (("--prompt", "a", "--save-state", "/"), 2, "/ is a folder, expected a file"),
         (("--ids", "5", "--chat"), 2, "give either --prompt or --ids, or --chat"),
-        (("--prompt", "a", "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),
-        (("--prompt", "a", "--temperature", 0, "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),
+        (("--prompt", "a", "--top-p", 2), 1, "quantmoe: --top-p is 2.0, expected a number above 0, at most 1"),
+        (
+            ("--prompt", "a", "--temperature", 0, "--min-p", 2),
+            1,
+            "quantmoe: --min-p is 2.0, expected a number from 0 to 1",
+        ),
         (("--prompt", "a", "--device", "cuda"), 1, "this onnxruntime has no CUDA provider; pip uninstall onnxruntime"),
         (("--prompt", b"\xff"), 2, "expected text in UTF-8"),
     ):
         done = generate(talking, *(os.fsdecode(a) if isinstance(a, bytes) else a for a in arguments))
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
         assert message in done.stderr
+
+
+def test_the_folder_s_processors_are_applied_or_named(talking: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(talking, tmp_path / "model")
+    config = folder / "generation_config.json"
+    config.write_text('{"no_repeat_ngram_size": 1, "min_new_tokens": 3, "bad_words_ids": [[5]]}')
+    done = generate(folder, "--ids", "5,6,7", "--max-new-tokens", 20)
+    tokens = [5, 6, 7, *map(int, done.stdout.split(","))]
+    assert len(set(tokens)) == 23
+    assert done.stderr.count(f"{config}: not applied: bad_words_ids, min_new_tokens\n") == 1
+    config.write_text('{"do_sample": true, "top_k": 20.0}')
+    done = generate(folder, "--ids", "5,6,7")
+    assert (done.returncode, done.stderr) == (1, f"quantmoe: {config}: top_k is 20.0, expected an integer from 0\n")
 
 
 def test_interrupts_end_a_reply_and_not_the_conversation(talking: Path) -> None:

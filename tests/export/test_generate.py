@@ -96,6 +96,25 @@ def test_sampling_repeats_with_its_seed(exported):
     assert generator.generate(PROMPT, 12, sampling=Sampling(5.0, 1)).tokens == generator.greedy(PROMPT, 12).tokens
 
 
+def test_penalties_are_of_prompt_and_answer_wherever_they_run(exported):
+    """One sequence, a conversation's cache, a batch, drafts."""
+    generator = Generator(exported("qwen3_moe", activations="float", logits=5))
+    never = Sampling(0.0, no_repeat_ngram_size=1)
+    found = generator.generate(PROMPT, 12, sampling=never).tokens
+    assert len({*PROMPT, *found}) == len({*PROMPT}) + 12
+    cache = generator.cache()
+    first = generator.generate(PROMPT, 5, sampling=never, cache=cache).tokens
+    assert first + generator.generate(first[-1:], 7, sampling=never, cache=cache).tokens == found
+    other = PROMPT[:3]
+    alone = generator.generate(other, 12, sampling=never).tokens
+    assert generator.generate_batch([PROMPT, other], 12, sampling=never) == [found, alone]
+    drafting = Generator(generator.path, speculate="ngram")
+    text, mild = PROMPT + generator.greedy(PROMPT, 60).tokens, Sampling(0.0, 50, 1.0, None, 0.0, 1.01, 0.0, 0.001)
+    plain, drafted = (g.generate(text, 30, sampling=mild) for g in (generator, drafting))
+    assert drafted.speculation.drafted > 0
+    assert drafted.tokens == plain.tokens
+
+
 def test_a_prompt_longer_than_the_context_is_refused_before_it_runs(exported, tmp_path, monkeypatch):
     folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
     model = ir.load(folder / "model.onnx")
