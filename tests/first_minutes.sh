@@ -457,12 +457,12 @@ done <<TABLE
 2|give either --prompt or --ids|quantmoe generate "$model"
 2|invalid value for --prompt: is empty|quantmoe generate "$model" --prompt ""
 2|--raw and --stop are of text|quantmoe generate "$model" --ids 1 --stop x
-1|top_p is 2.0, expected a number above 0|quantmoe generate "$model" --prompt a --top-p 2
+1|--top-p is 2.0, expected a number above 0|quantmoe generate "$model" --prompt a --top-p 2
 1|onnxruntime has no CUDA provider; pip uninstall|quantmoe generate "$model" --ids 1 --device cuda
 1|chat_template.jinja: Encountered unknown tag|quantmoe generate "$work/mistaken" --prompt a
 2|expected numbers separated by commas|quantmoe generate "$model" --ids one
 1|outside the vocabulary|quantmoe generate "$model" --ids 1,999999
-1|leaves no room in the model's context of 8$|quantmoe generate "$work/context" --ids 1,2,3,4,5,6,7,8
+1|and 1 for the answer do not fit into the model's context of 8 tokens: shorten the prompt$|quantmoe generate "$work/context" --ids 1,2,3,4,5,6,7,8
 1|not the data that this model was exported with|quantmoe generate "$work/other_data" --ids 1
 1|hf download Qwen/Qwen3-30B-A3B|quantmoe demo --checkpoint Qwen/Qwen3-30B-A3B --output "$work/new"
 1|llama-cpp-python|quantmoe bench --against ggml --tokens 1,16

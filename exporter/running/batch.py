@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
 
@@ -27,9 +27,11 @@ class Batch(Iterator[tuple[int, int]]):
 
     Attributes:
         tokens: those that came, of each prompt. prompt: how many were run before, of all prompts.
+        finish_reasons: of each prompt, as ``Generated.finish_reason``.
         prefill: seconds until the first came. decode: seconds for the others.
 
     Raises:
+        OptionError: prompts that are no token ids.
         ModelError: no prompts, one that cannot run alone, more tokens than the capacity that the Generator was given; a
             model that drafts, or whose cache grows with each run.
     """
@@ -49,19 +51,20 @@ class Batch(Iterator[tuple[int, int]]):
             )
         if model.speculate is not None:
             raise ModelError(f"{model.path}: prompts that run together take no drafts: speculate is {model.speculate}")
-        rows = [list(ids) for ids in prompts]
+        rows = []
+        for number, ids in enumerate(prompts):
+            try:
+                rows.append(model.check(ids, room=1))
+            except (ModelError, OptionError) as error:
+                raise type(error)(f"prompt {number}: {error}") from None
         if not rows:
             raise ModelError("there are no prompts")
-        for number, ids in enumerate(rows):
-            try:
-                model.check(ids, room=1)
-            except ModelError as error:
-                raise ModelError(f"prompt {number}: {error}") from None
         self.tokens: list[list[int]] = [[] for _ in rows]
+        self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * len(rows)
         self.prompt, self.prefill, self.decode = sum(map(len, rows)), 0.0, 0.0
         self._model, self._prompts, self._stop = model, rows, stop
-        self._most = [max(0, min(max_new_tokens, model.context - len(ids))) for ids in rows]
-        self._live = {row for row, most in enumerate(self._most) if most}
+        self._most = [min(max_new_tokens, model.context - len(ids)) for ids in rows]
+        self._live = set(range(len(rows)))
         self._samples = [model.sampler(sampling, ids) for ids in rows]
         self._lengths = np.zeros(len(rows), np.int64)  # tokens in the cache
         self._capacity = max(len(ids) + most for ids, most in zip(rows, self._most, strict=True))
@@ -103,8 +106,12 @@ class Batch(Iterator[tuple[int, int]]):
                 if row not in self._live:
                     continue
                 ids[row] = token = self._samples[row](self._model.finite(logits[row], length))
+                if token in self._stop:
+                    self.finish_reasons[row] = "stop"
+                elif length + 1 == len(self._prompts[row]) + self._most[row]:
+                    self.finish_reasons[row] = "length"
                 yield row, token
-                if token in self._stop or length + 1 == len(self._prompts[row]) + self._most[row]:
+                if self.finish_reasons[row]:
                     self.end(row)
             if not self._live:
                 return

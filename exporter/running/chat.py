@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.running.batch import Batch
@@ -98,6 +99,8 @@ class Chat:
                 said += piece
                 yield piece
         finally:
+            if text.stopped:
+                found.finish_reason = "stop"
             self.messages = [*asked, {"role": "assistant", "content": said}]
             self._ids = ids + [token for token in found.tokens if token not in own.stop]
 
@@ -127,6 +130,7 @@ def answers(
     for row, token in batch:
         said[row] += "" if token in text.stop else streams[row].push(token)
         if streams[row].stopped:
+            batch.finish_reasons[row] = "stop"
             batch.end(row)
     return [begun + stream.end() for begun, stream in zip(said, streams, strict=True)], batch
 
@@ -144,6 +148,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), after: Sequence[int] = ()):
+        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+            raise OptionError(f"stop is {stop!r}, expected a list of texts")
         self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
         self._ids, self._begin, self._given, self._held = list(after), 0, len(after), ""
         self.stopped = False

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter.inspecting.inspect import ModelError, check_alone, inspect, load, model_path
+from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.inspecting.inspect import check_alone, inspect, load, model_path
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
@@ -43,17 +47,26 @@ class Generated(Iterator[int]):
         prefill: seconds for the prompt and the first token. decode: seconds for every token after the first.
         logits: f32 [tokens, vocabulary], what each token was chosen from; [0, 0] unless they were asked for.
         speculation: how its drafts fared; None without any.
+        finish_reason: "stop" after a token of ``stop``, and after a stop text of a conversation; "length" after
+            ``max_new_tokens``, or where the context is full; None until then.
+
+    Args:
+        most: tokens at most. stop: ids after which there are no more.
     """
 
     def __init__(
         self,
         steps: Iterator[tuple[int, np.ndarray]],
         prompt: int,
+        most: int,
+        stop: Sequence[int],
         logits: bool = False,
         speculation: Speculation | None = None,
     ):
         self.tokens: list[int] = []
+        self.finish_reason: Literal["stop", "length"] | None = None
         self.speculation = speculation
+        self._most, self._stop = most, stop
         self.prompt, self.prefill, self.decode = prompt, 0.0, 0.0
         self._steps = steps
         self._logits: list[np.ndarray] | None = [] if logits else None
@@ -66,6 +79,10 @@ class Generated(Iterator[int]):
         else:
             self.prefill = time.perf_counter() - begin
         self.tokens.append(token)
+        if token in self._stop:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self._most:
+            self.finish_reason = "length"
         if self._logits is not None:
             self._logits.append(logits)
         return token
@@ -80,7 +97,7 @@ class Generated(Iterator[int]):
 
 
 class Generator:
-    """An exported model in an ONNX Runtime session.
+    """An exported model in an ONNX Runtime session, which :meth:`close` and the end of a ``with`` block free.
 
     Args:
         path: the model or its folder.
@@ -118,6 +135,7 @@ class Generator:
             process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.
 
     Raises:
+        OptionError: an argument of another type, or outside its range.
         ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
             or has no such provider; a capacity or a CUDA graph of a model whose cache grows by runs; it cannot verify
             so many drafts.
@@ -146,6 +164,18 @@ class Generator:
         group: str | None = None,
         batch: int = 1,
     ):
+        for name, value, known in (
+            ("device", device, ("cpu", "cuda")),
+            ("speculate", speculate, (None, "ngram", "mtp")),
+            ("experts", experts, (None, "gpu", "host", "disk", "auto")),
+        ):
+            if value not in known:
+                raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+        lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length, "batch": batch}
+        for name, number in lengths.items():
+            if number is not None:
+                need_count(name, number)
+        need_count("threads", threads, 0)
         self.path, ort = model_path(path), runtime()
         chunk = CHUNKS[device] if chunk is None else chunk
         self.chunk, self.capacity, self.device, self.cuda_graph, self.group = chunk, capacity, device, cuda_graph, group
@@ -156,10 +186,6 @@ class Generator:
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
         self.speculate = speculate
-        lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length, "batch": batch}
-        for name, value in lengths.items():
-            if value is not None and value < 1:
-                raise ModelError(f"{name} is {value}, expected at least 1")
         given = ram if device == "cpu" else gpu_memory
         if experts in ("host", "disk", "auto")[device == "cpu" :] and given in (None, "auto") and reserve is None:
             reserve = self._reserve(max_length or capacity, batch)
@@ -170,7 +196,7 @@ class Generator:
             "misses": misses,
             "threads": threads if threads and misses not in (None, "copy") else None,
         }
-        self.session = self._session(ort, threads, prefault, entries)
+        self._opened: Any = self._open(ort, threads, prefault, entries)
         self._read_interface(speculate)
         self.drafts = self._most_drafts() if drafts is None else drafts
         #: tokens of a decode step, at most: runs of so many are CUDA graphs
@@ -188,7 +214,31 @@ class Generator:
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
 
-    def _session(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the session: its memory, threads and files. Nothing runs afterwards."""
+        self.__dict__.pop("copies", None)
+        if self.head is not None:
+            self.head.close()
+        self._opened = None
+
+    @property
+    def session(self) -> Any:
+        """The onnxruntime.InferenceSession.
+
+        Raises:
+            ModelError: it was closed.
+        """
+        if self._opened is None:
+            raise ModelError(f"{self.path}: this Generator is closed; create another one")
+        return self._opened
+
+    def _open(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
         """Opens the model; entries: of its session, None for what is not given."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
@@ -305,15 +355,17 @@ class Generator:
         tokens, lacking = self.drafts + 1, []
         options = ["--mtp"] if self.speculate == "mtp" and not self.hidden else []
         if self.states and tokens > self.window:
-            lacking.append(f"has the states of linear attention after a run's last {self.window} tokens")
+            lacking.append(f"the states of linear attention after {tokens} tokens (this model keeps {self.window})")
             options.append(f"--state-window {tokens}")
         if tokens > self.rows:
-            lacking.append(f"gives the logits of its last {self.rows}")
+            lacking.append(f"the logits of {tokens} tokens (this model gives {self.rows})")
             options.append(f"--logits {tokens}")
         if lacking:
+            most = min(self.rows, self.window if self.states else self.rows) - 1
+            fewer = f", or ask for at most {most}" if most else ""
             raise ModelError(
-                f"{self.path}: {self.drafts} drafts make runs of {tokens} tokens, this model "
-                f"{' and '.join(lacking)}: export it with {' '.join(options)}"
+                f"{self.path}: {self.drafts} draft tokens need {' and '.join(lacking)}: export it with "
+                f"{' '.join(options)}{fewer}"
             )
 
     def experts_report(self) -> dict[str, int]:
@@ -460,9 +512,9 @@ class Generator:
 
     def stream(
         self,
-        ids: Sequence[int],
+        ids: Iterable[int],
         max_new_tokens: int = 512,
-        stop: Sequence[int] = (),
+        stop: Iterable[int] = (),
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
@@ -471,7 +523,7 @@ class Generator:
 
         Args:
             ids: the prompt, or of a cache that has tokens what follows them.
-            max_new_tokens: at most so many.
+            max_new_tokens: at most so many; the context ends it, too.
             stop: token ids after which it ends; the one that ended it is given, too.
             sampling: None takes the likeliest.
             cache: of a conversation, from :meth:`cache`: it has the prompt and all new tokens but the last afterwards,
@@ -479,6 +531,7 @@ class Generator:
             logits: keep those that each token was chosen from.
 
         Raises:
+            OptionError: an argument of another type, or outside its range.
             ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite;
                 the model is the layer that drafts for another.
         """
@@ -486,21 +539,22 @@ class Generator:
         if cache is not None:
             cache.settle()
         past = len(cache.tokens) if cache else 0
-        self.check(ids, past, room=1)
-        count = max(0, min(max_new_tokens, self.context - past - len(ids)))
+        ids, stop = self.check(ids, past, room=1), token_ids("stop", stop)
+        need_count("max_new_tokens", max_new_tokens)
+        count = min(max_new_tokens, self.context - past - len(ids))
         cache = cache or self.cache()
         sample = self.sampler(sampling, [*cache.tokens, *ids])
         if self.speculate is None:
-            return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
+            return Generated(self._steps(ids, count, stop, sample, cache), len(ids), count, stop, logits)
         speculation = Speculation(Lookup() if self.head is None else Head(self.head, cache), self.drafts)
-        cache.generation = speculation.steps(cache, list(ids), count, stop, sample)
-        return Generated(cache.generation, len(ids), logits, speculation)
+        cache.generation = speculation.steps(cache, ids, count, stop, sample)
+        return Generated(cache.generation, len(ids), count, stop, logits, speculation)
 
     def generate(
         self,
-        ids: Sequence[int],
+        ids: Iterable[int],
         max_new_tokens: int = 512,
-        stop: Sequence[int] = (),
+        stop: Iterable[int] = (),
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
@@ -511,7 +565,7 @@ class Generator:
             pass
         return found
 
-    def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
+    def greedy(self, ids: Iterable[int], max_new_tokens: int = 32, stop: Iterable[int] = ()) -> Generated:
         """The likeliest next token, again and again, with the logits of each: :meth:`generate`."""
         return self.generate(ids, max_new_tokens, stop, logits=True)
 
@@ -519,7 +573,7 @@ class Generator:
         self,
         prompts: Iterable[Iterable[int]],
         max_new_tokens: int = 512,
-        stop: Sequence[int] = (),
+        stop: Iterable[int] = (),
         sampling: Sampling | None = None,
     ) -> Batch:
         """New tokens of prompts of any lengths that run together; each prompt's are those that it has alone.
@@ -534,13 +588,14 @@ class Generator:
             ModelError: see Batch; the model is the layer that drafts for another.
         """
         self._check_kind()
-        return Batch(self, prompts, max_new_tokens, stop, sampling)
+        need_count("max_new_tokens", max_new_tokens)
+        return Batch(self, prompts, max_new_tokens, token_ids("stop", stop), sampling)
 
     def generate_batch(
         self,
         prompts: Iterable[Iterable[int]],
         max_new_tokens: int = 512,
-        stop: Sequence[int] = (),
+        stop: Iterable[int] = (),
         sampling: Sampling | None = None,
     ) -> list[list[int]]:
         """:meth:`stream_batch` to its end: the new tokens of each prompt."""
@@ -553,21 +608,28 @@ class Generator:
         if self.takes_hidden:
             raise ModelError(f"{self.path}: this is the layer that drafts for a model; run {self.path.parent}")
 
-    def check(self, ids: Sequence[int], past: int = 0, room: int = 0) -> None:
-        """That tokens can follow ``past`` others, and leave room for so many.
+    def check(self, ids: Iterable[int], past: int = 0, room: int = 0) -> list[int]:
+        """Check that tokens can follow ``past`` others, and leave room for so many.
+
+        Returns:
+            The tokens.
 
         Raises:
-            ModelError: they cannot.
+            ModelError: they cannot. OptionError: they are no integers.
         """
-        if not len(ids):
+        ids = token_ids("the prompt", ids)
+        if not ids:
             raise ModelError("the prompt has no tokens")
         for id in ids:
             if id < 0 or (self.vocabulary is not None and id >= self.vocabulary):
                 raise ModelError(f"token id {id} is outside the vocabulary, 0 to {(self.vocabulary or 2**63) - 1}")
         if (total := past + len(ids)) + room > self.context:
+            answer = f" and {room} for the answer do" if room else " do"
             raise ModelError(
-                f"{self.path}: a prompt of {total} tokens leaves no room in the model's context of {self.context}"
+                f"{self.path}: {total} tokens{answer} not fit into the model's context of {self.context} tokens: "
+                "shorten the prompt"
             )
+        return ids
 
     def _steps(
         self, ids: list[int], count: int, stop: Sequence[int], sample: Choose, cache: Cache
@@ -591,6 +653,29 @@ class Generator:
                 f"activations overflow (--dtype f32 has the widest range)"
             )
         return logits
+
+
+def token_ids(what: str, ids: Iterable[int]) -> list[int]:
+    """Return ids as integers.
+
+    Raises:
+        OptionError: they are something else.
+    """
+    try:
+        return [operator.index(id) for id in ids]
+    except TypeError:
+        text = ": quantmoe.Chat and quantmoe.Text take text" if isinstance(ids, str) else ""
+        raise OptionError(f"{what} is {reprlib.repr(ids)}, expected token ids, which are integers{text}") from None
+
+
+def need_count(name: str, value: int, least: int = 1) -> None:
+    """Check an argument that is a number of things.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} is {value!r}, expected an integer of at least {least}")
 
 
 def check_takes_tokens(path: Path, session: Any) -> None:

@@ -210,4 +210,4 @@ def test_lines_that_are_no_prompts_are_named(exported, tmp_path, monkeypatch, ca
         assert told.out == ""
         assert message in (told.err if code == 2 else str(raised.value))
         assert (raised.value.code == 2) == (code == 2)
-    assert f"leaves no room in the model's context of {context}" in str(raised.value)
+    assert f"and 1 for the answer do not fit into the model's context of {context} tokens" in str(raised.value)

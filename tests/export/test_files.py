@@ -304,7 +304,10 @@ def test_generation_ends_at_the_models_context(exported, tmp_path):
     model.metadata_props["context_length"] = "8"
     ir.save(model, folder / "model.onnx")
     assert len(Generator(folder).greedy([1, 2, 3, 4, 5], 16).tokens) == 3
-    with pytest.raises(ModelError, match="a prompt of 8 tokens leaves no room in the model's context of 8"):
+    with pytest.raises(
+        ModelError,
+        match="8 tokens and 1 for the answer do not fit into the model's context of 8 tokens: shorten the prompt",
+    ):
         Generator(folder).greedy([1] * 8, 1)
     model.metadata_props["context_length"] = "many"
     ir.save(model, folder / "model.onnx")

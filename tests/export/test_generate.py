@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import weakref
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +13,7 @@ import pytest
 from sweeps import every
 from test_model import error, tokens
 
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.genai import SHARE_BUFFER, genai_config, shares_buffer
@@ -123,12 +124,15 @@ def test_a_prompt_longer_than_the_context_is_refused_before_it_runs(exported, tm
     generator = Generator(folder, chunk=8)
     cache = generator.cache()
     assert len(generator.generate(PROMPT[:12], 100, cache=cache).tokens) == 8
-    with pytest.raises(ModelError, match="a prompt of 20 tokens leaves no room in the model's context of 20"):
+    with pytest.raises(
+        ModelError,
+        match="20 tokens and 1 for the answer do not fit into the model's context of 20 tokens: shorten the prompt",
+    ):
         generator.stream([5], cache=cache)
     monkeypatch.setattr(generator, "cache", None)
-    with pytest.raises(ModelError, match="a prompt of 23 tokens leaves no room in the model's context of 20"):
+    with pytest.raises(ModelError, match="23 tokens and 1 for the answer do not fit into the model's context of 20"):
         generator.stream(PROMPT)
-    with pytest.raises(ModelError, match="a prompt of 42 tokens leaves no room"):
+    with pytest.raises(ModelError, match="42 tokens do not fit into the model's context of 20 tokens"):
         cache.append(PROMPT)
 
 
@@ -136,10 +140,78 @@ def test_options_that_the_model_does_not_take_are_named(plain):
     folder = plain
     with pytest.raises(ModelError, match=r"no capacity can be set, this model's cache grows with each run"):
         Generator(folder, capacity=100)
-    with pytest.raises(ModelError, match="chunk is 0, expected at least 1"):
+    with pytest.raises(OptionError, match="chunk is 0, expected an integer of at least 1"):
         Generator(folder, chunk=0)
     with pytest.raises(ModelError, match=r"this onnxruntime has no CUDA provider; .*onnxruntime-gpu\[cuda,cudnn\]"):
         Generator(folder, device="cuda")
+
+
+def test_wrong_arguments_are_named(exported):
+    """Each by its name, before anything runs; integers of NumPy are integers."""
+    folder = exported("qwen3_moe", activations="float")
+    for wrong in (
+        {"device": "tpu"}, {"speculate": "lookup"}, {"experts": "ram"}, {"chunk": 0}, {"chunk": 1.5}, {"capacity": "x"},
+        {"drafts": True}, {"max_length": -1}, {"batch": 0}, {"threads": -1}, {"threads": "2"},
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=f"^{next(iter(wrong))} is .*, expected "):
+            Generator(folder, **wrong)
+    generator = Generator(folder)
+    for call in (generator.generate, generator.stream, generator.greedy):
+        for ids in ([1.5], [5, "a"], "text", 5, [[5]], [None]):
+            with pytest.raises(OptionError, match=r"^the prompt is .*, expected token ids, which are integers"):
+                call(ids)
+        with pytest.raises(OptionError, match=r"^stop is 5, expected token ids"):
+            call([5], stop=5)
+        for count in (0, -1, 1.5, "3", True, None):
+            with pytest.raises(OptionError, match=f"^max_new_tokens is {count!r}, expected an integer of at least 1"):
+                call([5], count)
+    with pytest.raises(OptionError, match=r"quantmoe.Chat and quantmoe.Text take text"):
+        generator.generate("text")
+    with pytest.raises(OptionError, match=r"^sampling is 0\.7, expected quantmoe\.Sampling"):
+        generator.generate([5], sampling=0.7)
+    with pytest.raises(OptionError, match=r"^prompt 1: the prompt is \[1\.5\]"):
+        generator.generate_batch([[5], [1.5]])
+    with pytest.raises(OptionError, match=r"^prompt 0: the prompt is 5, expected token ids"):
+        generator.generate_batch([5, 6])
+    with pytest.raises(OptionError, match=r"^max_new_tokens is 0"):
+        generator.generate_batch([[5]], 0)
+    with pytest.raises(OptionError, match=r"^stop is \['a'\]"):
+        generator.generate_batch([[5]], stop=["a"])
+    with pytest.raises(OptionError, match=r"^the prompt is"):
+        generator.cache().append([1.5])
+    expected = generator.generate([5, 6], 3, [7]).tokens
+    assert generator.generate(np.array([5, 6], np.int32), np.int64(3), np.array([7])).tokens == expected
+    assert generator.generate(iter([5, 6]), 3, iter([7])).tokens == expected
+
+
+def test_a_reply_says_why_it_ended(exported, tmp_path):
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    whole = generator.greedy(PROMPT, 8)
+    assert whole.finish_reason == "length"
+    found = generator.stream(PROMPT, 8)
+    assert [(next(found), found.finish_reason)[1] for _ in range(8)] == [None] * 7 + ["length"]
+    last = max(map(whole.tokens.index, whole.tokens))  # where a token comes for the first time
+    assert generator.generate(PROMPT, 8, stop=[whole.tokens[last]]).finish_reason == "stop"
+    assert generator.generate(PROMPT, last + 1, stop=[whole.tokens[last]]).finish_reason == "stop"
+    assert generator.generate(PROMPT, 2, stop=[whole.tokens[last]]).finish_reason == "length"
+    batch = generator.stream_batch([PROMPT, PROMPT[:5]], 8, stop=[whole.tokens[last]])
+    assert batch.finish_reasons == [None, None]
+    rows = [list(zip(*batch, strict=True)), batch.finish_reasons][1]
+    assert rows[0] == "stop"
+    assert rows[1] == ("stop" if batch.tokens[1][-1] == whole.tokens[last] else "length")
+    generator.context = len(PROMPT) + 3
+    found = generator.generate(PROMPT, 100)
+    assert (len(found.tokens), found.finish_reason) == (3, "length")
+
+
+def test_the_end_of_a_with_block_frees_the_session(exported):
+    with Generator(exported("qwen3_moe", activations="float")) as generator:
+        session = weakref.ref(generator.session)
+        generator.greedy(PROMPT, 2)
+    assert session() is None
+    with pytest.raises(ModelError, match="this Generator is closed; create another one"):
+        generator.greedy(PROMPT, 2)
+    generator.close()
 
 
 def test_f16_caches_are_kept_and_cut(exported):

@@ -471,7 +471,9 @@ def test_what_cannot_speculate_is_named(models, exported):
     with pytest.raises(ModelError, match=r"of its last 1: export it with --mtp --logits 5$"):
         Generator(exported("qwen3_moe", activations="float", logits="last"), speculate="mtp")
     with pytest.raises(
-        ModelError, match=r"5 drafts make runs of 6 tokens, .* last 5 tokens and .* --state-window 6 --logits 6$"
+        ModelError,
+        match=r"5 draft tokens need the states .* after 6 tokens \(this model keeps 5\) and the logits of "
+        r"6 tokens \(this model gives 5\): export it with --state-window 6 --logits 6, or ask for at most 4$",
     ):
         Generator(models["qwen3_next"], speculate="mtp", drafts=5)
     found = inspect(models["qwen3_next"], verify=True)

@@ -299,14 +299,14 @@ def test_logits_of_the_last_tokens(exported, padding):
 
 def test_what_cannot_speculate_is_named(exported):
     folder = exported("qwen3_moe", activations="float", logits="last")
-    message = "4 drafts make runs of 5 tokens, this model gives the logits of its last 1: export it with --logits 5$"
+    message = r"4 draft tokens need the logits of 5 tokens \(this model gives 1\): export it with --logits 5$"
     with pytest.raises(ModelError, match=message):
         Generator(folder, speculate="ngram")
     with pytest.raises(ModelError, match=r"last 3: export it with --logits 4$"):
         Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram", drafts=3)
     few = Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram")
     assert (few.drafts, few.step_tokens) == (2, 3)  # what it can verify, where nobody says
-    with pytest.raises(ModelError, match="drafts is 0, expected at least 1"):
+    with pytest.raises(OptionError, match="drafts is 0, expected an integer of at least 1"):
         Generator(folder, speculate="ngram", drafts=0)
 
 
