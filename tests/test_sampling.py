@@ -231,18 +231,18 @@ def test_a_field_of_the_wrong_type_names_file_and_field(tmp_path: Path, samples:
         ("suppress_tokens", ["x"]),
     ]
     for name, value in wrong:
-        path.write_text(json.dumps({"do_sample": samples} | {name: value}))
+        path.write_text(json.dumps({"do_sample": samples} | {name: value}), encoding="utf-8")
         with pytest.raises(ModelError, match=rf"generation_config\.json: {name} is .*, expected "):
             folder_sampling(tmp_path)
 
 
 def test_what_is_asked_for_comes_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
-    path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}')
+    path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}', encoding="utf-8")
     assert folder_sampling(tmp_path, top_k=5, seed=None) == Sampling(0.6, 5, repetition_penalty=1.1)
     assert folder_sampling(tmp_path, temperature=0, seed=3) == Sampling(0, 50, 1.0, 3, repetition_penalty=1.1)
     assert folder_sampling(tmp_path, temperature=0, repetition_penalty=1) is None
-    path.write_text('{"repetition_penalty": 1.1}')
+    path.write_text('{"repetition_penalty": 1.1}', encoding="utf-8")
     assert folder_sampling(tmp_path, min_p=0.1) == Sampling(min_p=0.1, repetition_penalty=1.1)
     assert folder_sampling(tmp_path, presence_penalty=1, repetition_penalty=1) == Sampling(0, presence_penalty=1)
     with pytest.raises(OptionError, match="top_p is 2, expected"):
@@ -260,5 +260,5 @@ def test_what_is_not_applied_is_named(tmp_path: Path) -> None:
         ({"sequence_bias": [[[5], 2.0]]}, []),
         ({"sequence_bias": [[[5, 6], 2.0]]}, ["sequence_bias"]),
     ):
-        path.write_text(json.dumps(config))
+        path.write_text(json.dumps(config), encoding="utf-8")
         assert not_applied(tmp_path) == expected

@@ -335,12 +335,12 @@ def test_command_line(talking: Path, exported) -> None:
 def test_the_folder_s_processors_are_applied_or_named(talking: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(talking, tmp_path / "model")
     config = folder / "generation_config.json"
-    config.write_text('{"no_repeat_ngram_size": 1, "min_new_tokens": 3, "bad_words_ids": [[5]]}')
+    config.write_text('{"no_repeat_ngram_size": 1, "min_new_tokens": 3, "bad_words_ids": [[5]]}', encoding="utf-8")
     done = generate(folder, "--ids", "5,6,7", "--max-new-tokens", 20)
     tokens = [5, 6, 7, *map(int, done.stdout.split(","))]
     assert len(set(tokens)) == 23
     assert done.stderr.count(f"{config}: not applied: bad_words_ids, min_new_tokens\n") == 1
-    config.write_text('{"do_sample": true, "top_k": 20.0}')
+    config.write_text('{"do_sample": true, "top_k": 20.0}', encoding="utf-8")
     done = generate(folder, "--ids", "5,6,7")
     assert (done.returncode, done.stderr) == (1, f"quantmoe: {config}: top_k is 20.0, expected an integer from 0\n")
 

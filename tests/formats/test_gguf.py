@@ -220,7 +220,9 @@ def test_ends(ids: dict[str, int | None], texts: dict[int, str], want: Any, tmp_
     )
     assert ckpt.generation_config == ({} if want is None else {"eos_token_id": want})
     if len(ids) == 2 and not texts:
-        assert json.loads((ckpt.companions / "generation_config.json").read_text()) == {"eos_token_id": want}
+        assert json.loads((ckpt.companions / "generation_config.json").read_text(encoding="utf-8")) == {
+            "eos_token_id": want
+        }
 
 
 def test_an_end_that_is_no_number(tmp_path: Path) -> None:

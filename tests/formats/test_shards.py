@@ -30,12 +30,14 @@ INDEX = "model.safetensors.index.json"
     ],
 )
 def test_the_files_that_transformers_takes(files, indices, named, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({} if named is None else {"transformers_weights": named}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({} if named is None else {"transformers_weights": named}), encoding="utf-8"
+    )
     for number, name in enumerate(files):
         write_safetensors(tmp_path / name, {f"w{number if name in SHARDS else ''}": np.array([number])})
     for name, shards in indices.items():
         weights = {f"w{files.index(shard) if shard in files else shard}": shard for shard in shards}
-        (tmp_path / name).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+        (tmp_path / name).write_text(json.dumps({"metadata": {}, "weight_map": weights}), encoding="utf-8")
     found, _ = _get_resolved_checkpoint_files(str(tmp_path), None, None, None, None, False, named)
     want = sorted(files.index(Path(path).name) for path in found)
     ckpt = open_checkpoint(tmp_path)
@@ -44,17 +46,17 @@ def test_the_files_that_transformers_takes(files, indices, named, tmp_path):
 
 def test_an_index_of_the_whole_model_and_more(tmp_path):
     """Layers that draft, which a tool added beside a model in one file."""
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     for name, file in (("a", "model.safetensors"), ("b", "model_mtp.safetensors")):
         write_safetensors(tmp_path / file, {name: np.zeros(1)})
     weights = {"a": "model.safetensors", "b": "model_mtp.safetensors"}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}), encoding="utf-8")
     assert sorted(open_checkpoint(tmp_path).names()) == ["a", "b"]
 
 
 def test_a_file_that_config_json_names_is_missing(tmp_path):
     write_checkpoint(tmp_path, {"a": np.zeros(1)}, {})
-    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "b.safetensors"}))
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "b.safetensors"}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"b\.safetensors: missing shard"):
         open_checkpoint(tmp_path)
 
@@ -72,7 +74,7 @@ def test_parts_in_a_file_that_no_index_lists(part, name, tmp_path):
     make_checkpoint(tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, **TINY)
     weights = dict.fromkeys(open_checkpoint(tmp_path).names(), SHARDS[0])
     (tmp_path / "model.safetensors").rename(tmp_path / SHARDS[0])
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}), encoding="utf-8")
     assert find_format(open_checkpoint(tmp_path)).beside(part) is None
     listed = next(iter(weights))  # as in the source's shard, which has other tensors, too
     write_safetensors(tmp_path / "extra.safetensors", {name: np.array([7]), listed: np.array([8]), "x": np.array([9])})
@@ -117,7 +119,7 @@ def replace(path: Path) -> None:
 def test_files_that_change(change, text, at_once, name, tmp_path):
     tensors = {"a": np.ones((2, 3), np.float32), "b": np.zeros((2, 3), np.float32)}
     folder = write_checkpoint(tmp_path, tensors, {})
-    (folder / "config.json").write_text(json.dumps({"x": "y" * 500}))
+    (folder / "config.json").write_text(json.dumps({"x": "y" * 500}), encoding="utf-8")
     ckpt = open_checkpoint(folder)
     ckpt.check_unchanged()
     if name == "config.json" and not at_once:
