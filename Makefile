@@ -12,6 +12,16 @@ ORT_VERSIONS := 1.21 1.32
 MODEL ?= build/sample-model
 # The machine's certificates, which a proxy may need.
 export UV_SYSTEM_CERTS := true
+# uv installs what locked/ names, by version and hash, and nothing else; `make lock` renews it.
+LOCKED := $(CURDIR)/locked
+export UV_REQUIRE_HASHES := true
+export UV_CONSTRAINT := $(LOCKED)/main.txt
+ifdef UV_TORCH_BACKEND
+# The builds in PyTorch's own index have other hashes than PyPI's. So torch is held to its version alone, the rest to its hashes.
+UV_REQUIRE_HASHES := false
+UV_CONSTRAINT := $(CURDIR)/build/locked.txt
+$(shell mkdir -p build && sed '/^torch==/,/# via/ { s/ *\\$$//; /--hash/d }' $(LOCKED)/main.txt >build/locked.txt)
+endif
 export PATH := $(BIN):$(PATH)
 # As many processes as the machine has cores, and 2 GB for each: torch and transformers in a test, or nvcc.
 JOBS := $(shell awk -v cpus=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 2e6) } END { print jobs < 1 ? 1 : jobs < cpus ? jobs : cpus }' /proc/meminfo)
@@ -22,24 +32,31 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang compiler build cuda wheel-cuda demo test test-every test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
+.PHONY: venv clang lock compiler build cuda wheel-cuda demo test test-every test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
 
-# PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
-# UV_TORCH_BACKEND names another build (cu130, say).
+# PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
 venv: $(VENV)/installed
-$(VENV)/installed: pyproject.toml | $(BIN)/uv
-	@torch=$${UV_TORCH_BACKEND:-cpu}; \
-	if UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=10 UV_TORCH_BACKEND=$$torch $(UV) --dry-run --reinstall --no-deps torch 2>/dev/null; \
-	  then echo "PyTorch: its build for $$torch"; export UV_TORCH_BACKEND=$$torch; \
-	  else echo "PyTorch: PyPI's build; the index of those for $$torch cannot be reached"; unset UV_TORCH_BACKEND; fi; \
+$(VENV)/installed: pyproject.toml locked/main.txt | $(BIN)/uv
 	$(INSTALL) --requirements pyproject.toml --extra demo --extra bench
 	touch $@
 
 $(BIN)/uv:
 	@test -x $(BIN)/python || python3 -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No Python with venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	python -m pip install --quiet --disable-pip-version-check uv
+	sed -n '/^uv==/,/# via/p' locked/main.txt >$(VENV)/uv.txt
+	python -m pip install --quiet --disable-pip-version-check --requirement $(VENV)/uv.txt
+
+# Renews the files in locked: versions and hashes of what the targets install. They name no index: uv's configuration does.
+COMPILE = env -u UV_CONSTRAINT -u UV_REQUIRE_HASHES $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+  --no-emit-index-url --custom-compile-command 'make lock'
+lock: compiler
+	python -c 'import scikit_build_core.build as build; print(*build.get_requires_for_build_editable(), sep="\n")' | \
+	  $(COMPILE) --all-extras $(patsubst %,--group %,build test docs lint wheel) --output-file locked/main.txt pyproject.toml -
+	$(COMPILE) --group cuda --output-file locked/cuda.txt
+	$(COMPILE) --output-file locked/ray.txt samples/ray_serve/requirements.txt
+	printf '%s\n' 'onnxruntime==$(firstword $(ORT_VERSIONS)).*' pytest pytest-xdist | \
+	  $(COMPILE) --output-file locked/oldest.txt pyproject.toml -
 
 clang:
 	@echo $(CLANG)
@@ -47,13 +64,13 @@ clang:
 # What compiles the native library: CMake, PyPI's clang unless CXX names a compiler, ONNX Runtime's headers.
 compiler: | $(BIN)/uv
 	@$(UV) --group build
-	@$(UV) --group build $$(python -c 'import scikit_build_core.build as build; print(*build.get_requires_for_build_editable())')
+	@$(UV) --group build $$(python -c 'import scikit_build_core.build as build; print(*build.get_requires_for_build_editable())' | grep -o 'ziglang==[^ ]*')
 	@cmake -P ort_ext/FindORTHeaders.cmake
 
 # The native library and the package's links to the sources (CMakeLists.txt).
 build: venv compiler
 	@echo "Building with $${CXX:-PyPI's clang}$(if $(wildcard build/py3-none-*),,, one to five minutes without a word)"
-	$(UV) --no-build-isolation --no-deps --editable .
+	UV_REQUIRE_HASHES=false $(UV) --no-build-isolation --no-deps --editable .
 
 demo: build
 	@test -n "$(FORCE)" || test ! -e demo-model/model.onnx || { echo "demo-model/model.onnx exists; with FORCE=1 it is replaced"; exit 1; }
@@ -80,7 +97,7 @@ test-random: build
 test-serve: build
 	$(UV) --group test
 	test -x build/ray/bin/python || uv venv --quiet --python $(BIN)/python build/ray
-	uv pip install --quiet --python build/ray/bin/python --requirements samples/ray_serve/requirements.txt
+	UV_CONSTRAINT= uv pip install --quiet --python build/ray/bin/python --requirements locked/ray.txt
 	QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
 
 test-long: build
@@ -100,8 +117,8 @@ cuda: venv
 	@test -z "$(CROSS)" || test "$(CROSS)" = aarch64 || { echo "PLATFORM is $(PLATFORM), expected linux_$(ARCH) or linux_aarch64"; exit 1; }
 	@command -v $(if $(CROSS),$(CROSS)-linux-gnu-g++,c++) >/dev/null || \
 	  { echo "No C++ compiler; on Debian and Ubuntu: apt-get install g++$(CROSS:%=-%-linux-gnu)"; exit 1; }
-	$(UV) --group cuda
-	$(if $(CROSS),$(UV) --no-deps --target $(CUDA_BUILD)/runtime --python-platform $(CROSS)-manylinux_2_28 \
+	UV_CONSTRAINT=$(LOCKED)/cuda.txt $(UV) --group cuda
+	$(if $(CROSS),UV_REQUIRE_HASHES=false UV_CONSTRAINT=$(LOCKED)/cuda.txt $(UV) --no-deps --target $(CUDA_BUILD)/runtime --python-platform $(CROSS)-manylinux_2_28 \
 	  "$$(grep -o 'nvidia-cuda-runtime==[0-9.*]*' pyproject.toml)")
 	cmake -S . -B $(CUDA_BUILD) -G Ninja -DQUANTMOE_CUDA=ON \
 	  $(if $(CROSS),-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/tests/arm/$(CROSS).cmake -DCMAKE_CUDA_HOST_COMPILER=$(CROSS)-linux-gnu-g++ \
@@ -234,7 +251,8 @@ release: build
 test-wheel: wheel
 	for version in $(ORT_VERSIONS); do \
 	  uv venv --quiet --clear --python $(BIN)/python build/ort-$$version && \
-	  $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest pytest-xdist && \
+	  UV_REQUIRE_HASHES=false UV_CONSTRAINT=$(LOCKED)/$$(test $$version = $(firstword $(ORT_VERSIONS)) && echo oldest || echo main).txt \
+	    $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest pytest-xdist && \
 	  build/ort-$$version/bin/$(PYTEST) tests/engines || exit 1; \
 	done
 

@@ -472,7 +472,8 @@ TABLE
 if [ "$wheel" ]; then
   section "the wheel alone"
   clean() { # NAME PACKAGE...: an environment of these packages and nothing else; its programs come first on PATH
-    uv venv --quiet --python "$(command -v python)" "$work/$1" && uv pip install --quiet --python "$work/$1/bin/python" "${@:2}"
+    uv venv --quiet --python "$(command -v python)" "$work/$1" &&
+      UV_REQUIRE_HASHES=false uv pip install --quiet --python "$work/$1/bin/python" "${@:2}" # a wheel of dist has no hash in locked/
   }
   within() { # NAME COMMAND...
     env -u PYTHONPATH -u VIRTUAL_ENV PATH="$work/$1/bin:/usr/bin:/bin" "${@:2}"
@@ -488,8 +489,6 @@ if [ "$wheel" ]; then
   clean run "$wheel[run]"
   good '[0-9]' within run quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
   good . within run quantmoe generate "$work/talking" --prompt Hello --max-new-tokens 4
-  clean older "$wheel" onnxruntime==1.20.* tokenizers
-  bad 1 '1.21 or newer' within older quantmoe generate "$model" --ids 1
 fi
 section "$ran commands"
 exit $failed

@@ -8,11 +8,14 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 from elftools.elf.elffile import ELFFile
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from quantmoe.custom_ops import native
 from quantmoe.exporter.writing import convert
@@ -96,28 +99,75 @@ def program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(stat.S_IRWXU)
 
 
+def packages(locked: Path) -> dict[str, list[str]]:
+    """Name and version -> hashes."""
+    found: dict[str, list[str]] = {}
+    for line in locked.read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if not line[:1].isspace() and not line.startswith("#"):
+            found[words[0]] = hashes = []
+        elif words[0].startswith("--hash=sha256:"):
+            hashes.append(words[0])
+    return found
+
+
+@pytest.mark.parametrize("name", ["main", "cuda", "ray", "oldest"])
+def test_locked(name: str) -> None:
+    """Each package has one version and its hashes, and no index is named."""
+    assert "://" not in (ROOT / "locked" / f"{name}.txt").read_text(encoding="utf-8")
+    found = packages(ROOT / "locked" / f"{name}.txt")
+    assert found
+    for package, hashes in found.items():
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9][a-z0-9.+]*", package), package
+        assert hashes, package
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", text) for text in hashes), package
+
+
+def test_locked_has_what_is_asked_for() -> None:
+    """A requirement of pyproject.toml that changes needs `make lock`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
+    build = [
+        line
+        for override in project["tool"]["scikit-build"]["overrides"]
+        for line in override.get("build", {}).get("requires", [])
+    ]
+    ray = (ROOT / "samples/ray_serve/requirements.txt").read_text(encoding="utf-8").split()
+    cuda = groups.pop("cuda")
+    main = [
+        *project["project"]["dependencies"],
+        *build,
+        *(line for lines in (extras | groups).values() for line in lines),
+    ]
+    for name, wanted in {"main": main, "cuda": cuda, "ray": ray}.items():
+        versions = [Requirement(package) for package in packages(ROOT / "locked" / f"{name}.txt")]
+        for line in wanted:
+            requirement = Requirement(line)
+            if requirement.name == "quantmoe":
+                continue
+            found = [str(v.specifier)[2:] for v in versions if v.name == canonicalize_name(requirement.name)]
+            assert found, f"{name}: {line}"
+            assert all(version in requirement.specifier for version in found), f"{name}: {line}, locked {found}"
+
+
 @needs_make
 @pytest.mark.parametrize("chosen", ["", "cu130"])
-@pytest.mark.parametrize("reached", [True, False])
-def test_torch_backend(tmp_path: Path, reached: bool, chosen: str) -> None:
-    """The index of PyTorch's CPU builds where it answers, else PyPI's; what somebody chose comes first."""
+def test_what_make_installs_is_locked(tmp_path: Path, chosen: str) -> None:
+    """By hash; a build in PyTorch's own index has others than PyPI's, and is held to its version."""
     program(tmp_path / "bin", "python", "")
-    program(
-        tmp_path / "bin",
-        "uv",
-        f'case "$*" in *--dry-run*) exit {int(not reached)};; esac; echo "$*; backend=$UV_TORCH_BACKEND"',
-    )
+    program(tmp_path / "bin", "uv", 'echo "$UV_REQUIRE_HASHES $UV_CONSTRAINT; $*"')
     environment = {k: v for k, v in os.environ.items() if k not in ("UV_TORCH_BACKEND", "MAKEFLAGS")}
     environment |= {"UV_TORCH_BACKEND": chosen} if chosen else {}
     command = ["make", "--silent", "-C", str(ROOT), "venv", f"VENV={tmp_path}", f"BIN={tmp_path}/bin"]
-    said, install = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    backend = chosen or "cpu"
-    assert install.endswith(f"; backend={backend if reached else ''}")
-    assert said == ("PyTorch: its build for " if reached else "PyTorch: PyPI's build; the index of those for ") + (
-        backend + ("" if reached else " cannot be reached")
-    )
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    locked = ROOT / ("build/locked.txt" if chosen else "locked/main.txt")
+    assert said.startswith(f"{'false' if chosen else 'true'} {locked}; pip install ")
+    if chosen:
+        version, hashes = next(
+            item for item in packages(ROOT / "locked/main.txt").items() if item[0].startswith("torch==")
+        )
+        assert hashes
+        assert packages(locked) == packages(ROOT / "locked/main.txt") | {version: []}
 
 
 @needs_make

@@ -1,4 +1,4 @@
-"""packages/natives.py, and what `make jar` and `make nupkg` need. `make test-packages` looks into the packages themselves."""
+"""packages/natives.py, and what `make jar` and `make nupkg` need; `make test-packages` looks into the packages."""
 
 from __future__ import annotations
 

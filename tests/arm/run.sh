@@ -26,8 +26,9 @@ fi
 program tests/arm/kleidiai_order.cc kleidiai_order
 "${qemu[@]}" "$dir/kleidiai_order" "${KLEIDIAI_CASES:-200}"
 
-[ -e "$dir/site/numpy" ] || "$python" -m pip install -q --target "$dir/site" --only-binary :all: --implementation cp \
-  --python-version 3.13 --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux2014_aarch64 \
+# make's UV_CONSTRAINT has their hashes, and no hash of a name without a version.
+[ -e "$dir/site/numpy" ] || UV_REQUIRE_HASHES=false "$(dirname "$python")/uv" pip install --quiet --target "$dir/site" --only-binary :all: \
+  --python-version 3.13 --python-platform aarch64-manylinux_2_28 \
   numpy ml_dtypes onnx-ir safetensors blake3 typer rich onnxruntime pytest hypothesis
 rm -rf "$dir/wheel" "$dir/site/quantmoe"
 _PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-build-isolation --no-deps -w "$dir/wheel" --config-settings build-dir="$dir/cmake" \
