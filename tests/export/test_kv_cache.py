@@ -173,6 +173,9 @@ ONE = np.ones(1, np.float32)
             (0.25, 2.0),
         ),
         ({}, {"attn.k_scale": ONE, "attn.v_scale": ONE * 3}, "fp8", (1.0, 3.0)),
+        ({}, {"qkv_proj.k_scale": ONE, "qkv_proj.v_scale": ONE * 3}, "fp8", (1.0, 3.0)),
+        ({}, {"qkqkv_proj.k_scale": ONE, "qkqkv_proj.v_scale": ONE * 3}, "fp8", (1.0, 3.0)),
+        ({"kv_cache_scheme": SCHEME}, {"kv_scale": ONE * 2}, "compressed-tensors", (2.0, 2.0)),
     ],
 )
 def test_scales_of_tools(tmp_path, fields, tensors, method, want):
@@ -186,7 +189,13 @@ def test_scales_of_tools(tmp_path, fields, tensors, method, want):
     ("tensors", "message"),
     [
         ({"k_scale": ONE}, r"m.0.self_attn.v_scale is missing \(kv_cache_scheme: float8 per tensor\)"),
-        ({}, "m.0.self_attn.k_scale is missing"),
+        ({}, "m.0.self_attn.k_scale is missing .*found no scale; --cache f16"),
+        (
+            {"v_scale": ONE},
+            r"k_scale is missing .*; found m.0.self_attn.v_scale; --cache f16 \(.*auto\) needs no scales",
+        ),
+        ({"k_proj.k_scale": ONE}, "v_scale is missing .*; found m.0.self_attn.k_proj.k_scale; --cache f16"),
+        ({"kv_scale": -ONE}, "kv_scale is -1, expected"),
         ({"k_scale": ONE, "v_scale": 0 * ONE}, "v_scale.* is 0, expected a number from 2.-64 to 2.64"),
         ({"k_scale": -ONE, "v_scale": ONE}, "k_scale.* is -1, expected"),
         ({"k_scale": ONE * np.float32(np.nan), "v_scale": ONE}, "k_scale.* is nan, expected"),

@@ -17,10 +17,16 @@ from quantmoe.exporter.reading.checkpoint import Checkpoint
 
 _FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 #: ends of the names of scales: compressed-tensors', ModelOpt's and AutoFP8's; Quark's
-_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _FLOATS = ("F32", "F16", "BF16")
-#: where an attention module's scales may be
-_PLACES = {"k": ("k_scale", "k_proj.k_scale", "attn.k_scale"), "v": ("v_scale", "v_proj.v_scale", "attn.v_scale")}
+#: where an attention module's scales may be, as vLLM's maybe_remap_kv_scale_name has it; kv_scale is of both
+_PLACES = {
+    kind: (
+        *(f"{place}{kind}_scale" for place in ("", f"{kind}_proj.", "attn.", "qkv_proj.", "qkqkv_proj.")),
+        "kv_scale",
+    )
+    for kind in ("k", "v")
+}
 #: FORMAT.md 5.1
 _LEAST, _MOST = 2.0**-64, 2.0**64
 
@@ -109,7 +115,11 @@ def scales(ckpt: Checkpoint, cache: KVCache, module: str) -> tuple[float, float]
             if cache.unscaled and not cache.scales:
                 found.append(1.0)
                 continue
-            raise CheckpointError(f"{ckpt.folder}: {module}.{places[0]} is missing ({cache.said})")
+            there = ", ".join(scale for scale in cache.scales if scale.startswith(f"{module}."))
+            raise CheckpointError(
+                f"{ckpt.folder}: {module}.{places[0]} is missing ({cache.said}); found {there or 'no scale'}; "
+                "--cache f16 (--target cuda: --cache auto) needs no scales"
+            )
         if ckpt.dtype(name) not in _FLOATS or any(size != 1 for size in ckpt.shape(name)):
             raise CheckpointError(
                 f"{ckpt.where(name)} is {ckpt.dtype(name)} {list(ckpt.shape(name))}, expected one number of "
