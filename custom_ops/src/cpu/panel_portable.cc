@@ -1,4 +1,6 @@
 // The slow, obvious kernel: FORMAT.md section 4.2 as it is written. Every other kernel must give its bytes.
+#include <algorithm>
+
 #include "core/minifloat.h"
 #include "cpu/elementwise.h"
 
@@ -42,9 +44,17 @@ GroupLevels load_levels(const PanelMatrix& matrix, const uint8_t* panel, int64_t
   return {product(block, codes), minima ? product(block + 32, codes + 16 * matrix.parts) : 0.0f};
 }
 
+// Some columns of one row of a panel, decoded.
+struct Decoded {
+  static constexpr int64_t kColumns = 256;
+  int64_t first, end;
+  int32_t values[kColumns];
+  float floats[kColumns];
+};
+
 // Values of row r of a panel of FORMAT.md 2.10: integers to `values`, weights to `floats`.
-void decode_k(const PanelMatrix& matrix, const uint8_t* panel, int row, int32_t* values, float* floats) {
-  for (int64_t k = 0; k < matrix.kp; ++k) {
+void decode_k(const PanelMatrix& matrix, const uint8_t* panel, int row, Decoded& out) {
+  for (int64_t k = out.first; k < out.end; ++k) {
     const int column = static_cast<int>(k % 32), quad = column / 4;
     const uint8_t* chunk = panel + k / matrix.block * matrix.block_bytes +
                            k % matrix.block / 32 * (matrix.codes_bytes / 8) + 4 * row + column % 4;
@@ -52,22 +62,24 @@ void decode_k(const PanelMatrix& matrix, const uint8_t* panel, int row, int32_t*
     const int high = matrix.bits == 5   ? chunk[256] >> quad & 1
                      : matrix.bits == 6 ? chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3
                                         : 0;
-    values[k] = (nibble | high << 4) - (matrix.bits == 6 ? 32 : 0);
+    const int32_t value = (nibble | high << 4) - (matrix.bits == 6 ? 32 : 0);
     const GroupLevels levels = load_levels(matrix, panel, k / matrix.group(), row);
-    floats[k] = fma(static_cast<float>(values[k]), levels.scale, -levels.minimum);
+    out.values[k - out.first] = value;
+    out.floats[k - out.first] = fma(static_cast<float>(value), levels.scale, -levels.minimum);
   }
 }
 
-// Values of row r of a panel, columns [0, kp), as FORMAT.md 2.8 scales them: integers to `values`, others to `floats`.
-void decode(const PanelMatrix& matrix, const uint8_t* panel, int row, int32_t* values, float* floats) {
-  for (int64_t k = 0; k < matrix.kp; ++k) {
+// Values of row r of a panel as FORMAT.md 2.8 scales them: integers to `values`, others to `floats`.
+void decode(const PanelMatrix& matrix, const uint8_t* panel, int row, Decoded& out) {
+  for (int64_t k = out.first; k < out.end; ++k) {
+    float& number = out.floats[k - out.first];
     const uint8_t* block = panel + k / matrix.block * matrix.block_bytes;
     const int64_t column = k % matrix.block, chunk = column / 32 * 32, i = column % 32;
     if (matrix.columns) {
       const uint8_t* at = block + (column * 16 + row) * matrix.bits / 8;
-      floats[k] = matrix.format == k_format_fp8_e4m3 ? e4m3_scaled(*at)
-                  : matrix.format == k_format_bf16   ? bfloat_to_float(load<uint16_t>(at, 0))
-                                                     : half_to_float(load<uint16_t>(at, 0));
+      number = matrix.format == k_format_fp8_e4m3 ? e4m3_scaled(*at)
+               : matrix.format == k_format_bf16   ? bfloat_to_float(load<uint16_t>(at, 0))
+                                                  : half_to_float(load<uint16_t>(at, 0));
       continue;
     }
     const uint8_t byte = matrix.bits == 4 ? block[chunk * matrix.nr / 2 + (i / 8 % 2 * matrix.nr + row) * 8 + i % 8]
@@ -75,8 +87,10 @@ void decode(const PanelMatrix& matrix, const uint8_t* panel, int row, int32_t* v
     const int nibble = i < 16 ? byte & 15 : byte >> 4;
     const int64_t part = column / matrix.group();
     const int zero = matrix.zero_points ? block[matrix.zeros() + part * matrix.nr + row] : matrix.bits == 4 ? 8 : 128;
-    values[k] = is_e2m1(matrix.format) ? kE2m1Doubled[nibble] : (matrix.bits == 4 ? nibble ^ 8 : byte ^ 0x80) - zero;
-    floats[k] = static_cast<float>(values[k]);
+    const int32_t value =
+        is_e2m1(matrix.format) ? kE2m1Doubled[nibble] : (matrix.bits == 4 ? nibble ^ 8 : byte ^ 0x80) - zero;
+    out.values[k - out.first] = value;
+    number = static_cast<float>(value);
   }
 }
 
@@ -92,35 +106,47 @@ struct RowSums {
   int32_t dot;
 };
 
-// Row r of a panel, decoded, times token i.
-RowSums multiply_row(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile,
-                     int i, const int32_t* values, const float* floats) {
-  RowSums sum{};
-  for (int64_t group = 0; group < matrix.groups(); ++group) {
-    sum.partial = 0.0f;
-    sum.dot = 0;
-    for (int64_t k = group * matrix.group(); k < (group + 1) * matrix.group(); ++k) {
-      if (quantized)
-        sum.dot += values[k] * static_cast<int8_t>(tile.data[(k & ~3) * tile.m + 4 * i + (k & 3)]);
-      else
-        sum.partial = fma(load<float>(tile.data, k * tile.m + i), floats[k], sum.partial);
-    }
-    const float of_group = quantized ? static_cast<float>(sum.dot) : sum.partial;
-    if (is_k(matrix.format)) {
-      const GroupLevels levels = load_levels(matrix, panel, group, row);
-      const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, group * tile.m + i));
-      sum.acc = quantized ? fma(-levels.minimum, of_tokens, fma(of_group, levels.scale, sum.acc)) : sum.acc + of_group;
-      continue;
-    }
-    const uint8_t* scales = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
-    const float scale =
-        matrix.grouped ? load_scale(matrix, scales, static_cast<int>(group % matrix.parts * matrix.nr) + row) : 0.0f;
-    if (matrix.stepped)
-      sum.acc = fma(of_group * scale, load<float>(tile.steps, group * tile.m + i), sum.acc);
-    else
-      sum.acc = matrix.grouped ? fma(of_group, scale, sum.acc) : sum.partial;
+// Adds the end of a group to the sum over groups.
+void add_group(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile, int i,
+               int64_t group, RowSums& sum) {
+  const float of_group = quantized ? static_cast<float>(sum.dot) : sum.partial;
+  if (is_k(matrix.format)) {
+    const GroupLevels levels = load_levels(matrix, panel, group, row);
+    const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, group * tile.m + i));
+    sum.acc = quantized ? fma(-levels.minimum, of_tokens, fma(of_group, levels.scale, sum.acc)) : sum.acc + of_group;
+    return;
   }
-  return sum;
+  const uint8_t* scales = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
+  const float scale =
+      matrix.grouped ? load_scale(matrix, scales, static_cast<int>(group % matrix.parts * matrix.nr) + row) : 0.0f;
+  if (matrix.stepped)
+    sum.acc = fma(of_group * scale, load<float>(tile.steps, group * tile.m + i), sum.acc);
+  else
+    sum.acc = matrix.grouped ? fma(of_group, scale, sum.acc) : sum.partial;
+}
+
+// Adds decoded columns of row r, times token i.
+void add_columns(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile, int i,
+                 const Decoded& decoded, RowSums& sum) {
+  const int64_t size = matrix.group();
+  for (int64_t first = decoded.first, end; first < decoded.end; first = end) {
+    const int64_t group = first / size;
+    end = std::min((group + 1) * size, decoded.end);
+    const bool begins = first == group * size;
+    float partial = begins ? 0.0f : sum.partial;
+    int32_t dot = begins ? 0 : sum.dot;
+    if (quantized) {
+      for (int64_t k = first; k < end; k += 4)
+        for (int c = 0; c < 4; ++c)
+          dot += decoded.values[k - decoded.first + c] * static_cast<int8_t>(tile.data[k * tile.m + 4 * i + c]);
+    } else {
+      for (int64_t k = first; k < end; ++k)
+        partial = fma(load<float>(tile.data, k * tile.m + i), decoded.floats[k - decoded.first], partial);
+    }
+    sum.partial = partial;
+    sum.dot = dot;
+    if (end == (group + 1) * size) add_group(matrix, quantized, panel, row, tile, i, group, sum);
+  }
 }
 
 // The output of row r and token i.
@@ -149,9 +175,7 @@ float finish_row(const PanelMatrix& matrix, bool quantized, const uint8_t* panel
 }
 
 void multiply(const PanelProduct& product) {
-  constexpr int64_t kColumns = 2 * 65536;  // kp: K is at most 65536 and the last block may be padded
-  static thread_local int32_t values[kColumns];
-  static thread_local float floats[kColumns];
+  Decoded decoded;
   const PanelMatrix& matrix = *product.matrix;
   int64_t first_row = 0;
   for (int64_t tile_index = 0; tile_index < product.tile_count;
@@ -164,12 +188,16 @@ void multiply(const PanelProduct& product) {
       float* const out =
           product.out + index % product.halves * product.half_stride + index / product.halves * matrix.nr;
       for (int row = 0; row < matrix.nr; ++row) {
-        (is_k(matrix.format) ? decode_k : decode)(matrix, panel, row, values, floats);
-        for (int i = 0; i < tokens; ++i) {
-          const RowSums sum = multiply_row(matrix, product.quantized, panel, row, tile, i, values, floats);
-          out[(first_row + i) * product.row_stride + row] =
-              finish_row(matrix, product.quantized, panel, row, tile, i, sum);
+        RowSums sums[kMaxTileRows] = {};
+        for (decoded.first = 0; decoded.first < matrix.kp; decoded.first = decoded.end) {
+          decoded.end = std::min(decoded.first + Decoded::kColumns, matrix.kp);
+          (is_k(matrix.format) ? decode_k : decode)(matrix, panel, row, decoded);
+          for (int i = 0; i < tokens; ++i)
+            add_columns(matrix, product.quantized, panel, row, tile, i, decoded, sums[i]);
         }
+        for (int i = 0; i < tokens; ++i)
+          out[(first_row + i) * product.row_stride + row] =
+              finish_row(matrix, product.quantized, panel, row, tile, i, sums[i]);
       }
     }
   }
