@@ -402,6 +402,7 @@ built() { # NAME CMAKE_OPTION...: the sample copied out of the repository, from 
   cd "$work" || exit
   good 'Build files have been written' cmake -S copied -B "build-$name" "$@"
   good 'Built target generate' cmake --build "build-$name"
+  ! grep -aq VERS_ "build-$name/generate" || complain "expected a program for any release of ONNX Runtime" "build-$name/generate"
   good '^[0-9]+ [0-9]+ *$' "build-$name/generate" "$model" 2 1
   cd - >/dev/null || exit
 }

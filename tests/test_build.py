@@ -9,10 +9,12 @@ import stat
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+from elf import check_segments
 from elftools.elf.elffile import ELFFile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -36,6 +38,11 @@ def test_glibc() -> None:
     assert glibc_of(library_path()) == newest_symbol(library_path())
     if "CXX" not in os.environ:
         assert newest_symbol(library_path()) <= OLDEST_GLIBC
+
+
+@pytest.mark.parametrize("path", [lambda: native.library()._name, library_path], ids=["quantmoe", "quantmoe_ort"])
+def test_segments(path: Callable[[], str]) -> None:
+    check_segments(Path(path()).read_bytes())
 
 
 def test_glibc_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

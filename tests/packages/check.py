@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from elf import check_segments
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
@@ -68,7 +69,10 @@ def test_wheel(wheel):
         (begin,) = (b for tag, b in PLATFORMS.items() if re.fullmatch(f".*-{tag}", wheel.stem))
         assert libraries
         for library in libraries:
-            assert re.match(begin, archive.read(library), re.DOTALL), library
+            data = archive.read(library)
+            assert re.match(begin, data, re.DOTALL), library
+            if data.startswith(b"\x7fELF"):
+                check_segments(data)
 
 
 @pytest.mark.parametrize("wheel", sorted((ROOT / "dist/cuda").glob("*.whl")), ids=lambda wheel: wheel.name)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # usage: run.sh [MODEL]: what `make windows` left in build/windows, under wine with ONNX Runtime's own onnxruntime.dll of PyPI's wheel:
-#   1. the DLLs export what the Linux libraries do
+#   1. the DLLs export what the Linux libraries do; quantmoe_ort.dll exports the C interface, too, which on Windows can clash with nobody's
 #   2. run_models.cc here and there: layers of tests/cases.py give the same bytes with each kernel, damaged models are refused alike
 #   3. run_packed.cc: the provider's cache under a name that is not ASCII, mapped, written anew while it is mapped, cut off
 #   4. the C++ sample on MODEL, in a folder whose name is not ASCII: the tokens of Linux
@@ -42,7 +42,7 @@ for i in range(u32(table + 24)):
     print(data[name : data.index(b"\0", name)].decode())' "$1" | LC_ALL=C sort
 }
 symbols() { nm -D --defined-only "$1" | awk '{ print $3 }' | sed 's/@.*//' | LC_ALL=C sort; }
-diff <(symbols ort_ext/libquantmoe_ort.so) <(exports "$dlls/ort_ext/quantmoe_ort.dll")
+diff <({ symbols ort_ext/libquantmoe_ort.so; symbols custom_ops/libquantmoe.so | grep -v ^qm_cuda_; } | LC_ALL=C sort -u) <(exports "$dlls/ort_ext/quantmoe_ort.dll")
 diff <(symbols custom_ops/libquantmoe.so) <(exports "$dlls/custom_ops/quantmoe.dll")
 echo "the DLLs export what the Linux libraries do"
 
