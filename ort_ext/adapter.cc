@@ -382,9 +382,13 @@ void AttentionNode::run(OrtKernelContext* context) const {
     call.k_up = input(CachedAttention_k_up);
     call.v_up = input(CachedAttention_v_up);
   }
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t count = call.rows[3 * b + 1], before = call.rows[3 * b + 2];
+    if (before >= 0 && before + count > call.slots) fail_slots(shapes, before + count);
+  }
   call.output = data_of(get_output(context, 0, shapes.output));
-  call.present_key = data_of(get_output(context, 1, shapes.key));
-  call.present_value = data_of(get_output(context, 2, shapes.value));
+  call.present_key = data_of(get_present(context, 1, shapes));
+  call.present_value = data_of(get_present(context, 2, shapes));
   with_pool(
       context, call, [&] { return qm_attention_workspace(&attention_, &call); },
       [&](char* error) { return qm_attention_run(&attention_, &call, error); });

@@ -122,10 +122,14 @@ class Kernel {
 
   // Sizes of a run of CachedAttention; throws unless its inputs' shapes agree.
   struct AttentionShapes {
-    int64_t batch, tokens, past_slots, slots;
+    int64_t batch, tokens, past_slots, mask, slots;
     Shape output, key, value;
   };
   AttentionShapes read_attention(const OrtKernelContext* context, const qm_attention& attention) const;
+  // present_key (1) or present_value (2); throws where a cache with fewer slots is bound to it.
+  OrtValue* get_present(OrtKernelContext* context, size_t index, const AttentionShapes& shapes) const;
+  // Throws: a run needs so many slots of a cache that has fewer.
+  [[noreturn]] void fail_slots(const AttentionShapes& shapes, int64_t needed) const;
   // Throws unless the caches' type is that of cache_format.
   void check_caches(const qm_attention& attention) const;
 
@@ -173,6 +177,13 @@ class Kernel {
   const Op& op_;
   const OrtApi* api_;
   std::string node_;  // the operator and the node's name, the beginning of every message
+
+ private:
+  std::string input_name(size_t index) const {
+    return index < input_names_.size() ? input_names_[index] : op_.inputs.first[index].name;
+  }
+
+  std::vector<std::string> input_names_;  // the graph's
 };
 
 Kernel::Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
@@ -182,6 +193,14 @@ Kernel::Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
   std::string name(size, '\0');
   check(api->KernelInfo_GetNodeName(info, name.data(), &size));
   node_ += std::string(" \"") + name.c_str() + "\"";
+  check(api->KernelInfo_GetInputCount(info, &size));
+  input_names_.resize(size);
+  for (size_t i = 0; i < input_names_.size(); ++i) {
+    check(api->KernelInfo_GetInputName(info, i, nullptr, &size));
+    input_names_[i].resize(size);
+    check(api->KernelInfo_GetInputName(info, i, input_names_[i].data(), &size));
+    input_names_[i].resize(size - 1);  // its NUL
+  }
 }
 
 void Kernel::check(OrtStatus* status, const std::string& what) const {
@@ -210,7 +229,10 @@ void* Kernel::data_of(const OrtValue* value) const {
 
 const OrtValue* Kernel::get_input(const OrtKernelContext* context, size_t index) const {
   const OrtValue* value;
+  int given = 0;
   check(api_->KernelContext_GetInput(context, index, &value));
+  if (value) check(api_->HasValue(value, &given));
+  if (!given) fail("input " + input_name(index) + " is missing: feed it, or bind it");
   return value;
 }
 
@@ -389,11 +411,31 @@ Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, 
     check(CachedAttention_v_up, {heads, v_size, node.out_size});
   }
   shapes.past_slots = past[2];
+  shapes.mask = mask[1];
   shapes.slots = std::max(past[2], mask[1]);
   shapes.output = {shapes.batch, shapes.tokens, heads * output_size(node)};
   shapes.key = {shapes.batch, groups, shapes.slots, key_width + tail};
   shapes.value = {shapes.batch, groups, shapes.slots, value_width + tail};
   return shapes;
+}
+
+OrtValue* Kernel::get_present(OrtKernelContext* context, size_t index, const AttentionShapes& shapes) const {
+  const Shape& shape = index == 1 ? shapes.key : shapes.value;
+  OrtValue* value;
+  OrtStatus* const status = api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value);
+  if (status && shapes.slots > shapes.past_slots) {  // what is bound cannot grow
+    api_->ReleaseStatus(status);
+    fail_slots(shapes, shapes.slots);
+  }
+  check(status);
+  return value;
+}
+
+void Kernel::fail_slots(const AttentionShapes& shapes, int64_t needed) const {
+  fail("the cache " + input_name(CachedAttention_past_key) + " has " + std::to_string(shapes.past_slots) +
+       " slots, and this run needs " + std::to_string(needed) + ": " + std::to_string(shapes.tokens) +
+       " tokens are new, attention_mask has " + std::to_string(shapes.mask) +
+       " columns; bind a cache with more slots, or feed fewer tokens");
 }
 
 void Kernel::check_caches(const qm_attention& node) const {

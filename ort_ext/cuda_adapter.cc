@@ -470,8 +470,8 @@ void CudaAttention::run(OrtKernelContext* context) const {
   tensors.k_norm = floats(CachedAttention_k_norm);
   tensors.sinks = floats(CachedAttention_sinks);
   tensors.output = data_of(get_output(context, 0, shapes.output));
-  tensors.present_key = data_of(get_output(context, 1, shapes.key));
-  tensors.present_value = data_of(get_output(context, 2, shapes.value));
+  tensors.present_key = data_of(get_present(context, 1, shapes));
+  tensors.present_value = data_of(get_present(context, 2, shapes));
   execute<qm_cuda_attention_plan>(context, problem, qm_cuda_plan_attention,
                                   [&](const qm_cuda_attention_plan& plan, void* workspace, void* stream, char* error) {
                                     tensors.workspace = workspace;

@@ -366,7 +366,7 @@ found = {
     ),
     "is not a registered function/op": lambda: session(folder / "model.onnx", library=None),
     "External data path|does not exist": lambda: session(model),
-    "rows[0] is|the cache has slots": lambda: run(past=0, cached=0, mask=2),
+    "the cache past_key_values.0.key has|slots, and this run needs": lambda: run(past=0, cached=0, mask=2),
     "cos has shape": lambda: run(positions=2),
     "Gather|indices element out of data bounds": lambda: run(ids=(1, 999999)),
     "past_value has shape": lambda: run(cached=0),

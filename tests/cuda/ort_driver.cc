@@ -109,6 +109,14 @@ void fill_api() {
   api.KernelInfo_GetNodeName = [](const OrtKernelInfo*, char* out, size_t* size) noexcept {
     return copy_text("moe", out, size);
   };
+  api.KernelInfo_GetInputCount = [](const OrtKernelInfo*, size_t* out) noexcept -> OrtStatus* {
+    *out = 0;  // messages have the operator's names
+    return nullptr;
+  };
+  api.HasValue = [](const OrtValue*, int* out) noexcept -> OrtStatus* {
+    *out = 1;
+    return nullptr;
+  };
   api.KernelInfoGetAttribute_int64 = [](const OrtKernelInfo* i, const char* name, int64_t* out) noexcept {
     return get_attribute(i->ints, name, out);
   };

@@ -259,8 +259,50 @@ def test_widths_of_codes_are_inferred(tmp_path: Path, cache: Any) -> None:
 
 def test_rows_that_cannot_be_are_named(tmp_path: Path) -> None:
     a = inputs(SPEC, [[0, 3, 50], [1, 2, 59]], tokens=3, past=60, length=60, cache=np.float16)
-    with pytest.raises(Exception, match=rf'"{NODE}": rows\[1\] is \[1, 2, 59\] .*: the cache has slots 60'):
+    message = "the cache past_key has 60 slots, and this run needs 61: 3 tokens are new, attention_mask has 60 columns"
+    with pytest.raises(Exception, match=f'"{NODE}": {message}; bind a cache with more slots, or feed fewer tokens'):
         session(write(tmp_path)).run(None, feeds(a))
+
+
+@pytest.mark.parametrize("cache", CACHES[1:])
+@pytest.mark.parametrize(
+    ("tokens", "before", "length", "needed"),
+    [(8, 0, 8, 8), (8, 0, 6, 8), (8, 3, 11, 11), (1, 6, 7, 7), (2, 1, 9, 9)],
+)
+def test_more_tokens_than_a_bound_cache_has_slots(
+    tmp_path: Path, cache: Any, tokens: int, before: int, length: int, needed: int
+) -> None:
+    """A prompt or a later turn, with a mask of all tokens, all slots or more: cache, slots and tokens are named."""
+    s = session(write(tmp_path, cache=cache))
+    a = inputs(SPECS[cache], [[0, tokens, before]], tokens=tokens, past=6, length=length, cache=cache)
+    binding = s.io_binding()
+    for name, array in feeds(a).items():
+        if not name.startswith("past"):
+            binding.bind_cpu_input(name, array)
+    for name, array in zip(("key", "value"), a.past, strict=True):
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        binding.bind_ortvalue_input(f"past_{name}", value)
+        binding.bind_ortvalue_output(f"present_{name}", value)
+    binding.bind_output("output")
+    message = (
+        f"the cache past_key has 6 slots, and this run needs {needed}: {tokens} tokens are new, attention_mask has "
+        f"{length} columns; bind a cache with more slots, or feed fewer tokens"
+    )
+    with pytest.raises(Exception, match=f'"{NODE}": {message}'):
+        s.run_with_iobinding(binding)
+
+
+@pytest.mark.parametrize("missing", ["past_key", "past_value", "rows", "cos", "sinks"])
+def test_an_input_that_is_not_bound(tmp_path: Path, missing: str) -> None:
+    s = session(write(tmp_path))
+    binding = s.io_binding()
+    for name, array in feeds(inputs(SPEC, [[0, 3, 0]], tokens=3, past=5, length=5, cache=np.float16)).items():
+        if name != missing:
+            binding.bind_cpu_input(name, array)
+    for output in s.get_outputs():
+        binding.bind_output(output.name)
+    with pytest.raises(Exception, match=f'"{NODE}": input {missing} is missing: feed it, or bind it'):
+        s.run_with_iobinding(binding)
 
 
 def test_bad_attributes_are_named(tmp_path: Path) -> None:
