@@ -205,6 +205,45 @@ def test_fp8_semantics_inverse(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.scales, np.float32(1) / matrix.scales)
 
 
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+MIXED = {
+    "quantized_layers": {"m": {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 128}},
+    "quant_algo": "MIXED_PRECISION",
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e8m0fnu])
+@pytest.mark.parametrize(
+    ("quantization", "name", "activations"),
+    [
+        (BLOCKS, "weight_scale_inv", "fp8_group128"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_BLOCK_SCALES"}, "weight_scale_inv", "fp8_group128"),
+        (
+            {"quant_method": "modelopt", "quantization": MIXED},
+            "weight_scale_inv",
+            "fp8_group128",
+        ),  # of a module's parent
+        ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "weight_scale", "none"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "weight_scale_inv", "none"),
+    ],
+)
+def test_scales_of_blocks_under_all_their_names(quantization, name, activations, dtype, tmp_path: Path) -> None:
+    """The same matrix; powers of two stored as e8m0 are the numbers that they are in float32."""
+    case = next(c for c in CASES if c.id == "fp8-128x128")
+    want = random_matrix(case, 300, 200, 128, "f32", bias=False, seed=11)
+    want = dataclasses.replace(want, scales=np.exp2(np.round(np.log2(want.scales))).astype(np.float32))
+    tensors = {f"m.p.{'weight' if key == 'weight' else name}": array for key, array in case.encode(want).items()}
+    tensors[f"m.p.{name}"] = tensors[f"m.p.{name}"].astype(dtype)
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, quantization)))
+    same_matrix(format.matrix("m.p"), want)
+    assert format.scheme("m.p").activation_format == activations
+    assert format.outline().matrix("m.p").scales.dtype == np.float32
+    wrong = tensors | {f"m.p.{name}": np.zeros((3, 3), dtype)}
+    found = find_format(open_checkpoint(write_checkpoint(tmp_path / "wrong", wrong, quantization)))
+    with pytest.raises(CheckpointError, match=rf"m\.p\.{name} is F.* \[3, 3\], expected BF16.*F8_E8M0 \[3, 2\]"):
+        found.matrix("m.p")
+
+
 def test_dynamic_rules(tmp_path: Path) -> None:
     """GPTQModel's overrides: the first matching rule wins, a "-:" rule never changes a module that is quantized."""
     four, eight = (next(c for c in CASES if c.id == id) for id in ("gptq4", "gptq8"))

@@ -1,7 +1,8 @@
 """``quant_method: fp8``: DeepSeek's and transformers' block-scaled checkpoints, GPTQModel's, and per-tensor ones.
 
 Tensors of a linear with N outputs and K inputs: weight F8_E4M3 [N, K] and either weight_scale_inv [ceil(N / bn),
-ceil(K / bk)] (``weight_block_size`` bn x bk; the last block of a row or column may be short), or weight_scale of one
+ceil(K / bk)] (``weight_block_size`` bn x bk; the last block of a row or column may be short; F8_E8M0 with DeepSeek's
+``scale_fmt`` ue8m0), or weight_scale of one
 element or one a row, with input_scale when activations are static. DeepSeek multiplies by weight_scale_inv; GPTQModel
 divides, and says so with ``weight_scale_semantics: inverse``; it has weight_scale_inv also by tensor and by row, and
 quantizes no activations.
@@ -64,8 +65,8 @@ class FP8(Format):
         static = Tensor("input_scale", FLOATS, (), required=not (self.block or self.dynamic))
         if self.block and f"{module}.weight_scale_inv" in self.ckpt:
             bn, bk = self.block
-            tensors = self.take(module, [weight, Tensor("weight_scale_inv", FLOATS, (-(-n // bn), -(-k // bk)))])
-            scales = tensors["weight_scale_inv"]
+            tensors = self.take(module, [weight])
+            scales = block_scales(self, f"{module}.weight_scale_inv", n, k, bn, bk)
         else:
             bn, bk = 1, -1
             tensors = self.take(module, [weight, static])
@@ -81,6 +82,18 @@ class FP8(Format):
             input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
             bias=self.bias(module, n),
         )
+
+
+def block_scales(format: Format, name: str, n: int, k: int, bn: int, bk: int) -> np.ndarray:
+    """Scales of blocks as [ceil(n / bn), ceil(k / bk)], dimensions of 1 left out or added; powers of two as f32."""
+    want, shape, dtype = (-(-n // bn), -(-k // bk)), format.ckpt.shape(name), format.ckpt.dtype(name)
+    if dtype not in (*FLOATS, "F8_E8M0") or [d for d in shape if d != 1] != [d for d in want if d != 1]:
+        raise CheckpointError(
+            f"{format.ckpt.where(name)} is {dtype} {list(shape)}, expected {'|'.join(FLOATS)}|F8_E8M0 {list(want)}, "
+            f"dimensions of 1 left out or added ({format.name})"
+        )
+    scales = format.ckpt.tensor(name).reshape(want)
+    return scales.astype(np.float32) if dtype == "F8_E8M0" else scales
 
 
 def row_scales(format: Format, name: str, n: int) -> np.ndarray:

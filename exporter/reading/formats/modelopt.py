@@ -5,7 +5,8 @@ Tensors of a linear with N outputs and K inputs by quant_algo:
 - NVFP4: weight U8 [N, K/2] e2m1 low nibble first, weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 [] (multiplies),
   input_scale F32 [] (activations are NVFP4 too). NVFP4_AWQ: and pre_quant_scale [K]. W4A16_NVFP4: no input_scale.
 - FP8: weight F8_E4M3 [N, K], weight_scale F32 [], input_scale F32 []. FP8_PER_CHANNEL_PER_TOKEN: weight_scale [N].
-  FP8_PB_WO: weight_scale [N/128, K/128], weights only; dimensions of 1 may lack or be added.
+  FP8_PB_WO: weight_scale [N/128, K/128], weights only; dimensions of 1 may lack or be added. FP8_BLOCK_SCALES: the same
+  with activations in groups of 128, as TensorRT-LLM runs it; often DeepSeek's files, with weight_scale_inv.
 - MXFP4: weight U8 [N, K/2], weight_scale U8 [N, K/32], e8m0. MXFP8: weight F8_E4M3 [N, K]. Activations are
   quantized the same way; the tool's weights-only MXFP4 configuration says nothing else.
 - W4A16_AWQ: weight U8 [N/2, K], a byte holding two's-complement nibbles of rows 2 i (low) and 2 i + 1; weight_scale F32
@@ -46,7 +47,7 @@ from quantmoe.exporter.reading.formats.base import (
     unrounded,
 )
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles
-from quantmoe.exporter.reading.formats.fp8 import row_scales
+from quantmoe.exporter.reading.formats.fp8 import block_scales, row_scales
 
 #: quant_algo -> (format, group size, activation_format); None: from the shape of weight_scale
 ALGORITHMS: dict[str, tuple[str, int | None, str]] = {
@@ -56,6 +57,7 @@ ALGORITHMS: dict[str, tuple[str, int | None, str]] = {
     "FP8": ("fp8_e4m3", -1, "fp8_tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_e4m3", -1, "fp8_token"),
     "FP8_PB_WO": ("fp8_e4m3", 128, "none"),
+    "FP8_BLOCK_SCALES": ("fp8_e4m3", 128, "fp8_group128"),
     "MXFP4": ("mxfp4", 32, "mxfp4"),
     "MXFP8": ("fp8_e4m3", 32, "mxfp8"),
     "W4A16_AWQ": ("int4", None, "none"),
@@ -69,7 +71,7 @@ FUSED = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 class ModelOpt(Format):
     name = "ModelOpt"
-    marks = ("weight_scale",)
+    marks = ("weight_scale", "weight_scale_inv")
     fused = (".experts.gate_up_proj", ".experts.down_proj")
 
     def __init__(self, ckpt: Checkpoint) -> None:
@@ -86,8 +88,11 @@ class ModelOpt(Format):
         return str(quantization.get("quant_method", "")).startswith("modelopt")
 
     def module_config(self, module: str) -> dict[str, Any]:
-        """The entry of quantized_layers for a module, or the whole configuration."""
-        return next((config for pattern, config in self.layers.items() if fnmatch(module, pattern)), self.config)
+        """The entry of quantized_layers for a module, or for one that it is in, or the whole configuration."""
+        for end in ("", ".*"):
+            if found := next((c for pattern, c in self.layers.items() if fnmatch(module, pattern + end)), None):
+                return found
+        return self.config
 
     def scheme(self, module: str) -> ModuleScheme:
         fused = f"{module}.gate_up_proj"
@@ -118,6 +123,11 @@ class ModelOpt(Format):
             f"{': groups of output features, expected of input features' if across else ''}; "
             f"supported fused: {', '.join(FUSED)}"
         )
+
+    def _block_scale(self, module: str) -> str:
+        """The name of the scales of blocks."""
+        own = f"{module}.weight_scale"
+        return own if own in self.ckpt else f"{own}_inv"
 
     def matrix(self, module: str) -> QuantizedMatrix:
         scheme = self.scheme(module)
@@ -178,13 +188,7 @@ class ModelOpt(Format):
         if mx:
             scales = tensors["weight_scale"].view(SCALE_DTYPES["e8m0"])
         elif scheme.group_size == 128:
-            want, shape = (-(-n // 128), -(-k // 128)), self.ckpt.shape(name)
-            if self.ckpt.dtype(name) not in FLOATS or [d for d in shape if d != 1] != [d for d in want if d != 1]:
-                raise CheckpointError(
-                    f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)} {list(shape)}, "
-                    f"expected {'|'.join(FLOATS)} {list(want)} (dimensions of 1 left out or added)"
-                )
-            scales = self.ckpt.tensor(name).reshape(want)
+            scales = block_scales(self, self._block_scale(module), n, k, 128, 128)
         else:
             scales = row_scales(self, name, n)
         return QuantizedMatrix(
