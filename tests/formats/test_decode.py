@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -259,6 +260,57 @@ def test_dynamic_rules(tmp_path: Path) -> None:
     assert format.parameters() == ["model.a.weight", "model.b.weight", "model.c.weight"]
     assert not format.is_quantized("model.c")
     np.testing.assert_array_equal(format.dense("model.c"), np.ones((2, 2), np.float32))
+
+
+#: of module layers.1.mlp.up and of layers.1.mlp.up_b group sizes, both 32 without them
+RULES = {
+    "the first from the beginning": ("dynamic", {r"layers\.1.*up$": 16, ".*up": 64}, (16, 64)),
+    "marked patterns": ("dynamic", {r"-:.*\.3\.": 16, r"+:.*up$": 64, "+:mlp": 16}, (64, 32)),
+    "an own name before patterns": ("extra_config", {".*up": 64, "layers.1.mlp.up": 16}, (16, 64)),
+    "the first that is found anywhere": ("extra_config", {"mlp.up$": 16, "up_b": 64, "layers.1": 128}, (16, 64)),
+    "a module's name is no pattern": ("extra_config", {"layers.1.mlp.up": 16}, (16, 32)),
+    "a text that is no pattern": ("extra_config", {"*up": 64, r".*up$": 16}, (16, 32)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("id", ["awq", "gptq4"])
+def test_overrides_of_modules(id: str, name: str, tmp_path: Path) -> None:
+    """As GPTQModel's dynamic_get and AutoRound's get_layer_config match; a wrong group size does not fit scales."""
+    field, rules, sizes = RULES[name]
+    case = next(c for c in CASES if c.id == id)
+    tensors, modules = {}, {}
+    for seed, (module, size) in enumerate(zip(("layers.1.mlp.up", "layers.1.mlp.up_b"), sizes, strict=True)):
+        modules[module] = random_matrix(case, 16, 128, size, "f16", bias=False, seed=seed)
+        tensors |= {f"{module}.{key}": array for key, array in case.encode(modules[module]).items()}
+    config = case.config(32) | {field: {key: {"group_size": size, "bits": 4} for key, size in rules.items()}}
+    if field == "extra_config":
+        packing = "auto_round:auto_awq" if id == "awq" else "auto_round:auto_gptq"
+        config = {k: v for k, v in config.items() if k != "checkpoint_format"}
+        config |= {"quant_method": "auto-round", "packing_format": packing}
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, config)))
+    for module, want in modules.items():
+        same_matrix(format.matrix(module), want)
+        assert f"group {want.group_size}" in format.scheme(module).text
+
+
+@pytest.mark.parametrize(
+    ("id", "rules", "text"),
+    [
+        ("awq", {"dynamic": {"+:m": {"bits": 8}}}, r"m: AWQ bits=8 \(dynamic '\+:m'\); supported: 4 bits"),
+        ("gptq4", {"dynamic": {"m": {"bits": 5}}}, r"m: unsupported GPTQ bits=5, sym=True \(dynamic 'm'\); supported"),
+        ("awq", {"dynamic": {"m": {"group_size": 0}}}, "the quantization configuration .* group size 0"),
+        ("awq", {"dynamic": {"m": 4}}, "dynamic: 'm' is 4, expected an object"),
+    ],
+)
+def test_overrides_that_are_not_carried_are_named(id: str, rules: dict, text: str, tmp_path: Path) -> None:
+    case = next(c for c in CASES if c.id == id)
+    folder = write(tmp_path, case, random_matrix(case, 16, 128, 32, "f16", bias=False, seed=0))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= rules
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=text):
+        find_format(open_checkpoint(folder)).scheme("m")
 
 
 @pytest.mark.parametrize(

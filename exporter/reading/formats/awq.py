@@ -15,6 +15,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline, outline
 from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.gptq import AUTOROUND, autoround_packing
+from quantmoe.exporter.reading.formats.overrides import Overrides
 
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -30,6 +31,7 @@ class AWQ(Format):
         self.group_size = group_size_of(raw.get("group_size", raw.get("q_group_size", 128)))
         self.zero_point = bool(raw.get("zero_point", True))
         packing = raw.get("version") or raw.get("format") or raw.get("checkpoint_format") or "gemm"
+        self.overrides = Overrides(ckpt)
         if self.bits != 4 or "gem" not in str(packing).lower() or "gemv" in str(packing).lower():
             raise CheckpointError(f"{ckpt.folder}: AWQ bits={self.bits}, packing {packing!r}; supported: 4 bits, gemm")
 
@@ -39,13 +41,20 @@ class AWQ(Format):
         return method == "awq" or (method in AUTOROUND and "awq" in autoround_packing(quantization))
 
     def scheme(self, module: str) -> ModuleScheme:
-        symmetric = " asymmetric" if self.zero_point else ""
-        return ModuleScheme("int4", self.group_size, "none", f"AWQ int4{symmetric} group {self.group_size}")
+        own = self.overrides.of(module)
+        if (bits := own.get("bits", self.bits)) != 4:
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: AWQ bits={bits} ({self.overrides.where(module)}); supported: 4 bits"
+            )
+        group_size = own.get("group_size", self.group_size)
+        symmetric = "" if own.get("sym", not self.zero_point) else " asymmetric"
+        return ModuleScheme("int4", group_size, "none", f"AWQ int4{symmetric} group {group_size}")
 
     def matrix(self, module: str) -> QuantizedMatrix:
         k, words = self.shape2d(f"{module}.qweight")
         n = words * 8
-        groups = -(-k // self.group_size) if self.group_size > 0 else 1
+        group_size = self.scheme(module).group_size
+        groups = -(-k // group_size) if group_size > 0 else 1
         tensors = self.take(
             module,
             [
@@ -59,7 +68,7 @@ class AWQ(Format):
             kind="int4",
             codes=unpack_columns(tensors["qweight"]),
             scales=np.ascontiguousarray(tensors["scales"].T),
-            group_size=self.group_size,
+            group_size=group_size,
             zero_points=None if zeros is None or (not self.zero_point and (zeros == 8).all()) else zeros,
             bias=self.bias(module, n),
         )

@@ -707,14 +707,14 @@ def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | 
     return perm
 
 
-def matches(pattern: str | regex.Pattern[str], module: str) -> bool:
-    """Whether a configuration's regular expression matches a module's name from its beginning.
+def matches(pattern: str | regex.Pattern[str], module: str, anywhere: bool = False) -> bool:
+    """Whether a configuration's regular expression matches a module's name from its beginning, or anywhere.
 
     Raises:
         CheckpointError: it takes more than a second: some expressions take exponential time.
     """
     try:
-        return regex.match(pattern, module, timeout=1) is not None
+        return (regex.search if anywhere else regex.match)(pattern, module, timeout=1) is not None
     except TimeoutError:
         text = getattr(pattern, "pattern", pattern)
         raise CheckpointError(f"{text!r} takes more than a second to match {module}") from None

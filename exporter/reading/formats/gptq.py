@@ -17,7 +17,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import regex
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
@@ -28,9 +27,9 @@ from quantmoe.exporter.reading.formats.base import (
     Tensor,
     group_order,
     group_size_of,
-    matches,
 )
 from quantmoe.exporter.reading.formats.bits import in_order, unpack_words
+from quantmoe.exporter.reading.formats.overrides import Overrides
 
 #: bits -> 1 in each code of a word; codes of 3 bits lie across words, and GPTQModel takes 1 from each of them instead
 _ONES = {2: 0x55555555, 3: 0, 4: 0x11111111, 8: 0x01010101}
@@ -41,7 +40,7 @@ PACKINGS = "auto_round, auto_round:gptqmodel, auto_round:auto_gptq, auto_round:a
 
 @dataclass(frozen=True)
 class Config:
-    """The fields of the quantizer's configuration that decide numerics; `dynamic` rules replace some for a module."""
+    """The fields of the quantizer's configuration that decide numerics; a module may have some of its own."""
 
     bits: int
     group_size: int
@@ -82,14 +81,7 @@ class GPTQ(Format):
             v2=v2,
         )
         # modules_in_block_to_quantize and lm_head need no reading: a module with a qweight is quantized
-        #: (pattern, configuration) of each rule; GPTQModel calls them dynamic, AutoRound extra_config
-        self.rules: list[tuple[regex.Pattern[str], Config]] = []
-        for pattern, overrides in (raw.get("dynamic") or raw.get("extra_config") or {}).items():
-            if pattern.startswith("-:"):
-                continue  # names what is left unquantized; the tensors say so too
-            known = {key: overrides[key] for key in ("bits", "group_size", "sym", "desc_act") if key in overrides}
-            group_size_of(known.get("group_size", -1))
-            self.rules.append((regex.compile(pattern.removeprefix("+:")), replace(self.config, **known)))
+        self.overrides = Overrides(ckpt)
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -97,15 +89,15 @@ class GPTQ(Format):
         return method == "gptq" or (method in AUTOROUND and "awq" not in autoround_packing(quantization))
 
     def module_config(self, module: str) -> Config:
-        """The configuration of the first rule that matches, or the whole checkpoint's."""
-        return next((config for pattern, config in self.rules if matches(pattern, module)), self.config)
+        """A module's own configuration, or the whole checkpoint's."""
+        return replace(self.config, **self.overrides.of(module))
 
     def scheme(self, module: str) -> ModuleScheme:
         config = self.module_config(module)
         if type(config.bits) is not int or config.bits not in _ONES:
             raise CheckpointError(
-                f"{self.ckpt.folder}: {module}: unsupported GPTQ bits={config.bits}, sym={config.sym}; "
-                "supported: 2, 3, 4 and 8 bits, sym true or false"
+                f"{self.ckpt.folder}: {module}: unsupported GPTQ bits={config.bits}, sym={config.sym} "
+                f"({self.overrides.where(module)}); supported: 2, 3, 4 and 8 bits, sym true or false"
             )
         if config.v2 is None and not config.sym:
             raise CheckpointError(
