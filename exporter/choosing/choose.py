@@ -20,6 +20,7 @@ import numpy as np
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join, qmoe
+from quantmoe.custom_ops.layouts.panel_rows import panel_rows
 from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -99,6 +100,8 @@ class Choice:
         shared: experts module name -> that shared expert in the model.
         apart: checkpoint module of a shared expert that stays a module of its own -> why.
         not_ort: with ``dense="ort"`` of every quantized linear why it is no MatMulNBits, "" of one that is.
+        tables: name of a parameter of which only rows are looked up -> the attributes under which it is packed, and the
+            linear whose packed weight it is, "" for none.
         gated: name of a linear whose first part has each head's gates behind its queries -> heads, where all gates are
             written before all queries; :func:`trace` finds them.
     """
@@ -112,6 +115,7 @@ class Choice:
     shared: dict[str, Shared]
     apart: dict[str, str]
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
+    tables: dict[str, tuple[LinearSpec, str]] = dataclasses.field(default_factory=dict)
     gated: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def source(self, name: str) -> str:
@@ -231,7 +235,33 @@ def choose(
         if skeleton.format.is_quantized(source.removesuffix(".weight")):
             weight = skeleton.tensors[f"{name}.weight"]
             chosen.dequantized[source] = f"{ABSORBED}: {weight.numel() * weight.element_size()} bytes"
+    if layout == "cpu_panel" and skeleton.vision is None:
+        chosen.tables.update(_tables(skeleton, chosen, scales))
     return chosen
+
+
+def _tables(skeleton: Skeleton, chosen: Choice, scales: str) -> Iterator[tuple[str, tuple[LinearSpec, str]]]:
+    """Embeddings that the checkpoint quantizes and a graph can look up as they are packed; see :class:`Choice`."""
+    format = skeleton.format
+    heads = {part: name for name, parts in chosen.parts.items() for part in parts.values() if len(parts) == 1}
+    for parameter in skeleton.lookups():
+        source = skeleton.sources[parameter].removesuffix(".weight")
+        if not format.is_quantized(source):
+            continue
+        m = format.outline().matrix_of(source)
+        try:
+            own = LAYOUTS["cpu_panel"].describe_down(m, "none")
+        except ValueError:
+            continue
+        spec = LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=own)
+        if panel_rows(spec) is None or m.shape != tuple(skeleton.tensors[parameter].shape):
+            continue
+        head = heads.get(source, "")
+        if head:
+            linear = chosen.linears[head]
+            shares = replace(linear, w=replace(linear.w, activation_format="none")) == spec
+            head = head if shares and scales == "exact" and chosen.not_ort.get(head) != "" else ""
+        yield parameter, (spec, head)
 
 
 def not_ort(skeleton: Skeleton, modules: Sequence[str], scales: str) -> str:

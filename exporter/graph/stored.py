@@ -56,12 +56,16 @@ class Stored:
             return None
         return ir.DataType.from_numpy(STORED[self.format.ckpt.dtype(source)])
 
+    def lookups(self) -> list[str]:
+        """Parameters of which only rows are looked up: the weights of embeddings."""
+        modules = ((name, self.model.get_submodule(name.rpartition(".")[0])) for name in self.tensors)
+        return [name for name, module in modules if isinstance(module, torch.nn.Embedding)]
+
     def itemsize(self, name: str) -> int:
         """Bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer in a table
         that is only looked up (passes/embeddings.py)."""
         own, stored = self.tensors[name].element_size(), self.stored_type(name)
-        module = self.model.get_submodule(name.rpartition(".")[0])
-        return min(own, int(stored.itemsize)) if stored is not None and isinstance(module, torch.nn.Embedding) else own
+        return min(own, int(stored.itemsize)) if stored is not None and name in self.lookups() else own
 
     def blocks(self, name: str, transposed: bool, dtype: np.dtype) -> Iterator[Callable[[], np.ndarray]]:
         """A parameter or stored buffer of the model, or its transpose, as calls that make the next rows each.

@@ -132,7 +132,13 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
     nodes, packed = _nodes(path, model)
+    there = {(str(external[name].location), external[name].offset) for name in packed & external.keys()}
     nodes["linear_attention"] += _plain_states(model)
+    for name, tensor in external.items():  # several tensors may be the same bytes, as different types
+        place = str(tensor.location), tensor.offset
+        if name not in packed and place in there:
+            packed.add(name)
+        there.add(place)
     dense = [
         {
             "name": name,

@@ -26,6 +26,7 @@ from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
 from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_nbits
+from quantmoe.exporter.graph.passes.packed_tables import PackedTable, pack_tables
 from quantmoe.exporter.graph.passes.paged import to_paged
 from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
@@ -61,6 +62,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
         report.plain_routers += len(part.chosen.nodes) - routers
         keep_tables(part.weights, part.skeleton.stored_type)
+        part.lookups = pack_tables(part.weights, part.chosen.tables)
     name_interface(graph)
     head, config = bool(part.skeleton.format.part), part.skeleton.model.config
     if options.mtp and not output_hidden(graph, HIDDEN_OUT if head else HIDDEN, config.hidden_size):
@@ -117,6 +119,9 @@ def write_weights(
             else:
                 written = _dense(weight, skeleton, data, report)
         yield "writing other weights", written
+    for lookup in part.lookups:
+        written = _lookup(lookup, part, first, data, report)
+        yield "writing other weights", written
     for table in part.tables:
         region = data.region(table.value)
         region.write(table.array)
@@ -129,19 +134,26 @@ def write_weights(
         report.packed_bytes += sum(region.length for region in regions[name].values())
 
 
-def _share(value: ir.Value, written: ir.Value) -> None:
-    """Gives a value the bytes of another graph's, and its nodes what they say of them."""
+def _same_bytes(value: ir.Value, written: ir.Value) -> None:
+    """Give a value the bytes of another one, as its own type and shape."""
     tensor = written.const_value
     assert isinstance(tensor, ir.ExternalTensor)
+    assert value.dtype is not None
+    assert value.shape is not None
     value.const_value = ir.ExternalTensor(
         tensor.location,
         tensor.offset,
         tensor.length,
-        tensor.dtype,
-        shape=tensor.shape,
+        value.dtype,
+        shape=value.shape,
         name=value.name or "",
         metadata_props=tensor.metadata_props,
     )
+
+
+def _share(value: ir.Value, written: ir.Value) -> None:
+    """Gives a value the bytes of another graph's, and its nodes what they say of them."""
+    _same_bytes(value, written)
     for (node, _), (other, _) in zip(value.uses(), written.uses(), strict=False):
         node.attributes.update({name: a for name, a in other.attributes.items() if name.endswith("_identity")})
 
@@ -260,6 +272,38 @@ def _linear(
     return row.nbytes
 
 
+def _lookup(lookup: PackedTable, part: Part, first: Part, data: DataFiles, report: Report) -> int:
+    """Write a table that is looked up packed, unless its bytes are there; return the bytes written."""
+    format, source = part.skeleton.format, part.skeleton.sources[lookup.parameter]
+    module, views = source.removesuffix(".weight"), list(lookup.views.values())
+    same = [other for other in first.lookups if first.skeleton.sources[other.parameter] == source]
+    weights = {weight.parameter: weight.value for weight in part.weights}
+    written, there = 0, weights.get(f"{lookup.head}.w")
+    if there is None and same and same[0] is not lookup:
+        there = next(iter(same[0].views.values()))
+    if there is None:
+        there, layout = views[0], LAYOUTS["cpu_panel"]
+        row = native.aligned(layout.row_bytes(lookup.spec.moe, "w2"))
+        with doing(f"{format.ckpt.folder}: {source}"):
+            try:
+                layout.pack_down(format.matrix_of(module), lookup.spec.moe, row)
+            except ValueError as problem:
+                _check_finite(format, module)
+                raise CheckpointError(f"{format.ckpt.folder}: {source}: {problem}") from None
+        region = data.region(there)
+        region.write(row)
+        text = format.scheme_of(module).text
+        region.finish({"module": module, "format": text, "layout": layout.NAME, "layout_version": str(layout.VERSION),
+                       "spec": json.dumps(lookup.spec.attributes())})  # fmt: skip
+        written = row.nbytes
+        report.dense_bytes += written
+        format.ckpt.release()
+    for view in views:
+        if view is not there:
+            _same_bytes(view, there)
+    return written
+
+
 def _check_finite(format: Format, module: str) -> None:
     try:
         format.matrix_of(module).check_finite(module)
@@ -317,7 +361,9 @@ def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: 
     """files: FILES, of the model that is renamed last."""
     graph = part.graph
     values = [weight.value for weight in part.weights]
-    values += [table.value for table in part.tables] if isinstance(part, Part) else []
+    if isinstance(part, Part):
+        values += [table.value for table in part.tables]
+        values += [view for lookup in part.lookups for view in lookup.views.values()]
     for value in values:
         if value.uses():
             graph.graph.register_initializer(value)

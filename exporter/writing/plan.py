@@ -102,7 +102,15 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         skeleton, chosen = part.skeleton, part.chosen
         packed = {module for modules in chosen.parts.values() for module in modules}
         packed |= {module for merged in chosen.shared.values() for module in merged.projections}
-        left = [n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in packed]
+        left = [
+            name
+            for name in skeleton.tensors
+            if name in skeleton.sources and name.rpartition(".")[0] not in packed and name not in chosen.tables
+        ]
+        for name, (spec, head) in chosen.tables.items():
+            if not head and skeleton.sources[name] not in written:
+                written.add(skeleton.sources[name])
+                others += layout.row_bytes(spec.moe, "w2")
         mine = {skeleton.sources[name]: name for name in left if skeleton.sources[name] not in written}
         written |= mine.keys()
         others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
@@ -165,6 +173,11 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
         ),
         default=0,
     )
+    tables = (
+        spec.out_features * spec.in_features + 2 * layout.row_bytes(spec.moe, "w2")
+        for spec, _ in chosen.tables.values()
+    )
+    linear = max([linear, *tables])
     ckpt = skeleton.format.ckpt
     largest = max((prod(ckpt.shape(name)) for name in skeleton.sources.values() if name in ckpt), default=0)
     blocks = ahead.memory(ahead.BLOCK_MEMORY, -(-max(4 * largest, whole) // ahead.BLOCK))

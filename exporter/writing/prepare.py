@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.passes.packed_tables import PackedTable
     from quantmoe.exporter.graph.passes.paged import Table
     from quantmoe.exporter.graph.passes.weights import Weight
     from quantmoe.exporter.graph.trace import Attention
@@ -113,7 +114,7 @@ class Part:
     """One graph of an export: the model, or what drafts for it.
 
     Attributes:
-        graph, weights, tables: once it is traced.
+        graph, weights, tables, lookups: once it is traced.
     """
 
     skeleton: Skeleton
@@ -122,6 +123,7 @@ class Part:
     graph: ir.Model = dataclasses.field(init=False)
     weights: list[Weight] = dataclasses.field(init=False)
     tables: list[Table] = dataclasses.field(default_factory=list)
+    lookups: list[PackedTable] = dataclasses.field(default_factory=list)
 
     def key(self, weight: Weight) -> tuple[object, ...]:
         """Equal for weights of two parts with the same bytes."""

@@ -20,7 +20,7 @@ def keep_tables(weights: Iterable[Weight], stored: Callable[[str], ir.DataType |
         table, dtype = weight.value, stored(weight.parameter)
         wide, uses = table.dtype, list(table.uses())
         assert wide is not None
-        if dtype is None or dtype.itemsize >= wide.itemsize or not all(_looks_up(node, i) for node, i in uses):
+        if dtype is None or dtype.itemsize >= wide.itemsize or not all(looks_up(node, i) for node, i in uses):
             continue
         table.type = ir.TensorType(dtype)
         for node, _ in uses:
@@ -30,6 +30,7 @@ def keep_tables(weights: Iterable[Weight], stored: Callable[[str], ir.DataType |
             ir.convenience.replace_nodes_and_values(node.graph, node, [node], [rows, cast], node.outputs, cast.outputs)
 
 
-def _looks_up(node: ir.Node, index: int) -> bool:
+def looks_up(node: ir.Node, index: int) -> bool:
+    """Return whether a node reads only rows of this input."""
     axis = node.attributes.get("axis")
     return node.op_type == "Gather" and index == 0 and (axis is None or axis.as_int() == 0)

@@ -1,0 +1,108 @@
+"""Where the bytes of one row are in a matrix of layout ``cpu_panel`` (FORMAT.md 2.1 to 2.4, 2.7 and 2.10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.matrix import SCALE_DTYPES
+from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.schemes import SCHEMES
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of a row: part i of row r begins at byte ``at[i] + r * step`` of the row's panel.
+
+    Attributes:
+        dtype: NumPy's, of an element. width: elements of a part.
+    """
+
+    at: np.ndarray
+    step: int
+    dtype: np.dtype
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class PanelRows:
+    """How to read one row of a matrix of 4 to 8 bits.
+
+    Attributes:
+        rows: of a panel. stride: bytes of a panel. group: columns that share a scale.
+        codes: all 8 bits, or the low 4 bits of 32 columns: bytes 0 to 15 have those of columns 0 to 15 low and of
+            columns 16 to 31 high. flip: what their bytes are XORed with.
+        high: bits 4 and above of 32 columns: each plane of 4 bytes has ``8 / high_bits`` columns of each byte in turn.
+        zero: the code of value 0.
+        factors: the scales; of two levels, a block's scale, and where there are minima the factor of those.
+        levels: of two levels, a group's scale and minimum.
+    """
+
+    rows: int
+    stride: int
+    group: int
+    codes: Pieces
+    zero: int
+    factors: tuple[Pieces, ...]
+    levels: tuple[Pieces, ...] = ()
+    flip: int = 0
+    high: Pieces | None = None
+    high_bits: int = 0
+
+
+def panel_rows(spec: LinearSpec) -> PanelRows | None:
+    """Return how to read a row of a packed matrix; None where only a kernel does."""
+    w, columns = spec.w, spec.in_features
+    scales = SCALE_DTYPES[w.scale_type]
+    two_levels = scales.names is not None
+    if w.format not in ("int4", "int8", "q4_k", "q5_k", "q6_k") or w.scale_type == "e4m3":
+        return None
+    if w.zero_points or w.perm or w.bias or w.pre_scale or w.block_n != 1 or w.group_size < 1:
+        return None
+    bits, block = SCHEMES[w.format].bits, max(32, w.group_size)
+    if columns % block:
+        return None
+    rows = 16 if two_levels else 8 if bits == 4 else 4
+    codes = rows * block * bits // 8
+    if two_levels:
+        group = block // scales["scales"].shape[0]
+        sizes = [2 * rows, 2 * rows] if "minima" in (scales.names or ()) else [2 * rows]
+        level = rows * (block // group)
+        size = codes + sum(sizes) + level * len(sizes)
+    else:
+        group = w.group_size
+        size = codes + rows * (block // group) * scales.itemsize
+    blocks = np.arange(columns // block, dtype=np.int64) * size
+    stride = len(blocks) * size + 8 * rows
+
+    def pieces(first: int, count: int, apart: int, step: int, dtype: np.dtype | type, width: int = 1) -> Pieces:
+        """Of every block ``count`` parts, ``apart`` bytes from each other."""
+        at = blocks[:, None] + first + apart * np.arange(count, dtype=np.int64)
+        return Pieces(at.reshape(-1), step, np.dtype(dtype), width)
+
+    if two_levels:
+        low = Pieces(
+            (blocks[:, None, None] + 64 * bits * np.arange(block // 32)[:, None] + 64 * np.arange(4)).reshape(-1),
+            4,
+            np.dtype(np.uint8),
+            4,
+        )
+        planes = blocks[:, None, None] + 64 * bits * np.arange(block // 32)[:, None] + 256 + 64 * np.arange(bits - 4)
+        ends = [codes + sum(sizes) + level * i for i in range(len(sizes))]
+        found = PanelRows(
+            rows, stride, group, low, 32 if w.format == "q6_k" else 0,
+            tuple(pieces(codes + 2 * rows * i, 1, 0, 2, np.float16) for i in range(len(sizes))),
+            tuple(pieces(end, block // group, rows, 1, np.int8) for end in ends),
+            high=Pieces(planes.reshape(-1), 4, np.dtype(np.uint8), 4) if bits > 4 else None, high_bits=bits - 4,
+        )  # fmt: skip
+    else:
+        own = pieces(codes, block // group, rows * scales.itemsize, scales.itemsize, scales)
+        if bits == 8:  # two's complement
+            found = PanelRows(rows, stride, group, pieces(0, block // 8, 32, 8, np.int8, 8), 0, (own,))
+        else:
+            found = PanelRows(rows, stride, group, pieces(0, block // 16, 64, 8, np.uint8, 8), 8, (own,), flip=0x88)
+    size = -(-spec.out_features // rows) * stride
+    assert -(-size // 64) * 64 == cpu_panel.row_bytes(spec.moe, "w2"), (size, spec)
+    return found

@@ -1,0 +1,153 @@
+"""Tables that are only looked up stay as the checkpoint quantized them; the rows found there become floats.
+
+Standard operators read the rows out of layout ``cpu_panel`` (custom_ops/layouts/panel_rows.py), so that a table and the
+LM head that is tied to it are the same bytes. Every product and difference is rounded in f32 as
+:meth:`QuantizedMatrix.dequantize` rounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.layouts.panel_rows import PanelRows, Pieces, panel_rows
+from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.exporter.graph.passes.embeddings import looks_up
+from quantmoe.exporter.graph.passes.weights import Weight
+
+
+@dataclass(eq=False)
+class PackedTable:
+    """A packed table, and the initializers that read its bytes as different types.
+
+    Attributes:
+        parameter: name in the model. spec: of the matrix. head: the linear whose packed weight it is, "" for none.
+        views: (type, width) -> [bytes / size of that, width]; their bytes are yet to be written.
+    """
+
+    parameter: str
+    spec: LinearSpec
+    head: str
+    views: dict[tuple[np.dtype, int], ir.Value] = field(default_factory=dict)
+
+    def view(self, pieces: Pieces) -> ir.Value:
+        """The initializer whose rows are such pieces."""
+        key = pieces.dtype, pieces.width
+        if key not in self.views:
+            count = cpu_panel.row_bytes(self.spec.moe, "w2") // (pieces.dtype.itemsize * pieces.width)
+            self.views[key] = ir.Value(
+                name=f"{self.parameter}.{pieces.dtype.name}x{pieces.width}",
+                shape=ir.Shape([count, pieces.width]),
+                type=ir.TensorType(ir.DataType.from_numpy(pieces.dtype)),
+            )
+        return self.views[key]
+
+
+def pack_tables(weights: list[Weight], tables: Mapping[str, tuple[LinearSpec, str]]) -> list[PackedTable]:
+    """Replace Gather(table) by what reads the rows of a packed one.
+
+    Args:
+        weights: of a graph, from place_weights; loses the tables.
+        tables: parameter -> see Choice.
+    """
+    found = []
+    for weight in list(weights):
+        table = weight.value
+        if weight.parameter not in tables or not all(looks_up(node, i) for node, i in table.uses()):
+            continue
+        spec, head = tables[weight.parameter]
+        rows = panel_rows(spec)
+        assert rows is not None
+        assert table.dtype is not None
+        packed = PackedTable(weight.parameter, spec, head)
+        for node, _ in list(table.uses()):
+            graph, ids = node.graph, node.inputs[1]
+            assert graph is not None
+            assert ids is not None
+            made = _Lookup(packed, rows, ids)
+            made.op("Cast", made.floats(), to=table.dtype)
+            made.nodes[-1].name = node.name
+            ir.convenience.replace_nodes_and_values(
+                graph, node, [node], made.nodes, node.outputs, made.nodes[-1].outputs
+            )
+        weights.remove(weight)
+        found.append(packed)
+    return found
+
+
+class _Lookup:
+    """The nodes of one lookup, T ids at a time."""
+
+    def __init__(self, table: PackedTable, rows: PanelRows, ids: ir.Value) -> None:
+        self.table, self.rows, self.ids, self.nodes = table, rows, ids, list[ir.Node]()
+        flat = self.op("Reshape", self.op("Cast", ids, to=ir.DataType.INT64), self.integers([-1, 1]))
+        count = self.integers(rows.rows)
+        self.panel, self.row = self.op("Div", flat, count), self.op("Mod", flat, count)
+
+    def op(self, kind: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
+        self.nodes.append(ir.node(kind, inputs, attributes))  # type: ignore[arg-type]
+        return self.nodes[-1].outputs[0]
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        return self.op("Constant", value=ir.tensor(array))
+
+    def integers(self, values: object) -> ir.Value:
+        return self.constant(np.array(values, np.int64))
+
+    def octets(self, values: object) -> ir.Value:
+        return self.constant(np.array(values, np.uint8))
+
+    def reshape(self, value: ir.Value, *shape: int) -> ir.Value:
+        return self.op("Reshape", value, self.integers([0, *shape]))
+
+    def pieces(self, pieces: Pieces) -> ir.Value:
+        """[T, pieces, width], as stored."""
+        size = pieces.dtype.itemsize * pieces.width
+        panel = self.op("Mul", self.panel, self.integers(self.rows.stride // size))
+        row = self.op("Mul", self.row, self.integers(pieces.step // size))
+        index = self.op("Add", self.op("Add", panel, row), self.integers(pieces.at // size))
+        return self.op("Gather", self.table.view(pieces), index, axis=0)
+
+    def wide(self, pieces: Pieces) -> ir.Value:
+        """The same in f32."""
+        return self.op("Cast", self.pieces(pieces), to=ir.DataType.FLOAT)
+
+    def codes(self) -> ir.Value:
+        """f32 [T, groups, columns of one], 0 where the weight is."""
+        rows, columns = self.rows, self.table.spec.in_features
+        codes = self.pieces(rows.codes)
+        if rows.codes.dtype == np.uint8:
+            if rows.flip:
+                codes = self.op("BitwiseXor", codes, self.octets(rows.flip))
+            pairs = self.reshape(codes, columns // 32, 16)
+            low = self.op("BitwiseAnd", pairs, self.octets(15))
+            codes = self.op("Concat", low, self.op("BitShift", pairs, self.octets(4), direction="RIGHT"), axis=-1)
+        if rows.high is not None:
+            planes = self.reshape(self.pieces(rows.high), columns // 32, rows.high_bits, 1, 4)
+            shifts = self.octets(np.arange(0, 8, rows.high_bits)[:, None])
+            bits = self.op("BitShift", planes, shifts, direction="RIGHT")
+            bits = self.op("BitwiseAnd", bits, self.octets((1 << rows.high_bits) - 1))
+            bits = self.reshape(bits, columns // 32, 32)
+            codes = self.op("BitwiseOr", codes, self.op("BitShift", bits, self.octets(4), direction="LEFT"))
+        found = self.op("Cast", codes, to=ir.DataType.FLOAT)
+        if rows.zero:
+            found = self.op("Sub", found, self.constant(np.array(rows.zero, np.float32)))
+        return self.reshape(found, columns // rows.group, rows.group)
+
+    def floats(self) -> ir.Value:
+        """The rows, f32 in the shape of the ids and one more dimension."""
+        columns, group = self.table.spec.in_features, self.rows.group
+        scales = [self.wide(factor) for factor in self.rows.factors]
+        for i, level in enumerate(self.rows.levels):
+            blocks = len(self.rows.factors[i].at)
+            product = self.op("Mul", self.reshape(self.wide(level), blocks, columns // group // blocks), scales[i])
+            scales[i] = self.reshape(product, columns // group, 1)
+        found = self.op("Mul", self.codes(), scales[0])
+        for minimum in scales[1:]:
+            found = self.op("Sub", found, minimum)
+        shape = self.op("Concat", self.op("Shape", self.ids), self.integers([columns]), axis=0)
+        return self.op("Reshape", found, shape)
