@@ -297,7 +297,6 @@ def _lookup(lookup: PackedTable, part: Part, first: Part, data: DataFiles, repor
                        "spec": json.dumps(lookup.spec.attributes())})  # fmt: skip
         written = row.nbytes
         report.dense_bytes += written
-        format.ckpt.release()
     for view in views:
         if view is not there:
             _same_bytes(view, there)
