@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.writing.prepare import open_format
 
 BY_ID = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -486,3 +488,21 @@ def test_unsupported_scheme_is_named(quantization: dict, text: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match="m") as error:
         find_format(open_checkpoint(folder)).scheme("m")
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4", "none"])
+@pytest.mark.parametrize(
+    "quantization",
+    [{}, {"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"}, {"quant_method": "bitsandbytes"}],
+)
+@pytest.mark.parametrize("other", ["model.layers.0.conv.conv.weight", "model.visual.patch_embed.weight", "x"])
+def test_dense_models_are_named_at_once(other: str, quantization: dict, quantize: str | None, tmp_path: Path) -> None:
+    """Before any other advice: a tensor of three dimensions is a convolution's, too."""
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": np.zeros((8, 8), np.float32),
+        other: np.zeros((4, 1, 3), np.float32),
+    }
+    folder = write_checkpoint(tmp_path, tensors, quantization, model_type="qwen3", num_experts=None)
+    with pytest.raises(CheckpointError, match=r": a dense model \(qwen3\): no experts; expected a mixture of experts"):
+        open_format(folder, quantize, None).moe_layers()
+    assert all("a dense model (qwen3): no experts" in text for text in survey(folder)["refused"].values())

@@ -11,7 +11,7 @@ from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is
 from quantmoe.exporter.reading.formats.awq import AWQ
 from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer, reading
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
-from quantmoe.exporter.reading.formats.experts import named_experts
+from quantmoe.exporter.reading.formats.experts import named_experts, refuse_dense
 from quantmoe.exporter.reading.formats.fp8 import FP8
 from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gpt_oss import GptOss
@@ -49,7 +49,7 @@ def find_format(ckpt: Checkpoint) -> Format:
     """
     supported = ", ".join(format.name for format in FORMATS)
     if not ckpt.quantization:
-        named_experts(ckpt, Unquantized.fused)  # says so of a dense model, which no --quantize helps
+        named_experts(ckpt, Unquantized.fused)
         raise CheckpointError(
             f"{ckpt.folder}: no quantization configuration; supported formats: {supported}; a checkpoint in "
             "floating point is rounded with --quantize int4, int8, mxfp4 or nvfp4, or left as it is with none"
@@ -58,5 +58,6 @@ def find_format(ckpt: Checkpoint) -> Format:
         if format.claims(ckpt.quantization):
             with reading(f"{ckpt.folder}: the quantization configuration cannot be read as {format.name}'s"):
                 return format(ckpt)
+    refuse_dense(ckpt)
     method = ckpt.quantization.get("quant_method")
     raise CheckpointError(f"{ckpt.folder}: quantization method {method!r}; supported formats: {supported}")

@@ -44,7 +44,7 @@ class AWQ(Format):
         own = self.overrides.of(module)
         if (bits := own.get("bits", self.bits)) != 4:
             raise CheckpointError(
-                f"{self.ckpt.folder}: {module}: AWQ bits={bits} ({self.overrides.where(module)}); supported: 4 bits"
+                f"{self.ckpt.folder}: {module}: AWQ bits={bits}{self.overrides.where(module)}; supported: 4 bits"
             )
         group_size = own.get("group_size", self.group_size)
         symmetric = "" if own.get("sym", not self.zero_point) else " asymmetric"

@@ -121,8 +121,23 @@ def named_experts(
         elif name.endswith(fused):
             found.setdefault(name.rpartition(".")[0], {})
     if not found:
+        refuse_dense(ckpt)
         raise CheckpointError(f"{ckpt.folder}: {_absence(ckpt, fused, has, part)}")
     return found
+
+
+def refuse_dense(ckpt: Checkpoint) -> None:
+    """Refuses a model of whose experts neither tensor names nor config.json say anything.
+
+    Raises:
+        CheckpointError: it is such a model, which no option helps.
+    """
+    named = any(re.search(r"\bexpert", name) for name in ckpt.names())
+    if not named and not any("expert" in key and value for key, value in ckpt.text_config.items()):
+        raise CheckpointError(
+            f"{ckpt.folder}: a dense model ({ckpt.text_config.get('model_type')}): no experts; expected a mixture of "
+            "experts; optimum-onnx (optimum-cli export onnx) and onnxruntime-genai's model builder export dense ones"
+        )
 
 
 def check_sizes(ckpt: Checkpoint, config: dict[str, Any]) -> None:
@@ -139,19 +154,12 @@ def _index(name: str) -> int:
 
 
 def _absence(ckpt: Checkpoint, fused: tuple[str, ...], has: Callable[[str], bool], part: str) -> str:
-    """That it is a dense model; or which names there are none of, and the first tensor that may be experts' by its
-    name or three dimensions."""
+    """Which names there are none of, and the first tensor that may be experts' by its name or three dimensions."""
     if part:
         layer = next((m[1] for name in ckpt.names() if has(name) and (m := re.match(r"(.+?\.\d+)\.", name))), "<layer>")
         return f"no experts of {part}; expected tensors named {_expected(f'{layer}.mlp', fused)}"
     some = [name for name in ckpt.names() if re.search(r"\bexpert", name)]
     some += [name for name in ckpt.names() if len(ckpt.shape(name)) == 3]
-    counted = [key for key in _COUNTS if ckpt.text_config.get(key)]
-    if not some and not counted:
-        return (
-            f"a dense model ({ckpt.text_config.get('model_type')}): no experts; expected a mixture of experts; "
-            "optimum-onnx (optimum-cli export onnx) and onnxruntime-genai's model builder export dense ones"
-        )
     found = f", found {ckpt.where(some[0])} {ckpt.dtype(some[0])} {list(ckpt.shape(some[0]))}" if some else ""
     return f"no experts; expected tensors named {_expected('<layer>', fused)}{found}"
 

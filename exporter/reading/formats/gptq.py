@@ -96,8 +96,8 @@ class GPTQ(Format):
         config = self.module_config(module)
         if type(config.bits) is not int or config.bits not in _ONES:
             raise CheckpointError(
-                f"{self.ckpt.folder}: {module}: unsupported GPTQ bits={config.bits}, sym={config.sym} "
-                f"({self.overrides.where(module)}); supported: 2, 3, 4 and 8 bits, sym true or false"
+                f"{self.ckpt.folder}: {module}: unsupported GPTQ bits={config.bits}, sym={config.sym}"
+                f"{self.overrides.where(module)}; supported: 2, 3, 4 and 8 bits, sym true or false"
             )
         if config.v2 is None and not config.sym:
             raise CheckpointError(

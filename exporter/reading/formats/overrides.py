@@ -52,9 +52,9 @@ class Overrides:
         return self._found(module)[1]
 
     def where(self, module: str) -> str:
-        """What of the configuration a module's fields are from, for messages."""
+        """Which entry a module's fields are from, for messages; "" without one."""
         key = self._found(module)[0]
-        return f"{self.field} {key!r}" if key else "the configuration of the whole checkpoint"
+        return f" ({self.field} {key!r})" if key else ""
 
     def _found(self, module: str) -> tuple[str, dict[str, Any]]:
         if module in self._named:

@@ -27,6 +27,7 @@ from quantmoe.exporter.reading.formats.base import (
     rounded_scheme,
     unrounded,
 )
+from quantmoe.exporter.reading.formats.experts import refuse_dense
 from quantmoe.exporter.reading.formats.rounding import rounded_to_nearest
 
 #: kind -> the group sizes there are; () for any
@@ -47,6 +48,7 @@ class Unquantized(Format):
         if kind not in KINDS:
             raise CheckpointError(f"{ckpt.folder}: cannot quantize to {kind!r}; supported: {', '.join(KINDS)}")
         if ckpt.quantization:
+            refuse_dense(ckpt)
             method = ckpt.quantization.get("quant_method")
             raise CheckpointError(f"{ckpt.folder}: already quantized ({method}); export it without --quantize")
         self.kind = kind
