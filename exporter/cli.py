@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -54,6 +55,8 @@ app = typer.Typer(
 PROMPT = "Then said the captain of the host,"
 #: of generate --prompts
 BATCH = 8
+#: of generate, where no terminal shows the answer as it comes
+NEW_TOKENS = 512
 #: of inspect --fit
 CONTEXT = 4096
 #: what inspect finds beside a model
@@ -274,7 +277,15 @@ def inspect(
         return
     from quantmoe.exporter.inspecting.inspect import inspect as inspect_model
 
-    found = inspect_model(model, verify)
+    with contextlib.ExitStack() as stack:
+        tell: list[Any] = []
+        if verify:
+            from rich.progress import DownloadColumn, TransferSpeedColumn
+
+            from quantmoe.exporter.terminal import progress
+
+            tell.append(stack.enter_context(progress("reading", DownloadColumn(), TransferSpeedColumn())))
+        found = inspect_model(model, verify, *tell)
     if memory is not None:
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
@@ -321,6 +332,9 @@ def unpack(
 def generate(
     outdir: Model,
     prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="read the prompt from this file; default: standard input that is no terminal")
+    ] = None,
     ids: Annotated[list[int] | None, typer.Option(help="token ids, e.g. 1,2,3", **listed(int))] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="a file with a prompt a line, run together; each answer is a JSON string")
@@ -330,7 +344,9 @@ def generate(
         bool, typer.Option("--chat", help="turn after turn, a line each; in a terminal what happens without a prompt")
     ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="text as it is, without the folder's chat template")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"default: the model's context in a terminal, else {NEW_TOKENS}")
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0: the likeliest token; default: as generation_config.json says")
     ] = None,
@@ -413,16 +429,22 @@ def generate(
     from quantmoe.exporter.running import ranks, states
     from quantmoe.exporter.running.cache import TAIL
     from quantmoe.exporter.running.generate import Generator, stop_tokens
+    from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
 
     messages = None if prompts is None else _read_prompts(prompts)
-    others = {"--prompt": prompt, "--ids": ids, "--chat": chat or None, "--speculate": speculate,
-              "--save-state": save_state, "--load-state": load_state}  # fmt: skip
-    for option, value in others.items():
-        if messages is not None and value is not None:
-            raise typer.BadParameter(f"--prompts does not go with {option}")
-    chat = chat or (prompt is None and ids is None and messages is None and sys.stdin.isatty())
-    if messages is None and (ids is None) == (prompt is None and not chat):
-        raise typer.BadParameter("give either --prompt or --ids, or --chat")
+    sources = {"--prompt": prompt, "--file": file, "--ids": ids}
+    others = {"--chat": chat or None, "--speculate": speculate, "--save-state": save_state, "--load-state": load_state}
+    _check_apart("--prompts", prompts, sources | others)
+    _check_apart("--ids", ids, {"--prompt": prompt, "--file": file, "--chat": chat or None})
+    _check_apart("--file", file, {"--prompt": prompt})
+    if prompts is None and not chat and all(value is None for value in sources.values()):
+        chat = sys.stdin.isatty()
+        if not chat and ranks.launched():
+            raise typer.BadParameter("under a launcher give --prompt, --file or --ids")
+        if not chat:
+            prompt = _read_prompt(None)
+    if file is not None:
+        prompt = _read_prompt(file)
     if ids is not None and (raw or stop):
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
     for option, texts in (("--prompt", [prompt]), ("--stop", stop or [])):
@@ -444,7 +466,7 @@ def generate(
     if ranks.launched() and (ranks.ranks_in(outdir) or os.environ["WORLD_SIZE"] != "1"):
         if chat or save_state is not None:
             raise typer.BadParameter(
-                "under a launcher give --prompt or --ids; --chat and --save-state are of one process"
+                "under a launcher give --prompt, --file or --ids; --chat and --save-state are of one process"
             )
         own = ranks.meet(outdir, device, seed)
         outdir, group, seed = own.path, own.group, own.seed
@@ -456,18 +478,25 @@ def generate(
                                frequency_penalty=frequency_penalty)  # fmt: skip
     if ignored := not_applied(folder):
         print(f"{folder / 'generation_config.json'}: not applied: {', '.join(ignored)}", file=sys.stderr)
+    shown = own is None and ids is None and messages is None and sys.stdout.isatty()
+    most = max_new_tokens or (sys.maxsize if shown else NEW_TOKENS)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
                    reserve=reserve, misses=misses, trace=trace, warm=warm, group=group)  # fmt: skip
 
+    signals = contextlib.ExitStack()
+
     def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
         """Of texts of so many tokens, if that is known."""
-        model = make(max_length=length, batch=rows)
+        with progress(f"loading {outdir}"):
+            model = make(max_length=None if shown and max_new_tokens is None else length, batch=rows)
+        signals.enter_context(ended_by_signals(model.interrupt))
         if own is not None:
             model.sampler = own.sampler
         return model, model.cache() if load_state is None else model.load_cache(load_state)
 
     def end(model: Generator, cache: Any) -> None:
+        signals.close()
         if experts is not None:
             print(_placed(model.experts_report(), device), file=sys.stderr)
         if save_state is not None:
@@ -476,13 +505,14 @@ def generate(
             own.leave()
 
     if ids is not None:
-        model, cache = begin(len(ids) + max_new_tokens)
+        model, cache = begin(len(ids) + most)
         cache.tail = TAIL if save_state is not None else 0  # for the same ids again, whose last one is to be run
         tell, kept = _used(load_state, cache), cache.keep(ids)
         tell(kept)
-        found = model.generate(ids[kept:], max_new_tokens, stop_tokens(folder), sampling, cache)
+        with progress("reading the prompt", TokensColumn()) as cache.progress:
+            found = model.generate(ids[kept:], most, stop_tokens(folder), sampling, cache)
         print(",".join(map(str, found.tokens)))
-        print(_speed(found), file=sys.stderr)
+        _tell_end(found, most, model.context)
         end(model, cache)
         return
     from quantmoe.exporter.running.chat import Chat, Text
@@ -494,16 +524,16 @@ def generate(
             with _in_line(prompts, number):
                 asked.append(text.encode([{"role": "user", "content": message}]))
         size = min(batch or BATCH, len(asked))
-        model, cache = begin(max(map(len, asked)) + max_new_tokens, size)
+        model, cache = begin(max(map(len, asked)) + most, size)
         for number, tokens in enumerate(asked, 1):  # before the first is run
             with _in_line(prompts, number):
                 model.check(tokens, room=1)
-        _answer(model, text, asked, size, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
+        _answer(model, text, asked, size, max_new_tokens=most, stop=stop or (), sampling=sampling)
         end(model, cache)
         return
-    reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
+    reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=sampling)
     alone = [{"role": "user", "content": prompt}] if prompt is not None and not chat else None
-    model, cache = begin(len(text.encode(alone)) + max_new_tokens if alone else None)
+    model, cache = begin(len(text.encode(alone)) + most if alone else None)
     reply = partial(reply, tell=_used(load_state, cache))
     talk = Chat(model, text, cache)
     if chat:
@@ -595,16 +625,52 @@ def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
     return tell
 
 
-def _reply(chat: Any, message: str, tell: Callable[[int], None], **options: Any) -> None:
+def _reply(chat: Any, message: str, tell: Callable[[int], None], max_new_tokens: int, **options: Any) -> None:
     """Prints an answer as it comes."""
+    from quantmoe.exporter.terminal import TokensColumn, progress
+
+    pieces = chat.reply(message, max_new_tokens, **options)
     try:
-        with contextlib.closing(chat.reply(message, **options)) as pieces:
+        with (
+            progress("reading the prompt", TokensColumn()) as chat.cache.progress,
+            contextlib.closing(pieces),
+        ):
             for piece in pieces:
                 print(piece, end="", flush=True)
     finally:
         print(flush=True)
     tell(chat.kept)
-    print(_speed(chat.last), file=sys.stderr)
+    _tell_end(chat.last, max_new_tokens, chat.model.context)
+
+
+def _tell_end(found: Any, most: int, context: int) -> None:
+    """How fast an answer came, and why it ended where that is not its own end."""
+    print(_speed(found), file=sys.stderr)
+    if found.finish_reason == "length":
+        limit = f"--max-new-tokens {most}" if len(found.tokens) == most else f"the model's context of {context} tokens"
+        print(f"the answer ended at {limit}", file=sys.stderr)
+
+
+def _check_apart(option: str, value: Any, others: dict[str, Any]) -> None:
+    """Refuses options beside one that is given."""
+    for other, beside in others.items():
+        if value is not None and beside is not None:
+            raise typer.BadParameter(f"{option} does not go with {other}")
+
+
+def _read_prompt(path: Path | None) -> str:
+    """A file's text, None: standard input's, without the line break at its end."""
+    name, option = (str(path), "--file") if path else ("standard input", None)
+    try:
+        text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8-sig")
+    except OSError as error:
+        raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=option) from None
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{name}: expected text in UTF-8", param_hint=option) from None
+    if not text.strip():
+        others = "" if path else "; give --prompt, --file or --ids, or --chat for a conversation"
+        raise typer.BadParameter(f"{name}: expected a prompt, found no text{others}", param_hint=option)
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -650,6 +716,7 @@ def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, 
     The longest run first, with others about as long: a row is padded to the longest of its batch.
     """
     from quantmoe.exporter.running.chat import answers
+    from quantmoe.exporter.terminal import TokensColumn, progress
 
     order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]), reverse=True)
     batches: list[Any] = []
@@ -657,10 +724,11 @@ def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, 
     printed = 0
     for begin in range(0, len(order), size):
         rows = order[begin : begin + size]
-        said, batch = answers(model, text, [prompts[row] for row in rows], **options)
+        with progress(f"reading {len(rows)} prompts, the longest", TokensColumn()) as tell:
+            said, batch = answers(model, text, [prompts[row] for row in rows], progress=tell, **options)
         found |= dict(zip(rows, said, strict=True))
         while printed in found:
-            print(json.dumps(found.pop(printed), ensure_ascii=False), flush=True)
+            print(json.dumps(found.pop(printed), ensure_ascii=not _prints_utf8()), flush=True)
             printed += 1
         batches.append(batch)
     read, prefill, decode = (sum(getattr(b, name) for b in batches) for name in ("prompt", "prefill", "decode"))
@@ -670,6 +738,13 @@ def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, 
         f"decode: {tokens} tokens, {(tokens - len(batches)) / decode if decode else 0:.1f} tokens/s",
         file=sys.stderr,
     )
+    if cut := sum(reason == "length" for batch in batches for reason in batch.finish_reasons):
+        limits = f"--max-new-tokens {options['max_new_tokens']} or at the model's context of {model.context} tokens"
+        print(f"{cut} of {len(prompts)} answers ended at {limits}", file=sys.stderr)
+
+
+def _prints_utf8() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf8")
 
 
 def _is_text(message: str) -> bool:
@@ -685,9 +760,12 @@ def _check_text(message: str) -> None:
 def _converse(chat: Any, message: str | None, reply: Any) -> None:
     """Turn after turn until standard input ends. Ctrl-C ends a reply, and it is part of the conversation so far."""
     typed = sys.stdin.isatty()
+    if not typed and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # _check_text names what is no text
     if typed:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() takes its editing of lines
+        from quantmoe.exporter.terminal import edit_lines
+
+        edit_lines()
         print("Ctrl-C ends a reply, Ctrl-D the conversation", file=sys.stderr)
     while True:
         try:
@@ -793,6 +871,8 @@ def bench(context: typer.Context) -> None:
 def main() -> None:
     """Entry point: errors a person can act on are one line and exit code 1."""
     arguments = sys.argv[1:] or ["--help"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths and texts may have what a pipe's encoding lacks
     try:
         _main(arguments)
     except MemoryError as error:  # without words where the modules are imported

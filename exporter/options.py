@@ -83,6 +83,8 @@ def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:
     """A command: a wrong argument is one line and exit code 2."""
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
+    except typer.Abort:  # typer's older releases for Ctrl-C
+        raise KeyboardInterrupt from None
     except UsageError as error:
         command = context.command_path if (context := getattr(error, "ctx", None)) else name
         text = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]

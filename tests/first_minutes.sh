@@ -455,7 +455,7 @@ done <<TABLE
 2|invalid value for '--group-size'|quantmoe export $fixture "$work/new" --group-size many
 1|nowhere: no such folder|quantmoe inspect nowhere
 1|expected an exported model|quantmoe generate nowhere --ids 1
-2|give either --prompt or --ids|quantmoe generate "$model"
+2|standard input: expected a prompt, found no text; give --prompt, --file or --ids|quantmoe generate "$model" </dev/null
 2|invalid value for --prompt: is empty|quantmoe generate "$model" --prompt ""
 2|--raw and --stop are of text|quantmoe generate "$model" --ids 1 --stop x
 1|--top-p is 2.0, expected a number above 0|quantmoe generate "$model" --prompt a --top-p 2

@@ -57,7 +57,8 @@ class Done:
 def quantmoe(*arguments: object, cwd: Path | None = None, **environment: str) -> Done:
     """The command in a process of its own, whose imports count."""
     command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True}
+    done = subprocess.run(command, text=True, cwd=cwd, env=os.environ | environment, **streams)
     out, _, imported = done.stdout.rstrip("\n").rpartition("\n")
     return Done(done.returncode, out, done.stderr, set(imported.split()))
 
@@ -238,7 +239,10 @@ def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_
         ("export a b --group-size x", "quantmoe export: invalid value for '--group-size': "),
         ("export a b --max-file-gb 0", "quantmoe export: invalid value for '--max-file-gb': "),
         ("exprot a b", "quantmoe: no such command 'exprot'"),
-        ("generate a", "quantmoe generate: give either --prompt or --ids"),
+        ("generate a", "quantmoe generate: standard input: expected a prompt, found no text; give --prompt, --file or"),
+        ("generate a --file none", "quantmoe generate: invalid value for --file: none: No such file or directory"),
+        ("generate a --file . --prompt b", "quantmoe generate: --file does not go with --prompt"),
+        ("generate a --ids 1 --chat", "quantmoe generate: --ids does not go with --chat"),
         ("generate a --ids 1,x", "quantmoe generate: invalid value for '--ids': '1,x'; expected numbers separated by"),
         ("generate a --ids 1 --max-new-tokens 0", "quantmoe generate: invalid value for '--max-new-tokens': "),
         ("unpack a", "quantmoe unpack: missing option '--layer'"),
@@ -553,3 +557,63 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         assert done.code == 1
         assert done.line.startswith(f"quantmoe: {tmp_path / name}: not an ONNX model: ")
         assert ("lfs pull" in done.line) == (name == "pointer.onnx")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "no such folder; expected an exported model or its folder. Of a model on the Hugging "
+         "Face hub: hf download Qwen/Qwen3-30B-A3B --local-dir CHECKPOINT, then quantmoe export CHECKPOINT OUTDIR"),
+        ("nowhere", "missing; expected an exported model or its folder"),
+        ("m.zip", "no .onnx file; expected an exported model or its folder; unpack the archive first"),
+        ("m.gguf", "no .onnx file; expected an exported model or its folder; this is a checkpoint: quantmoe export it "
+         "first"),
+        ("m.safetensors", "no .onnx file; expected an exported model or its folder; quantmoe export its folder"),
+        ("m.txt", "no .onnx file; expected an exported model or its folder"),
+    ],
+)  # fmt: skip
+def test_what_is_given_in_the_place_of_a_model_is_named(given: str, text: str, tmp_path: Path) -> None:
+    if "." in given[-12:] and "/" not in given:
+        (tmp_path / given).write_text("", encoding="utf-8")
+    for command in (["generate", given, "--prompt", "a"], ["generate", given, "--ids", "1"]):
+        done = quantmoe(*command, cwd=tmp_path)
+        assert done.code == 1
+        assert done.line == f"quantmoe: {given}: {text}"
+
+
+#: a module that is interrupted while it is imported: as it is, and as NumPy's C code has it
+INTERRUPTED = {
+    "plain": "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+    "swallowed": """
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.excepthook(*sys.exc_info())
+    raise ImportError("numpy._core.umath failed to import")
+""",
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("kind", INTERRUPTED)
+@pytest.mark.parametrize("module", ["typer", "onnxruntime"])
+def test_ctrl_c_while_modules_are_imported_is_silent(kind: str, module: str, tmp_path: Path) -> None:
+    exported_before(tmp_path / "model")
+    text = f"import os, signal, sys, time\n{INTERRUPTED[kind]}"
+    (tmp_path / f"{module}.py").write_text(text, encoding="utf-8")
+    command = "from quantmoe.exporter.command import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "generate", "model", "--ids", "1"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_command_looks_after_ctrl_c_first() -> None:
+    """Nothing that takes long is imported before its entry point runs."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, name = project["scripts"]["quantmoe"].split(":")
+    code = f"import sys, {module} as entry; entry.{name}; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"typer", "rich", "numpy", "importlib.metadata", "quantmoe.exporter.cli"} & {*imported}

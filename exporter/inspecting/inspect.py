@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +32,7 @@ from quantmoe.custom_ops.op import (
 )
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER
+from quantmoe.exporter.reading.checkpoint import LFS_POINTER, hub_name
 from quantmoe.exporter.writing.external_data import HASH, new_hash
 from quantmoe.exporter.writing.output import (
     EMBEDDINGS_MODEL,
@@ -65,7 +65,18 @@ def model_path(path: str | Path) -> Path:
     """
     given = Path(path)
     path = given / MODEL if given.is_dir() else given
+    expected = "expected an exported model or its folder"
+    if path.is_file() and path.suffix not in (".onnx", ".ort"):
+        how = {
+            ".gguf": "; this is a checkpoint: quantmoe export it first",
+            ".safetensors": "; quantmoe export its folder",
+        }
+        other = "; unpack the archive first" if path.suffix in (".zip", ".tar", ".gz", ".xz", ".zst", ".7z") else ""
+        raise ModelError(f"{path}: no .onnx file; {expected}{how.get(path.suffix, other)}")
     if not path.is_file():
+        if not given.exists() and (model := hub_name(given)):
+            fetch = f"hf download {model} --local-dir CHECKPOINT, then quantmoe export CHECKPOINT OUTDIR"
+            raise ModelError(f"{given}: no such folder; {expected}. Of a model on the Hugging Face hub: {fetch}")
         if there := ranks_in(given):
             first = next(iter(there.values()))
             how = _together(given, len(there), load(first / MODEL).metadata_props)
@@ -73,7 +84,7 @@ def model_path(path: str | Path) -> Path:
                 f"{given}: has slices of {len(there)} ranks, expected one model, as {first} is. All together: {how}"
             )
         own = "; this is a checkpoint: quantmoe export it first" if any(given.glob("*.safetensors")) else ""
-        raise ModelError(f"{path}: missing; expected an exported model or its folder{own}")
+        raise ModelError(f"{path}: missing; {expected}{own}")
     return path
 
 
@@ -95,12 +106,15 @@ def _together(folder: Path, world: int | str, metadata: Mapping[str, str]) -> st
     return f"torchrun --nproc-per-node {world} --no-python quantmoe generate {folder} --device cuda (docs/parallel.md)"
 
 
-def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
+def inspect(
+    path: str | Path, verify: bool = False, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
     """Describes every QuantMoE node, or QMoE of ``--target ort``, and the other weights.
 
     Args:
         path: the model or its folder.
         verify: read all weights and compare their hashes.
+        progress: called with how many bytes of the model's weights were read for that, and with how many there are.
 
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
@@ -166,7 +180,11 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         for name in sorted({str(tensor.location) for tensor in external.values()})
     ]
     if verify:
-        found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
+        sizes = [tensor.length or tensor.nbytes for tensor in external.values()]
+        found["verified"] = 0
+        for at, (name, tensor) in enumerate(external.items()):
+            found["verified"] += _verify(path, name, tensor)
+            progress(sum(sizes[: at + 1]), sum(sizes))
     for beside in (path.with_name(name) for name in (MTP_MODEL, VISION_MODEL, EMBEDDINGS_MODEL)):
         if path.name != MODEL:
             continue
@@ -174,7 +192,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         if verify and (is_recorded(props, beside.name) or (there and FILES in props)):
             check_recorded(path, props, beside)
         if there:
-            found[beside.stem] = inspect(beside, verify)
+            found[beside.stem] = inspect(beside, verify, progress)
     return found
 
 

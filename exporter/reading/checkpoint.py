@@ -516,10 +516,16 @@ def _no_folder(path: Path) -> str:
     expected = "expected the folder of a Hugging Face checkpoint, with config.json and *.safetensors"
     if path.exists():
         return f"not a folder; {expected}"
-    if (name := _HUB_NAME.fullmatch(str(path))) and (name[1] or not path.parent.exists()):
-        model, folder = name[2], name[2].partition("/")[2]
+    if model := hub_name(path):
+        folder = model.partition("/")[2]
         return f"no such folder; to fetch it from the Hugging Face hub: hf download {model} --local-dir {folder}"
     return f"no such folder; {expected}"
+
+
+def hub_name(path: Path) -> str | None:
+    """Return ORG/MODEL where a path that does not exist is a model's name or page on the Hugging Face hub."""
+    name = _HUB_NAME.fullmatch(str(path))
+    return name[2] if name and (name[1] or not path.parent.exists()) else None
 
 
 def outline(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:

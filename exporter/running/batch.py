@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -29,6 +29,7 @@ class Batch(Iterator[tuple[int, int]]):
         tokens: those that came, of each prompt. prompt: how many were run before, of all prompts.
         finish_reasons: of each prompt, as ``Generated.finish_reason``.
         prefill: seconds until the first came. decode: seconds for the others.
+        progress: called with how many tokens of the longest prompt were run, and with how many it has.
 
     Raises:
         OptionError: prompts that are no token ids.
@@ -72,6 +73,7 @@ class Batch(Iterator[tuple[int, int]]):
             if self._capacity > model.capacity:
                 raise ModelError(f"{model.path}: {self._capacity} tokens, the cache has a capacity of {model.capacity}")
             self._capacity = model.capacity
+        self.progress: Callable[[int, int], None] = lambda done, total: None
         self._step: DecodeStep | None = None
         self._steps = self._generate()
 
@@ -134,7 +136,9 @@ class Batch(Iterator[tuple[int, int]]):
         """Runs the prompts, ``model.chunk`` tokens at a time of all together; logits after the last of each."""
         lengths, size = np.array([*map(len, self._prompts)]), max(1, self._model.chunk // len(self._prompts))
         found: list[np.ndarray] = [np.empty(0)] * len(lengths)
-        for at in range(0, int(lengths.max()), size):
+        longest = int(lengths.max())
+        for at in range(0, longest, size):
+            self.progress(at, longest)
             counts = np.clip(lengths - at, 0, size)
             ids = np.zeros((len(counts), counts.max()), np.int64)
             for row, prompt in enumerate(self._prompts):
@@ -143,6 +147,7 @@ class Batch(Iterator[tuple[int, int]]):
             for row, left in enumerate(lengths - at):
                 if 0 < left <= size:
                     found[row] = logits[row]
+        self.progress(longest, longest)
         return np.array(found)
 
     def _run(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -44,6 +44,7 @@ class Cache:
             0: not.
         hidden: of a model that gives them, the hidden states [S, H] of the last run's tokens; None of others.
         given: inputs of the next runs beside the tokens.
+        progress: called by :meth:`append` with how many of its tokens were run, and with how many there are.
         generation: what generates on it. One that was left is closed by whatever uses the cache next, and takes back
             what it had drafted.
         drafting: the cache of the layer that drafts, of the tokens of that generation; None where nothing has drafted.
@@ -54,6 +55,7 @@ class Cache:
         self.tokens: list[int] = []
         self.hidden: np.ndarray | None = None
         self.given: dict[str, np.ndarray] = {}
+        self.progress: Callable[[int, int], None] = lambda done, total: None
         self.generation: Generation[Any, None, None] | None = None
         self.drafting: Cache | None = None
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
@@ -86,8 +88,10 @@ class Cache:
         if self.tokens and 0 in copied:  # the tail begins before these tokens: as near as there are states
             self._snapshots[len(self.tokens)] = self._states()
         at = 0
+        self.progress(0, len(ids))
         for end in sorted(ends | copied - {0}):
             logits = self._advance(ids[at:end])
+            self.progress(end, len(ids))
             heard(ids[at:end], self.hidden)
             at = end
             if end in copied:

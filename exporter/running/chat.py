@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,14 @@ def answers(
     max_new_tokens: int = 512,
     stop: Sequence[str] = (),
     sampling: Sampling | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[str], Batch]:
     """Replies to prompts, all of them run together.
 
     Args:
         prompts: token ids of each, from :meth:`Text.encode`.
         stop: as of :meth:`Chat.reply`; what ends one reply ends no other.
+        progress: as ``Batch.progress``.
 
     Returns:
         The replies in the prompts' order, and the batch that has run.
@@ -127,6 +129,7 @@ def answers(
     """
     streams = [TextStream(text.tokenizer, stop, () if text.template else ids[-8:]) for ids in prompts]
     said, batch = [""] * len(prompts), model.stream_batch(prompts, max_new_tokens, text.stop, sampling)
+    batch.progress = progress
     for row, token in batch:
         said[row] += "" if token in text.stop else streams[row].push(token)
         if streams[row].stopped:

@@ -9,6 +9,7 @@ import operator
 import reprlib
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -181,6 +182,8 @@ class Generator:
         self.chunk, self.capacity, self.device, self.cuda_graph, self.group = chunk, capacity, device, cuda_graph, group
         #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
         self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler
+        #: options of the runs that go on now
+        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
         #: names of CUDA graphs in the session; -1 is of runs that have none
         self.graphs = itertools.count(1)
         if cuda_graph and device != "cuda":
@@ -416,14 +419,20 @@ class Generator:
         save_states(cache, path)
 
     def run_options(self, graph: int) -> Any:
-        """ONNX Runtime's options of a run in a CUDA graph, or with -1 in none; None where there are no graphs."""
-        if not self.cuda_graph:
-            return None
+        """Return ONNX Runtime's options of one run, or of all runs of a CUDA graph; graph -1: of none."""
         import onnxruntime as ort
 
         options = ort.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(graph))
+        if self.cuda_graph:
+            options.add_run_config_entry("gpu_graph_id", str(graph))
+        if graph == -1:
+            self._running.add(options)
         return options
+
+    def interrupt(self) -> None:
+        """End the runs that other threads are in, which raise ModelError. CUDA graphs run to their end."""
+        for options in list(self._running):
+            options.terminate = True
 
     def logits_of(self, new: int, device: str, batch: int = 1) -> Buffer:
         """Memory for the logits of a run of so many new tokens a sequence."""
@@ -473,6 +482,8 @@ class Generator:
         except MemoryError:
             raise
         except Exception as error:  # see above
+            if "terminate flag" in str(error):
+                raise ModelError(f"{self.path}: the run of {new} tokens after {past} was interrupted") from None
             raise ModelError(f"{self.path}: {error}") from None
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -500,7 +511,7 @@ class Generator:
             ModelError: ONNX Runtime's words.
         """
         with self.running(new, past):
-            return dict(zip(self.outputs, self.session.run(None, feed), strict=True))
+            return dict(zip(self.outputs, self.session.run(None, feed, self.run_options(-1)), strict=True))
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Logits after each of the tokens, f32 [tokens, vocabulary]: as many at once as a step gives those of."""

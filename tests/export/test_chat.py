@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import pty
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
@@ -317,7 +319,7 @@ def test_command_line(talking: Path, exported) -> None:
         (("--prompt", ""), 2, "invalid value for --prompt: is empty"),
         (("--prompt", "a", "--save-state", "/nowhere/state"), 2, "/nowhere: no such folder"),
         (("--prompt", "a", "--save-state", "/"), 2, "/ is a folder, expected a file"),
-        (("--ids", "5", "--chat"), 2, "give either --prompt or --ids, or --chat"),
+        (("--ids", "5", "--chat"), 2, "--ids does not go with --chat"),
         (("--prompt", "a", "--top-p", 2), 1, "quantmoe: --top-p is 2.0, expected a number above 0, at most 1"),
         (
             ("--prompt", "a", "--temperature", 0, "--min-p", 2),
@@ -345,39 +347,232 @@ def test_the_folder_s_processors_are_applied_or_named(talking: Path, tmp_path: P
     assert (done.returncode, done.stderr) == (1, f"quantmoe: {config}: top_k is 20.0, expected an integer from 0\n")
 
 
-def test_interrupts_end_a_reply_and_not_the_conversation(talking: Path) -> None:
-    """In a terminal: a reply is left with Ctrl-C, the next message is answered, Ctrl-D ends."""
+@contextlib.contextmanager
+def terminal(*arguments: object, **environment: str) -> Iterator[Terminal]:
+    """The command in a terminal of its own."""
     master, slave = pty.openpty()
-    command = [Path(sys.executable).with_name("quantmoe"), "generate", talking, "--max-new-tokens", "100000"]
-    program = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    code = "from quantmoe.exporter.command import main; main()"
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", *map(str, arguments)],
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        env=os.environ | {"TERM": "xterm"} | environment,
+    )  # fmt: skip
     os.close(slave)
-    shown = bytearray()
+    found = Terminal(master, program)
+    reader = threading.Thread(target=found.read)
+    reader.start()
+    try:
+        yield found
+    finally:
+        program.kill()
+        program.wait()
+        reader.join()
+        os.close(master)
 
-    def read() -> None:
+
+@dataclasses.dataclass
+class Terminal:
+    master: int
+    program: subprocess.Popen
+    shown: bytearray = dataclasses.field(default_factory=bytearray)
+
+    def read(self) -> None:
         try:
-            while data := os.read(master, 4096):
-                shown.extend(data)
+            while data := os.read(self.master, 4096):
+                self.shown.extend(data)
         except OSError:  # the terminal is gone
             pass
 
-    reader = threading.Thread(target=read)
-    reader.start()
+    def type(self, text: bytes) -> None:
+        os.write(self.master, text)
 
-    def until(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
         while not condition():
-            assert time.monotonic() < end, shown.decode(errors="replace")
+            assert time.monotonic() < end, self.shown.decode(errors="replace")
             time.sleep(0.01)
 
-    for turn, message in enumerate((b"hello\n", b"more\n"), 1):
-        until(lambda: shown.count(b"> ") == turn)  # noqa: B023
-        length = len(shown)
-        os.write(master, message)
-        until(lambda: len(shown) > length + 40)  # noqa: B023  it answers
-        program.send_signal(signal.SIGINT)
-    until(lambda: shown.count(b"> ") == 3)
-    os.write(master, b"\x04")
-    assert program.wait(60) == 0
-    reader.join()
-    os.close(master)
-    assert shown.startswith(b"Ctrl-C ends a reply")
+    def until_asked(self, turn: int) -> None:
+        self.until(lambda: self.shown.count(b"> ") == turn)
+
+    def until_said(self, text: bytes) -> None:
+        self.until(lambda: text in self.shown)
+
+    def interrupt(self) -> None:
+        self.program.send_signal(signal.SIGINT)
+
+
+def test_interrupts_end_a_reply_and_not_the_conversation(talking: Path) -> None:
+    """In a terminal: a reply is left with Ctrl-C, the next message is answered, Ctrl-D ends."""
+    with terminal(talking, "--max-new-tokens", 100000) as shell:
+        for turn, message in enumerate((b"hello\n", b"more\n"), 1):
+            shell.until_asked(turn)
+            length = len(shell.shown)
+            shell.type(message)
+            shell.until(lambda: len(shell.shown) > length + 40)  # noqa: B023  it answers
+            shell.interrupt()
+        shell.until_asked(3)
+        shell.type(b"\x04")
+        assert shell.program.wait(60) == 0
+        assert b"Ctrl-C ends a reply" in shell.shown
+
+
+@pytest.fixture(scope="module")
+def endless(talking: Path, tmp_path_factory) -> Path:
+    """A model whose runs of several tokens take hours, in very many short nodes."""
+    folder = shutil.copytree(talking, tmp_path_factory.mktemp("endless") / "m")
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph, helper = model.graph, onnx.helper
+    count, condition, value, more = (
+        helper.make_tensor_value_info(name, kind, [])
+        for name, kind in (("count", 7), ("going", 9), ("counted", 7), ("goes_on", 9))
+    )
+    after = helper.make_tensor_value_info("after", 7, [])
+    body = [
+        helper.make_node("Identity", ["going"], ["goes_on"]),
+        helper.make_node("Add", ["counted", "one"], ["after"]),
+    ]
+    one = helper.make_tensor("one", 7, [], [1])
+    times, nothing, turned = (
+        helper.make_tensor(n, 7, [], [v]) for n, v in (("times", 2**40), ("nothing", 0), ("unit", 1))
+    )
+    graph.initializer.extend([times, nothing, turned])
+    logits = next(output for output in graph.output if output.name == "logits")
+    for node in graph.node:
+        node.output[:] = ["plain_logits" if name == "logits" else name for name in node.output]
+    graph.node.extend(
+        [
+            helper.make_node("Shape", ["input_ids"], ["length"], start=1, end=2),
+            helper.make_node("Squeeze", ["length"], ["tokens"]),
+            helper.make_node("Sub", ["tokens", "unit"], ["others"]),
+            helper.make_node("Mul", ["others", "times"], ["trips"]),
+            helper.make_node(
+                "Loop", ["trips", "", "nothing"], ["counts"],
+                body=helper.make_graph(body, "body", [count, condition, value], [more, after], [one]),
+            ),
+            helper.make_node("Mul", ["counts", "nothing"], ["zero"]),
+            helper.make_node("CastLike", ["zero", "plain_logits"], ["added"]),
+            helper.make_node("Add", ["plain_logits", "added"], [logits.name]),
+        ]
+    )  # fmt: skip
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+def test_ctrl_c_ends_the_run_of_a_prompt(endless: Path) -> None:
+    """The engine is in one run, whose progress is shown: the conversation goes on, a single prompt ends the command."""
+    with terminal(endless) as shell:
+        for turn in (1, 2):
+            shell.until_asked(turn)
+            before = shell.shown.count(b"tokens/s")
+            shell.type(b"hello\n")
+            shell.until(lambda: shell.shown.count(b"tokens/s") > before)  # noqa: B023
+            shell.interrupt()
+        shell.until_asked(3)
+        shell.type(b"\x04")
+        assert shell.program.wait(60) == 0
+        assert b"reading the prompt" in shell.shown
+    with terminal(endless, "--prompt", "hello") as shell:
+        shell.until_said(b"reading the prompt")
+        shell.interrupt()
+        assert shell.program.wait(60) == 130
+        assert b"Traceback" not in shell.shown
+
+
+def test_another_thread_ends_a_run(endless: Path) -> None:
+    generator, said = Generator(endless), []
+
+    def generate() -> None:
+        try:
+            generator.generate([5, 6, 7], 1)
+        except ModelError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while thread.is_alive():
+        generator.interrupt()
+        thread.join(0.01)
+    assert said == [f"{endless / 'model.onnx'}: the run of 3 tokens after 0 was interrupted"]
+    assert len(generator.generate([5], 1).tokens) == 1  # a run of one token, and the session goes on
+
+
+def test_pasted_lines_are_one_message(talking: Path) -> None:
+    with terminal(talking, "--max-new-tokens", 3) as shell:
+        shell.until_asked(1)
+        shell.type(b"\x1b[200~first line\nsecond line\n\nlast line\x1b[201~")
+        shell.until_said(b"last line")
+        assert b"prompt: " not in shell.shown
+        shell.type(b"\n")
+        shell.until_said(b"prompt: ")
+        shell.until(lambda: shell.shown.endswith(b"> "))
+        shell.type(b"\x04")
+        assert shell.program.wait(60) == 0
+        assert shell.shown.count(b"prompt: ") == 1
+
+
+def test_an_answer_in_a_terminal_ends_with_the_context(talking: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(talking, tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": []}', encoding="utf-8")
+    context = Generator(folder).context
+    for options, limit in (
+        ([], f"the model's context of {context} tokens"),
+        (["--max-new-tokens", 7], "--max-new-tokens 7"),
+    ):
+        with terminal(folder, "--prompt", "hello", *options) as shell:
+            assert shell.program.wait(120) == 0
+            shell.until_said(f"the answer ended at {limit}".encode())
+    done = generate(folder, "--prompt", "hello", "--stop", "\n")
+    if "decode: 512 tokens" in done.stderr:
+        assert "the answer ended at --max-new-tokens 512" in done.stderr
+    else:
+        assert "the answer ended" not in done.stderr
+
+
+def test_a_prompt_comes_from_a_file_or_standard_input(talking: Path, tmp_path: Path) -> None:
+    expected = generate(talking, "--prompt", "héllo\n wörld", "--max-new-tokens", 9).stdout
+    assert expected
+    file, short = tmp_path / "prompt.txt", ("--max-new-tokens", 9)
+    for ending in ("", "\n", "\r\n"):
+        file.write_bytes(f"héllo\n wörld{ending}".encode())
+        assert generate(talking, "--file", file, *short).stdout == expected
+        for encoding in ("utf-8", "ascii", "cp1252"):
+            command = [Path(sys.executable).with_name("quantmoe"), "generate", talking, *map(str, short)]
+            environment = os.environ | {"PYTHONIOENCODING": encoding}
+            done = subprocess.run(command, input=file.read_bytes(), capture_output=True, env=environment)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.decode(encoding) == expected.encode(encoding, "backslashreplace").decode(encoding)
+    file.write_bytes(b"\xff")
+    for arguments in (["--file", file], []):
+        command = [Path(sys.executable).with_name("quantmoe"), "generate", talking, *map(str, arguments)]
+        done = subprocess.run(command, input=b"\xff", capture_output=True, text=False)
+        assert done.returncode == 2
+        assert b"expected text in UTF-8" in done.stderr
+    file.write_text("hello\n", encoding="utf-8")
+    turns = generate(talking, "--chat", "--file", file, *short, stdin="more\n")
+    assert turns.stderr.count("prompt: ") == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_what_a_pipe_cannot_encode_is_escaped(talking: Path, tmp_path: Path, encoding: str) -> None:
+    """Paths, answers and JSON; nothing ends in a UnicodeEncodeError."""
+    folder = shutil.copytree(talking, tmp_path / "日本語 é")
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    executable = Path(sys.executable).with_name("quantmoe")
+    for arguments in (
+        ["inspect", folder], ["inspect", folder, "--json"], ["inspect", folder, "--explain"],
+        ["inspect", tmp_path / "ø日"],
+        ["generate", folder, "--prompt", "日本語", "--max-new-tokens", "40"],
+    ):  # fmt: skip
+        done = subprocess.run([executable, *map(str, arguments)], capture_output=True, env=environment)
+        assert b"Traceback" not in done.stderr, done.stderr
+        assert done.returncode == (arguments[1] not in (folder,)), done.stderr
+    shown = subprocess.run([executable, "inspect", str(folder)], capture_output=True, env=environment).stdout
+    assert str(folder).encode(encoding, "backslashreplace") in shown
+    prompts = tmp_path / "prompts"
+    prompts.write_text("日本語\nhello\n", encoding="utf-8")
+    run = [str(executable), "generate", str(folder), "--prompts", str(prompts), "--max-new-tokens", "40"]
+    plain, piped = (subprocess.run(run, capture_output=True, env=env) for env in (os.environ, environment))
+    answers = [json.loads(line) for line in plain.stdout.decode().splitlines()]
+    assert any(not answer.isascii() for answer in answers)
+    assert [json.loads(line) for line in piped.stdout.decode(encoding).splitlines()] == answers

@@ -1,0 +1,97 @@
+"""What commands do on a terminal beside their output: progress, Ctrl-C while the engine runs, lines that are typed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+#: seconds of work before its progress is shown
+PATIENCE = 2.0
+#: signals that end a run
+ENDS = {int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+
+
+class TokensColumn(ProgressColumn):
+    """Tokens so far, and tokens per second since the task began."""
+
+    def render(self, task: Task) -> Text:
+        total = "" if task.total is None else f" of {task.total:.0f}"
+        return Text(f"{task.completed:.0f}{total} tokens, {task.completed / max(task.elapsed or 0, 1e-9):.1f} tokens/s")
+
+
+@contextlib.contextmanager
+def progress(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    """Show on standard error how far something is, if that is a terminal and it takes longer than ``PATIENCE``.
+
+    Yields:
+        A function that takes how much is done, and of how much. When all is done, nothing is shown any more.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    shown = TextColumn("{task.description}", markup=False), BarColumn(), *columns, TimeElapsedColumn()
+    bar = Progress(*shown, console=console, transient=True)
+    task, begin = bar.add_task(what, total=None), threading.Timer(PATIENCE, bar.start)
+    begin.daemon = True
+
+    def end() -> None:
+        begin.cancel()
+        begin.join()
+        bar.stop()
+
+    def update(done: int, total: int) -> None:
+        if begin.finished.is_set() and not bar.live.is_started:
+            return  # it has ended
+        bar.update(task, completed=done, total=total)
+        if done >= total:
+            end()
+
+    begin.start()
+    try:
+        yield update
+    finally:
+        end()
+
+
+@contextlib.contextmanager
+def ended_by_signals(interrupt: Callable[[], Any]) -> Iterator[None]:
+    """Call a function as soon as a signal such as Ctrl-C comes.
+
+    Python's own handlers wait until the engine's run has returned, which takes seconds for a long prompt. This ends the
+    run, and then Python's handler raises as always.
+    """
+    read, write = socket.socketpair()
+    write.setblocking(False)
+
+    def watch() -> None:
+        while numbers := read.recv(64):
+            if ENDS & {*numbers}:
+                interrupt()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        write.close()
+        watcher.join()
+        read.close()
+
+
+def edit_lines() -> None:
+    """Let ``input`` take editing keys, and pasted lines as one message where Python has GNU readline."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
