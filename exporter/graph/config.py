@@ -37,7 +37,6 @@ def configuration(format: Format, layers: int | None) -> Any:
         raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
     check_sizes(format.ckpt, vars(config))
     _check_layers(format, config.num_hidden_layers)
-    _check_rope(format, config)
     _check_linear_heads(format, config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -96,15 +95,3 @@ def _check_linear_heads(format: Format, config: PreTrainedConfig) -> None:
             f"{format.ckpt.folder / 'config.json'}: linear_num_value_heads is {values}, expected a positive multiple "
             f"of linear_num_key_heads, {keys}"
         )
-
-
-def _check_rope(format: Format, config: PreTrainedConfig) -> None:
-    """Refuses rotary embeddings whose frequencies follow the sequence's length: a graph has them once."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # of the model, or of each type of layer
-        kind = part.get("rope_type") if isinstance(part, dict) else None
-        if kind == "longrope" or "dynamic" in str(kind):
-            raise CheckpointError(
-                f"{format.ckpt.folder / 'config.json'}: rope_type {kind} is not supported: its frequencies change with "
-                "the length of the sequence"
-            )

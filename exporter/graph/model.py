@@ -30,6 +30,7 @@ from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration
 from quantmoe.exporter.graph.experts import check_experts
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
+from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
 from quantmoe.exporter.graph.passes.shared import Shared
 from quantmoe.exporter.graph.passes.shared import recognise as recognise_shared
 from quantmoe.exporter.graph.stored import DTYPES, Stored, placeholder
@@ -107,6 +108,7 @@ class Skeleton(Stored):
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
             ARCHITECTURES[config.model_type].prepare(model)
+        follow_lengths(model)
         if vision is not None:
             vision.prepare(model)
         if format.part:
@@ -182,6 +184,11 @@ class Skeleton(Stored):
         """The rank's share of a model of which ranks have parts; None where they have all of it but for the experts."""
         part = self.format.slice
         return part if part and not part.own_tokens else None
+
+    @property
+    def short_context(self) -> int | None:
+        """The most tokens that have the rotary frequencies of short texts; None where there is one kind of texts."""
+        return switch_of(self.model.config)
 
     @property
     def with_states(self) -> list[str]:

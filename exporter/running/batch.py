@@ -69,6 +69,12 @@ class Batch(Iterator[tuple[int, int]]):
         self._samples = [model.sampler(sampling, ids) for ids in rows]
         self._lengths = np.zeros(len(rows), np.int64)  # tokens in the cache
         self._capacity = max(len(ids) + most for ids, most in zip(rows, self._most, strict=True))
+        if self._capacity > model.short_context:
+            raise ModelError(
+                f"{model.path}: {self._capacity} tokens of a prompt and its answer, expected at most "
+                f"{model.short_context} of prompts that run together: longer texts have other rotary frequencies; "
+                "give fewer new tokens or generate one after the other"
+            )
         if model.capacity is not None:
             if self._capacity > model.capacity:
                 raise ModelError(f"{model.path}: {self._capacity} tokens, the cache has a capacity of {model.capacity}")

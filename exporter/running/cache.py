@@ -61,6 +61,7 @@ class Cache:
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
         self._slots = 0  # tokens before the last one whose states are in the window
         self._snapshots: dict[int, dict[str, np.ndarray]] = {}
+        self._long = False  # keys have the rotary frequencies of texts longer than model.short_context
         self._begin()
 
     def _begin(self) -> None:
@@ -82,8 +83,9 @@ class Cache:
             ModelError: no tokens, ids outside the vocabulary, more than the model's context or the cache holds; a run
                 before was interrupted, and states are not of these tokens: go back first.
         """
-        self._make_ready(ids)
-        ends = {*range(self.model.chunk, len(ids), self.model.chunk), len(ids)}
+        ids = self._make_ready(ids)
+        first = self.model.short_context + 1 if self._long and not self.tokens else 0
+        ends = {*range(max(self.model.chunk, first), len(ids), self.model.chunk), len(ids)}
         copied = {len(ids), max(len(ids) - self.tail, 0)} if self.model.states and len(ids) > 1 else set()
         if self.tokens and 0 in copied:  # the tail begins before these tokens: as near as there are states
             self._snapshots[len(self.tokens)] = self._states()
@@ -108,15 +110,20 @@ class Cache:
         Raises:
             ModelError: as :meth:`append`.
         """
-        self._make_ready(ids)
-        return self._advance(ids)
+        return self._advance(self._make_ready(ids))[-len(ids) :]
 
-    def _make_ready(self, ids: Sequence[int]) -> None:
-        """For a run of tokens that may follow."""
+    def _make_ready(self, ids: Sequence[int]) -> Sequence[int]:
+        """Prepares a run of tokens that may follow. Returns what to run: all tokens again where the keys that are there
+        have the rotary frequencies of a shorter or longer text."""
         self.settle()
         self.model.check(ids, len(self.tokens))
         self._check_end(len(self.tokens))
-        self.reserve(len(self.tokens) + len(ids))
+        self.reserve(total := len(self.tokens) + len(ids))
+        known, self._long = self._long, total > self.model.short_context
+        if self.tokens and known != self._long:
+            ids = [*self.tokens, *ids]
+            self.rewind(0)
+        return ids
 
     def settle(self) -> None:
         """Ends a generation that was left: the cache has all tokens but the last that it gave."""
@@ -208,6 +215,10 @@ class Cache:
             ModelError: a run was interrupted, see :meth:`append`.
         """
         self._check_end(len(self.tokens))
+        if self._long and len(self.tokens) <= self.model.short_context:
+            ids = list(self.tokens)
+            self.rewind(0)
+            self.append(ids)
         now = {len(self.tokens): self._states()} if self.model.states else {}
         return {name: array[:, :, : len(self.tokens)] for name, array in self._keys()}, self._snapshots | now
 
@@ -221,6 +232,7 @@ class Cache:
         if states:
             self._restore(states[len(tokens)])
         self.tokens, self._snapshots, self._whole, self._slots = list(tokens), dict(states), True, 0
+        self._long = len(tokens) > self.model.short_context
 
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
         """Keys and values of at least the tokens, by name."""

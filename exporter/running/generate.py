@@ -30,7 +30,7 @@ from quantmoe.exporter.running.sampling import Choose, Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
-from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, eos_tokens
+from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, SHORT_CONTEXT, eos_tokens
 from quantmoe.exporter.writing.output import MTP_MODEL, check_recorded, is_recorded
 from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
 
@@ -291,10 +291,14 @@ class Generator:
         metadata = self.session.get_modelmeta().custom_metadata_map
         if self.group is not None and "world" not in metadata:
             raise ModelError(f"{self.path}: is a whole model, expected a rank of a sliced one: group was given")
-        context = metadata.get("context_length", str(sys.maxsize))
-        if not context.isdecimal():
-            raise ModelError(f"{self.path}: context_length is {context!r}, expected a number of tokens")
-        self.context = int(context)
+        self.context = self._tokens_of(metadata, "context_length")
+        #: a longer text has other rotary frequencies: all of its tokens are run again
+        self.short_context = self._tokens_of(metadata, SHORT_CONTEXT)
+        if speculate == "mtp" and SHORT_CONTEXT in metadata:
+            raise ModelError(
+                f"{self.path}: rope_type longrope with a layer of multi-token prediction is not supported; use "
+                "speculate ngram"
+            )
         #: what a cache on disk is of; "" in exports that lack it
         self.identity = metadata.get(IDENTITY, "")
         check_takes_tokens(self.path, self.session)
@@ -322,11 +326,9 @@ class Generator:
                 f"*.recurrent_state [batch, heads, key, value] or a window of them in front, of "
                 f"{' or '.join(floats)}, or of codes {' or '.join(codes)}, and their outputs present.*"
             )
-        kept = metadata.get(LOGITS, str(sys.maxsize))
-        if not kept.isdecimal():
-            raise ModelError(f"{self.path}: {LOGITS} is {kept!r}, expected a number of tokens")
+        kept = self._tokens_of(metadata, LOGITS)
         #: tokens at the end of a run whose logits it gives, at most
-        self.rows = 1 if logits[0].shape[1] == 1 else int(kept)
+        self.rows = 1 if logits[0].shape[1] == 1 else kept
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
         self._logits = floats[logits[0].type]
         self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
@@ -347,6 +349,13 @@ class Generator:
         self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
         #: whether a run takes hidden states, as that of the layer which drafts
         self.takes_hidden = any(i.name == HIDDEN for i in self.session.get_inputs())
+
+    def _tokens_of(self, metadata: Mapping[str, str], name: str) -> int:
+        """An entry that is a number of tokens; without it there is no limit."""
+        found = metadata.get(name, str(sys.maxsize))
+        if not found.isdecimal():
+            raise ModelError(f"{self.path}: {name} is {found!r}, expected a number of tokens")
+        return int(found)
 
     def _most_drafts(self) -> int:
         """Of a run; DRAFTS where it can verify none, for the error."""
@@ -515,7 +524,13 @@ class Generator:
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Logits after each of the tokens, f32 [tokens, vocabulary]: as many at once as a step gives those of."""
-        past, found, size = self.start(), [], min(self.rows, self.chunk)
+        past, found = self.start(), []
+        size = min(self.rows, len(ids) if len(ids) > self.short_context else self.chunk)
+        if self.short_context < len(ids) > size:
+            raise ModelError(
+                f"{self.path}: {len(ids)} tokens are run at once, this model gives the logits of its last {self.rows}: "
+                "export it with --logits all"
+            )
         for at in range(0, len(ids), size):
             logits, past = self.step(np.array([ids[at : at + size]], np.int64), past)
             found.append(logits[0].astype(np.float32))

@@ -19,6 +19,7 @@ from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
     LOGITS,
+    SHORT_CONTEXT,
     add_mtp,
     add_paged,
     add_vision,
@@ -294,6 +295,8 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions
             add_mtp(found, MTP_MODEL, shared_tensors(*values) if cuda else [])
+        if (short := ready.ends.get(SHORT_CONTEXT)) is not None:  # it reads prompts in pieces, and reads none again
+            found["search"]["max_length"] = min(found["search"]["max_length"], int(short))
         if options.paged:
             add_paged(found, (str(v.name) for v in parts[0].graph.graph.inputs))
         if ready.whole is not None:

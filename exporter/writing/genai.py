@@ -24,6 +24,8 @@ SHARE_BUFFER = "past_present_share_buffer"
 IDENTITY = "identity"
 #: metadata of a model that gives the logits of each row's last tokens: how many, at most; absent: of the last or of all
 LOGITS = "logits"
+#: metadata of a model whose rotary embedding is ``longrope``: the most tokens that have the frequencies of short texts
+SHORT_CONTEXT = "short_context"
 #: metadata of a model of --paged: its runs are of many requests
 PAGED_METADATA = "paged"
 #: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory

@@ -38,7 +38,7 @@ from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import MTP
 from quantmoe.exporter.reading.formats.rounding import distance
 from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, naming, new_hash
-from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, PAGED_METADATA, SHARE_BUFFER, shares_buffer
+from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, PAGED_METADATA, SHARE_BUFFER, SHORT_CONTEXT, shares_buffer
 from quantmoe.exporter.writing.output import FILES, PRODUCER
 from quantmoe.exporter.writing.prepare import Beside, Part, Report
 from quantmoe.ort_ext import LIBRARIES
@@ -80,6 +80,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         except ValueError as error:
             raise CheckpointError(f"{part.skeleton.format.ckpt.folder}: --paged: {error}") from None
         ends[PAGED_METADATA] = "true"
+        ends.pop(SHORT_CONTEXT, None)  # its tables are those of the whole context
     kept = 1 if head or options.logits == "last" else options.logits
     if not options.paged and isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
         ends[LOGITS] = str(kept)

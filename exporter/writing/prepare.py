@@ -24,7 +24,7 @@ from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format,
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.writing.genai import eos_tokens, image_processor
+from quantmoe.exporter.writing.genai import SHORT_CONTEXT, eos_tokens, image_processor
 from quantmoe.exporter.writing.output import (
     DATA,
     EMBEDDINGS_MODEL,
@@ -319,8 +319,8 @@ def companion_files(checkpoint: Path) -> list[Path]:
 
 
 def stops(skeleton: Skeleton) -> dict[str, str]:
-    """What a program that has only the model must know to stop, as metadata of it: ``eos_token_id``, numbers with
-    commas between, and ``context_length``; what the checkpoint does not say is left out.
+    """What a program that has only the model must know of its texts, as metadata of it: ``eos_token_id``, numbers with
+    commas between, ``context_length`` and ``short_context``; what the checkpoint does not say is left out.
 
     Raises:
         CheckpointError: eos_token_id is of another type.
@@ -335,6 +335,8 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
             raise CheckpointError(f"{ckpt.folder / name}: {error}") from None
     if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
         found["context_length"] = str(length)
+    if (short := skeleton.short_context) is not None:
+        found[SHORT_CONTEXT] = str(short)
     return found
 
 

@@ -5,6 +5,7 @@ Every tensor is random, norms and biases, too: what is left at zero or one hides
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from published import PUBLISHED, kept
 from safetensors.torch import load_file, save_file
 from sweeps import every
 from transformers import AutoModelForCausalLM
@@ -62,20 +64,28 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 #: all fields of a family whose layers differ in sizes that the others have once
-GEMMA4: dict[str, Any] = {
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}},
-    "enable_moe_block": True,
-    "top_k_experts": 2,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 128,
-} | {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers")}
+GEMMA4: dict[str, Any] = (
+    PUBLISHED["gemma4_text"].fields
+    | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}},
+        "top_k_experts": 2,
+        "vocab_size_per_layer_input": 128,
+    }
+    | {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers")}
+)
 GEMMA4 |= {name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")}
 GEMMA4 |= {name: SIZES[name] for name in ("num_experts", "sliding_window", "max_position_embeddings")}
-#: model_type -> fields of its own
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LLAMA4 = {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "attention_chunk_size": 8, "floor_scale": 4}
+LLAMA4 |= {"no_rope_layer_interval": 2}
+#: two experts in each of eight groups
+SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
+#: a name of PUBLISHED -> fields beside the published ones
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
-    "laguna": {},
+    "laguna": {"num_attention_heads_per_layer": [4, 8, 4, 8]},
     "afmoe": {},
     "cohere2_moe": {},
     "exaone_moe": {},
@@ -85,54 +95,46 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "hy_v3": {},
     "kolibri1": {},
     "aria_text": {},
-    "beam": {},
-    "axk1": {"num_key_value_heads": 4},
-    "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "beam": SIXTEEN,
+    "axk1": {"num_key_value_heads": 4} | SIXTEEN,
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "deepseek_v2 group_limited_greedy": {"num_key_value_heads": 4, "num_experts_per_tok": 2} | SIXTEEN,
+    "deepseek_v3": {"num_key_value_heads": 4} | SIXTEEN,
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
+    "glm4_moe": {},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    "gpt_oss": {},
     "granitemoe": {},
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "shared_intermediate_size": 96,
-        "mamba_n_heads": 8,
-        "mamba_d_state": 16,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.0625,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-    },
-    "granitemoeshared": {},
-    "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "granitemoehybrid": {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 16},
+    "granitemoeshared": {"shared_intermediate_size": 64},
+    "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
     "kimi_linear": {"num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 16},
-    "lfm2_moe": {
-        "layer_types": ["conv", "full_attention"] * 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-    "lara_mini": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "lfm2_moe": {},
+    "llama4_text": LLAMA4,
+    "llama4_text interleaved": LLAMA4,
+    "lara_mini": LINEAR,
     "mellum": {},
     "mimo_v2_flash": {"swa_head_dim": 16, "swa_num_key_value_heads": 2},
     "minimax": {},
     "minimax_m2": {},
-    "minimax_m3_vl_text": {},
+    "mixtral": {"head_dim": 16},
     "nemotron_h": {
-        "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
         "moe_shared_expert_intermediate_size": 128,
         "mamba_num_heads": 4,
         "mamba_head_dim": 16,
         "ssm_state_size": 16,
         "n_groups": 2,
         "n_group": 2,
-        "routed_scaling_factor": 2.5,
     },
+    "olmoe": {},
     "phimoe": {},
     "qwen2_moe": {},
+    "qwen3_5_moe_text": LINEAR | {"rope_parameters": {"mrope_section": [1, 1, 0]}},
+    "qwen3_moe": {"head_dim": 16},
+    "qwen3_next": LINEAR,
     "sarvam_mla": {"num_key_value_heads": 4},
     "sarvam_moe": {},
     "solar_open": {},
@@ -161,6 +163,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jetmoe": ({"kv_channels": 16}, "jetmoe: experts that are not on transformers' experts interface are not supp"),
     "zaya": ({"num_experts_per_tok": 1}, "zaya: a state of its own from token to token is not supported"),
     "glm_moe_dsa": ({"num_key_value_heads": 4}, "GlmMoeDsaAttention: attention with indices is not supported"),
+    "minimax_m3_vl_text": (
+        {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16}
+        | {"index_block_size": 4, "index_topk_blocks": 2},
+        "MiniMaxM3VLAttention: attention with block_indices is not supported",
+    ),
     "longcat_flash": ({"num_layers": 2}, "longcat_flash: experts that return their input"),
     "axk2": ({"num_key_value_heads": 4}, "AXK2Attention: attention with indices is not supported"),
     "deepseek_v32": ({"num_key_value_heads": 4}, "DeepseekV32Attention: attention with indices is not supported"),
@@ -198,28 +205,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "inkling2_loop_text: a short convolution after attention and experts is not supported",
     ),
 }
+#: types whose text model's type is a row, too
+WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe"}
 LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla")
 
 
-def fields(model_type: str) -> dict[str, Any]:
-    """Small sizes, each kind of layer once."""
-    own = ARCHITECTURES[model_type] if model_type in ARCHITECTURES else REFUSED[model_type][0]
-    if model_type in ("gemma4_text", "dots3_note_text"):  # whose configurations have no sizes of all layers
+def fields(name: str) -> dict[str, Any]:
+    """Small sizes, each kind of layer once, and the published mechanisms."""
+    own, model_type = ARCHITECTURES.get(name) or REFUSED.get(name, ({}, ""))[0], name.partition(" ")[0]
+    if model_type in ("gemma4", "gemma4_text", "dots3_note_text"):  # whose configurations have no sizes of all layers
         return own
+    published = PUBLISHED[name].fields if name in PUBLISHED else {}
     usual = CONFIG_MAPPING[model_type]()
     names = usual.to_dict().keys() | (usual.attribute_map or {}).keys()
     found = {name: value for name, value in SIZES.items() if name in names and getattr(usual, name) is not None}
     if model_type == "jamba":  # whose kinds of layers follow from periods
         return found | own
-    if kinds := list(dict.fromkeys(getattr(usual, "layer_types", None) or ())):
+    kinds = list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
+    if kinds := [*kinds, *sorted(published.get("layer_types", set()) - set(kinds))]:
         found["layer_types"] = (kinds * 4)[:4]
     if getattr(usual, "mlp_layer_types", None):
         found["mlp_layer_types"] = ["dense", *["sparse"] * 3]
-    return found | own
+    found |= {name: value for name, value in published.items() if not isinstance(value, set)} | own
+    if (rope := published.get("rope_parameters")) is not None:
+        found["rope_parameters"] = copy.deepcopy(rope | own.get("rope_parameters", {}))
+    return found
 
 
-def make_checkpoint(folder: Path, model_type: str, **sizes: Any) -> None:
-    config = CONFIG_MAPPING[model_type](**fields(model_type) | sizes)
+def make_checkpoint(folder: Path, name: str, **sizes: Any) -> None:
+    config = CONFIG_MAPPING[name.partition(" ")[0]](**fields(name) | sizes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -269,6 +283,38 @@ def test_architecture_in_int4(model_type: str, tmp_path: Path) -> None:
     assert difference(model_type, "int4", tmp_path) < 2e-5
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_tiny_model_has_the_published_mechanisms(name: str) -> None:
+    """What its configuration says after transformers has read it; layers of every published kind."""
+    config = CONFIG_MAPPING[name.partition(" ")[0]](**fields(name)).get_text_config()
+    for field, value in PUBLISHED[name].fields.items():
+        found = getattr(config, field)
+        if field == "rope_parameters":
+            parts = {"": value} if "rope_type" in value else value
+            for layers, part in parts.items():
+                own = found[layers] if layers else found
+                assert own == part or {key: own[key] for key in part} == part, (field, layers)
+        elif isinstance(value, set) and all(isinstance(kind, int) for kind in value):
+            assert len(set(found)) == len(value), field
+        elif isinstance(value, set):
+            assert set(found) >= value, field
+        else:
+            assert (found, type(found)) == (value, type(value)), field
+
+
+def test_the_docs_have_the_published_mechanisms() -> None:
+    """Every type that runs, or is refused for what was published, and no other."""
+    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+)` \| (\S+) \| (.+) \| (.+) \|$", text.partition("## Published")[2], re.MULTILINE)
+    want = [(name, one.model, kept(one), one.seen or "not seen") for name, one in PUBLISHED.items()]
+    assert rows == want
+    runs = set(re.findall("`(.+?)`", "".join(re.findall(r"^\| (`.+?) \|", text.partition("## ")[0], re.MULTILINE))))
+    refused = refused_in_the_docs()
+    assert runs == {name.partition(" ")[0] for name in PUBLISHED} - refused.keys() | WRAPPERS
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(runs)} model types]" in readme
+
+
 @pytest.mark.parametrize("model_type", every(REFUSED, 2))
 def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Path) -> None:
     """In the same words, and for what the model needs."""
@@ -283,9 +329,8 @@ def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Pa
 
 def refused_in_the_docs() -> dict[str, str]:
     """model_type -> reason."""
-    text = (
-        (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8").partition("## Refused")[2]
-    )
+    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    text = text.partition("## Refused")[2].partition("## ")[0]
     rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
     return {name: reason.partition(" (")[0] for names, reason in rows for name in re.findall("`(.+?)`", names)}
 

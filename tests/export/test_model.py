@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,12 +21,10 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.passes.repeat import RepeatError
 from quantmoe.exporter.graph.trace import PackedLinear, PartOfLinear
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
-from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.running.compare import compare
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import Report, export
-from quantmoe.exporter.writing.plan import plan
 
 ARCHITECTURES = (
     "qwen3_moe",
@@ -220,21 +217,6 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported, architecture):
 
     found = generator.get_sequence(0).tolist()[len(prompt) :]
     assert until_eos(found) == until_eos(Generator(folder).greedy(prompt, 12).tokens)
-
-
-@pytest.mark.parametrize("architecture", ["llama4_text", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_follow_the_length_are_refused(checkpoint, tmp_path, architecture, kind):
-    """They were exported as those of a short sequence where the architecture's own code is not traced."""
-    folder = shutil.copytree(checkpoint(architecture), tmp_path / "checkpoint")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    factors = {"short_factor": [1.0] * 24, "long_factor": [4.0] * 24, "original_max_position_embeddings": 16}
-    config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
-    config["rope_parameters"] |= factors if kind == "longrope" else {}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    for command in (export, plan):
-        with pytest.raises(CheckpointError, match=rf"config\.json: rope_type {kind} is not supported: its frequencies"):
-            command(folder, tmp_path / "model")
 
 
 def test_empty_inputs_are_named(exported):

@@ -308,9 +308,9 @@ def test_overrides_of_modules(id: str, name: str, tmp_path: Path) -> None:
 def test_overrides_that_are_not_carried_are_named(id: str, rules: dict, text: str, tmp_path: Path) -> None:
     case = next(c for c in CASES if c.id == id)
     folder = write(tmp_path, case, random_matrix(case, 16, 128, 32, "f16", bias=False, seed=0))
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] |= rules
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=text):
         find_format(open_checkpoint(folder)).scheme("m")
 

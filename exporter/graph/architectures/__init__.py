@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, minimax, nemotron_h, qwen3_5_moe
+from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, minimax, nemotron_h, phimoe, qwen3_5_moe
 
 #: config.model_type -> module
 ARCHITECTURES: dict[str, ModuleType] = {
@@ -17,5 +17,6 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "llama4_text": llama4,
     "minimax": minimax,
     "nemotron_h": nemotron_h,
+    "phimoe": phimoe,
     "qwen3_5_moe_text": qwen3_5_moe,
 }

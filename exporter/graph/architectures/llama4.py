@@ -53,7 +53,7 @@ def _router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _frequencies(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines in place of complex numbers, [batch, sequence, head_dim], each for two neighbours."""
-    angles = position_ids[..., None].float() * self.inv_freq.float().repeat_interleave(2)
+    angles = position_ids[..., None].float() * self.inv_freq.float().repeat_interleave(2, -1)
     return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 

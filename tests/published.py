@@ -1,0 +1,511 @@
+"""What config.json of published models says of mechanisms: facts, by transformers' model_type.
+
+A tiny model of a type (test_architectures.py) is made of these fields and of small sizes. So docs/architectures.md says
+"runs" of what was published, not of a configuration class's defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model.
+
+    Attributes:
+        model: its name on the hub.
+        seen: where its config.json was quoted; "": nowhere, ``fields`` are the defaults of transformers 5.24's
+            configuration class, which names this model.
+        fields: of config.json, in transformers' words, without sizes. Lists of layers are sets of their kinds.
+    """
+
+    model: str
+    seen: str
+    fields: dict[str, Any]
+
+
+_HUB = "hub, read before November 2026"
+_DEFAULTS = ""
+
+
+def _rope(kind: str = "default", **own: Any) -> dict[str, Any]:
+    return {"rope_type": kind, **own}
+
+
+def _yarn(factor: float, original: int, **own: Any) -> dict[str, Any]:
+    return _rope("yarn", factor=factor, original_max_position_embeddings=original, beta_fast=32.0, beta_slow=1.0, **own)
+
+
+#: Phi-3.5-MoE's lists have 64 factors, of a head of 128; a tiny head of 16 has the first, the last and some between
+_SHORT = [1.0, 1.04, 1.04, 1.05, 1.05, 1.05, 1.1, 2.8]
+_LONG = [1.02, 1.03, 1.05, 1.06, 1.36, 4.24, 31.32, 64.4]
+_MLA = {"norm_topk_prob": True, "rope_interleave": True, "attention_bias": False}
+
+#: model_type -> the published model; where there are others of other mechanisms, with a word behind it
+PUBLISHED: dict[str, Published] = {
+    "qwen3_moe": Published(
+        "Qwen/Qwen3-30B-A3B", _HUB, {"norm_topk_prob": True, "attention_bias": False, "rope_parameters": _rope()}
+    ),
+    "mixtral": Published(
+        "mistralai/Mixtral-8x7B-Instruct-v0.1", _HUB, {"sliding_window": None, "rope_parameters": _rope()}
+    ),
+    "olmoe": Published(
+        "allenai/OLMoE-1B-7B-0924", _HUB, {"norm_topk_prob": False, "clip_qkv": None, "rope_parameters": _rope()}
+    ),
+    "gpt_oss": Published(
+        "openai/gpt-oss-20b",
+        _HUB,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "rope_parameters": _yarn(32.0, 4096, truncate=False),
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+        },
+    ),
+    "deepseek_v3": Published(
+        "deepseek-ai/DeepSeek-V3",
+        _HUB,
+        _MLA
+        | {"rope_parameters": _yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)}
+        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    ),
+    "glm4_moe": Published(
+        "zai-org/GLM-4.5",
+        _HUB,
+        {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": _rope(partial_rotary_factor=0.5),
+        },
+    ),
+    "llama4_text": Published(
+        "meta-llama/Llama-4-Scout-17B-16E",
+        _HUB,
+        {
+            "layer_types": {"chunked_attention", "full_attention"},
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "rope_parameters": _rope(
+                "llama3",
+                rope_theta=5e5,
+                factor=16.0,
+                low_freq_factor=1.0,
+                high_freq_factor=1.0,
+                original_max_position_embeddings=8192,
+            ),
+        },
+    ),
+    "llama4_text interleaved": Published(
+        "meta-llama/Llama-4-Maverick-17B-128E",
+        _HUB,
+        {
+            "layer_types": {"chunked_attention", "full_attention"},
+            "use_qk_norm": False,
+            "attn_temperature_tuning": True,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": _rope(rope_theta=5e5),
+        },
+    ),
+    "qwen3_next": Published(
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        _HUB,
+        {
+            "layer_types": {"linear_attention", "full_attention"},
+            "norm_topk_prob": True,
+            "rope_parameters": _rope(partial_rotary_factor=0.25),
+        },
+    ),
+    "qwen3_5_moe_text": Published(
+        "Qwen/Qwen3.5-35B-A3B",
+        _HUB,
+        {
+            "layer_types": {"linear_attention", "full_attention"},
+            "rope_parameters": _rope(partial_rotary_factor=0.25, mrope_interleaved=True),
+        },
+    ),
+    "kimi_linear": Published(
+        "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        _HUB,
+        {
+            "layer_types": {"linear_attention", "full_attention"},
+            "q_lora_rank": None,
+            "routed_scaling_factor": 2.446,
+            "moe_renormalize": True,
+            "num_expert_group": 1,
+        },
+    ),
+    "lfm2_moe": Published(
+        "LiquidAI/LFM2-8B-A1B",
+        _HUB,
+        {
+            "layer_types": {"conv", "full_attention"},
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "lara_mini": Published(
+        "translated/Lara-4-Mini-Base",
+        _DEFAULTS,
+        {
+            "layer_types": {"linear_attention", "sliding_attention", "full_attention"},
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "gemma4_text": Published(
+        "google/gemma-4-26B-A4B-it",
+        _HUB,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "enable_moe_block": True,
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 30.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": _rope("proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+                "sliding_attention": _rope(rope_theta=1e4),
+            },
+        },
+    ),
+    "qwen2_moe": Published(
+        "Qwen/Qwen1.5-MoE-A2.7B",
+        _HUB,
+        {"norm_topk_prob": False, "qkv_bias": True, "use_sliding_window": False, "rope_parameters": _rope()},
+    ),
+    "deepseek_v2": Published(
+        "deepseek-ai/DeepSeek-V2-Lite",
+        _HUB,
+        {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": _yarn(40.0, 4096, mscale=0.707, mscale_all_dim=0.707),
+        },
+    ),
+    "deepseek_v2 group_limited_greedy": Published(
+        "deepseek-ai/DeepSeek-V2",
+        _HUB,
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 8,
+            "topk_group": 3,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": _yarn(40.0, 4096, mscale=0.707, mscale_all_dim=0.707),
+        },
+    ),
+    "glm4_moe_lite": Published(
+        "zai-org/GLM-4.7-Flash",
+        _HUB,
+        _MLA | {"n_group": 1, "routed_scaling_factor": 1.8, "rope_parameters": _rope()},
+    ),
+    "axk1": Published(
+        "skt/A.X-K1",
+        _DEFAULTS,
+        _MLA | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "rope_parameters": _rope()},
+    ),
+    "sarvam_mla": Published(
+        "sarvamai/sarvam-105b",
+        _DEFAULTS,
+        _MLA | {"q_lora_rank": None, "routed_scaling_factor": 2.5, "rope_parameters": _rope()},
+    ),
+    "granitemoe": Published(
+        "ibm-granite/granite-3.1-3b-a800m-instruct",
+        _HUB,
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.015625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "granitemoeshared": Published(
+        "ibm-research/moe-7b-1b-active-shared-experts",
+        _HUB,
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0078125,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "granitemoe_swa": Published(
+        "ibm-granite/granite-swash-3b-a600m",
+        _DEFAULTS,
+        {"layer_types": {"sliding_attention", "full_attention"}, "rope_parameters": _rope()},
+    ),
+    "granitemoehybrid": Published(
+        "ibm-granite/granite-4.0-h-tiny",
+        _HUB,
+        {
+            "layer_types": {"linear_attention", "full_attention"},
+            "position_embedding_type": "nope",
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0078125,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        },
+    ),
+    "ernie4_5_moe": Published(
+        "baidu/ERNIE-4.5-21B-A3B-PT",
+        _HUB,
+        {
+            "use_bias": False,
+            "moe_num_shared_experts": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "hy_v3": Published(
+        "tencent/Hy3-preview",
+        _DEFAULTS,
+        {
+            "router_scaling_factor": 2.826,
+            "num_shared_experts": 1,
+            "enable_moe_fp32_combine": True,
+            "rope_parameters": _rope(rope_theta=11158840.0),
+        },
+    ),
+    "dots1": Published(
+        "rednote-hilab/dots.llm1.base",
+        _HUB,
+        {
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "n_shared_experts": 2,
+            "attention_bias": False,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "minimax_m2": Published("MiniMaxAI/MiniMax-M2", _HUB, {"rope_parameters": _rope(partial_rotary_factor=0.5)}),
+    "minimax": Published(
+        "MiniMaxAI/MiniMax-Text-01-hf",
+        _HUB,
+        {
+            "layer_types": {"linear_attention", "full_attention"},
+            "full_attn_alpha_factor": 3.5565588200778455,
+            "linear_attn_alpha_factor": 3.5565588200778455,
+            "mlp_alpha_factor": 3.5565588200778455,
+            "full_attn_beta_factor": 1.0,
+            "linear_attn_beta_factor": 1.0,
+            "mlp_beta_factor": 1.0,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "nemotron_h": Published(
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        _HUB,
+        {
+            "layers_block_type": {"linear_attention", "moe", "full_attention"},
+            "mlp_hidden_act": "relu2",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "use_conv_bias": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "moe_latent_size": None,
+        },
+    ),
+    "mimo_v2_flash": Published(
+        "XiaomiMiMo/MiMo-V2-Flash",
+        _HUB,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "attention_value_scale": 0.707,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "full_attention": _rope(rope_theta=5e6, partial_rotary_factor=0.334),
+                "sliding_attention": _rope(rope_theta=1e4, partial_rotary_factor=0.334),
+            },
+        },
+    ),
+    "phimoe": Published(
+        "microsoft/Phi-3.5-MoE-instruct",
+        _HUB,
+        {
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": _rope(
+                "longrope",
+                rope_theta=1e4,
+                original_max_position_embeddings=4096,
+                short_factor=_SHORT,
+                long_factor=_LONG,
+                short_mscale=1.243163121016122,
+                long_mscale=1.243163121016122,
+            ),
+        },
+    ),
+    "cohere2_moe": Published(
+        "CohereLabs/North-Mini-Code",
+        "tests of other projects",
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "num_shared_experts": 0,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "exaone_moe": Published(
+        "LGAI-EXAONE/K-EXAONE-236B-A23B",
+        "tests of other projects",
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "num_shared_experts": 1,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "flex_olmo": Published(
+        "allenai/FlexOlmo-7x7B-1T", _HUB, {"norm_topk_prob": False, "rope_parameters": _rope(rope_theta=5e5)}
+    ),
+    "solar_open": Published(
+        "upstage/Solar-Open-100B",
+        "tests of other projects",
+        {
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "rope_parameters": _rope(
+                "yarn", factor=2.0, original_max_position_embeddings=65536, partial_rotary_factor=1.0
+            ),
+        },
+    ),
+    "mellum": Published(
+        "JetBrains/Mellum2-12B-A2.5B-Base",
+        "tests of other projects",
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "full_attention": _yarn(16.0, 8192, rope_theta=5e5, attention_factor=1.2772588722239782),
+                "sliding_attention": _rope(rope_theta=5e5),
+            },
+        },
+    ),
+    "sarvam_moe": Published(
+        "sarvamai/sarvam-30b",
+        _DEFAULTS,
+        {
+            "use_qk_norm": True,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": _rope(rope_theta=8e6, partial_rotary_factor=1.0),
+        },
+    ),
+    "aria_text": Published("rhymes-ai/Aria", _HUB, {"moe_num_shared_experts": 2, "rope_parameters": _rope()}),
+    "flint": Published(
+        "RecursiveSI/flint",
+        _DEFAULTS,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "norm_topk_prob": True,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "kolibri1": Published(
+        "Aleph-Alpha/Kolibri-1",
+        _DEFAULTS,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "norm_topk_prob": False,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "afmoe": Published(
+        "arcee-ai/Trinity-Mini",
+        "tests of other projects",
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "mup_enabled": True,
+            "route_scale": 2.826,
+            "num_shared_experts": 1,
+            "rope_parameters": _rope(),
+        },
+    ),
+    "beam": Published(
+        "reflection/Beam-1.0-501B-A23B",
+        _DEFAULTS,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "final_logit_softcapping": 30.0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "rope_parameters": {"sliding_attention": _rope(rope_theta=1e4), "full_attention": None},
+        },
+    ),
+    "hunyuan_v1_moe": Published(
+        "tencent/Hunyuan-A13B-Instruct",
+        _HUB,
+        {"tie_word_embeddings": True, "rope_parameters": _rope("dynamic", rope_theta=1e4, alpha=1000.0, factor=1.0)},
+    ),
+    "laguna": Published(
+        "poolside/Laguna-XS.2",
+        "tests of other projects",
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "gating": "per-head",
+            "moe_routed_scaling_factor": 2.5,
+            "num_attention_heads_per_layer": {48, 64},
+            "rope_parameters": {
+                "full_attention": _yarn(32.0, 8192, rope_theta=5e5, partial_rotary_factor=0.5),
+                "sliding_attention": _rope(rope_theta=1e4, partial_rotary_factor=1.0),
+            },
+        },
+    ),
+    "minimax_m3_vl_text": Published(
+        "MiniMaxAI/MiniMax-M3",
+        "tests of other projects",
+        {
+            "layer_types": {"full_attention", "minimax_m3_sparse"},
+            "routed_scaling_factor": 2.0,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+            "rope_parameters": _rope(partial_rotary_factor=0.5),
+        },
+    ),
+}
+
+
+def kept(published: Published) -> str:
+    """Return the mechanisms of a published model in the words of docs/architectures.md."""
+    words = []
+    for name, value in published.fields.items():
+        if name == "rope_parameters":
+            parts = value if any(isinstance(part, dict) for part in value.values()) else {"": value}
+            for layers, part in parts.items():
+                where = f"{layers}: " if layers else ""
+                words.append(f"{where}{'no rope' if part is None else 'rope ' + part['rope_type']}")
+        elif isinstance(value, set):
+            words.append(f"{name} {', '.join(map(str, sorted(value)))}")
+        else:
+            words.append(f"{name} {value}")
+    return "; ".join(words)
