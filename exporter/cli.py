@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
 from quantmoe.exporter.memory import CHUNKS, DRAFTS
 from quantmoe.exporter.options import UsageError, listed, missing, need, run
 from quantmoe.exporter.report import (
@@ -630,6 +630,10 @@ def _reply(chat: Any, message: str, tell: Callable[[int], None], max_new_tokens:
     from quantmoe.exporter.terminal import TokensColumn, progress
 
     pieces = chat.reply(message, max_new_tokens, **options)
+    if chat.dropped:
+        turns = "the oldest turn" if chat.dropped == 1 else f"the oldest {chat.dropped} turns"
+        limit = f"the model's context of {chat.model.context} tokens"
+        print(f"{limit} is full: dropped {turns}; the rest is read again", file=sys.stderr)
     try:
         with (
             progress("reading the prompt", TokensColumn()) as chat.cache.progress,
@@ -780,7 +784,10 @@ def _converse(chat: Any, message: str | None, reply: Any) -> None:
         if message.strip():
             _check_text(message)
             with contextlib.suppress(KeyboardInterrupt) if typed else contextlib.nullcontext():
-                reply(chat, message)
+                try:
+                    reply(chat, message)
+                except ContextError as error:  # the conversation is what it was
+                    print(f"quantmoe: {_line(str(error))}", file=sys.stderr)
         message = None
 
 

@@ -11,3 +11,7 @@ class CheckpointError(ValueError):
 
 class ModelError(ValueError):
     """An exported model that is not what it says it is; the message names file, tensor, found and expected."""
+
+
+class ContextError(ModelError):
+    """A prompt that does not fit into the model's context."""

@@ -11,7 +11,7 @@ from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.running.batch import Batch
 from quantmoe.exporter.running.cache import TAIL, Cache
-from quantmoe.exporter.running.generate import Generated, Generator, load_tokenizer, stop_tokens
+from quantmoe.exporter.running.generate import Generated, Generator, load_tokenizer, need_count, stop_tokens
 
 
 class Text:
@@ -47,7 +47,8 @@ class Chat:
     """A conversation with an exported model.
 
     Its cache is kept from turn to turn: only what is new, or what the template renders otherwise than before, is run.
-    Without a template a message follows the reply before it as it is.
+    Without a template a message follows the reply before it as it is. Where the context is full, whole turns are
+    dropped from the oldest on, and what is left is run again. A system prompt stays.
 
     Args:
         model: what generates.
@@ -57,6 +58,7 @@ class Chat:
     Attributes:
         messages: of the conversation so far, as a chat template takes them.
         last: the tokens of the last reply, and how long they took. kept: tokens of the cache that it followed.
+        dropped: turns that were dropped for the last reply.
 
     Raises:
         ModelError: as Text.
@@ -68,7 +70,7 @@ class Chat:
         self.cache.tail = TAIL
         self.messages: list[dict[str, str]] = []
         self.last: Generated | None = None
-        self.kept = 0
+        self.kept = self.dropped = 0
         self._ids: list[int] = []
 
     def reply(
@@ -82,18 +84,27 @@ class Chat:
 
         Args:
             message: what the user says.
-            max_new_tokens: at most so many.
+            max_new_tokens: at most so many. Turns are dropped until these have room, or a quarter of the context.
             stop: strings before which the answer ends; they are no part of it.
             sampling: None takes the likeliest token.
 
         Raises:
+            OptionError: the message is no text; as Generator.stream.
+            ContextError: the message alone is too long; the conversation stays what it was.
             ModelError: as Generator.stream; the template refuses the messages.
         """
-        asked, own = [*self.messages, {"role": "user", "content": message}], self.text
-        ids = own.encode(asked, self._ids)
+        if not isinstance(message, str):
+            raise OptionError(f"message is {message!r}, expected text")
+        need_count("max_new_tokens", max_new_tokens)
+        own = self.text
+        asked, ids = self._fit([*self.messages, {"role": "user", "content": message}], max_new_tokens)
         self.kept = self.cache.keep(ids)
         self.last = found = self.model.stream(ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache)
-        text, said = TextStream(own.tokenizer, stop, () if own.template else ids[-8:]), ""
+        text = TextStream(own.tokenizer, stop, () if own.template else ids[-8:])
+        return self._pieces(asked, ids, found, text)
+
+    def _pieces(self, asked: list[dict[str, str]], ids: list[int], found: Generated, text: TextStream) -> Iterator[str]:
+        own, said = self.text, ""
         try:
             for piece in text.pieces(token for token in found if token not in own.stop):
                 said += piece
@@ -103,6 +114,40 @@ class Chat:
                 found.finish_reason = "stop"
             self.messages = [*asked, {"role": "assistant", "content": said}]
             self._ids = ids + [token for token in found.tokens if token not in own.stop]
+
+    def _fit(self, messages: list[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], list[int]]:
+        """Return the messages that fit into the context with room for an answer, and their token ids.
+
+        Raises:
+            ContextError: the last message does not fit alone.
+        """
+        limit = len(self.cache.tokens) + self.cache.room
+        room = min(max_new_tokens, limit // 4)
+        ids, dropped = self.text.encode(messages, self._ids), 0
+        while len(ids) + room > limit and (rest := _without_oldest_turn(messages)):
+            messages, dropped = rest, dropped + 1
+            ids = self._encode(messages)
+        self.model.check(ids, room=1)
+        self.dropped = dropped
+        return messages, ids
+
+    def _encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the token ids of a conversation of which nothing was run."""
+        if self.text.template:
+            return self.text.encode(messages)
+        ids: list[int] = []
+        for message in messages:
+            ids = self.text.encode([message], ids)
+        return ids
+
+
+def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return messages without the first that is no system prompt, and what follows it up to the next of the user; []
+    where there is no next."""
+    first = next(i for i, message in enumerate(messages) if message["role"] not in ("system", "developer"))
+    users = (i for i, message in enumerate(messages) if message["role"] == "user" and i > first)
+    following = next(users, None)
+    return [] if following is None else messages[:first] + messages[following:]
 
 
 def answers(

@@ -8,6 +8,7 @@ import itertools
 import operator
 import reprlib
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import check_alone, inspect, load, model_path
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
@@ -184,6 +185,7 @@ class Generator:
         self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler
         #: options of the runs that go on now
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listing = threading.Lock()
         #: names of CUDA graphs in the session; -1 is of runs that have none
         self.graphs = itertools.count(1)
         if cuda_graph and device != "cuda":
@@ -435,13 +437,15 @@ class Generator:
         if self.cuda_graph:
             options.add_run_config_entry("gpu_graph_id", str(graph))
         if graph == -1:
-            self._running.add(options)
+            with self._listing:
+                self._running.add(options)
         return options
 
     def interrupt(self) -> None:
         """End the runs that other threads are in, which raise ModelError. CUDA graphs run to their end."""
-        for options in list(self._running):
-            options.terminate = True
+        with self._listing:
+            for options in self._running:
+                options.terminate = True
 
     def logits_of(self, new: int, device: str, batch: int = 1) -> Buffer:
         """Memory for the logits of a run of so many new tokens a sequence."""
@@ -651,7 +655,7 @@ class Generator:
                 raise ModelError(f"token id {id} is outside the vocabulary, 0 to {(self.vocabulary or 2**63) - 1}")
         if (total := past + len(ids)) + room > self.context:
             answer = f" and {room} for the answer do" if room else " do"
-            raise ModelError(
+            raise ContextError(
                 f"{self.path}: {total} tokens{answer} not fit into the model's context of {self.context} tokens: "
                 "shorten the prompt"
             )

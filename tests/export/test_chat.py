@@ -23,7 +23,7 @@ from tiny import make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.options import missing
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import Template, load_template
@@ -287,6 +287,72 @@ def test_a_reply_that_is_left_is_in_the_conversation(talking: Path) -> None:
     assert chat.messages[-1] == {"role": "assistant", "content": said}
     assert "".join(chat.reply("hello", 3, stop=["\n"], sampling=Sampling(seed=1))) is not None
     assert len(chat.messages) == 4
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_full_context_drops_the_oldest_turns(talking: Path, tmp_path: Path, raw: bool) -> None:
+    """Whole ones; what is left is run again, so each reply is that of a conversation that had only these turns."""
+    folder = shutil.copytree(talking, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    generator, text = Generator(folder), Text(folder, raw)
+    system = [{"role": "system", "content": "Be brief."}] * (not raw)
+    one = len(text.encode([*system, {"role": "user", "content": "message 1"}])) + 6
+    generator.context = 4 * one
+    chat = Chat(generator, text)
+    chat.messages = [*system]
+    dropped = 0
+    for turn in range(1, 12):
+        before = chat.messages
+        reply = "".join(chat.reply(f"message {turn}", 6))
+        dropped += chat.dropped
+        *others, asked, answer = chat.messages
+        assert (asked["content"], answer["content"]) == (f"message {turn}", reply)
+        assert others == [*system, *before[len(system) + 2 * chat.dropped :]]
+        assert len(chat.cache.tokens) < generator.context
+        if chat.dropped:
+            again = Chat(generator, text)
+            again.messages = others
+            again._ids = chat._encode(others) if raw and others else []
+            assert "".join(again.reply(f"message {turn}", 6)) == reply
+    assert dropped > 3
+    assert chat.last.finish_reason == "length"
+
+
+def test_a_message_that_is_too_long_alone_leaves_the_conversation_as_it_was(talking: Path) -> None:
+    generator = Generator(talking)
+    chat = Chat(generator)
+    first = "".join(chat.reply("hello", 5))
+    generator.context = 2 * (len(chat.cache.tokens) + 1)
+    messages = chat.messages
+    with pytest.raises(
+        ContextError, match=rf"[0-9]+ tokens and 1 for .* context of {generator.context} tokens: shorten"
+    ):
+        chat.reply("no " * generator.context, 5)
+    assert chat.messages == messages
+    assert chat.messages[-1]["content"] == first
+    assert "".join(chat.reply("more", 5))
+    for wrong in (5, None, ["hello"]):
+        with pytest.raises(OptionError, match=r"^message is .*, expected text"):
+            chat.reply(wrong)
+    with pytest.raises(OptionError, match="stop is '#', expected a list of texts"):
+        chat.reply("more", stop="#")
+    assert len(chat.messages) >= 2
+
+
+def test_the_command_goes_on_when_the_context_is_full(talking: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(talking, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    next(entry for entry in model.metadata_props if entry.key == "context_length").value = "120"
+    onnx.save(model, folder / "model.onnx")
+    lines = ["hello"] * 9 + ["too long " * 100, "more"]
+    done = generate(folder, "--chat", "--max-new-tokens", 20, stdin="\n".join(lines))
+    assert done.returncode == 0
+    assert done.stderr.count("prompt: ") == 10
+    assert "the model's context of 120 tokens is full: dropped the oldest turn; the rest is read again" in done.stderr
+    assert (
+        done.stderr.count("for the answer do not fit into the model's context of 120 tokens: shorten the prompt") == 1
+    )
 
 
 def generate(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess:
