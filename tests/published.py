@@ -367,7 +367,7 @@ PUBLISHED: dict[str, Published] = {
             "norm_topk_prob": False,
             "num_shared_experts": 0,
             "rms_norm_eps": 1e-6,
-            "rope_parameters": _rope(),
+            "rope_parameters": _rope(rope_theta=5e4),
         },
     ),
     "exaone_moe": Published(

@@ -48,7 +48,7 @@ from quantmoe.exporter.graph.passes.attention import (
     signature,
 )
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
-from quantmoe.exporter.graph.passes.fused_norms import type_fused_norms
+from quantmoe.exporter.graph.passes.fused_norms import spell_norms, type_fused_norms
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
 from quantmoe.exporter.graph.passes.norms import plain_norms
 from quantmoe.exporter.graph.passes.paged import refusal as unpaged
@@ -334,6 +334,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         with quiet():
             fuse_for_onnxruntime(graph, "cpu")
         type_fused_norms(graph)
+        spell_norms(graph)
     else:
         divide_by_roots(graph)
         add_norms(graph)
