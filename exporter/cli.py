@@ -198,8 +198,8 @@ def export(
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
-    remarks = (report.left_out, report.activations, report.kv_cache, report.drafting,
-               report.no_tokenizer, report.library, report.genai)  # fmt: skip
+    remarks = (report.left_out, report.activations, report.kv_cache, report.drafting, report.library, report.genai,
+               report.chat, report.tokenizer)  # fmt: skip
     for remark in filter(None, remarks):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
@@ -426,9 +426,10 @@ def generate(
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
     from quantmoe.exporter.reading.sampling import folder_sampling, not_applied
+    from quantmoe.exporter.reading.tokenizer import stop_tokens
     from quantmoe.exporter.running import ranks, states
     from quantmoe.exporter.running.cache import TAIL
-    from quantmoe.exporter.running.generate import Generator, stop_tokens
+    from quantmoe.exporter.running.generate import Generator
     from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
 
     messages = None if prompts is None else _read_prompts(prompts)
@@ -826,8 +827,8 @@ def demo(
     from quantmoe.exporter.writing.output import MODEL, check_folder
 
     check_folder(output, [MODEL], force)
+    from quantmoe.exporter.reading.tokenizer import load_tokenizer
     from quantmoe.exporter.running.compare import compare
-    from quantmoe.exporter.running.generate import load_tokenizer
 
     report = _export(checkpoint, output, force=force)
     tokenizer = load_tokenizer(output) if (output / "tokenizer.json").exists() else None

@@ -87,6 +87,8 @@ def print_model(found: dict[str, Any]) -> None:
     _print_attention(found["attention"])
     _print_linear_attention(found["linear_attention"])
     print_reasons(PLAIN_ATTENTION, found["plain_attention"])
+    if no_chat := found["metadata"].get("no_chat"):
+        console.print(no_chat, style="yellow", highlight=False)
     if "verified" in found:
         weights = [node[p] for node in found["layers"] + found["linears"] for p in ("w13", "w2", "w") if p in node]
         tensors = len(found["dense"]) + sum(len(weight.get("tensors", "1")) for weight in weights)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -10,9 +15,12 @@ from typing import Any, NoReturn
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import read_object
+from quantmoe.exporter.reading.tokenizer import CONFIG, special_tokens
 
 #: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
 OLDEST_JINJA = (3, 1, 6)
+#: of processor time, and bytes, that rendering a template for its turns may take: templates take milliseconds
+SECONDS, MEMORY = 5, 512 << 20
 
 
 class Template:
@@ -63,20 +71,47 @@ class Template:
         self.path, self.names = path, names
         try:
             self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"{path}: {error}") from None
+        except Exception as error:  # jinja2's, and those of Python's own compiler
+            raise ModelError(f"{path}: {_words(error)}") from None
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The conversation as text that the model continues with its answer.
+        """Return the conversation as text that the model continues with its answer.
 
         Raises:
-            ModelError: the template refuses the messages or fails.
+            ModelError: the template refuses the messages or fails, or the text has half of a surrogate pair.
         """
         inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render(self.names | inputs)
+            text = self._template.render(self.names | inputs)
+            text.encode()
         except Exception as error:  # whatever its expressions raise
-            raise ModelError(f"{self.path}: {error}") from None
+            raise ModelError(f"{self.path}: {_words(error)}") from None
+        return text
+
+    def render_kept(self, messages: Sequence[dict[str, str]]) -> str:
+        """Return the conversation as text, with answers as they came: each after the prompt that it was given to.
+
+        A template like gpt-oss' refuses an answer with its channels, and writes the header of a channel before others.
+
+        Raises:
+            ModelError: the template refuses the other messages, or does not render answers.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text = self.render(messages[: answers[0]] if answers else messages)
+        for i in answers:
+            text += messages[i]["content"] + self._after_answer(messages[: i + 2])
+        return text
+
+    def _after_answer(self, messages: Sequence[dict[str, str]]) -> str:
+        """What is rendered after the last answer, whatever answers say."""
+        mark = "[answer]"
+        while any(mark in message["content"] for message in messages if message["role"] != "assistant"):
+            mark = f"[{mark}]"
+        marked = [m | {"content": mark} if m["role"] == "assistant" else m for m in messages]
+        _, found, after = self.render(marked).rpartition(mark)
+        if not found:
+            raise ModelError(f"{self.path}: does not render answers as they are")
+        return after
 
     def turns(self) -> dict[str, str]:
         """The text around messages, for programs that render no Jinja.
@@ -117,29 +152,94 @@ class Template:
         return [*parts, rest]
 
 
+def _words(error: Exception) -> str:
+    """An error's text; Python's own say less than their names."""
+    if isinstance(error, UnicodeEncodeError):
+        return f"renders {error.object[error.start]!a}, half of a surrogate pair, which no tokenizer takes"
+    return str(error) or ("out of memory" if isinstance(error, MemoryError) else type(error).__name__)
+
+
+def folder_turns(folder: Path) -> tuple[dict[str, str], str]:
+    """Return the :meth:`Template.turns` of a folder's template, and why there are none, "" where it has no template.
+
+    A template is code of whoever made the checkpoint: a process renders it that has :data:`SECONDS` of processor time
+    and :data:`MEMORY` bytes, where the system limits these, and ten times the seconds by the clock.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-P", "-m", __name__, str(folder)]  # -P: nothing of the current folder
+    file = folder / "chat_template.jinja"
+    where = file if file.is_file() else folder / CONFIG
+    try:
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=10 * SECONDS)
+        found, reason = json.loads(done.stdout)
+        return found, reason
+    except subprocess.TimeoutExpired:
+        return {}, f"{where}: rendering takes longer than {10 * SECONDS} s"
+    except ValueError:  # it ended without a word
+        if done.returncode == -getattr(signal, "SIGXCPU", 0):
+            return {}, f"{where}: rendering takes longer than {SECONDS} s"
+        return {}, f"{where}: rendering ended its process with status {done.returncode}"
+
+
+def _turns(folder: Path) -> tuple[dict[str, str], str]:
+    """What :func:`folder_turns` gives, from the process that it starts."""
+    try:
+        if (template := load_template(folder)) is None:
+            return {}, ""
+        if found := template.turns():
+            return found, ""
+        template.render([{"role": "user", "content": "user 1"}])
+    except ModelError as error:
+        return {}, str(error)
+    return {}, f"{template.path}: does more than put texts around messages"
+
+
+def _limit() -> None:
+    """Limits this process, as far as the system does."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    used = Path("/proc/self/statm")
+    size = int(used.read_text(encoding="utf-8").split()[0]) * resource.getpagesize() if used.exists() else 0
+    for kind, least in ((resource.RLIMIT_AS, size + MEMORY), (resource.RLIMIT_CPU, int(time.process_time()) + SECONDS)):
+        soft, hard = resource.getrlimit(kind)
+        limits = [limit for limit in (least, soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(kind, (min(limits), hard))
+
+
 def load_template(folder: Path) -> Template | None:
-    """The folder's chat template: chat_template.jinja, else the one of tokenizer_config.json, else None.
+    """Return the folder's chat template: chat_template.jinja, else the one of tokenizer_config.json, else None.
 
     Raises:
-        ModelError: a file is not what it should be.
+        ModelError: a file is not what it should be; there are templates with names, and none is "default".
     """
     path = folder / "chat_template.jinja"
-    config = read_object(folder / "tokenizer_config.json")
-    names = {}
-    for name, token in (read_object(folder / "special_tokens_map.json") | config).items():
-        if name.endswith("_token") and (text := token.get("content") if isinstance(token, dict) else token):
-            names[name] = str(text)
     try:
-        found = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        found = path.read_text(encoding="utf-8") if path.is_file() else None
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: {error}") from None
-    if not path.is_file():
-        path = folder / "tokenizer_config.json"
-    if isinstance(found, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
+    if found is None:
+        path = folder / CONFIG
+        found = read_object(path).get("chat_template")
+    if isinstance(found, list):
+        found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    if isinstance(found, dict):
+        if "default" not in found:
+            raise ModelError(
+                f"{path}: chat_template has the templates {', '.join(sorted(found))}, expected one named default; "
+                "write the one to use to chat_template.jinja, or leave it out with --raw"
+            )
+        found = found["default"]
     if found is None:
         return None
     if not isinstance(found, str):
         raise ModelError(f"{path}: chat_template is {type(found).__name__}, expected text")
-    return Template(found, path, names)
+    return Template(found, path, special_tokens(folder))
+
+
+if __name__ == "__main__":
+    import jinja2.sandbox  # noqa: F401  before the limits, as NumPy is
+
+    _limit()
+    print(json.dumps(_turns(Path(sys.argv[1]))))

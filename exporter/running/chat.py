@@ -9,9 +9,10 @@ from typing import Any
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import load_template
+from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.exporter.running.batch import Batch
 from quantmoe.exporter.running.cache import TAIL, Cache
-from quantmoe.exporter.running.generate import Generated, Generator, load_tokenizer, need_count, stop_tokens
+from quantmoe.exporter.running.generate import Generated, Generator, need_count
 
 
 class Text:

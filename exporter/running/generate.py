@@ -31,7 +31,7 @@ from quantmoe.exporter.running.sampling import Choose, Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
-from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, SHORT_CONTEXT, eos_tokens
+from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, SHORT_CONTEXT
 from quantmoe.exporter.writing.output import MTP_MODEL, check_recorded, is_recorded
 from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
 
@@ -765,39 +765,3 @@ def _rank(name: str) -> int:
 def past_length(past: dict[str, np.ndarray]) -> int:
     """Tokens in a KV cache."""
     return int(next(value for name, value in past.items() if name.endswith(".key")).shape[2])
-
-
-def stop_tokens(folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json, else config.json.
-
-    Raises:
-        ModelError: a file is not what it should be.
-    """
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        try:
-            if (stop := eos_tokens(read_object(path))) is not None:
-                return stop
-        except ModelError:
-            raise
-        except ValueError as error:
-            raise ModelError(f"{path}: {error}") from None
-    return []
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer.json as a tokenizers.Tokenizer.
-
-    Raises:
-        ModelError: there is none, or it cannot be read.
-    """
-    from tokenizers import Tokenizer
-
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder / 'tokenizer.json'}: missing; give token ids (--ids 1,2,3) instead of a prompt")
-    try:
-        with doing(str(folder / "tokenizer.json")):
-            return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except MemoryError:
-        raise
-    except Exception as error:  # tokenizers raises nothing else
-        raise ModelError(f"{folder / 'tokenizer.json'}: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
-from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.reading.template import load_template
+from quantmoe.exporter.reading.tokenizer import TOKENIZER
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
     LOGITS,
@@ -52,6 +52,7 @@ from quantmoe.exporter.writing.prepare import (
     stale_folders,
 )
 from quantmoe.exporter.writing.readme import README, readme
+from quantmoe.exporter.writing.tokenizer import write_tokenizer
 from quantmoe.ort_ext import LIBRARIES, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path, oldest
 
 
@@ -219,6 +220,7 @@ def _export(
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, options.layers)
+        report.tokenizer = report.tokenizer or write_tokenizer(ckpt.companions, partial)
         ckpt.check_unchanged()
         for_tensorrt = options.experts == "external"
         if for_tensorrt:
@@ -238,29 +240,23 @@ def _export(
         if runtime:
             metadata["onnxruntime"] = runtime
         if not is_foreign(output, README):
-            partial(README).write_text(readme(target, runtime, part_of), encoding="utf-8")
+            partial(README).write_text(readme(target, runtime, part_of, report.tokenizer), encoding="utf-8")
+        if report.chat:
+            metadata["no_chat"] = report.chat.replace(f"{ckpt.companions}{os.sep}", "")
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
             save_part(part, partial(MTP_MODEL), {name: text for name, text in metadata.items() if name != LOGITS})
         for one in ready.beside:
             save_part(one, partial(one.name), metadata)
-        save_part(parts[0], partial(MODEL), metadata | _turns(ckpt), record(partial(MODEL).parent))
+        save_part(parts[0], partial(MODEL), metadata | ready.turns, record(partial(MODEL).parent))
     return report
-
-
-def _turns(ckpt: Checkpoint) -> dict[str, str]:
-    """What stands around messages. A template that does not render is an error of who uses it, not of the export."""
-    try:
-        template = load_template(ckpt.companions)
-    except ModelError:
-        return {}
-    return template.turns() if template else {}
 
 
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
     for path in companion_files(ckpt.companions):
-        shutil.copyfile(path, partial(path.name))
+        if path.name != TOKENIZER:
+            shutil.copyfile(path, partial(path.name))
     if layers is not None:
         partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What clients need to know of an exported folder: onnxruntime-genai's ``genai_config.json``, and where to stop."""
+"""What clients need to know of an exported folder: onnxruntime-genai's ``genai_config.json``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, PAGED
 from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.reading.tokenizer import end_tokens
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -70,9 +71,11 @@ def genai_config(
         groups, width = 1, (text["kv_lora_rank"] + text["qk_rope_head_dim"]) // 2
     tokens = {
         name: value
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        for name in ("bos_token_id", "pad_token_id")
         if (value := generation.get(name, text.get(name))) is not None
     }
+    if ends := end_tokens(generation, config):
+        tokens["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     cache = {f"{way}_{kind}_names": f"{prefix}.%d.{kind}"
              for way, prefix in (("past", "past_key_values"), ("present", "present"))
              for kind in ("key", "value")}  # fmt: skip
@@ -243,19 +246,3 @@ def _search(generation: Mapping[str, Any]) -> dict[str, Any]:
     usual = Sampling()
     numbers = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
     return {"do_sample": True} | {name: generation.get(name) or value for name, value in numbers.items()}
-
-
-def eos_tokens(config: Mapping[str, Any]) -> list[int] | None:
-    """A configuration's eos_token_id, or its text_config's; None where it has none.
-
-    Raises:
-        ValueError: neither a token id nor a list of them.
-    """
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        if (found := part.get("eos_token_id")) is not None:
-            stop = found if isinstance(found, list) else [found]
-            if not all(type(id) is int for id in stop):
-                raise ValueError(f"eos_token_id is {found!r}, expected a token id or a list of them")
-            return stop
-    return None

@@ -44,7 +44,7 @@ class DryRun:
         not_ort: see Report.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
-        activations, kv_cache, left_out, drafting: see Report. attention: how many layers are of which type, "" of
+        activations, kv_cache, left_out, drafting, chat: see Report. attention: how many layers are of which type, "" of
             models that have one.
     """
 
@@ -67,7 +67,8 @@ class DryRun:
     kv_cache: str
     left_out: str
     drafting: str
-    no_tokenizer: str
+    chat: str
+    tokenizer: str
     attention: str
 
 
@@ -143,7 +144,8 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         kv_cache=report.kv_cache,
         left_out=report.left_out,
         drafting=report.drafting,
-        no_tokenizer=report.no_tokenizer,
+        chat=report.chat,
+        tokenizer=report.tokenizer,
         attention=format.attention(wanted.layers),
     )
 

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.writing.genai import SHORT_CONTEXT, eos_tokens, image_processor
+from quantmoe.exporter.reading.template import folder_turns
+from quantmoe.exporter.reading.tokenizer import TOKENIZER, end_tokens
+from quantmoe.exporter.writing.genai import SHORT_CONTEXT, image_processor
 from quantmoe.exporter.writing.output import (
     DATA,
     EMBEDDINGS_MODEL,
@@ -81,9 +83,10 @@ class Report:
         left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
         kv_cache: remark when the KV cache is quantized, or stays float although the checkpoint wants it, else "".
         drafting: remark when generate cannot verify what ``mtp.onnx`` drafts, else "".
-        no_tokenizer: remark when the folder gets no tokenizer.json though the checkpoint could have one, else "".
         library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
         genai: remark when there is no genai_config.json though the architecture could have one, else "".
+        chat: why the metadata has no ``chat.*`` although the checkpoint has a chat template, else "".
+        tokenizer: remark when tokenizer.json is not written although the checkpoint has a tokenizer, else "".
     """
 
     format: str
@@ -104,9 +107,10 @@ class Report:
     kv_cache: str = ""
     left_out: str = ""
     drafting: str = ""
-    no_tokenizer: str = ""
     library: str = ""
     genai: str = ""
+    chat: str = ""
+    tokenizer: str = ""
 
 
 @dataclasses.dataclass
@@ -156,6 +160,7 @@ class Prepared:
         format: the checkpoint. parts: the model, and what drafts for it. beside: what makes its inputs.
         whole: transformers' configuration of the text model and its tower, where that is exported.
         report: but for what tracing and writing add. ends: see :func:`stops`.
+        turns: ``chat.*`` of the metadata.
     """
 
     format: Format
@@ -163,6 +168,7 @@ class Prepared:
     beside: list[Beside]
     report: Report
     ends: dict[str, str]
+    turns: dict[str, str]
     whole: Any = None
 
 
@@ -207,9 +213,10 @@ def prepare(
         if options.target == "ort" and options.graph_type == "f32":
             check_floats(one, nodes)
     ends = stops(chosen[0][0])
+    turns, no_turns = folder_turns(format.ckpt.companions)
     parts = [Part(*pair, attention_of(*pair, options.target, options.cache, options.paged)) for pair in chosen]
     if family is None or tower is None:
-        return Prepared(format, parts, [], _report(parts, [], options), ends)
+        return Prepared(format, parts, [], _report(parts, [], options, no_turns), ends, turns)
     from quantmoe.exporter.graph.config import whole
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
@@ -218,7 +225,7 @@ def prepare(
         Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.target)),
         Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id)),
     ]
-    return Prepared(format, parts, beside, _report(parts, beside, options), ends, config)
+    return Prepared(format, parts, beside, _report(parts, beside, options, no_turns), ends, turns, config)
 
 
 def _vision(format: Format) -> tuple[ModuleType, Format]:
@@ -292,7 +299,7 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
         raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
     companions = companion_files(checkpoint if checkpoint.is_dir() else output)  # a GGUF file has none beside it
     names = {MODEL, MTP_MODEL, VISION_MODEL, EMBEDDINGS_MODEL, DATA} | weight_files(output)
-    names |= {path.name for path in companions} | {GENAI, PROCESSOR, *filter(None, [LIBRARIES.get(target)])}
+    names |= {path.name for path in companions} | {TOKENIZER, GENAI, PROCESSOR, *filter(None, [LIBRARIES.get(target)])}
     check_folder(output, names, force)
 
 
@@ -326,13 +333,11 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
         CheckpointError: eos_token_id is of another type.
     """
     ckpt, found = skeleton.format.ckpt, {}
-    for name, config in (("generation_config.json", ckpt.generation_config), ("config.json", ckpt.config)):
-        try:
-            if eos := eos_tokens(config):
-                found["eos_token_id"] = ",".join(map(str, eos))
-                break
-        except ValueError as error:
-            raise CheckpointError(f"{ckpt.folder / name}: {error}") from None
+    try:
+        if ends := end_tokens(ckpt.generation_config, ckpt.config, ckpt.folder):
+            found["eos_token_id"] = ",".join(map(str, ends))
+    except ModelError as error:
+        raise CheckpointError(str(error)) from None
     if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
         found["context_length"] = str(length)
     if (short := skeleton.short_context) is not None:
@@ -340,13 +345,13 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
     return found
 
 
-def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options) -> Report:
-    """What is known before the tracing."""
+def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, no_turns: str) -> Report:
+    """What is known before the tracing; no_turns: why the chat template has none."""
     format = parts[0].skeleton.format
-    report = Report(format.name, {})
+    report = Report(format.name, {}, chat=f"no chat.* in the metadata: {no_turns}" if no_turns else "")
     report.left_out = format.left_out(VISION if beside else parts[-1].skeleton.format.part)
     if reason := format.ckpt.no_tokenizer:
-        report.no_tokenizer = f"no tokenizer.json: {reason}; the model takes token ids: quantmoe generate --ids 1,2,3"
+        report.tokenizer = f"no tokenizer.json: {reason}; the model takes token ids: quantmoe generate --ids 1,2,3"
     report.drafting = _drafting(bool(parts[0].skeleton.with_states), options)
     for one in beside:
         for source in one.stored.sources.values():

@@ -19,13 +19,18 @@ PACKAGES = {
 MADE = "`make release` in QuantMoE's sources makes it; no package registry had it when this was written."
 
 
-def readme(target: str, runtime: str, part: Slice | None = None) -> str:
-    """Text of the file, in Markdown.
+def readme(target: str, runtime: str, part: Slice | None = None, remark: str = "") -> str:
+    """Return the file's text, in Markdown.
 
     Args:
         target: of the export. runtime: the oldest ONNX Runtime that runs it, "" where TensorRT alone does.
         part: what the folder has of a model, None: all.
+        remark: what else a user of the folder must know.
     """
+    return _what_runs(target, runtime, part) + (f"\n{remark}\n" if remark else "")
+
+
+def _what_runs(target: str, runtime: str, part: Slice | None) -> str:
     title, command, wrote = "A model", f"quantmoe export --target {target}", "wrote this folder. "
     if part is not None:
         title, command = f"Rank {part.rank} of {part.world} of a model", f"{command} --tensor-parallel {part.world}"

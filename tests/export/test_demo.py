@@ -19,8 +19,9 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.running import compare
-from quantmoe.exporter.running.generate import Generator, load_tokenizer
+from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

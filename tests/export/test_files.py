@@ -31,7 +31,8 @@ from quantmoe.exporter.cli import main
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator, load_tokenizer, stop_tokens
+from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
+from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing import convert
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.external_data import ALIGNMENT

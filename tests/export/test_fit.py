@@ -18,7 +18,8 @@ from quantmoe.exporter.inspecting.fit import RATES, device_slots, file_slot_byte
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import RESERVE, reserve
 from quantmoe.exporter.inspecting.trace import Trace, read_trace
-from quantmoe.exporter.running.generate import Generator, load_tokenizer
+from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.running.generate import Generator
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 CONTEXT = 100

@@ -35,9 +35,10 @@ from quantmoe.exporter.inspecting.fit import _drafting, fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import print_fit
 from quantmoe.exporter.running.cache import States
-from quantmoe.exporter.running.generate import SPINNING, Generator, load_tokenizer
+from quantmoe.exporter.running.generate import SPINNING, Generator
 from quantmoe.exporter.running.speculate import Head
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan

@@ -1,0 +1,122 @@
+"""A complete tokenizer.json: by itself it gives the ids and texts that AutoTokenizer gives for the checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.reading.tokenizer import TOKENIZER, read_tokenizer
+from quantmoe.exporter.writing.battery import texts
+
+#: a folder with none of these has no tokenizer
+SOURCES = (TOKENIZER, "vocab.json", "vocab.txt", "tekken.json", "*.model")
+#: special tokens that stand in texts of their own, at most
+TOKENS = 64
+
+
+def write_tokenizer(folder: Path, partial: Callable[[str], Path]) -> str:
+    """Write tokenizer.json: the checkpoint's own bytes where they are complete, else what transformers makes of it.
+
+    Args:
+        folder: a checkpoint's, whose code is never run.
+        partial: final name -> where to write.
+
+    Returns:
+        Why there is no tokenizer.json although the checkpoint has a tokenizer, else "".
+    """
+    if not any(path.is_file() for name in SOURCES for path in folder.glob(name)):
+        return ""
+    try:
+        with doing(str(folder / TOKENIZER)):
+            auto, made = _made(folder)
+    except MemoryError:
+        raise
+    except Exception as error:  # of transformers, of tokenizers, of packages that convert
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if find_spec("sentencepiece") is None and not (folder / TOKENIZER).is_file() and any(folder.glob("*.model")):
+            reason += "; SentencePiece's files take pip install sentencepiece protobuf"
+        return f"no {TOKENIZER}: transformers makes no tokenizer of the checkpoint's files: {reason[:500]}"
+    path = partial(TOKENIZER)
+    if _is_complete(folder / TOKENIZER, auto, made):
+        shutil.copyfile(folder / TOKENIZER, path)
+    else:
+        path.write_text(made.to_str(pretty=True), encoding="utf-8")
+    if difference := compare(auto, read_tokenizer(path)):
+        path.unlink()
+        return f"no {TOKENIZER}: it cannot say what transformers does with the checkpoint's tokenizer: {difference}"
+    return ""
+
+
+def compare(auto: Any, tokenizer: Any) -> str:
+    """Return the first text for which a tokenizer gives other ids or another text than transformers', "" for none.
+
+    Args:
+        auto: transformers'. tokenizer: a tokenizers.Tokenizer.
+    """
+    battery = texts(itertools.islice(auto.get_added_vocab(), TOKENS))
+    for special in (True, False):
+        wanted = auto(battery, add_special_tokens=special)["input_ids"]
+        given = [encoding.ids for encoding in tokenizer.encode_batch(battery, add_special_tokens=special)]
+        for text, expected, found in zip(battery, wanted, given, strict=True):
+            if expected != found:
+                return f"{text!a} is {_short(expected)} there and {_short(found)} here"
+            for skipped in (True, False):
+                there = auto.decode(expected, skip_special_tokens=skipped)
+                if (here := tokenizer.decode(expected, skip_special_tokens=skipped)) != there:
+                    return f"tokens {_short(expected)} are the text {there!a} there and {here!a} here"
+    return ""
+
+
+def _made(folder: Path) -> tuple[Any, Any]:
+    """Transformers' tokenizer of a folder, and the tokenizers.Tokenizer in it without truncation and padding."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        # never code out of the checkpoint's folder, nor a question whether to run it
+        auto = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    made = getattr(auto, "backend_tokenizer", None)
+    if not isinstance(made, Tokenizer):
+        raise TypeError(f"{type(auto).__name__} is a tokenizer in Python, which no {TOKENIZER} has")
+    made.no_truncation()  # as each of its calls does
+    made.no_padding()
+    return auto, made
+
+
+def _is_complete(path: Path, auto: Any, made: Any) -> bool:
+    """Whether a file by itself, in readers that obey all of it, is the tokenizer that transformers makes."""
+    from tokenizers import Tokenizer
+
+    if not path.is_file():
+        return False
+    found = Tokenizer.from_file(str(path))
+    if found.truncation is not None or found.padding is not None:
+        return False
+    if found.to_str() == made.to_str():
+        return True
+    added = (tokenizer.get_added_tokens_decoder() for tokenizer in (found, made))
+    here, there = ({id: token.__getstate__() for id, token in tokens.items()} for tokens in added)
+    return here == there and found.get_vocab_size() == made.get_vocab_size() and not compare(auto, found)
+
+
+def _short(ids: Sequence[int]) -> str:
+    return str(list(ids)) if len(ids) <= 12 else f"{list(ids[:12])} and {len(ids) - 12} more"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' remarks on tokenizers, which say nothing about an export."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,247 @@
+"""Tokens are AutoTokenizer's: in the tokenizer.json of an export, in what reads a folder, and from turn to turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.reading.sampling import read_object
+from quantmoe.exporter.reading.template import folder_turns, load_template
+from quantmoe.exporter.reading.tokenizer import end_tokens, load_tokenizer, special_tokens, stop_tokens
+from quantmoe.exporter.running.chat import Text
+from quantmoe.exporter.writing.tokenizer import write_tokenizer
+
+TEXTS = ["<|im_start|>a mixture<|im_end|> of  <|im_start|> experts", "router's <b> é", " token"]
+
+
+def edit(path: Path, change: dict[str, Any]) -> None:
+    path.write_text(json.dumps(read_object(path) | change), encoding="utf-8")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """What lies beside a checkpoint's weights."""
+    folder = tmp_path / "source"
+    make_tokenizer().save_pretrained(folder)
+    edit(folder / "config.json", {"model_type": "qwen3_moe"})
+    return folder
+
+
+def written(source: Path) -> Path:
+    """A folder with the tokenizer of an export."""
+    out = source.with_name("out")
+    out.mkdir(exist_ok=True)
+    assert write_tokenizer(source, lambda name: out / name) == ""
+    for path in source.glob("*.json"):
+        if path.name != "tokenizer.json":
+            (out / path.name).write_bytes(path.read_bytes())
+    return out
+
+
+def ids(tokenizer: Any, special: bool) -> list[list[int]]:
+    if isinstance(tokenizer, Tokenizer):
+        return [tokenizer.encode(text, add_special_tokens=special).ids for text in TEXTS]
+    return [tokenizer(text, add_special_tokens=special).input_ids for text in TEXTS]
+
+
+def check(source: Path) -> None:
+    """That a folder's readers, the exported file by itself and transformers in both folders give the same ids."""
+    out, auto = written(source), AutoTokenizer.from_pretrained(source)
+    plain = Tokenizer.from_file(str(out / "tokenizer.json"))
+    for special in (True, False):
+        wanted = ids(auto, special)
+        assert ids(load_tokenizer(source), special) == wanted
+        assert ids(plain, special) == wanted
+        assert ids(load_tokenizer(out), special) == wanted
+        assert ids(AutoTokenizer.from_pretrained(out), special) == wanted
+    assert special_tokens(source) == special_tokens(out) == auto.special_tokens_map
+
+
+def test_a_complete_file_stays_as_it_is(source: Path) -> None:
+    assert (written(source) / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    check(source)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 64},
+                "direction": "Left",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<pad>",
+            }
+        },
+    ],
+)
+def test_truncation_and_padding_are_left_out(source: Path, change: dict[str, Any]) -> None:
+    edit(source / "tokenizer.json", change)
+    check(source)
+    assert read_object(source.with_name("out") / "tokenizer.json")[next(iter(change))] is None
+
+
+FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+
+
+def added(first: int, *names: str) -> dict[str, Any]:
+    return {str(first + i): FLAGS | {"content": name} for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", lambda n: {"added_tokens_decoder": added(n, "<|im_start|>", "<|im_end|>")}),
+        ("tokenizer_config.json", lambda n: {"added_tokens_decoder": {n: {"content": "<|im_end|>", "rstrip": True}}}),
+        ("added_tokens.json", lambda n: {"<|im_end|>": n + 1, "<|im_start|>": n}),
+        ("tokenizer_config.json", lambda n: {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]}),
+        ("tokenizer_config.json", lambda n: {"extra_special_tokens": {"begin_token": "<|im_start|>"}}),
+        ("tokenizer_config.json", lambda n: {"additional_special_tokens": ["<|im_end|>"]}),
+        ("special_tokens_map.json", lambda n: {"eos_token": FLAGS | {"content": "<|im_end|>"}}),
+        ("tokenizer_config.json", lambda n: {"image_token": "<|im_start|>", "add_bos_token": True}),
+    ],
+)  # fmt: skip
+def test_tokens_that_other_files_name(source: Path, file: str, change: Callable[[int], dict[str, Any]]) -> None:
+    edit(source / file, change(len(AutoTokenizer.from_pretrained(source))))
+    check(source)
+
+
+def test_named_tokens_are_variables_of_templates(source: Path) -> None:
+    template = "{{ begin_token }}{{ bos_token }}{{ messages[0].content }}{{ add_bos_token }}"
+    tokens = {"extra_special_tokens": {"begin_token": "<b>"}, "add_bos_token": False}
+    edit(source / "tokenizer_config.json", tokens | {"chat_template": template})
+    said = [{"role": "user", "content": "a"}]
+    wanted = AutoTokenizer.from_pretrained(source).apply_chat_template(said, tokenize=False)
+    assert load_template(source).render(said) == wanted == "<b><s>a"
+
+
+def test_what_is_no_token_is_named(source: Path) -> None:
+    for wrong in ({"x": {"content": "a"}}, {"1": {}}, {"1": "a", "2": 3}, []):
+        edit(source / "tokenizer_config.json", {"added_tokens_decoder": wrong})
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as special tokens"):
+            load_tokenizer(source)
+
+
+def test_vocabulary_and_merges_become_one_file(source: Path) -> None:
+    Tokenizer.from_file(str(source / "tokenizer.json")).model.save(str(source))
+    (source / "tokenizer.json").unlink()
+    edit(source / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+    out, auto = written(source), AutoTokenizer.from_pretrained(source)
+    assert ids(load_tokenizer(out), True) == ids(auto, True) == ids(AutoTokenizer.from_pretrained(out), True)
+    assert auto.decode(ids(auto, True)[0]) == TEXTS[0]
+
+
+def test_a_tokenizer_that_needs_the_checkpoints_code_is_left_out(source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    (source / "tokenization.py").write_text("raise SystemExit('this ran')", encoding="utf-8")
+    (source / "tiktoken.model").write_text("IQ== 0\n", encoding="utf-8")
+    change = {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}, "tokenizer_class": "Own"}
+    edit(source / "tokenizer_config.json", change)
+    out = source.with_name("out")
+    out.mkdir()
+    assert "transformers makes no tokenizer of" in write_tokenizer(source, lambda name: out / name)
+    assert not [*out.iterdir()]
+
+
+def test_what_no_file_can_say_is_no_file(tmp_path: Path) -> None:
+    """Transformers takes spaces out of the texts of this one, which no tokenizer.json does."""
+    known = [("<unk>", 0.0), *((f"\u2581{word}", -1.0) for word in ("a", ",", ".", "!")), ("\u2581", -2.0)]
+    tokenizer = Tokenizer(models.Unigram(known, unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    source, out = tmp_path / "source", tmp_path / "out"
+    out.mkdir()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=True
+    ).save_pretrained(source)
+    edit(source / "config.json", {"model_type": "ernie4_5_moe"})
+    remark = write_tokenizer(source, lambda name: out / name)
+    assert "it cannot say what transformers does" in remark
+    assert "are the text" in remark
+    assert not [*out.iterdir()]
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    assert write_tokenizer(tmp_path, lambda name: tmp_path / name) == ""
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 7}, [1, 2]),
+        ({"eos_token_id": 0}, {"eos_token_id": 7}, [0]),
+        ({"eos_token_id": []}, {"eos_token_id": 7}, [7]),
+        ({"eos_token_id": None}, {"eos_token_id": [], "text_config": {"eos_token_id": 3}}, [3]),
+        ({"eos_token_id": []}, {}, []),
+    ],
+)
+def test_one_rule_says_where_texts_end(tmp_path: Path, generation: Any, config: Any, ends: list[int]) -> None:
+    for name, fields in (("generation_config.json", generation), ("config.json", config)):
+        edit(tmp_path / name, fields)
+    assert end_tokens(generation, config) == stop_tokens(tmp_path) == ends
+
+
+def test_templates_by_name_without_a_default(source: Path) -> None:
+    named = [{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "y"}]
+    edit(source / "tokenizer_config.json", {"chat_template": named})
+    with pytest.raises(ValueError, match="no default"):
+        AutoTokenizer.from_pretrained(source).apply_chat_template([{"role": "user", "content": "a"}])
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template has the templates rag, tool_use,"):
+        load_template(source)
+    assert Text(source, raw=True).template is None
+    assert "expected one named default" in folder_turns(source)[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "maximum recursion depth exceeded"),
+        ("{% for a in [1] %}" * 40 + "{% endfor %}" * 40, "too many statically nested blocks"),
+        ("{{ '\ud800' }}", r"renders '\ud800', half of a surrogate pair"),
+        ("{{ 'a' * 10**13 }}", "out of memory"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(tmp_path: Path, template: str, message: str) -> None:
+    edit(tmp_path / "tokenizer_config.json", {"chat_template": template})
+    with pytest.raises(ModelError) as failed:
+        load_template(tmp_path).render([{"role": "user", "content": "a"}])
+    for text in (str(failed.value), folder_turns(tmp_path)[1]):
+        assert text.startswith(f"{tmp_path / 'tokenizer_config.json'}: {message}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% set x = namespace(l='a') %}{% for i in range(36) %}{% set x.l = x.l + x.l %}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_too_much_ends(tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export goes on, and says which file it was."""
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    turns, reason = folder_turns(tmp_path)
+    assert turns == {}
+    assert reason.startswith(f"{tmp_path / 'chat_template.jinja'}: ")
+    assert "longer than" in reason or "out of memory" in reason
+
+
+def test_no_module_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('this ran')", encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert folder_turns(tmp_path) == (
+        {},
+        f"{tmp_path / 'chat_template.jinja'}: does more than put texts around messages",
+    )
