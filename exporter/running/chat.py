@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
@@ -34,20 +34,41 @@ class Text:
         self.template = None if raw else load_template(folder)
 
     def encode(self, messages: Sequence[dict[str, str]], before: Sequence[int] = ()) -> list[int]:
-        """Token ids of a conversation that ends with a message; before: of what came before it, without a template.
+        """Return the token ids of a conversation that ends with a message.
+
+        Args:
+            before: without a template, the ids of what came before that message.
 
         Raises:
-            ModelError: the template refuses the messages.
+            ModelError: the template refuses the messages, or a message has half of a surrogate pair.
         """
         if self.template:
-            return list(self.tokenizer.encode(self.template.render(messages), add_special_tokens=False).ids)
-        return [*before, *self.tokenizer.encode(messages[-1]["content"], add_special_tokens=not before).ids]
+            return self.ids(self.template.render(messages))
+        return [*before, *self.ids(messages[-1]["content"], begins=not before)]
+
+    def ids(self, text: str, begins: bool = False) -> list[int]:
+        """Return the token ids of a text; begins: with the special tokens that a text begins with.
+
+        Raises:
+            ModelError: it has half of a surrogate pair.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ModelError(f"the prompt has {text[error.start]!a}, half of a surrogate pair") from None
+        return list(self.tokenizer.encode(text, add_special_tokens=begins).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens among it."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class Chat:
     """A conversation with an exported model.
 
     Its cache is kept from turn to turn: only what is new, or what the template renders otherwise than before, is run.
+    A reply is kept as its tokens. Where the template renders an earlier reply otherwise (many leave out its reasoning),
+    the template decides. A reply that the template refuses (gpt-oss' with its channels) is kept as it came.
     Without a template a message follows the reply before it as it is. Where the context is full, whole turns are
     dropped from the oldest on, and what is left is run again. A system prompt stays.
 
@@ -57,7 +78,7 @@ class Chat:
         cache: from Generator.cache or load_cache, of which messages take what they begin with; None: an empty one.
 
     Attributes:
-        messages: of the conversation so far, as a chat template takes them.
+        messages: of the conversation so far, as a chat template takes them; special tokens are part of their text.
         last: the tokens of the last reply, and how long they took. kept: tokens of the cache that it followed.
         dropped: turns that were dropped for the last reply.
 
@@ -72,7 +93,9 @@ class Chat:
         self.messages: list[dict[str, str]] = []
         self.last: Generated | None = None
         self.kept = self.dropped = 0
+        #: what was run, and the text of it
         self._ids: list[int] = []
+        self._run = ""
 
     def reply(
         self,
@@ -98,13 +121,15 @@ class Chat:
             raise OptionError(f"message is {message!r}, expected text")
         need_count("max_new_tokens", max_new_tokens)
         own = self.text
-        asked, ids = self._fit([*self.messages, {"role": "user", "content": message}], max_new_tokens)
+        asked, ids, rendered = self._fit([*self.messages, {"role": "user", "content": message}], max_new_tokens)
         self.kept = self.cache.keep(ids)
         self.last = found = self.model.stream(ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache)
-        text = TextStream(own.tokenizer, stop, () if own.template else ids[-8:])
-        return self._pieces(asked, ids, found, text)
+        text = TextStream(own.tokenizer, stop, () if own.template else ids[-8:], special=True)
+        return self._pieces(asked, ids, rendered, found, text)
 
-    def _pieces(self, asked: list[dict[str, str]], ids: list[int], found: Generated, text: TextStream) -> Iterator[str]:
+    def _pieces(
+        self, asked: list[dict[str, str]], ids: list[int], rendered: str, found: Generated, text: TextStream
+    ) -> Iterator[str]:
         own, said = self.text, ""
         try:
             for piece in text.pieces(token for token in found if token not in own.stop):
@@ -114,32 +139,54 @@ class Chat:
             if text.stopped:
                 found.finish_reason = "stop"
             self.messages = [*asked, {"role": "assistant", "content": said}]
-            self._ids = ids + [token for token in found.tokens if token not in own.stop]
+            tokens = [token for token in found.tokens if token not in own.stop]
+            while own.template and not said.startswith(own.decode(tokens)):  # a stop string's, or half of a character's
+                tokens.pop()
+            self._ids, self._run = ids + tokens, rendered + own.decode(tokens)
 
-    def _fit(self, messages: list[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], list[int]]:
-        """Return the messages that fit into the context with room for an answer, and their token ids.
+    def _fit(self, messages: list[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], list[int], str]:
+        """Return the messages that fit into the context with room for an answer, their token ids and their text.
 
         Raises:
             ContextError: the last message does not fit alone.
         """
         limit = len(self.cache.tokens) + self.cache.room
         room = min(max_new_tokens, limit // 4)
-        ids, dropped = self.text.encode(messages, self._ids), 0
+        (ids, text), dropped = self._prompt(messages), 0
         while len(ids) + room > limit and (rest := _without_oldest_turn(messages)):
             messages, dropped = rest, dropped + 1
-            ids = self._encode(messages)
+            ids, text = self._prompt_alone(messages)
         self.model.check(ids, room=1)
         self.dropped = dropped
-        return messages, ids
+        return messages, ids, text
 
-    def _encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the token ids of a conversation of which nothing was run."""
+    def _prompt(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
+        """Token ids of a conversation, and with a template their text; tokens that were run stay what they were."""
+        own = self.text
+        if own.template is None:
+            return own.encode(messages, self._ids), ""
+        text = self._render(messages)
+        if not text.startswith(self._run):
+            return own.ids(text), text
+        return self._ids + own.ids(text.removeprefix(self._run)), text
+
+    def _prompt_alone(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
+        """Token ids of a conversation of which nothing was run, and with a template their text."""
         if self.text.template:
-            return self.text.encode(messages)
+            text = self._render(messages)
+            return self.text.ids(text), text
         ids: list[int] = []
         for message in messages:
             ids = self.text.encode([message], ids)
-        return ids
+        return ids, ""
+
+    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+        template = self.text.template
+        assert template is not None
+        try:
+            return template.render(messages)
+        except ModelError:
+            return template.render_kept(messages)
 
 
 def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -173,7 +220,7 @@ def answers(
     Raises:
         ModelError: as Generator.stream_batch.
     """
-    streams = [TextStream(text.tokenizer, stop, () if text.template else ids[-8:]) for ids in prompts]
+    streams = [TextStream(text.tokenizer, stop, () if text.template else ids[-8:], special=True) for ids in prompts]
     said, batch = [""] * len(prompts), model.stream_batch(prompts, max_new_tokens, text.stop, sampling)
     batch.progress = progress
     for row, token in batch:
@@ -191,15 +238,16 @@ class TextStream:
 
     Args:
         after: tokens before the first, whose text is not given; some decoders strip a space after nothing.
+        special: special tokens are part of the text.
 
     Attributes:
         stopped: a stop string came; nothing is given but what stood before it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), after: Sequence[int] = ()):
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), after: Sequence[int] = (), special: bool = False):
         if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
             raise OptionError(f"stop is {stop!r}, expected a list of texts")
-        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
+        self._tokenizer, self._stop, self._skipped = tokenizer, [text for text in stop if text], not special
         self._ids, self._begin, self._given, self._held = list(after), 0, len(after), ""
         self.stopped = False
 
@@ -229,8 +277,11 @@ class TextStream:
         return found if self.stopped else found + self._held
 
     def _new(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._begin : self._given])
-        return str(self._tokenizer.decode(self._ids[self._begin :]))[len(before) :]
+        before = self._decode(self._ids[self._begin : self._given])
+        return self._decode(self._ids[self._begin :])[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skipped))
 
     def _release(self, text: str) -> str:
         text, self._held = self._held + text, ""

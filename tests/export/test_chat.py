@@ -29,6 +29,7 @@ from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import Template, load_template
 from quantmoe.exporter.running.chat import Chat, Text, TextStream
 from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
 
 WORDS = ["héllo wörld", "你好世界 👩‍👩‍👧 ок", "a mixture of experts\n\tand  more", "日本語のテキスト🎉🎉"]
@@ -94,6 +95,27 @@ def test_bytes_that_are_no_text() -> None:
     for _ in range(500):
         ids = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randrange(30))]
         assert "".join(TextStream(tokenizer).pieces(ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_texts_that_end_anywhere(make: Callable[[], Tokenizer]) -> None:
+    """A stream is what its tokens decode to, wherever it ends.
+
+    Bytes that are no character yet make tokenizers' ByteFallback lose the characters of bytes right before them. A
+    stream has given these already.
+    """
+    tokenizer, lost = make(), 0
+    for text in texts():
+        ids = tokenizer.encode(text).ids
+        whole = tokenizer.decode(ids)
+        for end in range(len(ids) + 1):
+            given, decoded = "".join(TextStream(tokenizer).pieces(ids[:end])), tokenizer.decode(ids[:end])
+            if given != decoded:
+                lost += 1
+                assert decoded.endswith("\ufffd")
+                assert given.endswith("\ufffd")
+                assert whole.startswith(given.rstrip("\ufffd"))
+    assert (lost > 0) == (make is byte_fallback)
 
 
 def test_text_goes_on_after_the_prompt() -> None:
