@@ -235,12 +235,14 @@ def choose(
         if skeleton.format.is_quantized(source.removesuffix(".weight")):
             weight = skeleton.tensors[f"{name}.weight"]
             chosen.dequantized[source] = f"{ABSORBED}: {weight.numel() * weight.element_size()} bytes"
-    if layout == "cpu_panel" and skeleton.vision is None:
-        chosen.tables.update(_tables(skeleton, chosen, scales))
+    if layout != "marlin" and skeleton.vision is None:  # TensorRT gathers no bytes
+        chosen.tables.update(_tables(skeleton, chosen, layout, scales))
     return chosen
 
 
-def _tables(skeleton: Skeleton, chosen: Choice, scales: str) -> Iterator[tuple[str, tuple[LinearSpec, str]]]:
+def _tables(
+    skeleton: Skeleton, chosen: Choice, layout: str, scales: str
+) -> Iterator[tuple[str, tuple[LinearSpec, str]]]:
     """Embeddings that the checkpoint quantizes and a graph can look up as they are packed; see :class:`Choice`."""
     format = skeleton.format
     heads = {part: name for name, parts in chosen.parts.items() for part in parts.values() if len(parts) == 1}
@@ -255,6 +257,8 @@ def _tables(skeleton: Skeleton, chosen: Choice, scales: str) -> Iterator[tuple[s
             continue
         spec = LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=own)
         if panel_rows(spec) is None or m.shape != tuple(skeleton.tensors[parameter].shape):
+            continue
+        if layout == "qmoe" and own.format != "int8":  # ONNX Runtime's CUDA provider shifts no bits
             continue
         head = heads.get(source, "")
         if head:

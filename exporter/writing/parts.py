@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
+from quantmoe.custom_ops.layouts import LAYOUTS, cpu_panel, qmoe
 from quantmoe.custom_ops.matrix import gates_first, reordered
 from quantmoe.custom_ops.op import MoESpec, inputs
 from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
@@ -62,7 +62,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
         report.plain_routers += len(part.chosen.nodes) - routers
         keep_tables(part.weights, part.skeleton.stored_type)
-        part.lookups = pack_tables(part.weights, part.chosen.tables)
+    part.lookups = pack_tables(part.weights, part.chosen.tables)
     name_interface(graph)
     head, config = bool(part.skeleton.format.part), part.skeleton.model.config
     if options.mtp and not output_hidden(graph, HIDDEN_OUT if head else HIDDEN, config.hidden_size):
@@ -283,8 +283,8 @@ def _lookup(lookup: PackedTable, part: Part, first: Part, data: DataFiles, repor
     if there is None and same and same[0] is not lookup:
         there = next(iter(same[0].views.values()))
     if there is None:
-        there, layout = views[0], LAYOUTS["cpu_panel"]
-        row = native.aligned(layout.row_bytes(lookup.spec.moe, "w2"))
+        there, layout = views[0], cpu_panel
+        row = native.aligned(lookup.bytes)
         with doing(f"{format.ckpt.folder}: {source}"):
             try:
                 layout.pack_down(format.matrix_of(module), lookup.spec.moe, row)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.layouts import LAYOUTS, cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
@@ -111,7 +111,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         for name, (spec, head) in chosen.tables.items():
             if not head and skeleton.sources[name] not in written:
                 written.add(skeleton.sources[name])
-                others += layout.row_bytes(spec.moe, "w2")
+                others += cpu_panel.row_bytes(spec.moe, "w2")
         mine = {skeleton.sources[name]: name for name in left if skeleton.sources[name] not in written}
         written |= mine.keys()
         others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
@@ -176,7 +176,7 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
         default=0,
     )
     tables = (
-        spec.out_features * spec.in_features + 2 * layout.row_bytes(spec.moe, "w2")
+        spec.out_features * spec.in_features + 2 * cpu_panel.row_bytes(spec.moe, "w2")
         for spec, _ in chosen.tables.values()
     )
     linear = max([linear, *tables])

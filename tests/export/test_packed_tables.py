@@ -113,6 +113,18 @@ def test_models(name: str, tmp_path: Path) -> None:
         assert table["bytes"] <= stored.n_bytes + 8 * 384 + 64  # of each of 384 rows a sum and a bias, too
 
 
+@pytest.mark.parametrize(("name", "packed"), [("qwen2moe-Q8_0", True), ("qwen3moe-Q4_0", False)])
+def test_ort(name: str, packed: bool) -> None:
+    """Only tables that ONNX Runtime's CUDA provider reads, too; never the head's bytes, which are MatMulNBits'."""
+    chosen = prepare(FILES / f"{name}.gguf", Options(target="ort")).parts[0].chosen
+    assert [head for _, head in chosen.tables.values()] == [""] * packed
+
+
+def test_cuda() -> None:
+    """TensorRT gathers no bytes."""
+    assert not prepare(FILES / "qwen2moe-Q8_0.gguf", Options(target="cuda")).parts[0].chosen.tables
+
+
 def test_a_head_that_is_rounded_has_a_copy_of_its_own(tmp_path: Path) -> None:
     """The table keeps the file's numbers."""
     chosen = prepare(FILES / "mixtral-Q5_0.gguf", Options(scales="bf16")).parts[0].chosen

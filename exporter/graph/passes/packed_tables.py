@@ -34,11 +34,15 @@ class PackedTable:
     head: str
     views: dict[tuple[np.dtype, int], ir.Value] = field(default_factory=dict)
 
+    @property
+    def bytes(self) -> int:
+        return cpu_panel.row_bytes(self.spec.moe, "w2")
+
     def view(self, pieces: Pieces) -> ir.Value:
         """The initializer whose rows are such pieces."""
         key = pieces.dtype, pieces.width
         if key not in self.views:
-            count = cpu_panel.row_bytes(self.spec.moe, "w2") // (pieces.dtype.itemsize * pieces.width)
+            count = self.bytes // (pieces.dtype.itemsize * pieces.width)
             self.views[key] = ir.Value(
                 name=f"{self.parameter}.{pieces.dtype.name}x{pieces.width}",
                 shape=ir.Shape([count, pieces.width]),
@@ -128,9 +132,9 @@ class _Lookup:
             codes = self.op("Concat", low, self.op("BitShift", pairs, self.octets(4), direction="RIGHT"), axis=-1)
         if rows.high is not None:
             planes = self.reshape(self.pieces(rows.high), columns // 32, rows.high_bits, 1, 4)
-            shifts = self.octets(np.arange(0, 8, rows.high_bits)[:, None])
-            bits = self.op("BitShift", planes, shifts, direction="RIGHT")
-            bits = self.op("BitwiseAnd", bits, self.octets((1 << rows.high_bits) - 1))
+            shifts = range(0, 8, rows.high_bits)  # one node each: a shift that broadcasts 4 bytes is slow
+            parts = [self.op("BitShift", planes, self.octets(shift), direction="RIGHT") for shift in shifts]
+            bits = self.op("BitwiseAnd", self.op("Concat", *parts, axis=-2), self.octets((1 << rows.high_bits) - 1))
             bits = self.reshape(bits, columns // 32, 32)
             codes = self.op("BitwiseOr", codes, self.op("BitShift", bits, self.octets(4), direction="LEFT"))
         found = self.op("Cast", codes, to=ir.DataType.FLOAT)
