@@ -174,6 +174,7 @@ test-tsan: build
 FUZZ_SECONDS ?= 7200
 FUZZ_SEED ?= 0
 fuzz: build
+	$(UV) --group test --group fuzz
 	cmake -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++) -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
 	  -DQUANTMOE_ORT=OFF -DQUANTMOE_FUZZ=ON -DQUANTMOE_SANITIZE=fuzzer-no-link,address,undefined
 	cmake --build build/fuzz --parallel $(JOBS)

@@ -235,7 +235,7 @@ def choose(
         if skeleton.format.is_quantized(source.removesuffix(".weight")):
             weight = skeleton.tensors[f"{name}.weight"]
             chosen.dequantized[source] = f"{ABSORBED}: {weight.numel() * weight.element_size()} bytes"
-    if layout != "marlin" and skeleton.vision is None:  # TensorRT gathers no bytes
+    if layout != "marlin" and skeleton.vision is None:  # TensorRT has no BitShift
         chosen.tables.update(_tables(skeleton, chosen, layout, scales))
     return chosen
 
@@ -258,7 +258,7 @@ def _tables(
         spec = LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=own)
         if panel_rows(spec) is None or m.shape != tuple(skeleton.tensors[parameter].shape):
             continue
-        if layout == "qmoe" and own.format != "int8":  # ONNX Runtime's CUDA provider shifts no bits
+        if layout == "qmoe" and own.format != "int8":  # ONNX Runtime's CUDA provider has no BitShift
             continue
         head = heads.get(source, "")
         if head:

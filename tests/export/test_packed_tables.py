@@ -121,7 +121,7 @@ def test_ort(name: str, packed: bool) -> None:
 
 
 def test_cuda() -> None:
-    """TensorRT gathers no bytes."""
+    """TensorRT has no BitShift."""
     assert not prepare(FILES / "qwen2moe-Q8_0.gguf", Options(target="cuda")).parts[0].chosen.tables
 
 

@@ -12,9 +12,12 @@ for target in layer nodes packed; do
     "build/corpus/$target" >"build/fuzz-$target.log" 2>&1 &
   pid[$target]=$!
 done
+python tests/fuzz/gguf_reader.py build/corpus/gguf_reader -max_total_time="$seconds" -seed="$seed" -max_len=16384 -len_control=0 \
+  -rss_limit_mb=4096 -artifact_prefix=build/ >build/fuzz-gguf_reader.log 2>&1 &
+pid[gguf_reader]=$!
 python tests/fuzz/checkpoint.py "$seconds" "$seed" >build/fuzz-checkpoint.log 2>&1 &
 pid[checkpoint]=$!
-for target in layer nodes packed checkpoint; do
+for target in layer nodes packed gguf_reader checkpoint; do
   if wait "${pid[$target]}"; then
     sed -nE "s/^Done ([0-9]*) runs.*/fuzz $target: \1 executions/; /executions$/p" "build/fuzz-$target.log"
   else
