@@ -8,6 +8,7 @@ states the bytes once more, in NumPy.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -107,9 +108,9 @@ def without_input_scales(spec: MoESpec, projection: str, rows: np.ndarray) -> np
 def _describe(m: QuantizedMatrix, activation_format: str, what: str) -> Projection:
     """What attributes cannot say is refused here, the attributes by the library."""
     if m.kind in ("bf16", "f16") and (m.scales != 1).any():
-        raise ValueError(f"{what}: layout {NAME} carries {m.kind} without scales: one of 1 a row")
+        raise ValueError(f"{what}: the CPU's kernels take {m.kind} weights without scales, found some other than 1")
     if m.global_scale is not None and m.kind != "nvfp4":
-        raise ValueError(f"{what}: layout {NAME} carries a global scale for nvfp4 only, found {m.kind}")
+        raise ValueError(f"{what}: the CPU's kernels take a global scale for nvfp4 only, found {m.kind}")
     if activation_format == "nvfp4" and m.input_scale is None:
         raise ValueError(f"{what}: nvfp4 activations need a stored input scale")
     found = Projection(
@@ -128,7 +129,11 @@ def _describe(m: QuantizedMatrix, activation_format: str, what: str) -> Projecti
     try:
         native.row_of(found, *m.shape, 1)
     except ValueError as error:
-        raise ValueError(f"{what}: layout {NAME}: {error}") from error
+        groups = "one scale a row" if m.group_size == -1 else f"groups of {m.group_size}"
+        why = re.sub('^format is "[a-z0-9_]+", group_size .*?: ', "", str(error))  # said once, in people's words
+        raise ValueError(
+            f"{what}: the CPU's kernels do not take {m.kind} weights with {groups} and {m.scale_type} scales: {why}"
+        ) from error
     return found
 
 

@@ -70,11 +70,17 @@ def test_row_bytes_agree_with_the_c_abi(case: Case) -> None:
         native.NativeMoE(layer.spec, layer.w13[:, :-4], layer.w2)
 
 
+GROUPS = (
+    "^up: the CPU's kernels do not take int4 weights with groups of 8 and f32 scales: group_size must be -1, 16 or a "
+    "multiple of 32 up to 65536$"
+)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"group_size": 8, "scales": np.ones((8, 8), np.float32)}, "group_size must be -1, 16 or a multiple of 32"),
-        ({"global_scale": 2.0}, "carries a global scale for nvfp4 only, found int4"),
+        ({"group_size": 8, "scales": np.ones((8, 8), np.float32)}, GROUPS),
+        ({"global_scale": 2.0}, "take a global scale for nvfp4 only, found int4"),
         ({"block_n": 2, "scales": np.ones((4, 2), np.float32)}, "block_n must be 1, or for fp8_e4m3 1 to 65536"),
         ({"kind": "int3"}, 'format is "int3", the operator defines: int4, int8, mxfp4, nvfp4, fp8_e4m3'),
         ({"kind": "mxfp4"}, "mxfp4 has e8m0 scales"),
@@ -84,7 +90,7 @@ def test_what_the_layout_cannot_carry_is_refused_by_name(change: dict, message: 
     case = Case(hidden=64, intermediate=8)
     expert = case.expert(np.random.default_rng(0))
     bad = dataclasses.replace(expert, up=dataclasses.replace(expert.up, **change))
-    with pytest.raises(ValueError, match=f"up: .*{message}"):
+    with pytest.raises(ValueError, match=message if message is GROUPS else f"up: .*{message}"):
         cpu_panel.describe(bad, "none")
 
 
