@@ -67,12 +67,12 @@ def model_path(path: str | Path) -> Path:
     path = given / MODEL if given.is_dir() else given
     expected = "expected an exported model or its folder"
     if path.is_file() and path.suffix not in (".onnx", ".ort"):
-        how = {
+        advice = {
             ".gguf": "; this is a checkpoint: quantmoe export it first",
             ".safetensors": "; quantmoe export its folder",
         }
         other = "; unpack the archive first" if path.suffix in (".zip", ".tar", ".gz", ".xz", ".zst", ".7z") else ""
-        raise ModelError(f"{path}: no .onnx file; {expected}{how.get(path.suffix, other)}")
+        raise ModelError(f"{path}: no .onnx file; {expected}{advice.get(path.suffix, other)}")
     if not path.is_file():
         if not given.exists() and (model := hub_name(given)):
             fetch = f"hf download {model} --local-dir CHECKPOINT, then quantmoe export CHECKPOINT OUTDIR"

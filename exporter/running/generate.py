@@ -98,6 +98,16 @@ class Generated(Iterator[int]):
         return (len(self.tokens) - 1) / self.decode if self.decode else 0.0
 
 
+class Closed:
+    """What a Generator has in the place of the session that it freed."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(f"{self._path}: this Generator is closed; create another one")
+
+
 class Generator:
     """An exported model in an ONNX Runtime session, which :meth:`close` and the end of a ``with`` block free.
 
@@ -201,7 +211,7 @@ class Generator:
             "misses": misses,
             "threads": threads if threads and misses not in (None, "copy") else None,
         }
-        self._opened: Any = self._open(ort, threads, prefault, entries)
+        self.session: Any = self._open(ort, threads, prefault, entries)
         self._read_interface(speculate)
         self.drafts = self._most_drafts() if drafts is None else drafts
         #: tokens of a decode step, at most: runs of so many are CUDA graphs
@@ -230,18 +240,7 @@ class Generator:
         self.__dict__.pop("copies", None)
         if self.head is not None:
             self.head.close()
-        self._opened = None
-
-    @property
-    def session(self) -> Any:
-        """The onnxruntime.InferenceSession.
-
-        Raises:
-            ModelError: it was closed.
-        """
-        if self._opened is None:
-            raise ModelError(f"{self.path}: this Generator is closed; create another one")
-        return self._opened
+        self.session = Closed(self.path)
 
     def _open(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
         """Opens the model; entries: of its session, None for what is not given."""
