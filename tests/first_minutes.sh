@@ -88,7 +88,7 @@ sample() { # COMMAND...: a sample, with good and bad input
 ^"99999999999999999999": expected|"$model" 4 1 99999999999999999999
 ^"": expected a number from 0$|"$model" 4 ""
 idx=999999 must be within|"$model" 4 999999
-^a prompt of 8 tokens leaves no room in the model's context of 8$|"$work/context" 4 1 2 3 4 5 6 7 8
+^8 tokens and 1 for the answer do not fit into the model's context of 8 tokens$|"$work/context" 4 1 2 3 4 5 6 7 8
 ^logits are not finite$|"$work/nan" 4 1
 model.onnx|"$work/no_model" 4 1
 model.onnx.data|"$work/no_data" 4 1

@@ -62,8 +62,9 @@ static Ids generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
   const int64_t context = length.empty() ? std::numeric_limits<int64_t>::max() : length[0];
   const int64_t room = context - static_cast<int64_t>(ids.size());
   if (room <= 0)
-    throw std::invalid_argument("a prompt of " + std::to_string(ids.size()) +
-                                " tokens leaves no room in the model's context of " + std::to_string(context));
+    throw std::invalid_argument(std::to_string(ids.size()) +
+                                " tokens and 1 for the answer do not fit into the model's context of " +
+                                std::to_string(context) + " tokens");
 
   count = std::min(count, room);
 

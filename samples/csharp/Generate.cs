@@ -129,8 +129,8 @@ sealed class State : IDisposable
         if (ids.Length == 0) throw new ArgumentException("the prompt has no tokens");
         long total = Length + ids.Length;
         if (count > 0 && total >= room)
-            throw new ArgumentException($"a prompt of {total} tokens leaves no room in "
-                + (room < context ? "a cache of " : "the model's context of ") + room);
+            throw new ArgumentException($"{total} tokens and 1 for the answer do not fit into "
+                + (room < context ? "a cache of " : "the model's context of ") + room + " tokens");
         count = Math.Min(count, room - total);
         // States to go back to are of the prompt's end and of a few tokens before it, for the same prompt again.
         if (count > 0 && saves && ids.Length > Tail && pasts.Any(past => past.IsState))

@@ -10,7 +10,9 @@ import onnxruntime_genai as og
 def generate(folder, count, ids):
     context = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))["model"]["context_length"]
     if len(ids) >= context:
-        raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in the model's context of {context}")
+        raise ValueError(
+            f"{len(ids)} tokens and 1 for the answer do not fit into the model's context of {context} tokens"
+        )
     model = og.Model(folder)
     params = og.GeneratorParams(model)
     params.set_search_options(do_sample=False, max_length=min(len(ids) + count, context))

@@ -27,7 +27,9 @@ def generate(session, count, ids, device):
     stop = metadata.get("eos_token_id", "").split(",")
     context = int(metadata.get("context_length", sys.maxsize))
     if len(ids) >= context:
-        raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in the model's context of {context}")
+        raise ValueError(
+            f"{len(ids)} tokens and 1 for the answer do not fit into the model's context of {context} tokens"
+        )
     count = min(count, context - len(ids))
 
     # Batch 1; every dynamic dimension of a cache input after the first is its length. Past and present are one buffer

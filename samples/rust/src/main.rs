@@ -35,7 +35,8 @@ fn generate(args: &[String]) -> Result<(), Box<dyn Error>> {
     let stop: Vec<&str> = stop.split(',').collect();
     let context = entry("context_length").map_or(Ok(i64::MAX), |length| length.parse())?;
     if ids.len() as i64 >= context {
-        return Err(format!("a prompt of {} tokens leaves no room in the model's context of {context}", ids.len()).into());
+        let total = ids.len();
+        return Err(format!("{total} tokens and 1 for the answer do not fit into the model's context of {context} tokens").into());
     }
     count = count.min(context - ids.len() as i64);
 

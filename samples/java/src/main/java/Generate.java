@@ -91,8 +91,8 @@ public class Generate {
       if (ids.length == 0) throw new IllegalArgumentException("the prompt has no tokens");
       if (count > 0 && past + ids.length >= room)
         throw new IllegalArgumentException(
-            "a prompt of " + (past + ids.length) + " tokens leaves no room in "
-                + (room < context ? "a cache of " : "the model's context of ") + room);
+            (past + ids.length) + " tokens and 1 for the answer do not fit into "
+                + (room < context ? "a cache of " : "the model's context of ") + room + " tokens");
       count = Math.min(count, room - past - ids.length);
       while (count-- > 0) {
         step(run, ids);
