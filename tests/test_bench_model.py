@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.trace import read_trace
 from quantmoe.exporter.measuring import made as bench_made
 from quantmoe.exporter.measuring import model as bench_model
 from quantmoe.exporter.measuring import sides as bench_sides
-from quantmoe.exporter.measuring.gguf import ARCHITECTURES
+from quantmoe.exporter.measuring.gguf import ARCHITECTURES, write_gguf
 from quantmoe.exporter.measuring.made import gguf_types, layers_that_fit
 from quantmoe.exporter.measuring.model import ModelCell, TimedStep, alternate, cells, touched_bytes
-from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, write
+from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, group_size_of, parameters, quantized, write
 from quantmoe.exporter.measuring.sides import LlamaCpp, OnCuda, Ours, Process, by_operator, token_ids
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
@@ -140,7 +141,7 @@ def test_no_gpu(folder: Path) -> None:
 def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | {"num_hidden_layers": 3})
     for module in (bench_made, bench_model):
-        monkeypatch.setattr(module, "in_process", lambda function, *arguments: function(*arguments))
+        monkeypatch.setattr(module, "in_process", lambda name, function, *arguments: function(*arguments))
     options = {"depths": [3], "prefill": [4], "batch": [1], "repeat": 1, "threads": 1, "keep": tmp_path}
     found = bench_model.bench_model("qwen3-30b-a3b", layers=2, lm_head="int8", **options)
     (made,) = tmp_path.iterdir()  # the checkpoint is gone
@@ -164,7 +165,7 @@ def test_both_sides_have_one_gguf_file(
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
     monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | sizes)
     for module in (bench_made, bench_model):
-        monkeypatch.setattr(module, "in_process", lambda function, *arguments: function(*arguments))
+        monkeypatch.setattr(module, "in_process", lambda name, function, *arguments: function(*arguments))
     options = {"depths": [3], "prefill": [4], "batch": [1], "repeat": 1, "threads": 1, "keep": tmp_path}
     bench_model.bench_model("qwen3-30b-a3b", layers=2, weights=weights, **options)
     made, file = sorted(tmp_path.iterdir())
@@ -278,6 +279,43 @@ def test_touched_bytes(folder: Path) -> None:
     cache = {"past_key_values.0.key": 10, "past_key_values.1.key": 10}
     deep = touched_bytes(found, cache, config, 1000, 3) - touched_bytes(found, cache, config, 0, 3)
     assert deep == 3 * 10 * (128 + 1000)  # a window of 128 in layer 0
+
+
+def test_touched_bytes_of_a_model_that_says_nothing(folder: Path) -> None:
+    """Routers say how many experts a token has; where they are plain nodes, config.json; or nothing does."""
+    found, config = inspect(folder), json.loads((folder / "config.json").read_text())
+    want = touched_bytes(found, {}, config, 0, 2)
+    plain = found | {"layers": [layer | {"top_k": None} for layer in found["layers"]]}
+    silent = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
+    assert (touched_bytes(found, {}, silent, 0, 2), touched_bytes(plain, {}, config, 0, 2)) == (want, want)
+    assert touched_bytes(plain, {}, silent, 0, 2) is None
+
+
+@pytest.mark.parametrize("source", every(["checkpoint", "gguf"], 0))
+def test_random_routers_are_uniform(tmp_path: Path, source: str) -> None:
+    """128 tokens of 8 experts each ask for nearly all 128, in the last layers, too."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = cut(CONFIGS["qwen3-30b-a3b"], 6) | sizes | {"head_dim": 64, "vocab_size": 256}
+    if source == "gguf":
+        pytest.importorskip("gguf")
+        write_gguf(tmp_path / "model.gguf", config)
+    else:
+        write(tmp_path / "checkpoint", config, 32)
+    export(tmp_path / ("model.gguf" if source == "gguf" else source), tmp_path / "model")
+    generator = Generator(tmp_path / "model", trace=tmp_path / "trace")
+    generator.generate_batch([[id] for id in range(128)], 1)
+    del generator  # writes the trace's end
+    touched = [int((uses > 0).sum()) for uses in read_trace(tmp_path / "trace").use()]
+    assert len(touched) == 6
+    assert min(touched) >= 120, touched
+
+
+@pytest.mark.parametrize("model", sorted(CONFIGS))
+def test_the_group_size_divides_the_sizes(model: str) -> None:
+    """Of ort_cuda_bench, which failed at its default for gpt-oss."""
+    size = group_size_of(CONFIGS[model])
+    assert size == (32 if model in ("gpt-oss-20b", "nemotron-3-nano-30b-a3b") else 128)
+    assert all(shape[-1] % size == 0 for name, shape in parameters(CONFIGS[model]).items() if quantized(name))
 
 
 def test_profile_sums_by_operator() -> None:

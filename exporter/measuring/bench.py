@@ -24,15 +24,12 @@ import ctypes
 import json
 import math
 import mmap
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -48,6 +45,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.measuring.children import in_process
 from quantmoe.exporter.measuring.ggml import Ggml
 from quantmoe.exporter.measuring.ggml import library as ggml_library
 from quantmoe.exporter.measuring.layer import FORMATS, Layer
@@ -303,11 +301,7 @@ class SessionCost:
 
 def session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
     """Creation time, and RssAnon growth after creation and one token: in a new process; the file was just written."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_session_cost, path, shape, threads).result()
-        except BrokenProcessPool:
-            raise RuntimeError(f"{path}: the process that ran it was killed (out of memory?)") from None
+    return in_process(str(path), _session_cost, path, shape, threads)  # type: ignore[no-any-return]
 
 
 def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quantmoe.exporter.measuring.random_checkpoint import model_config, parameters, quantized
+from quantmoe.exporter.measuring.random_checkpoint import embedding_deviation, model_config, parameters, quantized
 
 #: transformers' model_type -> gguf.MODEL_ARCH
 ARCHITECTURES = {
@@ -65,32 +65,36 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        pools: dict[tuple[str, int], np.ndarray] = {}
+        pools: dict[tuple[str, int, float], np.ndarray] = {}
         for name, (shape, kind) in tensors.items():
             if len(shape) == 1:  # ssm_a: what gates are multiplied by, the logarithm of a decay
                 writer.write_tensor_data(np.full(shape, -1 if name.endswith("ssm_a") else 1, np.float32))
                 continue
-            if (kind, shape[-1]) not in pools:
-                pools[kind, shape[-1]] = _rows(kind, shape[-1])
-            pool = pools[kind, shape[-1]]
+            deviation = shape[-1] ** -0.5
+            if name.startswith("token_embd"):
+                deviation = embedding_deviation(config["num_hidden_layers"])
+            key = kind, shape[-1], deviation
+            if key not in pools:
+                pools[key] = _rows(*key)
+            pool = pools[key]
             writer.write_tensor_data(np.resize(pool, (prod(shape[:-1]), pool.shape[1])))
     finally:
         writer.close()
     return path.stat().st_size
 
 
-def _rows(kind: str, columns: int) -> np.ndarray:
+def _rows(kind: str, columns: int, deviation: float) -> np.ndarray:
     """ROWS rows of random weights, uint8 [ROWS, bytes], or floats."""
     import gguf
 
     rng = np.random.default_rng(0)
     if kind not in RANDOM:
-        normal = rng.normal(0, columns**-0.5, (ROWS, columns)).astype(np.float32)
+        normal = rng.normal(0, deviation, (ROWS, columns)).astype(np.float32)
         return np.asarray(gguf.quants.quantize(normal, gguf.GGMLQuantizationType[kind]))
     weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (ROWS, columns // weights, size), np.uint8)
     for at, scale in RANDOM[kind]:
-        blocks[..., at : at + 2] = np.array([scale * columns**-0.5], "<f2").view(np.uint8)
+        blocks[..., at : at + 2] = np.array([scale * deviation], "<f2").view(np.uint8)
     return blocks.reshape(ROWS, -1)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.measuring.children import in_process
 from quantmoe.exporter.measuring.gguf import write_gguf
 from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, GROUP_SIZE, cut, parameters, quantized, write
 
@@ -77,15 +75,6 @@ def layers_that_fit(config: Mapping[str, Any], layers: int | None, copies: int, 
     return next(fitting, least)
 
 
-def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns in a new process, with which its memory goes."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(function, *arguments).result()
-        except BrokenProcessPool:
-            raise ModelError(f"the process of {function.__name__} was killed (out of memory?)") from None
-
-
 def make_model(
     folder: Path, config: Mapping[str, Any], lm_head: Literal["int4", "int8"] | None, device: Literal["cpu", "cuda"]
 ) -> None:
@@ -112,7 +101,7 @@ def _layers(name: str, layers: int | None, against: Sequence[str], root: Path) -
     root.mkdir(parents=True, exist_ok=True)
     copies = 1 + ("llama.cpp" in against)
     free = available_memory(), shutil.disk_usage(root).free
-    return int(in_process(layers_that_fit, CONFIGS[name], layers, copies, *free))
+    return int(in_process(name, layers_that_fit, CONFIGS[name], layers, copies, *free))
 
 
 def of_shape(
@@ -130,7 +119,7 @@ def of_shape(
     if (folder / "model.onnx").is_file():
         return folder
     with console.status(f"making {layers} layers of {name} and exporting them"):
-        in_process(make_model, folder, cut(CONFIGS[name], layers), lm_head, device)
+        in_process(name, make_model, folder, cut(CONFIGS[name], layers), lm_head, device)
     return folder
 
 
@@ -142,7 +131,7 @@ def gguf_of_shape(
     path = root / f"{name}-{layers}-{weights}.gguf"
     if not path.is_file():
         with console.status(f"writing {path.name}"):
-            in_process(write_gguf, path, cut(CONFIGS[name], layers), weights)
+            in_process(path.name, write_gguf, path, cut(CONFIGS[name], layers), weights)
     return path
 
 
@@ -157,5 +146,5 @@ def exported(console: Console, file: Path, device: Literal["cpu", "cuda"], root:
     folder = root / "-".join(filter(None, [file.stem, device.removeprefix("cpu")]))
     if not (folder / "model.onnx").is_file():
         with console.status(f"exporting {file.name}"):
-            in_process(export_file, file, folder, device)
+            in_process(file.name, export_file, file, folder, device)
     return folder

@@ -36,8 +36,9 @@ from quantmoe.custom_ops import native
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import check_alone, inspect, model_path
 from quantmoe.exporter.measuring.bench import check_files, probe_read
+from quantmoe.exporter.measuring.children import in_process
 from quantmoe.exporter.measuring.gguf import write_gguf
-from quantmoe.exporter.measuring.made import available_memory, exported, gguf_of_shape, gguf_types, in_process, of_shape
+from quantmoe.exporter.measuring.made import available_memory, exported, gguf_of_shape, gguf_types, of_shape
 from quantmoe.exporter.measuring.random_checkpoint import CONFIGS
 from quantmoe.exporter.measuring.sides import Genai, LlamaCpp, OnCuda, Ours, Process
 from quantmoe.exporter.options import listed, need, terminal
@@ -153,8 +154,8 @@ def alternate(
 
 def touched_bytes(
     found: Mapping[str, Any], cache: Mapping[str, int], config: Mapping[str, Any], depth: int, batch: int
-) -> int:
-    """That a decode step reads.
+) -> int | None:
+    """Count the bytes that a decode step reads; None where nothing says how many experts a token has.
 
     Args:
         found: of :func:`inspect`. cache: bytes of a token, by the name of the input. config: config.json.
@@ -163,7 +164,9 @@ def touched_bytes(
     total = 0.0
     for layer in found["layers"]:
         every, shared = layer["attributes"]["num_experts"], len(layer["shared"])
-        others = 1 - config["num_experts_per_tok"] / (every - shared)
+        if (top_k := layer["top_k"] or config.get("num_experts_per_tok")) is None:
+            return None
+        others = 1 - top_k / (every - shared)
         total += layer["bytes"] / every * ((every - shared) * (1 - others**batch) + shared)
     total += sum(linear["bytes"] for linear in found["linears"])
     total += sum(tensor["bytes"] for tensor in found["dense"] if not tensor["table"])
@@ -367,7 +370,7 @@ def _peer(
         path = root / f"{folder.resolve().name}-{weights}-{head}.gguf"
         if not path.is_file():
             with console.status(f"writing {path.name}"):
-                in_process(write_gguf, path, config, weights, head)
+                in_process(path.name, write_gguf, path, config, weights, head)
         console.print(f"llama.cpp: weights {weights}, lm_head and embeddings {head}", highlight=False)
         return Process(name, LlamaCpp, str(path), *llama_cpp, cpu=cpu)
     except (ModelError, ValueError, KeyError) as error:

@@ -239,9 +239,24 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def embedding_deviation(layers: int) -> float:
+    """Of random embeddings in a model of so many layers, whose sublayers each add a deviation of 1 at most.
+
+    What they add is alike in all tokens: SiLU's outputs and codes from -8 to 7 are not centered. Where the sum of it is
+    no more than a token's embedding, tokens stay different, and random routers send them to all experts alike.
+    """
+    return 2.0 * layers
+
+
 def quantized(name: str) -> bool:
     """What quantizers round: all linears but routers, the head, embeddings, and the gates of a delta rule."""
     return "_proj" in name and name.endswith(".weight") and not re.search(r"\.in_proj_(a|b|ba)\.", name)
+
+
+def group_size_of(config: Mapping[str, Any]) -> int:
+    """The group size of int4 weights where nobody asks for one: 128, or 32 where that does not divide all inputs."""
+    shapes = parameters(config).items()
+    return 32 if any(shape[-1] % 128 for name, shape in shapes if quantized(name)) else 128
 
 
 def linear(name: str, n: int, k: int, group_size: int) -> dict[str, Declared]:
@@ -267,7 +282,11 @@ def shards(config: Mapping[str, Any], group_size: int) -> Iterator[dict[str, Dec
                 from_one = config["model_type"].startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in name
                 tensors[f"{at}.{leaf}"] = ("BF16", size, np.zeros(size) if from_one else np.ones(size))
             else:
-                deviation = 1.0 if "embed" in name else 0.1 if len(size) == 1 else size[-1] ** -0.5
+                deviation = 0.1 if len(size) == 1 else size[-1] ** -0.5
+                if "embed" in name:
+                    deviation = embedding_deviation(config["num_hidden_layers"])
+                elif leaf == "e_score_correction_bias" or (leaf == "bias" and "router" in stem):
+                    deviation = 0.0
                 tensors[f"{at}.{leaf}"] = ("BF16", size, deviation)
     yield from layers.values()
 

@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
+from quantmoe.exporter.measuring.children import how_ended
 from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
 from quantmoe.exporter.running.generate import STATES, Generator, check_takes_tokens, runtime
@@ -415,9 +416,7 @@ class Process:
             failed, value = self._pipe.recv()
         except EOFError:
             self._process.join()
-            raise ModelError(
-                f"{self._name}: its process ended with {self._process.exitcode} (out of memory?)"
-            ) from None
+            raise ModelError(f"{self._name}: its process {how_ended(self._process.exitcode)}") from None
         if failed:
             raise ModelError(f"{self._name}: {' '.join(value.split())}")
         return value

@@ -20,8 +20,10 @@ from transformers.exporters import exporter_onnx
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter import cli
+from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.measuring import bench
+from quantmoe.exporter.measuring.sides import Process
 from quantmoe.exporter.writing import parts
 
 #: bytes of files that do not fit, and of what a process may take more than it has
@@ -167,7 +169,37 @@ def killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_child_is_named(monkeypatch):
-    monkeypatch.setattr(bench, "_session_cost", killed)
-    with pytest.raises(RuntimeError, match=r"^layer\.onnx: the process that ran it was killed \(out of memory\?\)$"):
+def aborted(*_: object) -> None:
+    """As a failed assertion of a library does."""
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+def left(*_: object) -> None:
+    os._exit(3)
+
+
+def refusing(*_: object) -> None:
+    raise ModelError("a reason of its own")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (killed, "layer.onnx: its process was ended by SIGKILL (out of memory?)"),
+        (aborted, "layer.onnx: its process was ended by SIGABRT"),
+        (left, "layer.onnx: its process ended with exit status 3"),
+        (refusing, "a reason of its own"),
+    ],
+)
+def test_a_child_that_fails_says_why(monkeypatch, how, said):
+    """Only one that the system killed may have lacked memory."""
+    monkeypatch.setattr(bench, "_session_cost", how)
+    with pytest.raises(ModelError) as raised:
         bench.session_cost(Path("layer.onnx"), bench.Shape(*np.full(4, 1)), 1)
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize("how", [aborted, left])
+def test_a_side_that_fails_says_why(how):
+    with pytest.raises(ModelError, match=r"^ours: its process (was ended by SIGABRT|ended with exit status 3)$"):
+        Process("ours", how)

@@ -26,10 +26,11 @@ import transformers
 from onnx import numpy_helper
 from safetensors.torch import save_file
 
-from quantmoe.exporter.measuring.random_checkpoint import COMMON, CONFIGS, cut
+from quantmoe.exporter.measuring.random_checkpoint import COMMON, CONFIGS, cut, embedding_deviation
 
 EXPERTS, VOCABULARY = 8, 4096
 SIZES = CONFIGS["qwen3.6-35b-a3b"]
+DEVIATION = embedding_deviation(SIZES["num_hidden_layers"])
 #: of a tower that the text model does not have
 VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16}
 DATA = "model.onnx.data"
@@ -57,7 +58,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     shards: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         layer = name.partition(".language_model.layers.")[2].partition(".")[0] or "rest"
-        scale = 1.0 if "embed" in name else tensor.shape[-1] ** -0.5
+        scale = DEVIATION if "embed" in name else tensor.shape[-1] ** -0.5
         shards.setdefault(f"model-{layer}.safetensors", {})[name] = (torch.randn(tensor.shape) * scale).bfloat16()
     for file, part in shards.items():
         save_file(part, folder / file, metadata={"format": "pt"})
@@ -77,7 +78,7 @@ def numbers(name: str, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
         return np.resize((1 + rng.random(1 << 16)) / (7 * (shape[-1] * BLOCK) ** 0.5), size).astype(dtype)
     if "norm" in name or ("bias" in name and "dt_" not in name):
         return np.full(size, "norm" in name, dtype)
-    scale = 1.0 if "embed" in name else 0.1 if len(shape) == 1 else max(shape) ** -0.5
+    scale = DEVIATION if "embed" in name else 0.1 if len(shape) == 1 else max(shape) ** -0.5
     return np.resize(rng.normal(0, scale, 1 << 20), size).astype(dtype)
 
 

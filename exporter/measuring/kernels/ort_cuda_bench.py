@@ -43,6 +43,7 @@ from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.inspecting.trace import read_trace
+from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, embedding_deviation, group_size_of, write
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.running import ranks
 from quantmoe.ort_ext import experts_report
@@ -103,10 +104,9 @@ def make_graph(
     from quantmoe.exporter.graph.passes.paged import to_paged
     from quantmoe.exporter.graph.passes.weights import place_weights
     from quantmoe.exporter.graph.trace import attention_of, trace
-    from quantmoe.exporter.measuring import random_checkpoint
     from quantmoe.exporter.writing.prepare import open_format
 
-    random_checkpoint.write(scratch, random_checkpoint.CONFIGS[model] | sizes, group_size, data=False)
+    write(scratch, CONFIGS[model] | sizes, group_size, data=False)
     format = open_format(scratch, None, None)
     format.slice = part
     skeleton = Skeleton(format, "f16", lm_head=lm_head, target="cuda")
@@ -149,6 +149,7 @@ def fill(path: Path, folder: Path, apart: bool = False) -> None:
         apart: each layer has a copy of its own, so that the file is as long as a model's; else all share one.
     """
     rng, model = np.random.default_rng(0), onnx.load(path, load_external_data=False)
+    layers = sum(node.op_type == "QuantMoE" for node in model.graph.node)
     users = {name: (node, i) for node in model.graph.node for i, name in enumerate(node.input)}
     normal = rng.standard_normal(1 << 22).astype(np.float32)
     regions: dict[str, tuple[int, int]] = {}
@@ -182,7 +183,11 @@ def fill(path: Path, folder: Path, apart: bool = False) -> None:
                 put(name, [row])
             elif name not in regions:
                 count, dtype = int(np.prod(tensor.dims)), TYPES[tensor.data_type]
-                deviation = 1.0 if "embed" in name else 0.1 if len(tensor.dims) == 1 else 0.02
+                deviation = 0.1 if len(tensor.dims) == 1 else 0.02
+                if "embed" in name:
+                    deviation = embedding_deviation(layers)
+                elif node.op_type in ("MoERouter", "MoERouting"):  # no expert is favoured
+                    deviation *= len(tensor.dims) > 1
                 piece = np.ones_like(normal) if "norm" in name else normal * deviation
                 put(name, (piece[: count - at].astype(dtype) for at in range(0, count, len(piece))))
             start, length = regions[name]
@@ -605,7 +610,7 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["graph", "run"])
     parser.add_argument("graph", type=Path)
     parser.add_argument("--model", default="qwen3-30b-a3b")
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--group-size", type=int, help="of int4; default: 128, or 32 where the sizes need it")
     parser.add_argument("--sizes", type=json.loads, default={}, help="fields of its config.json that are others, JSON")
     parser.add_argument("--ranks", type=int, default=1, help="of a sliced model (docs/parallel.md)")
     parser.add_argument("--rank", type=int, default=0)
@@ -644,7 +649,8 @@ if __name__ == "__main__":
         scratch = given.folder / "headers"
         weights = (given.weights, given.lm_head)
         ends = (given.all_logits, given.paged)
-        make_graph(given.graph, given.model, given.group_size, *weights, scratch, given.sizes, part, *ends)
+        size = given.group_size or group_size_of(CONFIGS[given.model] | given.sizes)
+        make_graph(given.graph, given.model, size, *weights, scratch, given.sizes, part, *ends)
     else:
         from quantmoe.ort_ext import cuda_library_path
 
