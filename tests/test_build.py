@@ -53,6 +53,9 @@ def test_glibc_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     assert "asks for glibc 2.99" in convert._library(lambda name: tmp_path / "model" / name, "cpu", True)
     assert (tmp_path / "model" / newer.name).read_bytes() == newer.read_bytes()
+    monkeypatch.setenv("QUANTMOE_ORT_CUDA_LIBRARY", str(newer))
+    remark = convert._library(lambda name: tmp_path / "model" / name, "cuda", True)
+    assert remark.endswith("asks for glibc 2.99 or newer (`make cuda` on an older system makes one for that system)")
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="reads Linux's list of processor features")

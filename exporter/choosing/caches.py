@@ -61,6 +61,11 @@ def choose_caches(
     if wanted == "auto" and not (said and said.format):
         return Caches({}, said.remark if said else "")
     format = said.format if stored and said else {"int8": "int8_token", "fp8": "fp8_e4m3"}[wanted]
+    if format == "int8_token" and target == "cuda":
+        raise OptionError(
+            "cache is int8: for target cuda int8 needs one scale a layer, and the checkpoint has none; cache fp8 needs "
+            "no scales, and target cpu has int8 with a scale of each token"
+        )
     reason = next((f"{module} is standard nodes: {why}" for module, why in plain.items()), "")
     for module, spec in specs.items():
         if not reason and (refused := refusal(dataclasses.replace(spec, cache_format=format))):

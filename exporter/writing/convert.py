@@ -315,4 +315,7 @@ def _library(partial: Callable[[str], Path], target: str, for_genai: bool) -> st
     major, minor = glibc_of(library)
     if (major, minor) <= OLDEST_GLIBC:
         return ""
-    return f"{library.name} asks for glibc {major}.{minor} or newer (without CXX, `make build` makes one for 2.28)"
+    older = "without CXX, `make build` makes one for 2.28"
+    if target == "cuda":
+        older = "`make cuda` on an older system makes one for that system"
+    return f"{library.name} asks for glibc {major}.{minor} or newer ({older})"

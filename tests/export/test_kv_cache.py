@@ -260,6 +260,11 @@ def test_options(target, cache, message):
         Options(target=target, cache=cache)
 
 
+def test_int8_without_scales_names_the_way_out_on_cuda(checkpoint, tmp_path):
+    with pytest.raises(OptionError, match=r"^cache is int8: .* the checkpoint has none; cache fp8 needs no scales"):
+        plan(checkpoint("qwen3_moe", hidden_size=256, head_dim=64), tmp_path, target="cuda", cache="int8")
+
+
 @pytest.mark.parametrize("cache", every(["int8", "fp8"]))
 def test_the_sample_takes_codes(exported, cache):
     folder = exported("qwen3_moe", cache=cache)
