@@ -239,7 +239,8 @@ def inspect(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="of --fit: hit rates of generate --trace FILE")] = None,
     rate: Annotated[
-        int | None, typer.Option(help="of --fit: bytes a second of the memory; default: 1TB on GPUs, 60GB", **SIZE)
+        int | None,
+        typer.Option(help="of --fit: bytes a second of the memory; default: this GPU's or 1TB, of RAM 60GB", **SIZE),
     ] = None,
     read: Annotated[
         int | None, typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", **SIZE)
@@ -287,17 +288,18 @@ def inspect(
             tell.append(stack.enter_context(progress("reading", DownloadColumn(), TransferSpeedColumn())))
         found = inspect_model(model, verify, *tell)
     if memory is not None:
+        from quantmoe.exporter import gpu
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
 
-        fits = fit(
-            found, memory, context or CONTEXT, read_trace(trace) if trace else None, (rate, read, disk), ram, reserve
-        )
+        here = gpu.bandwidth() if found["metadata"].get("target") == "cuda" and rate is None else None
+        rates = (rate or here, read, disk)
+        fits = fit(found, memory, context or CONTEXT, read_trace(trace) if trace else None, rates, ram, reserve)
         if as_json:
             derived = {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}
             print(json.dumps(asdict(fits) | derived, indent=1))
         else:
-            print_fit(fits, model)
+            print_fit(fits, model, "as --rate says" if rate else "as this GPU has" if here else "--rate gives another")
         return
     if as_json:
         print(json.dumps(found, indent=1))
@@ -373,7 +375,13 @@ def generate(
     threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",
-    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="replay a token's launches (--device cuda)")] = False,
+    cuda_graph: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graph/--no-cuda-graph",
+            help="of --device cuda: replay a token's launches; default: where the model can be captured",
+        ),
+    ] = None,
     speculate: Annotated[
         Literal["ngram", "mtp"] | None,
         typer.Option(help="verify several tokens a run: ngram, those that came before; mtp, the model's own drafts"),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+
+from quantmoe.exporter import gpu
 
 #: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt
 CHUNKS = {"cpu": 512, "cuda": 2048}
@@ -12,16 +16,44 @@ CHUNKS = {"cpu": 512, "cuda": 2048}
 DRAFTS = 4
 
 
+#: what errors say for lack of memory: PyTorch's allocator, ONNX Runtime's arena (of a GPU, too), CUDA, cuBLAS
+_LACKED = re.compile(
+    r"DefaultCPUAllocator: can't allocate|Failed to allocate memory for requested buffer"
+    r"|is smaller than requested bytes|out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+)
+
+
 class OutOfMemoryError(MemoryError):
     """The message names what was being done."""
 
 
+@dataclasses.dataclass(frozen=True)
+class OnGpu:
+    """What an error says where a GPU's memory lacks.
+
+    Attributes:
+        taken: what took how much, with ", " at its end; or "". less: options and measures that need less.
+    """
+
+    taken: str
+    less: Sequence[str]
+
+    def __str__(self) -> str:
+        free = gpu.free_memory()
+        there = "" if free is None else f"{free:,} bytes are free; "
+        return f"{self.taken}{there}less is needed with {', or '.join(self.less)}"
+
+
 @contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
+def doing(what: str, on_gpu: OnGpu | None = None) -> Iterator[None]:
     """Names ``what`` in an error for lack of memory, unless something more exact has a name already.
 
+    Args:
+        on_gpu: of what takes a GPU's memory, too.
+
     Raises:
-        OutOfMemoryError: for such an error of Python, NumPy, the system (a file cannot be mapped) or PyTorch.
+        OutOfMemoryError: for such an error of Python, NumPy, the system (a file cannot be mapped), PyTorch, CUDA or
+            ONNX Runtime.
     """
     try:
         yield
@@ -30,14 +62,16 @@ def doing(what: str) -> Iterator[None]:
     except Exception as error:
         if (cause := _of_memory(error)) is None:
             raise
+        if on_gpu is not None and not isinstance(cause, MemoryError | OSError):
+            raise OutOfMemoryError(f"{what}: out of GPU memory: {on_gpu}") from error
         raise OutOfMemoryError(f"{what}: out of memory{f' ({cause})' if str(cause) else ''}") from error
 
 
 def _of_memory(error: BaseException | None) -> BaseException | None:
-    """The error, or what it was raised from, if memory lacked; PyTorch's allocator raises a RuntimeError."""
+    """The error, or what it was raised from, if memory lacked; allocators of libraries raise other errors."""
     while error is not None:
         lacked = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        if lacked or "DefaultCPUAllocator: can't allocate" in str(error):
+        if lacked or _LACKED.search(str(error)):
             return error
         error = error.__cause__
     return None

@@ -97,7 +97,8 @@ def print_model(found: dict[str, Any]) -> None:
         console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
 
 
-def print_fit(fits: Fit, model: Path) -> None:
+def print_fit(fits: Fit, model: Path, rate: str) -> None:
+    """Print what fits; rate: where the memory's bytes a second are from."""
     gpu = fits.target == "cuda"
     where, through = ("GPU memory", "the bus") if gpu else ("memory", "the disk")
     rows = {
@@ -116,7 +117,7 @@ def print_fit(fits: Fit, model: Path) -> None:
         text = f"{decimal(int(size))} at {decimal(int(fits.rates[at]))}/s"
         return text if bound is None else f"{text}, at most {bound:,.1f} tokens/s"
 
-    rows = {where: tier(fits.read, 0)}
+    rows = {where: f"{tier(fits.read, 0)} ({rate})"}
     if fits.slots < fits.experts:
         how = "of the trace" if fits.from_trace else "if all are as likely; --trace knows better"
         rows[through] = f"{tier(fits.missed, 1)}; hits {fits.hit_rate:.0%}, {how}"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.memory import doing
-from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
+from quantmoe.exporter.running.cache import present
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.sampling import Sampling
@@ -80,7 +80,6 @@ class Batch(Iterator[tuple[int, int]]):
                 raise ModelError(f"{model.path}: {self._capacity} tokens, the cache has a capacity of {model.capacity}")
             self._capacity = model.capacity
         self.progress: Callable[[int, int], None] = lambda done, total: None
-        self._step: DecodeStep | None = None
         self._steps = self._generate()
 
     def __next__(self) -> tuple[int, int]:
@@ -106,7 +105,7 @@ class Batch(Iterator[tuple[int, int]]):
     def _generate(self) -> Iterator[tuple[int, int]]:
         if not self._live:
             return
-        self._allocate()
+        self._model.in_turn(self._allocate)
         logits = self._read()
         while True:
             ids = np.zeros((len(logits), 1), np.int64)
@@ -127,16 +126,12 @@ class Batch(Iterator[tuple[int, int]]):
 
     def _allocate(self) -> None:
         model = self._model
-        self._buffers: dict[str, Buffer] = {}
+        self._room = model.rooms.take(self._capacity, self._capacity, len(self._prompts))
+        leave = weakref.finalize(self, model.rooms.give, self._room)
+        leave.atexit = False
         self._binding = model.session.io_binding()
-        for name, (_, dtype) in model.past.items():
-            shape = model.shape(name, len(self._prompts))
-            if name not in model.states:
-                shape[2] = self._capacity
-            with doing(f"{model.path}: {name} of {len(self._prompts)} times {self._capacity} tokens"):
-                # what is not written is not read
-                self._buffers[name] = Buffer.of(np.empty(shape, dtype), model.device)
-            self._buffers[name].bind(self._binding, name, present(name))
+        for name, buffer in self._room.buffers.items():
+            buffer.bind(self._binding, name, present(name))
 
     def _read(self) -> np.ndarray:
         """Runs the prompts, ``model.chunk`` tokens at a time of all together; logits after the last of each."""
@@ -166,24 +161,26 @@ class Batch(Iterator[tuple[int, int]]):
         own, end = np.arange(new) < counts[:, None], before + new
         given = model.feed(ids, before)
         graph = model.cuda_graph and new == 1
-        mask = np.zeros((batch, self._capacity if graph else end), np.int64)
+        mask = np.zeros((batch, self._room.capacity if graph else end), np.int64)
         mask[:, :before] = np.arange(before) < self._lengths[:, None]
         mask[:, before:end] = own
         last = self._lengths + np.maximum(counts, 1) - 1
         positions = np.minimum(self._lengths[:, None] + np.arange(new), last[:, None])
         given |= {"attention_mask": mask, "position_ids": positions}
         if graph:
-            self._step = self._step or DecodeStep(model, self._buffers, self._capacity, batch=batch)
-            logits = self._step.run(ids, before, given)
+            logits = model.in_turn(lambda: self._room.step(model).run(ids, before, given))
         else:
-            for name, value in given.items():
-                self._binding.bind_cpu_input(name, value)
-            made = model.logits_of(new, "cpu", batch)
-            made.bind(self._binding, output="logits")
-            with model.running(new, before):
-                model.session.run_with_iobinding(self._binding, model.run_options(-1))
-            logits = made.numpy()
+            logits = model.in_turn(lambda: self._run_bound(given, new, before, batch))
         self._lengths += counts
         # of all tokens there are padding's, too; a model of the last ones' takes them where the mask ends
         at = np.maximum(counts, 1) - 1 if model.rows == sys.maxsize else -1
         return np.asarray(logits[np.arange(batch), at], np.float32)
+
+    def _run_bound(self, given: dict[str, np.ndarray], new: int, before: int, batch: int) -> np.ndarray:
+        for name, value in given.items():
+            self._binding.bind_cpu_input(name, value)
+        logits = self._model.logits_of(new, "cpu", batch)
+        logits.bind(self._binding, output="logits")
+        with self._model.running(new, before):
+            self._model.session.run_with_iobinding(self._binding, self._model.run_options(-1))
+        return logits.numpy()

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.memory import doing
+from quantmoe.exporter.memory import OutOfMemoryError, doing
 from quantmoe.exporter.names import HIDDEN
+from quantmoe.exporter.running.turns import TURNS
 
 if TYPE_CHECKING:
     from quantmoe.exporter.running.generate import Generator
@@ -365,20 +367,97 @@ class States:
             self._model.copies.run_with_iobinding(binding)
 
 
+class Room:
+    """Memory of caches that are written in place, and the CUDA graphs of decode steps over it.
+
+    Args:
+        capacity: tokens of each row. batch: rows.
+
+    Attributes:
+        buffers: by the names of the inputs. steps: by the tokens of a run, and the thread that has its graph.
+    """
+
+    def __init__(self, model: Generator, capacity: int, batch: int = 1):
+        self.capacity, self.batch = capacity, batch
+        self.buffers: dict[str, Buffer] = {}
+        self.steps: dict[tuple[int, object], DecodeStep] = {}
+        rows = f"{batch} times " if batch > 1 else ""
+        for name, (_, dtype) in model.past.items():
+            shape = model.shape(name, batch)
+            if name not in model.states:
+                shape[2] = capacity
+            with model.allocating(f"{name} of {rows}{capacity} tokens", capacity, batch):
+                # keys and values that are not written are not read
+                array = np.zeros(shape, dtype) if name in model.states else np.empty(shape, dtype)
+                self.buffers[name] = Buffer.of(array, model.device)
+
+    def step(self, model: Generator, tokens: int = 1) -> DecodeStep:
+        """The decode step of so many tokens a row, which is captured when it first runs."""
+        at = tokens, TURNS.thread()
+        if at not in self.steps:
+            self.steps[at] = DecodeStep(weakref.proxy(model), self.buffers, self.capacity, tokens, self.batch)
+        return self.steps[at]
+
+
+class Rooms:
+    """Rooms that conversations have one after the other.
+
+    ONNX Runtime never frees a CUDA graph, whose addresses are fixed. So a conversation leaves its room to the next one
+    of the same number of rows. A room that is too small makes way for one that is at least an eighth larger: however
+    lengths follow each other, there are few graphs.
+
+    Args:
+        model: held by its user, not from here.
+    """
+
+    def __init__(self, model: Generator):
+        self._model: Generator = weakref.proxy(model)
+        self._free: list[Room] = []
+
+    def take(self, slots: int, capacity: int, batch: int = 1) -> Room:
+        """A room for at least ``slots`` tokens a row; a new one is of ``capacity``, or more.
+
+        Raises:
+            OutOfMemoryError: it says what the cache takes, and what is free.
+        """
+        model, free = self._model, sorted(self._free, key=lambda room: room.capacity)
+        same = [room for room in free if room.batch == batch]
+        large = next((room for room in same if room.capacity >= slots), None)
+        for room in same if large is None else [large]:
+            self._free.remove(room)
+        if large is not None:
+            return large
+        if same and model.capacity is None:
+            most = same[-1].capacity
+            capacity = max(capacity, min(most + most // 8, model.context))
+        same.clear()
+        try:
+            return Room(model, capacity, batch)
+        except OutOfMemoryError:
+            if not self._free:
+                raise
+            self._free.clear()  # those of other numbers of rows
+            return Room(model, capacity, batch)
+
+    def give(self, room: Room) -> None:
+        """Takes a room back. One without graphs is freed."""
+        if room.steps:
+            self._free.append(room)
+
+
 class SharedCache(Cache):
     """Of models that write a cache in place: past and present are one buffer [1, heads, capacity, width], which is
     allocated once. When it is full it is copied to one of twice the capacity, or refuses if the caller said which."""
 
     def _begin(self) -> None:
-        self.capacity = 0
-        self._buffers: dict[str, Buffer] = {}
-        self._binding = self.model.session.io_binding()
-        self._steps: dict[int, DecodeStep] = {}  # by the tokens of a run
-        for name in self.model.states:
-            self._bind(name, np.zeros(self.model.shape(name), self.model.past[name][1]))
-        self._copies = States(self.model, self._buffers)
+        self._room: Room | None = None
         if self.model.capacity is not None:
-            self._allocate(self.model.capacity)
+            self._allocate(self.model.capacity, self.model.capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return 0 if self._room is None else self._room.capacity
 
     @property
     def room(self) -> int:
@@ -394,49 +473,62 @@ class SharedCache(Cache):
             return
         if self.model.capacity is not None:
             raise ModelError(f"{self.model.path}: {slots} tokens, the cache has a capacity of {self.capacity}")
-        self._allocate(min(max(slots + ROOM, 2 * self.capacity), max(slots, self.model.context)))
+        self._allocate(slots, min(max(slots + ROOM, 2 * self.capacity), max(slots, self.model.context)))
 
-    def _allocate(self, capacity: int) -> None:
-        length = len(self.tokens)
-        for name, (shape, dtype) in self.model.past.items():
-            if name in self.model.states:
-                continue
-            with doing(f"{self.model.path}: {name} of {capacity} tokens"):
-                array = np.empty([1, shape[1], capacity, shape[3]], dtype)  # what is not written is not read
-            if length:
-                array[:, :, :length] = self._buffers[name].numpy()[:, :, :length]
-            self._bind(name, array)
-        self.capacity = capacity
-        self._steps = {}
+    def _allocate(self, slots: int, capacity: int) -> None:
+        self.model.in_turn(lambda: self._move(self.model.rooms.take(slots, capacity)))
+
+    def _move(self, room: Room) -> None:
+        """What is in the cache to a larger room."""
+        old, length = self._room, len(self.tokens)
+        if old is not None:
+            for name, buffer in old.buffers.items():
+                if name in self.model.states:
+                    room.buffers[name].write(buffer.numpy())
+                elif length:
+                    array = np.empty(room.buffers[name].value.shape(), buffer.dtype)
+                    array[:, :, :length] = buffer.numpy()[:, :, :length]
+                    room.buffers[name].write(array)
+            self._leave()
+        self._room, self._copies = room, States(self.model, room.buffers)
+        self._leave = weakref.finalize(self, self.model.rooms.give, room)
+        self._leave.atexit = False
+        self._binding = self.model.session.io_binding()
+        for name, buffer in room.buffers.items():
+            buffer.bind(self._binding, name, present(name))
 
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
-        return ((name, b.numpy()) for name, b in self._buffers.items() if name not in self.model.states)
+        buffers = {} if self._room is None else self._room.buffers
+        names = [name for name in buffers if name not in self.model.states]
+        return iter(self.model.in_turn(lambda: [(name, buffers[name].numpy()) for name in names]))
 
     def _set_keys(self, keys: dict[str, np.ndarray]) -> None:
-        for name, array in keys.items():
-            whole = self._buffers[name].numpy()
-            whole[:, :, : array.shape[2]] = array
-            self._buffers[name].write(whole)
+        self.model.in_turn(lambda: self._write(keys))
 
-    def _bind(self, name: str, array: np.ndarray) -> None:
-        self._buffers[name] = Buffer.of(array, self.model.device)
-        self._buffers[name].bind(self._binding, name, present(name))
+    def _write(self, keys: dict[str, np.ndarray]) -> None:
+        assert self._room is not None  # it was reserved
+        for name, array in keys.items():
+            whole = self._room.buffers[name].numpy()
+            whole[:, :, : array.shape[2]] = array
+            self._room.buffers[name].write(whole)
 
     def _states(self) -> dict[str, np.ndarray]:
-        return self._copies.read()
+        return self.model.in_turn(self._copies.read)
 
     def _restore(self, states: dict[str, np.ndarray]) -> None:
-        self._copies.write(states)
+        self.model.in_turn(lambda: self._copies.write(states))
 
     def _crop(self, back: int) -> None:
-        self._copies.back(back)
+        self.model.in_turn(lambda: self._copies.back(back))
 
     def _run(self, ids: np.ndarray) -> np.ndarray:
+        return self.model.in_turn(lambda: self._run_bound(ids))
+
+    def _run_bound(self, ids: np.ndarray) -> np.ndarray:
         new = ids.shape[1]
+        assert self._room is not None  # it was reserved
         if self.model.cuda_graph and new <= self.model.step_tokens:
-            if new not in self._steps:
-                self._steps[new] = DecodeStep(self.model, self._buffers, self.capacity, new)
-            step = self._steps[new]
+            step = self._room.step(self.model, new)
             found = step.run(ids, len(self.tokens), self.given)
             self.hidden = step.hidden_states()
             return found
@@ -458,7 +550,7 @@ class SharedCache(Cache):
 
 class DecodeStep:
     """A decode step whose shapes and addresses never change, as a CUDA graph wants it: so many tokens a row, one or one
-    and its drafts, and a mask of the whole capacity. ONNX Runtime captures the first and replays it; each cache has a
+    and its drafts, and a mask of the whole capacity. ONNX Runtime captures the first and replays it; each room has a
     graph of its own in the session, for each number of tokens.
 
     The call that captures runs several times (microsoft/onnxruntime 32243), and a state goes on with each: states are

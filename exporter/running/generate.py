@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import operator
+import os
 import reprlib
 import sys
 import threading
@@ -14,27 +16,30 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
 
+from quantmoe.exporter import gpu
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import check_alone, inspect, load, model_path
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
-from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
+from quantmoe.exporter.memory import CHUNKS, DRAFTS, OnGpu, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.running.batch import Batch
-from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache, present
+from quantmoe.exporter.running.cache import Buffer, Cache, Rooms, SharedCache, present
 from quantmoe.exporter.running.sampling import Choose, Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
+from quantmoe.exporter.running.turns import TURNS
 from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, SHORT_CONTEXT
 from quantmoe.exporter.writing.output import MTP_MODEL, check_recorded, is_recorded
 from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
 
+T = TypeVar("T")
 #: ends of the names of what a cache has of linear attention: of one size however many tokens there were
 STATES = (".conv_state", ".recurrent_state")
 #: ONNX Runtime's entry of sessions: whether threads without work spin
@@ -98,16 +103,6 @@ class Generated(Iterator[int]):
         return (len(self.tokens) - 1) / self.decode if self.decode else 0.0
 
 
-class Closed:
-    """What a Generator has in the place of the session that it freed."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __getattr__(self, name: str) -> Any:
-        raise ModelError(f"{self._path}: this Generator is closed; create another one")
-
-
 class Generator:
     """An exported model in an ONNX Runtime session, which :meth:`close` and the end of a ``with`` block free.
 
@@ -119,8 +114,9 @@ class Generator:
             The default is CHUNKS's of the device.
         capacity: tokens that a cache is allocated for, where the model writes it in place; None: it grows by doubling.
         device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
-        cuda_graph: a token's launches are captured once for each cache and then replayed; with device "cuda", of models
-            that write the cache in place.
+        cuda_graph: on cuda, capture the launches of a decode step and replay them: of models that write the cache in
+            place, without experts "disk" and ``trace``. None, the default, is True where that is so. All sessions with
+            CUDA graphs take turns on one thread, whichever threads call.
         speculate: "ngram" drafts what followed the last tokens before in the same text, "mtp" with the layer of
             multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
             runs. Of models exported with the logits of more than the last.
@@ -162,7 +158,7 @@ class Generator:
         chunk: int | None = None,
         capacity: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
-        cuda_graph: bool = False,
+        cuda_graph: bool | None = None,
         speculate: Literal["ngram", "mtp"] | None = None,
         drafts: int | None = None,
         experts: Literal["gpu", "host", "disk", "auto"] | None = None,
@@ -190,7 +186,7 @@ class Generator:
         need_count("threads", threads, 0)
         self.path, ort = model_path(path), runtime()
         chunk = CHUNKS[device] if chunk is None else chunk
-        self.chunk, self.capacity, self.device, self.cuda_graph, self.group = chunk, capacity, device, cuda_graph, group
+        self.chunk, self.capacity, self.device, self.group = chunk, capacity, device, group
         #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
         self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler
         #: options of the runs that go on now
@@ -200,6 +196,10 @@ class Generator:
         self.graphs = itertools.count(1)
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
+        captured = device == "cuda" and experts != "disk" and trace is None and _shares_buffer(self.path)
+        self.cuda_graph = captured if cuda_graph is None else cuda_graph
+        #: memory of conversations that have ended, and their CUDA graphs
+        self.rooms = Rooms(self)
         self.speculate = speculate
         given = ram if device == "cpu" else gpu_memory
         if experts in ("host", "disk", "auto")[device == "cpu" :] and given in (None, "auto") and reserve is None:
@@ -211,7 +211,9 @@ class Generator:
             "misses": misses,
             "threads": threads if threads and misses not in (None, "copy") else None,
         }
-        self.session: Any = self._open(ort, threads, prefault, entries)
+        #: what needs less GPU memory, in errors
+        self._less_memory = ["--experts host"] if experts in (None, "gpu") else ["a smaller --gpu-memory"]
+        self._opened: Any = self.in_turn(lambda: self._open(ort, threads, prefault, entries))
         self._read_interface(speculate)
         self.drafts = self._most_drafts() if drafts is None else drafts
         #: tokens of a decode step, at most: runs of so many are CUDA graphs
@@ -225,7 +227,8 @@ class Generator:
             if not (self.hidden and (path.is_file() or is_recorded(metadata, MTP_MODEL))):
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
             check_recorded(self.path, metadata, path)
-            self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=cuda_graph)
+            captured = cuda_graph if self.cuda_graph else False
+            self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=captured)
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
 
@@ -240,7 +243,19 @@ class Generator:
         self.__dict__.pop("copies", None)
         if self.head is not None:
             self.head.close()
-        self.session = Closed(self.path)
+        self.rooms = Rooms(self)
+        self._opened = None
+
+    @property
+    def session(self) -> Any:
+        """The onnxruntime.InferenceSession.
+
+        Raises:
+            ModelError: it was closed.
+        """
+        if self._opened is None:
+            raise ModelError(f"{self.path}: this Generator is closed; create another one")
+        return self._opened
 
     def _open(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
         """Opens the model; entries: of its session, None for what is not given."""
@@ -263,8 +278,9 @@ class Generator:
         cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(self.cuda_graph))})
         providers = ["CPUExecutionProvider" if self.device == "cpu" else cuda]
         try:
-            with doing(str(self.path)):
-                return ort.InferenceSession(str(self.path), options, providers=providers)
+            with doing(str(self.path), self._on_gpu()):
+                # its own second try, on the CPU, hides the first one's error
+                return ort.InferenceSession(str(self.path), options, providers=providers, enable_fallback=0)
         except MemoryError:
             raise
         except Exception as error:  # onnxruntime's exceptions have no public base class
@@ -381,6 +397,25 @@ class Generator:
                 f"{' '.join(options)}{fewer}"
             )
 
+    def in_turn(self, call: Callable[[], T]) -> T:
+        """Return what a call of the session returns. With CUDA graphs one thread makes all of these calls."""
+        return TURNS(call) if self.cuda_graph else call()
+
+    def allocating(self, what: str, capacity: int, batch: int) -> contextlib.AbstractContextManager[None]:
+        """Name a cache of ``batch`` times ``capacity`` tokens in an error for lack of memory."""
+        tokens = f"{batch} times {capacity:,} tokens" if batch > 1 else f"{capacity:,} tokens"
+        shapes = [(self.shape(name, batch), dtype, name in self.states) for name, (_, dtype) in self.past.items()]
+        size = sum(math.prod(s if fixed else [*s[:2], capacity, s[3]]) * d.itemsize for s, d, fixed in shapes)
+        less = ["a smaller capacity" if self.capacity else "fewer tokens"]
+        less += ["fewer prompts at once (--batch)"] if batch > 1 else []
+        if any(dtype.itemsize > 1 and name not in self.states for name, (_, dtype) in self.past.items()):
+            less += ["export --cache fp8"]
+        return doing(f"{self.path}: {what}", self._on_gpu(f"the cache of {tokens} takes {size:,} bytes, ", less))
+
+    def _on_gpu(self, what: str = "", less: Sequence[str] = ()) -> OnGpu | None:
+        """What an error says of the GPU's memory; None on the cpu."""
+        return OnGpu(what, [*less, *self._less_memory]) if self.device == "cuda" else None
+
     def experts_report(self) -> dict[str, int]:
         """Of the last of this process's sessions with a cache of experts: ort_ext.experts_report; {}: none."""
         library = library_path() if self.device == "cpu" else cuda_library_path()
@@ -489,7 +524,7 @@ class Generator:
     def running(self, new: int, past: int) -> Iterator[None]:
         """ONNX Runtime's errors as ModelError and OutOfMemoryError, which name the model."""
         try:
-            with doing(f"{self.path}: {new} tokens after {past}"):
+            with doing(f"{self.path}: {new} tokens after {past}", self._on_gpu(less=["a smaller --chunk"] * (new > 1))):
                 yield
         except MemoryError:
             raise
@@ -523,7 +558,8 @@ class Generator:
             ModelError: ONNX Runtime's words.
         """
         with self.running(new, past):
-            return dict(zip(self.outputs, self.session.run(None, feed, self.run_options(-1)), strict=True))
+            found = self.in_turn(lambda: self.session.run(None, feed, self.run_options(-1)))
+        return dict(zip(self.outputs, found, strict=True))
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Logits after each of the tokens, f32 [tokens, vocabulary]: as many at once as a step gives those of."""
@@ -741,17 +777,27 @@ def runtime() -> Any:
     return ort
 
 
+def _shares_buffer(path: Path) -> bool:
+    """Whether a model's metadata says that its caches may be written in place."""
+    return any(entry == (SHARE_BUFFER, "true") for entry in load(path).metadata_props.items())
+
+
 def _cuda(ort: Any) -> str:
     """The library for the CUDA provider, whose own libraries are loaded from the packages that have them.
 
     Raises:
-        ModelError: ONNX Runtime has no such provider. FileNotFoundError: quantmoe-cuda is not installed.
+        ModelError: ONNX Runtime has no such provider, or CUDA's driver no GPU. FileNotFoundError: quantmoe-cuda is not
+            installed.
     """
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise ModelError(
             "this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then pip install "
             "'onnxruntime-gpu[cuda,cudnn]'"
         )
+    if not gpu.devices():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "nvidia-smi shows the driver's" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
+        raise ModelError(f"no CUDA device: device is cuda, and this process sees no GPU ({why})")
     ort.preload_dlls()
     return cuda_library_path()
 

@@ -65,7 +65,7 @@ def test_a_rows_cache_has_the_bytes_of_its_prompt_alone(exported):
         _, states = cache.contents()
         for name, array in states[len(cache.tokens)].items():
             if name.startswith("past_key_values.0."):
-                assert batch._buffers[name].numpy()[row].tobytes() == array.tobytes(), (row, name)
+                assert batch._room.buffers[name].numpy()[row].tobytes() == array.tobytes(), (row, name)
 
 
 def test_tokens_come_as_they_are_asked_for(exported):

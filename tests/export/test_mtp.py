@@ -240,10 +240,10 @@ def test_steps_of_drafts_as_a_cuda_graph_has_them(models, kind, monkeypatch):
     for one, other in zip(found, want, strict=True):
         assert one.tokens == other.tokens
         assert one.logits.tobytes() == other.logits.tobytes()
-    assert not ran[0]._steps
-    assert {2, 5} <= set(ran[1]._steps) <= set(range(1, 6))
-    assert {1, 2} <= set(caches[0]._steps) <= set(range(1, 7))
-    assert len(steps.session.captured) >= len(ran[1]._steps) + 1  # those before the cache grew, too
+    assert not ran[0]._room.steps
+    assert {2, 5} <= {tokens for tokens, _ in ran[1]._room.steps} <= set(range(1, 6))
+    assert {1, 2} <= {tokens for tokens, _ in caches[0]._room.steps} <= set(range(1, 7))
+    assert len(steps.session.captured) >= len(ran[1]._room.steps) + 1  # those before the cache grew, too
 
 
 def test_threads_of_two_sessions_do_not_spin(models):

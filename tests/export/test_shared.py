@@ -57,9 +57,9 @@ def test_a_full_cache_is_copied_to_a_larger_one(exported, nan):
         assert np.array_equal(cache.append(part), growing.append(part))
         capacities.append(cache.capacity)
     assert sorted(set(capacities)) == [250 + ROOM, 2 * (250 + ROOM)]
-    addresses = [buffer.value.data_ptr() for buffer in cache._buffers.values()]
+    addresses = [buffer.value.data_ptr() for buffer in cache._room.buffers.values()]
     cache.append(PROMPT)
-    assert addresses == [buffer.value.data_ptr() for buffer in cache._buffers.values()]
+    assert addresses == [buffer.value.data_ptr() for buffer in cache._room.buffers.values()]
 
 
 class Capturing:
@@ -79,7 +79,7 @@ class Capturing:
 
 def capture(generator: Generator) -> None:
     """Its decode steps are as with a CUDA graph, on the CPU."""
-    generator.session = Capturing(generator.session)
+    generator._opened = Capturing(generator.session)
     generator.cuda_graph, generator.run_options = True, lambda graph: graph
 
 
@@ -94,7 +94,7 @@ def test_a_step_of_unchanging_shapes_and_addresses(exported, architecture, nan):
         tokens = generator.generate(PROMPT, 12, cache=one, logits=True)
         one.reserve(one.capacity + 1)
         found.append(np.concatenate([tokens.logits, generator.generate([3], 5, cache=one, logits=True).logits]))
-    assert list(cache._steps) == [1]
+    assert [tokens for tokens, _ in cache._room.steps] == [1]
     assert np.array_equal(*found)
 
 
