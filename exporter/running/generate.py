@@ -213,7 +213,7 @@ class Generator:
         }
         #: what needs less GPU memory, in errors
         self._less_memory = ["--experts host"] if experts in (None, "gpu") else ["a smaller --gpu-memory"]
-        self._opened: Any = self.in_turn(lambda: self._open(ort, threads, prefault, entries))
+        self._opened: Any = self.in_turn(lambda: self._open(ort, threads, prefault, entries), runs=False)
         self._read_interface(speculate)
         self.drafts = self._most_drafts() if drafts is None else drafts
         #: tokens of a decode step, at most: runs of so many are CUDA graphs
@@ -397,9 +397,9 @@ class Generator:
                 f"{' '.join(options)}{fewer}"
             )
 
-    def in_turn(self, call: Callable[[], T]) -> T:
-        """Return what a call of the session returns. With CUDA graphs one thread makes all of these calls."""
-        return TURNS(call) if self.cuda_graph else call()
+    def in_turn(self, call: Callable[[], T], runs: bool = True) -> T:
+        """Return what a call of the session returns. With CUDA graphs one thread makes all of them; see Turns."""
+        return TURNS(call, runs) if self.cuda_graph else call()
 
     def allocating(self, what: str, capacity: int, batch: int) -> contextlib.AbstractContextManager[None]:
         """Name a cache of ``batch`` times ``capacity`` tokens in an error for lack of memory."""

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The first thread that calls makes its calls itself, which is quickest. When a second one comes, all calls move
-    to a thread of their own, for good."""
+    """The first thread that runs a session makes its calls itself, which is quickest. When a second one comes, all
+    calls move to a thread of their own, for good."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -31,12 +31,16 @@ class Turns:
             self._mine.token = object()
         return self._mine.token
 
-    def __call__(self, call: Callable[[], T]) -> T:
-        """Return what a call returns. Calls may be nested."""
+    def __call__(self, call: Callable[[], T], runs: bool = True) -> T:
+        """Return what a call returns. Calls may be nested.
+
+        Args:
+            runs: it runs a session; False: it opens one, which another thread may be the first to run.
+        """
         with self._lock:
-            if self._home is None:
+            if self._home is None and runs:
                 self._home = self.thread()
-            if self._home is self.thread():
+            if self._home in (None, self.thread()):
                 return call()
             if self._own is None:
                 self._own = ThreadPoolExecutor(1, "quantmoe-cuda-graphs")

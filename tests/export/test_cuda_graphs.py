@@ -133,6 +133,16 @@ def test_the_first_thread_runs_until_a_second_comes(captured):
     assert generator.in_turn(lambda: generator.in_turn(threading.get_ident)) in generator.session.threads - here
 
 
+def test_who_opens_a_session_need_not_run_it():
+    turns, found = Turns(), []
+    assert turns(threading.get_ident, runs=False) == threading.get_ident()
+    thread = threading.Thread(target=lambda: found.append((turns(threading.get_ident), threading.get_ident())))
+    thread.start()
+    thread.join()
+    assert found[0][0] == found[0][1] != threading.get_ident()
+    assert turns(threading.get_ident) not in (found[0][0], threading.get_ident())
+
+
 def test_an_error_of_a_run_reaches_who_asked(captured):
     with pytest.raises(ModelError, match="token id -1 is outside the vocabulary"):
         captured().generate([-1], 2)
