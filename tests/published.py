@@ -16,8 +16,8 @@ class Published:
 
     Attributes:
         model: its name on the hub.
-        seen: where its config.json was quoted; "": nowhere, ``fields`` are the defaults of transformers 5.24's
-            configuration class, which names this model.
+        seen: how its config.json is known; "": not, ``fields`` are the defaults of transformers 5.24's configuration
+            class, which names this model.
         fields: of config.json, in transformers' words, without sizes. Lists of layers are sets of their kinds.
     """
 
@@ -26,7 +26,9 @@ class Published:
     fields: dict[str, Any]
 
 
-_HUB = "hub, read before November 2026"
+#: the published file as it is known in November 2026; the hub could not be read to check it
+_KNOWN = "recalled"
+_QUOTED = "quoted in other projects' tests"
 _DEFAULTS = ""
 
 
@@ -46,17 +48,17 @@ _MLA = {"norm_topk_prob": True, "rope_interleave": True, "attention_bias": False
 #: model_type -> the published model; where there are others of other mechanisms, with a word behind it
 PUBLISHED: dict[str, Published] = {
     "qwen3_moe": Published(
-        "Qwen/Qwen3-30B-A3B", _HUB, {"norm_topk_prob": True, "attention_bias": False, "rope_parameters": _rope()}
+        "Qwen/Qwen3-30B-A3B", _KNOWN, {"norm_topk_prob": True, "attention_bias": False, "rope_parameters": _rope()}
     ),
     "mixtral": Published(
-        "mistralai/Mixtral-8x7B-Instruct-v0.1", _HUB, {"sliding_window": None, "rope_parameters": _rope()}
+        "mistralai/Mixtral-8x7B-Instruct-v0.1", _KNOWN, {"sliding_window": None, "rope_parameters": _rope()}
     ),
     "olmoe": Published(
-        "allenai/OLMoE-1B-7B-0924", _HUB, {"norm_topk_prob": False, "clip_qkv": None, "rope_parameters": _rope()}
+        "allenai/OLMoE-1B-7B-0924", _KNOWN, {"norm_topk_prob": False, "clip_qkv": None, "rope_parameters": _rope()}
     ),
     "gpt_oss": Published(
         "openai/gpt-oss-20b",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "rope_parameters": _yarn(32.0, 4096, truncate=False),
@@ -66,14 +68,14 @@ PUBLISHED: dict[str, Published] = {
     ),
     "deepseek_v3": Published(
         "deepseek-ai/DeepSeek-V3",
-        _HUB,
+        _KNOWN,
         _MLA
         | {"rope_parameters": _yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)}
         | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     ),
     "glm4_moe": Published(
         "zai-org/GLM-4.5",
-        _HUB,
+        _KNOWN,
         {
             "use_qk_norm": True,
             "attention_bias": True,
@@ -84,7 +86,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "llama4_text": Published(
         "meta-llama/Llama-4-Scout-17B-16E",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"chunked_attention", "full_attention"},
             "use_qk_norm": True,
@@ -101,7 +103,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "llama4_text interleaved": Published(
         "meta-llama/Llama-4-Maverick-17B-128E",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"chunked_attention", "full_attention"},
             "use_qk_norm": False,
@@ -112,7 +114,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "qwen3_next": Published(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"linear_attention", "full_attention"},
             "norm_topk_prob": True,
@@ -121,7 +123,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "qwen3_5_moe_text": Published(
         "Qwen/Qwen3.5-35B-A3B",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"linear_attention", "full_attention"},
             "rope_parameters": _rope(partial_rotary_factor=0.25, mrope_interleaved=True),
@@ -129,7 +131,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "kimi_linear": Published(
         "moonshotai/Kimi-Linear-48B-A3B-Instruct",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"linear_attention", "full_attention"},
             "q_lora_rank": None,
@@ -140,7 +142,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "lfm2_moe": Published(
         "LiquidAI/LFM2-8B-A1B",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"conv", "full_attention"},
             "conv_bias": False,
@@ -163,7 +165,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "gemma4_text": Published(
         "google/gemma-4-26B-A4B-it",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "enable_moe_block": True,
@@ -181,12 +183,12 @@ PUBLISHED: dict[str, Published] = {
     ),
     "qwen2_moe": Published(
         "Qwen/Qwen1.5-MoE-A2.7B",
-        _HUB,
+        _KNOWN,
         {"norm_topk_prob": False, "qkv_bias": True, "use_sliding_window": False, "rope_parameters": _rope()},
     ),
     "deepseek_v2": Published(
         "deepseek-ai/DeepSeek-V2-Lite",
-        _HUB,
+        _KNOWN,
         {
             "q_lora_rank": None,
             "topk_method": "greedy",
@@ -197,7 +199,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "deepseek_v2 group_limited_greedy": Published(
         "deepseek-ai/DeepSeek-V2",
-        _HUB,
+        _KNOWN,
         {
             "topk_method": "group_limited_greedy",
             "n_group": 8,
@@ -209,7 +211,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "glm4_moe_lite": Published(
         "zai-org/GLM-4.7-Flash",
-        _HUB,
+        _KNOWN,
         _MLA | {"n_group": 1, "routed_scaling_factor": 1.8, "rope_parameters": _rope()},
     ),
     "axk1": Published(
@@ -224,7 +226,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "granitemoe": Published(
         "ibm-granite/granite-3.1-3b-a800m-instruct",
-        _HUB,
+        _KNOWN,
         {
             "embedding_multiplier": 12.0,
             "attention_multiplier": 0.015625,
@@ -236,7 +238,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "granitemoeshared": Published(
         "ibm-research/moe-7b-1b-active-shared-experts",
-        _HUB,
+        _KNOWN,
         {
             "embedding_multiplier": 12.0,
             "attention_multiplier": 0.0078125,
@@ -253,7 +255,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "granitemoehybrid": Published(
         "ibm-granite/granite-4.0-h-tiny",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"linear_attention", "full_attention"},
             "position_embedding_type": "nope",
@@ -268,7 +270,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "ernie4_5_moe": Published(
         "baidu/ERNIE-4.5-21B-A3B-PT",
-        _HUB,
+        _KNOWN,
         {
             "use_bias": False,
             "moe_num_shared_experts": 2,
@@ -288,7 +290,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "dots1": Published(
         "rednote-hilab/dots.llm1.base",
-        _HUB,
+        _KNOWN,
         {
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
@@ -298,10 +300,10 @@ PUBLISHED: dict[str, Published] = {
             "rope_parameters": _rope(),
         },
     ),
-    "minimax_m2": Published("MiniMaxAI/MiniMax-M2", _HUB, {"rope_parameters": _rope(partial_rotary_factor=0.5)}),
+    "minimax_m2": Published("MiniMaxAI/MiniMax-M2", _KNOWN, {"rope_parameters": _rope(partial_rotary_factor=0.5)}),
     "minimax": Published(
         "MiniMaxAI/MiniMax-Text-01-hf",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"linear_attention", "full_attention"},
             "full_attn_alpha_factor": 3.5565588200778455,
@@ -315,7 +317,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "nemotron_h": Published(
         "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-        _HUB,
+        _KNOWN,
         {
             "layers_block_type": {"linear_attention", "moe", "full_attention"},
             "mlp_hidden_act": "relu2",
@@ -330,7 +332,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "mimo_v2_flash": Published(
         "XiaomiMiMo/MiMo-V2-Flash",
-        _HUB,
+        _KNOWN,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "attention_value_scale": 0.707,
@@ -343,7 +345,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "phimoe": Published(
         "microsoft/Phi-3.5-MoE-instruct",
-        _HUB,
+        _KNOWN,
         {
             "attention_bias": True,
             "lm_head_bias": True,
@@ -359,8 +361,8 @@ PUBLISHED: dict[str, Published] = {
         },
     ),
     "cohere2_moe": Published(
-        "CohereLabs/North-Mini-Code",
-        "tests of other projects",
+        "CohereLabs/North-Mini-Code-1.0",
+        _QUOTED,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "expert_selection_fn": "sigmoid",
@@ -372,7 +374,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "exaone_moe": Published(
         "LGAI-EXAONE/K-EXAONE-236B-A23B",
-        "tests of other projects",
+        _QUOTED,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "norm_topk_prob": True,
@@ -383,11 +385,11 @@ PUBLISHED: dict[str, Published] = {
         },
     ),
     "flex_olmo": Published(
-        "allenai/FlexOlmo-7x7B-1T", _HUB, {"norm_topk_prob": False, "rope_parameters": _rope(rope_theta=5e5)}
+        "allenai/FlexOlmo-7x7B-1T", _KNOWN, {"norm_topk_prob": False, "rope_parameters": _rope(rope_theta=5e5)}
     ),
     "solar_open": Published(
         "upstage/Solar-Open-100B",
-        "tests of other projects",
+        _QUOTED,
         {
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
@@ -399,7 +401,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "mellum": Published(
         "JetBrains/Mellum2-12B-A2.5B-Base",
-        "tests of other projects",
+        _QUOTED,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "norm_topk_prob": True,
@@ -419,7 +421,7 @@ PUBLISHED: dict[str, Published] = {
             "rope_parameters": _rope(rope_theta=8e6, partial_rotary_factor=1.0),
         },
     ),
-    "aria_text": Published("rhymes-ai/Aria", _HUB, {"moe_num_shared_experts": 2, "rope_parameters": _rope()}),
+    "aria_text": Published("rhymes-ai/Aria", _KNOWN, {"moe_num_shared_experts": 2, "rope_parameters": _rope()}),
     "flint": Published(
         "RecursiveSI/flint",
         _DEFAULTS,
@@ -440,7 +442,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "afmoe": Published(
         "arcee-ai/Trinity-Mini",
-        "tests of other projects",
+        _QUOTED,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "mup_enabled": True,
@@ -464,12 +466,12 @@ PUBLISHED: dict[str, Published] = {
     ),
     "hunyuan_v1_moe": Published(
         "tencent/Hunyuan-A13B-Instruct",
-        _HUB,
+        _KNOWN,
         {"tie_word_embeddings": True, "rope_parameters": _rope("dynamic", rope_theta=1e4, alpha=1000.0, factor=1.0)},
     ),
     "laguna": Published(
         "poolside/Laguna-XS.2",
-        "tests of other projects",
+        _QUOTED,
         {
             "layer_types": {"sliding_attention", "full_attention"},
             "gating": "per-head",
@@ -483,7 +485,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "minimax_m3_vl_text": Published(
         "MiniMaxAI/MiniMax-M3",
-        "tests of other projects",
+        _QUOTED,
         {
             "layer_types": {"full_attention", "minimax_m3_sparse"},
             "routed_scaling_factor": 2.0,

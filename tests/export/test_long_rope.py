@@ -16,10 +16,11 @@ from test_architectures import SIZES, make_checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 #: tokens that have the short factors, and of a prompt that `dynamic` leaves as it is
 SHORT = 12
@@ -172,6 +173,13 @@ def test_genai_stays_within_the_short_texts(made: Any) -> None:
     folder = made("longrope in a node") / "onnx"
     assert json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]["max_length"] == SHORT
     assert inspect(folder)["metadata"]["short_context"] == str(SHORT)
+
+
+def test_phimoes_other_kinds_are_refused(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "short_mscale": 1.1, "long_mscale": 1.3}
+    make_checkpoint(tmp_path / "checkpoint", "phimoe", rope_parameters=yarn)
+    with pytest.raises(CheckpointError, match=r"config\.json: rope_type yarn of phimoe is not supported, expected"):
+        plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none")
 
 
 @pytest.mark.every

@@ -13,10 +13,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.phimoe import modeling_phimoe
 
+from quantmoe.exporter.errors import CheckpointError
+
 
 def prepare(model: PreTrainedModel) -> None:
-    """Makes the rotary module read its frequencies, which passes/long_rope.py computes."""
+    """Makes the rotary module read its frequencies, which passes/long_rope.py computes.
+
+    Raises:
+        CheckpointError: another kind of rotary embedding, whose tables the module scales in its own way.
+    """
     rope = model.config.rope_parameters
+    if rope["rope_type"] not in ("default", "longrope"):
+        raise CheckpointError(
+            f"config.json: rope_type {rope['rope_type']} of phimoe is not supported, expected default or longrope"
+        )
     for module in model.modules():
         if isinstance(module, modeling_phimoe.PhimoeRotaryEmbedding):
             module.forward = MethodType(_tables, module)  # type: ignore[method-assign]

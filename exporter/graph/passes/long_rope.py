@@ -62,7 +62,8 @@ def _forward(
     given = {} if layer_type is None else {"layer_type": layer_type}
     if kind not in FOLLOWING:
         return own(self, x, position_ids, **given)
-    lengths = position_ids.amax((*range(position_ids.ndim - 2), -1))[:, None, None] + 1
+    # in f32, which every engine reduces
+    lengths = position_ids.float().amax((*range(position_ids.ndim - 2), -1))[:, None, None] + 1
     make = partial(ROPE_INIT_FUNCTIONS[kind], self.config, layer_type=layer_type)
     if kind == "dynamic":
         return own(_Following(self, make(seq_len=lengths)[0], None), x, position_ids, **given)
