@@ -97,7 +97,8 @@ def stop_tokens(folder: Path) -> list[int]:
     Raises:
         ModelError: a file is not what it should be.
     """
-    return end_tokens(*(read_object(folder / name) for name in ENDS), folder=folder)
+    generation, config = (read_object(folder / name) for name in ENDS)
+    return end_tokens(generation, config, folder)
 
 
 def end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any], folder: Path = Path()) -> list[int]:

@@ -313,9 +313,9 @@ def texts(folder: Path, text: Path | None, count: int) -> Iterator[list[int]]:
     rng, vocabulary = np.random.default_rng(1), config["model"]["vocab_size"]
     ids = rng.integers(3, vocabulary, 20_000).tolist()
     if text is not None:
-        from tokenizers import Tokenizer
+        from quantmoe.exporter.reading.tokenizer import load_tokenizer
 
-        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.read_text(encoding="utf-8")).ids
+        ids = load_tokenizer(folder).encode(text.read_text(encoding="utf-8")).ids
     for length in [1, 255, 256, 257, *rng.integers(2, 600, max(0, count - 4)).tolist()][:count]:
         at = int(rng.integers(0, len(ids) - length))
         yield ids[at : at + length]
