@@ -225,7 +225,7 @@ jar: natives
 
 # A package for NuGet in dist. No .NET is needed.
 nupkg: natives
-	rm -f dist/*.nupkg
+	rm -rf dist/*.nupkg build/nuget/packages/quantmoe
 	python3 packages/nuget/pack.py build/natives dist
 
 # The packages in projects that have nothing else, and their contents. C# where dotnet stands.

@@ -1,7 +1,7 @@
 """Lays out the libraries for ONNX Runtime in SOURCE as OUT/RID/library, by .NET's names of platforms.
 
-usage: natives.py SOURCE OUT [RID...]: SOURCE is a folder of wheels, or of libraries as `export` leaves them beside a model.
-Fails unless each RID is there, or where none is named, at least one.
+usage: natives.py SOURCE OUT [RID...]: SOURCE is a folder of wheels, or of libraries as `export` leaves them beside a
+model. Fails unless each RID is there, or where none is named, at least one.
 """
 
 import re

@@ -62,6 +62,14 @@ variant("turns", {"eos_token_id": "1000000", "chat.begin": "You: ", "chat.reply"
 template = variant("talking") / "chat_template.jinja"
 template.write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}{{ eos_token }}<assistant> ")
 (variant("mistaken") / "chat_template.jinja").write_text("{% form %}")
+variant("padded")
+for name in ("context", "padded"): # what transformers ignores
+    path = work / name / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["truncation"] = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
+    tokenizer["padding"] = {"strategy": {"Fixed": 512}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+                            "pad_token": "<unk>"}
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
 variant("nan", nan=True)
 (variant("no_model") / "model.onnx").unlink()
 (variant("no_data") / "model.onnx.data").unlink()
@@ -108,13 +116,19 @@ entries() { # COMMAND...: a sample that sets entries of the session; the library
   run "$@" --entry quantmoe.expert=disk "$model" 4 1
   { [ $code = 1 ] && grep -q 'no session entry "quantmoe.expert", expected one of' "$work/err"; } || complain "expected a refusal" "$@"
 }
+own_library() { # COMMAND...: a sample that prefers a library of one's own
+  good '^[0-9]+ *$' "$@" "$work/no_library" 1 1
+}
+installed=$(python -c 'import quantmoe; print(quantmoe.ort_library_path())')
 section "samples/python"
 sample python samples/python/generate.py
-library_of_the_folder python samples/python/generate.py
+own_library python samples/python/generate.py
+own_library python samples/genai/generate.py
 section "samples/cpp"
 sample build/samples-cpp/generate
 entries build/samples-cpp/generate
 library_of_the_folder build/samples-cpp/generate
+own_library env QUANTMOE_ORT_LIBRARY="$installed" build/samples-cpp/generate
 section "samples/java"
 sample java -jar samples/java/target/generate.jar
 entries java -jar samples/java/target/generate.jar
@@ -145,17 +159,25 @@ classes=$(echo samples/java/target/*.jar | tr ' ' :)
 good '' javac -cp "$classes" -d "$work" "$work/Many.java"
 good '^grown by -?[0-9]{1,2} MB$' java -Xmx64m -cp "$classes:$work" Many "$model"
 cat "$work/out"
-text='Then said the captain of the host,' classes=$classes:$work
-continued=$(python - "$model" "$text" <<'PYTHON'
+classes=$classes:$work text='Then said the captain of the host,' long=$(head -c 6000 samples/demo_model/heldout.txt)
+ids_of() { # TEXT: all of its tokens
+  python -c 'import sys; from tokenizers import Tokenizer; print(*Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2]).ids)' \
+    "$model/tokenizer.json" "$1"
+}
+continued() { # TEXT: what follows it
+  python - "$model" "$1" <<'PYTHON'
 import subprocess, sys
 from tokenizers import Tokenizer
 
 tokenizer = Tokenizer.from_file(f"{sys.argv[1]}/tokenizer.json")
 ids = tokenizer.encode(sys.argv[2]).ids
 new = subprocess.check_output([sys.executable, "samples/python/generate.py", sys.argv[1], "24", *map(str, ids)], text=True)
-print(tokenizer.decode([*ids, *map(int, new.split())])[len(sys.argv[2]) :])
+print(tokenizer.decode([*ids, *map(int, new.split())])[len(tokenizer.decode(ids)) :])
 PYTHON
-)
+}
+read -ra tokens <<<"$(ids_of "$long")"
+[ ${#tokens[@]} -gt 1023 ] || complain "expected more than 1,023 tokens" ids_of
+continued=$(continued "$text") continued_long=$(continued "$long")
 # A conversation: both answers as one prompt with all that was said before them would have.
 answers=$(python - "$work/turns" <<'PYTHON'
 import subprocess, sys
@@ -171,8 +193,13 @@ PYTHON
 )
 texts() { # COMMAND...: a sample that takes text, and a line for each message
   local program=("$@")
-  good '' "$@" "$model" 24 "$text"
-  [ "$(cat "$work/out")" = "$continued" ] || complain "expected \"$continued\"" "$@"
+  for folder in "$model" "$work/padded"; do # a tokenizer.json that truncates and pads, too
+    good '' "$@" "$folder" 24 "$text"
+    [ "$(cat "$work/out")" = "$continued" ] || complain "expected \"$continued\"" "$@"
+    good '' "$@" "$folder" 24 "$long"
+    [ "$(cat "$work/out")" = "$continued_long" ] || complain "expected \"$continued_long\"" "$@"
+  done
+  bad 1 "^a prompt of ${#tokens[@]} tokens leaves no room in the model's context of 8$" "$@" "$work/context" 24 "$long"
   bad 1 '^usage: .*[Tt]ext FOLDER COUNT \[TEXT\]$' "$@" "$model"
   bad 1 'no turns of a chat template' "$@" "$model" 24
   bad 1 'nowhere/model.onnx' "$@" nowhere 24 "$text"
@@ -187,10 +214,9 @@ texts() { # COMMAND...: a sample that takes text, and a line for each message
 texts java -cp "$classes" Text
 cat >"$work/Printed.java" <<'JAVA'
 import ai.djl.huggingface.tokenizers.HuggingFaceTokenizer;
-import java.nio.file.Path;
 public class Printed {
   public static void main(String[] args) throws Exception {
-    try (HuggingFaceTokenizer tokenizer = HuggingFaceTokenizer.newInstance(Path.of(args[0], "tokenizer.json"))) {
+    try (HuggingFaceTokenizer tokenizer = Text.tokenizer(args[0])) {
       var out = new java.io.ByteArrayOutputStream();
       var printer = new Text.Printer(tokenizer, tokenizer.encode("a").getIds(), new java.io.PrintStream(out, true, "UTF-8"));
       int before = -1, held = 0;
@@ -204,7 +230,17 @@ public class Printed {
   }
 }
 JAVA
-good '' javac -cp "$classes" -d "$work" "$work/Printed.java"
+cat >"$work/Ids.java" <<'JAVA'
+public class Ids {
+  public static void main(String[] args) throws Exception {
+    try (var tokenizer = Text.tokenizer(args[0])) {
+      for (long id : tokenizer.encode(args[1], true, false).getIds()) System.out.print(id + " ");
+    }
+  }
+}
+JAVA
+good '' javac -cp "$classes" -d "$work" "$work/Printed.java" "$work/Ids.java"
+good "^${tokens[*]} \$" env DJL_OFFLINE=true java -cp "$classes" Ids "$work/padded" "$long"
 good '^true true$' env DJL_OFFLINE=true java -cp "$classes" Printed "$model" ' né, 日本語 𝄞 end'
 if [ -e build/samples-rust/debug/generate ]; then
   section "samples/rust"
@@ -212,6 +248,7 @@ if [ -e build/samples-rust/debug/generate ]; then
   ORT_DYLIB_PATH=$(realpath build/samples-cpp/libonnxruntime.so.1)
   sample build/samples-rust/debug/generate
   library_of_the_folder build/samples-rust/debug/generate
+  own_library env QUANTMOE_ORT_LIBRARY="$installed" build/samples-rust/debug/generate
 fi
 if command -v dotnet >/dev/null; then
   section "samples/csharp"
@@ -481,6 +518,7 @@ if [ "$wheel" ]; then
   }
   clean runtime onnxruntime numpy
   sample within runtime python samples/python/generate.py # without quantmoe: the folder has its library
+  library_of_the_folder within runtime python samples/python/generate.py
   clean bare "$wheel"
   good '^quantmoe .*[0-9]' within bare quantmoe --version
   good cpu_panel within bare quantmoe inspect "$model"

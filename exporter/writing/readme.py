@@ -47,7 +47,7 @@ def _what_runs(target: str, runtime: str, part: Slice | None) -> str:
         return f"{head}ONNX Runtime has all its operators: no library is needed.\n"
     return (
         f"{head}A program registers the library of its operators\nbefore it opens `model.onnx`. "
+        f"Take the library from this package:\n\n{PACKAGES[target]}.\n\n{MADE}\n\n"
         f"A `{LIBRARIES[target]}` in this folder is for {platform.system()} {platform.machine()}. "
-        f"The other\nfiles run on every platform. The library comes there with this package:\n\n"
-        f"{PACKAGES[target]}.\n\n{MADE}\n"
+        "It is native code: load\nit only if you trust who made this folder. The other files run on every platform.\n"
     )

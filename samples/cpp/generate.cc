@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <iterator>
@@ -175,7 +176,10 @@ int main(int argc, char** argv) try {
   // What it logs is in its exceptions, but for what a session's entries come to.
   options.SetLogSeverityLevel(entries.empty() ? ORT_LOGGING_LEVEL_FATAL : ORT_LOGGING_LEVEL_INFO);
   for (const auto& [name, value] : entries) options.AddConfigEntry(name.c_str(), value.c_str());
-  options.RegisterCustomOpsLibrary((folder / kLibrary).c_str());
+  // The folder's library is native code of whoever exported it; QUANTMOE_ORT_LIBRARY names your own.
+  const char* own = std::getenv("QUANTMOE_ORT_LIBRARY");
+  const std::filesystem::path library = own ? std::filesystem::path(own) : folder / kLibrary;
+  options.RegisterCustomOpsLibrary(library.c_str());
   Ort::Session session(env, (folder / "model.onnx").c_str(), options);
 
   for (int64_t id : generate(session, numbers[0], {numbers.begin() + 1, numbers.end()}, load, save))

@@ -4,6 +4,7 @@ using System.Collections.Generic;
 using System.IO;
 using System.Linq;
 using System.Text;
+using System.Text.Json.Nodes;
 using System.Threading;
 using Microsoft.ML.OnnxRuntime;
 using Tokenizers.DotNet;
@@ -20,9 +21,26 @@ static class Text
         long count = Generate.Number(args[1]);
         Console.OutputEncoding = Console.InputEncoding = new UTF8Encoding(false);
         using InferenceSession session = Generate.Open(args[0]);
-        using var tokenizer = new Tokenizer(vocabPath: args[0] + "/tokenizer.json");
+        using Tokenizer tokenizer = Load(args[0]);
         if (args.Length == 3) GoOn(session, tokenizer, count, args[2]);
         else Talk(session, tokenizer, count);
+    }
+
+    /// Every token of a text, as transformers gives them: without the truncation and padding that a tokenizer.json may ask for.
+    public static Tokenizer Load(string folder)
+    {
+        JsonObject json = JsonNode.Parse(File.ReadAllText(folder + "/tokenizer.json"))!.AsObject();
+        json["truncation"] = json["padding"] = null;
+        string copy = Path.GetTempFileName();
+        try
+        {
+            File.WriteAllText(copy, json.ToJsonString());
+            return new Tokenizer(vocabPath: copy);
+        }
+        finally
+        {
+            File.Delete(copy);
+        }
     }
 
     static void GoOn(InferenceSession session, Tokenizer tokenizer, long count, string text)

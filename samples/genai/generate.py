@@ -1,10 +1,26 @@
 """Greedy decoding by onnxruntime-genai: generate.py FOLDER COUNT ID... prints up to COUNT token ids."""
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import onnxruntime_genai as og
+
+
+def open_model(folder):
+    """With the installed package's library; the folder's is native code of whoever exported it."""
+    config = og.Config(os.path.abspath(folder))
+    try:
+        import quantmoe
+    except ImportError:
+        return og.Model(config)
+    library = os.path.realpath(quantmoe.ort_library_path())
+    options = {"custom_ops_library": library}
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+    with contextlib.chdir(os.path.dirname(library)):  # else onnxruntime-genai takes none but the model's folder's
+        return og.Model(config)
 
 
 def generate(folder, count, ids):
@@ -13,7 +29,7 @@ def generate(folder, count, ids):
         raise ValueError(
             f"{len(ids)} tokens and 1 for the answer do not fit into the model's context of {context} tokens"
         )
-    model = og.Model(folder)
+    model = open_model(folder)
     params = og.GeneratorParams(model)
     params.set_search_options(do_sample=False, max_length=min(len(ids) + count, context))
     generator = og.Generator(model, params)

@@ -9,6 +9,15 @@ import onnxruntime as ort
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
 
 
+def library_of(folder):
+    """The installed package's, else the folder's, which is native code of whoever exported it."""
+    try:
+        import quantmoe
+    except ImportError:
+        return f"{folder}/libquantmoe_ort.so"
+    return quantmoe.ort_library_path()
+
+
 def create_session(folder, cuda):
     options = ort.SessionOptions()
     options.log_severity_level = 4  # what it logs is in its exceptions
@@ -17,7 +26,7 @@ def create_session(folder, cuda):
 
         library, provider = quantmoe.ort_cuda_library_path(), "CUDAExecutionProvider"
     else:
-        library, provider = f"{folder}/libquantmoe_ort.so", "CPUExecutionProvider"
+        library, provider = library_of(folder), "CPUExecutionProvider"
     options.register_custom_ops_library(library)
     return ort.InferenceSession(f"{folder}/model.onnx", options, providers=[provider])
 

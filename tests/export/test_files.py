@@ -132,6 +132,7 @@ def test_the_folder_says_what_runs_it_elsewhere(exported):
     text = (exported("qwen3_moe", activations="float") / "README.md").read_text(encoding="utf-8")
     assert "ONNX Runtime 1.21 or newer" in text
     assert f"A `libquantmoe_ort.so` in this folder is for Linux {platform.machine()}." in text
+    assert "It is native code" in text
     assert "the nupkg QuantMoe" in text
     assert "libquantmoe_ort_cuda.so" in readme("cuda", "1.21")
     assert "no library is needed" in readme("ort", "1.31")

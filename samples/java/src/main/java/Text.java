@@ -24,7 +24,7 @@ public class Text {
       long count = Generate.number(args[1]);
       OrtEnvironment env = OrtEnvironment.getEnvironment(OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR);
       try (OrtSession session = Generate.open(env, args[0]);
-          HuggingFaceTokenizer tokenizer = HuggingFaceTokenizer.newInstance(Path.of(args[0], "tokenizer.json"));
+          HuggingFaceTokenizer tokenizer = tokenizer(args[0]);
           OrtSession.RunOptions run = new OrtSession.RunOptions()) {
         if (args.length == 3) goOn(env, session, run, tokenizer, count, args[2], out);
         else talk(env, session, run, tokenizer, count, out);
@@ -33,6 +33,12 @@ public class Text {
       System.err.println(error.getMessage());
       System.exit(1);
     }
+  }
+
+  /** Every token of a text, as transformers gives them: DJL cuts at 512 by default, tokenizer.json at its own length, or pads. */
+  static HuggingFaceTokenizer tokenizer(String folder) throws IOException {
+    Path file = Path.of(folder, "tokenizer.json");
+    return HuggingFaceTokenizer.newInstance(file, Map.of("truncation", "false", "padding", "false"));
   }
 
   private static void goOn(
