@@ -228,9 +228,10 @@ nupkg: natives
 	rm -rf dist/*.nupkg build/nuget/packages/quantmoe
 	python3 packages/nuget/pack.py build/natives dist
 
-# The packages in projects that have nothing else, and their contents. C# where dotnet stands.
+# The packages in projects that have nothing else, their contents, and a bill of materials in dist. C# where dotnet stands.
 test-packages: jar nupkg build | $(MODEL)
 	$(UV) --group test
+	python packages/sbom.py dist build/java
 	python -m pytest tests/packages/check.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dquantmoe=$(VERSION)
 	@if command -v dotnet >/dev/null; then dotnet run --artifacts-path build/nuget/consumer --project packages/nuget/consumer $(abspath $(MODEL)); \

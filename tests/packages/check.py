@@ -1,5 +1,7 @@
 """What is in the packages of dist and build/java: `make test-packages` calls this, as `make test` makes no packages."""
 
+import hashlib
+import json
 import re
 import tomllib
 import xml.etree.ElementTree as ElementTree
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from elf import check_segments
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
@@ -88,6 +92,52 @@ def test_cuda_wheel(wheel):
     assert set(found) == set(entries)
     for name, data in found.items():
         assert entries[name] in data, name
+
+
+@pytest.fixture(scope="module")
+def bill():
+    return json.loads((ROOT / f"dist/quantmoe-{VERSION}.cdx.json").read_text(encoding="utf-8"))
+
+
+def test_bill_has_the_files(bill):
+    """Each file that is published, with its hash, and no other."""
+    found = {c["name"]: c["hashes"] for c in bill["components"] if c["type"] == "file"}
+    paths = [*(ROOT / "dist").glob("*.*"), *(ROOT / "dist/cuda").glob("*.whl"), *(ROOT / "build/java").glob("*.jar")]
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.suffix != ".json"}
+    assert found == {name: [{"alg": "SHA-256", "content": digest}] for name, digest in files.items()}
+    assert any(name.endswith(".jar") for name in found)
+
+
+def test_bill_has_what_the_wheel_needs(bill):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    wanted = {canonicalize_name(Requirement(line).name) for line in lines} - {"quantmoe"}
+    packages = {c["bom-ref"]: c for c in bill["components"] if c.get("purl", "").startswith("pkg:pypi/")}
+    assert {c["name"] for c in packages.values()} > wanted
+    product = bill["metadata"]["component"]
+    assert (product["name"], product["version"]) == ("quantmoe", VERSION)
+    graph = {entry["ref"]: entry["dependsOn"] for entry in bill["dependencies"]}
+    assert {packages[ref]["name"] for ref in graph[product["bom-ref"]] if ref.startswith("pkg:pypi/")} == wanted
+    assert "mpmath" in {packages[ref]["name"] for refs in graph.values() for ref in refs if ref in packages}  # sympy's
+    assert not {"pytest", "sphinx"} & {c["name"] for c in packages.values()}  # what builds and tests it
+
+
+def test_bill_is_cyclonedx(bill):
+    """What the format asks for: names, types, unique references that lead somewhere."""
+    assert (bill["bomFormat"], bill["specVersion"], bill["version"]) == ("CycloneDX", "1.6", 1)
+    refs = [bill["metadata"]["component"]["bom-ref"], *(c["bom-ref"] for c in bill["components"])]
+    assert len(refs) == len(set(refs))
+    assert all(c["name"] and c["type"] in ("file", "library") for c in bill["components"])
+    assert all({entry["ref"], *entry["dependsOn"]} <= set(refs) for entry in bill["dependencies"])
+
+
+def test_bill_and_notices_agree(bill):
+    """What is linked into the libraries has its licence in THIRD_PARTY_NOTICES.txt."""
+    notices = LICENCES["THIRD_PARTY_NOTICES.txt"].decode()
+    linked = [c["name"] for c in bill["components"] if c["bom-ref"].startswith("linked:")]
+    assert len(linked) == 6
+    for name in linked:
+        assert re.split(r" headers| runtime|:| and", name)[0].lower() in notices.lower(), name
 
 
 @pytest.fixture
