@@ -942,7 +942,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     print_reasons(APART, found.apart)
     print_reasons(NOT_ORT, found.not_ort)
     print_reasons(PLAIN_ATTENTION, found.plain_attention)
-    for remark in filter(None, (found.left_out, found.activations, found.kv_cache, found.drafting)):
+    remarks = (found.left_out, found.activations, found.kv_cache, found.drafting, found.chat, found.tokenizer)
+    for remark in filter(None, remarks):
         console.print(remark, style="yellow")
     if total > found.free:
         console.print(f"only {decimal(found.free)} of disk are free there", style="red")

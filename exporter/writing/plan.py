@@ -44,8 +44,8 @@ class DryRun:
         not_ort: see Report.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
-        activations, kv_cache, left_out, drafting, chat: see Report. attention: how many layers are of which type, "" of
-            models that have one.
+        activations, kv_cache, left_out, drafting, chat, tokenizer: see Report.
+        attention: how many layers are of which type, "" of models that have one.
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
