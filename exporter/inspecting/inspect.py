@@ -146,13 +146,13 @@ def inspect(
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
     nodes, packed = _nodes(path, model)
-    there = {(str(external[name].location), external[name].offset) for name in packed & external.keys()}
+    places = {name: (str(tensor.location), tensor.offset) for name, tensor in external.items()}
+    taken = {place for name, place in places.items() if name in packed}
     nodes["linear_attention"] += _plain_states(model)
-    for name, tensor in external.items():  # several tensors may be the same bytes, as different types
-        place = str(tensor.location), tensor.offset
-        if name not in packed and place in there:
+    for name, place in places.items():  # several tensors may be the same bytes, as different types
+        if name not in packed and place in taken:
             packed.add(name)
-        there.add(place)
+        taken.add(place)
     dense = [
         {
             "name": name,
