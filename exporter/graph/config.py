@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.formats.experts import check_sizes
+
+#: fields that choose code for attention or experts, under their public and inner names
+_IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(?:_internal)?")
 
 
 def configuration(format: Format, layers: int | None) -> Any:
@@ -53,9 +59,43 @@ def whole(format: Format) -> Any:
     Raises:
         CheckpointError: it is of no architecture of transformers.
     """
+    check_implementations(format.ckpt.config, format.ckpt.folder / "config.json")
     with _validating(format.ckpt.folder):
         # never code out of the checkpoint's folder, nor a question whether to run it
-        return AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False)
+        return with_own_code(AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False))
+
+
+def check_implementations(config: Mapping[str, Any], path: Path) -> None:
+    """Refuses a configuration that names code which transformers would fetch: ``"attn_implementation": "org/repo"``.
+
+    Args:
+        path: of the file, for the message.
+
+    Raises:
+        CheckpointError: naming the field, also of a part of the model.
+    """
+    known = {
+        "attn": ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()],
+        "experts": ["eager", *ALL_EXPERTS_FUNCTIONS.keys()],
+    }
+    waiting: list[tuple[str, object, list[str] | None]] = [("", config, None)]  # the last: what a field may say
+    while waiting:
+        where, value, allowed = waiting.pop()
+        if isinstance(value, Mapping | list):
+            for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+                found = _IMPLEMENTATION.fullmatch(str(key))
+                waiting.append((f"{where}.{key}" if where else str(key), inner, known[found[1]] if found else allowed))
+        elif allowed is not None and value is not None and value not in allowed:
+            raise CheckpointError(
+                f"{path}: {where} is {value!r}, which is no part of transformers: no code is fetched for an export; "
+                f"expected one of {', '.join(sorted(allowed))}, or remove the field"
+            )
+
+
+def with_own_code(config: Any) -> Any:
+    """A configuration, and the parts of it, with transformers' plain attention and experts: nothing asks the hub."""
+    config._attn_implementation = config._experts_implementation = "eager"
+    return config
 
 
 @contextlib.contextmanager
@@ -66,7 +106,13 @@ def _validating(folder: Path) -> Iterator[None]:
     except (MemoryError, CheckpointError):
         raise
     except Exception as error:  # the validators' exceptions have no common base class
-        raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
+        reason = str(error)
+        if "trust_remote_code" in reason:  # an option of transformers' functions, which nothing here has
+            reason = (
+                f"transformers {transformers.__version__} does not know its model_type, and auto_map names code of the "
+                "checkpoint, which is never run; a later transformers may know it: pip install --upgrade transformers"
+            )
+        raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {reason}") from None
 
 
 def _check_layers(format: Format, count: int) -> None:

@@ -212,8 +212,11 @@ def model_config(config: Mapping[str, Any]) -> Any:
     """A config.json as transformers' configuration, without what a quantizer wrote into it."""
     import transformers
 
+    from quantmoe.exporter.graph.config import check_implementations, with_own_code
+
+    check_implementations(config, Path("config.json"))
     given = {name: value for name, value in config.items() if name not in ("model_type", "quantization_config")}
-    return transformers.AutoConfig.for_model(config["model_type"], **given)
+    return with_own_code(transformers.AutoConfig.for_model(config["model_type"], **given))
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
