@@ -256,7 +256,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
-    from quantmoe.exporter.inspecting.survey import is_model, survey
+    from quantmoe.exporter.inspecting.survey import is_model, is_refused, survey
 
     of_fit = {"context": context, "trace": trace, "rate": rate, "read": read, "ram": ram, "disk": disk,
               "reserve": reserve}  # fmt: skip
@@ -272,6 +272,8 @@ def inspect(
             _explain(model, as_json)
         else:
             print(json.dumps(found, indent=1)) if as_json else print_survey(found)
+        if is_refused(found):
+            raise typer.Exit(1)
         return
     if why:
         _explain(model, as_json)
@@ -321,12 +323,13 @@ def unpack(
     layer: Annotated[int, typer.Option(min=0, help="decoder layer")],
     to: Annotated[Literal["safetensors"], typer.Option(help="file format")] = "safetensors",
     output: Annotated[Path | None, typer.Option(help="default: layer_N.safetensors here")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the file if it exists")] = False,
 ) -> None:
     """Write a layer's codes and scales as the checkpoint had them."""
     from quantmoe.exporter.inspecting.unpack import unpack as unpack_layer
 
     output = output or Path(f"layer_{layer}.{to}")
-    console.print(f"{len(unpack_layer(model, layer, output))} matrices in {output}")
+    console.print(f"{len(unpack_layer(model, layer, output, force=force))} matrices in {output}")
 
 
 # over 80 lines: most are its options

@@ -1,4 +1,4 @@
-"""Running out of memory, said in terms of the model: which file, layer or tensor it was."""
+"""Running out of memory or disk, said in terms of the model: which file, layer or tensor it was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import errno
 import re
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from quantmoe.exporter import gpu
 
@@ -65,6 +67,19 @@ def doing(what: str, on_gpu: OnGpu | None = None) -> Iterator[None]:
         if on_gpu is not None and not isinstance(cause, MemoryError | OSError):
             raise OutOfMemoryError(f"{what}: out of GPU memory: {on_gpu}") from error
         raise OutOfMemoryError(f"{what}: out of memory{f' ({cause})' if str(cause) else ''}") from error
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuses to begin what the disk does not hold.
+
+    Raises:
+        OSError: saying how many bytes are needed and how many are free.
+    """
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(
+            f"{folder}: {needed} bytes are to be written, {free} bytes of the disk are free; make room or write to "
+            "another disk"
+        )
 
 
 def _of_memory(error: BaseException | None) -> BaseException | None:

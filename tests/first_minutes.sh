@@ -325,6 +325,7 @@ changed = {
     "missing": {key: None},
     "more": {"more": np.zeros(1, np.float32)},
     "older": {"checksum": None},
+    "negative": {name.replace("@6", "@-5"): array for name, array in tensors.items() if "@6" in name},
     "end": {name.replace("@6", "@5"): array for name, array in tensors.items()} | {n: None for n in tensors if "@6" in n},
 }
 for name, change in changed.items():
@@ -344,6 +345,7 @@ good.state: saved with another model|--load-state "$work/good.state" "$work/othe
 shape.state: past_key_values.2.key is F16 \[1, 2, 5, 64\], expected F16 \[1, 2, 6, 64\]|--load-state "$work/shape.state" "$work/hybrid" 4 1
 missing.state: past_key_values.2.key is missing|--load-state "$work/missing.state" "$work/hybrid" 4 1
 more.state: more is not of this model's cache|--load-state "$work/more.state" "$work/hybrid" 4 1
+negative.state: past_key_values.*@-5 is not of this model's cache|--load-state "$work/negative.state" "$work/hybrid" 4 1
 end.state: expected states after its 6 tokens, found those after \[4, 5\]|--load-state "$work/end.state" "$work/hybrid" 4 1
 empty.state: 0 bytes|--load-state "$work/empty.state" "$work/hybrid" 4 1
 cut.state: .*; is it truncated\?|--load-state "$work/cut.state" "$work/hybrid" 4 1
@@ -522,7 +524,7 @@ if [ "$wheel" ]; then
   clean bare "$wheel"
   good '^quantmoe .*[0-9]' within bare quantmoe --version
   good cpu_panel within bare quantmoe inspect "$model"
-  good '52 matrices' within bare quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors"
+  good '52 matrices' within bare quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors" --force
   bad 1 'pip install' within bare quantmoe generate "$model" --ids 1
   bad 1 'pip install' within bare quantmoe export $fixture "$work/new"
   clean run "$wheel[run]"

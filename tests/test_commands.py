@@ -180,7 +180,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Path | str], str, str]] = {
         "a dense model (llama): no experts",
     ),
     "float": (
-        lambda folder: float_model(folder, "mlp.experts.0.", model_type="qwen3_moe"),
+        lambda folder: float_model(
+            folder, "mlp.experts.0.", model_type="qwen3_moe", num_experts=1, num_experts_per_tok=1
+        ),
         "",
         "float: no quantization configuration; supported formats: compressed-tensors",
     ),
@@ -489,11 +491,22 @@ def test_inspect_explains_what_export_refuses(name: str, tmp_path: Path) -> None
     make, _, text = REFUSED[name]
     path = make(tmp_path / name)
     done = quantmoe("inspect", path, COLUMNS="1000")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (0 if name == "float" else 1, "")  # --quantize takes floats
     assert done.out.startswith(f"{path}\n")
     assert text in done.out
     assert "export --target cpu and cuda and ort refuses it: " in done.out
     assert not done.imported & {"torch", "transformers", "onnx_ir"}
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja", "LICENSE"])
+def test_inspect_sees_files_that_are_links_to_elsewhere(file: str, tmp_path: Path) -> None:
+    folder = equal_layers(tmp_path / "three", 3)
+    (tmp_path / "secret").write_text("{}")
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).symlink_to(tmp_path / "secret")
+    done = quantmoe("inspect", folder, COLUMNS="1000")
+    assert (done.code, done.err) == (1, "")
+    assert f"{file}: links to {tmp_path / 'secret'}, outside the checkpoint's folder" in done.out
 
 
 def test_inspect_of_a_checkpoint_as_json(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import candidate, candidates
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model
+from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 
 
@@ -27,7 +28,9 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if is_model(path):
         return _model(path)
-    format = find_format(open_checkpoint(path))
+    ckpt = open_checkpoint(path)
+    check_companions(ckpt)
+    format = find_format(ckpt)
     found: dict[Any, dict[str, Any]] = {}
     for kind, text, module, verdicts in candidates(format):
         key = (kind, text, *(verdict.reason.replace(module, "") for verdict in verdicts))

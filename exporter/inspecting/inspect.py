@@ -32,6 +32,7 @@ from quantmoe.custom_ops.op import (
 )
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
+from quantmoe.exporter.names import is_plain
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, hub_name
 from quantmoe.exporter.writing.external_data import HASH, new_hash
 from quantmoe.exporter.writing.output import (
@@ -266,7 +267,7 @@ def load(path: Path) -> ir.Model:
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         location = str(tensor.location)
-        if location in ("", ".", "..") or "/" in location or "\\" in location or "\0" in location:
+        if not is_plain(location):
             raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
         file = path.parent / location
         try:

@@ -14,6 +14,7 @@ from quantmoe.custom_ops.op import ConvSpec
 from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, check_floats, choose_experts, kernels_refuse
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, is_gguf
+from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.writing.output import MODEL, ranks_in
@@ -44,6 +45,7 @@ def survey(path: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = {"checkpoint": str(path), "files": _files(path)}
     try:
         ckpt = open_checkpoint(path)
+        check_companions(ckpt)
     except CheckpointError as error:
         if not path.exists():
             raise
@@ -126,3 +128,9 @@ def _quantized(format: Format) -> dict[str, Any]:
             linears[text] = linears.get(text, 0) + 1
     remarks = {"attention": format.attention(), "kv_cache": format.kv_cache(), "left_out": format.left_out()}
     return {"layers": layers, "linears": linears, **remarks}
+
+
+def is_refused(found: dict[str, Any]) -> bool:
+    """Whether no export takes what :func:`survey` found; of floats ``--quantize`` may."""
+    floats = "layers" in found and found["format"] is None
+    return all(found["refused"].values()) and not floats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,8 +23,11 @@ from quantmoe.exporter.writing.output import replace
 FIELDS = ("codes", "scales", "zero_points", "global_scale", "input_scale", "pre_scale", "bias", "perm")
 
 
-def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
+def unpack(model: str | Path, layer: int, output: str | Path, *, force: bool = False) -> list[str]:
     """Writes a decoder layer's packed matrices to a safetensors file.
+
+    Args:
+        force: replace ``output`` if it exists.
 
     Tensors are ``<module>.<field>``, module as in the checkpoint, experts as ``<experts>.<number>.gate``, ``up`` and
     ``down``, a shared expert among them as ``<shared expert>.gate`` (``<shared expert>.<number>.gate`` where it is
@@ -37,7 +41,7 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
 
     Raises:
         ModelError: the model cannot be read, or has no packed weights in that layer.
-        OSError: ``output`` is one of the model's files or cannot be written.
+        OSError: ``output`` is one of the model's files, exists without ``force``, or cannot be written.
     """
     path = model_path(model)
     found = inspect(path)
@@ -52,6 +56,9 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
     if written.is_dir() or not written.parent.is_dir():
         what = f"{written} is a folder" if written.is_dir() else f"{written.parent} is no folder"
         raise FileNotFoundError(f"{what}, expected a file to write to")
+    partial = Path(f"{output}.partial")
+    if not force and (there := next(filter(os.path.lexists, (Path(output), partial)), None)):
+        raise FileExistsError(f"{there} exists; --force replaces it")
     initializers = load(path).graph.initializers
     modules: dict[str, None] = {}
 
@@ -64,7 +71,6 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
                         if (value := getattr(matrix, field)) is not None:
                             yield from _arrays(f"{module}.{field}", value)
 
-    partial = Path(f"{output}.partial")
     try:
         with doing(str(partial)), naming(partial):
             write_safetensors(partial, tensors)

@@ -24,7 +24,8 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.memory import doing
+from quantmoe.exporter.memory import check_space, doing
+from quantmoe.exporter.names import is_plain
 
 #: safetensors dtype name -> NumPy dtype
 DTYPES: dict[str, np.dtype] = {
@@ -134,8 +135,8 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        #: size and time of each file as they were when it was opened
-        self._seen: dict[Path, tuple[int, int]] = {}
+        #: size, time and checksum of the header of each file as they were when it was opened
+        self._seen: dict[Path, tuple[int, int, int]] = {}
         self._headers_only = False
         self._entries: dict[str, Entry] = {}
         self._open()
@@ -451,7 +452,7 @@ class Checkpoint:
     def _shard(self, name: str) -> Path:
         path = self.folder / name
         # names come from a file someone else wrote: plain file names only, and links only into the Hugging Face cache
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        if not is_plain(name):
             raise CheckpointError(f"{self.folder}: a shard is named {name!r}; expected a plain file name")
         if not path.is_file():
             raise CheckpointError(f"{path}: missing shard")
@@ -621,6 +622,9 @@ def write_safetensors(
     Args:
         tensors: all of them, or what yields them; called twice, so that one at a time is in memory.
         checksum: name of a last tensor, U32 [1]: the CRC-32 of all bytes of the file before it.
+
+    Raises:
+        OSError: the disk has no room for the file.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -636,6 +640,7 @@ def write_safetensors(
         header[checksum] = {"dtype": "U32", "shape": [1], "data_offsets": [offset, offset + 4]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    check_space(path.absolute().parent, 8 + len(text) + offset)
     with open(path, "wb") as file:
         crc = 0
         for part in itertools.chain([struct.pack("<Q", len(text)) + text], (array.tobytes() for _, array in each())):

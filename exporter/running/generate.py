@@ -334,13 +334,14 @@ class Generator:
             or not any(name.endswith(".key") for name in past)
             or not all(i.type in caches for i in past.values())
             or not all(i.type in floats for i in logits)
-            or not all(len(i.shape) - _rank(name) in (0, name.endswith(STATES)) for name, i in past.items())
+            or not all(_declares(name, i.shape) for name, i in past.items())
+            or len({(*i.shape[: len(i.shape) - _rank(name)],) for name, i in past.items() if name.endswith(STATES)}) > 1
             or not all(present(name) in self.outputs for name in past)
         ):
             raise ModelError(
                 f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
                 f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
-                f"*.recurrent_state [batch, heads, key, value] or a window of them in front, of "
+                f"*.recurrent_state [batch, heads, key, value] or one window of all of them in front, of "
                 f"{' or '.join(floats)}, or of codes {' or '.join(codes)}, and their outputs present.*"
             )
         kept = self._tokens_of(metadata, LOGITS)
@@ -361,6 +362,12 @@ class Generator:
         #: dimension of it
         self.window = next((self.past[n][0][0] for n in self.states if len(self.past[n][0]) > _rank(n)), 1)
         hidden = [o for o in self.session.get_outputs() if o.name in (HIDDEN, HIDDEN_OUT)]
+        for value in (*hidden, *(i for i in self.session.get_inputs() if i.name == HIDDEN)):
+            if len(value.shape) != 3 or not isinstance(value.shape[2], int) or value.type not in floats:
+                raise ModelError(
+                    f"{self.path}: {value.name} is {value.type} {value.shape}, expected [batch, sequence, width] of "
+                    f"{' or '.join(floats)}"
+                )
         #: output of the hidden states after the last norm, where somebody drafts from them; "": none
         self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
         self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
@@ -805,6 +812,13 @@ def _cuda(ort: Any) -> str:
 def _rank(name: str) -> int:
     """Dimensions of an input of the cache, without a window of states."""
     return RANKS.get(name.rpartition(".")[2], 4)
+
+
+def _declares(name: str, shape: Sequence[int | str | None]) -> bool:
+    """Whether a cache's input has its dimensions: numbers, except the batch and the length of keys and values."""
+    front, state = len(shape) - _rank(name), name.endswith(STATES)
+    free = {front} if state else {front, front + 2}
+    return front in (0, state) and all(isinstance(size, int) for at, size in enumerate(shape) if at not in free)
 
 
 def past_length(past: dict[str, np.ndarray]) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
-from quantmoe.exporter.memory import doing
+from quantmoe.exporter.memory import check_space, doing
+from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.tokenizer import TOKENIZER
@@ -46,7 +47,6 @@ from quantmoe.exporter.writing.prepare import (
     Prepared,
     Report,
     check_output,
-    companion_files,
     prepare,
     rank_folders,
     stale_folders,
@@ -209,6 +209,7 @@ def _export(
         weights = [weight for part in parts for weight in part.weights]
         weights += [weight for one in ready.beside for weight in one.weights]
         total = sum(byte_size(weight.value) for weight in weights)
+        check_space(output, total)
         with DataFiles(partial, DATA, options.max_file_size) as data:
             done = 0
             for part in parts:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -36,6 +38,11 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # a message of this project's own
+            raise
+        if error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(path.absolute().parent).free
+            raise OSError(f"{path}: the disk is full, {free} bytes are free") from None
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 

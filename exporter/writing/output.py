@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.names import is_plain
 from quantmoe.exporter.writing.external_data import file_hash, naming
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def _recorded(model: Path) -> dict[str, str]:
 
     try:
         files = json.loads(graph.metadata_props.get(FILES, "{}"))
-        found = {str(name): str(digest) for name, digest in files.items() if "/" not in name and "\0" not in name}
+        found = {str(name): str(digest) for name, digest in files.items() if is_plain(name)}
         tensors = (value.const_value for value in graph.graph.initializers.values())
         locations = {str(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
     except MemoryError:

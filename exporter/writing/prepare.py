@@ -19,6 +19,7 @@ from quantmoe.exporter.choosing.choose import Choice, activation_format, check_f
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.memory import DRAFTS
+from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
@@ -50,11 +51,6 @@ if TYPE_CHECKING:
     from quantmoe.exporter.graph.trace import Attention
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
-#: files of a checkpoint that clients of the model need
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-              "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
-#: how names of those begin, in any case, that say who may use it and how
-LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_party", "third-party", "thirdparty")
 GENAI = "genai_config.json"
 #: how images become patches, as onnxruntime-genai reads it
 PROCESSOR = "vision_processor.json"
@@ -312,17 +308,10 @@ def open_format(
         CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
     """
     ckpt = open_checkpoint(checkpoint)
-    for path in companion_files(ckpt.folder):  # of a GGUF file none: export writes them
-        ckpt.check_file(path)  # nobody's private file into a folder that is passed on
+    check_companions(ckpt)
     format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
     format.input_scales = activations != "float"
     return format
-
-
-def companion_files(checkpoint: Path) -> list[Path]:
-    found = {path for pattern in COMPANIONS for path in checkpoint.glob(pattern)}
-    found |= {path for path in checkpoint.glob("*") if path.name.lower().startswith(LICENSES)}
-    return sorted(path for path in found if path.is_file())
 
 
 def stops(skeleton: Skeleton) -> dict[str, str]:

@@ -151,7 +151,8 @@ class StateFile {
     read_at(take_entry("tokens", "I64", {length}), 0, 8 * length, tokens_.data());
     std::map<int64_t, int> ends;
     for (const auto& [name, other] : entries_)
-      if (const size_t at = name.find('@'); at != name.npos && name.size() - at < 11)
+      if (const size_t at = name.find('@');
+          at != name.npos && name.size() - at < 11 && name.find_first_not_of("0123456789", at + 1) == name.npos)
         ends[std::atoll(&name[at + 1])] = 0;
     for (const Past& past : pasts)
       if (!past.is_state())

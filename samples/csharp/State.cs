@@ -1,6 +1,7 @@
 using System;
 using System.Buffers.Binary;
 using System.Collections.Generic;
+using System.Globalization;
 using System.IO;
 using System.Linq;
 using System.Text;
@@ -96,7 +97,9 @@ sealed class StateFile : IDisposable
             Buffer.BlockCopy(numbers, 0, tokens, 0, numbers.Length);
             var after = new SortedSet<long>();
             foreach (string name in entries.Keys)
-                if (int.TryParse(name.Substring(name.IndexOf('@') + 1), out int end) && name.Contains('@')) after.Add(end);
+                if (name.Contains('@') && int.TryParse(
+                        name.Substring(name.IndexOf('@') + 1), NumberStyles.None, CultureInfo.InvariantCulture, out int end))
+                    after.Add(end);
             ends = hybrid ? after.ToArray() : new long[0];
             foreach (Past past in pasts)
                 if (!past.IsState)

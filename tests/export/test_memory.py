@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.measuring import bench
 from quantmoe.exporter.measuring.sides import Process
 from quantmoe.exporter.writing import parts
+from quantmoe.exporter.writing.external_data import naming
 
 #: bytes of files that do not fit, and of what a process may take more than it has
 LARGE, ROOM = 8 << 30, 4 << 30
@@ -162,6 +165,19 @@ def test_other_errors_stay_what_they_are(refused, checkpoint, tmp_path, monkeypa
 
     monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", full)
     assert "No space left" in refused("export", checkpoint("qwen3_moe"), tmp_path / "out", "--layers", 1)
+
+
+def test_a_disk_without_room_is_named_before_the_packing(refused, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", lambda *_: pytest.fail("packed"))
+    line = refused("export", checkpoint("qwen3_moe"), out := tmp_path / "out", "--layers", 1)
+    assert re.search(rf"{out}: [0-9]{{5,}} bytes are to be written, 1000 bytes of the disk are free; make room", line)
+    assert not out.exists()
+
+
+def test_a_disk_that_fills_up_is_named():
+    with pytest.raises(OSError, match=r"^/a: the disk is full, \d+ bytes are free$"), naming(Path("/a")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def killed(*_: object) -> None:

@@ -449,3 +449,12 @@ def test_two_exports_have_the_same_bytes_and_no_path_of_the_machine(checkpoint, 
         assert not [path for path in machine if os.fsencode(path) + b"/" in a["model.onnx"]]
         assert b"site-packages" not in a["model.onnx"]
         assert b"pkg.torch" not in a["model.onnx"]
+
+
+def test_names_that_lead_out_of_the_folder_are_no_records(tmp_path):
+    """With the separators of every system; a stranger's record would have files removed there."""
+    names = ["README.md", "a/b", "..\\other\\README.md", "..", ".", "", "a\0b"]
+    model = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10, producer_name=output.PRODUCER)
+    model.metadata_props[output.FILES] = json.dumps(dict.fromkeys(names, "blake3:0"))
+    ir.save(model, tmp_path / output.MODEL)
+    assert output._recorded(tmp_path / output.MODEL).keys() == {"README.md", output.MODEL}

@@ -749,7 +749,7 @@ def test_slices_for_gpus(checkpoint, tmp_path, monkeypatch):
         nodes = Counter(node.op_type for node in graph)
         assert (nodes["AllReduceAddRMSNorm"], nodes["QuantMoE"]) == (2, 1)
         assert {node.domain for node in graph} <= {"", "quantmoe"}
-        unpack(tmp_path / f"rank{rank}", 0, tmp_path / "layer")
+        unpack(tmp_path / f"rank{rank}", 0, tmp_path / "layer", force=True)
         names = ("self_attn.o_proj.bias", "mlp.experts.0.down.bias")
         biases.append([load_file(tmp_path / "layer").get(f"model.layers.0.{name}") for name in names])
     assert all(bias.any() for bias in biases[0])

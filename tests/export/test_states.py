@@ -114,6 +114,7 @@ def test_damaged_files_are_named(saved, tmp_path):
     refused(rf"{path}: {key} has numbers that are not finite", {key: tensors[key] * np.float32(np.nan)})
     refused("more is not of this model's cache", {"more": np.zeros(1, np.float32)})
     refused(f"^{path}: token id 99999 is outside the vocabulary", {"tokens": np.full(23, 99999)})
+    refused(r"past_key_values\.0\.key@-4 is not of this model", {"past_key_values.0.key@-4": np.zeros(1, np.float32)})
     refused(r"past_key_values\.0\.key@4 is not of this model", {"past_key_values.0.key@4": np.zeros(1, np.float32)})
 
 

@@ -6,15 +6,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from cases import Case
 from engines.one_layer import NODE, run, session, write_model
+from onnx import TensorProto, helper
 
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.reading.checkpoint import read_header
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.external_data import HASH, new_hash
 
@@ -155,6 +160,26 @@ def test_unpack_never_writes_over_the_model(model: Path) -> None:
     assert (model / DATA).read_bytes() == before
 
 
+@pytest.mark.parametrize("end", ["", ".partial"])
+def test_unpack_replaces_a_file_only_by_force(end: str, tmp_path: Path) -> None:
+    model = one_layer_model(tmp_path / "model")
+    layer, output, there = int(NODE.split(".")[2]), tmp_path / "layer", tmp_path / f"layer{end}"
+    there.write_text("mine")
+    with pytest.raises(FileExistsError, match=f"{there} exists; --force replaces it"):
+        unpack(model, layer, output)
+    assert there.read_text() == "mine"
+    unpack(model, layer, output, force=True)
+    assert read_header(output)
+
+
+def test_unpack_needs_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_layer_model(tmp_path / "model")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=9))
+    with pytest.raises(OSError, match=rf"^{tmp_path}: \d+ bytes are to be written, 9 bytes of the disk are free; make"):
+        unpack(model, int(NODE.split(".")[2]), tmp_path / "layer")
+    assert not list(tmp_path.glob("layer*"))
+
+
 def test_models_that_are_no_language_models(model: Path) -> None:
     with pytest.raises(ModelError, match=r"expected the output logits \[batch, sequence, vocabulary\]"):
         Generator(model)
@@ -182,3 +207,53 @@ def test_unpack_names_a_file_that_cannot_be(tmp_path: Path) -> None:
     for output, text in ((tmp_path, f"{tmp_path} is a folder"), (tmp_path / "a" / "b", f"{tmp_path}/a is no folder")):
         with pytest.raises(FileNotFoundError, match=f"{text}, expected a file to write to"):
             unpack(model, layer, output)
+
+
+def language_model(path: Path, shapes: dict[str, list[int | str]], hidden: list[int | str] | None = None) -> Path:
+    """A model whose logits are rows of a table, and whose caches stay as they are; all that it declares is given."""
+    table = helper.make_tensor("table", TensorProto.FLOAT, [8, 8], np.eye(8, dtype=np.float32).ravel())
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "sequence"])
+    nodes = [helper.make_node("Gather", ["table", "input_ids"], ["logits"])]
+    inputs, outputs = [ids], [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", 8])]
+    for name, shape in shapes.items():
+        inputs.append(helper.make_tensor_value_info(f"past_key_values.{name}", TensorProto.FLOAT, shape))
+        outputs.append(helper.make_tensor_value_info(f"present.{name}", TensorProto.FLOAT, shape))
+        nodes.append(helper.make_node("Identity", [f"past_key_values.{name}"], [f"present.{name}"]))
+    if hidden is not None:
+        nodes.append(helper.make_node("ReduceMax", ["logits"], ["hidden_states"], keepdims=int(len(hidden) == 3)))
+        outputs.append(helper.make_tensor_value_info("hidden_states", TensorProto.FLOAT, hidden))
+    graph = helper.make_graph(nodes, "model", inputs, outputs, [table])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path / "model.onnx")
+    return path
+
+
+KEYS: dict[str, list[int | str]] = {f"0.{kind}": ["batch", 2, "past", 4] for kind in ("key", "value")}
+STATE = "1.recurrent_state"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "hidden", "text"),
+    [
+        (
+            KEYS | {STATE: ["batch", 2, 4, 4], "2.recurrent_state": ["batch", 2, 4, 4, "more"]},
+            None,
+            "one window of all",
+        ),
+        (KEYS | {STATE: ["batch", 2, 4, 4], "2.recurrent_state": [3, "batch", 2, 4, 4]}, None, "one window of all"),
+        (KEYS | {STATE: ["window", "batch", 2, 4, 4]}, None, "expected the output logits"),
+        (KEYS | {STATE: ["batch", 2, "key", 4]}, None, "expected the output logits"),
+        (KEYS | {STATE: ["batch", 2, 4]}, None, "expected the output logits"),
+        (KEYS | {"0.key": ["batch", "heads", "past", 4]}, None, "expected the output logits"),
+        (KEYS | {"0.value": ["batch", 2, "past", ""]}, None, "expected the output logits"),
+        (KEYS, ["batch", "sequence"], r"hidden_states is tensor\(float\) .*, expected \[batch, sequence, width\] of"),
+    ],
+)
+def test_shapes_of_caches_that_cannot_be(shapes: Any, hidden: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=text):
+        Generator(language_model(tmp_path, shapes, hidden))
+
+
+@pytest.mark.parametrize("front", [[], [3]])
+def test_shapes_of_caches_that_can_be(front: list[int | str], tmp_path: Path) -> None:
+    states = {f"{i}.recurrent_state": [*front, "batch", 2, 4, 4] for i in (1, 2)}
+    assert Generator(language_model(tmp_path, KEYS | states, ["batch", "sequence", 1])).window == (front or [1])[0]

@@ -1,0 +1,29 @@
+"""Files of a checkpoint that go with a model: configuration, tokenizer, licences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantmoe.exporter.reading.checkpoint import Checkpoint
+
+#: files of a checkpoint that clients of the model need
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+              "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
+#: how names of those begin, in any case, that say who may use it and how
+LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_party", "third-party", "thirdparty")
+
+
+def check_companions(ckpt: Checkpoint) -> None:
+    """Refuses links to elsewhere: nobody's private file goes into a folder that is passed on.
+
+    Raises:
+        CheckpointError: naming the file and where it leads.
+    """
+    for path in companion_files(ckpt.folder):  # of a GGUF file none: export writes them
+        ckpt.check_file(path)
+
+
+def companion_files(checkpoint: Path) -> list[Path]:
+    found = {path for pattern in COMPANIONS for path in checkpoint.glob(pattern)}
+    found |= {path for path in checkpoint.glob("*") if path.name.lower().startswith(LICENSES)}
+    return sorted(path for path in found if path.is_file())
