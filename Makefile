@@ -97,7 +97,7 @@ test-random: build
 test-serve: build
 	$(UV) --group test
 	test -x build/ray/bin/python || uv venv --quiet --python $(BIN)/python build/ray
-	UV_CONSTRAINT= uv pip install --quiet --python build/ray/bin/python --requirements locked/ray.txt
+	UV_CONSTRAINT= uv pip install --quiet --compile-bytecode --python build/ray/bin/python --requirements locked/ray.txt
 	QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
 
 test-long: build

@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import queue
 import threading
 import time
@@ -12,13 +14,55 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime_genai as og
+import ray
 from fastapi import FastAPI, HTTPException
-from fastapi.responses import StreamingResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field, create_model
 from ray import serve
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 STATIC = {"search": {"chunk_size": 0}, "engine": {"static_batching": {"max_batch_size": 4}}}  # without --paged
+BODY = 1 << 20  # bytes of a request at most
 app = FastAPI()
+
+
+class LimitBody:
+    """Ends the reading of a body that is too long."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        read = 0
+
+        async def limited():
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > BODY:
+                raise HTTPException(413, f"the body has more than {BODY} bytes")
+            return message
+
+        await self.app(scope, limited, send)
+
+
+app.add_middleware(LimitBody)
+
+
+def refusal(status: int, message: str):
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+
+
+@app.exception_handler(AnyHTTPException)
+async def refused(_, error):
+    return refusal(error.status_code, error.detail)
+
+
+@app.exception_handler(RequestValidationError)
+async def invalid(_, error):
+    return refusal(400, "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()))
 
 
 class Ask(BaseModel):  # OpenAI's names, and the engine's for them
@@ -26,7 +70,7 @@ class Ask(BaseModel):  # OpenAI's names, and the engine's for them
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = None
-    stop_strings: list[str] | None = Field(None, alias="stop")
+    stop_strings: list[str] | None = Field(None, alias="stop", max_length=4)
     stream: bool = Field(False, exclude=True)
 
 
@@ -34,14 +78,44 @@ AskChat = create_model("AskChat", __base__=Ask, messages=(list[dict[str, str]], 
 AskText = create_model("AskText", __base__=Ask, prompt=(str, Field(min_length=1, exclude=True)))
 
 
+def open_model(config, folder: str):
+    """With the installed package's library; the folder's is native code of whoever exported it."""
+    found = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))
+    name = found["model"]["decoder"]["session_options"].get("custom_ops_library", "")
+    try:
+        import quantmoe
+    except ImportError:
+        return og.Model(config)
+    library = os.path.realpath(quantmoe.ort_cuda_library_path() if "cuda" in name else quantmoe.ort_library_path())
+    if name:
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": {"custom_ops_library": library}}}}))
+    with contextlib.chdir(os.path.dirname(library)):  # else onnxruntime-genai takes none but the model's folder's
+        return og.Model(config)
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class Reader:
+    """Makes tokens of text, in a process of its own: the tokenizer holds Python's lock for seconds in a long text."""
+
+    def __init__(self, folder: str):
+        self.tokenizer = og.Tokenizer(folder)
+
+    def encode(self, prompt: str):
+        return self.tokenizer.encode(prompt)
+
+    def encode_chat(self, messages: str):
+        return self.encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
 @serve.deployment
 @serve.ingress(app)
 class Serving:
-    def __init__(self, folder: str, settings: dict, batch: int):
+    def __init__(self, folder: str, settings: dict, batch: int, max_prompt: int, max_tokens: int):
         config = og.Config(folder)
         config.overlay(json.dumps(settings))
-        self.model, self.batch, self.name = og.Model(config), batch, Path(folder).name
-        self.tokenizer = og.Tokenizer(self.model)
+        self.model, self.batch, self.name = open_model(config, folder), batch, Path(folder).name
+        self.tokenizer, self.reader = og.Tokenizer(self.model), Reader.remote(folder)
+        self.max_prompt, self.max_tokens = max_prompt, max_tokens
         self.asked, self.failed = queue.Queue(), None
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -82,11 +156,19 @@ class Serving:
         for _, _, tell, _ in chain(running.values(), iter(self.asked.get, None)):
             tell(self.failed)
 
-    async def pieces(self, prompt: str, ask: Ask):
-        """Text as it comes, at last why it ended."""
+    async def pieces(self, read, ask: Ask):
+        """Text as it comes, at last why it ended. read: -> the prompt's tokens, which the reader makes."""
+        if ask.max_generated_tokens > self.max_tokens:
+            raise HTTPException(400, f"max_tokens is {ask.max_generated_tokens}, expected at most {self.max_tokens}")
+        try:
+            prompt = await read()
+        except RuntimeError as error:  # of the tokenizer or the chat template
+            raise HTTPException(400, f"{self.name}: {getattr(error, 'cause', error)}") from error
+        if not 0 < len(prompt) <= self.max_prompt:
+            raise HTTPException(400, f"the prompt has {len(prompt)} tokens, expected 1 to {self.max_prompt}")
         found, gone, stream = asyncio.Queue(), threading.Event(), self.tokenizer.create_stream()
         tell = partial(asyncio.get_running_loop().call_soon_threadsafe, found.put_nowait)
-        self.asked.put((self.tokenizer.encode(prompt), ask.model_dump(exclude_none=True), tell, gone))
+        self.asked.put((prompt, ask.model_dump(exclude_none=True), tell, gone))
         try:
             while not isinstance(item := await found.get(), og.FinishReason):
                 if isinstance(item, HTTPException):
@@ -96,14 +178,14 @@ class Serving:
         finally:
             gone.set()  # whoever asked has it all, or left
 
-    async def answer(self, prompt: str, ask: Ask, kind: str, choice):
+    async def answer(self, read, ask: Ask, kind: str, choice):
         """As one object, or as a stream of them; choice: text -> what a choice has of it."""
         head = {"id": f"{time.time_ns():x}", "object": kind, "created": int(time.time()), "model": self.name}
 
         def body(text, reason):
             return head | {"choices": [{"index": 0, "finish_reason": reason} | choice(text)]}
 
-        found = [await anext(pieces := self.pieces(prompt, ask))]  # what is refused is before a stream begins
+        found = [await anext(pieces := self.pieces(read, ask))]  # what is refused is before a stream begins
         if not ask.stream:
             found += [piece async for piece in pieces]
             return body("".join(text for text, _ in found), found[-1][1])
@@ -122,16 +204,14 @@ class Serving:
 
     @app.post("/v1/completions")
     async def text(self, ask: AskText):
-        return await self.answer(ask.prompt, ask, "text_completion", lambda text: {"text": text})
+        read = partial(self.reader.encode.remote, ask.prompt)
+        return await self.answer(read, ask, "text_completion", lambda text: {"text": text})
 
     @app.post("/v1/chat/completions")
     async def chat(self, ask: AskChat):
-        try:
-            prompt = self.tokenizer.apply_chat_template(json.dumps(ask.messages), add_generation_prompt=True)
-        except RuntimeError as error:
-            raise HTTPException(400, f"{self.name}: {error}") from error
+        read = partial(self.reader.encode_chat.remote, json.dumps(ask.messages))
         key, kind = ("delta", "chat.completion.chunk") if ask.stream else ("message", "chat.completion")
-        return await self.answer(prompt, ask, kind, lambda text: {key: {"role": "assistant", "content": text}})
+        return await self.answer(read, ask, kind, lambda text: {key: {"role": "assistant", "content": text}})
 
 
 if __name__ == "__main__":
@@ -139,6 +219,8 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-prompt", type=int, help="tokens; default: the model's context without one")
+    parser.add_argument("--max-tokens", type=int, help="of an answer; default: the same")
     given = parser.parse_args()
     found = json.loads(Path(given.folder, "genai_config.json").read_text(encoding="utf-8"))
     settings = {} if "engine" in found else STATIC
@@ -146,4 +228,6 @@ if __name__ == "__main__":
     serve.start(http_options={"port": given.port})
     most = dict.fromkeys(("max_ongoing_requests", "max_queued_requests"), 2 * batch)  # more are refused
     serving = Serving.options(num_replicas=given.replicas, **most)
-    serve.run(serving.bind(str(Path(given.folder).resolve()), settings, batch), blocking=True)
+    longest = found["model"]["context_length"] - 1
+    limits = given.max_prompt or longest, given.max_tokens or longest
+    serve.run(serving.bind(str(Path(given.folder).resolve()), settings, batch, *limits), blocking=True)

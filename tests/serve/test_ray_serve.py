@@ -59,7 +59,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         port = free.getsockname()[1]
     server = f"http://localhost:{port}"
     log = tmp_path_factory.mktemp("log") / "log"
-    command = [PYTHON, SAMPLES / "ray_serve" / "serve.py", folder, "--port", str(port)]
+    command = [PYTHON, SAMPLES / "ray_serve" / "serve.py", folder, "--port", str(port), "--max-prompt", "3000"]
     (log.parent / "sitecustomize.py").write_text(BREAKING, encoding="utf-8")
     with log.open("wb") as to:
         environment = os.environ | {"RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
@@ -109,9 +109,13 @@ def stream(**fields: Any) -> Iterator[tuple[str, str | None]]:
 
 
 def refused(path: str, **fields: Any) -> tuple[int, str]:
+    """The status and message of a refusal, which has the form of OpenAI's."""
     with pytest.raises(urllib.error.HTTPError) as error:
         post(path, **fields)
-    return error.value.code, error.value.read().decode()
+    found = json.load(error.value)["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    assert found["type"] == "invalid_request_error"
+    return error.value.code, found["message"]
 
 
 def replicas() -> set[int]:
@@ -153,15 +157,41 @@ def test_sampling() -> None:
 def test_models_and_refusals() -> None:
     with urllib.request.urlopen(server + "/v1/models", timeout=60) as answer:
         assert json.load(answer)["data"][0]["id"] == Path(folder).name
-    assert refused("/v1/completions", prompt="")[0] == 422
-    assert refused("/v1/completions", prompt=PROMPT, max_tokens=0)[0] == 422
-    for streamed in (False, True):
-        code, text = refused("/v1/completions", prompt="sea " * 5000, stream=streamed)
-        assert code == 400, text
+    assert refused("/v1/completions", prompt="")[0] == 400
+    assert refused("/v1/completions", prompt=PROMPT, max_tokens=0) == (
+        400,
+        "max_tokens: Input should be greater than or equal to 1",
+    )
+    assert refused("/v1/completions", prompt=PROMPT, stop=list("abcde"))[0] == 400
     for field in ({"seed": 5}, {"stop": ["."]}):
         code, text = refused("/v1/completions", prompt=PROMPT, **field)
         assert (code, "dynamic batching" in text) == (400, True), text
-    assert refused("/v1/chat/completions", messages=[])[0] == 422
+    assert refused("/v1/chat/completions", messages=[])[0] == 400
+    assert refused("/v1/nowhere")[0] == 404
+
+
+def test_limits() -> None:
+    longest = Generator(folder).context - 1
+    tokens = len(Tokenizer.from_file(f"{folder}/tokenizer.json").encode("sea " * 4000).ids)
+    assert tokens > 3000
+    for streamed in (False, True):
+        found = refused("/v1/completions", prompt="sea " * 4000, stream=streamed)
+        assert found == (400, f"the prompt has {tokens} tokens, expected 1 to 3000")
+        found = refused("/v1/completions", prompt=PROMPT, max_tokens=longest + 1, stream=streamed)
+        assert found == (400, f"max_tokens is {longest + 1}, expected at most {longest}")
+    messages = [{"role": "user", "content": "sea " * 4000}]
+    assert refused("/v1/chat/completions", messages=messages) == (
+        400,
+        f"the prompt has {tokens} tokens, expected 1 to 3000",
+    )
+    assert refused("/v1/completions", prompt="s" * (1 << 20)) == (413, "the body has more than 1048576 bytes")
+    assert complete(max_tokens=30) == expected(30)
+
+
+def test_each_replica_reads_texts_in_a_second_process() -> None:
+    """The tokenizer holds Python's lock, and would hold up the streams in its own process."""
+    readers = [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.read_bytes().startswith(b"ray::Reader")]
+    assert len(readers) == 2  # one of each replica
 
 
 def test_too_many_are_refused_and_the_others_answered() -> None:
@@ -246,5 +276,6 @@ def test_an_engine_that_fails_loses_only_its_requests() -> None:
         return ""
 
     said = set(map(ask, range(40)))  # every other request goes there, until Ray Serve has asked for its health
-    assert said == {"", '500 {"detail":"the engine failed: broken by the test"}'}
+    failed = {"message": "the engine failed: broken by the test", "type": "server_error", "param": None, "code": None}
+    assert said == {"", f"500 {json.dumps({'error': failed}, separators=(',', ':'))}"}
     check_replaced(before)
