@@ -335,6 +335,7 @@ def unpack(
 # over 80 lines: most are its options
 @app.command()
 def generate(
+    context: typer.Context,
     outdir: Model,
     prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
     file: Annotated[
@@ -496,19 +497,16 @@ def generate(
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
                    reserve=reserve, misses=misses, trace=trace, warm=warm, group=group)  # fmt: skip
 
-    signals = contextlib.ExitStack()
-
     def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
         """Of texts of so many tokens, if that is known."""
         with progress(f"loading {outdir}"):
             model = make(max_length=None if shown and max_new_tokens is None else length, batch=rows)
-        signals.enter_context(ended_by_signals(model.interrupt))
+        context.with_resource(ended_by_signals(model.interrupt))
         if own is not None:
             model.sampler = own.sampler
         return model, model.cache() if load_state is None else model.load_cache(load_state)
 
     def end(model: Generator, cache: Any) -> None:
-        signals.close()
         if experts is not None:
             print(_placed(model.experts_report(), device), file=sys.stderr)
         if save_state is not None:

@@ -302,7 +302,7 @@ def test_what_cannot_speculate_is_named(exported):
     message = r"4 draft tokens need the logits of 5 tokens \(this model gives 1\): export it with --logits 5$"
     with pytest.raises(ModelError, match=message):
         Generator(folder, speculate="ngram")
-    with pytest.raises(ModelError, match=r"last 3: export it with --logits 4$"):
+    with pytest.raises(ModelError, match=r"\(this model gives 3\): export it with --logits 4, or ask for at most 2$"):
         Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram", drafts=3)
     few = Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram")
     assert (few.drafts, few.step_tokens) == (2, 3)  # what it can verify, where nobody says
