@@ -398,7 +398,7 @@ class Generator:
             options.append(f"--logits {tokens}")
         if lacking:
             most = min(self.rows, self.window if self.states else self.rows) - 1
-            fewer = f", or ask for at most {most}" if most else ""
+            fewer = f", or ask for at most {most}" if most and "--mtp" not in options else ""
             raise ModelError(
                 f"{self.path}: {self.drafts} draft tokens need {' and '.join(lacking)}: export it with "
                 f"{' '.join(options)}{fewer}"

@@ -469,7 +469,7 @@ def test_what_cannot_speculate_is_named(models, exported):
         Generator(models["qwen3_next"] / "mtp.onnx").greedy(PROMPT, 1)
     with pytest.raises(ModelError, match=r"model\.onnx: no mtp\.onnx beside it; export the model with --mtp"):
         Generator(exported("qwen3_moe", activations="float"), speculate="mtp")
-    with pytest.raises(ModelError, match=r"of its last 1: export it with --mtp --logits 5$"):
+    with pytest.raises(ModelError, match=r"\(this model gives 1\): export it with --mtp --logits 5$"):
         Generator(exported("qwen3_moe", activations="float", logits="last"), speculate="mtp")
     with pytest.raises(
         ModelError,

@@ -224,7 +224,7 @@ def test_a_window_is_of_states(checkpoint, exported, tmp_path):
         export(checkpoint("qwen3_moe"), tmp_path / "model", state_window=2)
     with pytest.raises(OptionError, match="state_window is 65, expected 1 to 64"):
         export(checkpoint("qwen3_next"), tmp_path / "model", state_window=65)
-    message = "states of linear attention after a run's last 1 tokens: export it with --state-window 5$"
+    message = r"states of linear attention after 5 tokens \(this model keeps 1\): export it with --state-window 5$"
     with pytest.raises(ModelError, match=message):
         Generator(exported("qwen3_5_moe_text", activations="float"), speculate="ngram")
 
