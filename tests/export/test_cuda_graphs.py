@@ -99,7 +99,8 @@ def captured(exported, monkeypatch) -> Callable[..., Generator]:
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
 def test_threads_take_turns(exported, captured, architecture):
-    """One thread makes all runs of a session with graphs; each caller gets its own tokens."""
+    """Runs of a session with graphs are never at once: the first thread's, then all on one; each caller gets its own
+    tokens."""
     prompts = [PROMPT[at:] + PROMPT[:at] for at in range(4)]
     want = [Generator(exported(architecture, **FLOAT)).generate(ids, 8).tokens for ids in prompts]
     generator, found = captured(architecture), [[] for _ in prompts]
@@ -114,8 +115,9 @@ def test_threads_take_turns(exported, captured, architecture):
     for thread in threads:
         thread.join()
     assert found == [[tokens] * 3 for tokens in want]
-    assert (len(generator.session.threads), generator.session.overlaps) == (1, 0)
-    assert len(generator.session.captured) <= len(threads)
+    assert len(generator.session.threads) <= 2
+    assert generator.session.overlaps == 0
+    assert len(generator.session.captured) <= len(threads) + 1
 
 
 def test_the_first_thread_runs_until_a_second_comes(captured):
