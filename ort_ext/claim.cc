@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -14,6 +15,7 @@
 #include "core/blake3.h"
 #include "core/half.h"
 #include "core/parallel.h"
+#include "core/samples.h"
 
 namespace quantmoe {
 namespace {
@@ -348,7 +350,8 @@ size_t bytes_of(const Constant& tensor) {
   return static_cast<size_t>(size_of(tensor.shape)) * width;
 }
 
-// Where a tensor lies in a file, and which file that is; "" where it lies in none that can be found.
+// Where a tensor lies in a file, which file that is, and samples of its bytes; "" where it lies in none that can be
+// read.
 std::string file_identity(const GraphApi& api, const Constant& tensor, const std::filesystem::path& folder) {
   OrtExternalInitializerInfo* info = nullptr;
   api.check(api.ValueInfo_GetExternalInitializerInfo(tensor.info, &info));
@@ -360,10 +363,20 @@ std::string file_identity(const GraphApi& api, const Constant& tensor, const std
   const auto size = std::filesystem::file_size(path, no_size);
   const auto time = std::filesystem::last_write_time(path, no_time);
   if (folder.empty() || no_size || no_time) return "";
+  const auto offset = api.ExternalInitializerInfo_GetFileOffset(info);
+  const size_t bytes = api.ExternalInitializerInfo_GetByteSize(info);
+  std::ifstream file(path, std::ios::binary);
+  Blake3 samples;
+  for (const size_t at : samples_of(bytes)) {
+    char line[kLine];
+    const size_t count = std::min(kLine, bytes - at);
+    if (!file.seekg(static_cast<std::streamoff>(offset + at)).read(line, static_cast<std::streamsize>(count)))
+      return "";
+    samples.update(line, count);
+  }
   const auto text = [](auto number) { return std::to_string(number) + " "; };
-  return "file " + text(api.ExternalInitializerInfo_GetFileOffset(info)) +
-         text(api.ExternalInitializerInfo_GetByteSize(info)) + text(size) +
-         text(static_cast<int64_t>(time.time_since_epoch().count())) + name.filename().string();
+  return "file " + text(offset) + text(bytes) + text(size) +
+         text(static_cast<int64_t>(time.time_since_epoch().count())) + samples.hex() + " " + name.filename().string();
 }
 
 // Rows [first, first + count) of one half of an expert: canonical codes, scales, zero points, biases.
@@ -509,6 +522,13 @@ std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::fi
     bytes.update(data_of(api, *tensor, bytes_of(*tensor)), bytes_of(*tensor));
     add("bytes " + bytes.hex());
   }
+  return sum.hex();
+}
+
+std::string source_sum(const GraphApi& api, const Matrix& matrix) {
+  Blake3 sum;
+  for (const Constant* tensor : {&matrix.codes, &matrix.scales, &matrix.zero_points, &matrix.bias})
+    if (*tensor) sum.update(data_of(api, *tensor, bytes_of(*tensor)), bytes_of(*tensor));
   return sum.hex();
 }
 

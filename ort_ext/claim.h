@@ -57,9 +57,11 @@ bool is_candidate(const GraphApi& api, const OrtNode* node);
 // Reads a candidate. Throws Unclaimed.
 Claim read_claim(const GraphApi& api, const OrtNode* node, Activations activations);
 
-// Which weights a matrix is: where its tensors lie in which file of which time, of those in the model's file or in
-// memory their bytes. 64 hexadecimal digits.
+// Which weights a matrix is: of tensors in data files the file's name, size and time, the place, and samples of the
+// bytes; of those in the model's file or in memory all bytes. 64 hexadecimal digits.
 std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::filesystem::path& folder);
+// The BLAKE3 of all bytes of a matrix's tensors.
+std::string source_sum(const GraphApi& api, const Matrix& matrix);
 // Packs all experts.
 void pack_matrix(const GraphApi& api, const Matrix& matrix, const Put& put);
 

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <new>
+#include <random>
 #include <stdexcept>
 #include <system_error>
 
@@ -19,7 +19,7 @@ namespace quantmoe {
 namespace {
 
 constexpr char kMagic[16] = "QuantMoE packed";
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint64_t kAlignment = 4096;  // of tensors
 constexpr size_t kDigits = 64, kSampleDigits = 32;
 
@@ -31,7 +31,7 @@ struct Header {
 };
 
 struct Row {
-  char key[kDigits], all[kDigits], samples[kSampleDigits];
+  char key[kDigits], source[kDigits], all[kDigits], samples[kSampleDigits];
   uint64_t at, bytes;
 };
 
@@ -74,7 +74,8 @@ void expect_file(const std::filesystem::path& path) {
 
 class FromFile : public PackedWeights {
  public:
-  FromFile(const std::filesystem::path& path, const std::vector<PackedEntry>& entries, bool verify) : file_(path) {
+  FromFile(const std::filesystem::path& path, const std::vector<PackedEntry>& entries, const SourceSum& verify)
+      : file_(path) {
     Header header;
     if (file_.size() < sizeof header) throw std::runtime_error("it has no header");
     std::memcpy(&header, file_.data(), sizeof header);
@@ -106,6 +107,8 @@ class FromFile : public PackedWeights {
         same = std::memcmp(all.hex().data(), row.all, kDigits) == 0;
       }
       if (!same) throw std::runtime_error("its weights are damaged");
+      if (verify && std::memcmp(verify(i).data(), row.source, kDigits) != 0)
+        throw std::runtime_error("the model's weights have changed since");
       tensors_.push_back(data);
     }
   }
@@ -132,37 +135,59 @@ class InMemory : public PackedWeights {
   std::vector<Memory> memory_;
 };
 
+// Throws unless the name is free or that of a file of packed weights: any other file is somebody's.
+void expect_ours(const std::filesystem::path& path) {
+  const auto found = std::filesystem::symlink_status(path);
+  if (!std::filesystem::exists(found)) return;
+  if (std::filesystem::is_symlink(found)) throw std::runtime_error("it is a link");
+  expect_file(path);
+  char magic[sizeof kMagic] = {};
+  if (!std::ifstream(path, std::ios::binary).read(magic, sizeof magic) || std::memcmp(magic, kMagic, sizeof kMagic))
+    throw std::runtime_error("a file that is no cache of packed weights has this name, and is left as it is");
+}
+
 // A file under a name of its own until it is whole.
 class NewFile {
  public:
   explicit NewFile(const std::filesystem::path& to) : to_(to), path_(to) {
-    expect_file(to);
-    static std::atomic<int> count{0};
-    path_ += std::string(".").append(std::to_string(process_id())).append(".").append(std::to_string(count++)) + ".tmp";
-    stream_.open(path_, std::ios::binary | std::ios::trunc);
-    if (!stream_) throw std::runtime_error(std::strerror(errno));
+    expect_ours(to);
+    std::random_device random;  // containers that share a folder may have equal process ids
+    path_ += "." + std::to_string(random()) + std::to_string(random()) + ".tmp";
+    file_ = create_file(path_);
+    if (!file_) throw std::runtime_error(std::strerror(errno));
   }
   ~NewFile() {
     if (done_) return;
-    stream_.close();
+    if (file_) std::fclose(file_);
     std::error_code ignored;
     std::filesystem::remove(path_, ignored);
   }
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
   void write(const void* data, size_t bytes) {
-    if (!stream_.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes)))
-      throw std::runtime_error(std::strerror(errno));
+    if (std::fwrite(data, 1, bytes, file_) != bytes) throw std::runtime_error(std::strerror(errno));
+    at_ += bytes;
   }
-  void seek(uint64_t at) { stream_.seekp(static_cast<std::streamoff>(at)); }
+  void fill_to(uint64_t at) {
+    static constexpr char kZeros[kAlignment] = {};
+    while (at_ < at) write(kZeros, std::min<uint64_t>(kAlignment, at - at_));
+  }
+  void to_begin() {
+    if (std::fseek(file_, 0, SEEK_SET)) throw std::runtime_error(std::strerror(errno));
+  }
   void finish() {
-    stream_.close();
-    if (!stream_) throw std::runtime_error(std::strerror(errno));
+    const bool closed = std::fclose(file_) == 0;
+    file_ = nullptr;
+    if (!closed) throw std::runtime_error(std::strerror(errno));
+    expect_ours(to_);
     std::filesystem::rename(path_, to_);
     done_ = true;
   }
 
  private:
   std::filesystem::path to_, path_;
-  std::ofstream stream_;
+  std::FILE* file_;
+  uint64_t at_ = 0;
   bool done_ = false;
 };
 
@@ -194,7 +219,7 @@ class Sums {
 }  // namespace
 
 std::unique_ptr<PackedWeights> map_packed(const std::filesystem::path& file, const std::vector<PackedEntry>& entries,
-                                          bool verify) {
+                                          const SourceSum& verify) {
   expect_file(file);
   return std::make_unique<FromFile>(file, entries, verify);
 }
@@ -203,37 +228,35 @@ std::unique_ptr<PackedWeights> pack_in_memory(const std::vector<PackedEntry>& en
   return std::make_unique<InMemory>(entries, pack);
 }
 
-void write_packed(const std::filesystem::path& file, const std::vector<PackedEntry>& entries, const Pack& pack) {
+void write_packed(const std::filesystem::path& file, const std::vector<PackedEntry>& entries, const SourceSum& source,
+                  const Pack& pack) {
   NewFile out(file);
   std::vector<Row> rows(entries.size());
-  uint64_t end = sizeof(Header) + rows.size() * sizeof(Row), next = aligned(end);
+  uint64_t next = aligned(sizeof(Header) + rows.size() * sizeof(Row));
   for (size_t i = 0; i < entries.size(); ++i) {
     Row& row = rows[i];
     row.at = next;
     row.bytes = entries[i].bytes;
-    if (row.bytes) end = next + row.bytes;
     next = aligned(next + row.bytes);
-    out.seek(row.at);
+    out.fill_to(row.at);
     Sums sums(row.bytes);
     pack(i, [&](const void* data, size_t bytes) {
       sums.update(static_cast<const char*>(data), bytes);
       out.write(data, bytes);
     });
     put(row.key, entries[i].key, kDigits);
+    put(row.source, source(i), kDigits);
     put(row.all, sums.all(), kDigits);
     put(row.samples, sums.samples(), kSampleDigits);
   }
-  if (next > end) {  // the last page is whole
-    out.seek(next - 1);
-    out.write("", 1);
-  }
+  out.fill_to(next);  // the last page is whole
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   header.version = kVersion;
   header.count = static_cast<uint32_t>(rows.size());
   header.file_bytes = next;
   put(header.sum, sum_of(header, rows.data()), kDigits);
-  out.seek(0);
+  out.to_begin();
   out.write(&header, sizeof header);
   out.write(rows.data(), rows.size() * sizeof(Row));
   out.finish();

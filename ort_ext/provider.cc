@@ -353,16 +353,20 @@ std::shared_ptr<const PackedWeights> Provider::packed(const std::filesystem::pat
   const auto name = file.u8string();
   const std::string text(name.begin(), name.end());
   std::error_code ignored;
+  const SourceSum source = [&](size_t i) { return source_sum(api_, *matrices[i]); };
+  const SourceSum verify = settings_.verify ? source : nullptr;
+  std::string found;  // what is wrong with the file that is there
   if (std::filesystem::exists(file, ignored)) {
     try {
-      return map_packed(file, entries, settings_.verify);
+      return map_packed(file, entries, verify);
     } catch (const std::runtime_error& why) {
-      log(ORT_LOGGING_LEVEL_INFO, text + " is written anew: " + why.what());
+      found = why.what();
     }
   }
   try {
-    write_packed(file, entries, pack);
-    return map_packed(file, entries, settings_.verify);
+    write_packed(file, entries, source, pack);
+    if (!found.empty()) log(ORT_LOGGING_LEVEL_INFO, text + " is written anew: " + found);
+    return map_packed(file, entries, verify);
   } catch (const std::exception& why) {
     log(ORT_LOGGING_LEVEL_WARNING,
         text + " cannot be written, weights are packed into memory each time: " + why.what());

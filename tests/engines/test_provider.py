@@ -221,10 +221,8 @@ def flip(data: bytes, at: int) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda data: b"", "it is empty|it has no header|cannot"),
         (lambda data: data[:50], "it has no header"),
-        (lambda data: flip(data, 0), "it is no file of packed weights"),
-        (lambda data: flip(data, 16), "it has version 0, expected 1"),
+        (lambda data: flip(data, 16), "it has version 3, expected 2"),
         (lambda data: data[:-1], "it has .* bytes, expected"),
         (lambda data: flip(data, 20), "its table is cut off|its header is damaged"),
         (lambda data: data[:20] + b"\xff\xff\xff\xff" + data[24:], "its table is cut off"),
@@ -246,14 +244,134 @@ def test_a_damaged_cache_is_written_anew(saved, capfd, damage, why):
 
 @needs_provider
 def test_a_flipped_bit_anywhere_before_the_weights(saved):
-    """Magic, version, table, sums: the whole file comes back, and never an error or another result."""
+    """Version, table, sums: the whole file comes back, and never an error or another result."""
     want, cache = outputs(session(saved)), saved.with_name("model.onnx.quantmoe")
     whole = cache.read_bytes()
     table = len(whole[:4096].rstrip(b"\0"))
-    for at in range(0, table, 5):
+    for at in range(len(MAGIC), table, 7):
         cache.write_bytes(flip(whole, at))
         np.testing.assert_array_equal(outputs(session(saved)), want)
         assert cache.read_bytes() == whole, at
+
+
+MAGIC = b"QuantMoE packed\0"
+
+
+@needs_provider
+@pytest.mark.parametrize("content", [b"", MAGIC[:-1], b"notes of mine" * 1000, "the model's own data"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_file_that_is_no_cache_is_left_as_it_is(saved, capfd, content, named):
+    """Also an empty one, and the model's own weights under the option `cache`."""
+    want, cache = outputs(session(saved, cache="off")), saved.with_name("model.onnx.quantmoe")
+    if isinstance(content, str):
+        if not named:
+            return
+        cache = saved.with_name("model.onnx.data")
+    else:
+        cache.write_bytes(content)
+    before, files = cache.read_bytes(), sorted(saved.parent.iterdir())
+    capfd.readouterr()
+    for _ in range(2):
+        np.testing.assert_array_equal(
+            outputs(session(saved, severity=2, **{"cache": str(cache)} if named else {})), want
+        )
+        (line,) = said(capfd)
+        assert line.endswith(
+            f"{cache} cannot be written, weights are packed into memory each time: "
+            "a file that is no cache of packed weights has this name, and is left as it is"
+        )
+    assert cache.read_bytes() == before
+    assert sorted(saved.parent.iterdir()) == files
+
+
+@needs_provider
+@pytest.mark.parametrize("target", ["free", "file", "cache"])
+def test_a_cache_is_never_written_through_a_link(saved, tmp_path_factory, capfd, target):
+    """A whole cache at the link's other end is read; what is written has a name of its own."""
+    cache, elsewhere = saved.with_name("model.onnx.quantmoe"), tmp_path_factory.mktemp("other") / "theirs"
+    want = outputs(session(saved, cache="off"))
+    if target == "file":
+        elsewhere.write_bytes(b"theirs")
+    elif target == "cache":
+        session(saved, cache=str(elsewhere))
+    before = elsewhere.read_bytes() if elsewhere.exists() else None
+    cache.symlink_to(elsewhere)
+    capfd.readouterr()
+    np.testing.assert_array_equal(outputs(session(saved, severity=2)), want)
+    lines = said(capfd)
+    assert [line.rpartition(": ")[2] for line in lines] == ([] if target == "cache" else ["it is a link"])
+    assert cache.is_symlink()
+    assert (elsewhere.read_bytes() if elsewhere.exists() else None) == before
+    assert len(list(elsewhere.parent.iterdir())) == (before is not None)
+
+
+@needs_provider
+def test_names_of_temporary_files_cannot_be_known(saved):
+    """Two containers have processes of one number, and share a folder; links lie in wait under such a name."""
+    theirs = saved.with_name("theirs")
+    theirs.write_bytes(b"theirs")
+    for number in range(64):
+        saved.with_name(f"model.onnx.quantmoe.{os.getpid()}.{number}.tmp").symlink_to(theirs)
+    want = outputs(session(saved, cache="off"))
+    np.testing.assert_array_equal(outputs(session(saved)), want)
+    assert theirs.read_bytes() == b"theirs"
+    assert not saved.with_name("model.onnx.quantmoe").is_symlink()
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    """In place, and with the time of change as it was."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def tensors(path: Path) -> dict[str, tuple[int, int]]:
+    """Offset and bytes of each initializer in the data file."""
+    graph = ir.load(path).graph
+    return {
+        name: (value.const_value.offset, value.const_value.length)
+        for name, value in graph.initializers.items()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
+
+
+@needs_provider
+def test_weights_that_change_while_size_and_time_stay(saved, capfd):
+    """Each of a layer's tensors, codes, scales and biases of both projections: samples of it tell."""
+    found = tensors(saved)
+    assert len(found) == 6
+    for name, (offset, length) in found.items():
+        session(saved)
+        data = saved.with_name("model.onnx.data")
+        old = data.read_bytes()[offset : offset + length]
+        overwrite(data, offset, old[::-1] if old[::-1] != old else bytes(length))
+        capfd.readouterr()
+        ours = outputs(session(saved, severity=1))
+        assert any(line.endswith("is written anew: it is of other weights") for line in said(capfd)), name
+        np.testing.assert_array_equal(ours, outputs(session(saved, cache="off")))
+
+
+@needs_provider
+@pytest.mark.parametrize("at", [64 + 3, 64 * 5 + 1])
+def test_verify_compares_with_the_model(saved, capfd, at):
+    """A byte between the samples of the source, which is no secret: the default check takes the cache."""
+    data, cache = saved.with_name("model.onnx.data"), saved.with_name("model.onnx.quantmoe")
+    stale = outputs(session(saved))
+    offset, length = max(tensors(saved).values(), key=lambda place: place[1])
+    assert length > 64 * 20
+    overwrite(data, offset + at, bytes([data.read_bytes()[offset + at] ^ 0x77]))
+    np.testing.assert_array_equal(outputs(session(saved)), stale)
+    want = outputs(session(saved, cache="off"))
+    assert not np.array_equal(want, stale)
+    capfd.readouterr()
+    np.testing.assert_array_equal(outputs(session(saved, verify="1", severity=1)), want)
+    assert any(line.endswith("is written anew: the model's weights have changed since") for line in said(capfd))
+    written = identity(cache)
+    np.testing.assert_array_equal(outputs(session(saved, verify="1")), want)
+    assert identity(cache) == written
 
 
 @needs_provider

@@ -1,6 +1,6 @@
 // libFuzzer target: the provider's cache of packed weights (ort_ext/packed_file.h). A file is written and damaged,
 // whole or so that its header's sum holds: reading it says why not, or gives tensors that lie in it; with all bytes
-// compared, the ones that were written.
+// compared, the ones that were written. Writing replaces such a file alone.
 #include <unistd.h>
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 namespace {
 
 using quantmoe::PackedEntry;
-constexpr size_t kSum = 32, kHeader = 96, kRow = 176, kDigits = 64;  // where a file's sum is; what it is of
+constexpr size_t kSum = 32, kHeader = 96, kRow = 240, kDigits = 64;  // where a file's sum is; what it is of
 
 std::string random_key(FuzzedDataProvider& data) {
   std::string key(kDigits, '0');
@@ -77,10 +77,10 @@ void damage(FuzzedDataProvider& data, std::string& file, size_t tensors) {
         put(24, 8);
         break;  // file_bytes
       case 5:
-        put(row + 160, 8);
+        put(row + 224, 8);
         break;  // at
       default:
-        put(row + 168, 8);  // bytes
+        put(row + 232, 8);  // bytes
     }
   }
   if (data.ConsumeBool()) forge(file);
@@ -104,7 +104,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     for (size_t at = 0; at < entries[i].bytes; at += piece)
       put(tensors[i].data() + at, std::min(piece, entries[i].bytes - at));
   };
-  quantmoe::write_packed(path, entries, pack);
+  bool changed = false;  // the weights that a tensor was packed from
+  const quantmoe::SourceSum source = [&](size_t i) {
+    return std::string(kDigits, changed ? 'f' : static_cast<char>('0' + i));
+  };
+  quantmoe::write_packed(path, entries, source, pack);
   std::string file, whole;
   {
     std::ifstream stream(path, std::ios::binary);
@@ -115,8 +119,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   if (data.ConsumeIntegralInRange(0, 7) == 0)
     entries.resize(data.ConsumeIntegralInRange<size_t>(0, 4), {random_key(data), 5});
   const bool verify = data.ConsumeBool();
+  changed = data.ConsumeIntegralInRange(0, 7) == 0;
   try {
-    const auto found = quantmoe::map_packed(path, entries, verify);
+    const auto found = quantmoe::map_packed(path, entries, verify ? source : nullptr);
+    CHECK(!verify || !changed || entries.empty(), "a cache of other weights is taken");
     CHECK(entries.size() <= tensors.size(), "%zu tensors of a file of %zu", entries.size(), tensors.size());
     for (size_t i = 0; i < entries.size(); ++i) {
       const char* const tensor = static_cast<const char*>(found->at(i));
@@ -125,7 +131,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       CHECK(!verify || read == tensors[i], "tensor %zu is another", i);
     }
   } catch (const std::runtime_error& why) {
-    CHECK(file != whole || entries.size() != tensors.size(), "a whole file is refused: %s", why.what());
+    CHECK(file != whole || entries.size() != tensors.size() || (verify && changed), "a whole file is refused: %s",
+          why.what());
+  }
+  if (data.ConsumeIntegralInRange(0, 7) == 0 && entries.size() <= tensors.size()) {  // written anew, or left as it is
+    for (size_t i = 0; i < entries.size(); ++i) tensors[i].resize(entries[i].bytes);
+    try {
+      quantmoe::write_packed(path, entries, source, pack);
+      (void)quantmoe::map_packed(path, entries, source);
+    } catch (const std::runtime_error&) {
+      std::ifstream stream(path, std::ios::binary);
+      CHECK(std::string(std::istreambuf_iterator<char>(stream), {}) == file, "somebody's file is written over");
+    }
   }
   std::filesystem::remove(path);
   return 0;

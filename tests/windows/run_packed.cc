@@ -24,8 +24,10 @@ static std::string bytes_of(size_t entry, char first) {
   for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(first + i % 251);
   return bytes;
 }
+static std::string source_sum(size_t) { return std::string(64, 'c'); }
+static std::string other_sum(size_t) { return std::string(64, 'd'); }
 static void write(const Path& file, char first) {
-  write_packed(file, kEntries, [&](size_t entry, const Put& put) {
+  write_packed(file, kEntries, source_sum, [&](size_t entry, const Put& put) {
     const std::string bytes = bytes_of(entry, first);
     put(bytes.data(), bytes.size());
   });
@@ -35,9 +37,9 @@ static bool has(const PackedWeights& weights, char first) {
     if (std::memcmp(weights.at(i), bytes_of(i, first).data(), kEntries[i].bytes) != 0) return false;
   return true;
 }
-static bool is_refused(const Path& file) {
+static bool is_refused(const Path& file, const SourceSum& source = source_sum) {
   try {
-    map_packed(file, kEntries, true);
+    map_packed(file, kEntries, source);
   } catch (const std::runtime_error&) {
     return true;
   }
@@ -53,7 +55,7 @@ int main(int, char** argv) {
   expect(is_refused(file), "a file that is not there is refused");
   write(file, 1);
   {
-    const auto first = map_packed(file, kEntries, true), second = map_packed(file, kEntries, false);
+    const auto first = map_packed(file, kEntries, source_sum), second = map_packed(file, kEntries, nullptr);
     expect(has(*first, 1) && has(*second, 1), "it is mapped, twice");
     try {  // Windows may refuse it
       write(file, 2);
@@ -62,11 +64,18 @@ int main(int, char** argv) {
     expect(has(*first, 1) && has(*second, 1), "written anew it leaves what is mapped");
   }
   write(file, 3);
-  expect(has(*map_packed(file, kEntries, true), 3), "and is replaced when nothing maps it");
+  expect(has(*map_packed(file, kEntries, source_sum), 3), "and is replaced when nothing maps it");
+  expect(is_refused(file, other_sum), "of other weights it is refused");
   std::filesystem::resize_file(file, 5000);
   expect(is_refused(file), "cut off it is refused");
   std::filesystem::resize_file(file, 0);
   expect(is_refused(file), "empty, too");
+  try {
+    write(file, 4);
+    expect(false, "a file that is no cache is left as it is");
+  } catch (const std::exception&) {
+    expect(std::filesystem::is_empty(file), "a file that is no cache is left as it is");
+  }
   std::filesystem::remove(file);
   expect(std::filesystem::is_empty(file.parent_path()), "no other file is left");
 }

@@ -1,6 +1,7 @@
-// What maps a file asks of the system: mapped_file_posix.cc and mapped_file_windows.cc.
+// What is asked of the system about files: mapped_file_posix.cc and mapped_file_windows.cc.
 #pragma once
 #include <cstddef>
+#include <cstdio>
 #include <filesystem>
 
 namespace quantmoe {
@@ -21,6 +22,8 @@ class MappedFile {
   size_t bytes_ = 0;
 };
 
-unsigned long process_id();  // of this process
+// Creates a file and opens it for writing. Returns nullptr, and errno says why, where something has that name, also a
+// link, or where the system refuses. The caller closes it.
+std::FILE* create_file(const std::filesystem::path& file);
 
 }  // namespace quantmoe

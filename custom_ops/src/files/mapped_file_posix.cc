@@ -29,6 +29,9 @@ MappedFile::MappedFile(const std::filesystem::path& file) {
 }
 MappedFile::~MappedFile() { munmap(const_cast<char*>(data_), bytes_); }
 
-unsigned long process_id() { return static_cast<unsigned long>(getpid()); }
+std::FILE* create_file(const std::filesystem::path& file) {
+  const int handle = open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  return handle < 0 ? nullptr : fdopen(handle, "wb");
+}
 
 }  // namespace quantmoe

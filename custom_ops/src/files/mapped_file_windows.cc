@@ -1,3 +1,6 @@
+#include <fcntl.h>
+#include <io.h>
+#include <sys/stat.h>
 #include <windows.h>
 
 #include <stdexcept>
@@ -28,6 +31,10 @@ MappedFile::MappedFile(const std::filesystem::path& file) {
 }
 MappedFile::~MappedFile() { UnmapViewOfFile(data_); }
 
-unsigned long process_id() { return GetCurrentProcessId(); }
+std::FILE* create_file(const std::filesystem::path& file) {
+  const int handle =
+      _wopen(file.c_str(), _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
+  return handle < 0 ? nullptr : _fdopen(handle, "wb");
+}
 
 }  // namespace quantmoe
