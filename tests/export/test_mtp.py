@@ -23,6 +23,7 @@ from sweeps import every
 from test_generate import PROMPT
 from test_hybrid import multimodal, rewritten
 from test_model import error
+from test_other_programs import check
 from test_shared import capture
 from test_speculate import Guess
 from transformers.modeling_layers import MtpModel
@@ -293,6 +294,7 @@ def test_drafts_follow_what_was_accepted(sources, models, monkeypatch):
 
 def test_embedding_and_head_are_stored_once(models):
     tensors = []
+    check(models["qwen3_next"] / "mtp.onnx")
     for name in ("model.onnx", "mtp.onnx"):
         values = ir.load(models["qwen3_next"] / name).graph.initializers
         tensors.append({n: v.const_value for n, v in values.items() if isinstance(v.const_value, ir.ExternalTensor)})

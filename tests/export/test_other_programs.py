@@ -60,7 +60,11 @@ def unknown(model: onnx.ModelProto) -> set[str]:
 
 @pytest.mark.parametrize("kind", every(KINDS, 3))
 def test_onnx_checks_and_converts_it(kind: str, made: Any) -> None:
-    path = made(kind) / "model.onnx"
+    check(made(kind) / "model.onnx")
+
+
+def check(path: Path) -> None:
+    """ONNX's checker and its version converter take a file; test_mtp.py and test_vision.py ask for theirs, too."""
     onnx.checker.check_model(str(path))
     model = onnx.load(path, load_external_data=False)
     assert unknown(model) == set()

@@ -17,6 +17,7 @@ from once import made_once
 from PIL import Image
 from sweeps import every
 from test_hybrid import SIZES, rewritten
+from test_other_programs import check
 from tiny import make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
@@ -293,6 +294,11 @@ def test_images_are_resized_as_transformers_does(folder, tmp_path):
     apart = np.abs(inputs["pixel_values"].as_numpy() - patches(resized)[0])
     assert apart.max() < 2.01 * 2 / 255
     assert apart.mean() < 0.25 * 2 / 255
+
+
+@pytest.mark.parametrize("name", ["model", "vision", "embeddings"])
+def test_onnx_checks_each_file(folder, name):
+    check(folder / f"{name}.onnx")
 
 
 def test_weights_are_those_of_the_checkpoint(source, folder, tmp_path):
