@@ -199,7 +199,7 @@ texts() { # COMMAND...: a sample that takes text, and a line for each message
     good '' "$@" "$folder" 24 "$long"
     [ "$(cat "$work/out")" = "$continued_long" ] || complain "expected \"$continued_long\"" "$@"
   done
-  bad 1 "^a prompt of ${#tokens[@]} tokens leaves no room in the model's context of 8$" "$@" "$work/context" 24 "$long"
+  bad 1 "^${#tokens[@]} tokens and 1 for the answer do not fit into the model's context of 8 tokens$" "$@" "$work/context" 24 "$long"
   bad 1 '^usage: .*[Tt]ext FOLDER COUNT \[TEXT\]$' "$@" "$model"
   bad 1 'no turns of a chat template' "$@" "$model" 24
   bad 1 'nowhere/model.onnx' "$@" nowhere 24 "$text"
