@@ -491,7 +491,7 @@ class SharedCache(Cache):
                     room.buffers[name].write(array)
             self._leave()
         self._room, self._copies = room, States(self.model, room.buffers)
-        self._leave = weakref.finalize(self, self.model.rooms.give, room)
+        self._leave: weakref.finalize[..., Any] = weakref.finalize(self, self.model.rooms.give, room)
         self._leave.atexit = False
         self._binding = self.model.session.io_binding()
         for name, buffer in room.buffers.items():
