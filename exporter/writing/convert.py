@@ -221,7 +221,8 @@ def _export(
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, options.layers)
-        report.tokenizer = report.tokenizer or write_tokenizer(ckpt.companions, partial)
+        if not report.tokenizer:
+            report.tokenizer = write_tokenizer(ckpt.companions, partial, gguf=ckpt.companions != ckpt.folder)
         ckpt.check_unchanged()
         for_tensorrt = options.experts == "external"
         if for_tensorrt:

@@ -20,15 +20,18 @@ SOURCES = (TOKENIZER, "vocab.json", "vocab.txt", "tekken.json", "*.model")
 TOKENS = 64
 
 
-def write_tokenizer(folder: Path, partial: Callable[[str], Path]) -> str:
+def write_tokenizer(folder: Path, partial: Callable[[str], Path], gguf: bool = False) -> str:
     """Write tokenizer.json: the checkpoint's own bytes where they are complete, else what transformers makes of it.
 
     Args:
         folder: a checkpoint's, whose code is never run.
         partial: final name -> where to write.
+        gguf: the folder's tokenizer.json was made of the fields of a GGUF file. It stays as it is: transformers' class
+            for the architecture may add rules that the file does not have, and llama.cpp does not apply.
 
     Returns:
-        Why there is no tokenizer.json although the checkpoint has a tokenizer, else "".
+        Why there is no tokenizer.json although the checkpoint has a tokenizer, or how that of a GGUF file differs from
+        AutoTokenizer's for the exported folder; else "".
     """
     if not any(path.is_file() for name in SOURCES for path in folder.glob(name)):
         return ""
@@ -43,6 +46,10 @@ def write_tokenizer(folder: Path, partial: Callable[[str], Path]) -> str:
             reason += "; SentencePiece's files take pip install sentencepiece protobuf"
         return f"no {TOKENIZER}: transformers makes no tokenizer of the checkpoint's files: {reason[:500]}"
     path = partial(TOKENIZER)
+    if gguf:
+        shutil.copyfile(folder / TOKENIZER, path)
+        difference = compare(auto, read_tokenizer(path))
+        return difference and f"{TOKENIZER} is the GGUF file's; AutoTokenizer of this folder differs: {difference}"
     if _is_complete(folder / TOKENIZER, auto, made):
         shutil.copyfile(folder / TOKENIZER, path)
     else:

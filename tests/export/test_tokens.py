@@ -133,13 +133,19 @@ def test_what_is_no_token_is_named(source: Path) -> None:
             load_tokenizer(source)
 
 
-def test_vocabulary_and_merges_become_one_file(source: Path) -> None:
+@pytest.mark.parametrize("begins", [True, False])
+def test_vocabulary_and_merges_become_one_file(source: Path, begins: bool) -> None:
+    """Also the token at the beginning that only the configuration asks for, which is there once."""
     Tokenizer.from_file(str(source / "tokenizer.json")).model.save(str(source))
     (source / "tokenizer.json").unlink()
-    edit(source / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+    edit(source / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": begins})
     out, auto = written(source), AutoTokenizer.from_pretrained(source)
-    assert ids(load_tokenizer(out), True) == ids(auto, True) == ids(AutoTokenizer.from_pretrained(out), True)
-    assert auto.decode(ids(auto, True)[0]) == TEXTS[0]
+    for special in (True, False):
+        wanted = ids(auto, special)
+        assert [found.count(auto.bos_token_id) for found in wanted] == [int(begins and special)] * len(TEXTS)
+        assert ids(Tokenizer.from_file(str(out / "tokenizer.json")), special) == wanted
+        assert ids(AutoTokenizer.from_pretrained(out), special) == wanted
+    assert load_tokenizer(out).decode(ids(auto, False)[0], skip_special_tokens=False) == TEXTS[0]
 
 
 def test_a_tokenizer_that_needs_the_checkpoints_code_is_left_out(source: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sweeps import every
+from transformers import AutoTokenizer
 
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.exporter.choosing.choose import choose_experts
@@ -29,14 +30,29 @@ from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.gguf import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
-from quantmoe.exporter.running.generate import Generator, load_tokenizer
+from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.exporter.writing.tokenizer import compare, write_tokenizer
 
 FILES = Path(__file__).parents[1] / "fixtures" / "gguf"
 LOGITS = dict(np.load(FILES / "logits.npz"))
 NAMES = sorted(set(LOGITS) - {"ids"})
 DECODER = "qwen3moe.embedding_length", 64
+
+
+@pytest.mark.parametrize(
+    ("name", "remark"), [("qwen3moe-Q4_0", ""), ("qwen35moe-Q4_0", "AutoTokenizer of this folder")]
+)
+def test_a_tokenizer_is_the_files_own(name: str, remark: str, tmp_path: Path) -> None:
+    """Its ids are those that AutoTokenizer gives for the file. Qwen3.5's class adds NFC, which llama.cpp has not."""
+    ckpt = open_checkpoint(FILES / f"{name}.gguf")
+    found = write_tokenizer(ckpt.companions, lambda name: tmp_path / name, gguf=True)
+    assert remark in found
+    assert bool(found) == bool(remark)
+    auto = AutoTokenizer.from_pretrained(FILES, gguf_file=f"{name}.gguf")
+    assert compare(auto, load_tokenizer(tmp_path)) == ""
 
 
 def small_file(path: Path, kind: str, blocks: np.ndarray) -> Path:
