@@ -134,8 +134,6 @@ class Speculation:
 
         Whenever it is left, the cache has all tokens but the last that was given.
         """
-        if not count:
-            return
         drafts: list[int] = []
         run: list[int] = []
         rows, most = cache.append(ids, self.draft.hear)[None], self.limit

@@ -95,11 +95,6 @@ def test_any_numbers_are_prompts(exported):
     assert generator.generate_batch(same, 3) == generator.generate_batch(same.tolist(), 3)
 
 
-def test_drafts_of_no_tokens(exported):
-    drafting = Generator(exported("qwen3_next", **KINDS["qwen3_next"]), speculate="ngram")
-    assert drafting.generate(PROMPTS[1], -1).tokens == []
-
-
 def test_like_lengths_run_together(exported, monkeypatch, tmp_path):
     """A long line does not pad the short ones beside it; answers stand in the file's order."""
     folder, ran, make = str(exported("qwen3_moe", **FLOAT)), [], Batch.__init__
