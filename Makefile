@@ -170,15 +170,16 @@ test-tsan: build
 	  QUANTMOE_RUNS=400 TSAN_OPTIONS="exitcode=66 suppressions=$(CURDIR)/tests/engines/tsan.supp" setarch -R python -m pytest "tests/engines/test_concurrency.py::test_one_session_in_eight_threads[1]" \
 	  tests/engines/test_experts.py::test_one_session_in_eight_threads tests/engines/test_experts.py::test_sessions_that_end_while_others_run
 
-# The fuzz targets for FUZZ_SECONDS. Needs clang with its compiler-rt (apt-get install clang-16 libclang-rt-16-dev, or newer).
+# The fuzz targets for FUZZ_SECONDS, or for FUZZ_RUNS executions of each C++ target where these end sooner. Needs clang with its compiler-rt (apt-get install clang-16 libclang-rt-16-dev, or newer).
 FUZZ_SECONDS ?= 7200
 FUZZ_SEED ?= 0
+FUZZ_RUNS ?= -1
 fuzz: build
 	$(UV) --group test --group fuzz
 	cmake -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++) -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
 	  -DQUANTMOE_ORT=OFF -DQUANTMOE_FUZZ=ON -DQUANTMOE_SANITIZE=fuzzer-no-link,address,undefined
 	cmake --build build/fuzz --parallel $(JOBS)
-	tests/fuzz/run.sh build/fuzz/tests/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
+	tests/fuzz/run.sh build/fuzz/tests/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED) $(FUZZ_RUNS)
 
 # One wheel for every Python and for glibc 2.28 or newer, and the sdist. Compiles what `make build` has not; needs no PyTorch.
 wheel: compiler

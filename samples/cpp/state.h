@@ -269,7 +269,7 @@ class StateFile {
     if (checksum.end != file_.seekg(0, std::ios::end).tellg()) fail("checksum is not its last tensor");
     uint32_t stated = 0, found = 0;
     read_at(checksum, 0, 4, &stated);
-    std::string part(1 << 20, 0);
+    std::string part(std::min<int64_t>(checksum.begin, 1 << 20), 0);
     file_.seekg(0);
     for (int64_t at = 0; at < checksum.begin;) {
       const int64_t bytes = std::min<int64_t>(checksum.begin - at, static_cast<int64_t>(part.size()));

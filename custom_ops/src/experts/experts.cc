@@ -475,7 +475,7 @@ Trace Experts::read_warm() const {
   if (const std::string mine = header(); line + "\n" != mine) refuse(difference(line, mine.substr(0, mine.size() - 1)));
   const std::string rest{std::istreambuf_iterator<char>(file), {}};
   std::vector<uint16_t> words(rest.size() / 2);
-  std::memcpy(words.data(), rest.data(), 2 * words.size());
+  std::copy_n(rest.data(), 2 * words.size(), reinterpret_cast<char*>(words.data()));
   Trace trace{std::vector<std::vector<Trace::Run>>(layers_.size())};
   for (size_t at = 0; 2 * at < rest.size();) {
     const bool whole = at + 4 <= words.size();

@@ -1,0 +1,182 @@
+// libFuzzer target: saved prompts as the C++ sample reads them (samples/cpp/state.h), which C# and Python read alike. A
+// cache is saved, and the file damaged, with a checksum that holds or does not. Checked:
+//   - a file is refused with a reason, or loads within the cache's tensors (AddressSanitizer)
+//   - an undamaged one gives the tokens, keys, values and states that were saved
+#define ORT_API_MANUAL_INIT
+#include <unistd.h>
+
+#include "../../samples/cpp/state.h"
+#include "fuzz.h"
+
+namespace {
+
+struct Tensor {
+  ONNXTensorElementDataType type;
+  Ids shape;
+  std::string bytes;
+};
+
+template <class Opaque>
+Tensor& tensor_of(const Opaque* opaque) {
+  return *reinterpret_cast<Tensor*>(const_cast<Opaque*>(opaque));
+}
+
+// What state.h asks ONNX Runtime: the type, shape and memory of a tensor.
+const OrtApi* table() {
+  static OrtApi api{};
+  api.GetTensorTypeAndShape = [](const OrtValue* value, OrtTensorTypeAndShapeInfo** out) noexcept {
+    *out = reinterpret_cast<OrtTensorTypeAndShapeInfo*>(const_cast<OrtValue*>(value));
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetTensorElementType = [](const OrtTensorTypeAndShapeInfo* info, ONNXTensorElementDataType* out) noexcept {
+    *out = tensor_of(info).type;
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetDimensionsCount = [](const OrtTensorTypeAndShapeInfo* info, size_t* out) noexcept {
+    *out = tensor_of(info).shape.size();
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetDimensions = [](const OrtTensorTypeAndShapeInfo* info, int64_t* out, size_t count) noexcept {
+    std::copy_n(tensor_of(info).shape.begin(), count, out);
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetTensorMutableData = [](OrtValue* value, void** out) noexcept {
+    *out = tensor_of(value).bytes.data();
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.ReleaseTensorTypeAndShapeInfo = [](OrtTensorTypeAndShapeInfo*) noexcept {};
+  api.ReleaseValue = [](OrtValue*) noexcept {};
+  return &api;
+}
+
+// A model's cache of so many slots.
+struct Cache {
+  std::vector<Tensor> tensors;
+  std::vector<Ort::Value> values;
+
+  Cache(const std::vector<Past>& pasts, int64_t slots, Rng& rng) {
+    for (const Past& past : pasts) {
+      const Ids shape = past.shape_of(slots);
+      Tensor& tensor = tensors.emplace_back(past.type, shape, std::string(element_count(shape) * past.size, 0));
+      random_bytes(rng, tensor.bytes.data(), tensor.bytes.size());
+    }
+    for (Tensor& tensor : tensors) values.emplace_back(reinterpret_cast<OrtValue*>(&tensor));
+  }
+  // The part of its first tokens, or a state.
+  std::string part(const Past& past, size_t i, int64_t length) {
+    const Pieces pieces(past, values[i], length);
+    std::string found;
+    for (int64_t piece = 0; piece < pieces.count; ++piece)
+      found.append(pieces.data + piece * pieces.stride, pieces.bytes);
+    return found;
+  }
+};
+
+std::vector<Past> model_of(FuzzedDataProvider& data) {
+  std::vector<Past> pasts;
+  const auto add = [&](const std::string& name, ONNXTensorElementDataType type, Ids shape) {
+    Tensor tensor{type, std::move(shape), ""};
+    pasts.emplace_back(name, Ort::ConstTensorTypeAndShapeInfo{reinterpret_cast<OrtTensorTypeAndShapeInfo*>(&tensor)});
+  };
+  const int layers = data.ConsumeIntegralInRange(1, 2);
+  for (int layer = 0; layer < layers; ++layer) {
+    const std::string name = "past_key_values." + std::to_string(layer);
+    const int64_t window = data.ConsumeIntegralInRange(1, 2), heads = data.ConsumeIntegralInRange(1, 2);
+    const auto type = data.PickValueInArray({ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                                             ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8});
+    if (data.ConsumeBool()) {
+      add(name + ".key", type, {-1, heads, -1, 3});
+      add(name + ".value", type, {-1, heads, -1, 2});
+    } else {
+      Ids conv{-1, 3, 2}, state{-1, heads, 2, 2};
+      if (window > 1) conv.insert(conv.begin(), window), state.insert(state.begin(), window);
+      add(name + ".conv_state", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, conv);
+      add(name + ".recurrent_state", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, state);
+    }
+  }
+  return pasts;
+}
+
+void damage(FuzzedDataProvider& data, std::string& file) {
+  static const char* const kPieces[] = {"@-5",
+                                        "@99999999999999999999",
+                                        "[18446744073709551615]",
+                                        "\"",
+                                        "{",
+                                        "}",
+                                        ", ",
+                                        "-1",
+                                        "\"shape\"",
+                                        "\"tokens\"",
+                                        "\"checksum\"",
+                                        "__metadata__"};
+  for (int n = data.ConsumeIntegralInRange(0, 3); n > 0 && !file.empty(); --n) {
+    const size_t at = data.ConsumeIntegralInRange<size_t>(0, file.size() - 1);
+    switch (data.ConsumeIntegralInRange(0, 4)) {
+      case 0:
+        file[at] ^= static_cast<char>(1 << data.ConsumeIntegralInRange(0, 7));
+        break;
+      case 1:
+        file.resize(at);
+        break;
+      case 2:
+        file.replace(at, data.ConsumeIntegralInRange<size_t>(0, 4), data.PickValueInArray(kPieces));
+        break;
+      case 3: {  // a digit of the header
+        const size_t digit = file.find_first_of("0123456789", at);
+        if (digit != file.npos) file[digit] = static_cast<char>('0' + data.ConsumeIntegralInRange(0, 9));
+        break;
+      }
+      default:
+        file.replace(at, data.ConsumeIntegralInRange<size_t>(0, 9), data.ConsumeRandomLengthString(9));
+    }
+  }
+  if (file.size() < 12 || !data.ConsumeBool()) return;
+  const uint32_t sum = crc32(0, file.data(), static_cast<int64_t>(file.size()) - 4);
+  std::memcpy(&file[file.size() - 4], &sum, 4);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
+  static const bool ready = (Ort::InitApi(table()), true);
+  static const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("quantmoe-fuzz-state-" + std::to_string(getpid()));
+  if (!ready) return 0;
+  FuzzedDataProvider data(bytes, size);
+  Rng rng(data.ConsumeIntegral<uint32_t>());
+  const std::vector<Past> pasts = model_of(data);
+  Ids tokens(data.ConsumeIntegralInRange<size_t>(1, 6));
+  for (int64_t& token : tokens) token = data.ConsumeIntegralInRange<int64_t>(0, 3);
+  const int64_t length = static_cast<int64_t>(tokens.size()), slots = length + data.ConsumeIntegralInRange(0, 3);
+  Cache saved(pasts, slots, rng), loaded(pasts, slots, rng);
+  Ends ends;
+  const bool hybrid = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); });
+  if (hybrid && length > 1 && data.ConsumeBool()) ends[length - 1] = states_of(pasts, saved.values);
+  save_state(path, "model", tokens, pasts, saved.values, ends);
+  std::string whole, file;
+  {
+    std::ifstream stream(path, std::ios::binary);
+    whole.assign(std::istreambuf_iterator<char>(stream), {});
+  }
+  damage(data, file = whole);
+  if (file != whole) std::ofstream(path, std::ios::binary | std::ios::trunc) << file;
+  Ids prompt = tokens;
+  prompt.resize(data.ConsumeIntegralInRange<size_t>(1, tokens.size() + 2), 9);
+  try {
+    StateFile found(path, "model", pasts);
+    const int64_t kept = found.keep(prompt);
+    CHECK(kept >= 0 && kept < static_cast<int64_t>(prompt.size()) && kept <= slots, "%lld tokens are kept",
+          (long long)kept);
+    for (size_t i = 0; i < pasts.size(); ++i) found.load_into(pasts[i], kept, loaded.values[i]);
+    for (const auto& [end, states] : found.load_ends(kept)) CHECK(end <= kept, "an end at %lld", (long long)end);
+    if (file != whole) return 0;
+    for (size_t i = 0; i < pasts.size() && kept; ++i)
+      CHECK(loaded.part(pasts[i], i, kept) == saved.part(pasts[i], i, kept), "%s does not come back",
+            pasts[i].name.c_str());
+  } catch (const std::runtime_error& why) {
+    CHECK(file != whole, "a whole file is refused: %s", why.what());
+    CHECK(why.what()[0], "a refusal without a reason");
+  }
+  return 0;
+}
