@@ -25,6 +25,8 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ModelError: there is no tokenizer.json, or a file cannot be read.
     """
+    import tokenizers  # noqa: F401  a missing package is said first
+
     path = folder / TOKENIZER
     if not path.is_file():
         raise ModelError(f"{path}: missing; give token ids (--ids 1,2,3) instead of a prompt")
