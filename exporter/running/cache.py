@@ -451,6 +451,7 @@ class SharedCache(Cache):
 
     def _begin(self) -> None:
         self._room: Room | None = None
+        self._leave: Callable[[], object] = lambda: None
         if self.model.capacity is not None:
             self._allocate(self.model.capacity, self.model.capacity)
 
@@ -489,10 +490,10 @@ class SharedCache(Cache):
                     array = np.empty(room.buffers[name].value.shape(), buffer.dtype)
                     array[:, :, :length] = buffer.numpy()[:, :, :length]
                     room.buffers[name].write(array)
-            self._leave()
+        self._leave()
         self._room, self._copies = room, States(self.model, room.buffers)
-        self._leave: weakref.finalize[..., Any] = weakref.finalize(self, self.model.rooms.give, room)
-        self._leave.atexit = False
+        self._leave = leave = weakref.finalize(self, self.model.rooms.give, room)
+        leave.atexit = False
         self._binding = self.model.session.io_binding()
         for name, buffer in room.buffers.items():
             buffer.bind(self._binding, name, present(name))

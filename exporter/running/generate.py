@@ -227,8 +227,8 @@ class Generator:
             if not (self.hidden and (path.is_file() or is_recorded(metadata, MTP_MODEL))):
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
             check_recorded(self.path, metadata, path)
-            graphs = cuda_graph if self.cuda_graph else False
-            self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=graphs)
+            asked = cuda_graph if self.cuda_graph else False
+            self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=asked)
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
 

@@ -120,11 +120,13 @@ class Speculation:
         limit: drafts of a run, at most. There are twice as many as the run before accepted, at least one.
 
     Attributes:
+        draft: None when the generation has ended: its cache is the next one's.
         drafted, accepted: tokens so far. runs: of the model, after those of the prompt.
     """
 
     def __init__(self, draft: Lookup | Head, limit: int):
-        self.draft, self.limit = draft, limit
+        self.draft: Lookup | Head | None = draft
+        self.limit = limit
         self.drafted = self.accepted = self.runs = 0
 
     def steps(
@@ -134,9 +136,11 @@ class Speculation:
 
         Whenever it is left, the cache has all tokens but the last that was given.
         """
+        assert self.draft is not None  # a Speculation is of one generation
+        maker = self.draft
         drafts: list[int] = []
         run: list[int] = []
-        rows, most = cache.append(ids, self.draft.hear)[None], self.limit
+        rows, most = cache.append(ids, maker.hear)[None], self.limit
         given = len(cache.tokens)  # how many of the cache's are of the prompt or were given
         try:
             while True:
@@ -153,12 +157,13 @@ class Speculation:
                     most = min(self.limit, max(1, 2 * (given - begin)))
                 if run:
                     kept = run[: 1 + given - begin]
-                    self.draft.hear(kept, None if cache.hidden is None else cache.hidden[: len(kept)])
+                    maker.hear(kept, None if cache.hidden is None else cache.hidden[: len(kept)])
                 cache.rewind(given)
-                drafts = self.draft([*cache.tokens, token], min(most, count - 1, cache.room - 1))
+                drafts = maker([*cache.tokens, token], min(most, count - 1, cache.room - 1))
                 run = [token, *drafts]
                 rows = cache.verify(run)
                 given, self.drafted, self.runs = given + 1, self.drafted + len(drafts), self.runs + 1
         finally:
+            self.draft = None
             if cache.whole:
                 cache.rewind(given)

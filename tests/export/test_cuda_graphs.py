@@ -86,10 +86,10 @@ def captured(exported, monkeypatch) -> Callable[..., Generator]:
 
     turns = Turns()
 
-    def make(architecture: str = "qwen3_moe", **options: Any) -> Generator:
+    def make(architecture: str = "qwen3_moe", path: Path | None = None, **options: Any) -> Generator:
         for module in (generate, caches):  # no thread has called yet
             monkeypatch.setattr(module, "TURNS", turns)
-        generator = Generator(exported(architecture, **FLOAT), threads=1, **options)
+        generator = Generator(path or exported(architecture, **FLOAT), threads=1, **options)
         generator._opened, generator.cuda_graph = Session(generator.session), True
         generator.run_options = lambda graph: graph
         return generator
@@ -171,6 +171,16 @@ def test_conversations_share_graphs(captured):
     for _ in range(5):
         assert generator.generate(PROMPT, 6).tokens == want
     assert len(generator.session.captured) == 2
+
+
+def test_results_that_are_kept_hold_no_memory(exported, captured, monkeypatch):
+    """Nor their drafting layer's."""
+    folder = exported("qwen3_moe", activations="float", logits="all")
+    generator, made = captured(path=folder, speculate="ngram"), []
+    monkeypatch.setattr(caches, "Room", lambda *given, real=caches.Room: made.append(real(*given)) or made[-1])
+    kept = [generator.generate(PROMPT, 6) for _ in range(6)]
+    assert len({tuple(found.tokens) for found in kept}) == 1
+    assert (len(made), [found.speculation.draft for found in kept]) == (1, [None] * 6)
 
 
 def test_growing_conversations_leave_few_graphs(captured, monkeypatch):
