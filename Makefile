@@ -12,8 +12,8 @@ ORT_VERSIONS := 1.21 1.32
 MODEL ?= build/sample-model
 # The machine's certificates, which a proxy may need.
 export UV_SYSTEM_CERTS := true
-# uv installs what locked/ names, by version and hash, and nothing else; `make lock` renews it.
-LOCKED := $(CURDIR)/locked
+# uv installs what packages/locked/ names, by version and hash, and nothing else; `make lock` renews it.
+LOCKED := $(CURDIR)/packages/locked
 export UV_REQUIRE_HASHES := true
 export UV_CONSTRAINT := $(LOCKED)/main.txt
 ifdef UV_TORCH_BACKEND
@@ -37,26 +37,26 @@ CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))
 
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
 venv: $(VENV)/installed
-$(VENV)/installed: pyproject.toml locked/main.txt | $(BIN)/uv
+$(VENV)/installed: pyproject.toml packages/locked/main.txt | $(BIN)/uv
 	$(INSTALL) --requirements pyproject.toml --extra demo --extra bench
 	touch $@
 
 $(BIN)/uv:
 	@test -x $(BIN)/python || python3 -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No Python with venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	sed -n '/^uv==/,/# via/p' locked/main.txt >$(VENV)/uv.txt
+	sed -n '/^uv==/,/# via/p' packages/locked/main.txt >$(VENV)/uv.txt
 	python -m pip install --quiet --disable-pip-version-check --requirement $(VENV)/uv.txt
 
-# Renews the files in locked: versions and hashes of what the targets install. They name no index: uv's configuration does.
+# Renews the files in packages/locked: versions and hashes of what the targets install. They name no index: uv's configuration does.
 COMPILE = env -u UV_CONSTRAINT -u UV_REQUIRE_HASHES $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
   --no-emit-index-url --custom-compile-command 'make lock'
 lock: compiler
 	python -c 'import scikit_build_core.build as build; print(*build.get_requires_for_build_editable(), sep="\n")' | \
-	  $(COMPILE) --all-extras $(patsubst %,--group %,build test docs lint wheel) --output-file locked/main.txt pyproject.toml -
-	$(COMPILE) --group cuda --output-file locked/cuda.txt
-	$(COMPILE) --output-file locked/ray.txt samples/ray_serve/requirements.txt
+	  $(COMPILE) --all-extras $(patsubst %,--group %,build test docs lint wheel fuzz) --output-file packages/locked/main.txt pyproject.toml -
+	$(COMPILE) --group cuda --output-file packages/locked/cuda.txt
+	$(COMPILE) --output-file packages/locked/ray.txt samples/ray_serve/requirements.txt
 	printf '%s\n' 'onnxruntime==$(firstword $(ORT_VERSIONS)).*' pytest pytest-xdist | \
-	  $(COMPILE) --output-file locked/oldest.txt pyproject.toml -
+	  $(COMPILE) --output-file packages/locked/oldest.txt pyproject.toml -
 
 clang:
 	@echo $(CLANG)
@@ -97,7 +97,7 @@ test-random: build
 test-serve: build
 	$(UV) --group test
 	test -x build/ray/bin/python || uv venv --quiet --python $(BIN)/python build/ray
-	UV_CONSTRAINT= uv pip install --quiet --compile-bytecode --python build/ray/bin/python --requirements locked/ray.txt
+	UV_CONSTRAINT= uv pip install --quiet --compile-bytecode --python build/ray/bin/python --requirements packages/locked/ray.txt
 	QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
 
 test-long: build

@@ -3,7 +3,7 @@
 usage: sbom.py DIST JAVA: DIST has wheels, sdist, nupkg and the folder cuda; JAVA has the jars.
 
 It lists the files with their SHA-256, what is linked into the libraries (THIRD_PARTY_NOTICES.txt has the licences'
-texts), and the Python packages that the wheel and its extras bring, in the versions of locked/main.txt, which has the
+texts), and the Python packages that the wheel and its extras bring, in the versions of packages/locked/main.txt, which has the
 hashes of their files.
 """
 
@@ -21,7 +21,7 @@ RELEASED = ("*.whl", "*.tar.gz", "*.nupkg", "cuda/*.whl")
 
 
 class Package:
-    """A package in a file of locked/: its version, and who asks for it."""
+    """A package in a file of packages/locked/: its version, and who asks for it."""
 
     def __init__(self, name: str, version: str):
         self.name, self.version = name, version
@@ -33,9 +33,9 @@ class Package:
 
 
 def locked(name: str) -> list[Package]:
-    """Reads locked/NAME.txt; a package may have a version for each Python."""
+    """Reads packages/locked/NAME.txt; a package may have a version for each Python."""
     packages: list[Package] = []
-    for line in (ROOT / "locked" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "packages" / "locked" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         if found := re.match(r"([a-z0-9-]+)==([^ ]+)", line):
             packages.append(Package(found[1], found[2]))
         elif packages and (found := re.match(r" +#(?: via)? +([^ ].*)", line)):

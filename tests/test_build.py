@@ -124,8 +124,8 @@ def packages(locked: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", ["main", "cuda", "ray", "oldest"])
 def test_locked(name: str) -> None:
     """Each package has one version and its hashes, and no index is named."""
-    assert "://" not in (ROOT / "locked" / f"{name}.txt").read_text(encoding="utf-8")
-    found = packages(ROOT / "locked" / f"{name}.txt")
+    assert "://" not in (ROOT / "packages" / "locked" / f"{name}.txt").read_text(encoding="utf-8")
+    found = packages(ROOT / "packages" / "locked" / f"{name}.txt")
     assert found
     for package, hashes in found.items():
         assert re.fullmatch(r"[a-z0-9-]+==[0-9][a-z0-9.+]*", package), package
@@ -150,7 +150,7 @@ def test_locked_has_what_is_asked_for() -> None:
         *(line for lines in (extras | groups).values() for line in lines),
     ]
     for name, wanted in {"main": main, "cuda": cuda, "ray": ray}.items():
-        versions = [Requirement(package) for package in packages(ROOT / "locked" / f"{name}.txt")]
+        versions = [Requirement(package) for package in packages(ROOT / "packages" / "locked" / f"{name}.txt")]
         for line in wanted:
             requirement = Requirement(line)
             if requirement.name == "quantmoe":
@@ -170,14 +170,14 @@ def test_what_make_installs_is_locked(tmp_path: Path, chosen: str) -> None:
     environment |= {"UV_TORCH_BACKEND": chosen} if chosen else {}
     command = ["make", "--silent", "-C", str(ROOT), "venv", f"VENV={tmp_path}", f"BIN={tmp_path}/bin"]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    locked = ROOT / ("build/locked.txt" if chosen else "locked/main.txt")
+    locked = ROOT / ("build/locked.txt" if chosen else "packages/locked/main.txt")
     assert said.startswith(f"{'false' if chosen else 'true'} {locked}; pip install ")
     if chosen:
         version, hashes = next(
-            item for item in packages(ROOT / "locked/main.txt").items() if item[0].startswith("torch==")
+            item for item in packages(ROOT / "packages/locked/main.txt").items() if item[0].startswith("torch==")
         )
         assert hashes
-        assert packages(locked) == packages(ROOT / "locked/main.txt") | {version: []}
+        assert packages(locked) == packages(ROOT / "packages/locked/main.txt") | {version: []}
 
 
 @needs_make
