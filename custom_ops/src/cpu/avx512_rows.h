@@ -16,15 +16,12 @@
 namespace quantmoe {
 namespace {
 
-// Two accumulators a row: beyond 14 rows some of the 32 registers spill, which is still faster than two tiles of 8.
-#ifndef QM_TILE_ROWS
-#define QM_TILE_ROWS 16
-#endif
-
 struct Avx512Rows : Avx512Lanes {
-  static constexpr int kTileRows = QM_TILE_ROWS;
+  // Two accumulators a row: beyond 14 rows some of the 32 registers spill, which is still faster than two tiles of 8.
+  static constexpr int kTileRows = tile_rows(16);
   static constexpr int kMost = 4;
-  static constexpr int kFloatTokens = 12, kManyTokens = 32;  // on a Xeon beside an H100; nvfp4 takes 1.2 times with 16
+  // On a Xeon beside an H100; nvfp4 takes 1.2 times with 16.
+  static constexpr int kFloatTokens = tile_rows(12), kManyTokens = 32;
   static constexpr int float_groups(int tokens) { return tokens == 1 ? 4 : tokens <= 4 ? 2 : 1; }
   static constexpr int panels_of_group(int nr) { return 16 / nr; }
   template <int kBits>

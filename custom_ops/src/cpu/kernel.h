@@ -27,6 +27,16 @@ struct ActivationRow {
 
 constexpr int kMaxTileRows = 32;
 
+// Rows of a kernel's largest tile. A tile is a template for each number of rows, and instrumented ones take a compiler
+// minutes: builds with sanitizers set QM_TILE_ROWS (CMakeLists.txt).
+constexpr int tile_rows(int rows) {
+#ifdef QM_TILE_ROWS
+  return rows < QM_TILE_ROWS ? rows : QM_TILE_ROWS;
+#else
+  return rows;
+#endif
+}
+
 // Rows of one tile interleaved for broadcast loads, unless a kernel packs q otherwise; byte offsets in `data`, m rows:
 //   quantized: q int8 [kp / 4][m][4] | sums int32 [groups][m] | step f32 [m] | zero_point int32 [m]
 //   stepped:   q int8 [kp / 4][m][4] | sums int32 [groups][m] | steps f32 [groups][m]

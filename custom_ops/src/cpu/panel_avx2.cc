@@ -19,12 +19,14 @@ namespace quantmoe {
 namespace {
 
 struct Avx2Rows : Avx2Lanes {
-  static constexpr int kTileRows = 6;  // two s16 accumulators a row, two registers of codes, two of products: 16
+  // Two s16 accumulators a row, two registers of codes, two of products: 16.
+  static constexpr int kTileRows = tile_rows(6);
   static constexpr int kMost = 2;
-  static constexpr int kFloatTokens = 6, kManyTokens = 16;  // on a Zen 3; int4 in groups of 32 is as fast by tiles
+  // On a Zen 3; int4 in groups of 32 is as fast by tiles.
+  static constexpr int kFloatTokens = tile_rows(6), kManyTokens = 16;
   static constexpr int float_groups(int tokens) { return tokens == 1 ? 2 : 1; }
   static constexpr int code_tokens(int bits) { return bits == 8 ? 16 : 12; }  // on a Zen 3
-  static constexpr int kLeastTokens = 4;                                      // 13 are 5, 4 and 4
+  static constexpr int kLeastTokens = tile_rows(4);                           // 13 are 5, 4 and 4
   static constexpr int kLeastGroup = 16, kCodeVectors = 2, kGroups = 0;
   static constexpr bool kSigned = false;
   static constexpr int panels_of_group(int) { return 2; }
