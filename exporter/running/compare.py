@@ -112,7 +112,7 @@ def _float_twin(model: Path) -> Iterator[Path | None]:
     found, graph = inspect(model), ir.load(model)
     nodes, changed = {node.name: node for node in graph.graph}, any(n["cache"] != "float" for n in found["attention"])
     set_cache_type(graph, ir.DataType.FLOAT)
-    path, data = (model.with_name(f"float-activations.onnx{end}.partial") for end in ("", ".data"))
+    path, data = (model.with_name(f"float-activations.partial.onnx{end}") for end in ("", ".data"))
     try:
         with DataFiles(model.with_name, data.name, sys.maxsize) as files:
             for described in found["layers"] + found["linears"]:
