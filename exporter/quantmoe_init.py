@@ -8,7 +8,7 @@ from quantmoe.ort_ext import library_path as ort_library_path
 from quantmoe.trt_plugins import library_path as trt_library_path
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+    from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
     from quantmoe.exporter.inspecting.inspect import inspect
     from quantmoe.exporter.inspecting.unpack import unpack
     from quantmoe.exporter.measuring.bench import bench
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 #: where each name is: imported when asked for, since each command needs other packages
 _LAZY = {"Cache": "running.cache", "Chat": "running.chat", "CheckpointError": "errors",
-         "Generated": "running.generate", "Generator": "running.generate", "ModelError": "errors",
-         "OptionError": "errors", "Sampling": "reading.sampling", "Text": "running.chat", "bench": "measuring.bench",
-         "export": "writing.convert", "inspect": "inspecting.inspect", "unpack": "inspecting.unpack"}  # fmt: skip
-__all__ = ["Cache", "Chat", "CheckpointError", "Generated", "Generator", "ModelError", "OptionError", "Sampling",
-           "Text", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path", "trt_library_path",
-           "unpack"]  # fmt: skip
+         "ContextError": "errors", "Generated": "running.generate", "Generator": "running.generate",
+         "ModelError": "errors", "OptionError": "errors", "Sampling": "reading.sampling", "Text": "running.chat",
+         "bench": "measuring.bench", "export": "writing.convert", "inspect": "inspecting.inspect",
+         "unpack": "inspecting.unpack"}  # fmt: skip
+__all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "ModelError", "OptionError",
+           "Sampling", "Text", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path",
+           "trt_library_path", "unpack"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

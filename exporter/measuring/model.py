@@ -236,6 +236,8 @@ def bench_model(
     Lists are given as a,b,c or by repeating an option. A shape is a model of random weights, cut to the layers that
     fit. A GGUF file is exported, and llama.cpp has the file itself.
 
+    \f
+
     Raises:
         ModelError: the folder is no model, a shape does not fit, or our side fails.
     """

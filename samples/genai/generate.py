@@ -10,13 +10,15 @@ import onnxruntime_genai as og
 
 
 def open_model(folder):
-    """With the installed package's library; the folder's is native code of whoever exported it."""
+    """Load the model with the installed package's library; the folder's is native code of whoever exported it."""
+    found = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))
+    name = found["model"]["decoder"]["session_options"].get("custom_ops_library", "")
     config = og.Config(os.path.abspath(folder))
     try:
         import quantmoe
     except ImportError:
         return og.Model(config)
-    library = os.path.realpath(quantmoe.ort_library_path())
+    library = os.path.realpath(quantmoe.ort_cuda_library_path() if "cuda" in name else quantmoe.ort_library_path())
     options = {"custom_ops_library": library}
     config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
     with contextlib.chdir(os.path.dirname(library)):  # else onnxruntime-genai takes none but the model's folder's

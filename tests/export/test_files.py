@@ -544,6 +544,9 @@ def test_the_api_mirrors_the_commands():
     assert quantmoe.__version__ == version("quantmoe")
     assert (quantmoe.export, quantmoe.inspect, quantmoe.Generator) == (export, inspect, Generator)
     assert all(callable(getattr(quantmoe, name)) for name in quantmoe.__all__)
+    errors = {"CheckpointError", "ContextError", "ModelError", "OptionError"}
+    assert errors == {name for name in quantmoe.__all__ if name.endswith("Error")}
+    assert issubclass(quantmoe.ContextError, quantmoe.ModelError)
 
 
 def test_errors_are_one_line(quantmoe, tmp_path):
