@@ -3,8 +3,8 @@
 usage: sbom.py DIST JAVA: DIST has wheels, sdist, nupkg and the folder cuda; JAVA has the jars.
 
 It lists the files with their SHA-256, what is linked into the libraries (THIRD_PARTY_NOTICES.txt has the licences'
-texts), and the Python packages that the wheel and its extras bring, in the versions of packages/locked/main.txt, which has the
-hashes of their files.
+texts), and the Python packages that the wheel and its extras bring, in the versions of
+packages/locked/main.txt, which has the hashes of their files.
 """
 
 import hashlib
