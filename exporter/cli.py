@@ -451,7 +451,7 @@ def generate(
     _check_apart("--ids", ids, {"--prompt": prompt, "--file": file, "--chat": chat or None})
     _check_apart("--file", file, {"--prompt": prompt})
     if prompts is None and not chat and all(value is None for value in sources.values()):
-        chat = sys.stdin.isatty()
+        chat = sys.stdin is not None and sys.stdin.isatty()
         if not chat and ranks.launched():
             raise typer.BadParameter("under a launcher give --prompt, --file or --ids")
         if not chat:
@@ -674,9 +674,11 @@ def _check_apart(option: str, value: Any, others: dict[str, Any]) -> None:
 
 def _read_prompt(path: Path | None) -> str:
     """A file's text, None: standard input's, without the line break at its end."""
+    path = None if path == Path("-") else path
     name, option = (str(path), "--file") if path else ("standard input", None)
+    given = b"" if path or sys.stdin is None else sys.stdin.buffer.read()  # None: it is closed
     try:
-        text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8-sig")
+        text = (path.read_bytes() if path else given).decode("utf-8-sig")
     except OSError as error:
         raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=option) from None
     except UnicodeDecodeError:

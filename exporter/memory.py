@@ -82,6 +82,23 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def naming_full_disks(folder: Path) -> Iterator[None]:
+    """Names the free bytes in errors of a full disk.
+
+    Raises:
+        OSError: the disk became full, saying which file could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        path = error.filename2 or error.filename or folder
+        free = shutil.disk_usage(folder).free
+        raise OSError(f"{path}: the disk is full, {free} bytes are free; make room or write to another disk") from None
+
+
 def _of_memory(error: BaseException | None) -> BaseException | None:
     """The error, or what it was raised from, if memory lacked; allocators of libraries raise other errors."""
     while error is not None:

@@ -262,3 +262,18 @@ def test_what_is_not_applied_is_named(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(config), encoding="utf-8")
         assert not_applied(tmp_path) == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-300])
+def test_the_least_temperatures_take_the_likeliest(temperature: float) -> None:
+    """Logits divided by them are infinite."""
+    logits = np.array([1, 5, -2, 4.5], np.float32)
+    assert probabilities(logits, Sampling(temperature)).tolist() == [0, 1, 0, 0]
+    assert Sampler(Sampling(temperature))(logits) == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_no_token_left_is_named(temperature: float) -> None:
+    sampling = Sampling(temperature, logit_bias=dict.fromkeys(range(4), -np.inf))
+    with pytest.raises(OptionError, match="leave no token to choose"):
+        Sampler(sampling)(np.zeros(4, np.float32))

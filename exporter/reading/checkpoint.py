@@ -473,6 +473,8 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
         if target.parent not in (folder, folder.parent.parent / "blobs"):
             raise CheckpointError(f"{path}: links to {target}, outside the checkpoint's folder")
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(f"{path}: links to {target}, which is not there; download the file again")
         if not path.is_file():
             return
         with open(path, "rb") as file:

@@ -26,4 +26,4 @@ def check_companions(ckpt: Checkpoint) -> None:
 def companion_files(checkpoint: Path) -> list[Path]:
     found = {path for pattern in COMPANIONS for path in checkpoint.glob(pattern)}
     found |= {path for path in checkpoint.glob("*") if path.name.lower().startswith(LICENSES)}
-    return sorted(path for path in found if path.is_file())
+    return sorted(path for path in found if path.is_file() or path.is_symlink())

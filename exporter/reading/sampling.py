@@ -189,13 +189,24 @@ def _suppressed(config: dict[str, Any]) -> list[int]:
     return found
 
 
+def is_there(path: Path) -> bool:
+    """Return whether a file is there.
+
+    Raises:
+        ModelError: it is a link that leads to no file, as an interrupted download leaves one.
+    """
+    if path.is_symlink() and not path.exists():
+        raise ModelError(f"{path}: links to {path.readlink()}, which is not there; fetch or copy the file again")
+    return path.is_file()
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object's fields, {} where there is no such file.
 
     Raises:
         ModelError: it is no JSON object.
     """
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.sampling import read_object
+from quantmoe.exporter.reading.sampling import is_there, read_object
 from quantmoe.exporter.reading.tokenizer import CONFIG, special_tokens
 
 #: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
@@ -216,7 +216,7 @@ def load_template(folder: Path) -> Template | None:
     """
     path = folder / "chat_template.jinja"
     try:
-        found = path.read_text(encoding="utf-8") if path.is_file() else None
+        found = path.read_text(encoding="utf-8") if is_there(path) else None
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: {error}") from None
     if found is None:

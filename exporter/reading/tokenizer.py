@@ -12,7 +12,7 @@ from typing import Any
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.sampling import read_object
+from quantmoe.exporter.reading.sampling import is_there, read_object
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 #: files that may name the tokens at which a text ends; the first that names any decides
@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
     import tokenizers  # noqa: F401  a missing package is said first
 
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not is_there(path):
         raise ModelError(f"{path}: missing; give token ids (--ids 1,2,3) instead of a prompt")
     try:
         with doing(str(path)):

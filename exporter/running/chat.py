@@ -29,7 +29,8 @@ class Text:
         ModelError: there is no tokenizer.json; a file is not what it should be.
     """
 
-    def __init__(self, folder: Path, raw: bool = False):
+    def __init__(self, folder: str | Path, raw: bool = False):
+        folder = Path(folder)
         self.tokenizer, self.stop = load_tokenizer(folder), stop_tokens(folder)
         self.template = None if raw else load_template(folder)
 

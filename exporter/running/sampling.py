@@ -21,10 +21,13 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         logits: [vocabulary], finite or -inf.
         sampling: its temperature is above 0.
     """
-    scores = logits.astype(np.float64) / sampling.temperature
+    scores = logits.astype(np.float64)
+    scores -= scores.max()  # before the division, which may overflow
+    with np.errstate(over="ignore"):
+        scores /= sampling.temperature
     if 0 < sampling.top_k < len(scores):
         scores[scores < np.partition(scores, -sampling.top_k)[-sampling.top_k]] = -np.inf
-    found = np.exp(scores - scores.max())
+    found = np.exp(scores)
     found /= found.sum()
     if sampling.top_p < 1:
         order = np.argsort(found, kind="stable")  # ascending: what is left of a token is less likely
@@ -113,6 +116,8 @@ class Sampler:
         """A token id, from finite logits [vocabulary]."""
         if self._penalties:
             logits = self._penalties(logits)
+            if logits.max() == -np.inf:
+                raise OptionError("logit_bias and no_repeat_ngram_size leave no token to choose; expected at least one")
         if self.sampling is None or not self.sampling.temperature:
             token = int(logits.argmax())
         else:

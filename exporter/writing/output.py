@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.memory import naming_full_disks
 from quantmoe.exporter.names import is_plain
 from quantmoe.exporter.writing.external_data import file_hash, naming
 
@@ -130,7 +131,8 @@ def writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
             stage.mkdir()  # a folder that cannot be written says so now
             if (folder / MODEL).exists():
                 _check_links(folder)
-            yield lambda name: _own(stage, name)
+            with naming_full_disks(folder):
+                yield lambda name: _own(stage, name)
             _commit(folder, force)
             for path in made:
                 sync(path.parent)

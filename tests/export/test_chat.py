@@ -630,6 +630,11 @@ def test_a_prompt_comes_from_a_file_or_standard_input(talking: Path, tmp_path: P
             done = subprocess.run(command, input=file.read_bytes(), capture_output=True, env=environment)
             assert done.returncode == 0, done.stderr
             assert done.stdout.decode(encoding) == expected.encode(encoding, "backslashreplace").decode(encoding)
+    assert generate(talking, "--file", "-", *short, stdin="héllo\n wörld").stdout == expected
+    closed = f"exec {Path(sys.executable).with_name('quantmoe')} generate {talking} <&-"
+    done = subprocess.run(["sh", "-c", closed], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "standard input: expected a prompt, found no text" in done.stderr
     file.write_bytes(b"\xff")
     for arguments in (["--file", file], []):
         command = [Path(sys.executable).with_name("quantmoe"), "generate", talking, *map(str, arguments)]

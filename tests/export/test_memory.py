@@ -27,6 +27,7 @@ from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.measuring import bench
 from quantmoe.exporter.measuring.sides import Process
 from quantmoe.exporter.writing import parts
+from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.external_data import naming
 
 #: bytes of files that do not fit, and of what a process may take more than it has
@@ -173,6 +174,24 @@ def test_a_disk_without_room_is_named_before_the_packing(refused, checkpoint, tm
     line = refused("export", checkpoint("qwen3_moe"), out := tmp_path / "out", "--layers", 1)
     assert re.search(rf"{out}: [0-9]{{5,}} bytes are to be written, 1000 bytes of the disk are free; make room", line)
     assert not out.exists()
+
+
+def test_the_room_asked_for_is_more_than_what_is_written(checkpoint, tmp_path, monkeypatch):
+    """The library and copied files too: a disk that has it never fills up."""
+    asked = []
+    monkeypatch.setattr("quantmoe.exporter.writing.convert.check_space", lambda _, needed: asked.append(needed))
+    export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").iterdir() if path.name != "model.onnx")
+    assert written <= asked[0] <= 2 * written + (8 << 20)
+
+
+def test_a_copy_that_fills_the_disk_is_named(checkpoint, tmp_path, monkeypatch):
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    monkeypatch.setattr("quantmoe.exporter.writing.convert.shutil.copyfile", full)
+    with pytest.raises(OSError, match=r"out/.*: the disk is full, \d+ bytes are free; make room"):
+        export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
 
 
 def test_a_disk_that_fills_up_is_named():
