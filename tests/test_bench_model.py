@@ -283,7 +283,7 @@ def test_touched_bytes(folder: Path) -> None:
 
 def test_touched_bytes_of_a_model_that_says_nothing(folder: Path) -> None:
     """Routers say how many experts a token has; where they are plain nodes, config.json; or nothing does."""
-    found, config = inspect(folder), json.loads((folder / "config.json").read_text())
+    found, config = inspect(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
     want = touched_bytes(found, {}, config, 0, 2)
     plain = found | {"layers": [layer | {"top_k": None} for layer in found["layers"]]}
     silent = {name: value for name, value in config.items() if name != "num_experts_per_tok"}

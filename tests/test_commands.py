@@ -501,7 +501,7 @@ def test_inspect_explains_what_export_refuses(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja", "LICENSE"])
 def test_inspect_sees_files_that_are_links_to_elsewhere(file: str, tmp_path: Path) -> None:
     folder = equal_layers(tmp_path / "three", 3)
-    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "secret").write_text("{}", encoding="utf-8")
     (folder / file).unlink(missing_ok=True)
     (folder / file).symlink_to(tmp_path / "secret")
     done = quantmoe("inspect", folder, COLUMNS="1000")

@@ -164,10 +164,10 @@ def test_unpack_never_writes_over_the_model(model: Path) -> None:
 def test_unpack_replaces_a_file_only_by_force(end: str, tmp_path: Path) -> None:
     model = one_layer_model(tmp_path / "model")
     layer, output, there = int(NODE.split(".")[2]), tmp_path / "layer", tmp_path / f"layer{end}"
-    there.write_text("mine")
+    there.write_text("mine", encoding="utf-8")
     with pytest.raises(FileExistsError, match=f"{there} exists; --force replaces it"):
         unpack(model, layer, output)
-    assert there.read_text() == "mine"
+    assert there.read_text(encoding="utf-8") == "mine"
     unpack(model, layer, output, force=True)
     assert read_header(output)
 

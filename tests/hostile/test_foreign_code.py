@@ -64,10 +64,12 @@ for folder in sys.argv[1:]:
 def test_kernels_of_the_hub_are_never_asked_for(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     (packages / "kernels").mkdir(parents=True)
-    (packages / "kernels/__init__.py").write_text(KERNELS)
+    (packages / "kernels/__init__.py").write_text(KERNELS, encoding="utf-8")
     information = packages / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n", encoding="utf-8"
+    )
     source = make_checkpoint(
         tmp_path / "source", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, **TINY
     )
@@ -78,7 +80,7 @@ def test_kernels_of_the_hub_are_never_asked_for(tmp_path: Path) -> None:
     for name, (fields, _) in FIELDS.items():
         nested = {"text_config": config | fields["text_config"]} if "text_config" in fields else fields
         folders.append(write_checkpoint(tmp_path / name, tensors, ckpt.quantization, **config | nested))
-        assert json.loads((folders[-1] / "config.json").read_text()).items() >= nested.items()
+        assert json.loads((folders[-1] / "config.json").read_text(encoding="utf-8")).items() >= nested.items()
     called = tmp_path / "called"
     done = subprocess.run(
         [sys.executable, "-c", CODE, *map(str, folders)],
@@ -88,7 +90,7 @@ def test_kernels_of_the_hub_are_never_asked_for(tmp_path: Path) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    assert not called.exists(), called.read_text()
+    assert not called.exists(), called.read_text(encoding="utf-8")
     for (name, (_, text)), line in zip(FIELDS.items(), done.stdout.splitlines(), strict=True):
         want = f"config.json: {text}" if text else "eager eager"
         assert want in line, (name, line)
