@@ -91,6 +91,8 @@ for spare in range(0, 64 << 20, 384 << 10):
     thread = threading.Thread(target=work, args=(spare,))
     thread.start()
     thread.join()
+    if said[-1] == "":  # more is enough, too
+        break
 for each in said:
     print(type(each).__name__, str(each).replace("\\n", " "))
 """
