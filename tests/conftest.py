@@ -1,6 +1,7 @@
 """Test helpers are plain modules beside the tests: `from cases import CASES`."""
 
 import re
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# A shell has its background jobs ignore Ctrl-C, and the commands that tests run and interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

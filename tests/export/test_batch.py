@@ -78,9 +78,6 @@ def test_tokens_come_as_they_are_asked_for(exported):
     assert batch.prefill > 0
     batch.end(0)
     assert {row for row, _ in batch} == {1}
-    for none in (0, -1):
-        assert generator.generate_batch(PROMPTS, none) == [[]] * 4
-        assert generator.generate(PROMPTS[1], none).tokens == []
     for row in (-1, 2):
         with pytest.raises(ModelError, match=f"there is no prompt {row}, only 0 to 1"):
             batch.end(row)

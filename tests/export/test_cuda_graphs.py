@@ -137,12 +137,12 @@ def test_the_first_thread_runs_until_a_second_comes(captured):
 
 def test_who_opens_a_session_need_not_run_it():
     turns, found = Turns(), []
-    assert turns(threading.get_ident, runs=False) == threading.get_ident()
-    thread = threading.Thread(target=lambda: found.append((turns(threading.get_ident), threading.get_ident())))
+    assert turns(threading.current_thread, runs=False) is threading.current_thread()
+    thread = threading.Thread(target=lambda: found.append(turns(threading.current_thread)))
     thread.start()
     thread.join()
-    assert found[0][0] == found[0][1] != threading.get_ident()
-    assert turns(threading.get_ident) not in (found[0][0], threading.get_ident())
+    assert found == [thread]
+    assert turns(threading.current_thread) not in (thread, threading.current_thread())
 
 
 def test_an_error_of_a_run_reaches_who_asked(captured):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -453,7 +454,7 @@ def test_a_model_says_where_to_stop(checkpoint, tmp_path, generation, config, eo
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     ckpt, model = open_checkpoint(checkpoint("qwen3_moe")), SimpleNamespace(config=SimpleNamespace())
     ckpt.config, ckpt.generation_config, model.config.max_position_embeddings = config, generation or {}, 4096
-    found = stops(SimpleNamespace(format=SimpleNamespace(ckpt=ckpt), model=model))
+    found = stops(SimpleNamespace(format=SimpleNamespace(ckpt=ckpt), model=model, short_context=None))
     assert found == {"context_length": "4096"} | ({"eos_token_id": eos} if eos else {})
     assert ",".join(map(str, stop_tokens(folder))) == (eos or "")
 
@@ -490,7 +491,7 @@ def test_expert_unlike_the_others_is_named(checkpoint, tmp_path, monkeypatch):
         export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
 
 
-def test_command_line(quantmoe, checkpoint, exported, tmp_path):
+def test_command_line(quantmoe, checkpoint, exported, tmp_path, monkeypatch):
     folder = exported("qwen3_moe", activations="float")
     done = quantmoe("inspect", folder, "--verify", "--json")
     assert done.returncode == 0
@@ -514,13 +515,14 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     shutil.copyfile(folder / "model.onnx", bare / "model.onnx")
     assert quantmoe("--version").stdout == f"quantmoe {version('quantmoe')} ({build_info()})\n"
 
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     for arguments, code, message in (
-        (("generate", folder), 2, "--prompt or --ids"),
+        (("generate", folder), 2, "give --prompt, --file or --ids"),
         (("generate", folder, "--ids", "a"), 2, "expected numbers"),
         (("generate", tmp_path, "--ids", "1"), 1, "missing; expected an exported model"),
         (("generate", checkpoint("qwen3_moe"), "--prompt", "A"), 1, "this is a checkpoint: quantmoe export it first"),
         (("generate", bare, "--prompt", "A"), 1, "tokenizer.json: missing; give token ids (--ids 1,2,3)"),
-        (("inspect", checkpoint("qwen3_moe") / "config.json"), 1, "not an ONNX model"),
+        (("inspect", checkpoint("qwen3_moe") / "config.json"), 1, "no .onnx file; expected an exported model"),
         (("export", tmp_path / "nowhere", tmp_path / "out"), 1, "no such folder"),
         (("export", tmp_path, tmp_path / "out"), 1, "config.json: missing"),
         (("export", checkpoint("qwen3_moe"), folder), 1, "--force"),
@@ -551,10 +553,14 @@ def test_the_api_mirrors_the_commands():
 
 def test_errors_are_one_line(quantmoe, tmp_path):
     words = "a" * 5000
+    stored = {"mlp.experts.0.up_proj.qweight": np.zeros((4, 4), np.int32)}
     (tmp_path / "config.json").write_text(
         json.dumps({"quantization_config": {"quant_method": f"\x1b[31m\n{words}"}}), encoding="utf-8"
     )
-    write_safetensors(tmp_path / "model.safetensors", lambda: iter({"x": np.zeros(4, np.float32)}.items()))
+    write_safetensors(
+        tmp_path / "model.safetensors",
+        lambda: iter(stored.items()),
+    )
     done = quantmoe("export", tmp_path, tmp_path / "out")
     assert done.returncode == 1
     assert "quantization method" in done.stderr

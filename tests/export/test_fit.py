@@ -211,13 +211,13 @@ def test_what_is_refused_of_ram(found, on_gpu):
 def test_what_generate_leaves(exported, monkeypatch, tmp_path):
     """Where nobody says --reserve: the library's default, and a cache of what is asked for or genai_config.json's."""
     folder, seen = exported("qwen3_moe", activations="float"), []
-    found, make = inspect(folder), Generator._session
+    found, make = inspect(folder), Generator._open
 
     def session(self, ort, threads, prefault, entries):
         seen.append(entries["reserve"])
         return make(self, ort, threads, prefault, entries)
 
-    monkeypatch.setattr(Generator, "_session", session)
+    monkeypatch.setattr(Generator, "_open", session)
     own = RESERVE["cpu"] + found["files"][0]["bytes"] - sum(layer["bytes"] for layer in found["layers"])
     a_token = sum(node["bytes_per_token"] for node in found["attention"])
     length = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]["max_length"]

@@ -38,7 +38,10 @@ class Said:
         self.path, self.replies, self.prompts = folder / "model.onnx", iter(replies), []
 
     def cache(self) -> Any:
-        return SimpleNamespace(keep=lambda ids: self.prompts.append(list(ids)) or 0, tail=0)
+        return SimpleNamespace(keep=lambda ids: self.prompts.append(list(ids)) or 0, tail=0, tokens=[], room=10_000)
+
+    def check(self, ids: list[int], room: int) -> None:
+        pass
 
     def stream(self, ids: list[int], count: int, stop: list[int], sampling: Any, cache: Any) -> Any:
         reply, tokens = next(self.replies), []

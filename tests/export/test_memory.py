@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,26 +64,6 @@ def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_a_shard_that_cannot_be_mapped(checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
-    (shard,) = folder.glob("*.safetensors")
-    text = shard.read_bytes()
-    (length,) = struct.unpack("<Q", text[:8])
-    header, data = json.loads(text[8 : 8 + length]), text[8 + length :]
-    span = [len(data), len(data) + LARGE]
-    header["model.rest"] = {"dtype": "U8", "shape": [LARGE], "data_offsets": span}
-    written = json.dumps(header).encode()
-    shard.write_bytes(struct.pack("<Q", len(written)) + written + data)
-    os.truncate(shard, 8 + len(written) + span[1])  # no byte of it on the disk
-    done = limited("export", folder, tmp_path / "out")
-    assert done.returncode == 1
-    line = done.stderr.strip()
-    assert line.startswith(f"quantmoe: {shard}: model.layers.0."), line
-    assert "out of memory" in line
-    assert "\n" not in line
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("unpack", "--layer", "0", "--output")])

@@ -77,7 +77,7 @@ def check_unpacked(checkpoint: Path, folder: Path, to: Path) -> None:
     to.mkdir()
     (to / "config.json").write_text("{}", encoding="utf-8")
     for layer in format.moe_layers():
-        modules = unpack(folder, layer.index, to / "layer.safetensors")
+        modules = unpack(folder, layer.index, to / "layer.safetensors", force=True)
         stored = Checkpoint(to)
         experts = {f"{layer.name}.{e}": layer.expert(e) for e in range(layer.num_experts)}
         want = {f"{name}.{role}": getattr(e, role) for name, e in experts.items() for role in ("gate", "up", "down")}
