@@ -1,4 +1,4 @@
-"""Draws README's plots from the tables of benchmarks.md: python docs/plots.py (matplotlib is in the extra `bench`)."""
+"""Draws README's plot from the tables of benchmarks.md: python docs/plots.py (matplotlib is in the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -56,15 +56,6 @@ def bars(axes: plt.Axes, rows: list[dict[str, str]], label: str, peers: tuple[st
 def main() -> None:
     plt.rcParams["svg.hashsalt"] = "quantmoe"  # the same file each time
     plain = {"Date": None}
-
-    figure, axes = plt.subplots(figsize=(6, 2.2), layout="constrained")
-    rows = table("| | llama.cpp / ours | ours, ms | llama.cpp, ms |")
-    for row in rows:
-        row["label"] = row[""].replace(" at ", "\nat ").replace("prefill ", "prefill\n")
-    bars(axes, rows, "label", ("llama.cpp",))
-    axes.set_title("Qwen3-30B-A3B, int4, one CPU core: time / QuantMoE's", fontsize=8)
-    axes.legend(fontsize=7, frameon=False)
-    figure.savefig(HERE / "cpu.svg", metadata=plain)
 
     figure, grid = plt.subplots(1, 4, figsize=(9, 2.2), sharey=True, layout="constrained")
     rows = table("| shape | T | path | best peer / ours |")
