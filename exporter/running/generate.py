@@ -609,8 +609,8 @@ class Generator:
         """
         self._check_kind()
         if cache is not None:
-            if not isinstance(cache, Cache) or cache.model is not self:
-                raise OptionError(f"cache is {cache!r}, expected a cache of this Generator")
+            if not isinstance(cache, Cache) or cache.model.path != self.path:
+                raise OptionError(f"cache is {cache!r}, expected a cache of {self.path}")
             cache.settle()
         past = len(cache.tokens) if cache else 0
         ids, stop = self.check(ids, past, room=1), token_ids("stop", stop)

@@ -7,13 +7,12 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
-from quantmoe.exporter.graph.passes.weights import Weight
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
@@ -211,7 +210,7 @@ def _export(
         weights = [weight for part in parts for weight in part.weights]
         weights += [weight for one in ready.beside for weight in one.weights]
         total = sum(byte_size(weight.value) for weight in weights)
-        check_space(output, total + _beside_weights(ready, weights, target))
+        check_space(output, total + _beside_weights(ready, len(weights), target))
         with DataFiles(partial, DATA, options.max_file_size) as data:
             done = 0
             for part in parts:
@@ -257,14 +256,14 @@ def _export(
     return report
 
 
-def _beside_weights(ready: Prepared, weights: Sequence[Weight], target: str) -> int:
+def _beside_weights(ready: Prepared, weights: int, target: str) -> int:
     """Return the bytes that an export writes beside its weights, at most: gaps, tables, the library, copied files."""
     tables = [table.array.nbytes for part in ready.parts for table in part.tables]
     tables += [lookup.bytes for part in ready.parts for lookup in part.lookups if not lookup.head]
     with contextlib.suppress(FileNotFoundError):  # an export goes on without it
         tables.append(Path(library_path() if target == "cpu" else cuda_library_path()).stat().st_size)
     copied = [path.stat().st_size for path in companion_files(ready.format.ckpt.companions)]
-    return sum(tables) + sum(copied) + ALIGNMENT * (len(weights) + len(tables))
+    return sum(tables) + sum(copied) + ALIGNMENT * (weights + len(tables))
 
 
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:

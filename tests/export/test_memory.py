@@ -143,7 +143,7 @@ def test_other_errors_stay_what_they_are(refused, checkpoint, tmp_path, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", full)
-    assert "No space left" in refused("export", checkpoint("qwen3_moe"), tmp_path / "out", "--layers", 1)
+    assert "the disk is full" in refused("export", checkpoint("qwen3_moe"), tmp_path / "out", "--layers", 1)
 
 
 def test_a_disk_without_room_is_named_before_the_packing(refused, checkpoint, tmp_path, monkeypatch):
