@@ -161,7 +161,7 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_both_sides_have_one_gguf_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, formats: list[tuple[str, str]]
 ) -> None:
-    pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf")
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
     monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | sizes)
     for module in (bench_made, bench_model):
@@ -172,6 +172,9 @@ def test_both_sides_have_one_gguf_file(
     assert file.name == f"qwen3-30b-a3b-2-{weights}.gguf"
     layers = [layer["attributes"] for layer in inspect(made)["layers"]]
     assert [(a["w13_format"], a["w2_format"]) for a in layers] == formats
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert types["output.weight"] == "Q6_K"  # as llama-quantize writes it
+    assert types["token_embd.weight"] == weights.removesuffix("_M")
     assert bench_model.bench_model(str(file), **options)["cells"]
     assert sorted(tmp_path.iterdir()) == [made, file]
 

@@ -29,19 +29,19 @@ ARCHITECTURES = {
 VECTORS = {"e_score_correction_bias": ("e_score_correction", "bias"), "dt_bias": ("dt_proj", "bias")}
 #: rows of random weights; a matrix repeats them
 ROWS = 256
-#: llama.cpp's mixed file types (llama-quant.cpp): the type of most linears, of v and down in some layers, of lm_head
-MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
+#: llama.cpp's file types (llama-quant.cpp): the type of most linears and of embeddings, of v and down in some layers
+MIXED = {"Q4_0": ("Q4_0", "Q4_0"), "Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
 #: K-quants, which gguf-py does not quantize to: where their f16 are, and those of random blocks of deviation 1
 RANDOM = {"Q4_K": ((0, 1 / 190), (2, 7.5 / 190)), "Q5_K": ((0, 1 / 380), (2, 15.5 / 380)), "Q6_K": ((208, 1 / 1400),)}
 
 
-def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", head: str = "BF16") -> int:
+def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", head: str = "") -> int:
     """Writes the file; returns its bytes.
 
     Args:
         config: a Hugging Face configuration.
-        weights: GGMLQuantizationType of experts and other linears, or one of MIXED; head: of lm_head and embeddings,
-            but for MIXED, which have their own.
+        weights: one of MIXED, or the GGMLQuantizationType of experts and other linears.
+        head: of lm_head and embeddings, whose linears then have one type; without it, those of the file type.
 
     Raises:
         ValueError: an architecture or a tensor that llama.cpp has no name for.
@@ -98,14 +98,14 @@ def _rows(kind: str, columns: int, deviation: float) -> np.ndarray:
     return blocks.reshape(ROWS, -1)
 
 
-def _mixed(name: str, layers: int, weights: str) -> str:
+def _mixed(name: str, columns: int, layers: int, weights: str) -> str:
     """The type that llama.cpp's quantizer gives a matrix.
 
-    More bits are for v and down in the first and last eighth of the layers and in every third between.
+    More bits are for lm_head, and for v and down in the first and last eighth of the layers and in every third between.
     """
-    most, more = MIXED[weights]
+    most, more = MIXED.get(weights, (weights, weights))
     if "lm_head" in name:
-        return more
+        return "Q8_0" if columns % 256 else "Q6_K"
     if not name.endswith(("v_proj.weight", "down_proj.weight", "down_proj")):
         return most
     i = int(name.split(".layers.")[1].split(".")[0])
@@ -129,8 +129,8 @@ def _tensors(
         elif stem.endswith(("conv1d", "shared_expert_gate")):
             shape = tuple(n for n in shape if n > 1)
         kind = "F32"
-        if weights in MIXED and (quantized(name) or "lm_head" in name or "embed" in name):
-            kind = _mixed(name, config["num_hidden_layers"], weights)
+        if not head and (quantized(name) or "lm_head" in name or "embed" in name):
+            kind = _mixed(name, shape[-1], config["num_hidden_layers"], weights)
         elif quantized(name):
             kind = weights
         elif "lm_head" in name or "embed" in name:
