@@ -82,8 +82,7 @@ class Report:
         library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
         genai: remark when there is no genai_config.json though the architecture could have one, else "".
         chat: why the metadata has no ``chat.*`` although the checkpoint has a chat template, else "".
-        tokenizer: remark when tokenizer.json is not written although the checkpoint has a tokenizer, or differs from
-            AutoTokenizer's for the exported folder, else "".
+        tokenizer: what :func:`write_tokenizer` returns, or why a GGUF file has no tokenizer, else "".
     """
 
     format: str

@@ -25,9 +25,9 @@ def readme(target: str, runtime: str, part: Slice | None = None, remark: str = "
     Args:
         target: of the export. runtime: the oldest ONNX Runtime that runs it, "" where TensorRT alone does.
         part: what the folder has of a model, None: all.
-        remark: what else a user of the folder must know.
+        remark: lines of what else a user of the folder must know, "" for none.
     """
-    return _what_runs(target, runtime, part) + (f"\n{remark}\n" if remark else "")
+    return _what_runs(target, runtime, part) + "".join(f"\n{line}\n" for line in remark.splitlines())
 
 
 def _what_runs(target: str, runtime: str, part: Slice | None) -> str:

@@ -18,6 +18,11 @@ from quantmoe.exporter.writing.battery import texts
 SOURCES = (TOKENIZER, "vocab.json", "vocab.txt", "tekken.json", "*.model")
 #: special tokens that stand in texts of their own, at most
 TOKENS = 64
+#: what AutoTokenizer does and no tokenizer.json says, by its name in tokenizer_config.json
+RULES = {
+    "clean_up_tokenization_spaces": "AutoTokenizer takes spaces before punctuation out of the decoded text",
+    "split_special_tokens": "AutoTokenizer splits special tokens in a text like other words",
+}
 
 
 def write_tokenizer(folder: Path, partial: Callable[[str], Path], gguf: bool = False) -> str:
@@ -30,14 +35,15 @@ def write_tokenizer(folder: Path, partial: Callable[[str], Path], gguf: bool = F
             for the architecture may add rules that the file does not have, and llama.cpp does not apply.
 
     Returns:
-        Why there is no tokenizer.json although the checkpoint has a tokenizer, or how that of a GGUF file differs from
-        AutoTokenizer's for the exported folder; else "".
+        Why there is no tokenizer.json although the checkpoint has a tokenizer; how that of a GGUF file differs from
+        AutoTokenizer's for the exported folder; or a line for each of :data:`RULES` that the file does not have.
+        Else "".
     """
     if not any(path.is_file() for name in SOURCES for path in folder.glob(name)):
         return ""
     try:
         with doing(str(folder / TOKENIZER)):
-            auto, made = _made(folder)
+            auto, made, own = _load(folder)
     except MemoryError:
         raise
     except Exception as error:  # of transformers, of tokenizers, of packages that convert
@@ -50,14 +56,28 @@ def write_tokenizer(folder: Path, partial: Callable[[str], Path], gguf: bool = F
         shutil.copyfile(folder / TOKENIZER, path)
         difference = compare(auto, read_tokenizer(path))
         return difference and f"{TOKENIZER} is the GGUF file's; AutoTokenizer of this folder differs: {difference}"
-    if _is_complete(folder / TOKENIZER, auto, made):
+    rules = [rule for rule in RULES if getattr(auto, rule, False)]
+    for rule in rules:
+        setattr(auto, rule, False)
+    if own is not None and _is_complete(own, auto, made):
         shutil.copyfile(folder / TOKENIZER, path)
+        written = own
     else:
         path.write_text(made.to_str(pretty=True), encoding="utf-8")
-    if difference := compare(auto, read_tokenizer(path)):
-        path.unlink()
-        return f"no {TOKENIZER}: it cannot say what transformers does with the checkpoint's tokenizer: {difference}"
-    return ""
+        written = read_tokenizer(path)
+        if difference := compare(auto, written):
+            path.unlink()
+            return f"no {TOKENIZER}: it cannot say what transformers does with the checkpoint's tokenizer: {difference}"
+    return "\n".join(_left_out(auto, written, rules))
+
+
+def _left_out(auto: Any, tokenizer: Any, rules: Sequence[str]) -> Iterator[str]:
+    """A line for each of these rules that changes what transformers gives; they are off in ``auto``."""
+    for rule in rules:
+        setattr(auto, rule, True)
+        if difference := compare(auto, tokenizer):
+            yield f"{TOKENIZER} does not have {rule}: {RULES[rule]}; {difference}"
+        setattr(auto, rule, False)
 
 
 def compare(auto: Any, tokenizer: Any) -> str:
@@ -80,8 +100,9 @@ def compare(auto: Any, tokenizer: Any) -> str:
     return ""
 
 
-def _made(folder: Path) -> tuple[Any, Any]:
-    """Transformers' tokenizer of a folder, and the tokenizers.Tokenizer in it without truncation and padding."""
+def _load(folder: Path) -> tuple[Any, Any, Any]:
+    """Return transformers' tokenizer of a folder, the tokenizers.Tokenizer in it without truncation and padding, and
+    the tokenizers.Tokenizer of the folder's tokenizer.json, None without that file."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -93,20 +114,14 @@ def _made(folder: Path) -> tuple[Any, Any]:
         raise TypeError(f"{type(auto).__name__} is a tokenizer in Python, which no {TOKENIZER} has")
     made.no_truncation()  # as each of its calls does
     made.no_padding()
-    return auto, made
+    path = folder / TOKENIZER
+    return auto, made, Tokenizer.from_file(str(path)) if path.is_file() else None
 
 
-def _is_complete(path: Path, auto: Any, made: Any) -> bool:
-    """Whether a file by itself, in readers that obey all of it, is the tokenizer that transformers makes."""
-    from tokenizers import Tokenizer
-
-    if not path.is_file():
-        return False
-    found = Tokenizer.from_file(str(path))
+def _is_complete(found: Any, auto: Any, made: Any) -> bool:
+    """Whether a checkpoint's own tokenizer.json, in readers that obey all of it, is what transformers makes."""
     if found.truncation is not None or found.padding is not None:
         return False
-    if found.to_str() == made.to_str():
-        return True
     added = (tokenizer.get_added_tokens_decoder() for tokenizer in (found, made))
     here, there = ({id: token.__getstate__() for id, token in tokens.items()} for tokens in added)
     return here == there and found.get_vocab_size() == made.get_vocab_size() and not compare(auto, found)

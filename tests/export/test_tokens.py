@@ -17,6 +17,7 @@ from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.template import folder_turns, load_template
 from quantmoe.exporter.reading.tokenizer import end_tokens, load_tokenizer, special_tokens, stop_tokens
 from quantmoe.exporter.running.chat import Text
+from quantmoe.exporter.writing.readme import readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
 
 TEXTS = ["<|im_start|>a mixture<|im_end|> of  <|im_start|> experts", "router's <b> é", " token"]
@@ -160,7 +161,7 @@ def test_a_tokenizer_that_needs_the_checkpoints_code_is_left_out(source: Path) -
     assert not [*out.iterdir()]
 
 
-def test_what_no_file_can_say_is_no_file(tmp_path: Path) -> None:
+def test_a_rule_that_no_file_can_say_is_named(tmp_path: Path) -> None:
     """Transformers takes spaces out of the texts of this one, which no tokenizer.json does."""
     known = [("<unk>", 0.0), *((f"\u2581{word}", -1.0) for word in ("a", ",", ".", "!")), ("\u2581", -2.0)]
     tokenizer = Tokenizer(models.Unigram(known, unk_id=0))
@@ -172,8 +173,33 @@ def test_what_no_file_can_say_is_no_file(tmp_path: Path) -> None:
     ).save_pretrained(source)
     edit(source / "config.json", {"model_type": "ernie4_5_moe"})
     remark = write_tokenizer(source, lambda name: out / name)
-    assert "it cannot say what transformers does" in remark
-    assert "are the text" in remark
+    assert remark.startswith("tokenizer.json does not have clean_up_tokenization_spaces: AutoTokenizer takes spaces")
+    assert "are the text '" in remark
+    assert len(remark.splitlines()) == 1
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    shown = readme("cpu", "1.21", remark=f"{remark}\nanother")
+    assert shown.endswith(f"\n\n{remark}\n\nanother\n")
+
+
+def test_special_tokens_that_are_split_are_named(source: Path) -> None:
+    edit(source / "tokenizer_config.json", {"split_special_tokens": True, "clean_up_tokenization_spaces": True})
+    out = source.with_name("out")
+    out.mkdir()
+    remark = write_tokenizer(source, lambda name: out / name)  # spaces stay in texts of a BPE
+    assert remark.startswith("tokenizer.json does not have split_special_tokens: AutoTokenizer splits special tokens")
+    assert "'a <pad> b' is [" in remark
+    assert len(remark.splitlines()) == 1
+    assert (out / "tokenizer.json").exists()
+
+
+def test_what_no_file_can_say_is_no_file(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = PreTrainedTokenizerFast._decode
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_decode", lambda *a, **k: decode(*a, **k).replace("Fluß", "Fluss"))
+    out = source.with_name("out")
+    out.mkdir()
+    remark = write_tokenizer(source, lambda name: out / name)
+    assert remark.startswith("no tokenizer.json: it cannot say what transformers does")
+    assert "are the text 'Der Fluss \\xfcberquert" in remark
     assert not [*out.iterdir()]
 
 
