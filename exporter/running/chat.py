@@ -125,7 +125,7 @@ class Chat:
         asked, ids, rendered = self._fit([*self.messages, {"role": "user", "content": message}], max_new_tokens)
         self.kept = self.cache.keep(ids)
         self.last = found = self.model.stream(ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache)
-        text = TextStream(own.tokenizer, stop, () if own.template else ids[-8:], special=True)
+        text = TextStream(own.tokenizer, stop, () if own.template else ids, special=True)
         return self._pieces(asked, ids, rendered, found, text)
 
     def _pieces(
@@ -221,7 +221,7 @@ def answers(
     Raises:
         ModelError: as Generator.stream_batch.
     """
-    streams = [TextStream(text.tokenizer, stop, () if text.template else ids[-8:], special=True) for ids in prompts]
+    streams = [TextStream(text.tokenizer, stop, () if text.template else ids, special=True) for ids in prompts]
     said, batch = [""] * len(prompts), model.stream_batch(prompts, max_new_tokens, text.stop, sampling)
     batch.progress = progress
     for row, token in batch:
@@ -238,7 +238,7 @@ class TextStream:
     tokenizers' DecodeStream has no end, at which what it holds would come, and fails at bytes that are no text.
 
     Args:
-        after: tokens before the first, whose text is not given; some decoders strip a space after nothing.
+        after: tokens before the first. Their text is not given, except a last character that they only begin.
         special: special tokens are part of the text.
 
     Attributes:
@@ -249,7 +249,11 @@ class TextStream:
         if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
             raise OptionError(f"stop is {stop!r}, expected a list of texts")
         self._tokenizer, self._stop, self._skipped = tokenizer, [text for text in stop if text], not special
-        self._ids, self._begin, self._given, self._held = list(after), 0, len(after), ""
+        self._ids, self._begin, self._held = list(after), 0, ""
+        # a character that is not whole has three bytes at most, and a token has one or more
+        ends = range(len(after), max(len(after) - 4, -1), -1)
+        whole = (end for end in ends if not self._decode(self._ids[:end]).endswith("\ufffd"))
+        self._given = next(whole, len(after))
         self.stopped = False
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:

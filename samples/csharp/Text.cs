@@ -55,13 +55,15 @@ static class Text
         });
         uint[] prompt = tokenizer.Encode(text);
         using var state = new State(session, prompt.Length + count);
+        var printer = new Printer(tokenizer, prompt, Console.Out);
         try
         {
-            state.Generate(run, count, Longs(prompt), new Printer(tokenizer, prompt).Add);
+            state.Generate(run, count, Longs(prompt), printer.Add);
         }
         catch (OnnxRuntimeException) when (cancelled)
         {
         }
+        printer.End();
         Console.WriteLine();
     }
 
@@ -84,15 +86,16 @@ static class Text
         {
             enter = false;
             uint[] ids = Bare(tokenizer, before + message + state.Metadata["chat.reply"]);
-            var printer = new Printer(tokenizer, ids);
+            var printer = new Printer(tokenizer, ids, Console.Out);
             state.Generate(run, count, Longs(ids), id => printer.Add(id) && !enter);
+            printer.End();
             Console.WriteLine();
             before = state.Metadata["chat.next"];
         }
     }
 
     /// A text's tokens without those that the tokenizer puts around any text, which a template's turns have already.
-    static uint[] Bare(Tokenizer tokenizer, string text)
+    public static uint[] Bare(Tokenizer tokenizer, string text)
     {
         uint[] around = tokenizer.Encode(""), example = tokenizer.Encode("a"), ids = tokenizer.Encode(text);
         int front = 0;
@@ -115,29 +118,44 @@ static class Text
     }
 
     /// Prints what each token adds: a token may be a part of a character, and what it adds may depend on those before.
-    sealed class Printer
+    public sealed class Printer
     {
         readonly Tokenizer tokenizer;
+        readonly TextWriter writer;
         readonly List<uint> ids; // of them the text of the first `printed` is out, and what follows `from` is enough to tell more
         int from, printed;
 
-        public Printer(Tokenizer tokenizer, uint[] prompt)
+        public Printer(Tokenizer tokenizer, uint[] prompt, TextWriter writer)
         {
             this.tokenizer = tokenizer;
+            this.writer = writer;
             ids = prompt.ToList();
+            // A character that the prompt only begins is the answer's: three bytes at most, and a token has one or more.
             printed = prompt.Length;
+            while (printed > Math.Max(0, prompt.Length - 3) && Decoded(printed).EndsWith('\uFFFD')) printed--;
+            if (Decoded(printed).EndsWith('\uFFFD')) printed = prompt.Length;
         }
 
         public bool Add(long id)
         {
             ids.Add((uint)id);
-            string before = tokenizer.Decode(ids.GetRange(from, printed - from).ToArray());
-            string after = tokenizer.Decode(ids.Skip(from).ToArray());
-            if (after.EndsWith('\uFFFD')) return true; // a character of which more is to come
-            Console.Write(after[before.Length..]);
+            string added = Added();
+            if (added == "" || added.EndsWith('\uFFFD')) return true; // a character of which more is to come
+            writer.Write(added);
             from = printed;
             printed = ids.Count;
             return true;
         }
+
+        /// Prints what is left where the last character is not complete.
+        public void End() => writer.Write(Added());
+
+        string Added()
+        {
+            string before = Decoded(printed), after = Decoded(ids.Count);
+            return after[Math.Min(before.Length, after.Length)..];
+        }
+
+        string Decoded(int end) => tokenizer.Decode(ids.GetRange(from, end - from).ToArray());
     }
 }

@@ -118,6 +118,20 @@ def test_texts_that_end_anywhere(make: Callable[[], Tokenizer]) -> None:
     assert (lost > 0) == (make is byte_fallback)
 
 
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_texts_that_begin_anywhere(make: Callable[[], Tokenizer]) -> None:
+    """A stream is the rest of its text, wherever it begins. A character that the prompt only begins belongs to it."""
+    tokenizer = make()
+    for text in texts():
+        ids = tokenizer.encode(text).ids
+        whole = tokenizer.decode(ids)
+        for begin in range(len(ids) + 1):
+            ends = [end for end in range(begin, begin - 4, -1) if end >= 0]
+            shown = next((t for e in ends if not (t := tokenizer.decode(ids[:e])).endswith("\ufffd")), None)
+            before = tokenizer.decode(ids[:begin]) if shown is None else shown
+            assert before + "".join(TextStream(tokenizer, after=ids[:begin]).pieces(ids[begin:])) == whole
+
+
 def test_text_goes_on_after_the_prompt() -> None:
     tokenizer = byte_fallback()
     *before, last = tokenizer.encode("mixture of experts").ids

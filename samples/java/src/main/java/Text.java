@@ -50,12 +50,14 @@ public class Text {
       cancelled.set(true);
       run.setTerminate(true);
     });
+    long[] prompt = tokenizer.encode(text, true, false).getIds();
+    Printer printer = new Printer(tokenizer, prompt, out);
     try {
-      long[] prompt = tokenizer.encode(text, true, false).getIds();
-      Generate.generate(env, session, run, count, prompt, new Printer(tokenizer, prompt, out));
+      Generate.generate(env, session, run, count, prompt, printer);
     } catch (OrtException error) {
       if (!cancelled.get()) throw error;
     }
+    printer.end();
     out.println();
   }
 
@@ -80,6 +82,7 @@ public class Text {
         long[] ids = tokenizer.encode(before + message + around.get("chat.reply"), false, false).getIds();
         Printer printer = new Printer(tokenizer, ids, out);
         state.generate(run, count, ids, id -> printer.test(id) && !enter.get());
+        printer.end();
         out.println();
       }
     }
@@ -121,22 +124,39 @@ public class Text {
     Printer(HuggingFaceTokenizer tokenizer, long[] prompt, PrintStream out) {
       this.tokenizer = tokenizer;
       this.ids = prompt;
-      this.printed = prompt.length;
       this.out = out;
+      // A character that the prompt only begins is the answer's: three bytes at most, and a token has one or more.
+      printed = prompt.length;
+      while (printed > Math.max(0, prompt.length - 3) && text(printed).endsWith("\uFFFD")) printed--;
+      if (text(printed).endsWith("\uFFFD")) printed = prompt.length;
     }
 
     @Override
     public boolean test(long id) {
       ids = Arrays.copyOf(ids, ids.length + 1);
       ids[ids.length - 1] = id;
-      String before = tokenizer.decode(Arrays.copyOfRange(ids, from, printed), true);
-      String after = tokenizer.decode(Arrays.copyOfRange(ids, from, ids.length), true);
-      if (after.endsWith("\uFFFD")) return true;  // a character of which more is to come
-      out.print(after.substring(before.length()));
+      String added = added();
+      if (added.isEmpty() || added.endsWith("\uFFFD")) return true;  // a character of which more is to come
+      out.print(added);
       out.flush();
       from = printed;
       printed = ids.length;
       return true;
+    }
+
+    /** Prints what is left where the last character is not complete. */
+    void end() {
+      out.print(added());
+      out.flush();
+    }
+
+    private String added() {
+      String before = text(printed), after = text(ids.length);
+      return after.substring(Math.min(before.length(), after.length()));
+    }
+
+    private String text(int end) {
+      return tokenizer.decode(Arrays.copyOfRange(ids, from, end), true);
     }
   }
 }
