@@ -22,7 +22,7 @@ from transformers.generation import (
 
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
-from quantmoe.exporter.running.sampling import Penalties, Sampler, probabilities
+from quantmoe.exporter.running.sampling import Penalties, Sampler, largest, probabilities
 
 CASES = [
     Sampling(),
@@ -39,15 +39,25 @@ CASES = [
 ]
 
 
-def logits(seed: int) -> np.ndarray:
+def logits(seed: int, vocabulary: int = 1000) -> np.ndarray:
     """[vocabulary] as f32, some of them equal."""
     rng = np.random.default_rng(seed)
-    found = rng.standard_normal(1000).astype(np.float32) * 4
+    found = rng.standard_normal(vocabulary).astype(np.float32) * 4
     return found.round(1) if seed % 2 else found
 
 
+def dense(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Probabilities [vocabulary], 0 of tokens that are not kept."""
+    found = np.zeros(len(logits))
+    ids, kept = probabilities(logits, sampling)
+    assert (np.diff(ids) > 0).all()
+    found[ids] = kept
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 40_007])
 @pytest.mark.parametrize("sampling", CASES, ids=str)
-def test_what_is_kept_and_how_likely_it_is_are_transformers(sampling: Sampling) -> None:
+def test_what_is_kept_and_how_likely_it_is_are_transformers(sampling: Sampling, vocabulary: int) -> None:
     processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         processors.append(TopKLogitsWarper(sampling.top_k))
@@ -56,9 +66,10 @@ def test_what_is_kept_and_how_likely_it_is_are_transformers(sampling: Sampling) 
     if sampling.min_p:
         processors.append(MinPLogitsWarper(sampling.min_p))
     for seed in range(20):
-        scores = torch.tensor(logits(seed), dtype=torch.float64)[None]
+        values = logits(seed, vocabulary)
+        scores = torch.tensor(values, dtype=torch.float64)[None]
         expected = processors(torch.zeros((1, 1), dtype=torch.int64), scores).softmax(-1)[0].numpy()
-        found = probabilities(logits(seed), sampling)
+        found = dense(values, sampling)
         np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-12)
         if seed % 2 == 0:  # of equally likely ones at top_p's border sorts decide which are kept
             np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -104,7 +115,7 @@ def test_what_a_text_changes_is_transformers(sampling: Sampling) -> None:
         found = penalties(logits(2 * end))
         np.testing.assert_allclose(found, expected[0].numpy(), rtol=1e-12)
         likely = warpers(ids, expected).softmax(-1)[0].numpy()
-        np.testing.assert_allclose(probabilities(found, sampling), likely, rtol=1e-12)
+        np.testing.assert_allclose(dense(found, sampling), likely, rtol=1e-12)
         changed += not np.array_equal(found, logits(2 * end))
         penalties.add(text[end])
     assert changed
@@ -142,7 +153,7 @@ def test_the_defaults_are_transformers() -> None:
 
 def test_tokens_come_as_often_as_they_are_likely() -> None:
     sampling = Sampling(1.5, 8, 0.9, seed=7)
-    expected, sample, count = probabilities(logits(0), sampling), Sampler(sampling), 20_000
+    expected, sample, count = dense(logits(0), sampling), Sampler(sampling), 20_000
     found = np.bincount([sample(logits(0)) for _ in range(count)], minlength=1000)
     assert not found[expected == 0].any()
     # a count is binomial: six standard deviations of it
@@ -161,7 +172,7 @@ def test_a_seed_repeats_and_no_seed_does_not() -> None:
 
 def test_the_largest_numbers_do_not_overflow() -> None:
     high = np.array([3e38, -3e38, 3e38], np.float32)
-    assert probabilities(high, Sampling(0.001)).tolist() == [0.5, 0, 0.5]
+    assert dense(high, Sampling(0.001)).tolist() == [0.5, 0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -264,11 +275,20 @@ def test_what_is_not_applied_is_named(tmp_path: Path) -> None:
         assert not_applied(tmp_path) == expected
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 1023, 1024, 5000, 151_936])
+def test_the_largest_are_those_of_a_sort(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for values in (rng.standard_normal(size), rng.integers(0, 9, size).astype(np.float32), np.full(size, -np.inf)):
+        for count in (1, 2, 20, 1000, 1024, 4000, size):
+            least = np.sort(values)[-min(count, size)]
+            np.testing.assert_array_equal(largest(values, count), np.flatnonzero(values >= least))
+
+
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300])
 def test_the_least_temperatures_take_the_likeliest(temperature: float) -> None:
     """Logits divided by them are infinite."""
     logits = np.array([1, 5, -2, 4.5], np.float32)
-    assert probabilities(logits, Sampling(temperature)).tolist() == [0, 1, 0, 0]
+    assert dense(logits, Sampling(temperature)).tolist() == [0, 1, 0, 0]
     assert Sampler(Sampling(temperature))(logits) == 1
 
 

@@ -14,31 +14,55 @@ from quantmoe.exporter.reading.sampling import Sampling
 Choose = Callable[[np.ndarray], int]
 
 
-def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Probabilities f64 [vocabulary] of the tokens that are kept, 0 of the others.
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Ids, ascending, of the ``count`` largest of values [vocabulary], and of those equal to the smallest of them."""
+    if count >= len(values):
+        return np.arange(len(values))
+    block = max(len(values) // 1024, 1)
+    whole = len(values) // block
+    if count <= whole:  # so many blocks have one at least as large as the count-th largest maximum
+        maxima = values[: whole * block].reshape(whole, block).max(1)
+        ids = np.flatnonzero(values >= np.partition(maxima, -count)[-count])
+    else:
+        ids = np.arange(len(values))
+    found = values[ids]
+    return ids[found >= np.partition(found, -count)[-count]]
+
+
+def probabilities(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, ascending, of the tokens that are kept, and their probabilities f64.
 
     Args:
         logits: [vocabulary], finite or -inf.
         sampling: its temperature is above 0.
     """
-    scores = logits.astype(np.float64)
+    ids = largest(logits, sampling.top_k or len(logits))
+    scores = (logits if len(ids) == len(logits) else logits[ids]).astype(np.float64)
     scores -= scores.max()  # before the division, which may overflow
     with np.errstate(over="ignore"):
         scores /= sampling.temperature
-    if 0 < sampling.top_k < len(scores):
-        scores[scores < np.partition(scores, -sampling.top_k)[-sampling.top_k]] = -np.inf
     found = np.exp(scores)
     found /= found.sum()
     if sampling.top_p < 1:
-        order = np.argsort(found, kind="stable")  # ascending: what is left of a token is less likely
-        removed = np.cumsum(found[order]) <= 1 - sampling.top_p
-        removed[-1] = False
-        found[order[removed]] = 0
-        found /= found.sum()
+        ids, found = _most_likely(ids, found, sampling.top_p)
     if sampling.min_p:
-        found[found < sampling.min_p * found.max()] = 0
+        kept = found >= sampling.min_p * found.max()
+        ids, found = ids[kept], found[kept]
         found /= found.sum()
-    return found
+    return ids, found
+
+
+def _most_likely(ids: np.ndarray, found: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """The fewest tokens whose probabilities sum to more than top_p: a sort of as many as that may be."""
+    count, at = 256, np.arange(0)
+    while len(at) < len(found) and found[at].sum() <= top_p:
+        at, count = largest(found, count), 8 * count
+    order = at[np.argsort(found[at], kind="stable")]  # ascending: what is left of a token is less likely
+    less = max(1 - found[order].sum(), 0.0) if len(at) < len(found) else 0.0
+    removed = less + np.cumsum(found[order]) <= 1 - top_p
+    removed[-1] = False
+    kept = np.sort(order[~removed])
+    return ids[kept], found[kept] / found[kept].sum()
 
 
 class Penalties:
@@ -121,8 +145,9 @@ class Sampler:
         if self.sampling is None or not self.sampling.temperature:
             token = int(logits.argmax())
         else:
-            total = np.cumsum(probabilities(logits, self.sampling))
-            token = int(np.searchsorted(total, self._random.random() * total[-1], side="right"))
+            ids, found = probabilities(logits, self.sampling)
+            total = np.cumsum(found)
+            token = int(ids[np.searchsorted(total, self._random.random() * total[-1], side="right")])
         if self._penalties:
             self._penalties.add(token)
         return token
