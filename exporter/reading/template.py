@@ -21,6 +21,8 @@ from quantmoe.exporter.reading.tokenizer import CONFIG, special_tokens
 OLDEST_JINJA = (3, 1, 6)
 #: of processor time, and bytes, that rendering a template for its turns may take: templates take milliseconds
 SECONDS, MEMORY = 5, 512 << 20
+#: names that a message's reasoning may have
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Template:
@@ -74,15 +76,22 @@ class Template:
         except Exception as error:  # jinja2's, and those of Python's own compiler
             raise ModelError(f"{path}: {_words(error)}") from None
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **variables: Any
+    ) -> str:
         """Return the conversation as text that the model continues with its answer.
+
+        Args:
+            messages: with their ``role`` and ``content``, and other fields that the template reads, as ``tool_calls``.
+            tools: JSON schemas of functions that the model may call.
+            variables: what else the template reads, as ``enable_thinking``.
 
         Raises:
             ModelError: the template refuses the messages or fails, or the text has half of a surrogate pair.
         """
-        inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        inputs = {"tools": tools, "documents": None, "add_generation_prompt": True} | variables
         try:
-            text = self._template.render(self.names | inputs)
+            text = self._template.render(self.names | inputs, messages=[*map(_as_given, messages)])
             text.encode()
         except Exception as error:  # whatever its expressions raise
             raise ModelError(f"{self.path}: {_words(error)}") from None
@@ -150,6 +159,13 @@ class Template:
             before, rest = rest.split(text)
             parts.append(before)
         return [*parts, rest]
+
+
+def _as_given(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as transformers gives it to templates: without nulls, reasoning under the names that they read."""
+    found = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((found[name] for name in REASONING if name in found), None)
+    return found if reasoning is None else {"thinking": reasoning} | found | {"reasoning_content": reasoning}
 
 
 def _words(error: Exception) -> str:

@@ -249,11 +249,11 @@ class TextStream:
         if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
             raise OptionError(f"stop is {stop!r}, expected a list of texts")
         self._tokenizer, self._stop, self._skipped = tokenizer, [text for text in stop if text], not special
-        self._ids, self._begin, self._held = list(after), 0, ""
-        # a character that is not whole has three bytes at most, and a token has one or more
-        ends = range(len(after), max(len(after) - 4, -1), -1)
-        whole = (end for end in ends if not self._decode(self._ids[:end]).endswith("\ufffd"))
-        self._given = next(whole, len(after))
+        self._ids, self._held = list(after), ""
+        # A window of tokens is decoded. The text of the first `_given` tokens ends with a whole character.
+        text = self._decode(self._ids)
+        self._shown = len(text.rstrip("\ufffd"))  # characters of the window's text
+        self._begin, self._given = 0, len(after) if len(text) == self._shown else 0
         self.stopped = False
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
@@ -269,21 +269,20 @@ class TextStream:
     def push(self, id: int) -> str:
         """What one more token adds: nothing while a character, or a stop string, may not be whole."""
         self._ids.append(id)
-        text = self._new()
-        if not text or text.endswith("\ufffd"):  # bytes of a character whose others may come
-            return ""
-        # a token's text depends on those right before it, in decoders of words
-        self._begin, self._given = self._given, len(self._ids)
-        return self._release(text)
+        text = self._decode(self._ids[self._begin :])
+        whole = text.rstrip("\ufffd")  # bytes of a character whose others may come
+        found = whole[self._shown :]
+        self._shown = max(self._shown, len(whole))
+        if found and whole == text:
+            # a token's text depends on those right before it, in decoders of words
+            self._begin, self._given = self._given, len(self._ids)
+            self._shown = len(self._decode(self._ids[self._begin :]))
+        return self._release(found)
 
     def end(self) -> str:
         """What was held back: there are no more tokens."""
-        found = self._release(self._new())
+        found = self._release(self._decode(self._ids[self._begin :])[self._shown :])
         return found if self.stopped else found + self._held
-
-    def _new(self) -> str:
-        before = self._decode(self._ids[self._begin : self._given])
-        return self._decode(self._ids[self._begin :])[len(before) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skipped))

@@ -122,40 +122,42 @@ static class Text
     {
         readonly Tokenizer tokenizer;
         readonly TextWriter writer;
-        readonly List<uint> ids; // of them the text of the first `printed` is out, and what follows `from` is enough to tell more
-        int from, printed;
+        readonly List<uint> ids; // decoded are those from `from` on; the text of the first `given` ends with a whole character
+        int from, given, shown; // characters of the decoded text that are out
 
         public Printer(Tokenizer tokenizer, uint[] prompt, TextWriter writer)
         {
             this.tokenizer = tokenizer;
             this.writer = writer;
             ids = prompt.ToList();
-            // A character that the prompt only begins is the answer's: three bytes at most, and a token has one or more.
-            printed = prompt.Length;
-            while (printed > Math.Max(0, prompt.Length - 3) && Decoded(printed).EndsWith('\uFFFD')) printed--;
-            if (Decoded(printed).EndsWith('\uFFFD')) printed = prompt.Length;
+            string text = Decoded();
+            shown = text.TrimEnd('\uFFFD').Length;
+            given = shown == text.Length ? prompt.Length : 0;
         }
 
         public bool Add(long id)
         {
             ids.Add((uint)id);
-            string added = Added();
-            if (added == "" || added.EndsWith('\uFFFD')) return true; // a character of which more is to come
-            writer.Write(added);
-            from = printed;
-            printed = ids.Count;
+            string text = Decoded(), whole = text.TrimEnd('\uFFFD'); // a last character of which more may come
+            if (whole.Length <= shown) return true;
+            writer.Write(whole[shown..]);
+            shown = whole.Length;
+            if (whole == text)
+            {
+                from = given;
+                given = ids.Count;
+                shown = Decoded().Length;
+            }
             return true;
         }
 
         /// Prints what is left where the last character is not complete.
-        public void End() => writer.Write(Added());
-
-        string Added()
+        public void End()
         {
-            string before = Decoded(printed), after = Decoded(ids.Count);
-            return after[Math.Min(before.Length, after.Length)..];
+            string text = Decoded();
+            writer.Write(text[Math.Min(shown, text.Length)..]);
         }
 
-        string Decoded(int end) => tokenizer.Decode(ids.GetRange(from, end - from).ToArray());
+        string Decoded() => tokenizer.Decode(ids.Skip(from).ToArray());
     }
 }

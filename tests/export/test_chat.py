@@ -126,10 +126,27 @@ def test_texts_that_begin_anywhere(make: Callable[[], Tokenizer]) -> None:
         ids = tokenizer.encode(text).ids
         whole = tokenizer.decode(ids)
         for begin in range(len(ids) + 1):
-            ends = [end for end in range(begin, begin - 4, -1) if end >= 0]
-            shown = next((t for e in ends if not (t := tokenizer.decode(ids[:e])).endswith("\ufffd")), None)
-            before = tokenizer.decode(ids[:begin]) if shown is None else shown
+            before = tokenizer.decode(ids[:begin]).rstrip("\ufffd")
             assert before + "".join(TextStream(tokenizer, after=ids[:begin]).pieces(ids[begin:])) == whole
+
+
+def test_tokens_with_parts_of_two_characters() -> None:
+    """Vocabularies have tokens that end a character and begin the next one."""
+    octets = pre_tokenizers.ByteLevel.alphabet()
+    spelled = [
+        character for character, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("日日日")
+    ]
+    (word,) = spelled
+    assert len(word) == 9
+    tokens = [word[0], word[1:4], word[4:7], word[7:]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(sorted({*octets, *tokens}))}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    for begin in range(len(ids) + 1):
+        stream = TextStream(tokenizer, after=ids[:begin])
+        pieces = [*map(stream.push, ids[begin:])]
+        assert "".join(pieces) == "日" * (3 - max(0, begin - 1))
+        assert stream.end() == ""
 
 
 def test_text_goes_on_after_the_prompt() -> None:

@@ -118,45 +118,52 @@ public class Text {
   static class Printer implements LongPredicate {
     private final HuggingFaceTokenizer tokenizer;
     private final PrintStream out;
-    private long[] ids;  // of them the text of the first `printed` is out, and what follows `from` is enough to tell more
-    private int from, printed;
+    private long[] ids;  // decoded are those from `from` on; the text of the first `given` ends with a whole character
+    private int from, given, shown;  // characters of the decoded text that are out
 
     Printer(HuggingFaceTokenizer tokenizer, long[] prompt, PrintStream out) {
       this.tokenizer = tokenizer;
       this.ids = prompt;
       this.out = out;
-      // A character that the prompt only begins is the answer's: three bytes at most, and a token has one or more.
-      printed = prompt.length;
-      while (printed > Math.max(0, prompt.length - 3) && text(printed).endsWith("\uFFFD")) printed--;
-      if (text(printed).endsWith("\uFFFD")) printed = prompt.length;
+      String text = text();
+      shown = whole(text);
+      given = shown == text.length() ? prompt.length : 0;
     }
 
     @Override
     public boolean test(long id) {
       ids = Arrays.copyOf(ids, ids.length + 1);
       ids[ids.length - 1] = id;
-      String added = added();
-      if (added.isEmpty() || added.endsWith("\uFFFD")) return true;  // a character of which more is to come
-      out.print(added);
+      String text = text();
+      int end = whole(text);
+      if (end <= shown) return true;
+      out.print(text.substring(shown, end));
       out.flush();
-      from = printed;
-      printed = ids.length;
+      shown = end;
+      if (end == text.length()) {
+        from = given;
+        given = ids.length;
+        shown = text().length();
+      }
       return true;
     }
 
     /** Prints what is left where the last character is not complete. */
     void end() {
-      out.print(added());
+      String text = text();
+      out.print(text.substring(Math.min(shown, text.length())));
       out.flush();
     }
 
-    private String added() {
-      String before = text(printed), after = text(ids.length);
-      return after.substring(Math.min(before.length(), after.length()));
+    private String text() {
+      return tokenizer.decode(Arrays.copyOfRange(ids, from, ids.length), true);
     }
 
-    private String text(int end) {
-      return tokenizer.decode(Arrays.copyOfRange(ids, from, end), true);
+    /** How long a text is without a last character of which more may come. */
+    private static int whole(String text) {
+      int end = text.length();
+      while (end > 0 && text.charAt(end - 1) == '\uFFFD') end--;
+      return end;
     }
   }
 }
