@@ -37,6 +37,7 @@ from quantmoe.exporter.report import (
     minutes,
     peak_memory,
     plural,
+    print_evaluation,
     print_fit,
     print_layers,
     print_model,
@@ -672,10 +673,10 @@ def _check_apart(option: str, value: Any, others: dict[str, Any]) -> None:
             raise typer.BadParameter(f"{option} does not go with {other}")
 
 
-def _read_prompt(path: Path | None) -> str:
+def _read_prompt(path: Path | None, option: str | None = "--file") -> str:
     """A file's text, None: standard input's, without the line break at its end."""
     path = None if path == Path("-") else path
-    name, option = (str(path), "--file") if path else ("standard input", None)
+    name, option = (str(path), option) if path else ("standard input", None)
     given = b"" if path or sys.stdin is None else sys.stdin.buffer.read()  # None: it is closed
     try:
         text = (path.read_bytes() if path else given).decode("utf-8-sig")
@@ -685,7 +686,8 @@ def _read_prompt(path: Path | None) -> str:
         raise typer.BadParameter(f"{name}: expected text in UTF-8", param_hint=option) from None
     if not text.strip():
         others = "" if path else "; give --prompt, --file or --ids, or --chat for a conversation"
-        raise typer.BadParameter(f"{name}: expected a prompt, found no text{others}", param_hint=option)
+        what = "text" if option == "--text" else "a prompt"
+        raise typer.BadParameter(f"{name}: expected {what}, found no text{others}", param_hint=option)
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -877,6 +879,39 @@ def demo(
     )
     console.print(table)
     console.print(report.activations or "activations as the checkpoint says", style="yellow")
+
+
+@app.command()
+def evaluate(
+    outdir: Model,
+    text: Annotated[Path, typer.Option(help="file with the text to predict, in UTF-8")],
+    against: Annotated[
+        Path | None, typer.Option(help="another exported model, or the CHECKPOINT, to compare predictions with")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, help="tokens that are read at once, from an empty cache")] = 512,
+    windows: Annotated[int | None, typer.Option(min=1, help="at most so many; default: the whole text")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="also compare hidden states after each layer")] = False,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Measure perplexity on a text, and the divergence from another model's predictions."""
+    need("onnxruntime", "tokenizers")
+    from quantmoe.exporter.inspecting.survey import is_model
+
+    if against is not None and not is_model(against):
+        need("torch", "transformers")
+    content = _read_prompt(text, "--text")
+    from rich.progress import TimeRemainingColumn
+
+    from quantmoe.exporter.measuring.evaluate import evaluate as evaluate_model
+    from quantmoe.exporter.terminal import TokensColumn, progress
+
+    with progress("reading", TokensColumn(), TimeRemainingColumn()) as tell:
+        found = evaluate_model(
+            outdir, content, against=against, window=window, windows=windows, layers=layers, threads=threads,
+            progress=tell,
+        )  # fmt: skip
+    print(json.dumps(found.to_dict(), indent=1)) if as_json else print_evaluation(found)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quantmoe.exporter.inspecting.inspect import inspect
     from quantmoe.exporter.inspecting.unpack import unpack
     from quantmoe.exporter.measuring.bench import bench
+    from quantmoe.exporter.measuring.evaluate import evaluate
     from quantmoe.exporter.reading.sampling import Sampling
     from quantmoe.exporter.running.cache import Cache
     from quantmoe.exporter.running.chat import Chat, Text
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 _LAZY = {"Cache": "running.cache", "Chat": "running.chat", "CheckpointError": "errors",
          "ContextError": "errors", "Generated": "running.generate", "Generator": "running.generate",
          "ModelError": "errors", "OptionError": "errors", "Sampling": "reading.sampling", "Text": "running.chat",
-         "bench": "measuring.bench", "export": "writing.convert", "inspect": "inspecting.inspect",
-         "unpack": "inspecting.unpack"}  # fmt: skip
+         "bench": "measuring.bench", "evaluate": "measuring.evaluate", "export": "writing.convert",
+         "inspect": "inspecting.inspect", "unpack": "inspecting.unpack"}  # fmt: skip
 __all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "ModelError", "OptionError",
-           "Sampling", "Text", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path",
+           "Sampling", "Text", "bench", "evaluate", "export", "inspect", "ort_cuda_library_path", "ort_library_path",
            "trt_library_path", "unpack"]  # fmt: skip
 
 

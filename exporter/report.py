@@ -15,6 +15,7 @@ from quantmoe.exporter.options import terminal
 
 if TYPE_CHECKING:
     from quantmoe.exporter.inspecting.fit import Fit
+    from quantmoe.exporter.measuring.evaluate import Evaluation
 
 console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"
@@ -206,6 +207,31 @@ def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
         if (window := a["state_window"]) > 1:
             rows["states"] += f"; {window} of them, after each of a run's last tokens"
         _print_block(f"{len(group)} {kind}: {and_more([node['node'] for node in group])}", rows)
+
+
+def print_evaluation(found: Evaluation) -> None:
+    """Show what a text said of a model, in llama-perplexity's words: Q is the model, base what it is compared with."""
+    figures = found.figures
+    rows = {"Mean PPL(Q)": str(figures.perplexity)}
+    if figures.base_perplexity and figures.log_ratio and figures.kld and figures.delta_p and figures.same_top:
+        rows |= {
+            "Mean PPL(base)": str(figures.base_perplexity),
+            "Mean ln(PPL(Q)/PPL(base))": str(figures.log_ratio),
+            "Mean KLD": str(figures.kld),
+            "Maximum KLD": f"{figures.max_kld:.5f}",
+            "99.0% KLD": f"{figures.kld_99:.5f}",
+            "Median KLD": f"{figures.median_kld:.5f}",
+            "Mean Δp": f"{100 * figures.delta_p.mean:.3f} ± {100 * figures.delta_p.error:.3f} %",
+            "RMS Δp": f"{100 * (figures.rms_delta_p or 0):.3f} %",
+            "Same top p": f"{100 * figures.same_top.mean:.3f} ± {100 * figures.same_top.error:.3f} %",
+        }
+    of = f"{found.windows} {plural('window', found.windows)} of {found.window} tokens, {found.seconds:.1f} s"
+    _print_block(f"{found.model}{f' against {found.against}' if found.against else ''}: {of}", rows)
+    if found.layers:
+        table = Table("after layer", "relative error of the hidden states")
+        for at, error in enumerate(found.layers):
+            table.add_row(f"{at}{', final norm' if at + 1 == len(found.layers) else ''}", f"{error:.5f}")
+        console.print(table)
 
 
 def _activations(attributes: Mapping[str, Any], *projections: str) -> str:

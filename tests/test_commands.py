@@ -299,6 +299,7 @@ LACKING = {
     "generate --prompt": (["generate", "model", "--prompt", "a"], "tokenizers"),
     "demo": (["demo", "--checkpoint", QWEN], "onnxruntime"),
     "bench": (["bench"], "onnxruntime"),
+    "evaluate": (["evaluate", "model", "--text", "text"], "onnxruntime"),
     "bench --plot": (["bench", "--plot", "cells.png"], "matplotlib"),
 }
 
@@ -341,6 +342,7 @@ MODULES = {
     "trace": ["inspecting/trace"],
     "demo": ["writing/convert", "running/compare"],
     "bench": ["measuring/bench"],
+    "evaluate": ["measuring/evaluate"],
 }
 
 

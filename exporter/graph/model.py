@@ -502,15 +502,31 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     """The same model in PyTorch with every weight dequantized, to compare exports with. For small models."""
-    format = skeleton.format
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
-    if format.part:
+    if skeleton.format.part:
         mtp.prepare(model)
+    problems = model.load_state_dict(state_of(skeleton), strict=False)
+    assert not problems.unexpected_keys, problems.unexpected_keys
+    model.tie_weights()
+    model.set_experts_implementation("eager")
+    return model.requires_grad_(False)
+
+
+def state_of(skeleton: Skeleton, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
+    """Return the parameters of transformers' model in float32, dequantized, by name.
+
+    Args:
+        wanted: which of them, by the beginning of their names: a module's and of it all, or none.
+    """
+    format = skeleton.format
     state = {
         name: torch.from_numpy(np.concatenate([format.parameter(part) for part in skeleton.joined.get(name, [source])]))
         for name, source in skeleton.sources.items()
+        if wanted(name)
     }
     for name, layer in skeleton.experts.items():
+        if not wanted(name):
+            continue
         module = skeleton.model.get_submodule(name)
         experts = [layer.expert(e) for e in range(layer.num_experts)]
 
@@ -523,16 +539,12 @@ def dequantized(skeleton: Skeleton) -> PreTrainedModel:
 
         up = [[m for m in (e.gate, e.up) if m is not None] for e in experts]
         leaf = f"{name}.{'gate_up_proj' if layer.gated else 'up_proj'}"
-        state[leaf] = stored([join([m.dequantize() for m in halves]) for halves in up])
-        state[f"{name}.down_proj"] = stored([e.down.dequantize() for e in experts])
+        state[leaf] = stored([join([m.dequantize(np.float32) for m in halves]) for halves in up])
+        state[f"{name}.down_proj"] = stored([e.down.dequantize(np.float32) for e in experts])
         if module.has_bias:
             state[f"{leaf}_bias"] = stored([join([m.bias for m in halves]) for halves in up])  # type: ignore[misc]
             state[f"{name}.down_proj_bias"] = stored([e.down.bias for e in experts])  # type: ignore[misc]
-    problems = model.load_state_dict(state, strict=False)
-    assert not problems.unexpected_keys, problems.unexpected_keys
-    model.tie_weights()
-    model.set_experts_implementation("eager")
-    return model.requires_grad_(False)
+    return state
 
 
 @contextlib.contextmanager

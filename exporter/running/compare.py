@@ -15,6 +15,7 @@ from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.graph.passes.interface import set_cache_type
 from quantmoe.exporter.inspecting.inspect import inspect, model_path
+from quantmoe.exporter.measuring.divergence import log_softmax
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.external_data import DataFiles
@@ -93,11 +94,6 @@ def compare(
 
 def divergence(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Mean KL(expected || found) in nats and the share of equal likeliest tokens, of logits [positions, vocabulary]."""
-
-    def log_softmax(x: np.ndarray) -> np.ndarray:
-        x = x.astype(np.float64) - x.max(-1, keepdims=True)
-        return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
     p, q = log_softmax(expected), log_softmax(found)
     same = (found.argmax(-1) == expected.argmax(-1)).mean()
     return float((np.exp(p) * (p - q)).sum(-1).mean()), float(same)
