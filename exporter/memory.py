@@ -83,20 +83,25 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def naming_full_disks(folder: Path) -> Iterator[None]:
-    """Names the free bytes in errors of a full disk.
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of writing, which Python's file objects do not, and the free bytes of a full disk.
+
+    Args:
+        path: what is written; of a folder only a full disk is named, as other errors may be of files elsewhere.
 
     Raises:
-        OSError: the disk became full, saying which file could not be written.
+        OSError: with the file's name.
     """
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno == errno.ENOSPC:
+            file, there = error.filename2 or error.filename or path, path if path.is_dir() else path.absolute().parent
+            free = f"{shutil.disk_usage(there).free} bytes are free"
+            raise OSError(f"{file}: the disk is full, {free}; make room or write to another disk") from None
+        if error.errno is None or error.filename or path.is_dir():  # it says all, or is of another file
             raise
-        path = error.filename2 or error.filename or folder
-        free = shutil.disk_usage(folder).free
-        raise OSError(f"{path}: the disk is full, {free} bytes are free; make room or write to another disk") from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _of_memory(error: BaseException | None) -> BaseException | None:

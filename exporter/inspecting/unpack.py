@@ -14,9 +14,8 @@ from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
 from quantmoe.custom_ops.matrix import QuantizedMatrix, gates_first, parted, reordered
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
-from quantmoe.exporter.memory import doing
+from quantmoe.exporter.memory import doing, naming
 from quantmoe.exporter.reading.checkpoint import write_safetensors
-from quantmoe.exporter.writing.external_data import naming
 from quantmoe.exporter.writing.output import replace
 
 #: fields of QuantizedMatrix that are stored, where a matrix has them

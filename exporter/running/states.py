@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quantmoe.exporter.errors import CheckpointError, ModelError
-from quantmoe.exporter.memory import doing
+from quantmoe.exporter.memory import doing, naming
 from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
-from quantmoe.exporter.writing.external_data import naming
 from quantmoe.exporter.writing.genai import IDENTITY
 from quantmoe.exporter.writing.output import replace
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
+
+from quantmoe.exporter.memory import naming
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -30,20 +29,6 @@ def byte_size(value: ir.Value) -> int:
     assert value.shape is not None
     assert value.dtype is not None
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)  # itemsize is a float: 4-bit types exist
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Names the file in errors like a full disk, which Python's file objects do not."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # a message of this project's own
-            raise
-        if error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(path.absolute().parent).free
-            raise OSError(f"{path}: the disk is full, {free} bytes are free") from None
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def new_hash() -> blake3:

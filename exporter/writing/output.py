@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.memory import naming_full_disks
+from quantmoe.exporter.memory import naming
 from quantmoe.exporter.names import is_plain
-from quantmoe.exporter.writing.external_data import file_hash, naming
+from quantmoe.exporter.writing.external_data import file_hash
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -131,7 +131,7 @@ def writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
             stage.mkdir()  # a folder that cannot be written says so now
             if (folder / MODEL).exists():
                 _check_links(folder)
-            with naming_full_disks(folder):
+            with naming(folder):
                 yield lambda name: _own(stage, name)
             _commit(folder, force)
             for path in made:

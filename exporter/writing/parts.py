@@ -32,12 +32,12 @@ from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_q
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.stored import Stored
 from quantmoe.exporter.graph.trace import trace
-from quantmoe.exporter.memory import doing
+from quantmoe.exporter.memory import doing, naming
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import MTP
 from quantmoe.exporter.reading.formats.rounding import distance
-from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, naming, new_hash
+from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, new_hash
 from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, PAGED_METADATA, SHARE_BUFFER, SHORT_CONTEXT, shares_buffer
 from quantmoe.exporter.writing.output import FILES, PRODUCER
 from quantmoe.exporter.writing.prepare import Beside, Part, Report

@@ -24,9 +24,9 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.measuring import bench
 from quantmoe.exporter.measuring.sides import Process
+from quantmoe.exporter.memory import naming
 from quantmoe.exporter.writing import parts
 from quantmoe.exporter.writing.convert import export
-from quantmoe.exporter.writing.external_data import naming
 
 #: bytes of files that do not fit, and of what a process may take more than it has
 LARGE, ROOM = 8 << 30, 4 << 30
@@ -34,7 +34,7 @@ LARGE, ROOM = 8 << 30, 4 << 30
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The command's one line, in this process: importing torch anew takes seconds."""
+    """Return what runs the command in this process, as importing torch anew takes seconds, and gives its one line."""
 
     def run(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["quantmoe", *map(str, arguments)])
@@ -52,7 +52,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in a process that can take ROOM bytes more than it has once everything is imported."""
+    """Run the command in a process that can take ROOM bytes more than it has once everything is imported."""
     code = (
         "import re, resource, sys\n"
         "from pathlib import Path\n"
@@ -83,7 +83,7 @@ def lacking(*_: object, **__: object) -> None:
 
 
 def torch_lacking(*_: object, **__: object) -> None:
-    """In the words of its CPU allocator, and wrapped as torch.onnx wraps what stops it."""
+    """Fail in the words of torch's CPU allocator, wrapped as torch.onnx wraps what stops it."""
     try:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
     except RuntimeError as error:
@@ -172,18 +172,29 @@ def test_a_copy_that_fills_the_disk_is_named(checkpoint, tmp_path, monkeypatch):
         export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
 
 
-def test_a_disk_that_fills_up_is_named():
-    with pytest.raises(OSError, match=r"^/a: the disk is full, \d+ bytes are free$"), naming(Path("/a")):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_a_disk_that_fills_up_is_named(tmp_path):
+    for path in (Path("/a"), tmp_path):
+        expected = rf"^{path}: the disk is full, \d+ bytes are free; make room or write to another disk$"
+        with pytest.raises(OSError, match=expected), naming(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_other_errors_of_writing_name_the_file(tmp_path):
+    """A folder names no other error: it may come from a file elsewhere, such as a checkpoint that cannot be read."""
+    file = str(tmp_path / "a")
+    for path, stated, named in ((file, None, file), (file, "/b", "/b"), (tmp_path, None, None)):
+        with pytest.raises(OSError) as raised, naming(Path(path)):  # noqa: PT011  its file is looked at
+            raise OSError(errno.EIO, os.strerror(errno.EIO), stated)
+        assert raised.value.filename == named
 
 
 def killed(*_: object) -> None:
-    """As the system does when memory runs out."""
+    """End this process as the system does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def aborted(*_: object) -> None:
-    """As a failed assertion of a library does."""
+    """End this process as a failed assertion of a library does."""
     os.kill(os.getpid(), signal.SIGABRT)
 
 
