@@ -78,7 +78,7 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
     stride = len(blocks) * size + 8 * rows
 
     def pieces(first: int, count: int, apart: int, step: int, dtype: np.dtype | type, width: int = 1) -> Pieces:
-        """Of every block ``count`` parts, ``apart`` bytes from each other."""
+        """Return ``count`` parts of every block, ``apart`` bytes from each other; the first is at byte ``first``."""
         at = blocks[:, None] + first + apart * np.arange(count, dtype=np.int64)
         return Pieces(at.reshape(-1), step, np.dtype(dtype), width)
 

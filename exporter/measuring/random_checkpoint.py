@@ -243,10 +243,11 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def embedding_deviation(layers: int) -> float:
-    """Of random embeddings in a model of so many layers, whose sublayers each add a deviation of 1 at most.
+    """Return the standard deviation of random embeddings of a model of so many layers.
 
-    What they add is alike in all tokens: SiLU's outputs and codes from -8 to 7 are not centered. Where the sum of it is
-    no more than a token's embedding, tokens stay different, and random routers send them to all experts alike.
+    Each sublayer adds a deviation of 1 at most. What it adds is alike in all tokens: SiLU's outputs and codes from -8
+    to 7 are not centered. If the sum is no more than a token's embedding, tokens stay different, and random routers
+    send them to all experts alike.
     """
     return 2.0 * layers
 

@@ -99,8 +99,7 @@ def captured(exported, monkeypatch) -> Callable[..., Generator]:
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
 def test_threads_take_turns(exported, captured, architecture):
-    """Runs of a session with graphs are never at once: the first thread's, then all on one; each caller gets its own
-    tokens."""
+    """A session with graphs never has two runs at once, and each caller gets its own tokens."""
     prompts = [PROMPT[at:] + PROMPT[:at] for at in range(4)]
     want = [Generator(exported(architecture, **FLOAT)).generate(ids, 8).tokens for ids in prompts]
     generator, found = captured(architecture), [[] for _ in prompts]
@@ -121,7 +120,7 @@ def test_threads_take_turns(exported, captured, architecture):
 
 
 def test_the_first_thread_runs_until_a_second_comes(captured):
-    """Its graphs are its own: the thread that all calls move to captures anew, once, whichever threads come and go."""
+    """The thread that all calls move to captures its own graphs once, whichever threads come and go."""
     generator, here = captured("qwen3_next"), {threading.get_ident()}
     want = [generator.generate(PROMPT, 6).tokens for _ in range(3)]
     assert (generator.session.threads, len(generator.session.captured)) == (here, 1)
@@ -155,7 +154,7 @@ def test_an_error_of_a_run_reaches_who_asked(captured):
 
 
 def test_conversations_share_graphs(captured):
-    """One after the other they have one graph, two at once two, and a longer one makes few more."""
+    """Conversations in turn share one graph, two at once have two, and a longer one makes few more."""
     generator = captured("qwen3_next")
     want = generator.generate(PROMPT, 6).tokens
     for _ in range(20):
@@ -174,7 +173,7 @@ def test_conversations_share_graphs(captured):
 
 
 def test_results_that_are_kept_hold_no_memory(exported, captured, monkeypatch):
-    """Nor their drafting layer's."""
+    """Kept results hold neither the model's memory nor its drafting layer's."""
     folder = exported("qwen3_moe", activations="float", logits="all")
     generator, made = captured(path=folder, speculate="ngram"), []
     monkeypatch.setattr(caches, "Room", lambda *given, real=caches.Room: made.append(real(*given)) or made[-1])
@@ -184,7 +183,7 @@ def test_results_that_are_kept_hold_no_memory(exported, captured, monkeypatch):
 
 
 def test_growing_conversations_leave_few_graphs(captured, monkeypatch):
-    """Each longer than all before, by a token: a room that is too small makes way for one that is an eighth larger."""
+    """A room that is too small makes way for one that is an eighth larger."""
     monkeypatch.setattr(caches, "ROOM", 0)
     generator, longest = captured(), 120
     for length in range(8, longest):
@@ -194,7 +193,7 @@ def test_growing_conversations_leave_few_graphs(captured, monkeypatch):
 
 
 def test_batches_share_graphs(captured):
-    """Batches of the same number of prompts have one, whose room is as long as the longest so far."""
+    """Batches of the same number of prompts share a graph, whose room is as long as the longest so far."""
     generator, batches = captured(), ([PROMPT, PROMPT[:3]], [PROMPT[:5], PROMPT[:6]])
     want = [[generator.generate(ids, 5).tokens for ids in prompts] for prompts in batches]
     before = len(generator.session.captured)
@@ -204,7 +203,7 @@ def test_batches_share_graphs(captured):
 
 
 def test_a_generator_is_freed_with_its_last_user(captured):
-    """Not when Python looks for cycles: a second model may need the GPU's memory at once."""
+    """Memory is free before Python looks for cycles, as a second model may need it at once."""
     generator = captured()
     generator.generate(PROMPT, 4)
     gone = weakref.ref(generator)
@@ -217,7 +216,7 @@ def test_a_generator_is_freed_with_its_last_user(captured):
 
 
 def test_runs_of_arrays_are_never_captured(captured):
-    """Their shapes and addresses change."""
+    """A graph needs shapes and addresses that stay, and arrays have none."""
     generator, seen = captured(), []
     generator.session.run = lambda names, feed, options: (
         seen.append(options) or generator.session.session.run(names, feed)
@@ -227,7 +226,7 @@ def test_runs_of_arrays_are_never_captured(captured):
 
 
 class OpenedError(Exception):
-    """In the place of a session."""
+    """An error in the place of a session."""
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ class OpenedError(Exception):
     [({}, True), ({"cuda_graph": False}, False), ({"experts": "disk"}, False), ({"trace": "trace"}, False)],
 )
 def test_a_graph_is_the_default_where_it_can_be_captured(exported, cached, options, want, monkeypatch):
-    """Of a model with attention of standard nodes none can be, nor on the CPU."""
+    """A model with attention in standard nodes has no graph, and the CPU has none."""
 
     def open_session(generator: Generator, *_: object) -> None:
         raise OpenedError(str(generator.cuda_graph))
@@ -277,7 +276,7 @@ LACKING = (
 
 @pytest.mark.parametrize("text", LACKING)
 def test_too_little_gpu_memory_names_the_cache(exported, driver, monkeypatch, text):
-    """Before the first prompt: which cache, its bytes, what is free, and what needs less."""
+    """The error before the first prompt has the cache, its bytes, the free bytes, and options that need less."""
     generator = Generator(exported("qwen3_moe", **FLOAT))
     monkeypatch.setattr(gpu, "DRIVER", driver(1))
 
@@ -314,7 +313,7 @@ def test_too_little_gpu_memory_for_a_prompt(captured, driver, monkeypatch):
 
 
 def test_other_rooms_make_way(captured, monkeypatch):
-    """Where memory lacks, those of other numbers of rows are freed before anything is refused."""
+    """Rooms of other numbers of rows are freed before lack of memory is an error."""
     generator, real, failed = captured(), Buffer.of, []
     generator.generate_batch([PROMPT, PROMPT], 3)
     assert len(generator.rooms._free) == 1
@@ -333,7 +332,7 @@ def test_other_rooms_make_way(captured, monkeypatch):
 
 
 def test_fit_computes_for_this_gpu(cached, driver, monkeypatch, capsys):
-    """Or says for which it computes; its command needs no option for the graph."""
+    """`inspect --fit` says which GPU it computes for, and its command needs no option for the graph."""
     from quantmoe.exporter.cli import main
 
     folder = cached("qwen3_moe")

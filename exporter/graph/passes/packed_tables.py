@@ -39,7 +39,7 @@ class PackedTable:
         return cpu_panel.row_bytes(self.spec.moe, "w2")
 
     def view(self, pieces: Pieces) -> ir.Value:
-        """The initializer whose rows are such pieces."""
+        """Return the initializer whose rows are such pieces."""
         key = pieces.dtype, pieces.width
         if key not in self.views:
             count = self.bytes // (pieces.dtype.itemsize * pieces.width)
@@ -109,7 +109,7 @@ class _Lookup:
         return self.op("Reshape", value, self.integers([0, *shape]))
 
     def pieces(self, pieces: Pieces) -> ir.Value:
-        """[T, pieces, width], as stored."""
+        """Return the stored pieces of the rows, [T, pieces, width]."""
         size = pieces.dtype.itemsize * pieces.width
         panel = self.op("Mul", self.panel, self.integers(self.rows.stride // size))
         row = self.op("Mul", self.row, self.integers(pieces.step // size))
@@ -117,11 +117,11 @@ class _Lookup:
         return self.op("Gather", self.table.view(pieces), index, axis=0)
 
     def wide(self, pieces: Pieces) -> ir.Value:
-        """The same in f32."""
+        """Return the pieces in f32, [T, pieces, width]."""
         return self.op("Cast", self.pieces(pieces), to=ir.DataType.FLOAT)
 
     def codes(self) -> ir.Value:
-        """f32 [T, groups, columns of one], 0 where the weight is."""
+        """Return the codes of the rows, f32 [T, groups, columns of a group]; 0 where the weight is 0."""
         rows, columns = self.rows, self.table.spec.in_features
         codes = self.pieces(rows.codes)
         if rows.codes.dtype == np.uint8:
@@ -143,7 +143,7 @@ class _Lookup:
         return self.reshape(found, columns // rows.group, rows.group)
 
     def floats(self) -> ir.Value:
-        """The rows, f32 in the shape of the ids and one more dimension."""
+        """Return the rows, f32 in the shape of the ids and one more dimension."""
         columns, group = self.table.spec.in_features, self.rows.group
         scales = [self.wide(factor) for factor in self.rows.factors]
         for i, level in enumerate(self.rows.levels):
