@@ -451,6 +451,8 @@ def generate(
     _check_apart("--prompts", prompts, sources | others)
     _check_apart("--ids", ids, {"--prompt": prompt, "--file": file, "--chat": chat or None})
     _check_apart("--file", file, {"--prompt": prompt})
+    if chat and sys.stdin is None:
+        raise typer.BadParameter("reads standard input, which is closed", param_hint="--chat")
     if prompts is None and not chat and all(value is None for value in sources.values()):
         chat = sys.stdin is not None and sys.stdin.isatty()
         if not chat and ranks.launched():
@@ -547,11 +549,14 @@ def generate(
     model, cache = begin(len(text.encode(alone)) + most if alone else None)
     reply = partial(reply, tell=_used(load_state, cache))
     talk = Chat(model, text, cache)
+    answered = True
     if chat:
-        _converse(talk, prompt, reply)
+        answered = _converse(talk, prompt, reply)
     elif prompt is not None:
         reply(talk, prompt)
     end(model, cache)
+    if not answered:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -775,9 +780,13 @@ def _check_text(message: str) -> None:
         raise typer.BadParameter("the prompt: expected text in UTF-8")
 
 
-def _converse(chat: Any, message: str | None, reply: Any) -> None:
-    """Turn after turn until standard input ends. Ctrl-C ends a reply, and it is part of the conversation so far."""
-    typed = sys.stdin.isatty()
+def _converse(chat: Any, message: str | None, reply: Any) -> bool:
+    """Turn after turn until standard input ends. Ctrl-C ends a reply, and it is part of the conversation so far.
+
+    Returns:
+        Whether each message has an answer, or a person has seen why not.
+    """
+    typed, answered = sys.stdin.isatty(), True
     if not typed and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # _check_text names what is no text
     if typed:
@@ -789,7 +798,7 @@ def _converse(chat: Any, message: str | None, reply: Any) -> None:
         try:
             message = message or input("> " if typed else "")
         except EOFError:
-            return
+            return typed or answered
         except KeyboardInterrupt:
             if not typed:
                 raise
@@ -801,6 +810,7 @@ def _converse(chat: Any, message: str | None, reply: Any) -> None:
                 try:
                     reply(chat, message)
                 except ContextError as error:  # the conversation is what it was
+                    answered = False
                     print(f"quantmoe: {_line(str(error))}", file=sys.stderr)
         message = None
 

@@ -180,8 +180,10 @@ def test_both_sides_have_one_gguf_file(
 
 
 def test_genai_runs_the_same_folder_and_another(folder: Path, tmp_path: Path) -> None:
+    """With the installed package's library: a folder's is native code of whoever exported it."""
     pytest.importorskip("onnxruntime_genai")
     other = shutil.copytree(folder, tmp_path / "other")
+    (other / "libquantmoe_ort.so").write_text("not a library", encoding="utf-8")
     lists = "--depths 0,20 --prefill 9 --batch 1,2 --repeat 2 --steps 2"
     run(folder, "--against", f"genai,{other}", *lists.split(), "--json", tmp_path / "cells.json")
     found = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))

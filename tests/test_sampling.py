@@ -238,12 +238,32 @@ def test_a_field_of_the_wrong_type_names_file_and_field(tmp_path: Path, samples:
     wrong += [
         ("sequence_bias", [5]),
         ("sequence_bias", [[["x"], 1]]),
+        ("sequence_bias", [[[], 1]]),
+        ("sequence_bias", [[[-1], 1]]),
+        ("sequence_bias", [[[5], "x"]]),
+        ("sequence_bias", [[[5], float("inf")]]),
         ("suppress_tokens", 5),
         ("suppress_tokens", ["x"]),
+        ("suppress_tokens", [-1]),
     ]
     for name, value in wrong:
         path.write_text(json.dumps({"do_sample": samples} | {name: value}), encoding="utf-8")
         with pytest.raises(ModelError, match=rf"generation_config\.json: {name} is .*, expected "):
+            folder_sampling(tmp_path)
+
+
+def test_tokens_outside_the_vocabulary_name_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    (tmp_path / "config.json").write_text('{"vocab_size": 1, "text_config": {"vocab_size": 8}}', encoding="utf-8")
+    for name, within, beyond in (
+        ("suppress_tokens", [7], [8]),
+        ("sequence_bias", [[[7], 1.0]], [[[8], 1.0]]),
+        ("sequence_bias", [[[0, 7], 1.0]], [[[0, 8], 1.0]]),
+    ):
+        path.write_text(json.dumps({name: within}), encoding="utf-8")
+        folder_sampling(tmp_path)
+        path.write_text(json.dumps({name: beyond}), encoding="utf-8")
+        with pytest.raises(ModelError, match=rf"generation_config\.json: {name} is .*, expected .*ids from 0 to 7"):
             folder_sampling(tmp_path)
 
 

@@ -30,7 +30,7 @@ from quantmoe.custom_ops.op import (
     Spec,
     inputs,
 )
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import ModelError, need_path
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.names import is_plain
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, hub_name
@@ -63,8 +63,9 @@ def model_path(path: str | Path) -> Path:
 
     Raises:
         ModelError: there is none; a folder of slices is named as that.
+        OptionError: it is no path.
     """
-    given = Path(path)
+    given = need_path("path", path)
     path = given / MODEL if given.is_dir() else given
     expected = "expected an exported model or its folder"
     if path.is_file() and path.suffix not in (".onnx", ".ort"):

@@ -27,10 +27,11 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
 from quantmoe.exporter.measuring.children import how_ended
 from quantmoe.exporter.memory import CHUNKS
+from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
 from quantmoe.exporter.running.generate import STATES, Generator, check_takes_tokens, runtime
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
-from quantmoe.ort_ext import library_path
+from quantmoe.ort_ext import cuda_library_path, library_path
 
 #: onnxruntime's names of types -> NumPy's
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
@@ -226,7 +227,8 @@ def by_operator(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
 
 
 class Genai:
-    """onnxruntime-genai on the same folder. It keeps its place: a decode begins where the one before it ended."""
+    """onnxruntime-genai on the same folder, with the installed package's library. It keeps its place: a decode begins
+    where the one before it ended."""
 
     def __init__(self, path: str, threads: int):
         import onnxruntime_genai as og
@@ -234,10 +236,16 @@ class Genai:
         folder = model_path(path).parent
         if not (folder / "genai_config.json").is_file():
             raise ModelError(f"{folder / 'genai_config.json'}: missing")
-        config = og.Config(str(folder))
-        options = {"session_options": {"intra_op_num_threads": threads}}
-        config.overlay(json.dumps({"model": {"decoder": options}}))
-        self._og, self._model = og, og.Model(config)
+        config = og.Config(str(folder.resolve()))
+        options: dict[str, Any] = {"intra_op_num_threads": threads}
+        stated = read_object(folder / "genai_config.json")["model"]["decoder"].get("session_options", {})
+        name = stated.get("custom_ops_library", "")
+        library = Path(cuda_library_path() if "cuda" in name else library_path()).resolve()
+        if name:  # the folder's is native code of whoever exported it
+            options["custom_ops_library"] = str(library)
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        with contextlib.chdir(library.parent):  # else onnxruntime-genai takes none but the model's folder's
+            self._og, self._model = og, og.Model(config)
         self._generating: Any = None
 
     def _generator(self, batch: int, length: int) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.reading.checkpoint import Checkpoint
+from quantmoe.exporter.reading.sampling import sampling_of, vocabulary_of
+from quantmoe.exporter.reading.tokenizer import ENDS, NAMED, end_tokens, named_token
 
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -14,13 +17,22 @@ LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_part
 
 
 def check_companions(ckpt: Checkpoint) -> None:
-    """Refuses links to elsewhere: nobody's private file goes into a folder that is passed on.
+    """Refuses links to elsewhere (nobody's private file goes into a folder that is passed on), and a
+    generation_config.json that ``generate`` would refuse.
 
     Raises:
-        CheckpointError: naming the file and where it leads.
+        CheckpointError: naming the file, and where it leads or which field is wrong.
     """
     for path in companion_files(ckpt.folder):  # of a GGUF file none: export writes them
         ckpt.check_file(path)
+    generation, config, folder = ckpt.generation_config, ckpt.config, ckpt.folder
+    try:
+        sampling_of(generation, folder / ENDS[0], vocabulary_of(config))
+        end_tokens(generation, config, folder)
+        for name in NAMED:
+            named_token(name, generation, config, folder)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def companion_files(checkpoint: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import operator
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -124,23 +124,41 @@ def _check_type(name: str, value: Any) -> None:
 
 
 def folder_sampling(folder: Path, **asked: Any) -> Sampling | None:
-    """How to choose tokens: what is asked for, else what generation_config.json says, else transformers' defaults.
-
-    Tokens are sampled if that file says ``do_sample``, as in transformers, or if a number of sampling is asked for. A
-    temperature of 0 takes the likeliest. Penalties are applied either way.
+    """Return how to choose tokens: :func:`sampling_of` of the folder's files.
 
     Args:
         asked: fields of Sampling; None leaves one to the file.
-
-    Returns:
-        None for the likeliest without penalties.
 
     Raises:
         ModelError: the file is not what it should be.
         OptionError: a number outside its range.
     """
     path = folder / "generation_config.json"
-    config = read_object(path)
+    return sampling_of(read_object(path), path, vocabulary_of(read_object(folder / "config.json")), **asked)
+
+
+def sampling_of(
+    config: Mapping[str, Any],
+    path: Path = Path("generation_config.json"),
+    vocabulary: int | None = None,
+    **asked: Any,
+) -> Sampling | None:
+    """Return how to choose tokens: as asked for, else as generation_config.json says, else by transformers' defaults.
+
+    Tokens are sampled if that file says ``do_sample``, as in transformers, or if a number of sampling is asked for. A
+    temperature of 0 takes the likeliest. Penalties are applied either way.
+
+    Args:
+        config: the file's object. path: the file, for errors. vocabulary: how many tokens there are, if that is known.
+        asked: fields of Sampling; None leaves one to the file.
+
+    Returns:
+        None for the likeliest without penalties.
+
+    Raises:
+        ModelError: a field is not what it should be.
+        OptionError: a number outside its range.
+    """
     asked = {name: value for name, value in asked.items() if value is not None}
     Sampling(**asked)  # what is asked for is checked even where it has no effect
     samples = config.get("do_sample") or False
@@ -151,10 +169,9 @@ def folder_sampling(folder: Path, **asked: Any) -> Sampling | None:
     try:
         for name, value in given.items():
             _check_type(name, value)
+        bias = {token: number for tokens, number in _bias(config, vocabulary) if len(tokens) == 1 for token in tokens}
         if not samples:
             given = {name: value for name, value in given.items() if name not in _RANDOM} | {"temperature": 0}
-        bias = {token: number for tokens, number in _sequence_bias(config) if len(tokens) == 1 for token in tokens}
-        bias |= dict.fromkeys(_suppressed(config), -np.inf)
         found = replace(Sampling(**given, logit_bias=bias), **asked)
     except OptionError as error:
         raise ModelError(f"{path}: {error}") from None
@@ -170,23 +187,36 @@ def not_applied(folder: Path) -> list[str]:
     config = read_object(folder / "generation_config.json")
     neutral = _NOT_APPLIED | (_NOT_SAMPLED if config.get("do_sample") else {})
     found = [name for name, value in neutral.items() if config.get(name) not in (None, [], value)]
-    return found + ["sequence_bias"] * any(len(tokens) > 1 for tokens, _ in _sequence_bias(config))
+    return found + ["sequence_bias"] * any(len(tokens) > 1 for tokens, _ in _bias(config))
 
 
-def _sequence_bias(config: dict[str, Any]) -> list[tuple[list[int], float]]:
-    """Token ids and what is added to the logit of the last after the others."""
-    found = config.get("sequence_bias") or []
-    try:
-        return [([*map(operator.index, tokens)], float(number)) for tokens, number in found]
-    except (TypeError, ValueError):
-        raise OptionError(f"sequence_bias is {found!r}, expected a list of [token ids, number]") from None
+def _bias(config: Mapping[str, Any], vocabulary: int | None = None) -> list[tuple[list[int], float]]:
+    """Token ids and what is added to the logit of the last after the others; -inf: it never comes."""
+    most, ids = sys.maxsize, "token ids"
+    if vocabulary is not None:
+        most, ids = vocabulary, f"token ids from 0 to {vocabulary - 1}"
+
+    def known(tokens: Any) -> bool:
+        return isinstance(tokens, list) and all(_is(Integral, id) and 0 <= id < most for id in tokens)
+
+    def whole(entry: Any) -> bool:
+        if not (isinstance(entry, list) and len(entry) == 2 and entry[0] and known(entry[0])):
+            return False
+        return _is(Real, entry[1]) and (entry[1] == -np.inf or _finite(entry[1]))
+
+    bias, suppressed = (config.get(name) or [] for name in ("sequence_bias", "suppress_tokens"))
+    if not isinstance(bias, list) or not all(map(whole, bias)):
+        raise OptionError(f"sequence_bias is {bias!r}, expected a list of [{ids}, number]")
+    if not known(suppressed):
+        raise OptionError(f"suppress_tokens is {suppressed!r}, expected a list of {ids}")
+    return [(tokens, float(number)) for tokens, number in bias] + [([id], -np.inf) for id in suppressed]
 
 
-def _suppressed(config: dict[str, Any]) -> list[int]:
-    found = config.get("suppress_tokens") or []
-    if not isinstance(found, list) or not all(_is(Integral, id) for id in found):
-        raise OptionError(f"suppress_tokens is {found!r}, expected a list of token ids")
-    return found
+def vocabulary_of(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a config.json says that there are; None: it does not say so."""
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("vocab_size")
+    return found if type(found) is int and found > 0 else None
 
 
 def is_there(path: Path) -> bool:

@@ -242,9 +242,10 @@ def load_template(folder: Path) -> Template | None:
         found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
         if "default" not in found:
+            there = f"has the templates {', '.join(sorted(found))}" if found else "has no template"
             raise ModelError(
-                f"{path}: chat_template has the templates {', '.join(sorted(found))}, expected one named default; "
-                "write the one to use to chat_template.jinja, or leave it out with --raw"
+                f"{path}: chat_template {there}, expected one named default; write the one to use to "
+                "chat_template.jinja, or leave it out with --raw"
             )
         found = found["default"]
     if found is None:

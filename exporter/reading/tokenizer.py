@@ -6,17 +6,20 @@ tokens that only they name are added here, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.sampling import is_there, read_object
+from quantmoe.exporter.reading.sampling import is_there, read_object, vocabulary_of
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 #: files that may name the tokens at which a text ends; the first that names any decides
 ENDS = ("generation_config.json", "config.json")
+#: tokens that they name beside those
+NAMED = ("bos_token_id", "pad_token_id")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -111,19 +114,37 @@ def end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any], folder:
         folder: where they lie, for errors.
 
     Raises:
-        ModelError: an eos_token_id is neither a token id nor a list of them.
+        ModelError: an eos_token_id is neither a token id nor a list of them, or is outside the vocabulary.
     """
+    vocabulary = vocabulary_of(config)
     for name, whole in zip(ENDS, (generation, config), strict=True):
         text = whole.get("text_config")
         for part in (whole, text if isinstance(text, dict) else {}):
             if (found := part.get("eos_token_id")) not in (None, []):
                 stop = found if isinstance(found, list) else [found]
-                if not all(type(id) is int for id in stop):
+                if not all(type(id) is int and 0 <= id < (vocabulary or sys.maxsize) for id in stop):
+                    known = f" from 0 to {vocabulary - 1}" if vocabulary else ""
                     raise ModelError(
-                        f"{folder / name}: eos_token_id is {found!r}, expected a token id or a list of them"
+                        f"{folder / name}: eos_token_id is {found!r}, expected a token id{known} or a list of them"
                     )
                 return stop
     return []
+
+
+def named_token(
+    name: str, generation: Mapping[str, Any], config: Mapping[str, Any], folder: Path = Path()
+) -> int | None:
+    """Return the id of a token such as ``bos_token_id``, None where no file names it. Arguments as :func:`end_tokens`.
+
+    Raises:
+        ModelError: it is no token id.
+    """
+    text = config.get("text_config")
+    own = text if isinstance(text, dict) else config
+    file, found = (ENDS[0], generation[name]) if name in generation else (ENDS[1], own.get(name))
+    if not (found is None or type(found) is int):
+        raise ModelError(f"{folder / file}: {name} is {found!r}, expected a token id")
+    return found
 
 
 def _config(folder: Path) -> dict[str, Any]:

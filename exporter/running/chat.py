@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.errors import ModelError, OptionError, need_path
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
@@ -26,11 +27,11 @@ class Text:
         tokenizer: a tokenizers.Tokenizer. template: None without one. stop: ids of tokens that end a text.
 
     Raises:
-        ModelError: there is no tokenizer.json; a file is not what it should be.
+        ModelError: there is no tokenizer.json; a file is not what it should be. OptionError: folder is no path.
     """
 
     def __init__(self, folder: str | Path, raw: bool = False):
-        folder = Path(folder)
+        folder = need_path("folder", folder)
         self.tokenizer, self.stop = load_tokenizer(folder), stop_tokens(folder)
         self.template = None if raw else load_template(folder)
 
@@ -41,8 +42,14 @@ class Text:
             before: without a template, the ids of what came before that message.
 
         Raises:
+            OptionError: messages are something else.
             ModelError: the template refuses the messages, or a message has half of a surrogate pair.
         """
+        if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
+            raise OptionError(
+                f"messages is {reprlib.repr(messages)}, expected at least one message, each with the texts role and "
+                "content"
+            )
         if self.template:
             return self.ids(self.template.render(messages))
         return [*before, *self.ids(messages[-1]["content"], begins=not before)]
@@ -188,6 +195,10 @@ class Chat:
             return template.render(messages)
         except ModelError:
             return template.render_kept(messages)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
 def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:

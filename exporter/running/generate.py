@@ -184,6 +184,10 @@ class Generator:
             if number is not None:
                 need_count(name, number)
         need_count("threads", threads, 0)
+        for name, size in {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}.items():
+            auto = "" if name == "reserve" else " or auto"
+            if not (size is None or _is_count(size, 0) or (auto and size == "auto")):
+                raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
         self.path, ort = model_path(path), runtime()
         chunk = CHUNKS[device] if chunk is None else chunk
         self.chunk, self.capacity, self.device, self.group = chunk, capacity, device, group
@@ -388,8 +392,10 @@ class Generator:
 
     def _check_drafts(self) -> None:
         """A run of a token and its drafts takes the logits and the states after each."""
-        tokens, lacking = self.drafts + 1, []
-        options = ["--mtp"] if self.speculate == "mtp" and not self.hidden else []
+        tokens, lacking, options = self.drafts + 1, [], []
+        if self.speculate == "mtp" and not self.hidden:
+            lacking.append(f"{MTP_MODEL} (this model has none)")
+            options.append("--mtp")
         if self.states and tokens > self.window:
             lacking.append(f"the states of linear attention after {tokens} tokens (this model keeps {self.window})")
             options.append(f"--state-window {tokens}")
@@ -748,8 +754,12 @@ def need_count(name: str, value: int, least: int = 1) -> None:
     Raises:
         OptionError: it is something else.
     """
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+    if not _is_count(value, least):
         raise OptionError(f"{name} is {value!r}, expected an integer of at least {least}")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
 
 
 def check_takes_tokens(path: Path, session: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
+from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
@@ -171,10 +172,11 @@ def export(
         paged,
         experts,
     )
-    folders = rank_folders(Path(output), options)
+    checkpoint, output = need_path("checkpoint", checkpoint), need_path("output", output)
+    folders = rank_folders(output, options)
     for folder in folders:
-        check_output(Path(checkpoint), folder, target, force)
-    stale = stale_folders(Path(output), options, force)
+        check_output(checkpoint, folder, target, force)
+    stale = stale_folders(output, options, force)
     slices: list[Slice | None] = [*options.slices]
     if options.tensor_parallel > 1:  # a page of each tensor, so once for all ranks
         with doing(str(checkpoint)):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, PAGED
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.reading.tokenizer import end_tokens
+from quantmoe.exporter.reading.sampling import sampling_of
+from quantmoe.exporter.reading.tokenizer import NAMED, end_tokens, named_token
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -69,10 +69,8 @@ def genai_config(
         if not shares:
             raise KeyError("head_dim")  # of other widths in standard nodes, onnxruntime-genai knows one
         groups, width = 1, (text["kv_lora_rank"] + text["qk_rope_head_dim"]) // 2
-    tokens = {
-        name: value
-        for name in ("bos_token_id", "pad_token_id")
-        if (value := generation.get(name, text.get(name))) is not None
+    tokens: dict[str, Any] = {
+        name: value for name in NAMED if (value := named_token(name, generation, config)) is not None
     }
     if ends := end_tokens(generation, config):
         tokens["eos_token_id"] = ends[0] if len(ends) == 1 else ends
@@ -241,8 +239,7 @@ def image_processor(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _search(generation: Mapping[str, Any]) -> dict[str, Any]:
     """How tokens are chosen: as transformers does with the same file."""
-    if not generation.get("do_sample"):
+    found = sampling_of(generation)
+    if found is None or not found.temperature:
         return {"do_sample": False}
-    usual = Sampling()
-    numbers = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
-    return {"do_sample": True} | {name: generation.get(name) or value for name, value in numbers.items()}
+    return {"do_sample": True, "temperature": found.temperature, "top_k": found.top_k, "top_p": found.top_p}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.expert_map import placements
@@ -317,16 +317,10 @@ def open_format(
 def stops(skeleton: Skeleton) -> dict[str, str]:
     """What a program that has only the model must know of its texts, as metadata of it: ``eos_token_id``, numbers with
     commas between, ``context_length`` and ``short_context``; what the checkpoint does not say is left out.
-
-    Raises:
-        CheckpointError: eos_token_id is of another type.
     """
     ckpt, found = skeleton.format.ckpt, {}
-    try:
-        if ends := end_tokens(ckpt.generation_config, ckpt.config, ckpt.folder):
-            found["eos_token_id"] = ",".join(map(str, ends))
-    except ModelError as error:
-        raise CheckpointError(str(error)) from None
+    if ends := end_tokens(ckpt.generation_config, ckpt.config, ckpt.folder):
+        found["eos_token_id"] = ",".join(map(str, ends))
     if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
         found["context_length"] = str(length)
     if (short := skeleton.short_context) is not None:

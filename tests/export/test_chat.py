@@ -317,6 +317,16 @@ def test_turns_run_what_is_new(talking: Path, monkeypatch: pytest.MonkeyPatch) -
         run.clear()
 
 
+def test_what_is_no_conversation_is_named(talking: Path) -> None:
+    said = {"role": "user", "content": "hello"}
+    for raw in (False, True):
+        text = Text(talking, raw)
+        for wrong in ([], "hello", said, 5, None, [5], [said, {"role": "user"}], [said | {"content": 5}]):
+            with pytest.raises(OptionError, match=r"^messages is .*, expected at least one message, each with the"):
+                text.encode(wrong)
+        assert text.encode([said]) == text.encode((said,))
+
+
 def test_turns_without_a_template_go_on(exported) -> None:
     generator = Generator(exported("qwen3_moe", activations="float"))
     chat, tokenizer = Chat(generator), Text(generator.path.parent).tokenizer
@@ -400,7 +410,7 @@ def test_the_command_goes_on_when_the_context_is_full(talking: Path, tmp_path: P
     onnx.save(model, folder / "model.onnx")
     lines = ["hello"] * 9 + ["too long " * 100, "more"]
     done = generate(folder, "--chat", "--max-new-tokens", 20, stdin="\n".join(lines))
-    assert done.returncode == 0
+    assert done.returncode == 1  # a message has no answer
     assert done.stderr.count("prompt: ") == 10
     assert "the model's context of 120 tokens is full: dropped the oldest turn; the rest is read again" in done.stderr
     assert (

@@ -30,6 +30,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
@@ -466,12 +467,30 @@ def test_samples_find_where_to_stop(exported, checkpoint):
     assert found["context_length"] == str(open_checkpoint(checkpoint("qwen3_moe")).config["max_position_embeddings"])
 
 
-def test_stops_that_are_none_are_refused_by_the_dry_run_too(checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", 10**6),
+        ("bos_token_id", "<s>"),
+        ("pad_token_id", 0.5),
+        ("do_sample", "yes"),
+        ("temperature", -1),
+        ("top_k", 20.0),
+        ("top_p", "0.9"),
+        ("repetition_penalty", 0),
+        ("suppress_tokens", [-1]),
+    ],
+)
+def test_what_generate_would_refuse_is_refused_before_the_export(checkpoint, tmp_path, name, value):
+    """And by the dry run and `inspect`: one rule reads generation_config.json."""
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
-    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}', encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}), encoding="utf-8")
+    expected = f"{folder / 'generation_config.json'}: {name} is {value!r}, expected "
     for command in (export, plan):
-        with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is '</s>', expected"):
+        with pytest.raises(CheckpointError, match=re.escape(expected)):
             command(folder, tmp_path / "model")
+    assert all(reason.startswith(expected) for reason in survey(folder)["refused"].values())
 
 
 def test_expert_unlike_the_others_is_named(checkpoint, tmp_path, monkeypatch):

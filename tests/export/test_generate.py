@@ -13,6 +13,7 @@ import pytest
 from sweeps import every
 from test_model import error, tokens
 
+import quantmoe
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.running.generate import Generator
@@ -152,9 +153,20 @@ def test_wrong_arguments_are_named(exported):
     for wrong in (
         {"device": "tpu"}, {"speculate": "lookup"}, {"experts": "ram"}, {"chunk": 0}, {"chunk": 1.5}, {"capacity": "x"},
         {"drafts": True}, {"max_length": -1}, {"batch": 0}, {"threads": -1}, {"threads": "2"},
+        {"ram": "2GB"}, {"ram": 1.5}, {"ram": True}, {"gpu_memory": "all"}, {"gpu_memory": -1}, {"reserve": "auto"},
     ):  # fmt: skip
         with pytest.raises(OptionError, match=f"^{next(iter(wrong))} is .*, expected "):
             Generator(folder, **wrong)
+    for name, call, arguments in (
+        ("path", Generator, [5]),
+        ("path", quantmoe.inspect, [5]),
+        ("path", quantmoe.unpack, [5, 0, "layer"]),
+        ("folder", quantmoe.Text, [5]),
+        ("checkpoint", quantmoe.export, [5, "out"]),
+        ("output", quantmoe.export, ["checkpoint", 5]),
+    ):
+        with pytest.raises(OptionError, match=f"^{name} is 5, expected a path$"):
+            call(*arguments)
     generator = Generator(folder)
     for call in (generator.generate, generator.stream, generator.greedy):
         for ids in ([1.5], [5, "a"], "text", 5, [[5]], [None]):
@@ -255,6 +267,9 @@ def test_what_onnxruntime_genai_is_told(checkpoint):
     found = genai_config(long, sampling, "library", shares=True)["search"]
     assert found == sampling | {"top_k": 50, "max_length": 4096, "past_present_share_buffer": True, "chunk_size": 512}
     assert genai_config(short, {}, "library", shares=True)["search"]["max_length"] == 77
+    found = genai_config(long, {"do_sample": True, "top_k": 0, "bos_token_id": None}, "library")
+    assert (found["search"]["top_k"], "bos_token_id" in found["model"]) == (0, False)
+    assert genai_config(long, {"do_sample": True, "temperature": 0.0}, "library")["search"]["do_sample"] is False
 
 
 def test_onnxruntime_genai_goes_on_after_going_back(exported):

@@ -469,9 +469,11 @@ def test_mimos_later_layers_are_said_to_be_left_out(sources, tmp_path):
 def test_what_cannot_speculate_is_named(models, exported):
     with pytest.raises(ModelError, match=r"mtp\.onnx: this is the layer that drafts for a model; run .*/qwen3_next$"):
         Generator(models["qwen3_next"] / "mtp.onnx").greedy(PROMPT, 1)
-    with pytest.raises(ModelError, match=r"model\.onnx: no mtp\.onnx beside it; export the model with --mtp"):
+    lacking = r"model\.onnx: 4 draft tokens need mtp\.onnx \(this model has none\)"
+    with pytest.raises(ModelError, match=rf"{lacking}: export it with --mtp$"):
         Generator(exported("qwen3_moe", activations="float"), speculate="mtp")
-    with pytest.raises(ModelError, match=r"\(this model gives 1\): export it with --mtp --logits 5$"):
+    message = rf"{lacking} and the logits of 5 tokens \(this model gives 1\): export it with --mtp --logits 5$"
+    with pytest.raises(ModelError, match=message):
         Generator(exported("qwen3_moe", activations="float", logits="last"), speculate="mtp")
     with pytest.raises(
         ModelError,

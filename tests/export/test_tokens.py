@@ -29,7 +29,7 @@ def edit(path: Path, change: dict[str, Any]) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """What lies beside a checkpoint's weights."""
+    """A folder with the files that lie beside a checkpoint's weights."""
     folder = tmp_path / "source"
     make_tokenizer().save_pretrained(folder)
     edit(folder / "config.json", {"model_type": "qwen3_moe"})
@@ -54,7 +54,7 @@ def ids(tokenizer: Any, special: bool) -> list[list[int]]:
 
 
 def check(source: Path) -> None:
-    """That a folder's readers, the exported file by itself and transformers in both folders give the same ids."""
+    """Check that a folder's readers, the exported file by itself and transformers in both folders give the same ids."""
     out, auto = written(source), AutoTokenizer.from_pretrained(source)
     plain = Tokenizer.from_file(str(out / "tokenizer.json"))
     for special in (True, False):
@@ -222,6 +222,30 @@ def test_one_rule_says_where_texts_end(tmp_path: Path, generation: Any, config: 
     for name, fields in (("generation_config.json", generation), ("config.json", config)):
         edit(tmp_path / name, fields)
     assert end_tokens(generation, config) == stop_tokens(tmp_path) == ends
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "file"),
+    [
+        ({"eos_token_id": 9}, {"vocab_size": 9}, "generation_config"),
+        ({"eos_token_id": [2, -1]}, {"vocab_size": 9}, "generation_config"),
+        ({"eos_token_id": True}, {"vocab_size": 9}, "generation_config"),
+        ({}, {"eos_token_id": 9, "vocab_size": 9}, "config"),
+        ({}, {"vocab_size": 99, "text_config": {"eos_token_id": 9, "vocab_size": 9}}, "config"),
+    ],
+)
+def test_an_end_outside_the_vocabulary_is_named(tmp_path: Path, generation: Any, config: Any, file: str) -> None:
+    for name, fields in (("generation_config.json", generation), ("config.json", config)):
+        edit(tmp_path / name, fields)
+    with pytest.raises(ModelError, match=rf"/{file}\.json: eos_token_id is .*, expected a token id from 0 to 8"):
+        stop_tokens(tmp_path)
+
+
+def test_no_named_template(source: Path) -> None:
+    for none in ([], {}, [5]):
+        edit(source / "tokenizer_config.json", {"chat_template": none})
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template has no template, expected"):
+            load_template(source)
 
 
 def test_templates_by_name_without_a_default(source: Path) -> None:
