@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -118,9 +119,18 @@ def refused(path: str, **fields: Any) -> tuple[int, str]:
     return error.value.code, found["message"]
 
 
+def processes(name: bytes) -> set[int]:
+    """Return those whose command begins so."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            if path.read_bytes().startswith(name):
+                found.add(int(path.parent.name))
+    return found
+
+
 def replicas() -> set[int]:
-    names = {int(path.parent.name): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
-    return {pid for pid, name in names.items() if name.startswith(b"ray::ServeReplica:")}
+    return processes(b"ray::ServeReplica:")
 
 
 def expected(count: int) -> str:
@@ -190,8 +200,7 @@ def test_limits() -> None:
 
 def test_each_replica_reads_texts_in_a_second_process() -> None:
     """The tokenizer holds Python's lock, and would hold up the streams in its own process."""
-    readers = [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.read_bytes().startswith(b"ray::Reader")]
-    assert len(readers) == 2  # one of each replica
+    assert len(processes(b"ray::Reader")) == 2  # one of each replica
 
 
 def test_too_many_are_refused_and_the_others_answered() -> None:
