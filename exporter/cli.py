@@ -49,7 +49,6 @@ from quantmoe.ort_ext import build_info
 app = typer.Typer(
     help="Quantized mixture-of-experts checkpoints as ONNX models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 #: of the demo: its own model knows the English of the King James Bible
@@ -94,6 +93,11 @@ SIZE: dict[str, Any] = {"parser": _bytes, "metavar": "SIZE"}
 ROOM: dict[str, Any] = {"parser": _bytes_or_auto, "metavar": "SIZE|auto"}
 
 
+def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
+    """An option in a panel of ``--help``."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
 def _logits(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
@@ -111,77 +115,54 @@ def options(
 @app.command()
 def export(
     checkpoint: Checkpoint,
-    outdir: Annotated[Path, typer.Argument(help="folder to write model.onnx and model.onnx.data to")],
-    target: Annotated[
-        Literal["cpu", "cuda", "ort"],
-        typer.Option(help="engine whose byte layout to write; ort: ONNX Runtime's own operators, without our library"),
-    ] = "cpu",
+    outdir: Annotated[Path, typer.Argument(help="folder for model.onnx and its weights")],
+    target: Annotated[Literal["cpu", "cuda", "ort"], _option("Export", "engine; ort: without our library")] = "cpu",
+    logits: Annotated[Any, _option("Export", "positions with logits", parser=_logits, metavar="last|all|N")] = "last",
+    mtp: Annotated[bool, _option("Export", "also export the drafting layer", "--mtp")] = False,
+    vision: Annotated[bool, _option("Export", "also export the vision tower", "--vision")] = False,
+    paged: Annotated[bool, _option("Export", "export for onnxruntime-genai's Engine", "--paged")] = False,
+    force: Annotated[bool, _option("Export", "replace an earlier export", "--force")] = False,
+    dry_run: Annotated[bool, _option("Export", "show sizes, time and refusals only", "--dry-run")] = False,
+    quantize: Annotated[
+        Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
+        _option("Numbers", "int4, int8, mxfp4, nvfp4; none: 16 bits", metavar="FORMAT"),
+    ] = None,
+    group_size: Annotated[
+        int | None, _option("Numbers", "group size of --quantize; -1: whole rows", metavar="N")
+    ] = None,
+    lm_head: Annotated[Literal["int4", "int8"] | None, _option("Numbers", "quantize the LM head")] = None,
     activations: Annotated[
-        Literal["int8", "float"] | None, typer.Option(help="of weight-only checkpoints; default: int8 on cpu")
-    ] = None,
-    scales: Annotated[
-        Literal["exact", "bf16"], typer.Option(help="bf16 rounds them, for KleidiAI's kernels")
-    ] = "exact",
-    dtype: Annotated[
-        Literal["f32", "f16", "bf16"] | None,
-        typer.Option(help="of what is outside the experts: f32 (default) or f16 on cpu, bf16 (default) or f16 on cuda"),
-    ] = None,
-    dense: Annotated[
-        Literal["quantmoe", "ort"], typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")
-    ] = "quantmoe",
-    logits: Annotated[
-        Any,
-        typer.Option(
-            parser=_logits, metavar="last|all|N", help="of each row's last token, of every one, or of its last N"
-        ),
-    ] = "last",
-    lm_head: Annotated[
-        Literal["int4", "int8"] | None, typer.Option(help="round the head to nearest; default: as it is")
+        Literal["int8", "float"] | None, _option("Numbers", "activations; default: int8 on cpu")
     ] = None,
     cache: Annotated[
         Literal["auto", "f16", "f32", "bf16", "int8", "fp8"],
-        typer.Option(help="what the KV cache holds; auto: f16 on cpu, or codes where the checkpoint has their scales"),
+        _option("Numbers", "KV cache: auto, f16, f32, bf16, int8, fp8", metavar="TYPE"),
     ] = "auto",
-    state_window: Annotated[
-        int, typer.Option(help="states of linear attention after each of a run's last N tokens, for N - 1 drafts")
-    ] = 1,
-    mtp: Annotated[bool, typer.Option("--mtp", help="also the layer of multi-token prediction, which drafts")] = False,
-    vision: Annotated[
-        bool, typer.Option("--vision", help="also the vision tower, for onnxruntime-genai's multimodal pipeline")
-    ] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
-    quantize: Annotated[
-        Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
-        typer.Option(help="round a checkpoint that is not quantized; none: experts in their 16 bits"),
+    dtype: Annotated[
+        Literal["f32", "f16", "bf16"] | None, _option("Numbers", "outside experts: f32, f16 or bf16", metavar="TYPE")
     ] = None,
-    group_size: Annotated[int | None, typer.Option(help="of --quantize; -1: one scale a row")] = None,
-    max_file_gb: Annotated[
-        float,
-        typer.Option(min=0.001, max=1e9, help="of weights in a file; the rest goes to model.onnx.data.1 and so on"),
-    ] = 50,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="divide the model among N ranks: folders rank0, rank1, ...")
+        int, _option("Several GPUs or processes", "split the model over N ranks", min=1, metavar="N")
     ] = 1,
     expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="whole experts in a rank, not a part of each")
+        bool, _option("Several GPUs or processes", "give each rank whole experts", "--expert-parallel")
     ] = False,
     expert_map: Annotated[
-        Path | None, typer.Option(help="a file that says which experts stand where: quantmoe trace writes one")
+        Path | None, _option("Several GPUs or processes", "place experts by this file", metavar="FILE")
     ] = None,
     data_parallel: Annotated[
-        bool, typer.Option("--data-parallel", help="each rank has tokens of its own, and all but the other experts")
-    ] = False,
-    paged: Annotated[
-        bool, typer.Option("--paged", help="for onnxruntime-genai's Engine, which batches many requests (cuda)")
+        bool, _option("Several GPUs or processes", "split experts only, not tokens", "--data-parallel")
     ] = False,
     experts: Annotated[
-        Literal["inputs", "external"],
-        typer.Option(help="external: TensorRT's engines have none, the plug-in reads model.onnx.data (cuda)"),
+        Literal["inputs", "external"], _option("Advanced", "external: outside TensorRT's engine")
     ] = "inputs",
-    force: Annotated[
-        bool, typer.Option("--force", help="replace an earlier export's files, edited or not, and nothing else")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would write and take")] = False,
+    state_window: Annotated[int, _option("Advanced", "states kept for drafts (hybrids)", metavar="N")] = 1,
+    dense: Annotated[Literal["quantmoe", "ort"], _option("Advanced", "operator of other linears")] = "quantmoe",
+    scales: Annotated[Literal["exact", "bf16"], _option("Advanced", "bf16: round, for KleidiAI")] = "exact",
+    layers: Annotated[int | None, _option("Advanced", "only the first N layers", min=1, metavar="N")] = None,
+    max_file_gb: Annotated[
+        float, _option("Advanced", "largest weight file, GB", min=0.001, max=1e6, metavar="GB")
+    ] = 50,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
@@ -226,37 +207,21 @@ def export(
 @app.command()
 def inspect(
     model: Annotated[Path, typer.Argument(help="exported model, its folder, or a checkpoint")],
-    verify: Annotated[bool, typer.Option("--verify", help="read all weights and compare their hashes")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
-    why: Annotated[
-        bool, typer.Option("--explain", help="every layout and kernel considered; for a checkpoint too")
-    ] = False,
-    memory: Annotated[
-        int | None,
-        typer.Option("--fit", help="12GB, ...: what a GPU or RAM of this size holds, and tokens/s at most", **SIZE),
-    ] = None,
+    verify: Annotated[bool, _option("Show", "read all weights and compare their hashes", "--verify")] = False,
+    why: Annotated[bool, _option("Show", "show every layout and kernel considered", "--explain")] = False,
+    as_json: Annotated[bool, _option("Show", "print JSON", "--json")] = False,
+    memory: Annotated[int | None, _option("Fit", "show what fits into this memory, as 12GB", "--fit", **SIZE)] = None,
+    ram: Annotated[int | None, _option("Fit", "RAM beside a GPU's memory", **SIZE)] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help=f"of --fit: tokens in the cache; default: {CONTEXT}")
+        int | None, _option("Fit", f"context length; default: {CONTEXT}", "--context", "-c", min=1, metavar="N")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="of --fit: hit rates of generate --trace FILE")] = None,
-    rate: Annotated[
-        int | None,
-        typer.Option(help="of --fit: bytes a second of the memory; default: this GPU's or 1TB, of RAM 60GB", **SIZE),
-    ] = None,
-    read: Annotated[
-        int | None, typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", **SIZE)
-    ] = None,
-    ram: Annotated[
-        int | None,
-        typer.Option(help="of --fit of a GPU: RAM of the machine; what it does not hold is on the disk", **SIZE),
-    ] = None,
-    disk: Annotated[int | None, typer.Option(help="of --ram: bytes a second of the disk; default: 3GB", **SIZE)] = None,
-    reserve: Annotated[
-        int | None,
-        typer.Option(help="of --fit: for workspaces and the engine; default: 1GiB of a GPU, 512MiB of RAM", **SIZE),
-    ] = None,
+    trace: Annotated[Path | None, _option("Fit", "use hit rates of generate --trace FILE", metavar="FILE")] = None,
+    rate: Annotated[int | None, _option("Fit", "memory's bytes a second", **SIZE)] = None,
+    read: Annotated[int | None, _option("Fit", "bytes a second of the bus or the disk", **SIZE)] = None,
+    disk: Annotated[int | None, _option("Fit", "bytes a second of the disk below --ram", **SIZE)] = None,
+    reserve: Annotated[int | None, _option("Fit", "memory to leave free", **SIZE)] = None,
 ) -> None:
-    """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
+    """Show what an exported model or a checkpoint holds, and what export refuses."""
     from quantmoe.exporter.inspecting.survey import is_model, is_refused, survey
 
     of_fit = {"context": context, "trace": trace, "rate": rate, "read": read, "ram": ram, "disk": disk,
@@ -338,105 +303,74 @@ def unpack(
 def generate(
     context: typer.Context,
     outdir: Model,
-    prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
+    prompt: Annotated[str | None, _option("Prompt", "answer this text", "--prompt", "-p", metavar="TEXT")] = None,
     file: Annotated[
-        Path | None, typer.Option(help="read the prompt from this file; default: standard input that is no terminal")
+        Path | None, _option("Prompt", "answer the text in this file", "--file", "-f", metavar="FILE")
     ] = None,
-    ids: Annotated[list[int] | None, typer.Option(help="token ids, e.g. 1,2,3", **listed(int))] = None,
+    chat: Annotated[bool, _option("Prompt", "hold a conversation; the default in a terminal", "--chat")] = False,
+    raw: Annotated[bool, _option("Prompt", "continue the text, without a chat template", "--raw")] = False,
     prompts: Annotated[
-        Path | None, typer.Option(help="a file with a prompt a line, run together; each answer is a JSON string")
+        Path | None, _option("Prompt", "answer each line; answers are JSON strings", metavar="FILE")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help=f"of --prompts, so many at once; default: {BATCH}")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="turn after turn, a line each; in a terminal what happens without a prompt")
-    ] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="text as it is, without the folder's chat template")] = False,
+    batch: Annotated[
+        int | None, _option("Prompt", f"lines of --prompts at once; default: {BATCH}", min=1, metavar="N")
+    ] = None,
+    ids: Annotated[list[int] | None, _option("Prompt", "continue these token ids", **listed(int))] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"default: the model's context in a terminal, else {NEW_TOKENS}")
+        int | None,
+        _option(
+            "Answer",
+            f"tokens at most; default: {NEW_TOKENS}, terminal: all",
+            "--max-new-tokens",
+            "-n",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, _option("Answer", "end before this text; may be repeated", metavar="TEXT")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0: the likeliest token; default: as generation_config.json says")
+        float | None, _option("Answer", "0: likeliest token; default: the model's", min=0, metavar="X")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="of so many likeliest tokens; 0: of all")] = None,
-    top_p: Annotated[float | None, typer.Option(help="of the fewest of this probability together")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="of those at least so many times as likely as the likeliest; 0: of all")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="make tokens of prompt and answer less likely; 1: not")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="subtract from the logits of the answer's tokens; 0: nothing")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="subtract for each time that a token is in the answer; 0: nothing")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of sampling; the same one gives the same text")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="text before which to end; may be repeated")] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"tokens of a prompt run at once; default {CHUNKS['cpu']}, on cuda {CHUNKS['cuda']}"),
-    ] = None,
-    threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
-    prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",
-    cuda_graph: Annotated[
-        bool | None,
-        typer.Option(
-            "--cuda-graph/--no-cuda-graph",
-            help="of --device cuda: replay a token's launches; default: where the model can be captured",
-        ),
-    ] = None,
-    speculate: Annotated[
-        Literal["ngram", "mtp"] | None,
-        typer.Option(help="verify several tokens a run: ngram, those that came before; mtp, the model's own drafts"),
-    ] = None,
-    save_state: Annotated[
-        Path | None, typer.Option(help="write what was read and said, for --load-state; safetensors")
-    ] = None,
-    load_state: Annotated[
-        Path | None, typer.Option(help="begin with that: what the prompt has in common with it is not run again")
-    ] = None,
-    drafts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help=f"tokens that --speculate drafts a run, at most; default: {DRAFTS}, or what the model takes"
-        ),
-    ] = None,
+    top_k: Annotated[int | None, _option("Answer", "choose among the K likeliest tokens", min=0, metavar="K")] = None,
+    top_p: Annotated[float | None, _option("Answer", "choose among tokens of this probability", metavar="P")] = None,
+    min_p: Annotated[float | None, _option("Answer", "drop tokens below P times the likeliest", metavar="P")] = None,
+    seed: Annotated[int | None, _option("Answer", "repeat a sampled answer", min=0, metavar="N")] = None,
+    device: Annotated[Literal["cpu", "cuda"], _option("Hardware", "cuda: exports of --target cuda")] = "cpu",
+    threads: Annotated[
+        int,
+        _option("Hardware", "CPU threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N"),
+    ] = 0,
     experts: Annotated[
         Literal["gpu", "host", "disk", "auto"] | None,
-        typer.Option(
-            help="where they are. cpu: host (default), disk for models larger than memory, or auto; "
-            "cuda: gpu (default), host for GPUs with less, disk for RAM with less, too, or auto"
-        ),
+        _option("Hardware", "place experts: gpu, host, disk, auto", metavar="WHERE"),
     ] = None,
-    ram: Annotated[
-        Any, typer.Option(help="2GB, 512MiB, ...: of --experts disk or auto; default: auto, what is free", **ROOM)
+    ram: Annotated[Any, _option("Hardware", "RAM for experts, as 12GB", **ROOM)] = None,
+    gpu_memory: Annotated[Any, _option("Hardware", "GPU memory for experts", **ROOM)] = None,
+    speculate: Annotated[Literal["ngram", "mtp"] | None, _option("Speed", "verify draft tokens")] = None,
+    drafts: Annotated[int | None, _option("Speed", f"drafts a run; default: {DRAFTS}", min=1, metavar="N")] = None,
+    save_state: Annotated[Path | None, _option("Speed", "save what was read", metavar="FILE")] = None,
+    load_state: Annotated[Path | None, _option("Speed", "continue from what was saved", metavar="FILE")] = None,
+    repetition_penalty: Annotated[
+        float | None, _option("Advanced", "penalize all tokens so far; 1: off", metavar="X")
     ] = None,
-    gpu_memory: Annotated[
-        Any, typer.Option(help="of --device cuda --experts host, disk or auto; default: auto, what is free", **ROOM)
-    ] = None,
-    reserve: Annotated[
+    presence_penalty: Annotated[float | None, _option("Advanced", "penalize tokens of the answer", metavar="X")] = None,
+    frequency_penalty: Annotated[float | None, _option("Advanced", "penalize each occurrence", metavar="X")] = None,
+    chunk: Annotated[
         int | None,
-        typer.Option(help="memory to leave where --ram or --gpu-memory is not given; default: docs/experts.md", **SIZE),
+        _option("Speed", f"prompt tokens a run: {CHUNKS['cpu']}; {CHUNKS['cuda']}", min=1, metavar="N"),
     ] = None,
-    misses: Annotated[
-        str | None,
-        typer.Option(
-            help="of --device cuda --experts host or auto, what is not in --gpu-memory: copy, the default; "
-            "cpu: it multiplies them; auto: what is quicker for each layer; 62%: so many; 24*copy,24*cpu: by layers"
-        ),
+    prefault: Annotated[bool, _option("Speed", "read all weights first", "--prefault")] = False,
+    cuda_graph: Annotated[
+        bool | None, _option("Speed", "replay a token's launches", "--cuda-graph/--no-cuda-graph")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,
-    warm: Annotated[
-        Path | None,
-        typer.Option(
-            help="of --experts disk or auto, on cuda also host: a trace, whose most used experts are read first; "
-            "--misses auto chooses by it"
-        ),
-    ] = None,
+    reserve: Annotated[int | None, _option("Advanced", "memory to leave free", **SIZE)] = None,
+    misses: Annotated[str | None, _option("Advanced", "copy, cpu, auto, ...: docs/experts.md", metavar="HOW")] = None,
+    trace: Annotated[Path | None, _option("Advanced", "record which experts are used", metavar="FILE")] = None,
+    warm: Annotated[Path | None, _option("Advanced", "load a trace's experts first", metavar="FILE")] = None,
 ) -> None:
-    """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
+    """Answer a prompt or hold a conversation; tokens per second go to standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
     from quantmoe.exporter.reading.sampling import folder_sampling, not_applied
     from quantmoe.exporter.reading.tokenizer import stop_tokens
@@ -574,8 +508,7 @@ def trace(
         Path | None, typer.Option(help="draw use, locality and hit rates into this file (needs matplotlib)")
     ] = None,
 ) -> None:
-    """How well a cache of experts would do: its hit rate, and what of each token is read from the disk; or with
-    --expert-map where experts of a sliced model should stand."""
+    """Show hit rates of expert caches by a trace, or place experts on ranks (--expert-map)."""
     from quantmoe.exporter.inspecting.trace import PLOTS, curve, draw, read_trace
 
     if not file.exists() or file.is_dir():
@@ -926,7 +859,7 @@ def evaluate(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure one layer, or a whole model (bench MODEL), against other engines; options: bench [MODEL] --help."""
+    """Measure one layer or a whole model beside other engines; bench [MODEL] --help."""
     from quantmoe.exporter.measuring.bench import main as bench_main
 
     bench_main(context.args)

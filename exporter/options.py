@@ -88,6 +88,7 @@ def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:
     except UsageError as error:
         command = context.command_path if (context := getattr(error, "ctx", None)) else name
         text = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+        text = re.sub(r"('--[\w-]+') / '-\w'", r"\1", text)  # the long name of an option with two
         text = text.removeprefix("Invalid value: ").replace("Value error, ", "")  # pydantic's
         print(f"{command}: {text[0].lower()}{text[1:]}; {command} --help lists what there is", file=sys.stderr)
         sys.exit(2)

@@ -71,6 +71,13 @@ def test_what_needs_no_model_imports_nothing_large(arguments: str) -> None:
     assert not done.imported & {"numpy", "onnx_ir", "torch", "transformers", "onnxruntime"}
 
 
+@pytest.mark.parametrize("command", ["export", "generate", "inspect"])
+def test_help_reads_at_a_glance(command: str) -> None:
+    assert len(quantmoe(command, "--help", COLUMNS="80").out.splitlines()) <= 60
+    for parameter in typer.main.get_command(app).commands[command].params:
+        assert len((parameter.help or "").split()) <= 12, parameter.name
+
+
 def test_help_says_what_a_checkpoint_may_be() -> None:
     assert "Hugging Face folder, or a GGUF file" in " ".join(quantmoe("export", "--help").out.replace("│", " ").split())
 
@@ -390,6 +397,10 @@ def test_an_extra_has_what_its_command_imports(command: str) -> None:
     found.get(str(Path(__file__).parents[1] / "ort_ext" / "__init__.py"), set()).discard("onnxruntime")
     gguf = found.get(str(Path(__file__).parents[1] / "exporter/reading/gguf/__init__.py"), set())
     gguf -= {name for name in gguf if name.startswith("transformers")}  # to write its tokenizer, as only export does
+    if command == "inspect":  # which asks it for a text's last tokens alone
+        found[str(Path(__file__).parents[1] / "exporter/reading/tokenizer.py")] -= {
+            "tokenizers", "tokenizers.Tokenizer", "tokenizers.AddedToken"
+        }  # fmt: skip
     names = {name.partition(".")[0] for name in set.union(*found.values())} - sys.stdlib_module_names - {"quantmoe"}
     names -= {"llama_cpp", "onnxruntime_genai"} if command == "bench" else set()  # --against says what to install
     names -= {"matplotlib"} if command == "trace" else set()  # and --plot
