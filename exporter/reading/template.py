@@ -31,12 +31,13 @@ class Template:
     Args:
         path: the file it is from, for errors.
         names: special tokens by their names, which templates use.
+        tool_use: the template of conversations with tools, None where it is the same.
 
     Raises:
-        ModelError: it is no Jinja template; jinja2 is too old.
+        ModelError: one is no Jinja template; jinja2 is too old.
     """
 
-    def __init__(self, text: str, path: Path, names: dict[str, str]):
+    def __init__(self, text: str, path: Path, names: dict[str, str], tool_use: str | None = None):
         import jinja2
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -73,6 +74,7 @@ class Template:
         self.path, self.names = path, names
         try:
             self._template = environment.from_string(text)
+            self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)
         except Exception as error:  # jinja2's, and those of Python's own compiler
             raise ModelError(f"{path}: {_words(error)}") from None
 
@@ -90,8 +92,9 @@ class Template:
             ModelError: the template refuses the messages or fails, or the text has half of a surrogate pair.
         """
         inputs = {"tools": tools, "documents": None, "add_generation_prompt": True} | variables
+        template = self._template if tools is None else self._tool_use
         try:
-            text = self._template.render(self.names | inputs, messages=[*map(_as_given, messages)])
+            text = template.render(self.names | inputs, messages=[*map(_as_given, messages)])
             text.encode()
         except Exception as error:  # whatever its expressions raise
             raise ModelError(f"{self.path}: {_words(error)}") from None
@@ -240,6 +243,7 @@ def load_template(folder: Path) -> Template | None:
         found = read_object(path).get("chat_template")
     if isinstance(found, list):
         found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    tool_use = None
     if isinstance(found, dict):
         if "default" not in found:
             there = f"has the templates {', '.join(sorted(found))}" if found else "has no template"
@@ -247,12 +251,13 @@ def load_template(folder: Path) -> Template | None:
                 f"{path}: chat_template {there}, expected one named default; write the one to use to "
                 "chat_template.jinja, or leave it out with --raw"
             )
-        found = found["default"]
+        found, tool_use = found["default"], found.get("tool_use")
     if found is None:
         return None
-    if not isinstance(found, str):
-        raise ModelError(f"{path}: chat_template is {type(found).__name__}, expected text")
-    return Template(found, path, special_tokens(folder))
+    for text in (found, tool_use):
+        if not isinstance(text, str | None):
+            raise ModelError(f"{path}: chat_template is {type(text).__name__}, expected text")
+    return Template(found, path, special_tokens(folder), tool_use)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,29 @@ def test_named_tokens_are_variables_of_templates(source: Path) -> None:
     assert load_template(source).render(said) == wanted == "<b><s>a"
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_templates_take_tools_and_variables(source: Path, named: bool) -> None:
+    """Also a template of its own for tools, messages without content, and reasoning under any of its names."""
+    default = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}{{ enable_thinking }}"
+    template = [{"name": "default", "template": default}, {"name": "tool_use", "template": "tools: " + default}]
+    edit(source / "tokenizer_config.json", {"chat_template": template if named else default})
+    auto, ours = AutoTokenizer.from_pretrained(source), load_template(source)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+    for message in (
+        {"role": "user", "content": "<a>"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "a", "reasoning_content": "b"},
+        {"role": "assistant", "content": "a", "reasoning": "b"},
+        {"role": "assistant", "content": "a", "thinking": "b", "reasoning_content": None},
+    ):
+        for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+            for variables in ({}, {"enable_thinking": False}):
+                wanted = auto.apply_chat_template(
+                    [message], tools=tools, tokenize=False, add_generation_prompt=True, **variables
+                )
+                assert ours.render([message], tools=tools, **variables) == wanted
+
+
 def test_what_is_no_token_is_named(source: Path) -> None:
     for wrong in ({"x": {"content": "a"}}, {"1": {}}, {"1": "a", "2": 3}, []):
         edit(source / "tokenizer_config.json", {"added_tokens_decoder": wrong})
@@ -147,6 +171,25 @@ def test_vocabulary_and_merges_become_one_file(source: Path, begins: bool) -> No
         assert ids(Tokenizer.from_file(str(out / "tokenizer.json")), special) == wanted
         assert ids(AutoTokenizer.from_pretrained(out), special) == wanted
     assert load_tokenizer(out).decode(ids(auto, False)[0], skip_special_tokens=False) == TEXTS[0]
+
+
+def test_mistrals_file_becomes_one_file(tmp_path: Path) -> None:
+    """Without mistral-common, whose tokenizer is no tokenizers.Tokenizer."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    octets = [*(bytes([i]) for i in range(256)), b"th", b"the", b" the", "é".encode()]
+    vocabulary = [{"rank": i, "token_bytes": b64encode(word).decode()} for i, word in enumerate(octets)]
+    special = [{"rank": i, "token_str": text} for i, text in enumerate(["<unk>", "<s>", "</s>", "[INST]"])]
+    config = {"pattern": r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+", "default_num_special_tokens": 8}
+    edit(source / "tekken.json", {"config": config, "vocab": vocabulary, "special_tokens": special})
+    edit(source / "config.json", {"model_type": "mixtral"})
+    assert write_tokenizer(source, lambda name: out / name) == ""
+    auto, plain = AutoTokenizer.from_pretrained(source), Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert ids(plain, True) == ids(auto, True)
+    assert plain.encode("[INST]thé").ids == [3, 8 + 256, 8 + 259]
+    edit(out / "config.json", {"model_type": "mixtral"})
+    assert ids(AutoTokenizer.from_pretrained(out), True) == ids(auto, True)
 
 
 def test_a_tokenizer_that_needs_the_checkpoints_code_is_left_out(source: Path) -> None:
