@@ -107,8 +107,11 @@ def _load(folder: Path) -> tuple[Any, Any, Any]:
     from transformers import AutoTokenizer
 
     with _quiet():
-        # never code out of the checkpoint's folder, nor a question whether to run it
-        auto = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        # never code out of the checkpoint's folder, nor a question whether to run it; never mistral-common's tokenizer,
+        # which is in Python
+        auto = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, mistral_format=False
+        )
     made = getattr(auto, "backend_tokenizer", None)
     if not isinstance(made, Tokenizer):
         raise TypeError(f"{type(auto).__name__} is a tokenizer in Python, which no {TOKENIZER} has")
