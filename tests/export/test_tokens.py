@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +205,23 @@ def test_a_tokenizer_that_needs_the_checkpoints_code_is_left_out(source: Path) -
     out.mkdir()
     assert "transformers makes no tokenizer of" in write_tokenizer(source, lambda name: out / name)
     assert not [*out.iterdir()]
+
+
+def test_a_model_without_a_tokenizer_is_exported(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """With status 0 and a warning, which the folder's README has, too."""
+    source = shutil.copytree(checkpoint(), tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    (source / "tiktoken.model").write_text("IQ== 0\n", encoding="utf-8")
+    change = {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}, "tokenizer_class": "Own"}
+    edit(source / "tokenizer_config.json", change)
+    command, out = Path(sys.executable).with_name("quantmoe"), tmp_path / "out"
+    done = subprocess.run([command, "export", source, out], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = "no tokenizer.json: transformers makes no tokenizer of the checkpoint's files: "
+    assert said in " ".join((done.stdout + done.stderr).split())
+    assert said in (out / "README.md").read_text(encoding="utf-8")
+    assert (out / "model.onnx").exists()
+    assert not (out / "tokenizer.json").exists()
 
 
 def test_a_rule_that_no_file_can_say_is_named(tmp_path: Path) -> None:
