@@ -117,6 +117,31 @@ def quantize_activations(x: np.ndarray, activation_format: str, stored: float | 
     return out
 
 
+def step_columns(m: QuantizedMatrix) -> int:
+    """Packed columns of which int8_group activations share a step (FORMAT.md 4.1)."""
+    group = {"q4_k": 32, "q5_k": 32, "q6_k": 16}.get(m.kind, m.group_size)
+    if group == -1:
+        group = -(-m.shape[1] // 32) * 32
+    return 64 if group % 64 == 0 else 32
+
+
+def quantize_groups(x: np.ndarray, columns: int) -> np.ndarray:
+    """What the product sees of int8_group activations x, f32 [T, K] in the order of the packed columns: float64 [T, K].
+
+    Rows that are not finite become NaN.
+    """
+    padded = np.zeros((len(x), -(-x.shape[1] // columns), columns), np.float32)
+    padded.reshape(len(x), -1)[:, : x.shape[1]] = x
+    finite = np.isfinite(padded).all((1, 2), keepdims=True)
+    padded = np.where(finite, padded, np.float32(0))
+    largest = np.abs(padded).max(2, keepdims=True)
+    with np.errstate(over="ignore", divide="ignore"):
+        factor = np.float32(127) / largest
+    codes = np.rint(padded * np.where(np.isinf(factor), np.float32(0), factor))
+    out = codes.astype(np.float64) * (largest / np.float32(127)).astype(np.float64)
+    return np.where(finite, out, np.nan).reshape(len(x), -1)[:, : x.shape[1]]
+
+
 def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
     """act(gate, up), or act(up) for a layer that is not gated; formulas and sources in op.def."""
     z = up if gate is None else gate
@@ -247,7 +272,13 @@ def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndar
         with np.errstate(over="ignore"):
             x = x.astype(np.float32) * m.pre_scale
         m = dataclasses.replace(m, pre_scale=None)
-    y = quantize_activations(x, activation_format, m.input_scale) @ m.dequantize().T
+    if activation_format == "int8_group":
+        order = np.arange(x.shape[1]) if m.perm is None else m.perm
+        seen = np.empty(x.shape, np.float64)
+        seen[:, order] = quantize_groups(x.astype(np.float32)[:, order], step_columns(m))
+    else:
+        seen = quantize_activations(x, activation_format, m.input_scale)
+    y = seen @ m.dequantize().T
     return y if m.bias is None else y + m.bias.astype(np.float64)
 
 

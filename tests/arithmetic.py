@@ -140,6 +140,8 @@ class Rounded:
         others: float64 [P, K], how far its codes may be, which another step multiplies; 0 but for integers.
         shift, step: float64 [P, 1].
         integers: products of a group are exact.
+        columns: of which activations share a step, 0 for a row's.
+        steps: float64 [P, K / columns] of those, which values and spread have in them.
     """
 
     value: np.ndarray
@@ -148,6 +150,14 @@ class Rounded:
     shift: np.ndarray | float = 0.0
     step: np.ndarray | float = 1.0
     integers: bool = False
+    columns: int = 0
+    steps: np.ndarray | None = None
+
+
+def step_columns(w: Weights) -> int:
+    """Of how many packed columns int8_group activations share a step: 4.1."""
+    group = -(-w.values.shape[1] // 32) * 32 if w.group_size == -1 else w.group_size
+    return 64 if group % 64 == 0 else 32
 
 
 def minifloat(x: np.ndarray, activation_format: str) -> np.ndarray:
@@ -173,6 +183,8 @@ def steps(m: np.ndarray, activation_format: str, stored: float) -> np.ndarray:
     if activation_format in ("mxfp8", "mxfp4"):
         e = ((m.view(np.uint32) + np.uint32(1 << 21)) >> np.uint32(23)).astype(np.int32) - 127
         return np.ldexp(np.float32(1), np.maximum(e - (8 if activation_format == "mxfp8" else 2), -127))
+    if activation_format == "int8_group":
+        return np.where(np.isfinite(np.float32(127) / m), m / np.float32(127), np.float32(0))
     return m / np.float32(127.5 if activation_format == "int8_token" else 448)
 
 
@@ -190,11 +202,14 @@ def _product_of_ranges(low: np.ndarray, high: np.ndarray, least: np.ndarray, mos
     return Range(np.where(low < 0, low * most, low * least), np.where(high < 0, high * least, high * most))
 
 
-def quantize(x: Span, activation_format: str, stored: float, integer_products: bool = False) -> Rounded:
+def quantize(
+    x: Span, activation_format: str, stored: float, integer_products: bool = False, columns: int = 0
+) -> Rounded:
     """x [P, K] in an activation format; its values are float32 (an error of zero) or stand for float32 near them.
 
     Args:
         integer_products: the nvfp4 product whose codes and steps stay apart (4.2).
+        columns: see Rounded; x is in the packed order then.
     """
     nominal, exact = x.value.astype(np.float32), not x.error.any()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -209,6 +224,8 @@ def quantize(x: Span, activation_format: str, stored: float, integer_products: b
         known, nominal = Span(value, np.where(unknown, 0, error)), np.where(finite, nominal, np.float32(0))
         if activation_format == "none" or not len(value):
             found = Rounded(value, known.error, np.zeros_like(value))
+        elif columns:
+            found = _stepped_integers(nominal, known, columns, exact)
         elif activation_format.startswith("int8"):
             found = _integers(nominal, known, activation_format, exact)
         else:
@@ -294,6 +311,38 @@ def _floats(
     return Rounded(value, np.where(nothing, 0, spread), np.zeros_like(value), integers=integer_products)
 
 
+def _stepped_integers(nominal: np.ndarray, x: Span, columns: int, exact: bool) -> Rounded:
+    p, k = nominal.shape
+
+    def largest_of_groups(magnitudes: np.ndarray) -> np.ndarray:
+        padded = np.zeros((p, -(-k // columns), columns), magnitudes.dtype)
+        padded.reshape(p, -1)[:, :k] = magnitudes
+        return padded.max(2)
+
+    def spread_out(of_groups: np.ndarray) -> np.ndarray:
+        return np.repeat(of_groups, columns, axis=1)[:, :k]
+
+    largest = largest_of_groups(np.abs(nominal))
+    factor = np.float32(127) / largest
+    codes = np.rint(nominal * spread_out(np.where(np.isinf(factor), np.float32(0), factor)))
+    step = (largest / np.float32(127)).astype(np.float64)
+    value = codes.astype(np.float64) * spread_out(step)
+    if exact:
+        return Rounded(value, *[np.zeros_like(value)] * 2, integers=True, columns=columns, steps=step)
+
+    least = steps(_down(largest_of_groups(_least_magnitude(x))), "int8_group", 0)
+    most = steps(_up(largest_of_groups(np.abs(x.value) + x.error)), "int8_group", 0)
+    least, most = (spread_out(a).astype(np.float64) for a in (least, most))
+    nothing, lost = most == 0, least == 0
+    least, most = (np.where(lost, 1, a) for a in (least, most))
+    ratios = _product_of_ranges(x.value - x.error, x.value + x.error, (1 - 4 * U) / most, (1 + 4 * U) / least)
+    ends = _product_of_ranges(*(np.rint(r) for r in ratios), least * (1 - U), most * (1 + U))
+    spread = np.where(nothing, 0, _spread(value, x, Range(ends.low - TINY, ends.high + TINY), lost))
+    # Errors of the product count the step, which another largest value makes larger.
+    step = np.maximum(step, (largest_of_groups(np.abs(x.value) + x.error) / 127) * (1 + 4 * U) + TINY)
+    return Rounded(value, spread, np.zeros_like(value), integers=True, columns=columns, steps=step)
+
+
 def _spread(value: np.ndarray, x: Span, ends: Range, lost: np.ndarray) -> np.ndarray:
     """How far what x rounds to may be from ``value``, when it is in ``ends``, or not known because the step is not.
 
@@ -327,6 +376,9 @@ def product(x: Rounded, w: Weights) -> Span:
     acc, error, largest = (np.zeros((p, n)) for _ in range(3))
     with np.errstate(over="ignore", invalid="ignore"):
         values, scales, minima = w.values, w.scales.T, w.minima
+        if x.steps is not None:
+            acc, error, largest = _stepped_sums(x, w)
+            scales = scales[:0]
         if w.two_levels and not x.integers:  # weights are rounded to float32
             values, scales, minima = w.dequantized(), np.ones_like(scales), None
             error = error + U * np.abs(columns) @ dense.T
@@ -345,7 +397,7 @@ def product(x: Rounded, w: Weights) -> Span:
             acc = acc - x.shift * sums.value
             error = error + np.abs(x.shift) * sums.error + U * np.abs(acc) + TINY
             largest = np.maximum(largest, np.abs(x.shift * sums.value))
-        exact = x.integers and w.channelwise  # one int32, then float()
+        exact = x.integers and w.channelwise and x.steps is None  # one int32, then float()
         if exact:
             error = U * np.abs(acc)
         if w.multiplier is not None:
@@ -366,6 +418,35 @@ def product(x: Rounded, w: Weights) -> Span:
             (~np.isfinite(spread)).any(1, keepdims=True) | (largest > LARGEST / 2) | (np.abs(y) + error > LARGEST / 2)
         )
         return Span(y, np.where(lost, np.inf, error))
+
+
+def _stepped_sums(x: Rounded, w: Weights) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """acc of int8_group (4.2) with its error, [P, N], and the largest number on the way; channelwise times the scale."""
+    assert x.steps is not None
+    (p, k), n, (group, columns) = x.value.shape, len(w.values), (w.group, x.columns)
+    acc, error, largest = (np.zeros((p, n)) for _ in range(3))
+    minima, size = w.minima, min(group, columns)
+    for first in range(0, k, columns):
+        step = x.steps[:, first // columns][:, None]
+        all_, of_step = np.zeros((p, n)), np.zeros((p, n))
+        for begin in range(first, min(first + columns, k), size):
+            part, scale = slice(begin, min(begin + size, first + columns)), w.scales[:, begin // group]
+            all_ = all_ + (x.value[:, part] @ w.values[:, part].T) * scale
+            if not w.channelwise:
+                of_step = of_step + U * np.abs(all_) + TINY * step
+            largest = np.maximum(largest, np.where(step > 0, np.abs(all_) / np.maximum(step, TINY), 0))
+        acc = acc + all_
+        factor = np.abs(w.scales[:, 0]) if w.channelwise else 1
+        error = error + of_step + U * np.abs(acc) + TINY * factor
+        largest = np.maximum(largest, np.abs(acc))
+        if minima is not None:
+            of_tokens, minimum = x.value[:, part].sum(1, keepdims=True), minima[:, first // group]
+            acc = acc - of_tokens * minimum
+            error = error + (U * np.abs(of_tokens) + TINY) * np.abs(minimum) + U * np.abs(acc) + TINY
+            largest = np.maximum(largest, np.abs(acc))
+    if w.channelwise:
+        error = error + U * np.abs(acc) + TINY
+    return acc, error, largest
 
 
 def _dot(x: np.ndarray, values: np.ndarray, integers: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -451,6 +532,10 @@ def quant_linear(x: Span, w: Weights, activation_format: str) -> Span:
                 x = Span(scaled, x.error * np.abs(w.pre_scale) + U * np.abs(scaled) + TINY)
             else:
                 x = Span((x.value.astype(np.float32) * w.pre_scale).astype(np.float64), x.error)
+    if activation_format == "int8_group":
+        if w.perm is not None:
+            x, w = Span(x.value[:, w.perm], x.error[:, w.perm]), dataclasses.replace(w, perm=None)
+        return product(quantize(x, activation_format, w.stored, columns=step_columns(w)), w)
     apart = activation_format == w.format == "nvfp4" and w.group_size == 16 and w.perm is None
     return product(quantize(x, activation_format, w.stored, apart), w)
 

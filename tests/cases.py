@@ -207,6 +207,7 @@ WEIGHTS = [
 ]
 #: floats last
 ONE_OF_EACH = [INT4, INT8, ("int4", "f16", True), ("int8", "f16", True), *WEIGHTS[-8:-6], FP8]
+INT8_ACTIVATIONS = ("int8_token", "int8_token_asym", "int8_group")
 FLOAT_ACTIVATIONS = ("fp8_token", "fp8_tensor", "fp8_group128", "nvfp4", "mxfp8", "mxfp4")
 
 
@@ -218,6 +219,16 @@ CASES = [
     *(Case(weights=w, group_size=g) for w in WEIGHTS for g in (-1, 16, 32, 64)),
     *(Case(weights=w, group_size=g, activation_format="none") for w in ONE_OF_EACH for g in (-1, 16, 64)),
     *(Case(weights=w, group_size=g, activation_format="int8_token") for w in ONE_OF_EACH[:-1] for g in (-1, 64)),
+    # Steps of activations for 32 or 64 columns, in groups that are as long, longer, shorter.
+    *(
+        Case(weights=w, group_size=g, activation_format="int8_group", **sizes)
+        for w in ONE_OF_EACH[:-1]
+        for g in (-1, 16, 32, 64, 96, 128)
+        for sizes in (
+            {"hidden": 160, "intermediate": 128},
+            {"hidden": 100, "intermediate": 290, "bias": True, "act_order": "split", "pre_scale": True},
+        )
+    ),
     *(Case(weights=w, activation_format=a) for w in ONE_OF_EACH for a in FLOAT_ACTIVATIONS),
     # Integer products: both sides are e2m1 in the same groups; in act-order they are not.
     *(
@@ -237,13 +248,13 @@ CASES = [
     *(
         Case(weights=w, activation_format=a, **sizes)
         for w in K_QUANTS.values()
-        for a in ("none", "int8_token", "int8_token_asym")
+        for a in ("none", *INT8_ACTIVATIONS)
         for sizes in ({"hidden": 512, "intermediate": 256}, {"hidden": 100, "intermediate": 290, "bias": True})
     ),
     *(
         Case(weights=w, activation_format=a, hidden=290, intermediate=40, act_order="split", pre_scale=True)
         for w in K_QUANTS.values()
-        for a in ("none", "int8_token_asym", "fp8_token")
+        for a in ("none", "int8_token_asym", "int8_group", "fp8_token")
     ),
     *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step")),
     *(Case(activation=a, gated=False) for a in ("silu", "gelu", "relu2")),
@@ -253,7 +264,7 @@ CASES = [
     *(
         Case(act_order=a, activation_format=f, weights=w)
         for a in ("shared", "split")
-        for f in ("none", "int8_token_asym")
+        for f in ("none", "int8_token_asym", "int8_group")
         for w in (INT4, INT8, ("int4", "f16", True))
     ),
     Case(act_order="shared", gated=False),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from arithmetic import activate, assert_within, exactly
 from bounds import check, check_linear
-from cases import FLOAT_ACTIVATIONS, INT4, K_QUANTS, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
+from cases import FLOAT_ACTIVATIONS, INT4, INT8_ACTIVATIONS, K_QUANTS, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
 from specs import attention_spec
 
 from quantmoe.custom_ops import reference
@@ -22,7 +22,6 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts.cpu_panel import describe_down
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 
-INT8 = ("int8_token", "int8_token_asym")
 GROUPS = ("fp8_group128", "nvfp4", "mxfp8", "mxfp4")
 CASES = [
     Case(
@@ -35,8 +34,8 @@ CASES = [
         bias=True,
     )
     for weights in (*ONE_OF_EACH, *WEIGHTS[-2:], *K_QUANTS.values())
-    for activation_format in ("none", *INT8, *FLOAT_ACTIVATIONS)
-    if not (weights[0] in ("fp8_e4m3", "bf16", "f16") and activation_format in INT8)
+    for activation_format in ("none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS)
+    if not (weights[0] in ("fp8_e4m3", "bf16", "f16") and activation_format in INT8_ACTIVATIONS)
 ]
 Change = Callable[[QuantizedMatrix], QuantizedMatrix]
 
@@ -140,6 +139,7 @@ def test_a_gather_before_the_rounding(
     [
         ("int8_token", "quantize_activations", "np.float32(127.5)", "np.float32(127)"),
         ("int8_token_asym", "quantize_activations", "np.float32(255) /", "np.float32(254) /"),
+        ("int8_group", "quantize_groups", "largest / np.float32(127)", "largest / np.float32(126)"),
         ("fp8_token", "round_activations", "largest / limit", "largest / np.float32(447)"),
         ("fp8_group128", "round_activations", "largest / limit", "largest / np.float32(447)"),
         ("fp8_tensor", "round_activations", "largest / np.float32(448)", "largest / np.float32(447)"),

@@ -36,7 +36,7 @@ ADVERSARIAL = [
         for h, i in ((1, 1), (31, 33), (65, 129), (8, 250))
         for kind in ("int4", "int8")
         for g in (-1, 32, 128)
-        for a in ("none", "int8_token_asym")
+        for a in ("none", "int8_token_asym", "int8_group")
     ),
 ]
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from arithmetic import Span, assert_within, quant_linear
 from bounds import check_linear, weights
-from cases import FLOAT_ACTIVATIONS, INT4, INT8, NVFP4, Case
+from cases import FLOAT_ACTIVATIONS, INT4, INT8, INT8_ACTIVATIONS, NVFP4, ONE_OF_EACH, Case
 from specs import linear_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.reference import step_columns
 from quantmoe.custom_ops.schemes import SCHEMES
 
 LAYOUT = LAYOUTS["cpu_panel"]
@@ -46,6 +47,12 @@ CASES = [
     Case(intermediate=1100, weights=("mxfp4", "e8m0", False)),
     Case(intermediate=1100, weights=NVFP4, group_size=16, activation_format="nvfp4"),
     Case(intermediate=1100, weights=("q4_k", "k32", False)),
+    *(
+        Case(intermediate=k, weights=w, group_size=g, activation_format="int8_group", act_order=order)
+        for k, order in ((1100, "none"), (1120, "shared"))
+        for w in (*ONE_OF_EACH[:-1], ("q4_k", "k32", False), ("q6_k", "k16", False))
+        for g in (-1, 16, 32, 128)
+    ),
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),
     Case(weights=("fp8_e4m3", "f32", False), group_size=-1, activation_format="fp8_tensor", static=False),
     Case(hidden=200, weights=("fp8_e4m3", "f32", False), group_size=128, block_n=128, activation_format="none"),
@@ -55,6 +62,7 @@ CASES = [
         for pre_scale in (False, True)
     ),
 ]
+CASES = list(dict.fromkeys(CASES))  # K-quants have one group size
 
 
 def build(case: Case) -> tuple[QuantizedMatrix, LinearSpec, np.ndarray]:
@@ -91,6 +99,7 @@ def test_same_bytes_on_every_kernel(case: Case, kernel: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("kernel", [name for name, usable in native.kernels().items() if usable])
 @pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("activation_format", ["int8_token", "int8_group"])
 @pytest.mark.parametrize(
     ("weights", "group_size"),
     [
@@ -107,10 +116,15 @@ def test_same_bytes_on_every_kernel(case: Case, kernel: str, monkeypatch: pytest
     ids=str,
 )
 def test_sums_of_extremes(
-    weights: tuple[str, str, bool], group_size: int, rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+    weights: tuple[str, str, bool],
+    group_size: int,
+    activation_format: str,
+    rows: int,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Codes and activations at the ends of their ranges: sums of 16 bits are as large as they can be."""
-    case = Case(intermediate=1100, weights=weights, group_size=group_size, activation_format="int8_token")
+    case = Case(intermediate=1100, weights=weights, group_size=group_size, activation_format=activation_format)
     m, spec, w = build(case)
     top, zeros = (1 << SCHEMES[m.kind].bits) - 1, m.zero_points
     for code in (0, top // 2, top):
@@ -124,6 +138,42 @@ def test_sums_of_extremes(
             want = native.NativeLinear(spec, w)(x)
             monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", kernel)
             np.testing.assert_array_equal(native.NativeLinear(spec, w)(x), want)
+
+
+@pytest.mark.parametrize("kernel", [name for name, usable in native.kernels().items() if usable])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(
+    ("weights", "group_size"),
+    [(INT4, 32), (INT4, 128), (INT8, -1), (NVFP4, 16), (("int4", "f16", True), 64), (("q4_k", "k32", False), 32)],
+    ids=str,
+)
+def test_large_channels_cost_their_own_groups_alone(
+    weights: tuple[str, str, bool], group_size: int, rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two channels that are 500 times as large, as trained models have them.
+
+    A code is half a step from its activation at most, so y from the product of float activations by half of
+    sum(step * |w|); float32 adds 2^-18 of sum(|x * w|) at most: some 20 roundings of each term.
+    """
+    k, large = 512, [70, 301]
+    monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", kernel)
+    case = Case(intermediate=k, weights=weights, group_size=group_size, activation_format="int8_group")
+    m, spec, w = build(case)
+    x = np.random.default_rng(1).normal(0, 1, (rows, k)).astype(np.float32)
+    usual = x.copy()
+    x[:, large] *= 500
+    found, columns, dense = native.NativeLinear(spec, w)(x), step_columns(m), m.dequantize()
+    check_linear(x, m, spec.w, found)
+    steps = np.repeat(np.abs(x).reshape(rows, -1, columns).max(2), columns, axis=1).astype(np.float64) / 127
+    assert (np.abs(found - x @ dense.T) <= (steps / 2 + np.abs(x) * 2.0**-18) @ np.abs(dense).T).all()
+    if m.kind == "q4_k":
+        return  # no code of it is zero
+    groups = np.isin(np.arange(k) // columns, [i // columns for i in large])
+    zero = SCHEMES[m.kind].zero if m.zero_points is None else m.expand(m.zero_points)[:, groups]
+    codes = m.codes.copy()
+    codes[:, groups] = zero
+    LAYOUT.pack_down(dataclasses.replace(m, codes=codes), spec.moe, w[0])
+    np.testing.assert_array_equal(native.NativeLinear(spec, w)(x), native.NativeLinear(spec, w)(usual))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -174,7 +224,7 @@ def test_bad_attributes_are_named(change: dict, message: str) -> None:
         native.NativeLinear(dataclasses.replace(spec, **change), w)
 
 
-@pytest.mark.parametrize("activation_format", ["none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS])
+@pytest.mark.parametrize("activation_format", ["none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS])
 @pytest.mark.parametrize(
     "magnitude", [1.0, 2.0**-120, *(units * 2.0**-149 for units in (0.5, 30, 100, 300, 1500, 10**6))]
 )

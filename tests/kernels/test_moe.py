@@ -6,7 +6,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from bounds import check
-from cases import CASES, FLOAT_ACTIVATIONS, FP8, INT4, K_QUANTS, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
+from cases import (
+    CASES,
+    FLOAT_ACTIVATIONS,
+    FP8,
+    INT4,
+    INT8_ACTIVATIONS,
+    K_QUANTS,
+    NVFP4,
+    ONE_OF_EACH,
+    WEIGHTS,
+    Case,
+    Layer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +64,7 @@ def test_16_bit_activations(dtype: type, kernel: str, monkeypatch: pytest.Monkey
         top_k=st.integers(1, 4),
         weights=st.sampled_from(WEIGHTS),
         group_size=st.sampled_from([-1, 16, 32, 64, 128]),
-        activation_format=st.sampled_from(["none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS]),
+        activation_format=st.sampled_from(["none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS]),
         pre_scale=st.booleans(),
         static=st.booleans(),
         activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step"]),
@@ -79,7 +91,7 @@ def test_kernels_and_thread_counts_agree_bit_for_bit(case: Case, t: int, lanes: 
                 assert got.tobytes() == want.tobytes(), f"{kernel} with {n} lanes"
 
 
-@pytest.mark.parametrize("activation_format", ["none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS])
+@pytest.mark.parametrize("activation_format", ["none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS])
 @pytest.mark.parametrize("kernel", USABLE)
 def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(activation_format=activation_format, experts=2)
@@ -100,10 +112,11 @@ def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: p
     assert np.isfinite(got[[0, 1, 4, 5, 6, 7, 8]]).all()
 
 
+@pytest.mark.parametrize("activation_format", ["int8_token", "int8_group"])
 @pytest.mark.parametrize("weights", [*ONE_OF_EACH[:-1], *K_QUANTS.values()], ids=str)
 @pytest.mark.parametrize("kernel", USABLE)
 def test_the_largest_products_do_not_saturate(
-    kernel: str, weights: tuple[str, str, bool], monkeypatch: pytest.MonkeyPatch
+    kernel: str, weights: tuple[str, str, bool], activation_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Largest(Case):
         def matrix(self, *args: object) -> QuantizedMatrix:
@@ -116,9 +129,9 @@ def test_the_largest_products_do_not_saturate(
             )
             return dataclasses.replace(m, codes=codes, zero_points=zeros)
 
-    layer = Largest(hidden=256, intermediate=64, weights=weights, activation_format="int8_token").build()
+    layer = Largest(hidden=256, intermediate=64, weights=weights, activation_format=activation_format).build()
     hidden, ids, weights = layer.case.tokens(12)
-    hidden[:6], hidden[6:] = -1, 1  # every value quantizes to -128, to 127
+    hidden[:6], hidden[6:] = -1, 1  # every value quantizes to the first code, to the last
     got = run(layer, (hidden, ids, weights), kernel, monkeypatch)
     check(layer, (hidden, ids, weights), got)
     assert got.tobytes() == run(layer, (hidden, ids, weights), "panel_portable", monkeypatch).tobytes()
@@ -171,7 +184,7 @@ def test_an_act_order_out_of_range_is_named(matrix: str, column: int) -> None:
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf])
 @pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("activation_format", ["none", "int8_token_asym", "fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize("activation_format", ["none", "int8_token_asym", "int8_group", "fp8_tensor", "nvfp4"])
 def test_the_weight_of_an_id_that_contributes_zero_may_be_anything(
     activation_format: str, on_input: bool, weight: float
 ) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cases import FLOAT_ACTIVATIONS, FP8, INT4, NVFP4, ROUTERS, Case
+from cases import FLOAT_ACTIVATIONS, FP8, INT4, INT8_ACTIVATIONS, NVFP4, ROUTERS, Case
 from specs import linear_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.op import MoESpec
 
-ACTIVATIONS = ("none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS)
+ACTIVATIONS = ("none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS)
 
 
 @pytest.fixture

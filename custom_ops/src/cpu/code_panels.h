@@ -36,7 +36,9 @@ struct Codes {
   int bits;   // 8: two vectors of nibbles are one of rows
   int fours;  // of a unit
   int units;  // of a group; 0: any number
-  bool zero, stepped, minima;
+  bool zero;
+  Steps steps;
+  bool minima;
   bool offset;  // codes are unsigned, and sums start with what that adds
 };
 
@@ -49,11 +51,11 @@ struct CodePanels {
   using Rows = Floats[V::kCodeVectors];
   static constexpr int kColumns = 512, kTokens = 96;  // at a time; of tokens what a layer's task has
 
-  // Columns whose codes are unpacked at a time: whole groups, or a part of one.
+  // Columns whose codes are unpacked at a time: whole spans, or a part of one.
   struct Piece {
-    int64_t column, group;  // the first ones
-    int groups, columns;    // columns of a group
-    bool begins, ends;      // whether groups do here
+    int64_t column, span;  // the first ones
+    int spans, columns;    // columns of a span
+    bool begins, ends;     // whether spans do here
   };
 
   const PanelMatrix& matrix;
@@ -70,16 +72,16 @@ struct CodePanels {
     constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
     const int64_t block = matrix.block, tail = matrix.block_bytes - matrix.codes_bytes;
     int64_t in_block = piece.column % block, offset = piece.column / block * matrix.block_bytes + in_block * 4;
-    Fours* const end = codes + piece.groups * piece.columns / 4;
+    Fours* const end = codes + piece.spans * piece.columns / 4;
     for (Fours* to = codes; to < end; to += 8, offset += 128) {
       if (in_block == block) in_block = 0, offset += tail;
       V::template unpack<C, kOffset>(panels, offset, to);
       in_block += 32;
     }
     if (!matrix.grouped) return;
-    for (int i = 0; i < piece.groups; ++i) {
-      const int64_t group = piece.group + i, base = group / matrix.parts * matrix.block_bytes,
-                    part = group % matrix.parts;
+    for (int i = 0; i < piece.spans; ++i) {
+      const int64_t group = (piece.span + i) * matrix.span / matrix.group(),
+                    base = group / matrix.parts * matrix.block_bytes, part = group % matrix.parts;
       const int64_t at = base + matrix.codes_bytes + part * matrix.nr * scale_size(matrix.scale_type);
       for (int v = 0; v < kVectors; ++v) {
         scales[i][v] = V::template load_group_scales<C>(matrix, panels, v, at);
@@ -93,7 +95,7 @@ struct CodePanels {
     using Levels = LevelsAt<V, kHigh>;
     constexpr int kChunk = 256 + 64 * kHigh;
     Fours* to = codes;
-    for (int64_t column = piece.column; column < piece.column + piece.groups * piece.columns; column += 32, to += 8) {
+    for (int64_t column = piece.column; column < piece.column + piece.spans * piece.columns; column += 32, to += 8) {
       const uint8_t* chunk = panel + column / 256 * matrix.block_bytes + column % 256 / 32 * kChunk;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
@@ -101,8 +103,8 @@ struct CodePanels {
       });
     }
     for (int v = 0; v < V::kCodeVectors; ++v)
-      for (int i = 0; i < piece.groups; ++i) {
-        const int64_t group = piece.group + i;
+      for (int i = 0; i < piece.spans; ++i) {
+        const int64_t group = piece.span + i;
         const Levels levels(panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes, V::kRows * v);
         scales[i][v] = levels.scale(group % matrix.parts);
         if constexpr (Levels::kMinima) minima[i][v] = levels.minimum(group % matrix.parts);
@@ -114,32 +116,35 @@ struct CodePanels {
   static void multiply(const CodePanels& of, const Piece& piece, const uint8_t* tile, Rows* sum, Fours* part) {
     constexpr int kVectors = V::template kVectors<kCodes.bits>;
     const uint8_t* x = tile + piece.column * M;
-    const int64_t groups = of.matrix.groups();
-    const int32_t* start = reinterpret_cast<const int32_t*>(tile + of.matrix.kp * M) + piece.group * M;
+    const int32_t* start = reinterpret_cast<const int32_t*>(tile + of.matrix.kp * M);
+    [[maybe_unused]] const float* steps = reinterpret_cast<const float*>(start + of.matrix.spans() * M) +
+                                          piece.span / (kCodes.steps == kPairStep ? 2 : 1) * M;
+    start += piece.span * M;
     const Fours* codes = of.codes;
     constexpr int kMade = V::kGroups ? V::kGroups : 1;
-    const int columns = piece.columns, last = piece.groups;
-    const int64_t width = of.matrix.group();
-    // Of groups in work, and sums while they are in registers.
+    const int columns = piece.columns, last = piece.spans;
+    const int64_t width = of.matrix.span;
+    // Of spans in work, and sums while they are in registers.
     alignas(64) [[maybe_unused]] Integers made[kMade][V::kGroups ? M : 1];
     [[maybe_unused]] Rows kept[V::kGroups ? M : 1];
+    [[maybe_unused]] Floats of_pair[M][kVectors];
     if constexpr (V::kGroups) QM_EACH_SUM kept[i][v] = sum[i][v];
-    for (int group = 0; group < last; ++group, start += M) {
+    for (int span = 0; span < last; ++span, start += M) {
       Integers dot[M][kVectors];
       const auto first = [&](int i, int v) __attribute__((always_inline)) {
         if constexpr (kCodes.units == 0)
           if (!piece.begins) return part[i][v];
-        if constexpr (kCodes.zero) return V::starts(of.zeros[group][v], start[i]);
+        if constexpr (kCodes.zero) return V::starts(of.zeros[span][v], start[i]);
         return V::integers(kCodes.offset ? start[i] : 0);
       };
       if constexpr (V::kGroups) {
-        for (int next = 0; group % kMade == 0 && next < kMade && group + next < last; ++next) {
+        for (int next = 0; span % kMade == 0 && next < kMade && span + next < last; ++next) {
           V::template products<M, kCodes.bits == 8 && kCodes.offset, 4 * kCodes.fours * kCodes.units>(
               codes, x, width, columns, made[next]);
           codes += columns / 4;
           x += columns * M;
         }
-        QM_EACH_TOKEN dot[i][0] = V::add(first(i, 0), made[group % kMade][i]);
+        QM_EACH_TOKEN dot[i][0] = V::add(first(i, 0), made[span % kMade][i]);
       } else {
         const auto so_far = [&](int i, int v) __attribute__((always_inline)) { return dot[i][v]; };
         const auto unit = [&](const auto& from) __attribute__((always_inline)) {
@@ -159,63 +164,74 @@ struct CodePanels {
         }
       // Once: sums might be anywhere, and the compiler would read these for each.
       Floats scale[kVectors], minimum[kVectors];
-      for (int v = 0; v < kVectors; ++v) scale[v] = of.scales[group][v], minimum[v] = of.minima[group][v];
+      for (int v = 0; v < kVectors; ++v) scale[v] = of.scales[span][v], minimum[v] = of.minima[span][v];
+      if constexpr (kCodes.steps == kPairStep)
+        if (span % 2 == 0) {
+          QM_EACH_SUM of_pair[i][v] = V::multiply(V::floats(dot[i][v]), scale[v]);
+          continue;
+        }
       const float* factors = reinterpret_cast<const float*>(start);  // of minima
-      const float* steps = reinterpret_cast<const float*>(start + groups * M);
-      QM_EACH_SUM {
-        Floats all = V::floats(dot[i][v]);
-        Floats& so_far = V::kGroups ? kept[V::kGroups ? i : 0][v] : sum[i][v];
-        if constexpr (kCodes.stepped)
-          all = V::fma(V::multiply(all, scale[v]), V::broadcast(steps + i), so_far);
-        else
-          all = V::fma(all, scale[v], so_far);
-        if constexpr (kCodes.minima) all = V::negative_fma(V::broadcast(factors + i), minimum[v], all);
-        so_far = all;
+      const auto add = [&](const auto& scaled) __attribute__((always_inline)){
+          QM_EACH_SUM{Floats& so_far = V::kGroups ? kept[V::kGroups ? i : 0][v] : sum[i][v];
+      Floats all = scaled(i, v, V::floats(dot[i][v]), so_far);
+      if constexpr (kCodes.minima) all = V::negative_fma(V::broadcast(factors + i), minimum[v], all);
+      so_far = all;
+    }
+  };
+  const auto with_scale = [&](int i, int v, Floats all, Floats so_far) __attribute__((always_inline)) {
+    if constexpr (kCodes.steps == kRowStep) return V::fma(all, scale[v], so_far);
+    all = kCodes.steps == kPairStep ? V::fma(all, scale[v], of_pair[i][v]) : V::multiply(all, scale[v]);
+    return V::fma(all, V::broadcast(steps + i), so_far);
+  };
+  if (kCodes.steps == kRowStep || kCodes.minima || of.matrix.grouped)
+    add(with_scale);
+  else
+    add([&](int i, int, Floats all, Floats so_far)
+            __attribute__((always_inline)) { return V::fma(all, V::broadcast(steps + i), so_far); });
+  if constexpr (kCodes.steps != kRowStep) steps += M;
+} if constexpr (V::kGroups) QM_EACH_SUM sum[i][v] = kept[i][v];
+}  // namespace
+template <Codes kCodes, int... M>
+static constexpr auto products(std::integer_sequence<int, M...>) {
+  struct Products {
+    decltype(&multiply<1, kCodes>) of[sizeof...(M)];  // [tokens - kLeastTokens]
+  };
+  return Products{{multiply<M + V::kLeastTokens, kCodes>...}};
+}
+
+// The tiles of a panel, or of some side by side: load(piece) unpacks, store(tile, row) stores. What comes `ahead`, so
+// many bytes, is fetched into L2 a little with each tile: at once it would fill the buffers that all loads wait for.
+template <Codes kCodes, class Load, class Store>
+void run(const TokenTile* tiles, int64_t count, int tokens, const uint8_t* ahead, int64_t bytes, const Load& load,
+         const Store& store) {
+  static constexpr auto kProducts =
+      products<kCodes>(std::make_integer_sequence<int, V::kTileRows - V::kLeastTokens + 1>());
+  const int64_t span = matrix.span, spans = span <= kColumns ? kColumns / span : 1,
+                part = std::min<int64_t>(span, kColumns);
+  const int64_t pieces = ceil_div(matrix.spans(), spans) * ceil_div(span, part),
+                fetched = align_up(ceil_div(bytes, pieces * count), 64);
+  for (Rows* sum = sums; sum != sums + tokens; ++sum)
+    for (Floats& of_rows : *sum) of_rows = V::broadcast(0.0f);
+  for (int64_t first = 0; first < matrix.spans(); first += spans)
+    for (int64_t from = 0; from < span; from += part) {
+      const Piece piece{first * span + from,
+                        first,
+                        static_cast<int>(std::min(spans, matrix.spans() - first)),
+                        static_cast<int>(std::min(part, span - from)),
+                        from == 0,
+                        from + part >= span && (matrix.grouped || matrix.stepped)};
+      load(piece);
+      int row = 0;
+      for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) {
+        if (ahead)
+          for (const uint8_t* const end = ahead + fetched; ahead != end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        kProducts.of[tile->m - V::kLeastTokens](*this, piece, tile->data, sums + row, partial + row);
       }
     }
-    if constexpr (V::kGroups) QM_EACH_SUM sum[i][v] = kept[i][v];
-  }
-  template <Codes kCodes, int... M>
-  static constexpr auto products(std::integer_sequence<int, M...>) {
-    struct Products {
-      decltype(&multiply<1, kCodes>) of[sizeof...(M)];  // [tokens - kLeastTokens]
-    };
-    return Products{{multiply<M + V::kLeastTokens, kCodes>...}};
-  }
-
-  // The tiles of a panel, or of some side by side: load(piece) unpacks, store(tile, row) stores. What comes `ahead`, so
-  // many bytes, is fetched into L2 a little with each tile: at once it would fill the buffers that all loads wait for.
-  template <Codes kCodes, class Load, class Store>
-  void run(const TokenTile* tiles, int64_t count, int tokens, const uint8_t* ahead, int64_t bytes, const Load& load,
-           const Store& store) {
-    static constexpr auto kProducts =
-        products<kCodes>(std::make_integer_sequence<int, V::kTileRows - V::kLeastTokens + 1>());
-    const int64_t group = matrix.group(), groups = group <= kColumns ? kColumns / group : 1,
-                  part = std::min<int64_t>(group, kColumns);
-    const int64_t pieces = ceil_div(matrix.groups(), groups) * ceil_div(group, part),
-                  fetched = align_up(ceil_div(bytes, pieces * count), 64);
-    for (Rows* sum = sums; sum != sums + tokens; ++sum)
-      for (Floats& of_rows : *sum) of_rows = V::broadcast(0.0f);
-    for (int64_t first = 0; first < matrix.groups(); first += groups)
-      for (int64_t from = 0; from < group; from += part) {
-        const Piece piece{first * group + from,
-                          first,
-                          static_cast<int>(std::min(groups, matrix.groups() - first)),
-                          static_cast<int>(std::min(part, group - from)),
-                          from == 0,
-                          from + part >= group && matrix.grouped};
-        load(piece);
-        int row = 0;
-        for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) {
-          if (ahead)
-            for (const uint8_t* const end = ahead + fetched; ahead != end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-          kProducts.of[tile->m - V::kLeastTokens](*this, piece, tile->data, sums + row, partial + row);
-        }
-      }
-    int row = 0;
-    for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) store(*tile, row);
-  }
-};
+  int row = 0;
+  for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) store(*tile, row);
+}
+};  // namespace quantmoe
 
 // Whether CodePanels take the matrix.
 template <class V>
@@ -262,14 +278,14 @@ void multiply_row_codes(const PanelProduct& product) {
           [&](const auto& piece) { of.template load<C, kCodes.offset>(panels, piece); },
           [&](const TokenTile& tile, int first) {
             const int32_t* tail =
-                reinterpret_cast<const int32_t*>(tile.data + matrix.kp * tile.m) + matrix.groups() * tile.m;
+                reinterpret_cast<const int32_t*>(tile.data + matrix.kp * tile.m) + matrix.spans() * tile.m;
             const auto sum = [&](int i, int v) __attribute__((always_inline)) {
-              return matrix.grouped ? of.sums[first + i][v] : V::as_floats(of.partial[first + i][v]);
+              return matrix.grouped || matrix.stepped ? of.sums[first + i][v] : V::as_floats(of.partial[first + i][v]);
             };
             if (matrix.plain())
-              store_plain<V, C>(matrix, panels, tail, tile.m, product.row_stride, sum);
+              store_plain<V, C, kCodes.steps>(matrix, panels, tail, tile.m, product.row_stride, sum);
             else
-              store_scaled<V, C, kCodes.stepped>(matrix, panels, tail, tile.m, product.row_stride, sum);
+              store_scaled<V, C, kCodes.steps>(matrix, panels, tail, tile.m, product.row_stride, sum);
             panels.advance(tile.m * product.row_stride);
           });
       panels.ahead = 0;
@@ -277,24 +293,27 @@ void multiply_row_codes(const PanelProduct& product) {
   }
 }
 
-template <class V, class C>
+template <class V, class C, bool kZero>
 void multiply_integer_codes(const PanelProduct& product) {
   constexpr int kFours = V::template kFours<C::kBits>;
-  constexpr bool kOffset = !V::kSigned;
+  constexpr bool kOffset = kZero || !V::kSigned;
   const PanelMatrix& matrix = *product.matrix;
   if constexpr (V::kLeastGroup == 16)
     if (matrix.group() == 16)
-      return matrix.zero_points
-                 ? multiply_row_codes<V, C, Codes{C::kBits, 4, 1, true, false, false, true}>(product)
-                 : multiply_row_codes<V, C, Codes{C::kBits, 4, 1, false, false, false, kOffset}>(product);
-  if (matrix.zero_points)
-    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, true, false, false, true}>(product);
-  if (matrix.grouped && matrix.group() == 32)
-    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 8 / kFours, false, false, false, kOffset}>(product);
-  multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, false, false, false, kOffset}>(product);
+      return matrix.stepped ? multiply_row_codes<V, C, Codes{C::kBits, 4, 1, kZero, kPairStep, false, kOffset}>(product)
+                            : multiply_row_codes<V, C, Codes{C::kBits, 4, 1, kZero, kRowStep, false, kOffset}>(product);
+  if (matrix.stepped)
+    return matrix.span == 64
+               ? multiply_row_codes<V, C, Codes{C::kBits, kFours, 16 / kFours, kZero, kSpanStep, false, kOffset}>(
+                     product)
+               : multiply_row_codes<V, C, Codes{C::kBits, kFours, 8 / kFours, kZero, kSpanStep, false, kOffset}>(
+                     product);
+  if (!kZero && matrix.grouped && matrix.group() == 32)
+    return multiply_row_codes<V, C, Codes{C::kBits, kFours, 8 / kFours, kZero, kRowStep, false, kOffset}>(product);
+  multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, kZero, kRowStep, false, kOffset}>(product);
 }
 
-template <class V, int kHigh>
+template <class V, int kHigh, Steps kSteps>
 void multiply_k_codes(const PanelProduct& product) {
   constexpr int kWidth = kHigh == 2 ? 4 : 8, kFours = V::template kFours<4 + kHigh>;
   const PanelMatrix& matrix = *product.matrix;
@@ -304,13 +323,13 @@ void multiply_k_codes(const PanelProduct& product) {
     float* out = product.out + index % product.halves * product.half_stride + index / product.halves * matrix.nr;
     const uint8_t* ahead = panel + matrix.stride;
     for_tiles<V>(product, [&](const TokenTile* tiles, int64_t count, int tokens) {
-      of.template run<Codes{4, kFours, kWidth / kFours, false, false, kHigh < 2, kHigh == 2}>(
+      of.template run<Codes{4, kFours, kWidth / kFours, false, kSteps, kHigh < 2, kHigh == 2}>(
           tiles, count, tokens, ahead, matrix.stride,
           [&](const auto& piece) { of.template load_k<kHigh>(panel, piece); },
           [&](const TokenTile& tile, int first) {
-            const uint8_t* const tail = tile.data + (matrix.kp + 4 * matrix.groups()) * tile.m;
+            const uint8_t* const tail = tile.data + (matrix.kp + 4 * matrix.spans()) * tile.m;
             for (int v = 0; v < V::kCodeVectors; ++v)
-              store_k<V>(
+              store_k<V, kSteps != kRowStep>(
                   matrix, panel, V::kRows * v, tail, tile.m, tile.m, out,
                   product.row_stride, [&](int i) __attribute__((always_inline)) { return of.sums[first + i][v]; });
             out += tile.m * product.row_stride;
@@ -320,25 +339,38 @@ void multiply_k_codes(const PanelProduct& product) {
   }
 }
 
+// Steps: of a group, or of two of codes with 6 bits.
+template <class V, Steps kSteps>
+void multiply_k_codes(const PanelProduct& product) {
+  const int bits = product.matrix->bits;
+  if constexpr (V::kLeastGroup == 16)
+    if (bits == 6) return multiply_k_codes < V, 2, kSteps == kRowStep ? kRowStep : kPairStep > (product);
+  return bits == 4 ? multiply_k_codes<V, 0, kSteps>(product) : multiply_k_codes<V, 1, kSteps>(product);
+}
+
+template <class V, int kFours, int kUnits, Steps kSteps>
+void multiply_e2m1_codes(const PanelProduct& product) {
+  multiply_row_codes<V, typename V::E2m1, Codes{4, kFours, kUnits, false, kSteps, false, !V::kSigned}>(product);
+}
+
 template <class V>
 void multiply_codes(const PanelProduct& product) {
   const PanelMatrix& matrix = *product.matrix;
-  using E2m1 = typename V::E2m1;
-  if (is_k(matrix.format)) {
-    if constexpr (V::kLeastGroup == 16)
-      if (matrix.bits == 6) return multiply_k_codes<V, 2>(product);
-    return matrix.bits == 4 ? multiply_k_codes<V, 0>(product) : multiply_k_codes<V, 1>(product);
-  }
+  const bool stepped = matrix.stepped;
+  if (is_k(matrix.format))
+    return stepped ? multiply_k_codes<V, kSpanStep>(product) : multiply_k_codes<V, kRowStep>(product);
   if (is_e2m1(matrix.format)) {
-    constexpr bool kOffset = !V::kSigned;
-    if constexpr (V::kLeastGroup == 16) {
-      if (matrix.stepped) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, true, false, kOffset}>(product);
-      if (matrix.parts == 2) return multiply_row_codes<V, E2m1, Codes{4, 4, 1, false, false, false, kOffset}>(product);
-    }
-    return multiply_row_codes<V, E2m1, Codes{4, 4, 2, false, false, false, kOffset}>(product);
+    if constexpr (V::kLeastGroup == 16)
+      if (matrix.parts == 2)
+        return !stepped                 ? multiply_e2m1_codes<V, 4, 1, kRowStep>(product)
+               : matrix.step_spans == 2 ? multiply_e2m1_codes<V, 4, 1, kPairStep>(product)
+                                        : multiply_e2m1_codes<V, 4, 1, kSpanStep>(product);
+    return stepped ? multiply_e2m1_codes<V, 4, 2, kSpanStep>(product) : multiply_e2m1_codes<V, 4, 2, kRowStep>(product);
   }
-  matrix.bits == 8 ? multiply_integer_codes<V, typename V::Int8>(product)
-                   : multiply_integer_codes<V, typename V::Int4>(product);
+  const auto multiply = [&]<class C>(C) {
+    matrix.zero_points ? multiply_integer_codes<V, C, true>(product) : multiply_integer_codes<V, C, false>(product);
+  };
+  matrix.bits == 8 ? multiply(typename V::Int8{}) : multiply(typename V::Int4{});
 }
 
 }  // namespace

@@ -89,7 +89,38 @@ bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, 
   return true;
 }
 
-void block_sums(const int8_t* q, int64_t block, int64_t blocks, int32_t* sums) {  // of groups, where a block has two
+template <int kColumns>
+inline bool quantize_columns(const float* x, int64_t groups, int8_t* __restrict q, float* steps) {
+  for (int64_t group = 0; group < groups; ++group) steps[group] = largest_magnitude(x + kColumns * group, kColumns);
+  const bool finite = largest_magnitude(steps, groups) < INFINITY;
+  for (int64_t group = 0; group < groups; ++group) {
+    const float inverse = 127.0f / steps[group], factor = finite && inverse < INFINITY ? inverse : 0.0f;
+    steps[group] = steps[group] / 127.0f;
+    // The lowest byte of the sum that rounds is the integer.
+    for (int i = 0; i < kColumns; ++i)
+      q[kColumns * group + i] = static_cast<int8_t>(bit_cast<int32_t>(x[kColumns * group + i] * factor + kRoundMagic));
+  }
+  return finite;
+}
+
+template <int kColumns>
+inline bool quantize_padded(const float* x, int64_t k, int64_t kp, int8_t* q, float* steps) {
+  const int64_t whole = k / kColumns;
+  float rest[kColumns] = {};
+  std::memcpy(rest, x + kColumns * whole, static_cast<size_t>(k % kColumns) * 4);
+  bool finite = quantize_columns<kColumns>(x, whole, q, steps);
+  for (int64_t group = whole; group < kp / kColumns; ++group) {
+    finite &= quantize_columns<kColumns>(rest, 1, q + kColumns * group, steps + group);
+    std::memset(rest, 0, sizeof(rest));
+  }
+  return finite;
+}
+
+bool quantize_int8(const float* x, int64_t k, int64_t kp, int64_t columns, int8_t* q, float* steps) {
+  return columns == 64 ? quantize_padded<64>(x, k, kp, q, steps) : quantize_padded<32>(x, k, kp, q, steps);
+}
+
+void block_sums(const int8_t* q, int64_t block, int64_t blocks, int32_t* sums) {  // of spans
   for (int64_t b = 0; b < blocks; ++b, q += block) {
     int32_t sum = 0;
     for (int64_t i = 0; i < block; ++i) sum += q[i];
@@ -164,11 +195,11 @@ void pack_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* r
   if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + matrix.kp * tokens);
   for (int i = 0; i < tokens; ++i)
-    for (int64_t group = 0; group < matrix.groups(); ++group) sums[group * tokens + i] = rows[i].sums[group];
-  float* steps = reinterpret_cast<float*>(sums + matrix.groups() * tokens);
+    for (int64_t span = 0; span < matrix.spans(); ++span) sums[span * tokens + i] = rows[i].sums[span];
+  float* steps = reinterpret_cast<float*>(sums + matrix.spans() * tokens);
   if (matrix.stepped) {
     for (int i = 0; i < tokens; ++i)
-      for (int64_t group = 0; group < matrix.groups(); ++group) steps[group * tokens + i] = rows[i].steps[group];
+      for (int64_t step = 0; step < matrix.steps(); ++step) steps[step * tokens + i] = rows[i].steps[step];
     return;
   }
   int32_t* zero_points = reinterpret_cast<int32_t*>(steps + tokens);
@@ -188,16 +219,17 @@ inline void pack_tile_offset(const PanelMatrix& matrix, bool quantized, const Ac
   if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + matrix.kp * tokens);
   if (matrix.zero_points) {
-    for (int64_t i = 0; i < matrix.groups() * tokens; ++i)
+    for (int64_t i = 0; i < matrix.spans() * tokens; ++i)
       sums[i] = static_cast<int32_t>((sums[i] & 127) | static_cast<uint32_t>(sums[i] >> 7) << 16);
     return;
   }
   const int32_t offset = is_e2m1(matrix.format) ? 12 : matrix.bits == 4 ? 8 : 128;
-  for (int64_t i = 0; i < matrix.groups() * tokens; ++i) sums[i] *= -offset;
+  for (int64_t i = 0; i < matrix.spans() * tokens; ++i) sums[i] *= -offset;
 }
 
-#define QM_ELEMENTWISE(pack) \
-  to_float, from_float, scale, all_finite, quantize, block_sums, round_row, quantize_nvfp4, activate, accumulate, pack
+#define QM_ELEMENTWISE(pack)                                                                                         \
+  to_float, from_float, scale, all_finite, quantize, block_sums, round_row, quantize_int8, quantize_nvfp4, activate, \
+      accumulate, pack
 
 }  // namespace
 }  // namespace quantmoe

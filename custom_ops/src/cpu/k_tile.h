@@ -4,8 +4,10 @@
 //   a block of a panel, 256 columns                                   of each row and token
 //     codes of 32 columns [four 0 .. 7][row 0 .. 15][4 columns]         s = the int8 products of a group, an integer
 //     ... eight times
-//     scales and minima   [group][row 0 .. 15]                          sum += scale * s - minimum * the group's sum of
-//     x
+//     scales and minima   [group][row 0 .. 15]                          sum += scale * s * step - minimum * the
+//                                                                              group's sum of x
+//
+// With a step for all of a token's columns, both are multiplied by it at the end.
 //
 // V says what Bytes (4 columns of each row), Floats (a number of each row) and Sums (an integer of each row) are:
 //   load(at)                         kRows * 4 bytes
@@ -76,7 +78,7 @@ struct LevelsAt {
 };
 
 // The results of some of a tile's tokens from sum(i), and from what the tile has of the first one after its sums of x.
-template <class V, class Sum>
+template <class V, bool kStepped, class Sum>
 [[gnu::always_inline]] inline void store_k(const PanelMatrix& matrix, const uint8_t* panel, int row,
                                            const uint8_t* tail, int tile_tokens, int tokens, float* out,
                                            int64_t row_stride, const Sum& sum) {
@@ -85,14 +87,15 @@ template <class V, class Sum>
   const typename V::Floats row_sums = V::load_floats(panel + matrix.tail() + 4 * row);
   const typename V::Floats bias = V::load_floats(panel + matrix.biases() + 4 * row);
   _Pragma("GCC unroll 32") for (int i = 0; i < tokens; ++i) {
-    const typename V::Floats y = V::multiply(
-        V::fma(row_sums, V::broadcast(static_cast<float>(-zero_points[i])), sum(i)), V::broadcast(steps + i));
+    typename V::Floats y = sum(i);
+    if constexpr (!kStepped)
+      y = V::multiply(V::fma(row_sums, V::broadcast(static_cast<float>(-zero_points[i])), y), V::broadcast(steps + i));
     V::store(out + i * row_stride + row, V::add(y, bias));
   }
 }
 
 // Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
-template <class V, int M, int kHigh, bool kWhole>
+template <class V, int M, int kHigh, bool kWhole, bool kStepped>
 void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
             int first, float* out, int64_t row_stride) {
   using Levels = LevelsAt<V, kHigh>;
@@ -100,7 +103,9 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
   const int tile_tokens = kWhole ? M : tokens;
   const uint8_t* x = tile + 4 * first;
   const uint8_t* starts = tile + matrix.kp * tile_tokens + 4 * first;
+  [[maybe_unused]] const uint8_t* steps = starts + 4 * matrix.spans() * tile_tokens;
   typename V::Floats acc[M];
+  [[maybe_unused]] typename V::Floats of_pair[M];
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
@@ -123,7 +128,17 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
         if constexpr ((j + 1) % kWidth == 0) {
           const int64_t group = chunk_index * 8 / kWidth + j / kWidth;
           const typename V::Floats scale = levels.scale(group);
-          QM_EACH_TOKEN acc[i] = V::fma(V::floats(sums[i]), scale, acc[i]);
+          constexpr bool kFirst = kStepped && !Levels::kMinima && j == 3;  // of two groups that share a step
+          QM_EACH_TOKEN if constexpr (!kStepped) { acc[i] = V::fma(V::floats(sums[i]), scale, acc[i]); }
+          else if constexpr (kFirst) {
+            of_pair[i] = V::multiply(V::floats(sums[i]), scale);
+          }
+          else {
+            const typename V::Floats all = Levels::kMinima ? V::multiply(V::floats(sums[i]), scale)
+                                                           : V::fma(V::floats(sums[i]), scale, of_pair[i]);
+            acc[i] = V::fma(all, V::broadcast(reinterpret_cast<const float*>(steps) + i), acc[i]);
+          }
+          if constexpr (kStepped && !kFirst) steps += 4 * tile_tokens;
           if constexpr (Levels::kMinima) {
             const typename V::Floats minimum = levels.minimum(group);
             QM_EACH_TOKEN acc[i] =
@@ -134,7 +149,7 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
       });
     }
   }
-  store_k<V>(
+  store_k<V, kStepped>(
       matrix, panel, row, starts, tile_tokens, M, out + first * row_stride,
       row_stride, [&](int i) __attribute__((always_inline)) { return acc[i]; });
 }
@@ -189,13 +204,17 @@ using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, int64_t, const u
 template <class V, bool kWhole, int... M>
 constexpr auto k_tiles(std::integer_sequence<int, M...>) {
   struct KTiles {
-    KTile of[2][3][sizeof...(M)];  // [quantized][bits beyond 4][tokens - 1]
+    KTile of[3][3][sizeof...(M)];  // [float, a step a row, stepped][bits beyond 4][tokens - 1]
   };
-  return KTiles{
-      {{{k_float_tile<V, M + 1, 0, kWhole>...},
-        {k_float_tile<V, M + 1, 1, kWhole>...},
-        {k_float_tile<V, M + 1, 2, kWhole>...}},
-       {{k_tile<V, M + 1, 0, kWhole>...}, {k_tile<V, M + 1, 1, kWhole>...}, {k_tile<V, M + 1, 2, kWhole>...}}}};
+  return KTiles{{{{k_float_tile<V, M + 1, 0, kWhole>...},
+                  {k_float_tile<V, M + 1, 1, kWhole>...},
+                  {k_float_tile<V, M + 1, 2, kWhole>...}},
+                 {{k_tile<V, M + 1, 0, kWhole, false>...},
+                  {k_tile<V, M + 1, 1, kWhole, false>...},
+                  {k_tile<V, M + 1, 2, kWhole, false>...}},
+                 {{k_tile<V, M + 1, 0, kWhole, true>...},
+                  {k_tile<V, M + 1, 1, kWhole, true>...},
+                  {k_tile<V, M + 1, 2, kWhole, true>...}}}};
 }
 
 // kMost: tokens at a time. Tiles have as many at most where kWhole.
@@ -203,7 +222,7 @@ template <class V, int kMost, bool kWhole>
 void multiply_k(const PanelProduct& product) {
   static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& matrix = *product.matrix;
-  const KTile* const tiles = kTiles.of[product.quantized][matrix.bits - 4];
+  const KTile* const tiles = kTiles.of[product.quantized + matrix.stepped][matrix.bits - 4];
   for (int64_t panel = 0; panel < product.panel_count; ++panel) {
     float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * matrix.nr;
     for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
@@ -221,23 +240,22 @@ void multiply_k(const PanelProduct& product) {
 }
 
 // pack_tile's sums become what a tile starts from: codes of 6 bits are 32 more than their values; of the others
-// minima take the sums as floats.
+// minima take the sums as floats, times the step where each group has its own.
 template <auto kPlace = interleave>
 inline void pack_k_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
                         uint8_t* out) {
   pack_tile<kPlace>(matrix, quantized, rows, tokens, out);
   if (!quantized) return;
-  uint8_t* const sums = out + matrix.kp * tokens;
-  for (int64_t i = 0; i < matrix.groups() * tokens; ++i) {
-    int32_t sum;
-    std::memcpy(&sum, sums + 4 * i, 4);
-    if (matrix.format == k_format_q6_k) {
-      sum *= -32;
-      std::memcpy(sums + 4 * i, &sum, 4);
-    } else {
-      const float wide = static_cast<float>(sum);
-      std::memcpy(sums + 4 * i, &wide, 4);
-    }
+  const int64_t count = matrix.spans() * tokens;
+  int32_t* const sums = reinterpret_cast<int32_t*>(out + matrix.kp * tokens);
+  const float* const steps = reinterpret_cast<const float*>(sums + count);
+  if (matrix.format == k_format_q6_k) {
+    for (int64_t i = 0; i < count; ++i) sums[i] *= -32;
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float wide = static_cast<float>(sums[i]);
+    sums[i] = bit_cast<int32_t>(matrix.stepped ? wide * steps[i] : wide);
   }
 }
 

@@ -19,11 +19,14 @@ namespace quantmoe {
 struct ActivationRow {
   const float* x;       // [kp], zero past k
   const int8_t* q;      // [kp], zero past k
-  const int32_t* sums;  // [groups]: sum of q over each group
+  const int32_t* sums;  // [spans()]: sum of q over each span
   float step;
   int32_t zero_point;
-  const float* steps;  // [groups], instead of step and zero_point where the matrix is stepped
+  const float* steps;  // [steps()], instead of step and zero_point where the matrix is stepped
 };
+
+// What activations that are integers have a step for: a row, each span of it, two spans.
+enum Steps { kRowStep, kSpanStep, kPairStep };
 
 constexpr int kMaxTileRows = 32;
 
@@ -38,8 +41,8 @@ constexpr int tile_rows(int rows) {
 }
 
 // Rows of one tile interleaved for broadcast loads, unless a kernel packs q otherwise; byte offsets in `data`, m rows:
-//   quantized: q int8 [kp / 4][m][4] | sums int32 [groups][m] | step f32 [m] | zero_point int32 [m]
-//   stepped:   q int8 [kp / 4][m][4] | sums int32 [groups][m] | steps f32 [groups][m]
+//   quantized: q int8 [kp / 4][m][4] | sums int32 [spans()][m] | step f32 [m] | zero_point int32 [m]
+//   stepped:   q int8 [kp / 4][m][4] | sums int32 [spans()][m] | steps f32 [steps()][m]
 //   float:     x f32 [kp][m]
 struct TokenTile {
   const uint8_t* data;
@@ -47,7 +50,7 @@ struct TokenTile {
 };
 // Bytes of one row within a tile, so that tiles of any m lie back to back at row * tile_row_bytes.
 inline int64_t tile_row_bytes(const PanelMatrix& matrix, bool quantized) {
-  return quantized ? matrix.kp + 4 * matrix.groups() + (matrix.stepped ? 4 * matrix.groups() : 8) : 4 * matrix.kp;
+  return quantized ? matrix.kp + 4 * (matrix.spans() + matrix.steps() + 2) : 4 * matrix.kp;
 }
 
 struct PanelProduct {
@@ -300,6 +303,9 @@ struct CpuKernel {
   // Rounds x [k] to a float activation_format, as f32 [k]; false when the row is not finite. stored: the scale that
   // fp8_tensor and nvfp4 divide by.
   bool (*round_row)(int32_t activation_format, float stored, const float* x, int64_t k, float* out);
+  // Quantizes x [k] to int8_group, of which 32 or 64 columns share a step: q [kp], zero past k, and steps
+  // [kp / columns]; false when it is not finite.
+  bool (*quantize_int8)(const float* x, int64_t k, int64_t kp, int64_t columns, int8_t* q, float* steps);
   // Quantizes x [k] to nvfp4: doubled values q [16 groups], zero past k, and halved steps; false when it is not finite.
   bool (*quantize_nvfp4)(float stored, const float* x, int64_t k, int64_t groups, int8_t* q, float* steps);
   // h[i] = act(gate[i], up[i]), or act(up[i]) when gate is null.

@@ -2,10 +2,10 @@
 // Included by one file an instruction set; everything is in an unnamed namespace, as in elementwise.h.
 //
 // A quantized tile is q int8 [kp / 8][m][8] | -zero_point int32 [m] | step f32 [m]: with m = 1 and m = 4 these are
-// KleidiAI's left-hand side bytes. Where has_sums(), sums int32 [groups][m] follow q; where the matrix is stepped,
-// steps f32 [groups][m] and nothing else. Its rows are taken in units: two rows with i8mm, whose instruction multiplies
-// 2 x 8 by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight
-// rows are 4 accumulators a unit.
+// KleidiAI's left-hand side bytes. Where has_sums(), sums int32 [spans()][m] follow q; where the matrix is stepped,
+// steps f32 [steps()][m] are in the place of zero points and step. Its rows are taken in units: two rows with i8mm,
+// whose instruction multiplies 2 x 8 by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns
+// of two rows, so that 8 weight rows are 4 accumulators a unit.
 #pragma once
 #if defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -103,21 +103,23 @@ inline void store_row(const NeonGroup& panels, int64_t offset, const float32x4_t
 // Written out so that arrays indexed by u live in registers.
 #define QM_EACH_UNIT _Pragma("GCC unroll 4") for (int u = 0; u < kUnits; ++u)
 
-// What groups have: nothing (scales belong to rows), scales, zero points as well, or steps of the activations as well.
-enum class Groups { kNone, kScales, kZeroPoints, kSteps };
+// What groups have: nothing (scales belong to rows), scales, or zero points as well.
+enum class Groups { kNone, kScales, kZeroPoints };
 
 // Rows [first, first + kUnits * kRows) of a tile of `tokens`. kParts: groups of a block. One long function: what its
 // end stores are the registers that its loops add to.
-template <int kUnits, class C, Groups kGroups, int kParts>
+template <int kUnits, class C, Groups kGroups, int kParts, Steps kSteps>
 void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_t* tile, int tokens, int first,
                     int64_t row_stride) {
   constexpr int kV = Unit::kVectors;
-  constexpr bool kSums = kGroups == Groups::kZeroPoints, kSteps = kGroups == Groups::kSteps;
+  constexpr bool kSums = kGroups == Groups::kZeroPoints, kStepped = kSteps != kRowStep;
   const int8_t* x = reinterpret_cast<const int8_t*>(tile) + 8 * first;
   const int64_t next = 8 * tokens;  // bytes from 8 columns to the next 8
-  const int32_t* of_group = reinterpret_cast<const int32_t*>(tile + matrix.kp * tokens) + first;  // sums or steps
+  const int32_t* sums_of = reinterpret_cast<const int32_t*>(tile + matrix.kp * tokens) + first;
+  const int32_t* steps_of = sums_of + (kSums ? matrix.spans() * tokens : 0);
   int32x4_t dot[kUnits][4];
   float32x4_t acc[kUnits][kV];
+  [[maybe_unused]] float32x4_t of_pair[kUnits][kV];
   QM_EACH_UNIT for (float32x4_t& sum : acc[u]) sum = vdupq_n_f32(0.0f);
   const auto chunk = [&](const int8_t* from, auto weights) {
     int8x16_t row[kUnits];
@@ -132,62 +134,77 @@ void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const ui
   do {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
-      if constexpr (kSums) {
-        int32x4_t starts[4];
-        Unit::starts(load_offsets<C>(matrix, block, matrix.zeros() + part * matrix.nr), starts);
-        QM_EACH_UNIT {
-          const int32x4_t sum = Unit::each(of_group + u * Unit::kRows);
-          for (int j = 0; j < 4; ++j) dot[u][j] = vmulq_s32(starts[j], sum);
-        }
-      } else {
-        QM_EACH_UNIT for (int32x4_t& sum : dot[u]) sum = vdupq_n_s32(0);
-      }
       // Two groups of 16 columns are the low and the high nibbles of 128 bytes, or their halves.
       const bool low = part == 0, high = part == kParts - 1;
-      const uint8_t *bytes = block.panel[0], *other = block.panel[1], *const end = bytes + matrix.codes_bytes;
-      do {
-        if constexpr (C::kBits == 4) {
-          for (int s = 0; s < 2; ++s) {
-            int8x16_t codes[4];
-            for (int j = 0; j < 4; ++j) codes[j] = vreinterpretq_s8_u8(vld1q_u8(bytes + 64 * s + 16 * j));
-            if (low) chunk(x + s * next, [&](int j) { return C::low(codes[j]); });
-            if (high) chunk(x + (s + 2) * next, [&](int j) { return C::high(codes[j]); });
+      const uint8_t *bytes = block.panel[0], *other = block.panel[1], *const end_of_codes = bytes + matrix.codes_bytes;
+      do {  // the spans of a group
+        if constexpr (kSums) {
+          int32x4_t starts[4];
+          Unit::starts(load_offsets<C>(matrix, block, matrix.zeros() + part * matrix.nr), starts);
+          QM_EACH_UNIT {
+            const int32x4_t sum = Unit::each(sums_of + u * Unit::kRows);
+            for (int j = 0; j < 4; ++j) dot[u][j] = vmulq_s32(starts[j], sum);
           }
+          sums_of += tokens;
         } else {
-          for (int i = low ? 0 : 2; i < (high ? 4 : 2); ++i)
-            chunk(x + i * next, [&](int j) {
-              return vreinterpretq_s8_u8(vld1q_u8((j < 2 ? bytes : other) + 32 * i + 16 * (j % 2)));
-            });
+          QM_EACH_UNIT for (int32x4_t& sum : dot[u]) sum = vdupq_n_s32(0);
         }
-        if (high) x += 4 * next;
-        if constexpr (kUnits > 2) asm("" : "+r"(x));  // gcc would keep and spill a pointer for each of the loads
-        bytes += 128;
-        other += 128;
-      } while (kParts == 1 && bytes != end);
-      if constexpr (kGroups != Groups::kNone) {
-        float32x4_t eight[2], scales[kV];
-        int32x4_t sums[kV];
-        load_scales<C>(matrix, block, matrix.codes_bytes + part * matrix.nr * scale_size(matrix.scale_type), eight);
-        Unit::spread(eight, scales);
-        QM_EACH_UNIT {
-          Unit::reduce(dot[u], sums);
-          for (int v = 0; v < kV; ++v) {
-            const float32x4_t sum = to_float<C>(sums[v]);
-            if constexpr (kSteps)
-              acc[u][v] = vfmaq_f32(acc[u][v], vmulq_f32(sum, scales[v]),
-                                    vreinterpretq_f32_s32(Unit::each(of_group + u * Unit::kRows)));
-            else
-              acc[u][v] = vfmaq_f32(acc[u][v], sum, scales[v]);
+        const uint8_t* const end = kStepped ? bytes + 4 * matrix.span : end_of_codes;
+        do {
+          if constexpr (C::kBits == 4) {
+            for (int s = 0; s < 2; ++s) {
+              int8x16_t codes[4];
+              for (int j = 0; j < 4; ++j) codes[j] = vreinterpretq_s8_u8(vld1q_u8(bytes + 64 * s + 16 * j));
+              if (low) chunk(x + s * next, [&](int j) { return C::low(codes[j]); });
+              if (high) chunk(x + (s + 2) * next, [&](int j) { return C::high(codes[j]); });
+            }
+          } else {
+            for (int i = low ? 0 : 2; i < (high ? 4 : 2); ++i)
+              chunk(x + i * next, [&](int j) {
+                return vreinterpretq_s8_u8(vld1q_u8((j < 2 ? bytes : other) + 32 * i + 16 * (j % 2)));
+              });
           }
+          if (high) x += 4 * next;
+          if constexpr (kUnits > 2) asm("" : "+r"(x));  // gcc would keep and spill a pointer for each of the loads
+          bytes += 128;
+          other += 128;
+        } while (kParts == 1 && bytes != end);
+        if constexpr (kGroups != Groups::kNone || kStepped) {
+          float32x4_t scales[kV];
+          int32x4_t sums[kV];
+          if constexpr (kGroups != Groups::kNone) {
+            float32x4_t eight[2];
+            load_scales<C>(matrix, block, matrix.codes_bytes + part * matrix.nr * scale_size(matrix.scale_type), eight);
+            Unit::spread(eight, scales);
+          }
+          const bool ends = kSteps == kSpanStep || (kSteps == kPairStep && high);
+          QM_EACH_UNIT {
+            Unit::reduce(dot[u], sums);
+            [[maybe_unused]] float32x4_t step;
+            if (ends) step = vreinterpretq_f32_s32(Unit::each(steps_of + u * Unit::kRows));
+            for (int v = 0; v < kV; ++v) {
+              const float32x4_t sum = to_float<C>(sums[v]);
+              if constexpr (kGroups == Groups::kNone)
+                acc[u][v] = vfmaq_f32(acc[u][v], sum, step);
+              else if constexpr (!kStepped)
+                acc[u][v] = vfmaq_f32(acc[u][v], sum, scales[v]);
+              else if constexpr (kSteps == kSpanStep)
+                acc[u][v] = vfmaq_f32(acc[u][v], vmulq_f32(sum, scales[v]), step);
+              else if (low)
+                of_pair[u][v] = vmulq_f32(sum, scales[v]);
+              else
+                acc[u][v] = vfmaq_f32(acc[u][v], vfmaq_f32(of_pair[u][v], sum, scales[v]), step);
+            }
+          }
+          if (ends) steps_of += tokens;
         }
-        if constexpr (kSums || kSteps) of_group += tokens;
-      }
+      } while (kStepped && kParts == 1 && bytes != end_of_codes);
     }
     block.panel[0] += matrix.block_bytes;
     block.panel[1] += matrix.block_bytes;
   } while (block.panel[0] != end_of_blocks);
   const int32_t* negative_zero_points =
-      reinterpret_cast<const int32_t*>(tile + (matrix.kp + (kSums ? 4 * matrix.groups() : 0)) * tokens);
+      reinterpret_cast<const int32_t*>(tile + (matrix.kp + (kSums ? 4 * matrix.spans() : 0)) * tokens);
   const int32_t* steps = negative_zero_points + tokens;
   float32x4_t row_sums[kV], scales[kV], biases[kV];
   const auto tail = [&](int64_t offset, float32x4_t out[kV]) {
@@ -201,17 +218,23 @@ void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const ui
   QM_EACH_UNIT {
     const int i = first + u * Unit::kRows;
     const bool second = Unit::kRows == 2 && i + 1 < tokens;
-    const int32x4_t zero_points = Unit::broadcast(negative_zero_points + i, second);
-    const float32x4_t step = vreinterpretq_f32_s32(Unit::broadcast(steps + i, second));
-    int32x4_t sums[kV];
+    [[maybe_unused]] int32x4_t zero_points, sums[kV];
+    [[maybe_unused]] float32x4_t step;
     float32x4_t y[kV], rows[Unit::kRows][2];
-    Unit::reduce(dot[u], sums);
+    if constexpr (!kStepped) {
+      zero_points = Unit::broadcast(negative_zero_points + i, second);
+      step = vreinterpretq_f32_s32(Unit::broadcast(steps + i, second));
+      Unit::reduce(dot[u], sums);
+    }
     for (int v = 0; v < kV; ++v) {
-      if constexpr (kGroups == Groups::kNone) {
+      if constexpr (kStepped) {
+        y[v] = acc[u][v];
+        if constexpr (kGroups == Groups::kNone)
+          y[v] = vmulq_f32(y[v], vmulq_n_f32(scales[v], C::kBits == 4 ? 16.0f : 1.0f));
+        if constexpr (C::kMultiplied) y[v] = vmulq_f32(y[v], scales[v]);
+      } else if constexpr (kGroups == Groups::kNone) {
         const int32x4_t product = vmlaq_s32(sums[v], vreinterpretq_s32_f32(row_sums[v]), zero_points);
         y[v] = vmulq_f32(vcvtq_f32_s32(product), vmulq_f32(scales[v], step));
-      } else if constexpr (kSteps) {
-        y[v] = vmulq_f32(acc[u][v], scales[v]);
       } else {
         y[v] = vfmaq_f32(acc[u][v], row_sums[v], vcvtq_f32_s32(zero_points));
         if (C::kMultiplied) y[v] = vmulq_f32(y[v], scales[v]);
@@ -304,23 +327,29 @@ constexpr int kMaxUnits = 4;
 
 // By the number of units of rows, less one.
 using NeonRowsFunction = void (*)(const PanelMatrix&, const NeonGroup&, const uint8_t*, int, int, int64_t);
-template <class C, Groups kGroups, int kParts>
+template <class C, Groups kGroups, int kParts, Steps kSteps>
 constexpr NeonRowsFunction kQuantizedRows[kMaxUnits] = {
-    quantized_rows<1, C, kGroups, kParts>, quantized_rows<2, C, kGroups, kParts>, quantized_rows<3, C, kGroups, kParts>,
-    quantized_rows<4, C, kGroups, kParts>};
+    quantized_rows<1, C, kGroups, kParts, kSteps>, quantized_rows<2, C, kGroups, kParts, kSteps>,
+    quantized_rows<3, C, kGroups, kParts, kSteps>, quantized_rows<4, C, kGroups, kParts, kSteps>};
 template <class C, int kParts>
 constexpr NeonRowsFunction kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, float_rows<2, C, kParts>,
                                                     float_rows<3, C, kParts>, float_rows<4, C, kParts>};
 // Whether tiles have the sums of q over groups: where codes have zero points, and in groups of 16, which may.
 inline bool has_sums(const PanelMatrix& matrix) { return is_integer(matrix.format) && !matrix.plain(); }
 
+// kSteps: of a group, of which two may share one.
+template <class C, Steps kSteps>
+const NeonRowsFunction* integer_rows(const PanelMatrix& matrix) {
+  constexpr Steps kOfPairs = kSteps == kSpanStep ? kPairStep : kRowStep;
+  if (matrix.parts == 2) return kQuantizedRows<C, Groups::kZeroPoints, 2, kOfPairs>;
+  return has_sums(matrix) ? kQuantizedRows<C, Groups::kZeroPoints, 1, kSteps>
+         : matrix.grouped ? kQuantizedRows<C, Groups::kScales, 1, kSteps>
+                          : kQuantizedRows<C, Groups::kNone, 1, kSteps>;
+}
 template <class C>
 const NeonRowsFunction* integer_rows(const PanelMatrix& matrix, bool quantized) {
   if (!quantized) return matrix.parts == 2 ? kFloatRows<C, 2> : kFloatRows<C, 1>;
-  if (matrix.parts == 2) return kQuantizedRows<C, Groups::kZeroPoints, 2>;
-  return has_sums(matrix) ? kQuantizedRows<C, Groups::kZeroPoints, 1>
-         : matrix.grouped ? kQuantizedRows<C, Groups::kScales, 1>
-                          : kQuantizedRows<C, Groups::kNone, 1>;
+  return matrix.stepped ? integer_rows<C, kSpanStep>(matrix) : integer_rows<C, kRowStep>(matrix);
 }
 inline const NeonRowsFunction* rows_of(const PanelMatrix& matrix, bool quantized) {
   switch (matrix.format) {
@@ -330,9 +359,12 @@ inline const NeonRowsFunction* rows_of(const PanelMatrix& matrix, bool quantized
       return integer_rows<NeonInt8>(matrix, quantized);
     default:
       if (!quantized) return matrix.parts == 2 ? kFloatRows<NeonE2m1, 2> : kFloatRows<NeonE2m1, 1>;
-      if (matrix.stepped) return kQuantizedRows<NeonE2m1, Groups::kSteps, 2>;
-      return matrix.parts == 2 ? kQuantizedRows<NeonE2m1, Groups::kScales, 2>
-                               : kQuantizedRows<NeonE2m1, Groups::kScales, 1>;
+      if (matrix.parts == 1)
+        return matrix.stepped ? kQuantizedRows<NeonE2m1, Groups::kScales, 1, kSpanStep>
+                              : kQuantizedRows<NeonE2m1, Groups::kScales, 1, kRowStep>;
+      return !matrix.stepped          ? kQuantizedRows<NeonE2m1, Groups::kScales, 2, kRowStep>
+             : matrix.step_spans == 2 ? kQuantizedRows<NeonE2m1, Groups::kScales, 2, kPairStep>
+                                      : kQuantizedRows<NeonE2m1, Groups::kScales, 2, kSpanStep>;
   }
 }
 
@@ -371,11 +403,11 @@ void pack_rows(const PanelMatrix& matrix, bool quantized, const ActivationRow* r
   for (int i = 0; i < tokens; ++i)
     for (int64_t k = 0; k < matrix.kp; k += 8) std::memcpy(out + k * tokens + 8 * i, rows[i].q + k, 8);
   out += matrix.kp * tokens;
-  if (matrix.stepped || has_sums(matrix)) {
-    for (int64_t group = 0; group < matrix.groups(); ++group)
-      for (int i = 0; i < tokens; ++i, out += 4)
-        std::memcpy(out, matrix.stepped ? static_cast<const void*>(rows[i].steps + group) : rows[i].sums + group, 4);
-  }
+  if (has_sums(matrix))
+    for (int64_t span = 0; span < matrix.spans(); ++span)
+      for (int i = 0; i < tokens; ++i, out += 4) std::memcpy(out, rows[i].sums + span, 4);
+  for (int64_t step = 0; step < matrix.steps(); ++step)
+    for (int i = 0; i < tokens; ++i, out += 4) std::memcpy(out, rows[i].steps + step, 4);
   if (matrix.stepped) return;
   int32_t* negative_zero_points = reinterpret_cast<int32_t*>(out);
   float* steps = reinterpret_cast<float*>(out + 4 * tokens);

@@ -30,7 +30,7 @@ struct AmxRows : Avx512Rows {
   static constexpr int kLeastTokens = kTileRows < 8 ? kTileRows : 8;
   // Of a tile; fewer are as fast with AVX512-VNNI, which unpacks a code for each tile, and into registers.
   static int least_tokens(const PanelMatrix& matrix) {
-    return std::min(kTileRows, matrix.group() > 32 && matrix.bits == 4 ? 8 : 13);
+    return std::min(kTileRows, matrix.span > 32 && matrix.bits == 4 ? 8 : 13);
   }
   static constexpr int kLeastGroup = 32, kCodeVectors = 1, kGroups = 8;
   static constexpr bool kSigned = true;
@@ -130,9 +130,9 @@ bool has_tiles(const PanelMatrix& matrix, bool quantized, int tokens) {
 }
 
 void place(const PanelMatrix& matrix, const uint8_t* const* rows, int count, int64_t bytes, uint8_t* __restrict out) {
-  const int64_t group = matrix.group(), step = AmxRows::wide(group);
+  const int64_t span = matrix.span, step = AmxRows::wide(span);
   for (int64_t at = 0, columns; at < bytes; at += columns) {
-    columns = std::min(step, group - at % group);
+    columns = std::min(step, span - at % span);
     for (int i = 0; i < count; ++i, out += columns) std::memcpy(out, rows[i] + at, static_cast<size_t>(columns));
   }
 }
@@ -157,7 +157,7 @@ void multiply(const PanelProduct& product) {
     part.tile_count = next - part.tiles;
     if (tiles) {
       const int heights[2] = {most % 2 ? most - 1 : most, most % 2 ? most : most - 1};
-      const TileShapes shapes = AmxRows::shapes(matrix.group(), heights);
+      const TileShapes shapes = AmxRows::shapes(matrix.span, heights);
       _tile_loadconfig(&shapes);
       multiply_codes<AmxRows>(part);
       _tile_release();

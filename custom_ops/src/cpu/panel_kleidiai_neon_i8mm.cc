@@ -56,7 +56,7 @@ constexpr Family kInt8Channelwise =
     QM_KAI_FAMILY(QM_KAI_CHANNELWISE, qai8dxp1x8_qsi8cxp4x8_1x4_neon_dotprod, qai8dxp4x8_qsi8cxp4x8_16x4_neon_i8mm);
 
 const Family* family(const PanelMatrix& matrix, bool quantized) {
-  if (!quantized || !matrix.plain()) return nullptr;
+  if (!quantized || matrix.stepped || !matrix.plain()) return nullptr;
   if (!matrix.grouped) return matrix.bits == 4 ? &kInt4Channelwise : &kInt8Channelwise;
   return matrix.bits == 4 && matrix.scale_type == k_scale_type_bf16 ? &kInt4Groups : nullptr;
 }

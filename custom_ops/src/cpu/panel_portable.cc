@@ -100,39 +100,50 @@ struct TileParts {
   int m;
 };
 
-// What a row of weights and a token sum up to: over groups, and of the last one alone.
+// What a row of weights and a token sum up to: over spans, of the last one alone, and of those that share its step.
 struct RowSums {
-  float acc, partial;
+  float acc, partial, of_step;
   int32_t dot;
 };
 
-// Adds the end of a group to the sum over groups.
-void add_group(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile, int i,
-               int64_t group, RowSums& sum) {
-  const float of_group = quantized ? static_cast<float>(sum.dot) : sum.partial;
+// Adds the end of a span to the sum over spans.
+void add_span(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile, int i,
+              int64_t span, RowSums& sum) {
+  const int64_t group = span * matrix.span / matrix.group();
+  const float of_span = quantized ? static_cast<float>(sum.dot) : sum.partial;
+  float scale = 1.0f, minimum = 0.0f;
   if (is_k(matrix.format)) {
     const GroupLevels levels = load_levels(matrix, panel, group, row);
-    const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, group * tile.m + i));
-    sum.acc = quantized ? fma(-levels.minimum, of_tokens, fma(of_group, levels.scale, sum.acc)) : sum.acc + of_group;
-    return;
+    scale = levels.scale, minimum = levels.minimum;
+  } else if (matrix.grouped) {
+    const uint8_t* scales = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
+    scale = load_scale(matrix, scales, static_cast<int>(group % matrix.parts * matrix.nr) + row);
   }
-  const uint8_t* scales = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
-  const float scale =
-      matrix.grouped ? load_scale(matrix, scales, static_cast<int>(group % matrix.parts * matrix.nr) + row) : 0.0f;
-  if (matrix.stepped)
-    sum.acc = fma(of_group * scale, load<float>(tile.steps, group * tile.m + i), sum.acc);
-  else
-    sum.acc = matrix.grouped ? fma(of_group, scale, sum.acc) : sum.partial;
+  float step = 1.0f;
+  if (matrix.stepped) {
+    const int64_t place = span % matrix.step_spans;
+    step = load<float>(tile.steps, span / matrix.step_spans * tile.m + i);
+    sum.of_step = place ? fma(of_span, scale, sum.of_step) : of_span * scale;
+    if (place == matrix.step_spans - 1) sum.acc = fma(sum.of_step, step, sum.acc);
+  } else if (is_k(matrix.format) && !quantized) {
+    sum.acc = sum.acc + of_span;
+  } else {
+    sum.acc = matrix.grouped ? fma(of_span, scale, sum.acc) : sum.partial;
+  }
+  if (is_k(matrix.format) && quantized && matrix.format != k_format_q6_k) {
+    const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, span * tile.m + i));
+    sum.acc = fma(-minimum, of_tokens * step, sum.acc);
+  }
 }
 
 // Adds decoded columns of row r, times token i.
 void add_columns(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, int row, const TileParts& tile, int i,
                  const Decoded& decoded, RowSums& sum) {
-  const int64_t size = matrix.group();
+  const int64_t size = matrix.span;
   for (int64_t first = decoded.first, end; first < decoded.end; first = end) {
-    const int64_t group = first / size;
-    end = std::min((group + 1) * size, decoded.end);
-    const bool begins = first == group * size;
+    const int64_t span = first / size;
+    end = std::min((span + 1) * size, decoded.end);
+    const bool begins = first == span * size;
     float partial = begins ? 0.0f : sum.partial;
     int32_t dot = begins ? 0 : sum.dot;
     if (quantized) {
@@ -145,7 +156,7 @@ void add_columns(const PanelMatrix& matrix, bool quantized, const uint8_t* panel
     }
     sum.partial = partial;
     sum.dot = dot;
-    if (end == (group + 1) * size) add_group(matrix, quantized, panel, row, tile, i, group, sum);
+    if (end == (span + 1) * size) add_span(matrix, quantized, panel, row, tile, i, span, sum);
   }
 }
 
@@ -182,7 +193,7 @@ void multiply(const PanelProduct& product) {
        first_row += product.tiles[tile_index].m, ++tile_index) {
     const int tokens = product.tiles[tile_index].m;
     const uint8_t *const data = product.tiles[tile_index].data, *const sums = data + matrix.kp * tokens;
-    const TileParts tile{data, sums, sums + 4 * matrix.groups() * tokens, tokens};
+    const TileParts tile{data, sums, sums + 4 * matrix.spans() * tokens, tokens};
     for (int64_t index = 0; index < product.panel_count; ++index) {
       const uint8_t* const panel = product.panels + index * matrix.stride;
       float* const out =

@@ -46,7 +46,7 @@ template <class V, int kBits, int kGroups, int kBytes = 128>
 }
 
 // The results of a tile's tokens from sum(i, v), and from what the tile has after its sums of x.
-template <class V, class C, class Sum>
+template <class V, class C, Steps kSteps, class Sum>
 [[gnu::always_inline]] inline void store_plain(const PanelMatrix& matrix, const Panels<V::kMost>& panels,
                                                const int32_t* tail, int tokens, int64_t row_stride, const Sum& sum) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
@@ -58,9 +58,11 @@ template <class V, class C, class Sum>
     const auto scale =
         V::as_floats(V::template load_tail<kBits>(panels, v, matrix.tail() + 4 * matrix.nr));  // channelwise
     _Pragma("GCC unroll 32") for (int i = 0; i < tokens; ++i) {
-      const auto step = V::broadcast(steps[i]), all = V::rows(sum(i, v));
+      const auto all = V::rows(sum(i, v));
       typename V::Floats y;
-      if (matrix.grouped)
+      if constexpr (kSteps != kRowStep)
+        y = matrix.grouped ? all : V::multiply(all, kBits == 4 ? V::multiply(scale, V::broadcast(16.0f)) : scale);
+      else if (const auto step = V::broadcast(steps[i]); matrix.grouped)
         y = V::multiply(V::fma(V::as_floats(sums), V::broadcast(static_cast<float>(-zero_points[i])), all), step);
       else
         y = V::multiply(V::floats(V::template corrected<kBits>(V::as_integers(all), sums, -zero_points[i])),
@@ -69,7 +71,7 @@ template <class V, class C, class Sum>
     }
   }
 }
-template <class V, class C, bool kStepped, class Sum>
+template <class V, class C, Steps kSteps, class Sum>
 [[gnu::always_inline]] inline void store_scaled(const PanelMatrix& matrix, const Panels<V::kMost>& panels,
                                                 const int32_t* tail, int tokens, int64_t row_stride, const Sum& sum) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
@@ -81,45 +83,63 @@ template <class V, class C, bool kStepped, class Sum>
     const auto bias = V::as_floats(V::template load_tail<kBits>(panels, v, matrix.biases()));
     _Pragma("GCC unroll 32") for (int i = 0; i < tokens; ++i) {
       typename V::Floats y = V::rows(sum(i, v));
-      if constexpr (!kStepped) y = V::fma(sums, V::broadcast(static_cast<float>(-zero_points[i])), y);
+      if constexpr (kSteps == kRowStep) y = V::fma(sums, V::broadcast(static_cast<float>(-zero_points[i])), y);
       if constexpr (C::kMultiplied) y = V::multiply(y, multiplier);
-      if constexpr (!kStepped) y = V::multiply(y, V::broadcast(steps[i]));
+      if constexpr (kSteps == kRowStep) y = V::multiply(y, V::broadcast(steps[i]));
       V::template store_rows<kBits>(panels, v, i * row_stride, V::add(y, bias));
     }
   }
 }
 
 // A group's panels times a tile of M tokens, where scales are of rows or of blocks.
-template <class V, int M, class C>
+template <class V, int M, class C, Steps kSteps>
 void quantized_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile,
                     int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>, kStep = V::template kStep<kBits>;
   const uint8_t* x = tile;
   const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
+  [[maybe_unused]] const float* steps = reinterpret_cast<const float*>(start + matrix.spans() * M);
   typename V::Floats acc[M][kVectors];
   QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
-  for (int64_t block = 0; block < matrix.blocks; ++block, start += M) {
+  for (int64_t block = 0; block < matrix.blocks; ++block) {
     int64_t offset = block * matrix.block_bytes;
-    typename V::Integers dot[M][kVectors];  // of this block only: live across blocks, compilers keep it in memory
-    QM_EACH_SUM dot[i][v] = V::integers(start[i]);
-    const uint8_t* const end = x + matrix.block * M;
-    do {  // a block is never empty; saying so keeps the accumulators out of memory
-      V::template dot_step<M, C>(panels, offset, x, dot);
-      x += kStep * M;
-      V::opaque(x);
-      offset += 4 * kStep;
-    } while (x != end);
+    const uint8_t* const end_of_block = x + matrix.block * M;
+    [[maybe_unused]] typename V::Floats scales[kVectors];
+    if constexpr (kSteps != kRowStep) QM_EACH_VECTOR if (matrix.grouped) {
+        scales[v] = V::template load_scales<kBits>(panels, v, offset + matrix.codes_bytes, matrix.scale_type);
+      }
+    do {
+      typename V::Integers dot[M][kVectors];  // of this span only: live across spans, compilers keep it in memory
+      QM_EACH_SUM dot[i][v] = V::integers(start[i]);
+      const uint8_t* const end = kSteps == kRowStep ? end_of_block : x + matrix.span * M;
+      do {  // a span is never empty; saying so keeps the accumulators out of memory
+        V::template dot_step<M, C>(panels, offset, x, dot);
+        x += kStep * M;
+        V::opaque(x);
+        offset += 4 * kStep;
+      } while (x != end);
+      start += M;
+      if constexpr (kSteps != kRowStep) {
+        if (matrix.grouped)
+          QM_EACH_SUM acc[i][v] =
+              V::fma(V::multiply(V::floats(dot[i][v]), scales[v]), V::broadcast(steps + i), acc[i][v]);
+        else
+          QM_EACH_SUM acc[i][v] = V::fma(V::floats(dot[i][v]), V::broadcast(steps + i), acc[i][v]);
+        steps += M;
+      } else {
+        QM_EACH_VECTOR if (matrix.grouped) {
+          const auto scale = V::template load_scales<kBits>(panels, v, block * matrix.block_bytes + matrix.codes_bytes,
+                                                            matrix.scale_type);
+          QM_EACH_TOKEN acc[i][v] = V::fma(V::floats(dot[i][v]), scale, acc[i][v]);
+        }
+        else {
+          QM_EACH_TOKEN acc[i][v] = V::as_floats(dot[i][v]);
+        }
+      }
+    } while (kSteps != kRowStep && x != end_of_block);
     if (kBits == 4 && matrix.grouped) V::template prefetch_group<kBits, 64>(panels, offset);
-    QM_EACH_VECTOR if (matrix.grouped) {
-      const auto scale =
-          V::template load_scales<kBits>(panels, v, block * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
-      QM_EACH_TOKEN acc[i][v] = V::fma(V::floats(dot[i][v]), scale, acc[i][v]);
-    }
-    else {
-      QM_EACH_TOKEN acc[i][v] = V::as_floats(dot[i][v]);
-    }
   }
-  store_plain<V, C>(
+  store_plain<V, C, kSteps>(
       matrix, panels, start, M, row_stride, [&](int i, int v) __attribute__((always_inline)) { return acc[i][v]; });
 }
 
@@ -168,51 +188,60 @@ void float_tile(const PanelMatrix& matrix, const Panels<V::kMost>* panels, const
   }
 }
 
-// kParts: groups of a block. kStepped: activations have a step for each group.
-template <class V, int M, class C, bool kZero, int kParts, bool kStepped = false>
+// kParts: groups of a block.
+template <class V, int M, class C, bool kZero, int kParts, Steps kSteps>
 void scaled_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, const uint8_t* tile, int64_t row_stride) {
   constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
   const uint8_t* x = tile;
   const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
+  [[maybe_unused]] const float* steps = reinterpret_cast<const float*>(start + matrix.spans() * M);
   const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
   typename V::Floats acc[M][kVectors];
+  [[maybe_unused]] typename V::Floats of_pair[M][kVectors];
   QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const int64_t base = block * matrix.block_bytes;
-    const uint8_t* const end = x + matrix.block * M;
-    _Pragma("GCC unroll 2") for (int part = 0; part < kParts; ++part, start += M) {
-      typename V::Integers dot[M][kVectors];
-      QM_EACH_VECTOR if constexpr (kZero) {
-        const auto pairs = V::pairs(V::template load_zeros<kBits>(panels, v, base + matrix.zeros() + part * matrix.nr));
-        QM_EACH_TOKEN dot[i][v] = V::starts(pairs, start[i]);
-      }
-      else {
-        QM_EACH_TOKEN dot[i][v] = V::integers(start[i]);
-      }
-      if constexpr (kParts == 2) {
-        if (part == 0) V::template prefetch_group<kBits>(panels, base);
-        V::template dot_part<M, C>(panels, base, part, x, dot);
-      } else {
-        int64_t offset = base;
-        do {
-          V::template prefetch_group<kBits>(panels, offset);
-          V::template dot_chunk<M, C>(panels, offset, x, dot);
-          x += 32 * M;
-          V::opaque(x);
-          offset += 128;
-        } while (x != end);
-      }
-      QM_EACH_VECTOR {
-        const auto scale =
-            V::template load_group_scales<C>(matrix, panels, v, base + matrix.codes_bytes + part * scale_bytes);
-        if constexpr (kStepped) {
-          const float* steps = reinterpret_cast<const float*>(start + matrix.groups() * M);
-          QM_EACH_TOKEN acc[i][v] =
-              V::fma(V::multiply(V::floats(dot[i][v]), scale), V::broadcast(steps + i), acc[i][v]);
+    const uint8_t* const end_of_block = x + matrix.block * M;
+    _Pragma("GCC unroll 2") for (int part = 0; part < kParts; ++part) {
+      [[maybe_unused]] typename V::Integers pairs[kVectors];
+      if constexpr (kZero)
+        QM_EACH_VECTOR pairs[v] =
+            V::pairs(V::template load_zeros<kBits>(panels, v, base + matrix.zeros() + part * matrix.nr));
+      [[maybe_unused]] int64_t offset = base;
+      do {  // the spans of a group
+        typename V::Integers dot[M][kVectors];
+        QM_EACH_SUM dot[i][v] = kZero ? V::starts(pairs[v], start[i]) : V::integers(start[i]);
+        start += M;
+        if constexpr (kParts == 2) {
+          if (part == 0) V::template prefetch_group<kBits>(panels, base);
+          V::template dot_part<M, C>(panels, base, part, x, dot);
         } else {
-          QM_EACH_TOKEN acc[i][v] = V::fma(V::floats(dot[i][v]), scale, acc[i][v]);
+          const uint8_t* const end = kSteps == kRowStep ? end_of_block : x + matrix.span * M;
+          do {
+            V::template prefetch_group<kBits>(panels, offset);
+            V::template dot_chunk<M, C>(panels, offset, x, dot);
+            x += 32 * M;
+            V::opaque(x);
+            offset += 128;
+          } while (x != end);
         }
-      }
+        QM_EACH_VECTOR {
+          const auto scale =
+              V::template load_group_scales<C>(matrix, panels, v, base + matrix.codes_bytes + part * scale_bytes);
+          QM_EACH_TOKEN {
+            const auto sum = V::floats(dot[i][v]);
+            if constexpr (kSteps == kRowStep)
+              acc[i][v] = V::fma(sum, scale, acc[i][v]);
+            else if constexpr (kSteps == kSpanStep)
+              acc[i][v] = V::fma(V::multiply(sum, scale), V::broadcast(steps + i), acc[i][v]);
+            else if (part == 0)
+              of_pair[i][v] = V::multiply(sum, scale);
+            else
+              acc[i][v] = V::fma(V::fma(sum, scale, of_pair[i][v]), V::broadcast(steps + i), acc[i][v]);
+          }
+        }
+        if (kSteps == kSpanStep || (kSteps == kPairStep && part == 1)) steps += M;
+      } while (kParts == 1 && kSteps != kRowStep && x != end_of_block);
     }
     V::template prefetch_group<kBits, 64>(panels, base + matrix.codes_bytes);
     if constexpr (kParts == 2) {
@@ -220,7 +249,7 @@ void scaled_tile(const PanelMatrix& matrix, const Panels<V::kMost>& panels, cons
       V::opaque(x);
     }
   }
-  store_scaled<V, C, kStepped>(
+  store_scaled<V, C, kSteps>(
       matrix, panels, start, M, row_stride, [&](int i, int v) __attribute__((always_inline)) { return acc[i][v]; });
 }
 
@@ -293,27 +322,41 @@ using RowTile = void (*)(const PanelMatrix&, const Panels<V::kMost>&, const uint
 template <class V>
 using FloatTile = void (*)(const PanelMatrix&, const Panels<V::kMost>*, const uint8_t*, int64_t);
 
-template <class V, int... M>
-constexpr auto row_tiles(std::integer_sequence<int, M...>) {
+// The tiles of one code: [groups of 16][m - 1].
+template <class V>
+struct ScaledTiles {
+  RowTile<V> of[2][V::kTileRows];
+};
+template <class V, class C, bool kZero, Steps kSteps, int... M>
+constexpr ScaledTiles<V> scaled_tiles(std::integer_sequence<int, M...>) {
+  constexpr Steps kOfPairs = kSteps == kSpanStep ? kPairStep : kSteps;
+  if constexpr (kZero || C::kMultiplied)
+    return {{{scaled_tile<V, M + 1, C, kZero, 1, kSteps>...}, {scaled_tile<V, M + 1, C, kZero, 2, kOfPairs>...}}};
+  else  // plain
+    return {{{quantized_tile<V, M + 1, C, kSteps>...}, {scaled_tile<V, M + 1, C, kZero, 2, kOfPairs>...}}};
+}
+template <class V>
+struct RowTiles {
+  ScaledTiles<V> of[5];  // e2m1; int4 and int8 with middles, with zero points
+};
+template <class V, Steps kSteps, class Tokens>
+constexpr RowTiles<V> row_tiles(Tokens tokens) {
   using Int4 = typename V::Int4;
   using Int8 = typename V::Int8;
-  using E2m1 = typename V::E2m1;
-  struct RowTiles {
-    RowTile<V> plain[2][sizeof...(M)];  // [8 bits][m - 1]
-    // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
-    RowTile<V> scaled[5][2][sizeof...(M)], stepped[sizeof...(M)];
-  };
-  return RowTiles{{{quantized_tile<V, M + 1, Int4>...}, {quantized_tile<V, M + 1, Int8>...}},
-                  {{{scaled_tile<V, M + 1, E2m1, false, 1>...}, {scaled_tile<V, M + 1, E2m1, false, 2>...}},
-                   {{nullptr}, {scaled_tile<V, M + 1, Int4, false, 2>...}},
-                   {{nullptr}, {scaled_tile<V, M + 1, Int8, false, 2>...}},
-                   {{scaled_tile<V, M + 1, Int4, true, 1>...}, {scaled_tile<V, M + 1, Int4, true, 2>...}},
-                   {{scaled_tile<V, M + 1, Int8, true, 1>...}, {scaled_tile<V, M + 1, Int8, true, 2>...}}},
-                  {scaled_tile<V, M + 1, E2m1, false, 2, true>...}};
+  return {{scaled_tiles<V, typename V::E2m1, false, kSteps>(tokens), scaled_tiles<V, Int4, false, kSteps>(tokens),
+           scaled_tiles<V, Int8, false, kSteps>(tokens), scaled_tiles<V, Int4, true, kSteps>(tokens),
+           scaled_tiles<V, Int8, true, kSteps>(tokens)}};
+}
+// nvfp4 times nvfp4.
+template <class V, int... M>
+constexpr RowTile<V> nvfp4_tile(std::integer_sequence<int, M...>, int tokens) {
+  constexpr RowTile<V> kTiles[] = {scaled_tile<V, M + 1, typename V::E2m1, false, 2, kSpanStep>...};
+  return kTiles[tokens - 1];
 }
 template <class V>
 struct FloatTiles {
-  FloatTile<V> plain[2][V::kTileRows], scaled[3][2][V::kTileRows];  // as those of RowTiles; zero points or middles
+  FloatTile<V> plain[2][V::kTileRows];      // [8 bits][m - 1]
+  FloatTile<V> scaled[3][2][V::kTileRows];  // [e2m1, int4, int8][groups of 16][m - 1]; zero points or middles
 };
 // Of kMost groups of panels, or fewer where tokens are many.
 template <class V, int kMost, int... M>
@@ -333,11 +376,12 @@ inline int code_kind(const PanelMatrix& matrix) { return is_e2m1(matrix.format) 
 
 template <class V>
 RowTile<V> row_tile(const PanelMatrix& matrix, int tokens) {
-  static constexpr auto kTiles = row_tiles<V>(std::make_integer_sequence<int, V::kTileRows>());
-  if (matrix.plain()) return kTiles.plain[matrix.bits == 8][tokens - 1];
-  if (matrix.stepped) return kTiles.stepped[tokens - 1];
+  constexpr auto kTokens = std::make_integer_sequence<int, V::kTileRows>();
+  static constexpr RowTiles<V> kTiles = row_tiles<V, kRowStep>(kTokens), kStepped = row_tiles<V, kSpanStep>(kTokens);
+  if (matrix.stepped && matrix.span == 16 && matrix.step_spans == 1) return nvfp4_tile<V>(kTokens, tokens);
   const int kind = code_kind(matrix);
-  return kTiles.scaled[matrix.zero_points ? kind + 2 : kind][matrix.parts - 1][tokens - 1];
+  const ScaledTiles<V>& tiles = (matrix.stepped ? kStepped : kTiles).of[matrix.zero_points ? kind + 2 : kind];
+  return tiles.of[matrix.parts - 1][tokens - 1];
 }
 template <class V>
 FloatTile<V> float_tile_of(const PanelMatrix& matrix, int tokens, int groups) {

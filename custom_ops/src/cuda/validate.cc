@@ -76,6 +76,11 @@ int validate_weights(const qm_projection& weights, const char* name, int type, i
   if (weights.zero_points != 0 && !(weights.zero_points == 1 && takes_zero_points(weights.format)))
     return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with %s", name,
                 weights.zero_points, enum_names("format", takes_zero_points).c_str());
+  if (weights.activation_format == k_activation_format_int8_group)
+    return fail(err, QM_UNSUPPORTED,
+                "%s_activation_format is int8_group, the CUDA kernels do not quantize in groups: export with "
+                "--activations float or int8-token",
+                name);
   if (weights.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, weights.block_n);
   const int group = weights.group_size, of_format = group_size_of(weights);
   if (!of_format && group != -1 && group != 32 && (group < 64 || group & (group - 1)))  // no other scales would do

@@ -416,7 +416,7 @@ int check_cpu_panel(const char* prefix, const qm_projection& weights, int32_t ma
     return fail(err, QM_UNSUPPORTED, "%sactivation_format is \"%s\", %sformat \"%s\" needs none or a float format",
                 prefix, enum_name("activation_format", weights.activation_format), prefix,
                 enum_name("format", weights.format));
-  if (weights.activation_format > k_activation_format_mxfp4)
+  if (weights.activation_format > k_activation_format_int8_group)
     return fail(err, QM_UNSUPPORTED, "%sactivation_format is \"%s\", the CPU kernels do not round to it", prefix,
                 enum_name("activation_format", weights.activation_format));
   QM_TRY(check_range((before + "bias").c_str(), weights.bias, 0, 1, err));

@@ -19,7 +19,9 @@ struct PanelMatrix {
   int64_t block;        // columns of a block
   int64_t blocks;       // blocks of a row
   int parts;            // groups of a block: 1, 2 of 16 columns, or those of FORMAT.md 2.10
-  bool stepped;         // activations are nvfp4 as well: integers with a step for each group
+  bool stepped;         // activations are integers with a step for some columns: int8_group, or nvfp4 as well
+  int64_t span;         // columns whose product is one integer: a group, or the columns of a step where those are fewer
+  int step_spans;       // spans that share a step of the activations: 1 or 2
   int64_t codes_bytes;  // of a block
   int64_t block_bytes;  // codes, scales and zero points
   int64_t stride;       // of a panel
@@ -27,6 +29,9 @@ struct PanelMatrix {
 
   int64_t group() const { return block / parts; }
   int64_t groups() const { return blocks * parts; }
+  // Of a row of activations.
+  int64_t spans() const { return kp / span; }
+  int64_t steps() const { return stepped ? spans() / step_spans : 0; }
   // Offsets in a block.
   int64_t zeros() const { return codes_bytes + parts * nr * scale_size(scale_type); }
   // Offset of the panel's tail: row sums, then (scales when channelwise, multipliers when the codes are no integers),
@@ -60,20 +65,29 @@ inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t grou
   if (is_k(format)) matrix.parts = matrix.block / (format == k_format_q6_k ? 16 : 32);  // whose scales lie as one
   matrix.stride = matrix.biases() + 4 * matrix.nr;
   matrix.panels = ceil_div(n, matrix.nr);
+  matrix.span = matrix.group();
+  matrix.step_spans = 1;
   return matrix;
 }
 inline PanelMatrix panel_matrix(const qm_projection& weights, int64_t n, int64_t k) {
   PanelMatrix matrix = panel_matrix(weights.format, weights.scale_type, weights.group_size, n, k, weights.zero_points);
-  // In act-order a group of weights is not one of activations.
-  matrix.stepped = weights.format == k_format_nvfp4 && weights.activation_format == k_activation_format_nvfp4 &&
-                   matrix.parts == 2 && !weights.perm;
+  if (weights.activation_format == k_activation_format_int8_group) {
+    matrix.stepped = true;
+    matrix.step_spans = matrix.group() == 16 ? 2 : 1;
+    matrix.span = matrix.group() % 64 == 0 ? 64 : 32 / matrix.step_spans;
+  } else {
+    // In act-order a group of weights is not one of nvfp4 activations.
+    matrix.stepped = weights.format == k_format_nvfp4 && weights.activation_format == k_activation_format_nvfp4 &&
+                     matrix.parts == 2 && !weights.perm;
+  }
   return matrix;
 }
 
-// Activations that are integers; all others are rounded, if at all, and stay f32.
+// Activations that are int8; all others are rounded, if at all, and stay f32, or are nvfp4.
 inline bool is_int8_activation(const qm_projection& w) {
   return w.activation_format == k_activation_format_int8_token ||
-         w.activation_format == k_activation_format_int8_token_asym;
+         w.activation_format == k_activation_format_int8_token_asym ||
+         w.activation_format == k_activation_format_int8_group;
 }
 
 inline int halves(const qm_moe& moe) { return moe.gated ? 2 : 1; }

@@ -98,8 +98,9 @@ struct ExpertMatrix {
   const uint8_t* row(int64_t expert) const {
     return read ? static_cast<const uint8_t*>(read[expert]) : rows + expert * parts.size;
   }
-  // Whether activations are prepared once for each expert: they depend on something that the expert's row holds.
-  bool is_expert_dependent() const { return node.pre_scale || has_input_scales(node); }
+  // Whether activations are prepared once for each expert: they depend on something that the expert's row holds, which
+  // with steps is the order of the columns, too.
+  bool is_expert_dependent() const { return node.pre_scale || has_input_scales(node) || (panel.stepped && node.perm); }
   Preparation preparation(int64_t expert, int side, bool gather) const;
   // The same with the scale of fp8_tensor that is not stored, once `largest` is known.
   Preparation known_preparation(int64_t expert, int side, bool gather) const;

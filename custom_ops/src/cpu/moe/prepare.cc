@@ -29,6 +29,22 @@ void clear_largest(const LayerCall& layer, ExpertMatrix& weights) {
   std::fill(weights.largest, weights.largest + layer.local_experts * weights.sides, 0u);
 }
 
+namespace {
+
+// x [k] to int8, in the order of the packed columns or of any where a row has one step.
+bool quantize_row(const CpuKernel& kernel, const ExpertMatrix& weights, const float* x, const RowBuffers& buffers,
+                  ActivationRow* row) {
+  const PanelMatrix& panel = weights.panel;
+  const bool finite = panel.stepped ? kernel.quantize_int8(x, panel.k, panel.kp, panel.span * panel.step_spans,
+                                                           buffers.q, buffers.steps)
+                                    : kernel.quantize(weights.node.activation_format, x, panel.k, panel.kp, buffers.q,
+                                                      &row->step, &row->zero_point);
+  if (buffers.sums) kernel.block_sums(buffers.q, panel.span, panel.spans(), buffers.sums);
+  return finite;
+}
+
+}  // namespace
+
 bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& weights, const Preparation& how, const float* x,
                  const RowBuffers& buffers, ActivationRow* row) {
   const PanelMatrix& panel = weights.panel;
@@ -48,10 +64,10 @@ bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& weights, const Pre
   *row = {};
   row->q = buffers.q;
   row->sums = buffers.sums;
-  if (panel.stepped) {
+  row->steps = buffers.steps;
+  if (panel.stepped && !is_int8_activation(weights.node)) {
     const bool finite = kernel.quantize_nvfp4(how.stored, x, panel.k, panel.groups(), buffers.q, buffers.steps);
-    kernel.block_sums(buffers.q, panel.group(), panel.groups(), buffers.sums);
-    row->steps = buffers.steps;
+    kernel.block_sums(buffers.q, panel.span, panel.spans(), buffers.sums);
     return finite;
   }
   if (!weights.quantized) {
@@ -63,22 +79,14 @@ bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& weights, const Pre
     return finite;
   }
   gather(x);
-  const bool finite = kernel.quantize(weights.node.activation_format, buffers.x, panel.k, panel.kp, buffers.q,
-                                      &row->step, &row->zero_point);
-  kernel.block_sums(buffers.q, panel.group(), panel.groups(), buffers.sums);
-  return finite;
+  return quantize_row(kernel, weights, buffers.x, buffers, row);
 }
 
 bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& weights, const float* x, const RowBuffers& buffers,
                        ActivationRow* row) {
   const PanelMatrix& panel = weights.panel;
-  *row = {buffers.x, buffers.q, buffers.sums, 0.0f, 0, nullptr};
-  if (weights.quantized) {
-    const bool finite =
-        kernel.quantize(weights.node.activation_format, x, panel.k, panel.kp, buffers.q, &row->step, &row->zero_point);
-    if (buffers.sums) kernel.block_sums(buffers.q, panel.group(), panel.groups(), buffers.sums);
-    return finite;
-  }
+  *row = {buffers.x, buffers.q, buffers.sums, 0.0f, 0, buffers.steps};
+  if (weights.quantized) return quantize_row(kernel, weights, x, buffers, row);
   const bool finite = kernel.round_row(weights.node.activation_format, 0.0f, x, panel.k, buffers.x);
   if (!finite) std::fill(buffers.x, buffers.x + panel.k, 0.0f);
   std::fill(buffers.x + panel.k, buffers.x + panel.kp, 0.0f);
@@ -96,7 +104,7 @@ void gather_row(const CpuKernel& kernel, const ExpertMatrix& weights, const int3
   }
   for (int64_t k = 0; k < panel.k; ++k) buffers.q[k] = row->q[perm[k]];
   std::fill(buffers.q + panel.k, buffers.q + panel.kp, int8_t{0});
-  kernel.block_sums(buffers.q, panel.group(), panel.groups(), buffers.sums);
+  kernel.block_sums(buffers.q, panel.span, panel.spans(), buffers.sums);
   row->q = buffers.q;
   row->sums = buffers.sums;
 }
@@ -107,7 +115,8 @@ void ActivationRows::lay_out(Arena& arena, int64_t tokens, const ExpertMatrix& w
   bad = arena.take<uint8_t>(count);
   x = arena.take<float>(count * w13.panel.kp);
   q = arena.take<int8_t>(quantized * w13.panel.kp);
-  sums = arena.take<int32_t>(quantized * w13.panel.groups());
+  sums = arena.take<int32_t>(quantized * w13.panel.spans());
+  steps = arena.take<float>(count * w13.panel.steps());
 }
 
 void ActivationRows::load(const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens) {
@@ -121,8 +130,8 @@ void ActivationRows::load_row(int64_t index, const ExpertIds& ids, const ExpertM
   const CpuKernel& kernel = layer.kernel;
   const int64_t hidden = w13.panel.k, kp = w13.panel.kp, token = index / each;
   float* const row = x + index * kp;
-  const RowBuffers own{row, q + index * kp, w13.node.perm ? nullptr : sums + index * w13.panel.groups(), nullptr,
-                       nullptr};
+  const RowBuffers own{row, q + index * kp, w13.node.perm ? nullptr : sums + index * w13.panel.spans(),
+                       steps + index * w13.panel.steps(), nullptr};
   kernel.to_float(
       layer.type,
       static_cast<const uint8_t*>(ids.call.hidden_states) + (layer.first_token + token) * hidden * layer.element(),

@@ -9,34 +9,33 @@ namespace quantmoe {
 struct RowBuffers {
   float* x;       // [kp]
   int8_t* q;      // [kp]
-  int32_t* sums;  // [groups], or null: not wanted
-  float* steps;   // [groups] where the matrix is stepped
+  int32_t* sums;  // [spans()], or null: not wanted
+  float* steps;   // [steps()]
   float* staged;  // [k] between two passes
 };
 
 // Buffers of the rows of a tile, for each lane that prepares some.
 struct RowScratch {
-  int64_t rows, kp = 0, groups = 0;
-  bool stepped = false;
+  int64_t rows, kp = 0, spans = 0, groups = 0;
   float *x{}, *staged{}, *steps{};
   int8_t* q{};
   int32_t* sums{};
 
   void fit(const PanelMatrix& panel) {
     kp = std::max(kp, panel.kp);
-    groups = std::max(groups, panel.groups());
-    stepped = stepped || panel.stepped;
+    spans = std::max(spans, panel.spans());
+    groups = std::max(groups, panel.steps());
   }
   void lay_out(Arena& arena, int64_t lanes) {
     q = arena.take<int8_t>(lanes * rows * kp);
     x = arena.take<float>(lanes * rows * kp);
     staged = arena.take<float>(lanes * kp);
-    sums = arena.take<int32_t>(lanes * rows * groups);
-    steps = arena.take<float>(stepped ? lanes * rows * groups : 0);
+    sums = arena.take<int32_t>(lanes * rows * spans);
+    steps = arena.take<float>(lanes * rows * groups);
   }
   RowBuffers at(int lane, int i) const {
     const int64_t row = lane * rows + i;
-    return {x + row * kp, q + row * kp, sums + row * groups, steps + row * groups, staged + lane * kp};
+    return {x + row * kp, q + row * kp, sums + row * spans, steps + row * groups, staged + lane * kp};
   }
 };
 
@@ -47,7 +46,8 @@ struct ActivationRows {
   uint8_t* bad{};
   float* x{};       // [tokens * each, kp]
   int8_t* q{};      // [tokens * each, kp] where the matrix is quantized, and so sums
-  int32_t* sums{};  // [tokens * each, groups]
+  int32_t* sums{};  // [tokens * each, spans()]
+  float* steps{};   // [tokens * each, steps()]
 
   int64_t index(Pair p) const { return p.token * each + (each > 1 ? p.slot : 0); }
   void lay_out(Arena& arena, int64_t tokens, const ExpertMatrix& w13);
