@@ -421,7 +421,7 @@ def product(x: Rounded, w: Weights) -> Span:
 
 
 def _stepped_sums(x: Rounded, w: Weights) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """acc of int8_group (4.2) with its error, [P, N], and the largest number on the way; channelwise times the scale."""
+    """int8_group's acc (4.2) and its error, [P, N], and the largest number on the way; channelwise times the scale."""
     assert x.steps is not None
     (p, k), n, (group, columns) = x.value.shape, len(w.values), (w.group, x.columns)
     acc, error, largest = (np.zeros((p, n)) for _ in range(3))
