@@ -10,8 +10,8 @@ from onnx_ir import tape
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.passes.last_logits import head_of
 
-#: a parameter or a cache of a decoder layer
-_LAYER = re.compile(r"(?:.*\.)?(?:layers|past_key_values)\.(\d+)\.")
+#: a parameter of a decoder layer
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 
 def every_logits(model: ir.Model) -> bool:
@@ -47,7 +47,7 @@ def hidden_states(model: ir.Model, where: str) -> list[str]:
     """
     graph, level = model.graph, {}
     for value in (*graph.inputs, *graph.initializers.values()):
-        found = _LAYER.match(value.name or "")
+        found = _LAYER.match(value.name or "")  # of inputs none: sizes of one layer's cache are every layer's
         level[value] = int(found[1]) if found else -1
     leaving: dict[int, dict[ir.Value, None]] = {}
     for node in graph:
