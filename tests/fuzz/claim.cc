@@ -6,9 +6,6 @@
 //   - a data file that cannot be read, or is shorter, is the weights' bytes or an error
 #include "../../ort_ext/claim.h"
 
-#include <unistd.h>
-
-#include <fstream>
 #include <map>
 #include <memory>
 
@@ -31,7 +28,7 @@ struct OrtValueInfo {
   Shape shape;
   bool constant = true, external = false;
   int64_t offset = 0;
-  std::vector<uint8_t> data;  // of an initializer; elements of the value, whatever the shape says
+  std::vector<uint8_t> bytes;  // of an initializer; elements of the value, whatever the shape says
 };
 struct OrtNode {
   std::string type;
@@ -41,7 +38,8 @@ struct OrtNode {
 
 namespace {
 
-const std::string kFile = "quantmoe-fuzz-claim-" + std::to_string(getpid());
+const std::filesystem::path kPath = own_file("claim");
+const std::string kFile = kPath.filename();
 
 template <class Opaque>
 const OrtValueInfo& info_of(const Opaque* opaque) {
@@ -64,29 +62,9 @@ class Api {
                  : reinterpret_cast<const OrtTensorTypeAndShapeInfo*>(info);
       return static_cast<OrtStatus*>(nullptr);
     };
-    api.GetTensorElementType = [](const OrtTensorTypeAndShapeInfo* info, ONNXTensorElementDataType* out) noexcept {
-      *out = info_of(info).type;
-      return static_cast<OrtStatus*>(nullptr);
-    };
-    api.GetDimensionsCount = [](const OrtTensorTypeAndShapeInfo* info, size_t* out) noexcept {
-      *out = info_of(info).shape.size();
-      return static_cast<OrtStatus*>(nullptr);
-    };
-    api.GetDimensions = [](const OrtTensorTypeAndShapeInfo* info, int64_t* out, size_t count) noexcept {
-      std::copy_n(info_of(info).shape.begin(), count, out);
-      return static_cast<OrtStatus*>(nullptr);
-    };
-    api.GetTensorTypeAndShape = [](const OrtValue* value, OrtTensorTypeAndShapeInfo** out) noexcept {
-      *out = reinterpret_cast<OrtTensorTypeAndShapeInfo*>(const_cast<OrtValue*>(value));
-      return static_cast<OrtStatus*>(nullptr);
-    };
+    set_tensor_functions<OrtValueInfo>(api);
     api.GetTensorShapeElementCount = [](const OrtTensorTypeAndShapeInfo* info, size_t* out) noexcept {
-      *out = info_of(info).data.size() / width_of(info_of(info).type);
-      return static_cast<OrtStatus*>(nullptr);
-    };
-    api.ReleaseTensorTypeAndShapeInfo = [](OrtTensorTypeAndShapeInfo*) noexcept {};
-    api.GetTensorMutableData = [](OrtValue* value, void** out) noexcept {
-      *out = const_cast<uint8_t*>(info_of(value).data.data());
+      *out = info_of(info).bytes.size() / width_of(info_of(info).type);
       return static_cast<OrtStatus*>(nullptr);
     };
     api.ReadOpAttr = [](const OrtOpAttr* attribute, OrtOpAttrType type, void* out, size_t room, size_t* size) noexcept {
@@ -155,7 +133,7 @@ class Api {
     put(369, +[](OrtExternalInitializerInfo*) {});
     put(370, +[](const OrtExternalInitializerInfo*) { return kFile.c_str(); });
     put(371, +[](const OrtExternalInitializerInfo* info) { return info_of(info).offset; });
-    put(372, +[](const OrtExternalInitializerInfo* info) { return info_of(info).data.size(); });
+    put(372, +[](const OrtExternalInitializerInfo* info) { return info_of(info).bytes.size(); });
   }
   const OrtApi* get() const { return reinterpret_cast<const OrtApi*>(table_); }
 
@@ -246,8 +224,8 @@ class Maker {
     value.shape = shape;
     size_t bytes = width_of(type);
     for (const int64_t dim : shape) bytes *= static_cast<size_t>(dim);
-    value.data.resize(bytes);
-    random_bytes(rng_, value.data.data(), bytes);
+    value.bytes.resize(bytes);
+    random_bytes(rng_, value.bytes.data(), bytes);
     value.external = data_.ConsumeIntegralInRange(0, 3) == 0;
     value.offset = data_.ConsumeIntegralInRange<int64_t>(0, 4096);
   }
@@ -281,8 +259,8 @@ class Maker {
           value.shape.resize(data_.ConsumeIntegralInRange<size_t>(0, 4), number());
           break;
         case 5:
-          value.data.resize(data_.ConsumeIntegralInRange<size_t>(0, value.data.size() + 9));
-          value.data.shrink_to_fit();
+          value.bytes.resize(data_.ConsumeIntegralInRange<size_t>(0, value.bytes.size() + 9));
+          value.bytes.shrink_to_fit();
           break;
         case 6:
           value.type = static_cast<ONNXTensorElementDataType>(data_.ConsumeIntegralInRange(0, 16));
@@ -318,11 +296,8 @@ class Maker {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   static const Api table;
-  static const std::filesystem::path folder = std::filesystem::temp_directory_path();
-  static const bool written = [] {  // most initializers end within it
-    return bool(std::ofstream(folder / kFile, std::ios::binary) << std::string(20000, 'w'));
-  }();
-  CHECK(written, "no data file");
+  static const bool written = (write_file(kPath, std::string(20000, 'w')), true);  // most initializers end within it
+  if (!written) return 0;
   FuzzedDataProvider data(bytes, size);
   const GraphApi api(table.get());
   Maker maker(data);
@@ -332,7 +307,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     CHECK(claim.weights.size() == (claim.moe ? 2 : 1), "%zu weights", claim.weights.size());
     const bool packs = data.ConsumeIntegralInRange(0, 3) == 0;
     for (const Matrix& matrix : claim.weights) {
-      const std::string identity = identity_of(api, matrix, data.ConsumeBool() ? folder : std::filesystem::path());
+      const std::string identity =
+          identity_of(api, matrix, data.ConsumeBool() ? kPath.parent_path() : std::filesystem::path());
       CHECK(identity.size() == 64, "an identity of %zu digits", identity.size());
       CHECK(source_sum(api, matrix).size() == 64, "a sum of other digits");
       if (!packs) continue;

@@ -2,12 +2,16 @@
 #pragma once
 #include <fuzzer/FuzzedDataProvider.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <random>
 #include <string>
 #include <string_view>
@@ -100,6 +104,76 @@ inline void set_two_levels(qm_projection* p) {
 inline void random_bytes(Rng& rng, void* to, size_t n) {
   for (size_t i = 0; i < n; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(rng() >> 8);
 }
+
+// The path of this process's file, in memory where the system has a place for that. It goes with the process.
+inline const std::filesystem::path& own_file(const std::string& name) {
+  static std::filesystem::path path;
+  const std::filesystem::path memory = "/dev/shm";
+  path = access(memory.c_str(), W_OK) ? std::filesystem::temp_directory_path() : memory;
+  path /= "quantmoe-fuzz-" + name + "-" + std::to_string(getpid());
+  std::atexit([] {
+    std::error_code absent;
+    std::filesystem::remove(path, absent);
+  });
+  return path;
+}
+inline std::string read_file(const std::filesystem::path& path) {
+  std::ifstream stream(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+inline void write_file(const std::filesystem::path& path, const std::string& bytes) {
+  CHECK(std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes, "%s is not written", path.c_str());
+}
+
+// Damages a file's bytes up to three times, as any file may be or in one of the target's own ways: own(at), whose place
+// is within the file.
+template <class Own>
+void damage(FuzzedDataProvider& data, std::string& file, const Own& own) {
+  for (int n = data.ConsumeIntegralInRange(0, 3); n > 0 && !file.empty(); --n) {
+    const size_t at = data.ConsumeIntegralInRange<size_t>(0, file.size() - 1);
+    switch (data.ConsumeIntegralInRange(0, 4)) {
+      case 0:
+        file[at] ^= static_cast<char>(1 << data.ConsumeIntegralInRange(0, 7));
+        break;
+      case 1:
+        file.resize(at);
+        break;
+      case 2:
+        file.replace(at, data.ConsumeIntegralInRange<size_t>(0, 9), data.ConsumeRandomLengthString(9));
+        break;
+      default:
+        own(at);
+    }
+  }
+}
+
+#ifdef ORT_API_VERSION  // of a target that has ONNX Runtime's headers
+// What ONNX Runtime is asked of a tensor. Tensor: what the target has in its place, with type, shape and bytes.
+template <class Tensor>
+void set_tensor_functions(OrtApi& api) {
+  api.GetTensorTypeAndShape = [](const OrtValue* value, OrtTensorTypeAndShapeInfo** out) noexcept {
+    *out = reinterpret_cast<OrtTensorTypeAndShapeInfo*>(const_cast<OrtValue*>(value));
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetTensorElementType = [](const OrtTensorTypeAndShapeInfo* info, ONNXTensorElementDataType* out) noexcept {
+    *out = reinterpret_cast<const Tensor*>(info)->type;
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetDimensionsCount = [](const OrtTensorTypeAndShapeInfo* info, size_t* out) noexcept {
+    *out = reinterpret_cast<const Tensor*>(info)->shape.size();
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetDimensions = [](const OrtTensorTypeAndShapeInfo* info, int64_t* out, size_t count) noexcept {
+    std::copy_n(reinterpret_cast<const Tensor*>(info)->shape.begin(), count, out);
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.GetTensorMutableData = [](OrtValue* value, void** out) noexcept {
+    *out = reinterpret_cast<Tensor*>(value)->bytes.data();
+    return static_cast<OrtStatus*>(nullptr);
+  };
+  api.ReleaseTensorTypeAndShapeInfo = [](OrtTensorTypeAndShapeInfo*) noexcept {};
+}
+#endif
 
 // One lane after another, which all synchronisation must allow; threads are ThreadSanitizer's subject.
 inline void one_after_another(void*, qm_task task, void* arg, size_t count) {

@@ -1,12 +1,7 @@
 // libFuzzer target: the provider's cache of packed weights (ort_ext/packed_file.h). A file is written and damaged,
 // whole or so that its header's sum holds: reading it says why not, or gives tensors that lie in it; with all bytes
 // compared, the ones that were written. Writing replaces such a file alone.
-#include <unistd.h>
-
 #include <cstddef>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <stdexcept>
 
 #include "../../ort_ext/packed_file.h"
@@ -90,8 +85,7 @@ void damage(FuzzedDataProvider& data, std::string& file, size_t tensors) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
-  static const std::filesystem::path path =
-      std::filesystem::temp_directory_path() / ("quantmoe-fuzz-" + std::to_string(getpid()));
+  static const std::filesystem::path path = own_file("packed");
   std::vector<PackedEntry> entries(data.ConsumeIntegralInRange<size_t>(0, 3));
   std::vector<std::string> tensors;
   Rng rng(data.ConsumeIntegral<uint32_t>());
@@ -109,13 +103,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     return std::string(kDigits, changed ? 'f' : static_cast<char>('0' + i));
   };
   quantmoe::write_packed(path, entries, source, pack);
-  std::string file, whole;
-  {
-    std::ifstream stream(path, std::ios::binary);
-    whole.assign(std::istreambuf_iterator<char>(stream), {});
-  }
-  damage(data, file = whole, entries.size());
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << file;
+  const std::string whole = read_file(path);
+  std::string file = whole;
+  damage(data, file, entries.size());
+  write_file(path, file);
   if (data.ConsumeIntegralInRange(0, 7) == 0)
     entries.resize(data.ConsumeIntegralInRange<size_t>(0, 4), {random_key(data), 5});
   const bool verify = data.ConsumeBool();
@@ -140,8 +131,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       quantmoe::write_packed(path, entries, source, pack);
       (void)quantmoe::map_packed(path, entries, source);
     } catch (const std::runtime_error&) {
-      std::ifstream stream(path, std::ios::binary);
-      CHECK(std::string(std::istreambuf_iterator<char>(stream), {}) == file, "somebody's file is written over");
+      CHECK(read_file(path) == file, "somebody's file is written over");
     }
   }
   std::filesystem::remove(path);

@@ -3,11 +3,6 @@
 //   - settings are taken, or refused with a reason; what is taken is in its range
 //   - a trace is refused with a reason, or has layers and experts of the model alone; an undamaged one is what was
 //     written
-#include <unistd.h>
-
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <stdexcept>
 
@@ -83,40 +78,8 @@ std::unique_ptr<Experts> experts_of(const std::string& trace, const std::string&
   return experts;
 }
 
-std::string bytes_of(const std::string& path) {
-  std::ifstream stream(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(stream), {}};
-}
-
-void damage(FuzzedDataProvider& data, std::string& file) {
-  for (int n = data.ConsumeIntegralInRange(0, 3); n > 0 && !file.empty(); --n) {
-    const size_t line = file.find('\n') + 1, at = data.ConsumeIntegralInRange<size_t>(0, file.size() - 1);
-    switch (data.ConsumeIntegralInRange(0, 4)) {
-      case 0:
-        file[at] ^= static_cast<char>(1 << data.ConsumeIntegralInRange(0, 7));
-        break;
-      case 1:
-        file.resize(at);
-        break;
-      case 2:
-        file.append(data.ConsumeRandomLengthString(20));
-        break;
-      case 3:  // a word of a record
-        if (const size_t word = line + at / 2 * 2; word + 2 <= file.size()) {
-          const uint16_t value =
-              data.ConsumeBool() ? data.ConsumeIntegral<uint16_t>() : data.ConsumeIntegralInRange<uint16_t>(0, 9);
-          std::memcpy(&file[word], &value, 2);
-        }
-        break;
-      default:
-        file.replace(at, data.ConsumeIntegralInRange<size_t>(0, 9), data.ConsumeRandomLengthString(9));
-    }
-  }
-}
-
 void trace(FuzzedDataProvider& data) {
-  static const std::string path =
-      std::filesystem::temp_directory_path() / ("quantmoe-fuzz-trace-" + std::to_string(getpid()));
+  static const std::string path = own_file("trace");
   std::filesystem::remove(path);  // what is no trace is not written over
   std::vector<int64_t> layers(data.ConsumeIntegralInRange<size_t>(1, 3));
   for (int64_t& experts : layers) experts = data.ConsumeIntegralInRange(1, 9);
@@ -139,10 +102,18 @@ void trace(FuzzedDataProvider& data) {
       writer->trace(call.layer, call.ids.data(), call.tokens, call.top_k);
     }
   }
-  const std::string whole = bytes_of(path);
+  const std::string whole = read_file(path);
   std::string file = whole;
-  damage(data, file);
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << file;
+  damage(data, file, [&](size_t at) {
+    if (data.ConsumeBool()) {
+      file.append(data.ConsumeRandomLengthString(20));
+    } else if (const size_t word = file.find('\n') + 1 + at / 2 * 2; word + 2 <= file.size()) {  // of a record
+      const uint16_t value =
+          data.ConsumeBool() ? data.ConsumeIntegral<uint16_t>() : data.ConsumeIntegralInRange<uint16_t>(0, 9);
+      std::memcpy(&file[word], &value, 2);
+    }
+  });
+  write_file(path, file);
   if (data.ConsumeIntegralInRange(0, 7) == 0) layers[0] = data.ConsumeIntegralInRange(1, 9);
   const auto reader = experts_of("", path, layers);
   try {

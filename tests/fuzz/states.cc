@@ -3,8 +3,6 @@
 //   - a file is refused with a reason, or loads within the cache's tensors (AddressSanitizer)
 //   - an undamaged one gives the tokens, keys, values and states that were saved
 #define ORT_API_MANUAL_INIT
-#include <unistd.h>
-
 #include "../../samples/cpp/state.h"
 #include "fuzz.h"
 
@@ -16,35 +14,10 @@ struct Tensor {
   std::string bytes;
 };
 
-template <class Opaque>
-Tensor& tensor_of(const Opaque* opaque) {
-  return *reinterpret_cast<Tensor*>(const_cast<Opaque*>(opaque));
-}
-
 // What state.h asks ONNX Runtime: the type, shape and memory of a tensor.
 const OrtApi* table() {
   static OrtApi api{};
-  api.GetTensorTypeAndShape = [](const OrtValue* value, OrtTensorTypeAndShapeInfo** out) noexcept {
-    *out = reinterpret_cast<OrtTensorTypeAndShapeInfo*>(const_cast<OrtValue*>(value));
-    return static_cast<OrtStatus*>(nullptr);
-  };
-  api.GetTensorElementType = [](const OrtTensorTypeAndShapeInfo* info, ONNXTensorElementDataType* out) noexcept {
-    *out = tensor_of(info).type;
-    return static_cast<OrtStatus*>(nullptr);
-  };
-  api.GetDimensionsCount = [](const OrtTensorTypeAndShapeInfo* info, size_t* out) noexcept {
-    *out = tensor_of(info).shape.size();
-    return static_cast<OrtStatus*>(nullptr);
-  };
-  api.GetDimensions = [](const OrtTensorTypeAndShapeInfo* info, int64_t* out, size_t count) noexcept {
-    std::copy_n(tensor_of(info).shape.begin(), count, out);
-    return static_cast<OrtStatus*>(nullptr);
-  };
-  api.GetTensorMutableData = [](OrtValue* value, void** out) noexcept {
-    *out = tensor_of(value).bytes.data();
-    return static_cast<OrtStatus*>(nullptr);
-  };
-  api.ReleaseTensorTypeAndShapeInfo = [](OrtTensorTypeAndShapeInfo*) noexcept {};
+  set_tensor_functions<Tensor>(api);
   api.ReleaseValue = [](OrtValue*) noexcept {};
   return &api;
 }
@@ -97,7 +70,7 @@ std::vector<Past> model_of(FuzzedDataProvider& data) {
   return pasts;
 }
 
-void damage(FuzzedDataProvider& data, std::string& file) {
+void damage_state(FuzzedDataProvider& data, std::string& file) {
   static const char* const kPieces[] = {"@-5",
                                         "@99999999999999999999",
                                         "[18446744073709551615]",
@@ -110,27 +83,12 @@ void damage(FuzzedDataProvider& data, std::string& file) {
                                         "\"tokens\"",
                                         "\"checksum\"",
                                         "__metadata__"};
-  for (int n = data.ConsumeIntegralInRange(0, 3); n > 0 && !file.empty(); --n) {
-    const size_t at = data.ConsumeIntegralInRange<size_t>(0, file.size() - 1);
-    switch (data.ConsumeIntegralInRange(0, 4)) {
-      case 0:
-        file[at] ^= static_cast<char>(1 << data.ConsumeIntegralInRange(0, 7));
-        break;
-      case 1:
-        file.resize(at);
-        break;
-      case 2:
-        file.replace(at, data.ConsumeIntegralInRange<size_t>(0, 4), data.PickValueInArray(kPieces));
-        break;
-      case 3: {  // a digit of the header
-        const size_t digit = file.find_first_of("0123456789", at);
-        if (digit != file.npos) file[digit] = static_cast<char>('0' + data.ConsumeIntegralInRange(0, 9));
-        break;
-      }
-      default:
-        file.replace(at, data.ConsumeIntegralInRange<size_t>(0, 9), data.ConsumeRandomLengthString(9));
-    }
-  }
+  damage(data, file, [&](size_t at) {
+    if (data.ConsumeBool())
+      file.replace(at, data.ConsumeIntegralInRange<size_t>(0, 4), data.PickValueInArray(kPieces));
+    else if (const size_t digit = file.find_first_of("0123456789", at); digit != file.npos)  // of the header
+      file[digit] = static_cast<char>('0' + data.ConsumeIntegralInRange(0, 9));
+  });
   if (file.size() < 12 || !data.ConsumeBool()) return;
   const uint32_t sum = crc32(0, file.data(), static_cast<int64_t>(file.size()) - 4);
   std::memcpy(&file[file.size() - 4], &sum, 4);
@@ -140,8 +98,7 @@ void damage(FuzzedDataProvider& data, std::string& file) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   static const bool ready = (Ort::InitApi(table()), true);
-  static const std::filesystem::path path =
-      std::filesystem::temp_directory_path() / ("quantmoe-fuzz-state-" + std::to_string(getpid()));
+  static const std::filesystem::path path = own_file("state");
   if (!ready) return 0;
   FuzzedDataProvider data(bytes, size);
   Rng rng(data.ConsumeIntegral<uint32_t>());
@@ -154,13 +111,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   const bool hybrid = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); });
   if (hybrid && length > 1 && data.ConsumeBool()) ends[length - 1] = states_of(pasts, saved.values);
   save_state(path, "model", tokens, pasts, saved.values, ends);
-  std::string whole, file;
-  {
-    std::ifstream stream(path, std::ios::binary);
-    whole.assign(std::istreambuf_iterator<char>(stream), {});
-  }
-  damage(data, file = whole);
-  if (file != whole) std::ofstream(path, std::ios::binary | std::ios::trunc) << file;
+  const std::string whole = read_file(path);
+  std::string file = whole;
+  damage_state(data, file);
+  if (file != whole) write_file(path, file);
   Ids prompt = tokens;
   prompt.resize(data.ConsumeIntegralInRange<size_t>(1, tokens.size() + 2), 9);
   try {
