@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -634,6 +636,35 @@ def test_ctrl_c_while_modules_are_imported_is_silent(kind: str, module: str, tmp
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ctrl_c_ends_the_processes_of_a_command_without_a_word(tmp_path: Path) -> None:
+    """In a terminal it goes to them, too."""
+    started = tmp_path / "started"
+    work = f"import os, time\nwith open({str(started)!r}, 'w') as to: to.write(str(os.getpid()))\ntime.sleep(600)"
+    code = f"""
+import sys, time
+from types import SimpleNamespace
+from quantmoe.exporter import command
+from quantmoe.exporter.measuring.children import in_process
+def main():
+    try:
+        in_process("work", exec, {work!r})
+    finally:
+        time.sleep(2)  # as a command that removes what it has begun
+sys.modules["quantmoe.exporter.cli"] = SimpleNamespace(main=main)
+if __name__ == "__main__":
+    command.main()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True)
+    while not (started.exists() and (child := started.read_text(encoding="utf-8"))):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == 130
+    assert not Path(f"/proc/{child}").exists()
 
 
 def test_the_command_looks_after_ctrl_c_first() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quantmoe.exporter.errors import ModelError
@@ -21,6 +23,19 @@ def how_ended(exitcode: int | None) -> str:
     return f"was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
 
 
+@contextlib.contextmanager
+def unheard_interrupts() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach: it goes to all of a terminal, and their parent ends them."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def in_process(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a function returns in a new process, which takes its memory along.
 
@@ -33,7 +48,8 @@ def in_process(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(its, function, arguments), daemon=True)
-    process.start()
+    with unheard_interrupts():
+        process.start()
     its.close()
     try:
         failed, found = ours.recv()

@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
-from quantmoe.exporter.measuring.children import how_ended
+from quantmoe.exporter.measuring.children import how_ended, unheard_interrupts
 from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
@@ -415,7 +415,8 @@ class Process:
         context = multiprocessing.get_context("spawn")
         self._name, (self._pipe, end) = name, context.Pipe()
         self._process = context.Process(target=_serve, args=(end, side, arguments, cpu), daemon=True)
-        self._process.start()
+        with unheard_interrupts():
+            self._process.start()
         end.close()
         self._receive()
 
