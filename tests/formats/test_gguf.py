@@ -32,9 +32,10 @@ from quantmoe.exporter.reading.formats.gguf import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
-from quantmoe.exporter.writing.tokenizer import compare, write_tokenizer
+from quantmoe.exporter.writing.tokenizer import write_tokenizer
 
 FILES = Path(__file__).parents[1] / "fixtures" / "gguf"
 LOGITS = dict(np.load(FILES / "logits.npz"))
@@ -52,7 +53,51 @@ def test_a_tokenizer_is_the_files_own(name: str, remark: str, tmp_path: Path) ->
     assert remark in found
     assert bool(found) == bool(remark)
     auto = AutoTokenizer.from_pretrained(FILES, gguf_file=f"{name}.gguf")
-    assert compare(auto, load_tokenizer(tmp_path)) == ""
+    ours = load_tokenizer(tmp_path)
+    assert [encoding.ids for encoding in ours.encode_batch(texts())] == auto(texts()).input_ids
+
+
+def test_no_token_is_beyond_the_vocabulary(tmp_path: Path) -> None:
+    """Transformers' class for such files has a token of its own, which files may lack."""
+    name = "mixtral-Q5_0"
+    assert max(AutoTokenizer.from_pretrained(FILES, gguf_file=f"{name}.gguf")("<|endoftext|>").input_ids) == 384
+    ckpt = open_checkpoint(FILES / f"{name}.gguf")
+    assert max(load_tokenizer(ckpt.companions).encode("<|endoftext|>").ids) < 384
+    assert write_tokenizer(ckpt.companions, lambda name: tmp_path / name, gguf=True) == ""
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_spaces_before_texts_are_llama_cpps(begun: bool, tmp_path: Path) -> None:
+    """SentencePiece puts a space before a text and after each special token, whatever follows."""
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "\u2581b", *(f"[{i}]" for i in range(376))]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 381],
+        "tokenizer.ggml.merges": ["\u2581 a", "\u2581 b"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.pre": None,
+    } | ({} if begun else {"tokenizer.ggml.add_space_prefix": False})
+    file = rewritten("mixtral-Q5_0", tmp_path / "model.gguf", fields)
+    ckpt = open_checkpoint(file)
+    tokenizer = load_tokenizer(ckpt.companions)
+    first = [3] if begun else []
+    assert tokenizer.encode(" a").ids == [1, *first, 6]
+    assert tokenizer.encode("</s> b").ids == [1, 2, *first, 7]
+    assert tokenizer.encode("a</s>b").ids == ([1, 6, 2, 7] if begun else [1, 4, 2, 5])
+    assert tokenizer.decode(tokenizer.encode("a b").ids) == "a b"
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
+def test_words_of_llama_3_stay_whole(pre: str, tmp_path: Path) -> None:
+    """Where they are tokens, and texts begin with BOS although the file does not say so, as in llama.cpp."""
+    fields = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 1}
+    file = rewritten("mixtral-Q5_0", tmp_path / "model.gguf", fields)
+    ckpt = open_checkpoint(file)
+    model = json.loads((ckpt.companions / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    assert bool(model["ignore_merges"]) == (pre == "llama-bpe")
+    assert (load_tokenizer(ckpt.companions).encode("a").ids[0] == 1) == (pre == "llama-bpe")
 
 
 def small_file(path: Path, kind: str, blocks: np.ndarray) -> Path:
@@ -97,7 +142,8 @@ def rewritten(
     kept = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     writer = gguf.GGUFWriter(path, kept.pop("general.architecture").contents())
     for name in fields.keys() | kept.keys():
-        types = kept[name].types if name in kept else [gguf.GGUFValueType.UINT32]
+        new = gguf.GGUFValueType.BOOL if fields.get(name) is False else gguf.GGUFValueType.UINT32
+        types = kept[name].types if name in kept else [new]
         value = fields.get(name, kept[name].contents() if name in kept else None)
         if value is not None:
             writer.add_key_value(name, value, types[0], types[1] if len(types) > 1 else None)

@@ -22,6 +22,7 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, Checkpoint, CheckpointError, Entry, is_outline
 from quantmoe.exporter.reading.gguf.families import FAMILIES, JOINED, Metadata, common_name
 from quantmoe.exporter.reading.gguf.header import TYPES, Header, read_header, shown
+from quantmoe.exporter.reading.gguf.tokenizer import write_tokenizer
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
 _LAYER = re.compile(r"model\.layers\.[0-9]+")
@@ -161,13 +162,8 @@ class GGUF(Checkpoint):
 
     def _write_tokenizer(self, folder: Path) -> str:
         """Write tokenizer.json and its configuration; return why there is none, "" where there is one."""
-        from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-
         try:
-            architecture, tokenizer, config = get_gguf_tokenizer(str(self._first))
-            backend, _ = convert_gguf_tokenizer(architecture, tokenizer)
-            PreTrainedTokenizerFast(tokenizer_object=backend, **config).save_pretrained(folder)
+            write_tokenizer(self._first, folder)
         except MemoryError:
             raise
         except Exception as error:  # those of tokenizers have no common base class
