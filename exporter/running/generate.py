@@ -759,7 +759,7 @@ def need_count(name: str, value: int, least: int = 1) -> None:
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def check_takes_tokens(path: Path, session: Any) -> None:
