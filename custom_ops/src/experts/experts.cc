@@ -140,10 +140,10 @@ std::vector<std::pair<int, int64_t>> Trace::most_used(size_t most, int layer, bo
     for (size_t expert = 0; expert < own.size(); ++expert)
       if (own[expert]) found.emplace_back(i, static_cast<int64_t>(expert));
   }
-  const auto count = [&](const auto& of) {
-    return uses[static_cast<size_t>(of.first)][static_cast<size_t>(of.second)];
+  const auto ranked = [&](const auto& of) {  // std::stable_sort warns with clang 19 and libstdc++ 12
+    return std::pair(uses[static_cast<size_t>(of.first)][static_cast<size_t>(of.second)], of);
   };
-  std::stable_sort(found.begin(), found.end(), [&](const auto& a, const auto& b) { return count(a) < count(b); });
+  std::sort(found.begin(), found.end(), [&](const auto& a, const auto& b) { return ranked(a) < ranked(b); });
   if (found.size() > most) found.erase(found.begin(), found.end() - static_cast<ptrdiff_t>(most));
   return found;
 }
