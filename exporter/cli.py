@@ -132,7 +132,8 @@ def export(
     ] = None,
     lm_head: Annotated[Literal["int4", "int8"] | None, _option("Numbers", "quantize the LM head")] = None,
     activations: Annotated[
-        Literal["int8", "float"] | None, _option("Numbers", "activations; default: int8 on cpu")
+        Literal["int8", "int8-token", "float"] | None,
+        _option("Numbers", "int8, int8-token, float; default: int8 on cpu", metavar="TYPE"),
     ] = None,
     cache: Annotated[
         Literal["auto", "f16", "f32", "bf16", "int8", "fp8"],

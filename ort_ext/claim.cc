@@ -157,7 +157,7 @@ qm_projection projection_of(int64_t bits, int64_t group, ONNXTensorElementDataTy
   projection.scale_type = scales == kFloat ? k_scale_type_f32 : k_scale_type_f16;
   projection.zero_points = zero_points;
   projection.bias = bias;
-  projection.activation_format = int8 ? k_activation_format_int8_token_asym : k_activation_format_none;
+  projection.activation_format = int8 ? k_activation_format_int8_group : k_activation_format_none;
   projection.layout = k_layout_cpu_panel;
   projection.layout_version = 1;
   return projection;

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin", "ort": "qmoe"}
 #: activations of weights-only checkpoints where nobody asks for others; None: as the checkpoint says
 ACTIVATIONS = {"cpu_panel": "int8", "marlin": None, "qmoe": None}
+#: what a user asks of a weights-only checkpoint's activations -> activation_format
+CHOICES = {"int8": "int8_group", "int8-token": "int8_token_asym", "float": "none"}
 #: ends of the names of tensors whose numbers decide what a node has
 DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
 #: linears of one input, whose rows become one matrix: names of the parts -> of the whole
@@ -531,30 +533,28 @@ def activation_format(scheme: ModuleScheme, choice: str | None) -> str:
     """The node's activation_format.
 
     Args:
-        scheme: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints;
-            None: as the checkpoint says.
+        scheme: as the checkpoint says. choice: a key of CHOICES, the user's for weights-only checkpoints; None: as the
+            checkpoint says.
     """
     wanted = scheme.activation_format
     if choice == "float":
         return "none"
     whole = scheme.format in ("fp8_e4m3", "bf16", "f16")  # no integer product of these is exact
-    if wanted == "none" and choice == "int8" and not whole:
-        return "int8_token_asym"
-    return wanted
+    return CHOICES[choice] if choice and wanted == "none" and not whole else wanted
 
 
 def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix) -> str:
     """The activation_format of a linear whose input features are on several ranks: each rounds its own.
 
-    Weights-only checkpoints have float activations there, whatever ``choice``: a scale of all features would take the
-    maximum over the ranks.
+    Weights-only checkpoints have float activations there where ``choice`` has a scale of all features, which would take
+    the maximum over the ranks.
 
     Raises:
         ValueError: the checkpoint wants such a scale.
     """
     wanted = activation_format(scheme, choice)
     if scheme.activation_format == "none":
-        return "none"
+        return "none" if wanted in WHOLE_ROWS else wanted
     if wanted in WHOLE_ROWS and not (wanted == "fp8_tensor" and m.input_scale is not None):
         raise ValueError(
             f"{wanted} rounds activations by the largest of all features, of which each rank has a part; expected "

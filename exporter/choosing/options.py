@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantmoe.exporter.choosing.caches import FLOATS, KINDS
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT
+from quantmoe.exporter.choosing.choose import ACTIVATIONS, CHOICES, LAYOUT
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import Slice
 
 #: types of the graph outside the experts, the default first
 GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16"), "ort": ("f32", "f16")}
+#: of CHOICES, what a target has no kernels for
+NO_ACTIVATIONS = {"cuda": "int8", "ort": "int8-token"}
 #: bytes of weights in a file
 MAX_FILE_SIZE = 50 * 10**9
 MAX_RANKS = 1024
@@ -58,7 +60,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, known in (
             ("target", tuple(LAYOUT)),
-            ("activations", (None, "int8", "float")),
+            ("activations", (None, *(a for a in CHOICES if a != NO_ACTIVATIONS.get(self.target)))),
             ("scales", ("exact", "bf16")),
             ("dtype", (None, *GRAPH_TYPES.get(self.target, ()))),
             ("dense", ("quantmoe",) if self.target == "cuda" else ("quantmoe", "ort")),
@@ -67,7 +69,7 @@ class Options:
             ("experts", ("inputs", "external")),
         ):
             if (value := getattr(self, name)) not in known:
-                of = f" (target {self.target})" if name in ("dtype", "dense") else ""
+                of = f" (target {self.target})" if name in ("activations", "dtype", "dense") else ""
                 raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
         if self.logits not in ("last", "all") and not (type(self.logits) is int and self.logits > 0):
             raise OptionError(f"logits is {self.logits!r}, expected last, all or a number of tokens from 1")

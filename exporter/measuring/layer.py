@@ -21,12 +21,12 @@ from quantmoe.custom_ops.shapes import Shape
 
 #: --format: kind, scale type, whether it has zero points, activation format
 FORMATS = {
-    "int4": ("int4", "bf16", False, "int8_token_asym"),
-    "int8": ("int8", "bf16", False, "int8_token_asym"),
-    "int4-zp": ("int4", "bf16", True, "int8_token_asym"),
-    "int8-zp": ("int8", "bf16", True, "int8_token_asym"),
-    "mxfp4": ("mxfp4", "e8m0", False, "int8_token_asym"),
-    "nvfp4": ("nvfp4", "e4m3", False, "int8_token_asym"),
+    "int4": ("int4", "bf16", False, "int8_group"),
+    "int8": ("int8", "bf16", False, "int8_group"),
+    "int4-zp": ("int4", "bf16", True, "int8_group"),
+    "int8-zp": ("int8", "bf16", True, "int8_group"),
+    "mxfp4": ("mxfp4", "e8m0", False, "int8_group"),
+    "nvfp4": ("nvfp4", "e4m3", False, "int8_group"),
     "nvfp4-w4a4": ("nvfp4", "e4m3", False, "nvfp4"),
     "fp8": ("fp8_e4m3", "f32", False, "none"),
 }

@@ -64,7 +64,7 @@ def export(
     output: str | Path,
     *,
     target: Literal["cpu", "cuda", "ort"] = "cpu",
-    activations: Literal["int8", "float"] | None = None,
+    activations: Literal["int8", "int8-token", "float"] | None = None,
     scales: Literal["exact", "bf16"] = "exact",
     dtype: Literal["f32", "f16", "bf16"] | None = None,
     dense: Literal["quantmoe", "ort"] = "quantmoe",
@@ -96,8 +96,9 @@ def export(
         target: "cpu": ONNX Runtime on x86-64 and Arm; "cuda": TensorRT and ONNX Runtime on NVIDIA GPUs, only of the
             operators of ai.onnx and quantmoe; "ort": ONNX Runtime without a library of ours, only of its own operators
             (docs/ort.md).
-        activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not. The
-            default is "int8" for the CPU, and what the checkpoint says for CUDA.
+        activations: of weight-only checkpoints: "int8" quantizes groups of 32 or 64 features (int8_group), "int8-token"
+            whole tokens (int8_token_asym), "float" nothing. The default is "int8" for the CPU, and what the checkpoint
+            says for CUDA, which takes no "int8".
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
         dtype: of the graph outside the experts: for the CPU "f32" (default) or "f16", for CUDA "bf16" (default) or
             "f16".

@@ -367,8 +367,9 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
     for scheme in schemes:  # a remark where activations are not what the checkpoint says
         wanted, used = scheme.activation_format, activation_format(scheme, options.wanted)
         if wanted == "none" != used:
+            of = "in groups of 32 or 64 features" if used == "int8_group" else "per token"
             report.activations = (
-                "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
+                f"weights-only checkpoint: activations are quantized to int8 {of} (--activations float: not)"
             )
         if wanted != "none" == used:
             report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
@@ -378,7 +379,7 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
     formats = {p.activation_format for _, spec in report.layers.values() for p in (spec.w13, spec.w2)}
     if options.target == "ort":
         report.activations = _rounded_activations(report, options) or report.activations
-    elif options.activations == "int8" and not any(name.startswith("int8") for name in formats):
+    elif str(options.activations).startswith("int8") and not any(name.startswith("int8") for name in formats):
         report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
     if divided and format.slice is not None:
         names = ", ".join(dict.fromkeys(divided))

@@ -51,9 +51,7 @@ def test_a_linear(capfd, kind, group, n, k, zero_points, accuracy_level):
     source = linear(m, np.float32, accuracy_level=accuracy_level)
     assert is_claimed(source, capfd)
     ours, theirs = session(source), session(source, provider=False)
-    p = projection(
-        kind, group, "f32", "int8_token_asym" if accuracy_level else "none", zero_points=int(zero_points), bias=1
-    )
+    p = projection(kind, group, "f32", "int8_group" if accuracy_level else "none", zero_points=int(zero_points), bias=1)
     for tokens in (1, 3, 17):
         x = np.random.default_rng(tokens).standard_normal((tokens, k)).astype(np.float32)
         found = run(ours, x=x)
@@ -91,7 +89,7 @@ def test_a_linear_of_float16(capfd):
 )
 def test_a_layer(capfd, case, activations):
     """Byte for byte what our operator gives for panels that Python packed."""
-    rounded = "none" if activations == "float" else "int8_token_asym"
+    rounded = "none" if activations == "float" else "int8_group"
     kind, _, zero_points = case.weights
     case = replace(case, weights=(kind, "f32", zero_points), activation_format=rounded)
     layer = case.build()

@@ -351,7 +351,7 @@ def test_default_attributes_are_left_out(exported):
             ("W8A8", {}, "int8_token"),
             ("NVFP4", {}, "nvfp4"),
             ("FP8_BLOCK", {}, "fp8_group128"),
-            ("W4A16", {"activations": "int8"}, "int8_token_asym"),
+            ("W4A16", {"activations": "int8-token"}, "int8_token_asym"),
         ]
     ),
 )

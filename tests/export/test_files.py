@@ -274,7 +274,7 @@ def test_generation_says_what_is_wrong(exported, tmp_path):
     ("option", "value", "message"),
     [
         ("group_size", 64, "group_size is 64: an option of quantize"),
-        ("activations", "fp8", "activations is 'fp8', expected one of: int8, float"),
+        ("activations", "fp8", r"activations is 'fp8', expected one of: int8, int8-token, float \(target cpu\)"),
         ("scales", "f8", "scales is 'f8', expected one of: exact, bf16"),
         ("target", "npu", "target is 'npu', expected one of: cpu"),
         ("dtype", "bf16", "dtype is 'bf16', expected one of: f32, f16"),
@@ -284,6 +284,14 @@ def test_an_option_that_does_not_exist_is_refused(checkpoint, tmp_path, option, 
     with pytest.raises(ValueError, match=message):
         export(checkpoint("qwen3_moe"), tmp_path / "out", **{option: value})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "known"), [("cuda", "int8", "int8-token, float"), ("ort", "int8-token", "int8, float")]
+)
+def test_activations_that_a_target_has_no_kernels_for(checkpoint, tmp_path, target, value, known):
+    with pytest.raises(ValueError, match=rf"activations is '{value}', expected one of: {known} \(target {target}\)"):
+        export(checkpoint("qwen3_moe"), tmp_path / "out", target=target, activations=value)
 
 
 def test_the_checkpoint_is_never_written_to(checkpoint, tmp_path):

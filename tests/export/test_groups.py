@@ -155,7 +155,7 @@ def test_activations_of_each_group(source, tmp_path):
     """Those that are quantized in the checkpoint stay so: W8A8 beside W4A16."""
     dry = plan(source(scheme="W8A8"), tmp_path, target="cpu")
     formats = {name.rpartition(" (")[2]: spec.w13.activation_format for name, (_, spec, _) in dry.layers.items()}
-    assert formats == {"0, 7)": "int8_token_asym", "1, 4-5)": "int8_token", "2-3, 6, 8-15)": "int8_token_asym"}
+    assert formats == {"0, 7)": "int8_group", "1, 4-5)": "int8_token", "2-3, 6, 8-15)": "int8_group"}
 
 
 def test_what_is_said_of_the_checkpoint(source):

@@ -50,7 +50,7 @@ def layer_of(folder: Path, case: encoders.Case, group_size: int, scale: str) -> 
     return find_format(open_checkpoint(folder)).moe_layers()[0]
 
 
-@pytest.mark.parametrize("activations", ["int8", "float"])
+@pytest.mark.parametrize("activations", ["int8", "int8-token", "float"])
 @pytest.mark.parametrize("case", encoders.CASES, ids=lambda c: c.id)
 def test_layer(case: encoders.Case, activations: str, tmp_path: Path) -> None:
     for group_size in case.group_sizes[:2]:

@@ -757,10 +757,15 @@ def test_slices_for_gpus(checkpoint, tmp_path, monkeypatch):
 
 
 def test_activations_of_divided_features_stay_float(checkpoint):
-    """A scale of a token's features would take their maximum over the ranks."""
+    """A scale of a token's features would take their maximum over the ranks. Scales of groups are a rank's own."""
     folder = checkpoint("qwen3_moe")
+    found = plan(folder, "nowhere", tensor_parallel=2)
+    (spec,) = {spec for _, spec, _ in found.layers.values()}
+    linears = {linear.w.activation_format for name, (_, linear, _) in found.linears.items() if name != "lm_head"}
+    assert {spec.w13.activation_format, spec.w2.activation_format} | linears == {"int8_group"}
+    assert "float in" not in found.activations
     for whole_experts, w2 in ((False, "none"), (True, "int8_token_asym")):
-        found = plan(folder, "nowhere", tensor_parallel=2, expert_parallel=whole_experts)
+        found = plan(folder, "nowhere", activations="int8-token", tensor_parallel=2, expert_parallel=whole_experts)
         (spec,) = {spec for _, spec, _ in found.layers.values()}
         assert (spec.w13.activation_format, spec.w2.activation_format) == ("int8_token_asym", w2)
         for name, (_, linear, _) in found.linears.items():
@@ -768,7 +773,7 @@ def test_activations_of_divided_features_stay_float(checkpoint):
             assert (linear.w.activation_format == "none") == (divided or name == "lm_head"), name
         names = "o_proj" if whole_experts else "the experts' down, o_proj"
         assert found.activations.endswith(f"; float in {names}: a scale would take the maximum over all slices")
-    assert "float in" not in plan(folder, "nowhere").activations
+    assert "float in" not in plan(folder, "nowhere", activations="int8-token").activations
     assert not plan(folder, "nowhere", activations="float", tensor_parallel=2).activations
 
 
@@ -783,7 +788,8 @@ def test_what_is_said_of_slices(checkpoint, tmp_path):
     folder, out = checkpoint("qwen3_moe"), tmp_path / "slices"
     rounded = "activations int8_token_asym, none in down scales"
     divided = "float in the experts' down, o_proj: a scale would take the maximum over all slices"
-    for said in (command("export", folder, out, "--tensor-parallel", 2, *dry) for dry in (["--dry-run"], [])):
+    options = ("--tensor-parallel", 2, "--activations", "int8-token")
+    for said in (command("export", folder, out, *options, *dry) for dry in (["--dry-run"], [])):
         assert rounded in said
         assert divided in said
     assert "activations int8_token_asym, none in down layout" in command("inspect", out / "rank0")

@@ -93,7 +93,7 @@ def test_tool(name: str) -> None:
             matrix = getattr(layer.expert(0), role) if fused else format.matrix(module)
             found = dataclasses.replace(matrix, pre_scale=None).dequantize(np.float32)
             np.testing.assert_allclose(found, want, rtol=(products + 1) * 2.0**-24 if products else 0, atol=0)
-    for activations in ("int8", "float"):
+    for activations in ("int8", "int8-token", "float"):
         check_layer(layer, activations)
 
 
