@@ -25,6 +25,7 @@ from quantmoe.custom_ops.op import (
     RoutingSpec,
     SpaceSpec,
     Spec,
+    enum,
     inputs,
     optional_inputs,
     outputs,
@@ -49,6 +50,20 @@ class _Matrix(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zero_points", "bias", "pre_scale", "perm")),
         ("global_scale", ctypes.c_float),
         ("input_scale", ctypes.c_float),
+    ]
+
+
+class _Quantization(ctypes.Structure):
+    """qm_quantization."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("format", "group_size", "scale_type", "zero_points")),
+        ("type", ctypes.c_int),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("importance", ctypes.c_void_p),
+        ("factor", ctypes.c_float),
     ]
 
 
@@ -179,6 +194,41 @@ def pack_linear(m: QuantizedMatrix, spec: MoESpec, row: np.ndarray) -> None:
     lib, to = library(), _address(spec, "w2", row)
     matrix, _arrays = _given(m, spec, "w2")
     checked(lib.qm_pack_linear, ctypes.byref(node(lib, _linear(spec))), ctypes.byref(matrix), to, *_pool())
+
+
+def quantize(
+    weight: np.ndarray,
+    kind: str,
+    group_size: int,
+    scale_type: str,
+    zero_points: bool = False,
+    importance: np.ndarray | None = None,
+    global_scale: float | None = None,
+) -> QuantizedMatrix:
+    """Search codes and scales of the least square error for floats.
+
+    Args:
+        weight: [N, K] f32, f16 or bf16, finite.
+        kind: int4, int8, mxfp4, nvfp4 or a K-quant. group_size: what it has.
+        importance: f32 [K], of the squared errors of each input feature; None: all alike.
+
+    Raises:
+        ValueError: with the library's words.
+    """
+    (n, k), weight = weight.shape, np.ascontiguousarray(weight)
+    groups = (n, 1 if group_size == -1 else -(-k // group_size))
+    codes, scales = np.empty((n, k), np.uint8), np.empty(groups, SCALE_DTYPES[scale_type])
+    zeros = np.empty(groups, np.uint8) if zero_points else None
+    own = None if importance is None else np.ascontiguousarray(importance, np.float32)
+    if own is not None and own.shape != (k,):
+        raise ValueError(f"importance has shape {list(own.shape)}, expected [{k}]")
+    enums = (enum("format")[kind], group_size, enum("scale_type")[scale_type], int(zero_points))
+    pointers = (weight.ctypes.data, None if own is None else own.ctypes.data)
+    given = _Quantization(*enums, _TYPES[weight.dtype], n, k, *pointers, 1 / (global_scale or 1))
+    found = _Matrix(codes=codes.ctypes.data, scales=scales.ctypes.data)
+    found.zero_points = None if zeros is None else zeros.ctypes.data
+    checked(library().qm_quantize, ctypes.byref(given), ctypes.byref(found), *_pool())
+    return QuantizedMatrix(kind, codes, scales, group_size, zero_points=zeros, global_scale=global_scale)
 
 
 def unpack_expert(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:

@@ -124,11 +124,15 @@ def export(
     force: Annotated[bool, _option("Export", "replace an earlier export", "--force")] = False,
     dry_run: Annotated[bool, _option("Export", "show sizes, time and refusals only", "--dry-run")] = False,
     quantize: Annotated[
-        Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
-        _option("Numbers", "int4, int8, mxfp4, nvfp4; none: 16 bits", metavar="FORMAT"),
+        Literal["int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "none"] | None,
+        _option("Numbers", "int4, int8, q4_k, nvfp4, ..; none: 16 bits", metavar="FORMAT"),
     ] = None,
     group_size: Annotated[
         int | None, _option("Numbers", "group size of --quantize; -1: whole rows", metavar="N")
+    ] = None,
+    symmetric: Annotated[bool, _option("Numbers", "--quantize int4 without zero points", "--symmetric")] = False,
+    calibrate: Annotated[
+        Path | None, _option("Numbers", "text that weighs errors of --quantize", metavar="FILE")
     ] = None,
     lm_head: Annotated[Literal["int4", "int8"] | None, _option("Numbers", "quantize the LM head")] = None,
     activations: Annotated[
@@ -169,6 +173,7 @@ def export(
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
+               "symmetric": symmetric, "calibrate": calibrate,
                "state_window": state_window, "mtp": mtp, "vision": vision, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
                "expert_parallel": expert_parallel, "expert_map": expert_map,
@@ -181,14 +186,14 @@ def export(
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
-    remarks = (report.left_out, report.activations, report.kv_cache, report.drafting, report.library, report.genai,
-               report.chat, report.tokenizer)  # fmt: skip
+    remarks = (report.calibration, report.left_out, report.activations, report.kv_cache, report.drafting,
+               report.library, report.genai, report.chat, report.tokenizer)  # fmt: skip
     for remark in filter(None, remarks):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
     if report.head_error is not None:
-        console.print(f"lm_head rounded to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
+        console.print(f"lm_head quantized to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
     print_reasons(FLOAT_HERE, report.dequantized)
     print_reasons(APART, report.apart)
     print_reasons(NOT_ORT, report.not_ort)
@@ -203,6 +208,8 @@ def export(
         f"experts {decimal(report.packed_bytes)}, other weights {decimal(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {peak_memory()}"
     )
+    if quantize not in (None, "none"):
+        console.print(_lost(checkpoint, outdir, seconds, options), highlight=False)
 
 
 @app.command()
@@ -944,6 +951,21 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
             bar.update(task, description=stage, completed=done, total=total or None)
 
         return convert(checkpoint, outdir, **options, progress=progress)
+
+
+def _lost(checkpoint: Path, outdir: Path, seconds: float, options: dict[str, Any]) -> str:
+    """What the quantization of an export lost, or why that is not measured."""
+    for option, given in (
+        ("--tensor-parallel", options["tensor_parallel"] > 1),
+        ("--vision", options["vision"]),
+        ("--paged", options["paged"]),
+        ("--experts external", options["experts"] == "external"),
+    ):
+        if given:
+            return f"what was lost is not measured: {option} exports no model that takes one text"
+    from quantmoe.exporter.measuring.lost import lost
+
+    return lost(checkpoint, outdir, seconds, options["layers"])
 
 
 def _explain(path: Path, as_json: bool) -> None:

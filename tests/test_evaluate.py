@@ -16,8 +16,9 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.streamed import Streamed
-from quantmoe.exporter.measuring.evaluate import cut, evaluate
+from quantmoe.exporter.measuring.evaluate import evaluate
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.windows import windows_of
 from quantmoe.exporter.running.chat import Text
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
@@ -59,7 +60,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def test_figures_are_those_of_the_definition(checkpoint: Path, exact: Path, rounded: Path) -> None:
     """Against float64 sums over transformers' logits and those that the model's own session gives."""
     found = evaluate(rounded, TEXT, against=checkpoint, window=WINDOW, windows=3)
-    windows = list(cut(Text(rounded), TEXT, WINDOW))[:3]
+    windows = windows_of(rounded, TEXT, WINDOW)[:3]
     assert (found.windows, found.window) == (3, WINDOW)
     reference = dequantized(Skeleton(find_format(open_checkpoint(checkpoint))))
     with torch.no_grad():
@@ -107,16 +108,15 @@ def test_a_model_does_not_differ_from_itself(exact: Path) -> None:
 
 def test_windows_are_equal_and_begin_as_the_tokenizer_says(exact: Path) -> None:
     text = Text(exact)
-    windows = list(cut(text, TEXT, 100))
+    windows = windows_of(exact, TEXT, 100)
     first, ids = text.ids("", begins=True), text.ids(TEXT)
     assert {len(window) for window in windows} == {100}
     assert all(window[: len(first)] == first for window in windows)
     joined = [token for window in windows for token in window[len(first) :]]
     assert joined == ids[: len(joined)]
     assert len(ids) - len(joined) < 100
-    assert [len(window) for window in cut(text, "In the beginning", 100)] == [
-        len(first) + len(text.ids("In the beginning"))
-    ]
+    short = "In the beginning"
+    assert windows_of(exact, short, 100) == [[*first, *text.ids(short)]]
 
 
 def test_layers_of_a_checkpoint_come_and_go(checkpoint: Path) -> None:

@@ -1,6 +1,7 @@
 """ggml's q4_k, q5_k and q6_k: integers with two levels of scales for 256 (block_q4_K and so on of ggml-common.h).
 
-q4_k and q5_k have minima beside their scales, which are subtracted: matrix.py's ``levels``. Nothing quantizes to them.
+q4_k and q5_k have minima beside their scales, which are subtracted: matrix.py's ``levels``.
+src/quantize/k_quants.h quantizes to them.
 """
 
 import numpy as np

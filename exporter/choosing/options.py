@@ -49,6 +49,8 @@ class Options:
     layers: int | None = None
     quantize: str | None = None
     group_size: int | None = None
+    symmetric: bool = False
+    calibrate: str | Path | None = None
     max_file_size: int = MAX_FILE_SIZE
     tensor_parallel: int = 1
     expert_parallel: bool = False
@@ -95,6 +97,12 @@ class Options:
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")
+        if self.symmetric and self.quantize != "int4":
+            raise OptionError("symmetric is for quantize int4: the other formats have no zero points")
+        if self.calibrate is not None:
+            if self.quantize in (None, "none"):
+                raise OptionError("calibrate is an option of quantize: what is not quantized needs no text")
+            _apart("calibrate", ("tensor_parallel", self.tensor_parallel > 1), ("vision", self.vision))
         if self.max_file_size < 1:
             raise OptionError(f"max_file_size is {self.max_file_size}, expected a number of bytes")
         if not 1 <= self.tensor_parallel <= MAX_RANKS:

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,12 +19,10 @@ from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import load, model_path
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.measuring.divergence import Figures, Positions
-from quantmoe.exporter.running.chat import Text
+from quantmoe.exporter.reading.windows import WINDOW, windows_of
 from quantmoe.exporter.running.generate import Generator, need_count
 from quantmoe.exporter.writing.genai import LOGITS
 
-#: tokens of a window, llama-perplexity's
-WINDOW = 512
 #: windows that read a checkpoint's layers together
 TOGETHER = 4
 #: what a window gives: logits f32 [tokens, vocabulary], and hidden states after each layer, f32 [tokens, width]
@@ -91,7 +88,7 @@ def evaluate(
     if layers and against is None:
         raise OptionError("layers needs against: hidden states are compared")
     begin, path = time.perf_counter(), model_path(model)
-    texts = list(islice(cut(Text(path.parent, raw=True), text, window), windows))
+    texts = windows_of(path.parent, text, window)[:windows]
     total = sum(map(len, texts)) * (1 + (against is not None))
     positions, errors, done = Positions(), [], 0
 
@@ -122,21 +119,6 @@ def evaluate(
         np.sqrt(difference.sum(0) / size.sum(0)).tolist() if layers else None,
         time.perf_counter() - begin,
     )
-
-
-def cut(text: Text, content: str, window: int) -> Iterator[list[int]]:
-    """Windows of a text: all of one length, or the whole text where it is shorter.
-
-    Raises:
-        ModelError: it has fewer than two tokens.
-    """
-    first = text.ids("", begins=True)
-    ids = text.ids(content)
-    size = min(window - len(first), len(ids))
-    if size < 1 or len(first) + size < 2:
-        raise ModelError(f"the text has {len(ids)} tokens, expected at least 2 in a window of {window}")
-    for at in range(0, len(ids) - size + 1, size):
-        yield [*first, *ids[at : at + size]]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.tokenizer import TOKENIZER
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
@@ -49,6 +50,7 @@ from quantmoe.exporter.writing.prepare import (
     Prepared,
     Report,
     check_output,
+    open_format,
     prepare,
     rank_folders,
     stale_folders,
@@ -77,6 +79,8 @@ def export(
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
+    symmetric: bool = False,
+    calibrate: str | Path | None = None,
     max_file_size: int = MAX_FILE_SIZE,
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
@@ -107,7 +111,7 @@ def export(
             QuantLinear, too, whose weights stay as they are.
         logits: of each row's last token, [B, 1, V]; of its last N tokens, [B, min(S, N), V], so that speculation can
             verify N - 1 drafts; or of all tokens, for perplexity and for onnxruntime-genai's speculation.
-        lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
+        lm_head: quantizes the head; see Report.head_error. None: it stays as it is.
         cache: what the KV cache holds. "auto": on the CPU int8 or e4m3 codes where the checkpoint says so and has
             scales, else f16; for CUDA floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3
             codes, by the checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one of
@@ -121,9 +125,13 @@ def export(
             makes in the places of image tokens; weights in the same files. model.onnx takes inputs_embeds [B, S, H] in
             the place of input_ids then, and position_ids [3, B, S]. See docs/vision.md.
         layers: only the first so many decoder layers.
-        quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
-            ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
+        quantize: "int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k" or "q6_k" for a checkpoint that is not quantized: of
+            its experts and other ``*_proj`` linears; "none": its experts stay as they are, bf16 or f16.
         group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
+        symmetric: "int4" has no zero points.
+        calibrate: a file with text in UTF-8, which transformers' model reads first, a decoder layer at a time: squared
+            errors of weights are weighed by the squares of their inputs. Experts that no token reaches are quantized
+            without it, see Report.calibration.
         max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
             what the Hugging Face hub takes.
         tensor_parallel: ranks that the model is divided among: ``output`` gets a folder of each, rank0 and so on, and
@@ -165,6 +173,8 @@ def export(
         layers,
         quantize,
         group_size,
+        symmetric,
+        calibrate,
         max_file_size,
         tensor_parallel,
         expert_parallel,
@@ -201,6 +211,8 @@ def _export(
     target = options.target
     with writing(output, force) as partial, doing(f"{checkpoint} to {output}"):
         ready = prepare(checkpoint, options, progress, part_of)
+        if options.calibrate is not None:
+            ready.report.calibration = _calibrate(checkpoint, ready, options, progress)
         from quantmoe.exporter.writing.parts import save_part, trace_part, write_beside, write_weights  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
@@ -257,6 +269,22 @@ def _export(
             save_part(one, partial(one.name), metadata)
         save_part(parts[0], partial(MODEL), metadata | ready.turns, record(partial(MODEL).parent))
     return report
+
+
+def _calibrate(
+    checkpoint: str | Path, ready: Prepared, options: Options, progress: Callable[[str, int, int], None]
+) -> str:
+    """Gives the format the importance of its weights' inputs; returns what the text was worth."""
+    from quantmoe.exporter.graph.calibrating import calibrate  # needs torch
+    from quantmoe.exporter.reading.windows import WINDOW, windows_of
+
+    assert isinstance(ready.format, Unquantized)
+    windows = windows_of(ready.format.ckpt.companions, Path(str(options.calibrate)).read_text("utf-8-sig"), WINDOW)
+    floats = open_format(checkpoint, "none", None, "float")
+    found = calibrate(floats, windows, options.layers, lambda done, total: progress("calibrating", done, total))
+    ready.format.importance.update(found.importance)
+    unreached = f"; {found.unreached} of {found.experts} experts were not reached" if found.unreached else ""
+    return f"calibrated on {len(windows) * len(windows[0])} tokens of {options.calibrate}{unreached}"
 
 
 def _beside_weights(ready: Prepared, weights: int, target: str) -> int:

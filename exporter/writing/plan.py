@@ -17,7 +17,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.writing.prepare import check_output, prepare, rank_folders, stale_folders
+from quantmoe.exporter.writing.prepare import Prepared, check_output, prepare, rank_folders, stale_folders
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
 #: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
 PACKING, CONVERTING, TRACING = 242e6, 460e6, 20.0
+#: weights that --quantize q4_k, the slowest format, searches the scales of in a CPU second
+SEARCHING = 4.4e6
 #: torch, transformers and the graph
 BASE_MEMORY = 0.8e9
 
@@ -70,6 +72,18 @@ class DryRun:
     chat: str
     tokenizer: str
     attention: str
+
+
+def _searched(options: Options, ready: Prepared) -> int:
+    """Return how many weights ``--quantize`` quantizes."""
+    if options.quantize in (None, "none"):
+        return 0
+    chosen = [part.chosen for part in ready.parts]
+    experts = (layer for one in chosen for layer in one.experts.values())
+    linears = (spec for one in chosen for spec in one.linears.values())
+    return sum(
+        len(layer.ids) * (2 + layer.gated) * layer.hidden_size * layer.intermediate_size for layer in experts
+    ) + sum(spec.in_features * spec.out_features for spec in linears)
 
 
 def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> DryRun:
@@ -131,7 +145,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         read=format.ckpt.size,
         packed=experts,
         dense=others,
-        seconds=TRACING + (experts / PACKING + others / CONVERTING) / cores,
+        seconds=TRACING + (experts / PACKING + others / CONVERTING + _searched(wanted, ready) / SEARCHING) / cores,
         memory=BASE_MEMORY + memory,
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",

@@ -67,6 +67,7 @@ class Report:
         shared: the same names -> how many of that node's experts are a shared expert.
         apart: checkpoint module of a shared expert that is no expert of its layer's node -> why.
         activations: remark when they are not what the checkpoint says, else "".
+        calibration: of ``calibrate``: how many tokens, and experts that they did not reach; else "".
         head_error: of ``lm_head``: root of the mean square error of its weights, relative to theirs.
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
         packed_bytes, dense_bytes: of the experts and of everything else.
@@ -88,6 +89,7 @@ class Report:
     format: str
     layers: dict[str, tuple[str, MoESpec]]
     activations: str = ""
+    calibration: str = ""
     scale_error: float | None = None
     head_error: float | None = None
     packed_bytes: int = 0
@@ -183,7 +185,7 @@ def prepare(
         CheckpointError, OptionError: see :func:`quantmoe.exporter.writing.convert.export`.
     """
     progress("reading", 0, 1)
-    format = open_format(checkpoint, options.quantize, options.group_size, options.wanted)
+    format = open_format(checkpoint, options.quantize, options.group_size, options.wanted, options.symmetric)
     if part is not None and options.expert_map is not None:
         routed = {layer.index: layer.num_experts for layer in format.moe_layers()}
         part = replace(part, placements=placements(Path(options.expert_map), part.world, routed))
@@ -300,16 +302,20 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
 
 
 def open_format(
-    checkpoint: str | Path, quantize: str | None, group_size: int | None, activations: str | None = None
+    checkpoint: str | Path,
+    quantize: str | None,
+    group_size: int | None,
+    activations: str | None = None,
+    symmetric: bool = False,
 ) -> Format:
-    """The checkpoint in its own format, or as :func:`export` rounds it.
+    """The checkpoint in its own format, or as :func:`export` quantizes it.
 
     Raises:
         CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
     """
     ckpt = open_checkpoint(checkpoint)
     check_companions(ckpt)
-    format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
+    format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size, symmetric)
     format.input_scales = activations != "float"
     return format
 

@@ -81,7 +81,7 @@ def test_heads_that_are_not_rounded(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="lm_head is 'int3', expected one of: int4, int8"):
         export(folder, tmp_path / "model", quantize="int4", lm_head="int3")
     monkeypatch.setattr(unquantized, "_LINEAR", re.compile(".*"))
-    with pytest.raises(CheckpointError, match=r"lm_head is quantized already \(rounded to nearest int4 group 128\)"):
+    with pytest.raises(CheckpointError, match=r"lm_head is quantized already \(quantized to int4 group 32\)"):
         export(folder, tmp_path / "model", quantize="int4", lm_head="int4")
     assert not (tmp_path / "model").exists()
 

@@ -374,7 +374,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
         ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({}, "no quantization configuration; supported formats"),
-        ({}, "in floating point is rounded with --quantize int4, int8, mxfp4 or nvfp4, or left as it is with none"),
+        ({}, "in floating point is quantized with --quantize int4 or another format, or left as it is with none"),
     ],
 )
 def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> None:

@@ -255,6 +255,20 @@ typedef struct {
   float global_scale;    // 1 when there is none
   float input_scale;     // 0 when there is none
 } qm_matrix;
+// Floats to codes and scales: for each group the scale, and what else it has, of the least weighted square error that a
+// search finds. Formats: int4, int8, mxfp4, nvfp4 and K-quants.
+typedef struct {
+  int32_t format, group_size, scale_type;
+  int32_t zero_points;  // 1: each group of integers has one
+  qm_type type;
+  int64_t n, k;
+  const void* weights;      // [n, k] of `type`, finite
+  const float* importance;  // [k], not negative, of the squared errors of each input feature; NULL: all alike
+  float factor;             // of all weights: the reciprocal of nvfp4's global scale, else 1
+} qm_quantization;
+// Fills codes, scales and, if there are any, zero_points. The same bytes for any number of lanes, on any processor.
+// QM_UNSUPPORTED or QM_INVALID: another format, or a group_size that the format has not.
+QM_API int qm_quantize(const qm_quantization*, const qm_matrix*, int lanes, qm_parallel_for, void* context, char* err);
 // Packs an expert's matrices into its rows, and the reverse, in the layouts that the attributes name (FORMAT.md 1 to
 // 3). gate: read when `gated` is 1. What the attributes do not name is not read; where they name what a matrix lacks,
 // the row gets what that means (the middle zero point, the bias 0, the pre-scale 1, the order of the features). With

@@ -52,7 +52,7 @@ def find_format(ckpt: Checkpoint) -> Format:
         named_experts(ckpt, Unquantized.fused)
         raise CheckpointError(
             f"{ckpt.folder}: no quantization configuration; supported formats: {supported}; a checkpoint in "
-            "floating point is rounded with --quantize int4, int8, mxfp4 or nvfp4, or left as it is with none"
+            "floating point is quantized with --quantize int4 or another format, or left as it is with none"
         )
     for format in FORMATS:
         if format.claims(ckpt.quantization):

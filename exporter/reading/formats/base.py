@@ -20,7 +20,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.reading.formats import kv_cache
-from quantmoe.exporter.reading.formats.rounding import rounded_to_nearest
+from quantmoe.exporter.reading.formats.rounding import quantized
 from quantmoe.exporter.reading.slices import Cut, Slice
 
 
@@ -410,7 +410,7 @@ class Format(ABC):
             with reading(f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s"):
                 return self.scheme(module)
         if module in self.rounding:
-            return rounded_scheme(*self.rounding[module])
+            return searched_scheme(*self.rounding[module])
         return float_scheme(self.ckpt.dtype(f"{module}.weight"))
 
     def matrix_of(self, module: str) -> QuantizedMatrix:
@@ -431,7 +431,7 @@ class Format(ABC):
         if module in self.rounding:
             weight = self.take(module, [Tensor("weight", FLOATS, (n, k))])["weight"]
             where = f"{self.ckpt.folder}: {module}"
-            return rounded_to_nearest(weight, self.bias(module, n), *self.rounding[module], where)
+            return quantized(weight, self.bias(module, n), *self.rounding[module], where)
         weight = self.take(module, [Tensor("weight", tuple(FLOAT_KINDS), (n, k))])["weight"]
         return unrounded(weight, self.bias(module, n))
 
@@ -652,10 +652,10 @@ def float_scheme(dtype: str) -> ModuleScheme:
     return ModuleScheme(kind, -1, "none", f"{kind}, not quantized")
 
 
-def rounded_scheme(kind: str, group_size: int) -> ModuleScheme:
-    """Of weights that are rounded while they are read."""
+def searched_scheme(kind: str, group_size: int) -> ModuleScheme:
+    """Return the scheme of weights that are quantized while they are read."""
     group = "a row" if group_size == -1 else f"group {group_size}"
-    return ModuleScheme(kind, group_size, "none", f"rounded to nearest {kind} {group}")
+    return ModuleScheme(kind, group_size, "none", f"quantized to {kind} {group}")
 
 
 def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:

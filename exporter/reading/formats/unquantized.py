@@ -1,4 +1,4 @@
-"""A checkpoint of floats, quantized while it is read: round to nearest, nothing calibrated; or its experts as they are.
+"""A checkpoint of floats, quantized while it is read (src/quantize), or its experts as they are.
 
 Experts one by one, or fused: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as Qwen3.5 stores them; gpt-oss, Llama-4
 and Aria store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it has
@@ -24,14 +24,17 @@ from quantmoe.exporter.reading.formats.base import (
     MoELayer,
     Tensor,
     float_scheme,
-    rounded_scheme,
+    searched_scheme,
     unrounded,
 )
 from quantmoe.exporter.reading.formats.experts import refuse_dense
-from quantmoe.exporter.reading.formats.rounding import rounded_to_nearest
+from quantmoe.exporter.reading.formats.rounding import quantized
 
 #: kind -> the group sizes there are; () for any
-KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
+KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "q4_k": (256,), "q5_k": (256,), "q6_k": (256,),
+         "none": (-1,)}  # fmt: skip
+#: kind -> the usual group size, where checkpoints of the scheme have another
+USUAL = {"int4": 32, "none": -1}
 #: model_type whose fused experts are [E, in, out]
 TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text")
 #: but decays and betas, and what latent attention keeps in floats (passes/latent.py)
@@ -43,7 +46,7 @@ class Unquantized(Format):
     marks = ("weight",)
     fused = (".experts.gate_up_proj", ".experts.down_proj")
 
-    def __init__(self, ckpt: Checkpoint, kind: str, group_size: int | None = None) -> None:
+    def __init__(self, ckpt: Checkpoint, kind: str, group_size: int | None = None, symmetric: bool = False) -> None:
         super().__init__(ckpt)
         if kind not in KINDS:
             raise CheckpointError(f"{ckpt.folder}: cannot quantize to {kind!r}; supported: {', '.join(KINDS)}")
@@ -51,9 +54,10 @@ class Unquantized(Format):
             refuse_dense(ckpt)
             method = ckpt.quantization.get("quant_method")
             raise CheckpointError(f"{ckpt.folder}: already quantized ({method}); export it without --quantize")
-        self.kind = kind
-        usual = -1 if kind == "none" else SCHEMES[kind].group_size
-        self.group_size = usual if group_size is None else group_size
+        self.kind, self.symmetric = kind, symmetric
+        #: module, or expert and tensor of fused ones -> importance of its input features, f32 [K] (--calibrate)
+        self.importance: dict[str, np.ndarray] = {}
+        self.group_size = (USUAL.get(kind) or SCHEMES[kind].group_size) if group_size is None else group_size
         if KINDS[kind] and self.group_size not in KINDS[kind]:
             raise CheckpointError(f"{ckpt.folder}: {kind} has groups of {KINDS[kind][0]}, not {self.group_size}")
         if self.group_size != -1 and self.group_size < 1:
@@ -64,7 +68,7 @@ class Unquantized(Format):
         """What the tool that quantized a checkpoint left as it was."""
         made = cls.__new__(cls)
         Format.__init__(made, ckpt)
-        made.kind, made.group_size = "none", -1
+        made.kind, made.group_size, made.symmetric, made.importance = "none", -1, True, {}
         return made
 
     @staticmethod
@@ -85,12 +89,12 @@ class Unquantized(Format):
                     f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)}, expected {' or '.join(FLOAT_KINDS)}"
                 )
             return float_scheme(self.ckpt.dtype(name))
-        return rounded_scheme(self.kind, self.group_size)
+        return searched_scheme(self.kind, self.group_size)
 
     def matrix(self, module: str) -> QuantizedMatrix:
         n, k = self.shape2d(f"{module}.weight")
         weight = self.take(module, [Tensor("weight", FLOATS, (n, k))])["weight"]
-        return self._round(weight, self.bias(module, n), module)
+        return self._quantized(weight, self.bias(module, n), module)
 
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
@@ -112,11 +116,12 @@ class Unquantized(Format):
             bias = tensors.get(f"{name}_bias")
             own = None if bias is None else bias[rows].astype(np.float32)
             weight = tensors[name].T if transposed else tensors[name]
-            return self._round(weight[rows], own, f"{layer.name}.{e}.{name}")
+            return self._quantized(weight[rows], own, f"{layer.name}.{e}.{name}")
 
         return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))
 
-    def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
+    def _quantized(self, weight: np.ndarray, bias: np.ndarray | None, module: str) -> QuantizedMatrix:
         if self.kind == "none":
             return unrounded(weight, bias)
-        return rounded_to_nearest(weight, bias, self.kind, self.group_size, f"{self.ckpt.folder}: {where}")
+        where, importance = f"{self.ckpt.folder}: {module}", self.importance.get(module)
+        return quantized(weight, bias, self.kind, self.group_size, where, self.symmetric, importance)

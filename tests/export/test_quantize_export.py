@@ -1,0 +1,192 @@
+"""`export --quantize` of the demo's model in bf16: the line that says what was lost, and calibration on a text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from once import made_once
+from typer.testing import CliRunner
+
+from quantmoe.exporter.cli import app
+from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.graph.calibrating import LEAST, calibrate
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.measuring import lost as lost_module
+from quantmoe.exporter.measuring.evaluate import evaluate
+from quantmoe.exporter.measuring.lost import TEXT, TOKENS, lost
+from quantmoe.exporter.reading.checkpoint import write_safetensors
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.windows import windows_of
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.prepare import open_format
+
+DEMO = Path(__file__).parents[2] / "samples" / "demo_model" / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint, which is int4, in bf16; weights moved off the grid by half a step."""
+
+    def write(folder: Path) -> None:
+        format, rng = find_format(open_checkpoint(DEMO)), np.random.default_rng(0)
+        tensors = {name: format.parameter(name) for name in format.parameters()}
+        for layer in format.moe_layers():
+            for e in range(layer.num_experts):
+                expert = layer.expert(e)
+                for name, m in zip(layer.projections, (expert.gate, expert.up, expert.down), strict=True):
+                    tensors[f"{layer.name}.{e}.{name}.weight"] = m.dequantize(np.float32)
+        for name, tensor in tensors.items():
+            if name.endswith("_proj.weight"):
+                tensors[name] = tensor + rng.uniform(-0.1, 0.1, tensor.shape) * tensor.std()
+        folder.mkdir(exist_ok=True)
+        write_safetensors(folder / "model.safetensors", {n: t.astype(ml_dtypes.bfloat16) for n, t in tensors.items()})
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copyfile(DEMO / name, folder / name)
+        config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    return made_once(tmp_path_factory, write, "demo floats")
+
+
+@pytest.fixture(scope="module")
+def quantized(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def write(folder: Path) -> None:
+        export(floats, folder, quantize="int4")
+
+    return made_once(tmp_path_factory, write, "demo int4")
+
+
+def test_the_line_says_what_evaluate_says(floats: Path, quantized: Path, tmp_path: Path) -> None:
+    line = lost(floats, quantized, 1e6)
+    tokens = windows_of(quantized, TEXT.read_text(encoding="utf-8"), TOKENS)[0]
+    figures = evaluate(quantized, TEXT.read_text(encoding="utf-8"), against=floats, window=TOKENS).figures
+    assert 200 < len(tokens) <= TOKENS
+    assert line == (
+        f"lost on {len(tokens)} tokens of a built-in text: KL {figures.kld.mean:.4f} nats, same likeliest token "
+        f"{figures.same_top.mean:.1%}, perplexity {figures.perplexity.mean:.2f} instead of "
+        f"{figures.base_perplexity.mean:.2f}"
+    )
+    assert figures.kld.mean > 1e-4
+
+
+def test_the_line_is_left_out_where_it_takes_too_long(
+    floats: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first decoder layer it is known how long all would take: the others are not read."""
+    read: list[int] = []
+    monkeypatch.setattr(lost_module.time, "perf_counter", iter(range(0, 1000, 10)).__next__)
+    found = _counting_layers(read, monkeypatch)
+    line = lost(floats, quantized, 100.0)
+    assert line.startswith(
+        "what was lost is not measured: it would take more than 10% of the export's time; quantmoe ev"
+    )
+    assert found == [1]
+    shutil.copytree(quantized, tmp_path / "without")
+    (tmp_path / "without" / "tokenizer.json").unlink()
+    assert "tokenizer.json: missing" in lost(floats, tmp_path / "without", 1e6)
+
+
+def _counting_layers(found: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from quantmoe.exporter.graph import streamed
+
+    original = streamed.Streamed
+
+    class Counting(original):
+        def __init__(self, format, layers=None, progress=lambda done, total: None):
+            super().__init__(format, layers, lambda done, total: (found.append(done), progress(done, total)))
+
+    monkeypatch.setattr(streamed, "Streamed", Counting)
+    return found
+
+
+def test_the_command_ends_with_the_line(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def recorded(*arguments: object) -> str:
+        given.append(arguments)
+        return "the line"
+
+    monkeypatch.setattr(lost_module, "lost", recorded)
+    command = ["export", str(floats), str(tmp_path / "a"), "--layers", "1", "--quantize"]
+    done = CliRunner().invoke(app, [*command, "mxfp4"], catch_exceptions=False)
+    assert done.output.splitlines()[-1] == "the line"
+    ((checkpoint, output, seconds, layers),) = given
+    assert (checkpoint, output, layers) == (floats, tmp_path / "a", 1)
+    assert seconds > 0
+    done = CliRunner().invoke(app, [*command, "none", "--force"], catch_exceptions=False)
+    assert "the line" not in done.output
+
+
+def _moments(model: torch.nn.Module, windows: list[list[int]]) -> Iterator[tuple[str, np.ndarray, int]]:
+    """By hooks, and experts by their own formula: sums of squares of inputs, and how many."""
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) or name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda m, given, name=name: inputs.setdefault(name, []).extend(given))
+    with torch.no_grad():
+        model(torch.tensor(windows))
+    for name, given in inputs.items():
+        if not name.endswith("mlp.experts"):
+            x = given[0].reshape(-1, given[0].shape[-1]).double()
+            yield name, (x**2).sum(0).numpy(), len(x)
+            continue
+        experts, (x, chosen, _) = model.get_submodule(name), given
+        x = x.reshape(-1, x.shape[-1]).double()
+        for e in range(len(experts.down_proj)):
+            rows = x[(chosen.reshape(len(x), -1) == e).any(-1)]
+            gate, up = (rows @ experts.gate_up_proj[e].double().T).chunk(2, -1)
+            hidden = torch.nn.functional.silu(gate) * up
+            for projection in ("gate_proj", "up_proj"):
+                yield f"{name}.{e}.{projection}", (rows**2).sum(0).numpy(), len(rows)
+            yield f"{name}.{e}.down_proj", (hidden**2).sum(0).numpy(), len(rows)
+
+
+def test_importance_is_the_mean_square_of_inputs(floats: Path) -> None:
+    text = TEXT.read_text(encoding="utf-8")
+    windows = windows_of(floats, text, 64)[:3]
+    told: list[tuple[int, int]] = []
+    found = calibrate(open_format(floats, "none", None), windows, None, lambda *at: told.append(at))
+    reference = dequantized(Skeleton(open_format(floats, "none", None)))
+    wanted = {name: (squares, count) for name, squares, count in _moments(reference, windows)}
+    reached = {name for name, (_, count) in wanted.items() if count}
+    routers = {name for name in found.importance if name.endswith("mlp.gate")}  # no linears, and not quantized
+    assert found.importance.keys() - routers == reached - {"lm_head"}
+    for name, importance in found.importance.items():
+        if name in routers:
+            continue
+        squares, count = wanted[name]
+        mean = squares / count / (squares / count).mean()
+        assert np.allclose(importance, np.maximum(mean, LEAST), rtol=1e-3), name
+    experts = [name for name in wanted if name.endswith("down_proj")]
+    assert (found.experts, found.unreached) == (len(experts), len([name for name in experts if name not in reached]))
+    assert told == [(at, 6) for at in range(1, 7)]
+
+
+def test_an_export_is_calibrated(floats: Path, quantized: Path, tmp_path: Path) -> None:
+    """The text's tokens are counted, and the weights are others."""
+    text = tmp_path / "text"
+    text.write_text(TEXT.read_text(encoding="utf-8")[:500], encoding="utf-8")
+    report = export(floats, tmp_path / "out", quantize="int4", calibrate=text)
+    (window,) = windows_of(floats, text.read_text(encoding="utf-8"), TOKENS)
+    assert report.calibration.startswith(f"calibrated on {len(window)} tokens of {text}")
+    data = [(folder / "model.onnx.data").read_bytes() for folder in (quantized, tmp_path / "out")]
+    assert len(data[0]) == len(data[1])
+    assert data[0] != data[1]
+    with pytest.raises(OptionError, match="calibrate is an option of quantize"):
+        export(floats, tmp_path / "none", quantize="none", calibrate=text)
+
+
+def test_only_int4_has_zero_points(floats: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="symmetric is for quantize int4"):
+        export(floats, tmp_path / "out", quantize="int8", symmetric=True)
+    module = "model.layers.0.self_attn.q_proj"
+    assert open_format(floats, "int4", None).matrix(module).zero_points is not None
+    assert open_format(floats, "int4", None, None, True).matrix(module).zero_points is None
