@@ -46,14 +46,22 @@ def first_of(texts: Sequence[str], give: Callable[[int], Any], wanted: Sequence[
 
 
 def row(name: str, folder: Path) -> list[str]:
+    """Return a row of the table; texts with NUL, at which genai ends a text, are not in it.
+
+    Raises:
+        AssertionError: a text gets two BOS.
+    """
     vocabulary = make(name, folder)
     lines = [line.split("\t") for line in vocabulary.expected.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line, text in zip(lines, battery(), strict=True) if "\0" not in text]
+    texts, decoded = ([base64.b64decode(line[i]).decode() for line in lines] for i in (0, 3))
     ids = [[int(id) for id in line[1].split()] for line in lines]
-    decoded, texts = [base64.b64decode(line[3]).decode() for line in lines], battery()
     tokenizer = og.Tokenizer(og.Model(str(vocabulary.outdir)))
     found = first_of(texts, lambda i: tokenizer.encode(texts[i]).tolist(), ids)
     tokenizer.update_options(add_special_tokens="true")
     found += first_of(texts, lambda i: tokenizer.encode(texts[i]).tolist(), ids)
+    begin = AutoTokenizer.from_pretrained(vocabulary.checkpoint).bos_token_id
+    assert begin is None or tokenizer.encode("a").tolist().count(begin) <= 1
     found += first_of(texts, lambda i: tokenizer.decode(ids[i]) if ids[i] else "", decoded)
     return [name, *found]
 
@@ -74,7 +82,8 @@ def conversations(name: str, folder: Path) -> str:
 
 
 def main() -> None:
-    print(f"onnxruntime-genai {og.__version__}, {len(battery())} texts\n")
+    count = sum("\0" not in text for text in battery())
+    print(f"onnxruntime-genai {og.__version__}, {count} texts without NUL\n")
     rows, said = [], []
     for name in VOCABULARIES:
         with tempfile.TemporaryDirectory() as folder:
