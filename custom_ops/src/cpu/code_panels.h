@@ -12,15 +12,19 @@
 //   kCodeVectors                   vectors of codes of four columns
 //   unpack<C, kOffset>(panels, offset, codes)
 //                                  32 columns to bytes, as products take them; kOffset: unsigned, as sums start
-//   kSigned                        codes are signed where nothing but their offset starts sums
+//   kSigned                        codes are signed where nothing but their offset starts sums; those of 4 bits lose
+//   zero
+//                                  points as they are unpacked, too: centre(codes, load_zeros's)
 //   kFours<bits of a code>         most fours of columns that add_products sums up at a time
 //   add_products<M, kBits, kFours>(codes, x, from, dot)
 //                                  dot[i][v] = from(i, v) + codes . x of so many fours of M tokens; kBits: of
 //                                  row_tile.h's kVectors, other codes' 4
 // or instead of the last two, with tiles of its own,
-//   kGroups                        of how many groups products are made before the first ones are read, a power of two
-//   products<M, kUnsigned, kGroup>(codes, x, group, columns, dot)
-//                                  dot[i] = codes . x of so many columns of M tokens, of a group of kGroup; 0: of any
+//   kStores                        true: products are in memory, where those of a span are made before the ones of the
+//                                  span before it are read
+//   products<M, kUnsigned, kSpan>(codes, x, span, columns, odd, dot)
+//                                  dot[i] = codes . x of so many columns of M tokens, of a span of kSpan; 0: of any.
+//                                  odd: its place among the spans
 // Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
 #include <algorithm>
@@ -67,6 +71,9 @@ struct CodePanels {
 
   explicit CodePanels(const PanelMatrix& whole) : matrix(whole) {}
 
+  // Whether unpacked codes are less than zero points, which then start no sums.
+  template <class C>
+  static constexpr bool kCentred = V::kSigned && C::kBits == 4 && !C::kMultiplied;
   template <class C, bool kOffset>
   void load(const Group& panels, const Piece& piece) {
     constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
@@ -76,6 +83,9 @@ struct CodePanels {
     for (Fours* to = codes; to < end; to += 8, offset += 128) {
       if (in_block == block) in_block = 0, offset += tail;
       V::template unpack<C, kOffset>(panels, offset, to);
+      if constexpr (kCentred<C>)
+        if (matrix.zero_points)
+          V::centre(to, V::template load_zeros<kBits>(panels, 0, offset - in_block * 4 + matrix.zeros()));
       in_block += 32;
     }
     if (!matrix.grouped) return;
@@ -85,7 +95,7 @@ struct CodePanels {
       const int64_t at = base + matrix.codes_bytes + part * matrix.nr * scale_size(matrix.scale_type);
       for (int v = 0; v < kVectors; ++v) {
         scales[i][v] = V::template load_group_scales<C>(matrix, panels, v, at);
-        if (matrix.zero_points)
+        if (matrix.zero_points && !kCentred<C>)
           zeros[i][v] = V::pairs(V::template load_zeros<kBits>(panels, v, base + matrix.zeros() + part * matrix.nr));
       }
     }
@@ -121,14 +131,23 @@ struct CodePanels {
                                           piece.span / (kCodes.steps == kPairStep ? 2 : 1) * M;
     start += piece.span * M;
     const Fours* codes = of.codes;
-    constexpr int kMade = V::kGroups ? V::kGroups : 1;
     const int columns = piece.columns, last = piece.spans;
     const int64_t width = of.matrix.span;
-    // Of spans in work, and sums while they are in registers.
-    alignas(64) [[maybe_unused]] Integers made[kMade][V::kGroups ? M : 1];
-    [[maybe_unused]] Rows kept[V::kGroups ? M : 1];
+    // Of two spans in work, and sums while they are in registers.
+    alignas(64) [[maybe_unused]] Integers made[2][V::kStores ? M : 1];
+    [[maybe_unused]] Rows kept[V::kStores ? M : 1];
     [[maybe_unused]] Floats of_pair[M][kVectors];
-    if constexpr (V::kGroups) QM_EACH_SUM kept[i][v] = sum[i][v];
+    [[maybe_unused]] const auto make = [&](int next) __attribute__((always_inline)) {
+      if constexpr (V::kStores)
+        V::template products<M, kCodes.bits == 8 && kCodes.offset, 4 * kCodes.fours * kCodes.units>(
+            codes, x, width, columns, next % 2, made[next % 2]);
+      codes += columns / 4;
+      x += columns * M;
+    };
+    if constexpr (V::kStores) {
+      QM_EACH_SUM kept[i][v] = sum[i][v];
+      make(0);
+    }
     for (int span = 0; span < last; ++span, start += M) {
       Integers dot[M][kVectors];
       const auto first = [&](int i, int v) __attribute__((always_inline)) {
@@ -137,14 +156,9 @@ struct CodePanels {
         if constexpr (kCodes.zero) return V::starts(of.zeros[span][v], start[i]);
         return V::integers(kCodes.offset ? start[i] : 0);
       };
-      if constexpr (V::kGroups) {
-        for (int next = 0; span % kMade == 0 && next < kMade && span + next < last; ++next) {
-          V::template products<M, kCodes.bits == 8 && kCodes.offset, 4 * kCodes.fours * kCodes.units>(
-              codes, x, width, columns, made[next]);
-          codes += columns / 4;
-          x += columns * M;
-        }
-        QM_EACH_TOKEN dot[i][0] = V::add(first(i, 0), made[span % kMade][i]);
+      if constexpr (V::kStores) {
+        if (span + 1 < last) make(span + 1);
+        QM_EACH_TOKEN dot[i][0] = V::add(first(i, 0), made[span % 2][i]);
       } else {
         const auto so_far = [&](int i, int v) __attribute__((always_inline)) { return dot[i][v]; };
         const auto unit = [&](const auto& from) __attribute__((always_inline)) {
@@ -171,66 +185,70 @@ struct CodePanels {
           continue;
         }
       const float* factors = reinterpret_cast<const float*>(start);  // of minima
-      const auto add = [&](const auto& scaled) __attribute__((always_inline)){
-          QM_EACH_SUM{Floats& so_far = V::kGroups ? kept[V::kGroups ? i : 0][v] : sum[i][v];
-      Floats all = scaled(i, v, V::floats(dot[i][v]), so_far);
-      if constexpr (kCodes.minima) all = V::negative_fma(V::broadcast(factors + i), minimum[v], all);
-      so_far = all;
-    }
-  };
-  const auto with_scale = [&](int i, int v, Floats all, Floats so_far) __attribute__((always_inline)) {
-    if constexpr (kCodes.steps == kRowStep) return V::fma(all, scale[v], so_far);
-    all = kCodes.steps == kPairStep ? V::fma(all, scale[v], of_pair[i][v]) : V::multiply(all, scale[v]);
-    return V::fma(all, V::broadcast(steps + i), so_far);
-  };
-  if (kCodes.steps == kRowStep || kCodes.minima || of.matrix.grouped)
-    add(with_scale);
-  else
-    add([&](int i, int, Floats all, Floats so_far)
-            __attribute__((always_inline)) { return V::fma(all, V::broadcast(steps + i), so_far); });
-  if constexpr (kCodes.steps != kRowStep) steps += M;
-} if constexpr (V::kGroups) QM_EACH_SUM sum[i][v] = kept[i][v];
-}  // namespace
-template <Codes kCodes, int... M>
-static constexpr auto products(std::integer_sequence<int, M...>) {
-  struct Products {
-    decltype(&multiply<1, kCodes>) of[sizeof...(M)];  // [tokens - kLeastTokens]
-  };
-  return Products{{multiply<M + V::kLeastTokens, kCodes>...}};
-}
-
-// The tiles of a panel, or of some side by side: load(piece) unpacks, store(tile, row) stores. What comes `ahead`, so
-// many bytes, is fetched into L2 a little with each tile: at once it would fill the buffers that all loads wait for.
-template <Codes kCodes, class Load, class Store>
-void run(const TokenTile* tiles, int64_t count, int tokens, const uint8_t* ahead, int64_t bytes, const Load& load,
-         const Store& store) {
-  static constexpr auto kProducts =
-      products<kCodes>(std::make_integer_sequence<int, V::kTileRows - V::kLeastTokens + 1>());
-  const int64_t span = matrix.span, spans = span <= kColumns ? kColumns / span : 1,
-                part = std::min<int64_t>(span, kColumns);
-  const int64_t pieces = ceil_div(matrix.spans(), spans) * ceil_div(span, part),
-                fetched = align_up(ceil_div(bytes, pieces * count), 64);
-  for (Rows* sum = sums; sum != sums + tokens; ++sum)
-    for (Floats& of_rows : *sum) of_rows = V::broadcast(0.0f);
-  for (int64_t first = 0; first < matrix.spans(); first += spans)
-    for (int64_t from = 0; from < span; from += part) {
-      const Piece piece{first * span + from,
-                        first,
-                        static_cast<int>(std::min(spans, matrix.spans() - first)),
-                        static_cast<int>(std::min(part, span - from)),
-                        from == 0,
-                        from + part >= span && (matrix.grouped || matrix.stepped)};
-      load(piece);
-      int row = 0;
-      for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) {
-        if (ahead)
-          for (const uint8_t* const end = ahead + fetched; ahead != end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        kProducts.of[tile->m - V::kLeastTokens](*this, piece, tile->data, sums + row, partial + row);
+      const bool rows_have_scales = kCodes.steps == kSpanStep && !kCodes.minima && !of.matrix.grouped;
+      if (rows_have_scales) {
+        QM_EACH_SUM {
+          Floats& so_far = V::kStores ? kept[V::kStores ? i : 0][v] : sum[i][v];
+          so_far = V::fma(V::floats(dot[i][v]), V::broadcast(steps + i), so_far);
+        }
+      } else {
+        QM_EACH_SUM {
+          Floats all = V::floats(dot[i][v]);
+          Floats& so_far = V::kStores ? kept[V::kStores ? i : 0][v] : sum[i][v];
+          if constexpr (kCodes.steps == kRowStep) {
+            all = V::fma(all, scale[v], so_far);
+          } else {
+            all = kCodes.steps == kPairStep ? V::fma(all, scale[v], of_pair[i][v]) : V::multiply(all, scale[v]);
+            all = V::fma(all, V::broadcast(steps + i), so_far);
+          }
+          if constexpr (kCodes.minima) all = V::negative_fma(V::broadcast(factors + i), minimum[v], all);
+          so_far = all;
+        }
       }
+      if constexpr (kCodes.steps != kRowStep) steps += M;
     }
-  int row = 0;
-  for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) store(*tile, row);
-}
+    if constexpr (V::kStores) QM_EACH_SUM sum[i][v] = kept[i][v];
+  }
+  template <Codes kCodes, int... M>
+  static constexpr auto products(std::integer_sequence<int, M...>) {
+    struct Products {
+      decltype(&multiply<1, kCodes>) of[sizeof...(M)];  // [tokens - kLeastTokens]
+    };
+    return Products{{multiply<M + V::kLeastTokens, kCodes>...}};
+  }
+
+  // The tiles of a panel, or of some side by side: load(piece) unpacks, store(tile, row) stores. What comes `ahead`, so
+  // many bytes, is fetched into L2 a little with each tile: at once it would fill the buffers that all loads wait for.
+  template <Codes kCodes, class Load, class Store>
+  void run(const TokenTile* tiles, int64_t count, int tokens, const uint8_t* ahead, int64_t bytes, const Load& load,
+           const Store& store) {
+    static constexpr auto kProducts =
+        products<kCodes>(std::make_integer_sequence<int, V::kTileRows - V::kLeastTokens + 1>());
+    const int64_t span = matrix.span, spans = span <= kColumns ? kColumns / span : 1,
+                  part = std::min<int64_t>(span, kColumns);
+    const int64_t pieces = ceil_div(matrix.spans(), spans) * ceil_div(span, part),
+                  fetched = align_up(ceil_div(bytes, pieces * count), 64);
+    for (Rows* sum = sums; sum != sums + tokens; ++sum)
+      for (Floats& of_rows : *sum) of_rows = V::broadcast(0.0f);
+    for (int64_t first = 0; first < matrix.spans(); first += spans)
+      for (int64_t from = 0; from < span; from += part) {
+        const Piece piece{first * span + from,
+                          first,
+                          static_cast<int>(std::min(spans, matrix.spans() - first)),
+                          static_cast<int>(std::min(part, span - from)),
+                          from == 0,
+                          from + part >= span && (matrix.grouped || matrix.stepped)};
+        load(piece);
+        int row = 0;
+        for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) {
+          if (ahead)
+            for (const uint8_t* const end = ahead + fetched; ahead != end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+          kProducts.of[tile->m - V::kLeastTokens](*this, piece, tile->data, sums + row, partial + row);
+        }
+      }
+    int row = 0;
+    for (const TokenTile* tile = tiles; tile != tiles + count; row += tile++->m) store(*tile, row);
+  }
 };  // namespace quantmoe
 
 // Whether CodePanels take the matrix.
@@ -368,7 +386,9 @@ void multiply_codes(const PanelProduct& product) {
     return stepped ? multiply_e2m1_codes<V, 4, 2, kSpanStep>(product) : multiply_e2m1_codes<V, 4, 2, kRowStep>(product);
   }
   const auto multiply = [&]<class C>(C) {
-    matrix.zero_points ? multiply_integer_codes<V, C, true>(product) : multiply_integer_codes<V, C, false>(product);
+    if constexpr (!CodePanels<V>::template kCentred<C>)
+      if (matrix.zero_points) return multiply_integer_codes<V, C, true>(product);
+    multiply_integer_codes<V, C, false>(product);
   };
   matrix.bits == 8 ? multiply(typename V::Int8{}) : multiply(typename V::Int4{});
 }

@@ -6,8 +6,8 @@
 // One instruction multiplies 16 tokens, 64 columns and 16 rows. A group of fewer columns has narrower tiles, as its
 // products have a scale of their own: what is left of a group of more is 32, and of groups of 16 most of the work would
 // be scales. A tile of tokens is packed as A's, one after the other: its rows' lines would meet in few sets of L1. Rows
-// are in the lanes' order of avx512_rows.h. Codes are signed, so that sums start at 0, but where zero points make that
-// another number for each row.
+// are in the lanes' order of avx512_rows.h. Codes are signed, and of 4 bits less their zero points, so that sums start
+// at 0. Zero points of 8 bits make that another number for each row.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,8 +32,8 @@ struct AmxRows : Avx512Rows {
   static int least_tokens(const PanelMatrix& matrix) {
     return std::min(kTileRows, matrix.span > 32 && matrix.bits == 4 ? 8 : 13);
   }
-  static constexpr int kLeastGroup = 32, kCodeVectors = 1, kGroups = 8;
-  static constexpr bool kSigned = true;
+  static constexpr int kLeastGroup = 32, kCodeVectors = 1;
+  static constexpr bool kSigned = true, kStores = true;
   template <int>
   static constexpr int kFours = 8;
   using Avx512Rows::add;
@@ -58,6 +58,13 @@ struct AmxRows : Avx512Rows {
     }
   }
 
+  // 32 columns of codes less 8 to codes less zero points.
+  [[gnu::always_inline]] static void centre(Integers (*codes)[1], Integers zeros) {
+    const Integers less = _mm512_sub_epi32(integers(8), zeros);
+    const Integers all = _mm512_mullo_epi32(_mm512_and_si512(less, integers(255)), integers(0x01010101));
+    for (int j = 0; j < 8; ++j) codes[j][0] = _mm512_add_epi8(codes[j][0], all);
+  }
+
   static Integers bytes(int n) { return _mm512_set1_epi8(static_cast<char>(n)); }
   struct Int4 : Avx512Rows::Int4 {
     static Integers signed_low(Integers v) { return _mm512_sub_epi8(low(v), bytes(8)); }
@@ -70,22 +77,24 @@ struct AmxRows : Avx512Rows {
     static Integers signed_low(Integers v) { return v; }
   };
 
-  // Columns that an instruction multiplies: kNarrow of what is left of groups of more than 64.
+  // Columns that an instruction multiplies: kNarrow of what is left of spans of more than 64.
   static constexpr int kNarrow = 32;
-  static int wide(int64_t group) { return group < 64 ? static_cast<int>(group) : 64; }
+  static int wide(int64_t span) { return span < 64 ? static_cast<int>(span) : 64; }
   // Tiles of even and of odd heights have registers of their own: those of one product differ by a token at most.
+  // Where a span is one instruction, every second one has its sums in the place of narrow tokens: it need not wait
+  // until the ones before are stored.
   enum Registers { kSums, kWideTokens = 2, kNarrowTokens = 4, kWideCodes = 6, kNarrowCodes = 7 };
-  static TileShapes shapes(int64_t group, const int (&heights)[2]) {
+  static TileShapes shapes(int64_t span, const int (&heights)[2]) {
     TileShapes all;
     const auto set = [&](int tile, int rows, int row_bytes) {
       all.rows[tile] = static_cast<uint8_t>(rows), all.row_bytes[tile] = static_cast<uint16_t>(row_bytes);
     };
     for (int odd = 0; odd < 2; ++odd) {
       set(kSums + odd, heights[odd], 64);
-      set(kWideTokens + odd, heights[odd], wide(group));
-      set(kNarrowTokens + odd, heights[odd], kNarrow);
+      set(kWideTokens + odd, heights[odd], wide(span));
+      set(kNarrowTokens + odd, heights[odd], span > 64 ? kNarrow : 64);
     }
-    set(kWideCodes, wide(group) / 4, 64);
+    set(kWideCodes, wide(span) / 4, 64);
     set(kNarrowCodes, kNarrow / 4, 64);
     return all;
   }
@@ -108,14 +117,20 @@ struct AmxRows : Avx512Rows {
     QM_MULTIPLY(SUMS, NARROW, 7, kNarrow)                                      \
   }                                                                            \
   _tile_stored(SUMS, dot, 64);
-  template <int M, bool kUnsigned, int kGroup>
-  [[gnu::always_inline]] static void products(const Integers (*codes)[1], const uint8_t* x, int64_t group, int columns,
-                                              Integers* dot) {
-    const int step = kGroup ? kGroup : wide(group);
-    if constexpr (kGroup) columns = kGroup;
-    static_assert(kGroup <= 64);
+  template <int M, bool kUnsigned, int kSpan>
+  [[gnu::always_inline]] static void products(const Integers (*codes)[1], const uint8_t* x, int64_t span, int columns,
+                                              bool odd, Integers* dot) {
+    const int step = kSpan ? kSpan : wide(span);
+    if constexpr (kSpan) columns = kSpan;
+    static_assert(kSpan <= 64);
     asm volatile("" ::: "memory");  // gcc 12 does not say that a tile's load reads memory
-    if constexpr (M % 2) {
+    if (kSpan && odd) {             // nothing is narrow
+      if constexpr (M % 2) {
+        QM_PRODUCTS(5, 3, 1)
+      } else {
+        QM_PRODUCTS(4, 2, 0)
+      }
+    } else if constexpr (M % 2) {
       QM_PRODUCTS(1, 3, 5)
     } else {
       QM_PRODUCTS(0, 2, 4)
@@ -133,7 +148,10 @@ void place(const PanelMatrix& matrix, const uint8_t* const* rows, int count, int
   const int64_t span = matrix.span, step = AmxRows::wide(span);
   for (int64_t at = 0, columns; at < bytes; at += columns) {
     columns = std::min(step, span - at % span);
-    for (int i = 0; i < count; ++i, out += columns) std::memcpy(out, rows[i] + at, static_cast<size_t>(columns));
+    if (columns == 64)  // inline: a copy is less than a call
+      for (int i = 0; i < count; ++i, out += 64) _mm512_storeu_si512(out, AmxRows::load(rows[i] + at));
+    else
+      for (int i = 0; i < count; ++i, out += columns) std::memcpy(out, rows[i] + at, static_cast<size_t>(columns));
   }
 }
 void pack(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens, uint8_t* out) {

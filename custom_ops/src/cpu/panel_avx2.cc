@@ -27,8 +27,8 @@ struct Avx2Rows : Avx2Lanes {
   static constexpr int float_groups(int tokens) { return tokens == 1 ? 2 : 1; }
   static constexpr int code_tokens(int bits) { return bits == 8 ? 16 : 12; }  // on a Zen 3
   static constexpr int kLeastTokens = tile_rows(4);                           // 13 are 5, 4 and 4
-  static constexpr int kLeastGroup = 16, kCodeVectors = 2, kGroups = 0;
-  static constexpr bool kSigned = false;
+  static constexpr int kLeastGroup = 16, kCodeVectors = 2;
+  static constexpr bool kSigned = false, kStores = false;
   static constexpr int panels_of_group(int) { return 2; }
   template <int kBits>
   static constexpr int kVectors = kBits == 4 ? 2 : 1;

@@ -35,7 +35,7 @@ struct LinearRun {
 
   void lay_out_tokens(Arena& arena) {
     layer.lay_out_tokens(arena);
-    x.lay_out(arena, layer.tokens, linear.in_features);
+    x.lay_out(arena, layer.tokens, reads_in_place() ? 0 : linear.in_features);
     down.lay_out_tokens(arena);
   }
   size_t lay_out(void* workspace) {
@@ -46,6 +46,8 @@ struct LinearRun {
     scratch.lay_out(arena, scratch_lanes);
     return arena.used;
   }
+  // Whether the rows of x are h as they are.
+  bool reads_in_place() const { return layer.type == QM_F32 && !linear.w.perm; }
   const int32_t* column_order() const {
     return linear.w.perm ? reinterpret_cast<const int32_t*>(down.w2.row(0) + down.w2.parts.perms) : nullptr;
   }
@@ -57,12 +59,15 @@ struct LinearRun {
     layer.routes.begin[1] = layer.tokens;
     const int64_t k = linear.in_features;
     const int32_t* const perm = column_order();
+    const bool in_place = reads_in_place();
+    if (in_place) x.h = static_cast<float*>(const_cast<void*>(call.x)) + layer.first_token * k;
     layer.for_rows(layer.tokens, [&](int lane, int64_t first, int64_t count) {
       float* const stored = scratch.at(lane, 0).x;
       for (int64_t r = first; r < first + count; ++r) {
         const auto* source = static_cast<const uint8_t*>(call.x) + (layer.first_token + r) * k * layer.element();
         float* const row = x.h + r * k;
         layer.routes.order[r] = {static_cast<int32_t>(r), 0};
+        if (in_place) continue;
         layer.kernel.to_float(layer.type, source, k, perm ? stored : row);
         for (int64_t i = 0; perm && i < k; ++i) row[i] = stored[perm[i]];
       }

@@ -132,12 +132,16 @@ void ActivationRows::load_row(int64_t index, const ExpertIds& ids, const ExpertM
   float* const row = x + index * kp;
   const RowBuffers own{row, q + index * kp, w13.node.perm ? nullptr : sums + index * w13.panel.spans(),
                        steps + index * w13.panel.steps(), nullptr};
-  kernel.to_float(
-      layer.type,
-      static_cast<const uint8_t*>(ids.call.hidden_states) + (layer.first_token + token) * hidden * layer.element(),
-      hidden, row);
+  const auto* const source =
+      static_cast<const uint8_t*>(ids.call.hidden_states) + (layer.first_token + token) * hidden * layer.element();
   // A pair that no expert here has is not computed: its weight may be anything, only the token itself counts.
   const bool weighted = ids.moe.apply_router_weight_on_input, computed = !weighted || ids.local(index) >= 0;
+  if (layer.type == QM_F32 && w13.quantized && !w13.is_expert_dependent() && !weighted) {  // quantized where it is
+    bad[index] = !prepare_plain_row(kernel, w13, reinterpret_cast<const float*>(source), own, &rows[index]);
+    if (bad[index]) mark(bad_tokens + token);
+    return;
+  }
+  kernel.to_float(layer.type, source, hidden, row);
   if (weighted && computed) kernel.scale(ids.call.topk_weights[layer.first_token * layer.top_k + index], row, hidden);
   bool finite;
   if (w13.is_expert_dependent() || !computed) {
