@@ -124,8 +124,8 @@ def export(
     force: Annotated[bool, _option("Export", "replace an earlier export", "--force")] = False,
     dry_run: Annotated[bool, _option("Export", "show sizes, time and refusals only", "--dry-run")] = False,
     quantize: Annotated[
-        Literal["int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "none"] | None,
-        _option("Numbers", "int4, int8, q4_k, nvfp4, ..; none: 16 bits", metavar="FORMAT"),
+        Literal["int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m", "none"] | None,
+        _option("Numbers", "int4, int8, q4_k_m, nvfp4, ..; none: 16 bits", metavar="FORMAT"),
     ] = None,
     group_size: Annotated[
         int | None, _option("Numbers", "group size of --quantize; -1: whole rows", metavar="N")

@@ -16,13 +16,12 @@ from torch.overrides import TorchFunctionMode
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
 from quantmoe.exporter.graph.streamed import Streamed
 from quantmoe.exporter.reading.formats import Format
+from quantmoe.exporter.reading.formats.rounding import weighed
 
 #: products of an input and a weight that modules call
 _PRODUCTS = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 #: windows that read a layer together
 TOGETHER = 32
-#: of the mean, what a feature's importance is at least: the text is not all that there is
-LEAST = 1e-2
 
 
 @dataclass
@@ -120,8 +119,7 @@ def calibrate(
 def _importance(skeleton: Skeleton, found: Mapping[tuple[str, int], _Moments]) -> Iterator[tuple[str, np.ndarray]]:
     """By the checkpoint's names."""
     for (name, part), moments in found.items():
-        mean = moments.squares / moments.count
-        importance = np.maximum(mean / max(mean.mean(), 1e-30), LEAST).astype(np.float32)
+        importance = weighed(moments.squares / moments.count)
         if name in skeleton.sources:
             for source in skeleton.joined.get(name, [skeleton.sources[name]]):
                 yield source.removesuffix(".weight"), importance

@@ -15,9 +15,12 @@ from typing import Any, Literal
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
 from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.memory import check_space, doing
+from quantmoe.exporter.reading.checkpoint import is_gguf
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
+from quantmoe.exporter.reading.formats.rounding import weighed
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.tokenizer import TOKENIZER
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
@@ -125,13 +128,14 @@ def export(
             makes in the places of image tokens; weights in the same files. model.onnx takes inputs_embeds [B, S, H] in
             the place of input_ids then, and position_ids [3, B, S]. See docs/vision.md.
         layers: only the first so many decoder layers.
-        quantize: "int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k" or "q6_k" for a checkpoint that is not quantized: of
-            its experts and other ``*_proj`` linears; "none": its experts stay as they are, bf16 or f16.
+        quantize: of a checkpoint that is not quantized the format of its experts and other ``*_proj`` linears: "int4",
+            "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m" or "q5_k_m"; "none": its experts keep their 16
+            bits.
         group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         symmetric: "int4" has no zero points.
-        calibrate: a file with text in UTF-8, which transformers' model reads first, a decoder layer at a time: squared
-            errors of weights are weighed by the squares of their inputs. Experts that no token reaches are quantized
-            without it, see Report.calibration.
+        calibrate: a file with text in UTF-8, which transformers' model reads first, a decoder layer at a time, or
+            llama.cpp's importance matrix in GGUF: squared errors of weights are weighed by the squares of their inputs.
+            Experts that no token reaches are quantized without it, see Report.calibration.
         max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
             what the Hugging Face hub takes.
         tensor_parallel: ranks that the model is divided among: ``output`` gets a folder of each, rank0 and so on, and
@@ -279,10 +283,13 @@ def _calibrate(
     from quantmoe.exporter.reading.windows import WINDOW, windows_of
 
     assert isinstance(ready.format, Unquantized)
-    windows = windows_of(ready.format.ckpt.companions, Path(str(options.calibrate)).read_text("utf-8-sig"), WINDOW)
+    if is_gguf(path := Path(str(options.calibrate))):
+        ready.format.importance |= {name: weighed(mean) for name, mean in read_imatrix(path).items()}
+        return f"errors are weighed by {path}"
+    windows = windows_of(ready.format.ckpt.companions, path.read_text("utf-8-sig"), WINDOW)
     floats = open_format(checkpoint, "none", None, "float")
     found = calibrate(floats, windows, options.layers, lambda done, total: progress("calibrating", done, total))
-    ready.format.importance.update(found.importance)
+    ready.format.importance |= found.importance
     unreached = f"; {found.unreached} of {found.experts} experts were not reached" if found.unreached else ""
     return f"calibrated on {len(windows) * len(windows[0])} tokens of {options.calibrate}{unreached}"
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,14 +16,16 @@ from once import made_once
 from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import app
-from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.graph.calibrating import LEAST, calibrate
+from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.graph.calibrating import calibrate
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.measuring import lost as lost_module
 from quantmoe.exporter.measuring.evaluate import evaluate
 from quantmoe.exporter.measuring.lost import TEXT, TOKENS, lost
 from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.rounding import weighed
+from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
 from quantmoe.exporter.reading.windows import windows_of
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.prepare import open_format
@@ -163,8 +166,7 @@ def test_importance_is_the_mean_square_of_inputs(floats: Path) -> None:
         if name in routers:
             continue
         squares, count = wanted[name]
-        mean = squares / count / (squares / count).mean()
-        assert np.allclose(importance, np.maximum(mean, LEAST), rtol=1e-3), name
+        assert np.allclose(importance, weighed(squares / count), rtol=1e-3), name
     experts = [name for name in wanted if name.endswith("down_proj")]
     assert (found.experts, found.unreached) == (len(experts), len([name for name in experts if name not in reached]))
     assert told == [(at, 6) for at in range(1, 7)]
@@ -182,6 +184,55 @@ def test_an_export_is_calibrated(floats: Path, quantized: Path, tmp_path: Path) 
     assert data[0] != data[1]
     with pytest.raises(OptionError, match="calibrate is an option of quantize"):
         export(floats, tmp_path / "none", quantize="none", calibrate=text)
+
+
+def test_llama_cpps_importance_matrix(floats: Path, quantized: Path, tmp_path: Path) -> None:
+    """Its names are the checkpoint's, experts one by one or fused; experts that no token reached are left out."""
+    rng, writer = np.random.default_rng(0), gguf.GGUFWriter(tmp_path / "imatrix.gguf", "")
+    sums = {"blk.1.attn_q.weight": rng.random((1, 256)), "blk.1.ffn_down_exps.weight": rng.random((16, 128))}
+    counts = {"blk.1.attn_q.weight": np.full((1, 1), 10.0), "blk.1.ffn_down_exps.weight": np.full((16, 1), 5.0)}
+    counts["blk.1.ffn_down_exps.weight"][7] = 0
+    writer.add_type("imatrix")
+    for name in sums:
+        writer.add_tensor(f"{name}.in_sum2", sums[name].astype(np.float32))
+        writer.add_tensor(f"{name}.counts", counts[name].astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_imatrix(tmp_path / "imatrix.gguf")
+    assert np.allclose(found["model.layers.1.self_attn.q_proj"], sums["blk.1.attn_q.weight"][0] / 10)
+    for name in ("mlp.experts.{}.down_proj", "block_sparse_moe.experts.{}.w2"):
+        assert np.allclose(found["model.layers.1." + name.format(3)], sums["blk.1.ffn_down_exps.weight"][3] / 5)
+        assert "model.layers.1." + name.format(7) not in found
+    report = export(floats, tmp_path / "out", quantize="int4", calibrate=tmp_path / "imatrix.gguf", layers=2)
+    assert report.calibration == f"errors are weighed by {tmp_path / 'imatrix.gguf'}"
+    module = "model.layers.1.self_attn.q_proj"
+    plain = open_format(floats, "int4", None)
+    weighted = open_format(floats, "int4", None)
+    weighted.importance |= {name: weighed(mean) for name, mean in found.items()}
+    w, importance = plain.ckpt.tensor(f"{module}.weight").astype(np.float64), weighed(found[module])
+    errors = [(((f.matrix(module).dequantize() - w) ** 2) * importance).sum() for f in (weighted, plain)]
+    assert errors[0] < errors[1]
+    with pytest.raises(CheckpointError, match=r"general.type is 'model', expected 'imatrix'"):
+        read_imatrix(Path(__file__).parents[1] / "fixtures/gguf/mixtral-Q5_0.gguf")
+
+
+def test_a_mixture_has_more_bits_where_llama_cpp_has_them(floats: Path) -> None:
+    """Of six layers, as llama-quant.cpp's use_more_bits says: none of the first 6 / 8, the last, every third."""
+    format = open_format(floats, "q4_k_m", None)
+    more = {
+        (i, leaf)
+        for i in range(6)
+        for leaf in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+        if format.scheme_of(f"model.layers.{i}.{leaf}").format == "q6_k"
+    }
+    assert more == {(i, "self_attn.v_proj") for i in (2, 5)}
+    for layer in format.moe_layers():
+        expert = layer.expert(3)
+        assert (expert.gate.kind, expert.up.kind) == ("q4_k", "q4_k")
+        assert expert.down.kind == ("q6_k" if layer.index in (2, 5) else "q4_k")
+        assert layer.down_scheme.format == expert.down.kind
 
 
 def test_only_int4_has_zero_points(floats: Path, tmp_path: Path) -> None:

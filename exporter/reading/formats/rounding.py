@@ -14,6 +14,8 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError, unlike_rows
 
 #: what a head can be rounded to -> input features that share a scale
 HEAD_GROUPS = {"int4": 32, "int8": -1}
+#: of the mean, what a feature's importance is at least: a text is not all that there is
+LEAST = 1e-2
 #: weights that are looked at at a time
 PIECE = 1 << 16
 
@@ -55,6 +57,11 @@ def quantized(
         if (array := getattr(m, name)) is not None
     }
     return replace(m, bias=bias, **arrays)
+
+
+def weighed(mean_squares: np.ndarray) -> np.ndarray:
+    """Return the importance of input features, f32 [K] around 1, from the mean squares of inputs."""
+    return np.maximum(mean_squares / max(float(mean_squares.mean()), 1e-30), LEAST).astype(np.float32)
 
 
 def distance(m: QuantizedMatrix, weight: np.ndarray) -> float:

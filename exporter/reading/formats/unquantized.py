@@ -32,7 +32,10 @@ from quantmoe.exporter.reading.formats.rounding import quantized
 
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "q4_k": (256,), "q5_k": (256,), "q6_k": (256,),
-         "none": (-1,)}  # fmt: skip
+         "q4_k_m": (256,), "q5_k_m": (256,), "none": (-1,)}  # fmt: skip
+#: kind of several -> that of most modules, and of value and down projections in half of the layers (llama-quant.cpp)
+MIXTURES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
+_MORE_BITS = re.compile(r".+\.\d+\..+\.(?:v_proj|down_proj|w2)")
 #: kind -> the usual group size, where checkpoints of the scheme have another
 USUAL = {"int4": 32, "none": -1}
 #: model_type whose fused experts are [E, in, out]
@@ -57,7 +60,7 @@ class Unquantized(Format):
         self.kind, self.symmetric = kind, symmetric
         #: module, or expert and tensor of fused ones -> importance of its input features, f32 [K] (--calibrate)
         self.importance: dict[str, np.ndarray] = {}
-        self.group_size = (USUAL.get(kind) or SCHEMES[kind].group_size) if group_size is None else group_size
+        self.group_size = (USUAL.get(kind) or SCHEMES[self._kind("")].group_size) if group_size is None else group_size
         if KINDS[kind] and self.group_size not in KINDS[kind]:
             raise CheckpointError(f"{ckpt.folder}: {kind} has groups of {KINDS[kind][0]}, not {self.group_size}")
         if self.group_size != -1 and self.group_size < 1:
@@ -89,7 +92,18 @@ class Unquantized(Format):
                     f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)}, expected {' or '.join(FLOAT_KINDS)}"
                 )
             return float_scheme(self.ckpt.dtype(name))
-        return searched_scheme(self.kind, self.group_size)
+        return searched_scheme(self._kind(module), self.group_size)
+
+    def _kind(self, module: str) -> str:
+        """Return the format of a module, or of an expert's tensor."""
+        if self.kind not in MIXTURES:
+            return self.kind
+        most, more = MIXTURES[self.kind]
+        layers = self.ckpt.text_config.get("num_hidden_layers")
+        if not _MORE_BITS.fullmatch(module) or type(layers) is not int:
+            return most
+        at, eighth = int(re.findall(r"\.(\d+)\.", module)[0]), layers // 8  # the layer's number, not the expert's
+        return more if at < eighth or at >= 7 * layers // 8 or (at - eighth) % 3 == 2 else most
 
     def matrix(self, module: str) -> QuantizedMatrix:
         n, k = self.shape2d(f"{module}.weight")
@@ -124,4 +138,4 @@ class Unquantized(Format):
         if self.kind == "none":
             return unrounded(weight, bias)
         where, importance = f"{self.ckpt.folder}: {module}", self.importance.get(module)
-        return quantized(weight, bias, self.kind, self.group_size, where, self.symmetric, importance)
+        return quantized(weight, bias, self._kind(module), self.group_size, where, self.symmetric, importance)
