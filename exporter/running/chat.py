@@ -45,7 +45,8 @@ class Text:
             OptionError: messages are something else.
             ModelError: the template refuses the messages, or a message has half of a surrogate pair.
         """
-        if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
+        content = str | None if self.template else str  # None: a message of tool calls
+        if not isinstance(messages, Sequence) or not messages or not all(_is_message(m, content) for m in messages):
             raise OptionError(
                 f"messages is {reprlib.repr(messages)}, expected at least one message, each with the texts role and "
                 "content"
@@ -197,8 +198,11 @@ class Chat:
             return template.render_kept(messages)
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+def _is_message(message: Any, content: Any) -> bool:
+    """Whether it has a role and a content of this type."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), content)
 
 
 def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -321,7 +321,8 @@ def test_what_is_no_conversation_is_named(talking: Path) -> None:
     said = {"role": "user", "content": "hello"}
     for raw in (False, True):
         text = Text(talking, raw)
-        for wrong in ([], "hello", said, 5, None, [5], [said, {"role": "user"}], [said | {"content": 5}]):
+        missing = [[said, {"role": "user"}]] * raw  # a template may take a message of tool calls
+        for wrong in ([], "hello", said, 5, None, [5], [{"content": "a"}], [said | {"content": 5}], *missing):
             with pytest.raises(OptionError, match=r"^messages is .*, expected at least one message, each with the"):
                 text.encode(wrong)
         assert text.encode([said]) == text.encode((said,))
