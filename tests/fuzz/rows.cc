@@ -39,7 +39,7 @@ class Buffers {
     if (bits < 8)
       for (const size_t i : {0, 2})  // zero points are codes, too
         for (int64_t j = 0; j < sizes_[i]; ++j) at_[i][j] &= static_cast<uint8_t>((1 << bits) - 1);
-    if (bits == 16)
+    if (bits == 16 && w.scale_type == k_scale_type_f32)
       std::fill_n(reinterpret_cast<float*>(at_[1]), rows * groups, 1.0f);
     else if (w.scale_type <= k_scale_type_bf16)
       fill(rng, w.scale_type, 0.01, 2, at_[1], rows * groups);
