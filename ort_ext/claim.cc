@@ -228,6 +228,9 @@ Matrix read_experts(const Reader& node, size_t first, size_t zero_points, const 
   expect(matrix.codes.shape.size() == 3, matrix.codes, (prefix + "_experts_weights").c_str(), "three dimensions");
   matrix.experts = matrix.codes.shape[0];
   matrix.code_row = matrix.codes.shape[2];
+  const auto [least, most] = std::minmax({matrix.experts, matrix.codes.shape[1], matrix.code_row});
+  expect(least > 0 && most <= INT32_MAX && matrix.experts * matrix.codes.shape[1] <= INT64_MAX / matrix.code_row,
+         matrix.codes, (prefix + "_experts_weights").c_str(), "experts, rows of gate and up, columns");
   matrix.halves = halves;
   const int64_t rows = matrix.codes.shape[1];
   matrix.n = rows / halves;
