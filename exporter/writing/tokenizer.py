@@ -54,7 +54,7 @@ def write_tokenizer(folder: Path, partial: Callable[[str], Path], gguf: bool = F
     path = partial(TOKENIZER)
     if gguf:
         shutil.copyfile(folder / TOKENIZER, path)
-        difference = compare(auto, read_tokenizer(path))
+        difference = compare(auto, own)
         return difference and f"{TOKENIZER} is the GGUF file's; AutoTokenizer of this folder differs: {difference}"
     rules = [rule for rule in RULES if getattr(auto, rule, False)]
     for rule in rules:
@@ -92,11 +92,12 @@ def compare(auto: Any, tokenizer: Any) -> str:
         given = [encoding.ids for encoding in tokenizer.encode_batch(battery, add_special_tokens=special)]
         for text, expected, found in zip(battery, wanted, given, strict=True):
             if expected != found:
-                return f"{text!a} is {_short(expected)} there and {_short(found)} here"
+                return f"{text!a} is {_short(expected)} in AutoTokenizer and {_short(found)} in {TOKENIZER}"
             for skipped in (True, False):
                 there = auto.decode(expected, skip_special_tokens=skipped)
                 if (here := tokenizer.decode(expected, skip_special_tokens=skipped)) != there:
-                    return f"tokens {_short(expected)} are the text {there!a} there and {here!a} here"
+                    said = f"{there!a} in AutoTokenizer and {here!a} in {TOKENIZER}"
+                    return f"tokens {_short(expected)} are the text {said}"
     return ""
 
 
