@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
 PACKING, CONVERTING, TRACING = 242e6, 460e6, 20.0
 #: weights that --quantize q4_k, the slowest format, searches the scales of in a CPU second
-SEARCHING = 4.4e6
+SEARCHING = 6.9e6
 #: torch, transformers and the graph
 BASE_MEMORY = 0.8e9
 

@@ -32,7 +32,7 @@ inline Affine affine(const Group& g, float levels) {
     if (const float error = affine_error(g, scale, minimum, levels); error < best.error) best = {scale, minimum, error};
   };
   float first = (range.high - range.low) / levels * 1.06f;
-  for (int i = 0; i < 28; ++i, first *= 0.965f) {
+  for (int i = 0; i < 14; ++i, first *= 0.93f) {
     float scale = first, minimum = -range.low;
     consider(scale, minimum);
     for (int round = 0; round < 2; ++round) {  // both that fit the codes that they give

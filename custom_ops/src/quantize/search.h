@@ -168,14 +168,19 @@ inline Best with_zero_point(const Group& g, int levels) {
   const Integers middle{-static_cast<float>(levels / 2 + 1), static_cast<float>(levels / 2)};
   if (size == 0) return {0, 0, middle};
   Best best;
-  float scale = size / top * 1.06f;
-  for (int i = 0; i < 28; ++i, scale *= 0.965f) {
-    // From the one that clips nothing below to the one that clips nothing above.
-    const float a = clamped(nearest(-range.low / scale), 0, top),
-                b = clamped(top - nearest(range.high / scale), 0, top);
-    for (float zero = a < b ? a : b; zero <= (a < b ? b : a); ++zero)
+  const auto consider_zeros = [&](float scale, float from, float to) {
+    for (float zero = clamped(from, 0, top); zero <= clamped(to, 0, top); ++zero)
       consider<Scale>(g, scale, Integers{-zero, top - zero}, best);
+  };
+  float scale = size / top * 1.06f;
+  for (int i = 0; i < 14; ++i, scale *= 0.93f) {
+    // From the one that clips nothing below to the one that clips nothing above.
+    const float a = nearest(-range.low / scale), b = top - nearest(range.high / scale);
+    consider_zeros(scale, a < b ? a : b, a < b ? b : a);
   }
+  const Best coarse = best;
+  for (const float finer : {0.965f, 1.035f})
+    consider_zeros(coarse.scale * finer, -coarse.values.low - 1, -coarse.values.low + 1);
   polish<Scale>(g, best);
   if (best.error == kInfinite) return {0, 0, middle};
   return best;
