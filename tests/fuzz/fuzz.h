@@ -228,6 +228,7 @@ Outcome every_kernel(FuzzedDataProvider& data, Call& call, void* output, int64_t
 const char* const kNames[] = {
     "silu",      "gelu",      "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "int4",       "int8",
     "mxfp4",     "f32",       "f16",       "bf16",  "e8m0",       "none",        "int8_token", "int8_token_asym",
-    "fp8_token", "cpu_panel", "marlin",    "head",  "row",        "sigmoid",     "",           "?"};
+    "fp8_token", "cpu_panel", "marlin",    "head",  "row",        "sigmoid",     "int8_group", "",
+    "?"};
 
 }  // namespace
