@@ -432,14 +432,16 @@ def test_slices_in_act_order_for_gpus(ordered, tmp_path):
         assert all(node["attributes"]["w2_perm"] == 0 for node in experts)
 
 
-def test_activations_of_gathered_features_are_rounded(ordered):
-    """o_proj has all of them, as the whole model: int8 stays; parts of the dense layer's and the experts' are float."""
-    found = plan(ordered("deepseek_v3")[0], "nowhere", tensor_parallel=2)
-    for name, (_, linear, _) in found.linears.items():
-        assert (linear.w.activation_format == "none") == (name == "lm_head" or name.endswith("down_proj")), name
-    assert found.activations.endswith(
-        "; float in the experts' down, down_proj: a scale would take the maximum over all slices"
-    )
+def test_activations_of_divided_features(ordered):
+    """Groups are of a rank's own features. Tokens are not: with a scale for each, o_proj alone has all features, by its
+    AllGather; parts of the dense layer's and the experts' are float."""
+    folder = ordered("deepseek_v3")[0]
+    for activations, floats in ((None, ("lm_head",)), ("int8-token", ("lm_head", "down_proj"))):
+        found = plan(folder, "nowhere", tensor_parallel=2, activations=activations)
+        for name, (_, linear, _) in found.linears.items():
+            assert (linear.w.activation_format == "none") == name.endswith(floats), name
+        remark = "; float in the experts' down, down_proj: a scale would take the maximum over all slices"
+        assert found.activations.endswith(remark) == (activations == "int8-token")
 
 
 @given(st.data())
