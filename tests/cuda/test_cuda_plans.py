@@ -137,7 +137,7 @@ def test_e4m3_plans(tokens, sm):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40, 4096])
-@pytest.mark.parametrize("activation_format", enum("activation_format"))
+@pytest.mark.parametrize("activation_format", sorted({*enum("activation_format")} - {"int8_group"}))
 def test_rounding_takes_workspace(activation_format, tokens):
     """A row of x for each token, or for each pair where experts differ; h is rounded in place."""
     spec = spec_of(2048, 768, 16)

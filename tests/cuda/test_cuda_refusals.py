@@ -106,7 +106,16 @@ def test_two_orders_are_of_a_gated_w13():
             cuda.plan(cuda.problem(wrong, "bf16", 1, 1, 8))
 
 
-@pytest.mark.parametrize("activation_format", enum("activation_format"))
+def test_activations_in_groups_are_refused():
+    spec = spec_of(2048, 768, 8)
+    spec = replace(spec, w13=replace(spec.w13, activation_format="int8_group"))
+    message = "w13_activation_format is int8_group, .*: export with --activations float or int8-token"
+    assert re.match(message, cuda.refusal(spec))
+    with pytest.raises(ValueError, match=message):
+        cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
+
+
+@pytest.mark.parametrize("activation_format", sorted({*enum("activation_format")} - {"int8_group"}))
 def test_an_act_order_of_w2_is_refused_where_marlin_refuses_it(activation_format):
     spec = spec_of(2048, 768, 8)
     ordered = replace(spec.w2, perm=1, activation_format=activation_format)

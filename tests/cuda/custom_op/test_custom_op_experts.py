@@ -563,24 +563,35 @@ def test_auto_chooses_by_a_trace(driver, session_of, clock, tmp_path):
     layers = [build(replace(BASE, seed=BASE.seed + i)) for i in range(3)]
     entries = {"experts": "host", "misses": "auto", "threads": "2"}
     entries["gpu_memory"] = str(14 * sum(w.shape[1] for w in layers[0][2:]))
-    session_of(layers, **entries)
-    clock(160 * 8e-3 * int(re.findall(r"the CPU (\d+) us", driver.lib.driver_logged().decode())[0]))
-    launched = session_of(layers, **entries)
-    assert [(p.slots, p.host_share) for p, _ in launched] == [(4, 256)] * 3
-    # The time of the CPU is measured, twice: copies of 5 to 5,000 times that time have the same outcome.
+
+    def choose(**more: str) -> tuple[list[int], str]:
+        """The CPU's shares in a session, and its log. The CPU's time is measured, and varies on a busy machine. Where
+        copies take 8 to 3,000 times as long, the outcome is the same."""
+        cpu = 0
+        for _ in range(50):
+            clock(160 * 8e-3 * cpu)
+            launched = session_of(layers, **entries, **more)
+            log = driver.lib.driver_logged().decode()
+            bus, cpu = map(int, re.findall(r"the bus (\d+) us, the CPU (\d+) us", log)[-1])
+            assert all(problem.slots == 4 for problem, _ in launched)
+            if 0 < 8 * cpu <= bus <= 3000 * cpu:
+                return [problem.host_share for problem, _ in launched], log
+        pytest.fail("the CPU's time varies too much")
+
+    assert choose()[0] == [256] * 3
     # In the second half 4 to 7 are asked for, which miss once with copies and always without, or all in turn, which
     # always miss with copies, and without every other time. What a prompt of nine asks for misses in either case.
     local = [np.array([[0, 2]]) + at % 2 + 4 * (at >= 20_000) for at in range(40_000)]
     around = [np.array([[0, 1]]) + 2 * at % 8 for at in range(200)]
     prompt = np.array([[e % 8, (e + 1) % 8] for e in range(9)])
     runs = [(0, ids) for ids in local] + [(1, ids) for ids in (*around, prompt)] + [(2, prompt)] * 4
-    launched = session_of(layers, **entries, warm=write_trace(tmp_path / "trace", layers, runs))
-    assert [p.host_share for p, _ in launched] == [0, 256, 256]  # nothing is known of the last one's tokens
+    shares, log = choose(warm=write_trace(tmp_path / "trace", layers, runs))
+    assert shares == [0, 256, 256]  # nothing is known of the last one's tokens
     assert re.search(
         r"; misses = auto: cpu in layers 1-2 \(with slots for 4 of 8 experts a miss takes [^()]* us, 2 at once; "
         r"by quantmoe.warm a token misses 2.0 with copies, 1.0 with the CPU\), copy in layers 0 \(with [^()]*; "
         r"by quantmoe.warm a token misses 0.0 with copies, 2.0 with the CPU\), in 2 threads",
-        driver.lib.driver_logged().decode(),
+        log,
     )
 
 
