@@ -24,13 +24,13 @@ ROOT = Path(__file__).parents[2]
 TEXTS = ("samples/demo_model/heldout.txt", "LICENSE")
 WINDOW = 256
 QUESTION = "What is the capital of France?"
-#: name -> options of export, and KL to transformers that it may lose at most, in nats. Of 4 bits a fifth to a half more
-#: than the search loses on the dense model, on other texts: 0.37, 0.16 and 0.30
+#: name -> options of export, and KL to transformers that it may lose at most, in nats: a third to a half more than what
+#: was measured on 29 November 2026, 0.0043, 0.323, 0.0079 (the source's own weights are in groups of 32 with minima)
 EXPORTS: dict[str, tuple[dict[str, Any], float]] = {
     "float": ({"quantize": "none", "activations": "float"}, 1e-4),
-    "int8": ({"quantize": "int8", "activations": "float"}, 0.0025),
+    "int8": ({"quantize": "int8", "activations": "float"}, 0.006),
     "int4": ({"quantize": "int4", "activations": "float"}, 0.45),
-    "q4_k": ({"quantize": "q4_k", "activations": "float"}, 0.25),
+    "q4_k": ({"quantize": "q4_k", "activations": "float"}, 0.012),
     "nvfp4": ({"quantize": "nvfp4", "activations": "float"}, 0.40),
 }
 
