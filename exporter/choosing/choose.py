@@ -394,6 +394,8 @@ def why_apart(format: Format, sources: Sequence[str | None]) -> str | None:
         return "not all are packed"
     if len({replace(format.scheme_of(module), text="") for module in modules}) > 1:
         return "their schemes differ"
+    if len(modules) > 1 and format.own_global_scales:
+        return "each has a global scale of its own"
     matrices = [format.outline().matrix_of(module) for module in modules]
     try:
         joined(matrices)

@@ -19,6 +19,7 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.graph.calibrating import calibrate
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.measuring import lost as lost_module
 from quantmoe.exporter.measuring.evaluate import evaluate
 from quantmoe.exporter.measuring.lost import TEXT, TOKENS, lost
@@ -241,3 +242,10 @@ def test_only_int4_has_zero_points(floats: Path, tmp_path: Path) -> None:
     module = "model.layers.0.self_attn.q_proj"
     assert open_format(floats, "int4", None).matrix(module).zero_points is not None
     assert open_format(floats, "int4", None, None, True).matrix(module).zero_points is None
+
+
+def test_matrices_with_global_scales_of_their_own_stay_apart(floats: Path, tmp_path: Path) -> None:
+    """q, k and v have unlike largest weights, so nvfp4 gives them unlike global scales."""
+    export(floats, tmp_path / "nvfp4", quantize="nvfp4", activations="float")
+    names = {linear["module"].rpartition(".")[2] for linear in inspect(tmp_path / "nvfp4")["linears"]}
+    assert names >= {"q_proj", "k_proj", "v_proj"}

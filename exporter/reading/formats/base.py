@@ -366,6 +366,11 @@ class Format(ABC):
             found += [name for name, layer in layers if layer and int(layer[1]) > int(number)]
         return found
 
+    @property
+    def own_global_scales(self) -> bool:
+        """Whether each matrix has a global scale that only its values say."""
+        return False
+
     def outline(self) -> Self:
         """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
 

@@ -74,6 +74,10 @@ class Unquantized(Format):
         made.kind, made.group_size, made.symmetric, made.importance = "none", -1, True, {}
         return made
 
+    @property
+    def own_global_scales(self) -> bool:
+        return self.kind == "nvfp4"
+
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
         return not quantization
