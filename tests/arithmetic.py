@@ -155,7 +155,7 @@ class Rounded:
 
 
 def step_columns(w: Weights) -> int:
-    """Of how many packed columns int8_group activations share a step: 4.1."""
+    """Return how many packed columns of int8_group activations share a step: 4.1."""
     group = -(-w.values.shape[1] // 32) * 32 if w.group_size == -1 else w.group_size
     return 64 if group % 64 == 0 else 32
 

@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_definition(checkpoint: Path, exact: Path, roun
 
 
 def test_a_float_export_predicts_what_transformers_does(checkpoint: Path, exact: Path, rounded: Path) -> None:
-    """Of the last token's logits alone, so through the file that gives all of them; nothing stays beside the model."""
+    """Exports with the last token's logits need the file that gives all of them; nothing stays beside the model."""
     before = sorted(exact.iterdir())
     found = evaluate(exact, TEXT, against=checkpoint, window=WINDOW, windows=2, layers=True)
     assert sorted(exact.iterdir()) == before

@@ -31,7 +31,7 @@ FORMATS = [
 
 
 def weights(n: int, k: int, seed: int = 0, dtype: type = ml_dtypes.bfloat16) -> np.ndarray:
-    """As those of trained models: normal, rows of different size, a few large ones."""
+    """Return weights like those of trained models: normal, rows of different size, a few large ones."""
     rng = np.random.default_rng(seed)
     w = rng.normal(0, 0.02, (n, k)) * rng.uniform(0.5, 2, (n, 1))
     w[rng.random((n, k)) < 0.002] *= 6

@@ -220,7 +220,7 @@ def test_llama_cpps_importance_matrix(floats: Path, quantized: Path, tmp_path: P
 
 
 def test_a_mixture_has_more_bits_where_llama_cpp_has_them(floats: Path) -> None:
-    """Of six layers, as llama-quant.cpp's use_more_bits says: none of the first 6 / 8, the last, every third."""
+    """llama-quant.cpp's use_more_bits, of six layers: none of the first 6 / 8, the last, every third."""
     format = open_format(floats, "q4_k_m", None)
     more = {
         (i, leaf)

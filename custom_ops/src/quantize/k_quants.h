@@ -13,7 +13,7 @@ struct Affine {
 };
 
 inline float affine_error(const Group& g, float scale, float minimum, float levels) {
-  const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+  const float inverse = inverse_of(scale);
   float out[1];
   sums(g, out, [&](float x, float importance, float(&terms)[1]) {
     const float code = nearest(clamped((x + minimum) * inverse, 0, levels));
@@ -113,7 +113,7 @@ inline void quantize_k32(const float* x, const float* importance, int levels, ui
       error += found[i].error;
       const float scale = d * static_cast<float>(found[i].scale),
                   minimum = d_min * static_cast<float>(found[i].minimum);
-      const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+      const float inverse = inverse_of(scale);
       float own[5];
       sums(g, own, [&](float v, float weight, float(&terms)[5]) {
         const float a = static_cast<float>(found[i].scale) * nearest(clamped((v + minimum) * inverse, 0, top));
@@ -147,7 +147,7 @@ inline void quantize_k32(const float* x, const float* importance, int levels, ui
     out.minima[i] = static_cast<int8_t>(best[i].minimum);
     const float scale = best_d * static_cast<float>(best[i].scale),
                 minimum = best_d_min * static_cast<float>(best[i].minimum);
-    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    const float inverse = inverse_of(scale);
     for (int j = 0; j < 32; ++j)
       codes[32 * i + j] = static_cast<uint8_t>(nearest(clamped((x[32 * i + j] + minimum) * inverse, 0, top)));
   }
@@ -174,19 +174,13 @@ inline void quantize_k16(const float* x, const float* importance, uint8_t* codes
       float own = kInfinite;
       for (int c = code - 1; c <= code + 1; ++c) {
         if (c < -128 || c > 127) continue;
-        const float scale = d * static_cast<float>(c);
-        float out_error[1];
-        if (c)
-          out_error[0] = error_of(g, scale, values);
-        else
-          sums(g, out_error, [](float v, float weight, float(&terms)[1]) { terms[0] = weight * v * v; });
-        if (out_error[0] < own) {
-          own = out_error[0];
+        if (const float candidate = error_of(g, d * static_cast<float>(c), values); candidate < own) {
+          own = candidate;
           found[i] = c;
         }
       }
       error += own;
-      const float c = static_cast<float>(found[i]), inverse = found[i] ? 1.0f / (d * c) : 0.0f;
+      const float c = static_cast<float>(found[i]), inverse = inverse_of(d * c);
       float terms_of[2];
       sums(g, terms_of, [&](float v, float weight, float(&terms)[2]) {
         const float a = c * values(v * inverse);
@@ -205,7 +199,7 @@ inline void quantize_k16(const float* x, const float* importance, uint8_t* codes
   out.d = F16Scale::stored(best_d);
   for (int i = 0; i < 16; ++i) {
     out.scales[i] = static_cast<int8_t>(best[i]);
-    const float inverse = best[i] ? 1.0f / (best_d * static_cast<float>(best[i])) : 0.0f;
+    const float inverse = inverse_of(best_d * static_cast<float>(best[i]));
     for (int j = 0; j < 16; ++j) codes[16 * i + j] = static_cast<uint8_t>(values(x[16 * i + j] * inverse) + 32);
   }
 }

@@ -44,7 +44,7 @@ void integer_row(const qm_quantization& q, const Row& row, int64_t groups, int64
     const Best best = q.zero_points ? with_zero_point<Scale>(group, 2 * half - 1) : symmetric<Scale>(group, half);
     static_cast<typename Scale::Stored*>(to.scales)[n * groups + g] = Scale::stored(best.scale);
     if (q.zero_points) to.zero_points[n * groups + g] = static_cast<uint8_t>(-best.values.low);
-    const float inverse = best.scale != 0 ? 1.0f / best.scale : 0.0f;
+    const float inverse = inverse_of(best.scale);
     uint8_t* const codes = static_cast<uint8_t*>(to.codes) + n * q.k + g * row.group;
     for (int64_t i = 0; i < row.group && g * row.group + i < q.k; ++i)
       codes[i] = static_cast<uint8_t>(best.values(group.x[i] * inverse) - best.values.low);
@@ -72,7 +72,7 @@ void e2m1_row(const qm_quantization& q, const Row& row, int64_t groups, int64_t 
       }
     }
     static_cast<uint8_t*>(to.scales)[n * groups + g] = static_cast<uint8_t>(best);
-    const float scale = scales.value(best), inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    const float inverse = inverse_of(scales.value(best));
     uint8_t* const codes = static_cast<uint8_t*>(to.codes) + n * q.k + g * row.group;
     for (int64_t i = 0; i < row.group && g * row.group + i < q.k; ++i) {
       const float value = E2m1()(group.x[i] * inverse);

@@ -25,6 +25,8 @@ struct Group {
 
 inline float nearest(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }  // of magnitudes below 2^22
 inline float clamped(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
+// What weights are multiplied by to be codes; 0 where the scale is: all values are 0 then.
+inline float inverse_of(float scale) { return scale != 0 ? 1.0f / scale : 0.0f; }
 
 // The sums over a group of what f(x, importance, terms) writes.
 template <int kTerms, typename F>
@@ -93,7 +95,7 @@ struct E2m1 {
 // The weighted square error of a group's nearest values.
 template <typename Values>
 inline float error_of(const Group& g, float scale, const Values& values) {
-  const float inverse = 1.0f / scale;
+  const float inverse = inverse_of(scale);
   float out[1];
   sums(g, out, [&](float x, float importance, float(&terms)[1]) {
     const float error = x - scale * values(x * inverse);
