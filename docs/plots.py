@@ -1,4 +1,4 @@
-"""Draws README's plot from the tables of benchmarks.md: python docs/plots.py (matplotlib is in the extra `bench`)."""
+"""Draws README's plot from lab/benchmarks.md: python docs/plots.py (matplotlib is in the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table(first: str) -> list[dict[str, str]]:
     Raises:
         ValueError: there is none.
     """
-    lines = (HERE / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    lines = (HERE / "lab" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
     at = next((i for i, line in enumerate(lines) if line.startswith(first)), None)
     if at is None:
         raise ValueError(f"benchmarks.md has no table that begins with {first}")

@@ -374,7 +374,9 @@ def generate(
         bool | None, _option("Speed", "replay a token's launches", "--cuda-graph/--no-cuda-graph")
     ] = None,
     reserve: Annotated[int | None, _option("Advanced", "memory to leave free", **SIZE)] = None,
-    misses: Annotated[str | None, _option("Advanced", "copy, cpu, auto, ...: docs/experts.md", metavar="HOW")] = None,
+    misses: Annotated[
+        str | None, _option("Advanced", "copy, cpu, auto, ...: docs/guides/large-models.md", metavar="HOW")
+    ] = None,
     trace: Annotated[Path | None, _option("Advanced", "record which experts are used", metavar="FILE")] = None,
     warm: Annotated[Path | None, _option("Advanced", "load a trace's experts first", metavar="FILE")] = None,
 ) -> None:

@@ -50,7 +50,7 @@ def cuda_library_path() -> str:
 
 def experts_report(library: str) -> list[dict[str, int]]:
     """What a loaded library has of each of this process's sessions whose experts it reads, caches or traces: layers,
-    slots, hits, misses, bytes_read, and on GPUs more (docs/experts.md).
+    slots, hits, misses, bytes_read, and on GPUs more (docs/guides/large-models.md).
 
     Args:
         library: its path.
@@ -61,7 +61,7 @@ def experts_report(library: str) -> list[dict[str, int]]:
 
 
 def provider_devices() -> list[Any]:
-    """The devices of the execution provider for ``com.microsoft``'s QMoE and MatMulNBits (docs/provider.md), for
+    """The devices of the execution provider for ``com.microsoft``'s QMoE and MatMulNBits (guides/qmoe-models), for
     ``SessionOptions.add_provider_for_devices``. Registers the library with ONNX Runtime where nobody has.
 
     Returns:

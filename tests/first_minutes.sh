@@ -363,14 +363,14 @@ if command -v dotnet >/dev/null; then # of NuGet's ONNX Runtime, whose last bits
   identical='' states dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
 fi
 
-section "messages of docs/troubleshooting.md"
+section "messages of docs/reference/errors.md"
 cat >"$work/messages.py" <<'PYTHON'
 import sys
 from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-folder, table = Path(sys.argv[1]).resolve(), Path("docs/troubleshooting.md").read_text()
+folder, table = Path(sys.argv[1]).resolve(), Path("docs/reference/errors.md").read_text()
 
 def session(model, library="libquantmoe_ort.so", entries={}):
     options = ort.SessionOptions()
@@ -419,7 +419,7 @@ for fragments, call in found.items():
     except Exception as error:
         for fragment in fragments.split("|"):
             assert fragment in str(error), f"{fragment} in {error}"
-            assert fragment in table, f"{fragment} in docs/troubleshooting.md"
+            assert fragment in table, f"{fragment} in docs/reference/errors.md"
 session(model, entries={"session.model_external_initializers_file_folder_path": str(folder)})
 print(len(found), "messages")
 PYTHON

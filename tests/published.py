@@ -1,7 +1,7 @@
 """What config.json of published models says of mechanisms: facts, by transformers' model_type.
 
-A tiny model of a type (test_architectures.py) is made of these fields and of small sizes. So docs/architectures.md says
-"runs" of what was published, not of a configuration class's defaults.
+test_architectures.py makes a tiny model of each type from these fields and small sizes. So "runs" in the page of
+architectures means the published mechanisms, not the defaults of a configuration class.
 """
 
 from __future__ import annotations
@@ -498,7 +498,7 @@ PUBLISHED: dict[str, Published] = {
 
 
 def kept(published: Published) -> str:
-    """Return the mechanisms of a published model in the words of docs/architectures.md."""
+    """Return the mechanisms of a published model in the words of docs/reference/architectures.md."""
     words = []
     for name, value in published.fields.items():
         if name == "rope_parameters":

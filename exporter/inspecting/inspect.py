@@ -104,8 +104,9 @@ def check_alone(path: Path, metadata: Mapping[str, str]) -> None:
 def _together(folder: Path, world: int | str, metadata: Mapping[str, str]) -> str:
     """How a person runs the ranks of a folder."""
     if metadata.get("target", "cpu") == "cpu":
-        return "a Python program with a Generator and a thread for each rank (docs/parallel.md, On the CPU)"
-    return f"torchrun --nproc-per-node {world} --no-python quantmoe generate {folder} --device cuda (docs/parallel.md)"
+        return "a Python program with a Generator and a thread for each rank (docs/guides/several-gpus.md, On the CPU)"
+    command = f"torchrun --nproc-per-node {world} --no-python quantmoe generate {folder} --device cuda"
+    return f"{command} (docs/guides/several-gpus.md)"
 
 
 def inspect(

@@ -22,8 +22,8 @@ def cache_bytes(found: Mapping[str, Any], length: int) -> int:
 def reserve(found: Mapping[str, Any], length: int, drafts: bool = False, rows: int = 1) -> int:
     """Bytes of what is free at a session's first run that experts are to leave for sequences of ``length`` tokens.
 
-    The library leaves as much by itself, but for the cache (docs/experts.md): on the CPU the data files' other weights
-    are still to be read then, on a GPU they are there.
+    The library leaves as much by itself, except the cache (guides/large-models). On the CPU, other weights of the
+    data files are still to be read then; on a GPU they are there.
 
     Args:
         found: of ``inspect``.

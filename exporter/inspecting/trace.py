@@ -1,4 +1,4 @@
-"""What the session entry ``quantmoe.trace`` writes: which experts tokens were routed to (docs/experts.md)."""
+"""What the session entry ``quantmoe.trace`` writes: which experts tokens were routed to (guides/large-models)."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Generator:
             multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
             runs. Of models exported with the logits of more than the last.
         drafts: at most so many a run; None: DRAFTS, or fewer where the model gives the logits and states of fewer.
-        experts: where they are (docs/experts.md). On the cpu "host", the default, or "disk": they are read from the
+        experts: where they are (guides/large-models). On the cpu "host", the default, or "disk": they are read from the
             data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
             None for what is free; or "disk": the same, and RAM holds ``ram`` bytes of them, without cuda_graph. "auto"
@@ -139,7 +139,7 @@ class Generator:
         warm: a trace of this model on this device, of experts "disk" or "auto", on cuda also "host"; the first run
             reads the experts that it used most into ``ram`` and ``gpu_memory``, and misses "auto" chooses by it.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
-        group: of a rank of a sliced model (docs/parallel.md): on the cpu a name that the ranks' generators in this
+        group: of a rank of a sliced model (guides/several-gpus): on the cpu a name that the ranks' generators in this
             process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.
 
     Raises:
@@ -771,12 +771,12 @@ def check_takes_tokens(path: Path, session: Any) -> None:
     if any(i.name == "inputs_embeds" for i in session.get_inputs()):
         raise ModelError(
             f"{path}: takes embeddings, not tokens, as exported with --vision: run it with onnxruntime-genai "
-            "(docs/vision.md), or export it without"
+            "(docs/guides/vision.md), or export it without"
         )
     if any(i.name == "block_table" for i in session.get_inputs()):
         raise ModelError(
             f"{path}: takes the tokens of many requests, as exported with --paged: run it with onnxruntime-genai's "
-            "Engine (docs/generate.md), or export it without"
+            "Engine (docs/guides/generate.md), or export it without"
         )
 
 

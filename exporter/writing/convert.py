@@ -102,7 +102,7 @@ def export(
             genai_config.json and the target's library; created if missing.
         target: "cpu": ONNX Runtime on x86-64 and Arm; "cuda": TensorRT and ONNX Runtime on NVIDIA GPUs, only of the
             operators of ai.onnx and quantmoe; "ort": ONNX Runtime without a library of ours, only of its own operators
-            (docs/ort.md).
+            (docs/guides/without-library.md).
         activations: of weight-only checkpoints: "int8" quantizes groups of 32 or 64 features (int8_group), "int8-token"
             whole tokens (int8_token_asym), "float" nothing. The default is "int8" for the CPU, and what the checkpoint
             says for CUDA, which takes no "int8".
@@ -126,7 +126,7 @@ def export(
             embeddings and head once. The model has an output hidden_states [B, S, H].
         vision: of a checkpoint that sees images also its tower, vision.onnx, and embeddings.onnx, which puts what that
             makes in the places of image tokens; weights in the same files. model.onnx takes inputs_embeds [B, S, H] in
-            the place of input_ids then, and position_ids [3, B, S]. See docs/vision.md.
+            the place of input_ids then, and position_ids [3, B, S]. See docs/guides/vision.md.
         layers: only the first so many decoder layers.
         quantize: of a checkpoint that is not quantized the format of its experts and other ``*_proj`` linears: "int4",
             "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m" or "q5_k_m"; "none": its experts keep their 16
@@ -139,17 +139,17 @@ def export(
         max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
             what the Hugging Face hub takes.
         tensor_parallel: ranks that the model is divided among: ``output`` gets a folder of each, rank0 and so on, and
-            the Report is that of rank 0. See docs/parallel.md.
+            the Report is that of rank 0. See docs/guides/several-gpus.md.
         expert_parallel: a rank has some experts whole, not a part of each.
         expert_map: a file that says which (exporter/reading/expert_map.py); by default as many in each, in order.
         data_parallel: a rank has all of the model but for the experts, and tokens of its own: the ranks' runs have
             one shape, and their layers of experts meet.
         paged: for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
             Runtime's PagedAttention, input_ids [num_tokens] are those of all requests of a run, and logits [num_logits,
-            V] of the tokens that the input logits_indices names, or of all. See docs/generate.md.
+            V] of the tokens that the input logits_indices names, or of all. See docs/guides/generate.md.
         experts: "external", for TensorRT alone: nodes say where in the data files their experts are, so that engines
-            have none of them, and the plug-in keeps in GPU memory what fits (docs/experts.md). "inputs": they are the
-            nodes' weights.
+            have none of them, and the plug-in keeps in GPU memory what fits (guides/large-models). "inputs": they are
+            the nodes' weights.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
             kept or refused. Of an earlier export in more slices the other ranks are removed, of one in slices before a
             whole model all, and a whole model before slices; but files edited since stay.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from quantmoe.exporter.reading.slices import Slice
 
 README = "README.md"
-#: target -> what brings its library to the platforms of docs/platforms.md; no registry has them
+#: target -> what brings its library to the platforms of docs/reference/platforms.md; no registry has them
 PACKAGES = {
     "cpu": "the wheel quantmoe, the jar quantmoe or the nupkg QuantMoe, for Linux (x86-64, aarch64), Windows and macOS",
     "cuda": "the wheel quantmoe-cuda, for Linux (x86-64, aarch64)",

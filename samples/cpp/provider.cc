@@ -19,8 +19,9 @@ static Ort::Session create_session(Ort::Env& env, const std::filesystem::path& l
   for (Ort::ConstEpDevice device : env.GetEpDevices())
     if (std::string(device.EpName()) == "QuantMoE") devices.push_back(device);
   Ort::SessionOptions options;
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);                             // what it logs is in its exceptions
-  const std::unordered_map<std::string, std::string> own{{"activations", "auto"}};  // docs/provider.md has them
+  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
+  const std::unordered_map<std::string, std::string> own{
+      {"activations", "auto"}};  // docs/guides/qmoe-models.md has them
   options.AppendExecutionProvider_V2(env, devices, own);
   return {env, model.c_str(), options};
 }

@@ -19,7 +19,7 @@ def create_session(model):
     devices = [device for device in ort.get_ep_devices() if device.ep_name == "QuantMoE"]
     options = ort.SessionOptions()
     options.log_severity_level = 4  # what it logs is in its exceptions
-    options.add_provider_for_devices(devices, {"activations": "auto"})  # docs/provider.md has the options
+    options.add_provider_for_devices(devices, {"activations": "auto"})  # docs/guides/qmoe-models.md has the options
     return ort.InferenceSession(model, options)
 
 

@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node N generate.py OUTDIR COUNT ID...: greedy decoding of slices for N GPUs (docs/parallel.md).
+"""torchrun --nproc-per-node N generate.py OUTDIR COUNT ID...: greedy decoding of slices (guides/several-gpus).
 
 OUTDIR is what `quantmoe export --target cuda --tensor-parallel N` wrote. Every rank chooses the same tokens.
 """

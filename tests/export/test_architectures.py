@@ -304,7 +304,7 @@ def test_a_tiny_model_has_the_published_mechanisms(name: str) -> None:
 
 def test_the_docs_have_the_published_mechanisms() -> None:
     """Every type that runs, or is refused for what was published, and no other."""
-    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "architectures.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(.+)` \| (\S+) \| (.+) \| (.+) \|$", text.partition("## Published")[2], re.MULTILINE)
     want = [(name, one.model, kept(one), one.seen or "not seen") for name, one in PUBLISHED.items()]
     assert rows == want
@@ -329,7 +329,7 @@ def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Pa
 
 def refused_in_the_docs() -> dict[str, str]:
     """model_type -> reason."""
-    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "architectures.md").read_text(encoding="utf-8")
     text = text.partition("## Refused")[2].partition("## ")[0]
     rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
     return {name: reason.partition(" (")[0] for names, reason in rows for name in re.findall("`(.+?)`", names)}

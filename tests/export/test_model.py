@@ -283,7 +283,7 @@ def test_interface_names(exported):
 def test_without_the_library_onnxruntime_names_the_operator(exported):
     import onnxruntime as ort
 
-    # docs/troubleshooting.md has these words
+    # docs/reference/errors.md has these words
     with pytest.raises(Exception, match=r"quantmoe:Quant(MoE|Linear)\(-1\) is not a registered function/op"):
         ort.InferenceSession(str(exported("qwen3_moe", activations="float") / "model.onnx"))
     assert "libquantmoe_ort.so" in ir.load(exported("qwen3_moe", activations="float") / "model.onnx").doc_string

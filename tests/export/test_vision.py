@@ -260,7 +260,7 @@ def test_onnxruntime_genai_gives_transformers_tokens(folder, model, tokenizer, t
         pixels = np.concatenate([values for values, _ in images])
         assert inputs["image_grid_thw"].as_numpy().tolist() == grids
         made = inputs["pixel_values"].as_numpy()
-        if len({*map(tuple, grids)}) > 1:  # it pads to the largest, and reads as if it had not: docs/vision.md
+        if len({*map(tuple, grids)}) > 1:  # it pads to the largest, and reads as if it had not: docs/guides/vision.md
             assert len(made) == len(grids) * max(map(np.prod, grids)) > len(pixels)
             made = made.reshape(len(grids), -1, made.shape[1])
             made = np.concatenate([values[: np.prod(grid)] for values, grid in zip(made, grids, strict=True)])

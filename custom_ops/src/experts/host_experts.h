@@ -1,6 +1,6 @@
-// The host's part of the experts of a CUDA session (quantmoe.misses, docs/experts.md): threads that multiply what the
-// device asks for (qm_cuda_host) with the kernels of the CPU, from rows in their layout. No function of CUDA is called
-// here.
+// The host's part of the experts of a CUDA session (quantmoe.misses, docs/guides/large-models.md): threads that
+// multiply what the device asks for (qm_cuda_host) with the kernels of the CPU, from rows in their layout. No function
+// of CUDA is called here.
 //
 // Invariants. The device writes a request and does not write again before it is answered; so one thread serves, and
 // what it reads does not change. It is answered in any case: with NaN where the kernels fail.

@@ -1,4 +1,4 @@
-"""The busiest rank's share of tokens that Zipf spreads over experts, with and without a map (docs/parallel.md)."""
+"""The busiest rank's share of tokens that Zipf spreads over experts, with and without a map (guides/several-gpus)."""
 
 from __future__ import annotations
 

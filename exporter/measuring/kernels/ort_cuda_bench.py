@@ -10,7 +10,7 @@ A sliced model is a folder with a graph for each rank (rank0/model.onnx by --ran
     torchrun --nproc-per-node 2 --local-ranks-filter 0 -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run FOLDER
 
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
-(docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says,
+(guides/large-models): of runs that ask for the same experts each time, then of tokens that are routed as --routes says,
 for each of --misses in a session of its own. --warm TOKENS: such sessions begin with a trace (quantmoe.warm) of so many
 tokens of the same routes, those before the ones that are measured. --ram BYTES beside --gpu-memory: experts are in the
 file, and so much RAM has a cache of them, which no CUDA graph can use; --apart gives each layer bytes of its own there.
@@ -612,7 +612,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--group-size", type=int, help="of int4; default: 128, or 32 where the sizes need it")
     parser.add_argument("--sizes", type=json.loads, default={}, help="fields of its config.json that are others, JSON")
-    parser.add_argument("--ranks", type=int, default=1, help="of a sliced model (docs/parallel.md)")
+    parser.add_argument("--ranks", type=int, default=1, help="of a sliced model (docs/guides/several-gpus.md)")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--weights", choices=["int4", *WEIGHTS], default="int4", help="of experts; see make_graph")

@@ -36,7 +36,7 @@ public class Provider {
     List<OrtEpDevice> devices = env.getEpDevices().stream().filter(d -> d.getEpName().equals("QuantMoE")).toList();
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
       options.setSessionLogLevel(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
-      options.addExecutionProvider(devices, Map.of("activations", "auto"));  // docs/provider.md has the options
+      options.addExecutionProvider(devices, Map.of("activations", "auto"));  // docs/guides/qmoe-models.md has the options
       return env.createSession(model, options);
     }
   }
