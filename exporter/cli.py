@@ -375,7 +375,7 @@ def generate(
     ] = None,
     reserve: Annotated[int | None, _option("Advanced", "memory to leave free", **SIZE)] = None,
     misses: Annotated[
-        str | None, _option("Advanced", "copy, cpu, auto, ...: docs/guides/large-models.md", metavar="HOW")
+        str | None, _option("Advanced", "copy, cpu, auto, ...: docs/reference/expert-offloading.md", metavar="HOW")
     ] = None,
     trace: Annotated[Path | None, _option("Advanced", "record which experts are used", metavar="FILE")] = None,
     warm: Annotated[Path | None, _option("Advanced", "load a trace's experts first", metavar="FILE")] = None,

@@ -50,7 +50,7 @@ def cuda_library_path() -> str:
 
 def experts_report(library: str) -> list[dict[str, int]]:
     """What a loaded library has of each of this process's sessions whose experts it reads, caches or traces: layers,
-    slots, hits, misses, bytes_read, and on GPUs more (docs/guides/large-models.md).
+    slots, hits, misses, bytes_read, and on GPUs more (docs/reference/expert-offloading.md).
 
     Args:
         library: its path.

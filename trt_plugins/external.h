@@ -1,5 +1,6 @@
 // Packed experts in the data files of an exported folder, which an engine has no bytes of (FORMAT.md 1.2,
-// docs/guides/large-models.md). The environment says where the folder is, and what of them goes to the GPU's memory.
+// docs/reference/expert-offloading.md). The environment says where the folder is, and what of them goes to the GPU's
+// memory.
 #pragma once
 #include <memory>
 

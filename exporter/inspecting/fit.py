@@ -91,7 +91,7 @@ def fit(
     ram: int | None = None,
     reserve: int | None = None,
 ) -> Fit:
-    """Predicts what the session entries of docs/guides/large-models.md do.
+    """Predicts what the session entries of docs/reference/expert-offloading.md do.
 
     Args:
         found: of ``inspect``.

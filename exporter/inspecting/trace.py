@@ -1,4 +1,4 @@
-"""What the session entry ``quantmoe.trace`` writes: which experts tokens were routed to (guides/large-models)."""
+"""What the session entry ``quantmoe.trace`` writes: routes of tokens (reference/expert-offloading)."""
 
 from __future__ import annotations
 

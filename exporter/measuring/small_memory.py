@@ -1,4 +1,4 @@
-"""Tokens a second of a model on the CPU with memory for a part of its experts (docs/guides/large-models.md).
+"""Tokens a second of a model on the CPU with memory for a part of its experts (docs/lab/expert-offloading.md).
 
     python -m quantmoe.exporter.measuring.small_memory OUTDIR --experts disk --ram 800000000
     python -m quantmoe.exporter.measuring.small_memory MODEL.gguf

@@ -157,7 +157,7 @@ std::string by_layer(const Layers& layers) {
 
 // An expert that is copied stays in a slot, and is hit there; one that the CPU multiplies leaves the slots as they are.
 // So a layer misses more experts with the CPU than with copies, where tokens ask for what others asked for before them:
-// 67 of 100 for the eighth of the experts that was used last, 81 for the quarter (docs/guides/large-models.md, local
+// 67 of 100 for the eighth of the experts that was used last, 81 for the quarter (docs/lab/expert-offloading.md, local
 // routes). With uniform routes it misses as many. Which come is not known: the choice is the one that takes fewer times
 // the other's time where it is the wrong one.
 bool cpu_takes(const MissTimes& took, int64_t slots, int64_t experts) {
@@ -375,7 +375,7 @@ std::string DeviceExperts::start(int64_t top_k) try {
   if (settings_.warm != "") trace = (ram_ ? ram_ : traced_)->read_warm();
   if (ram_) lock_ram(trace ? &*trace : nullptr);
   // A prompt asks for all experts of a layer: a sixteenth is for what it copies for itself (measured:
-  // docs/guides/large-models.md).
+  // docs/lab/expert-offloading.md).
   const size_t staging = std::min({budget / 16, largest, budget - one});
   allocate(staging, "experts of one layer's call", &staging_);
   size_t slots = 0;

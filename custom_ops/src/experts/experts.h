@@ -1,5 +1,6 @@
 // Experts that stay in the data file: whole ones are read on demand into slots of memory that all layers of a session
-// share, and sessions of the same files with one another (docs/guides/large-models.md). Nothing here knows an engine.
+// share, and sessions of the same files with one another (docs/reference/expert-offloading.md). Nothing here knows an
+// engine.
 //
 // Invariants. A slot has one expert, or none; it is written by the reads that its expert was assigned with, and read by
 // runs that have it pinned after the last of these reads has succeeded. A pinned slot is never given away, and a read
@@ -96,7 +97,7 @@ struct ExpertLayer {
   } tensors[2];
 };
 
-// What quantmoe.trace wrote of these layers (docs/guides/large-models.md), by layer.
+// What quantmoe.trace wrote of these layers (docs/reference/expert-offloading.md), by layer.
 struct Trace {
   // Of a node: ids [tokens, top_k] of local experts, those that are none left out.
   struct Run {

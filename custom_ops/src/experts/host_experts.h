@@ -1,4 +1,4 @@
-// The host's part of the experts of a CUDA session (quantmoe.misses, docs/guides/large-models.md): threads that
+// The host's part of the experts of a CUDA session (quantmoe.misses, docs/reference/expert-offloading.md): threads that
 // multiply what the device asks for (qm_cuda_host) with the kernels of the CPU, from rows in their layout. No function
 // of CUDA is called here.
 //

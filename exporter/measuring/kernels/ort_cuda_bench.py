@@ -10,7 +10,7 @@ A sliced model is a folder with a graph for each rank (rank0/model.onnx by --ran
     torchrun --nproc-per-node 2 --local-ranks-filter 0 -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run FOLDER
 
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
-(guides/large-models): of runs that ask for the same experts each time, then of tokens that are routed as --routes says,
+(lab/expert-offloading): of runs that ask for the same experts each time, then of tokens routed as --routes says,
 for each of --misses in a session of its own. --warm TOKENS: such sessions begin with a trace (quantmoe.warm) of so many
 tokens of the same routes, those before the ones that are measured. --ram BYTES beside --gpu-memory: experts are in the
 file, and so much RAM has a cache of them, which no CUDA graph can use; --apart gives each layer bytes of its own there.

@@ -366,7 +366,7 @@ def test_which_misses_are_of_the_cpu(fake, slots, ratio):
     for scale in (1e-6, 1.0):
         assert [takes(scale * ratio**0.5 * near, scale, slots, 128) for near in (0.999, 1.001)] == [0, 1]
     assert takes(1e9, 1e-9, 128, 128) == 0
-    # Microseconds of misses on an H200 and an H100, and the quicker choice of local routes (guides/large-models)
+    # Microseconds of misses on an H200 and an H100, and the quicker choice of local routes (lab/expert-offloading)
     assert [takes(50, cpu, 7, 128) for cpu in (27, 37.5)] == [1, 1]
     assert [takes(50, cpu, 65, 128) for cpu in (30, 33.6)] == [0, 0] == [takes(51, cpu, 65, 128) for cpu in (39, 56)]
 
