@@ -1,5 +1,5 @@
 // The other ranks of an engine that is a slice of a model. The environment says how they meet
-// (docs/guides/several-gpus.md): QUANTMOE_GROUP has the NCCL id, or QUANTMOE_GROUP_FILE names the file where rank 0
+// (docs/reference/slices.md): QUANTMOE_GROUP has the NCCL id, or QUANTMOE_GROUP_FILE names the file where rank 0
 // writes one.
 #pragma once
 #include "ranks/nccl.h"

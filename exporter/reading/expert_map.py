@@ -1,4 +1,4 @@
-"""Which experts stand on which rank, by measured load: ``export --expert-map`` (docs/guides/several-gpus.md).
+"""Which experts stand on which rank, by measured load: ``export --expert-map`` (docs/reference/slices.md).
 
 A file of JSON, ``{"physical_to_logical_map": [[...], ...]}``: a row for each layer of experts, in the model's order, of
 the experts that the ranks hold one after the other, as many each. An expert may stand several times; tokens are then

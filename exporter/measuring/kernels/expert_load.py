@@ -1,4 +1,4 @@
-"""The busiest rank's share of tokens that Zipf spreads over experts, with and without a map (guides/several-gpus)."""
+"""The busiest rank's share of tokens that Zipf spreads over experts, with and without a map (lab/several-gpus)."""
 
 from __future__ import annotations
 

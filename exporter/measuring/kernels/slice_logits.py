@@ -1,4 +1,4 @@
-"""Logits of slices beside those of the whole model on one GPU: the rows of the table in docs/guides/several-gpus.md.
+"""Logits of slices beside those of the whole model on one GPU: the rows of the table in docs/lab/several-gpus.md.
 
     quantmoe export CHECKPOINT whole --target cuda --dtype f16 --logits all
     quantmoe export CHECKPOINT slices --target cuda --dtype f16 --logits all --tensor-parallel 2
