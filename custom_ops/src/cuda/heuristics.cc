@@ -182,7 +182,7 @@ std::optional<qm_cuda_step> span_of(const Choice& choice) {
 
 // Down of decode, whose output tiles no second pass adds up in f32.
 qm_cuda_step choose_down_decode(Choice choice) {
-  // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
+  // Measured: an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
   // Bigger clusters leave multiprocessors empty, three or six blocks worst.
   // One block a multiprocessor is enough if its ring is deep: of two panels always, of four, whose ring leaves no
   // memory to the kernels before and after, where its warps take many turns.
