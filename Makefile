@@ -282,7 +282,7 @@ test-arm: build | $(MODEL)
 bench: build
 	quantmoe bench --against ort-qmoe
 
-# The library by CMake alone, with this machine's compilers: no Python, no warning (docs/guides/embed.md).
+# The library by CMake alone, with this machine's compilers: no Python, no warning (docs/guides/cpp.md).
 test-cmake: build
 	for compiler in c++ $(CLANG); do \
 	  cmake -S . -B build/cmake-$$(basename $$compiler) -DCMAKE_CXX_COMPILER=$$compiler -DCMAKE_COMPILE_WARNING_AS_ERROR=ON && \

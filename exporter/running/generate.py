@@ -776,7 +776,7 @@ def check_takes_tokens(path: Path, session: Any) -> None:
     if any(i.name == "block_table" for i in session.get_inputs()):
         raise ModelError(
             f"{path}: takes the tokens of many requests, as exported with --paged: run it with onnxruntime-genai's "
-            "Engine (docs/guides/generate.md), or export it without"
+            "Engine (docs/guides/serve.md), or export it without"
         )
 
 

@@ -146,7 +146,7 @@ def export(
             one shape, and their layers of experts meet.
         paged: for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
             Runtime's PagedAttention, input_ids [num_tokens] are those of all requests of a run, and logits [num_logits,
-            V] of the tokens that the input logits_indices names, or of all. See docs/guides/generate.md.
+            V] of the tokens that the input logits_indices names, or of all. See docs/guides/serve.md.
         experts: "external", for TensorRT alone: nodes say where in the data files their experts are, so that engines
             have none of them, and the plug-in keeps in GPU memory what fits (guides/large-models). "inputs": they are
             the nodes' weights.

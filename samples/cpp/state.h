@@ -1,5 +1,5 @@
 // A prompt on disk, as `quantmoe generate --save-state` writes it: a safetensors file of tokens and what a cache has of
-// them (docs/guides/generate.md, "A prompt on disk").
+// them (docs/reference/exported-folder.md, "Saved prompts").
 #pragma once
 
 #include <onnxruntime_cxx_api.h>

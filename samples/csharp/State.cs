@@ -59,7 +59,7 @@ sealed class Past
 }
 
 /// A prompt on disk, as `quantmoe generate --save-state` writes it: a safetensors file of tokens and what a cache has of them
-/// (docs/guides/generate.md, "A prompt on disk"). Opened and checked.
+/// (docs/reference/exported-folder.md, "Saved prompts"). Opened and checked.
 sealed class StateFile : IDisposable
 {
     struct Entry

@@ -107,7 +107,7 @@ def test_the_trained_model_writes_words(tmp_path, monkeypatch):
 
 @pytest.mark.every
 def test_perplexity_of_the_trained_model(tmp_path):
-    """What README says of its accuracy, on a part of the text.
+    """What docs/lab/demo-model.md says of its accuracy, on a part of the text.
 
     Float activations and a float32 cache differ from PyTorch by 1e-4 of the largest logit, as elsewhere here; a token's
     loss by twice that, as it is a difference of logits and their log-sum-exp.

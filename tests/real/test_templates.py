@@ -132,7 +132,7 @@ def test_types_without_a_template_are_listed(found: Callable[[str], None]) -> No
 
 
 def joined(turns: dict[str, str], messages: list[dict[str, str]], channel: str) -> str:
-    """A conversation as docs/guides/embed.md says that a program puts it together.
+    """A conversation as docs/reference/exported-folder.md says that a program puts it together.
 
     Args:
         channel: what a model without reasoning says before an answer, as gpt-oss does.
