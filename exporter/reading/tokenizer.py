@@ -70,8 +70,9 @@ def complete(tokenizer: Any, folder: Path) -> Any:
     there = tokenizer.get_added_tokens_decoder()
     try:
         if listed is None:  # older checkpoints
+            special = {*map(_text, [*named.values(), *others])}
             added = {
-                int(id): AddedToken(text, normalized=text not in {*map(_text, [*named.values(), *others])})
+                int(id): AddedToken(text, normalized=text not in special, special=text in special)
                 for text, id in read_object(folder / "added_tokens.json").items()
                 if int(id) not in there
             }
