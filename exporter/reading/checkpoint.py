@@ -471,7 +471,7 @@ class Checkpoint:
             target = path.resolve()
         except (OSError, RuntimeError) as error:  # a loop of links
             raise CheckpointError(f"{path}: {error}") from None
-        if target.parent not in (folder, folder.parent.parent / "blobs"):
+        if target.parent not in (folder / path.parent.relative_to(self.root), folder.parent.parent / "blobs"):
             raise CheckpointError(f"{path}: links to {target}, outside the checkpoint's folder")
         if path.is_symlink() and not path.exists():
             raise CheckpointError(f"{path}: links to {target}, which is not there; download the file again")

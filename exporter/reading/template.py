@@ -21,6 +21,8 @@ from quantmoe.exporter.reading.tokenizer import CONFIG, special_tokens
 OLDEST_JINJA = (3, 1, 6)
 #: of processor time, and bytes, that rendering a template for its turns may take: templates take milliseconds
 SECONDS, MEMORY = 5, 512 << 20
+#: a folder's default template, and the folder in which transformers keeps the others, each by its name
+DEFAULT, OTHERS = "chat_template.jinja", "additional_chat_templates"
 #: names that a message's reasoning may have
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -186,7 +188,7 @@ def folder_turns(folder: Path) -> tuple[dict[str, str], str]:
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-P", "-m", __name__, str(folder)]  # -P: nothing of the current folder
-    file = folder / "chat_template.jinja"
+    file = folder / DEFAULT
     where = file if file.is_file() else folder / CONFIG
     try:
         done = subprocess.run(command, capture_output=True, env=environment, timeout=10 * SECONDS)
@@ -227,18 +229,40 @@ def _limit() -> None:
         resource.setrlimit(kind, (min(limits), hard))
 
 
+def template_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder's chat templates by the templates' names.
+
+    Raises:
+        ModelError: a file is a link to nothing.
+    """
+    files = {"default": folder / DEFAULT} | {path.stem: path for path in sorted((folder / OTHERS).glob("*.jinja"))}
+    return {name: path for name, path in files.items() if is_there(path)}
+
+
+def read_templates(folder: Path) -> dict[str, str]:
+    """Return the texts of :func:`template_files`.
+
+    Raises:
+        ModelError: a file is no text in UTF-8.
+    """
+    found = {}
+    for name, path in template_files(folder).items():
+        try:
+            found[name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path}: {error}") from None
+    return found
+
+
 def load_template(folder: Path) -> Template | None:
-    """Return the folder's chat template: chat_template.jinja, else the one of tokenizer_config.json, else None.
+    """Return the folder's chat template: one of :func:`template_files`, else of tokenizer_config.json, else None.
 
     Raises:
         ModelError: a file is not what it should be; there are templates with names, and none is "default".
     """
-    path = folder / "chat_template.jinja"
-    try:
-        found = path.read_text(encoding="utf-8") if is_there(path) else None
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: {error}") from None
-    if found is None:
+    found: Any = read_templates(folder)
+    path = folder / (DEFAULT if "default" in found else OTHERS)
+    if not found:
         path = folder / CONFIG
         found = read_object(path).get("chat_template")
     if isinstance(found, list):

@@ -21,8 +21,10 @@ from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
 from quantmoe.exporter.reading.formats.rounding import weighed
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
+from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.reading.tokenizer import TOKENIZER
+from quantmoe.exporter.reading.template import DEFAULT, read_templates
+from quantmoe.exporter.reading.tokenizer import CONFIG, TOKENIZER
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
     LOGITS,
@@ -305,9 +307,16 @@ def _beside_weights(ready: Prepared, weights: int, target: str) -> int:
 
 
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
+    templates = read_templates(ckpt.companions)
+    if templates.keys() <= {"default"}:  # the template has a file of its own
+        templates = {}
     for path in companion_files(ckpt.companions):
-        if path.name != TOKENIZER:
+        if path.name != TOKENIZER and not (templates and path.name == DEFAULT):
             shutil.copyfile(path, partial(path.name))
+    if templates:  # an exported folder has no folders
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        config = read_object(ckpt.companions / CONFIG) | {"chat_template": named}
+        partial(CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     if layers is not None:
         partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2), encoding="utf-8")
 

@@ -25,6 +25,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from sweeps import every
+from transformers import AutoTokenizer
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
@@ -33,6 +34,7 @@ from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing import convert
@@ -409,6 +411,23 @@ def test_bf16_scales_report_their_error(checkpoint, tmp_path):
     report = export(checkpoint("qwen3_moe", dtype=torch.float16), tmp_path, scales="bf16", layers=1)
     assert 0 < report.scale_error <= 2**-8  # half a unit in bf16's last of 8 bits
     assert inspect(tmp_path)["layers"][0]["attributes"]["w2_scale_type"] == "bf16"
+
+
+def test_templates_in_files_of_their_own_are_exported(checkpoint, tmp_path):
+    """transformers saves templates with names as additional_chat_templates/NAME.jinja, and has the same for OUTDIR."""
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    (folder / "additional_chat_templates").mkdir()
+    tools = folder / "additional_chat_templates/tool_use.jinja"
+    tools.write_text("{{ tools }}", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text("<{{ messages[0].content }}>", encoding="utf-8")
+    export(folder, tmp_path / "out", layers=1)
+    templates = [AutoTokenizer.from_pretrained(path).chat_template for path in (folder, tmp_path / "out")]
+    assert templates == [{"default": "<{{ messages[0].content }}>", "tool_use": "{{ tools }}"}] * 2
+    assert load_template(tmp_path / "out").render([], tools=[{}]) == "[{}]"
+    tools.rename(tmp_path / "private")
+    tools.symlink_to(tmp_path / "private")
+    with pytest.raises(CheckpointError, match=r"tool_use\.jinja: links to .*private, outside the checkpoint's folder"):
+        export(folder, tmp_path / "linked", layers=1)
 
 
 def test_exact_scales_keep_their_type(checkpoint, tmp_path):

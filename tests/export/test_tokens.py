@@ -122,6 +122,14 @@ def test_tokens_that_other_files_name(source: Path, file: str, change: Callable[
     check(source)
 
 
+def test_special_tokens_of_added_tokens_json_are_special(source: Path) -> None:
+    edit(source / "added_tokens.json", {"<|im_end|>": len(AutoTokenizer.from_pretrained(source))})
+    edit(source / "special_tokens_map.json", {"eos_token": "<|im_end|>"})
+    auto, ours = AutoTokenizer.from_pretrained(source), load_tokenizer(source)
+    given = auto("a<|im_end|>", add_special_tokens=False).input_ids
+    assert ours.decode(given) == auto.decode(given, skip_special_tokens=True) == "a"
+
+
 def test_named_tokens_are_variables_of_templates(source: Path) -> None:
     template = "{{ begin_token }}{{ bos_token }}{{ messages[0].content }}{{ add_bos_token }}"
     tokens = {"extra_special_tokens": {"begin_token": "<b>"}, "add_bos_token": False}
@@ -152,6 +160,27 @@ def test_templates_take_tools_and_variables(source: Path, named: bool) -> None:
                     [message], tools=tools, tokenize=False, add_generation_prompt=True, **variables
                 )
                 assert ours.render([message], tools=tools, **variables) == wanted
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_templates_in_files_of_their_own(source: Path, default: bool) -> None:
+    """As transformers saves templates with names: additional_chat_templates/NAME.jinja."""
+    edit(source / "tokenizer_config.json", {"chat_template": "old"})
+    others = source / "additional_chat_templates"
+    others.mkdir()
+    (others / "tool_use.jinja").write_text("tools: {{ messages[0].content }}", encoding="utf-8")
+    if default:
+        (source / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    auto, said = AutoTokenizer.from_pretrained(source), [{"role": "user", "content": "a"}]
+    if not default:
+        with pytest.raises(ValueError, match="no default"):
+            auto.apply_chat_template(said, tokenize=False)
+        with pytest.raises(ModelError, match="additional_chat_templates: chat_template has the templates tool_use, "):
+            load_template(source)
+        return
+    ours = load_template(source)
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        assert ours.render(said, tools) == auto.apply_chat_template(said, tools=tools, tokenize=False)
 
 
 def test_what_is_no_token_is_named(source: Path) -> None:
