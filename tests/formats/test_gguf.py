@@ -100,6 +100,35 @@ def test_words_of_llama_3_stay_whole(pre: str, tmp_path: Path) -> None:
     assert (load_tokenizer(ckpt.companions).encode("a").ids[0] == 1) == (pre == "llama-bpe")
 
 
+def test_special_tokens_of_other_characters_than_bytes_stay_whole(tmp_path: Path) -> None:
+    """transformers leaves out DeepSeek's, whose bars and spaces are no letters of a byte, and gives BOS a new id."""
+    ends, said = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cthink\uff5c>"
+    found = gguf.GGUFReader(FILES / "mixtral-Q5_0.gguf").fields
+    tokens, kinds = (found[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    tokens[380:382], kinds[380:382] = [ends, said], [3, 4]
+    fields = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 380,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.pre": "deepseek-r1-qwen",
+    }
+    ckpt = open_checkpoint(rewritten("mixtral-Q5_0", tmp_path / "model.gguf", fields))
+    tokenizer = load_tokenizer(ckpt.companions)
+    a = tokenizer.encode("a", add_special_tokens=False).ids
+    assert tokenizer.encode(f"a{said}a{ends}a").ids == [380, *a, 381, *a, 380, *a]
+    assert tokenizer.decode([*a, 381, 380, *a]) == f"a{said}a"
+    assert tokenizer.get_vocab_size() == 384
+
+
+@pytest.mark.parametrize("pre", ["refact", "default", None])
+def test_a_rule_for_words_that_transformers_does_not_have(pre: str | None, tmp_path: Path) -> None:
+    """Texts would be split by another rule, without a word."""
+    ckpt = open_checkpoint(rewritten("mixtral-Q5_0", tmp_path / "model.gguf", {"tokenizer.ggml.pre": pre}))
+    assert not (ckpt.companions / "tokenizer.json").exists()
+    assert f"(tokenizer.ggml.pre is {pre!r}, a rule for words" in ckpt.no_tokenizer
+
+
 def small_file(path: Path, kind: str, blocks: np.ndarray) -> Path:
     """A Qwen3-MoE of one layer and two experts, whose experts have these blocks [E, N, bytes] in all projections."""
     n, k = blocks.shape[1], blocks.shape[2] // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
@@ -142,7 +171,7 @@ def rewritten(
     kept = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     writer = gguf.GGUFWriter(path, kept.pop("general.architecture").contents())
     for name in fields.keys() | kept.keys():
-        new = gguf.GGUFValueType.BOOL if fields.get(name) is False else gguf.GGUFValueType.UINT32
+        new = gguf.GGUFValueType.BOOL if isinstance(fields.get(name), bool) else gguf.GGUFValueType.UINT32
         types = kept[name].types if name in kept else [new]
         value = fields.get(name, kept[name].contents() if name in kept else None)
         if value is not None:
