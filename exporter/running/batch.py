@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.running import device
+from quantmoe.exporter.running.buffer import Buffer
 from quantmoe.exporter.running.cache import present
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.sampling import Sampling
+    from quantmoe.exporter.running.device import Choice
     from quantmoe.exporter.running.generate import Generator
+    from quantmoe.exporter.running.sampling import Choose
 
 
 class Batch(Iterator[tuple[int, int]]):
@@ -66,7 +70,6 @@ class Batch(Iterator[tuple[int, int]]):
         self._model, self._prompts, self._stop = model, rows, stop
         self._most = [min(max_new_tokens, model.context - len(ids)) for ids in rows]
         self._live = set(range(len(rows)))
-        self._samples = [model.sampler(sampling, ids) for ids in rows]
         self._lengths = np.zeros(len(rows), np.int64)  # tokens in the cache
         self._capacity = max(len(ids) + most for ids, most in zip(rows, self._most, strict=True))
         if self._capacity > model.short_context:
@@ -80,6 +83,15 @@ class Batch(Iterator[tuple[int, int]]):
                 raise ModelError(f"{model.path}: {self._capacity} tokens, the cache has a capacity of {model.capacity}")
             self._capacity = model.capacity
         self.progress: Callable[[int, int], None] = lambda done, total: None
+        #: logits [B, 1, V] of the last tokens, where they are; and memory for those of several runs
+        self._last: Buffer
+        self._kept: Buffer | None = None
+        self._choice: Choice | None = None
+        self._samples: list[Choose] = []
+        if model.chooses_there:
+            self._choice = model.in_turn(lambda: model.choose(rows, self._capacity, sampling))
+        else:
+            self._samples = [model.sampler(sampling, ids) for ids in rows]
         self._steps = self._generate()
 
     def __next__(self) -> tuple[int, int]:
@@ -106,23 +118,61 @@ class Batch(Iterator[tuple[int, int]]):
         if not self._live:
             return
         self._model.in_turn(self._allocate)
-        logits = self._read()
+        self._read()
+        if self._choice is not None:
+            yield from self._steps_there(self._choice)
+            return
         while True:
+            logits = np.asarray(self._model.in_turn(self._last.numpy)[:, 0], np.float32)
             ids = np.zeros((len(logits), 1), np.int64)
             for row, length in enumerate(self._lengths.tolist()):
                 if row not in self._live:
                     continue
                 ids[row] = token = self._samples[row](self._model.finite(logits[row], length))
-                if token in self._stop:
-                    self.finish_reasons[row] = "stop"
-                elif length + 1 == len(self._prompts[row]) + self._most[row]:
-                    self.finish_reasons[row] = "length"
-                yield row, token
-                if self.finish_reasons[row]:
-                    self.end(row)
+                yield from self._tell(row, token, self._reason(row, token))
             if not self._live:
                 return
-            logits = self._run(ids, np.isin(np.arange(len(ids)), list(self._live)).astype(np.int64))
+            self._run(ids, self._counts())
+
+    def _steps_there(self, choice: Choice) -> Iterator[tuple[int, int]]:
+        """With tokens that the GPU chooses: the next run goes on while these are read. A row whose text ends here takes
+        part in it, and no longer."""
+        model, step = self._model, self._room.step(self._model)
+
+        def start(live: set[int]) -> list[int]:
+            past = [n if row in live else -1 for row, n in enumerate(self._lengths.tolist())]
+            model.in_turn(lambda: choice.start(self._last, past, step))
+            return past
+
+        past = start(self._live)
+        while self._live:
+            tokens = model.chosen(choice, past)
+            rows = [row for row in sorted(self._live) if past[row] >= 0]
+            reasons = {row: self._reason(row, tokens[row]) for row in rows}
+            if on := {row for row in rows if not reasons[row]}:
+                model.in_turn(lambda: step.launch(int(self._lengths.max()), ahead=True))
+                self._last = step.logits
+                self._lengths += self._counts()
+                past = start(on)
+            for row in rows:
+                if row in self._live:
+                    yield from self._tell(row, tokens[row], reasons[row])
+
+    def _counts(self) -> np.ndarray:
+        """Return how many tokens each row has in a run of one: 1, or 0 where it has ended."""
+        return np.isin(np.arange(len(self._lengths)), list(self._live)).astype(np.int64)
+
+    def _reason(self, row: int, token: int) -> Literal["stop", "length"] | None:
+        """Return why a row ends with its next token; None: it goes on."""
+        if token in self._stop:
+            return "stop"
+        return "length" if len(self.tokens[row]) + 1 == self._most[row] else None
+
+    def _tell(self, row: int, token: int, reason: Literal["stop", "length"] | None) -> Iterator[tuple[int, int]]:
+        self.finish_reasons[row] = reason
+        yield row, token
+        if self.finish_reasons[row]:
+            self.end(row)
 
     def _allocate(self) -> None:
         model = self._model
@@ -133,10 +183,9 @@ class Batch(Iterator[tuple[int, int]]):
         for name, buffer in self._room.buffers.items():
             buffer.bind(self._binding, name, present(name))
 
-    def _read(self) -> np.ndarray:
-        """Runs the prompts, ``model.chunk`` tokens at a time of all together; logits after the last of each."""
+    def _read(self) -> None:
+        """Run the prompts, ``model.chunk`` tokens at a time of all together. The logits after each are in ``_last``."""
         lengths, size = np.array([*map(len, self._prompts)]), max(1, self._model.chunk // len(self._prompts))
-        found: list[np.ndarray] = [np.empty(0)] * len(lengths)
         longest = int(lengths.max())
         for at in range(0, longest, size):
             self.progress(at, longest)
@@ -144,18 +193,14 @@ class Batch(Iterator[tuple[int, int]]):
             ids = np.zeros((len(counts), counts.max()), np.int64)
             for row, prompt in enumerate(self._prompts):
                 ids[row, : counts[row]] = prompt[at : at + size]
-            logits = self._run(ids, counts)
-            for row, left in enumerate(lengths - at):
-                if 0 < left <= size:
-                    found[row] = logits[row]
+            self._run(ids, counts, np.flatnonzero((counts > 0) & (lengths - at <= size)).tolist())
         self.progress(longest, longest)
-        return np.array(found)
 
-    def _run(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Runs the first ``counts[row]`` of each row's tokens [B, S], one row's S of them.
+    def _run(self, ids: np.ndarray, counts: np.ndarray, wanted: Sequence[int] | None = None) -> None:
+        """Run the first ``counts[row]`` of each row's tokens [B, S], one row's S of them.
 
-        Returns:
-            Logits f32 [B, V] after the last of them; of rows without any, anything.
+        Args:
+            wanted: rows whose logits after the last of them are kept in ``_last``; None: all.
         """
         model, (batch, new), before = self._model, ids.shape, int(self._lengths.max())
         own, end = np.arange(new) < counts[:, None], before + new
@@ -168,19 +213,39 @@ class Batch(Iterator[tuple[int, int]]):
         positions = np.minimum(self._lengths[:, None] + np.arange(new), last[:, None])
         given |= {"attention_mask": mask, "position_ids": positions}
         if graph:
-            logits = model.in_turn(lambda: self._room.step(model).run(ids, before, given))
+            step = self._room.step(model)
+            model.in_turn(lambda: step.run(ids, before, given))
+            logits = step.logits
         else:
             logits = model.in_turn(lambda: self._run_bound(given, new, before, batch))
         self._lengths += counts
         # of all tokens there are padding's, too; a model of the last ones' takes them where the mask ends
-        at = np.maximum(counts, 1) - 1 if model.rows == sys.maxsize else -1
-        return np.asarray(logits[np.arange(batch), at], np.float32)
+        count = logits.value.shape()[1]
+        at = np.maximum(counts, 1) - 1 if model.rows == sys.maxsize else np.full(batch, count - 1)
+        if count == 1 and (wanted is None or len(wanted) == batch):
+            self._last = logits
+        else:
+            model.in_turn(lambda: self._keep(logits, at.tolist(), range(batch) if wanted is None else wanted))
 
-    def _run_bound(self, given: dict[str, np.ndarray], new: int, before: int, batch: int) -> np.ndarray:
+    def _keep(self, logits: Buffer, at: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy the logits of some rows, each those of its token ``at[row]``, to ``_last``."""
+        if self._kept is None:
+            self._kept = self._model.logits_of(1, self._model.device, len(at))
+        self._last = self._kept
+        for row in rows:
+            if self._model.device == "cpu":
+                self._last.here()[row, 0] = logits.here()[row, at[row]]
+            else:
+                size = logits.row_bytes()
+                device.copy(self._last.address(row), logits.address(row) + at[row] * size, size)
+        if rows and self._model.device != "cpu":
+            device.wait()
+
+    def _run_bound(self, given: dict[str, np.ndarray], new: int, before: int, batch: int) -> Buffer:
         for name, value in given.items():
             self._binding.bind_cpu_input(name, value)
-        logits = self._model.logits_of(new, "cpu", batch)
+        logits = self._model.logits_of(new, self._model.device, batch)
         logits.bind(self._binding, output="logits")
         with self._model.running(new, before):
             self._model.session.run_with_iobinding(self._binding, self._model.run_options(-1))
-        return logits.numpy()
+        return logits

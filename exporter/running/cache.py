@@ -6,28 +6,24 @@ where they were copied, at the ends of prompts, and in models with a window of s
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.memory import OutOfMemoryError, doing
+from quantmoe.exporter.memory import OutOfMemoryError
 from quantmoe.exporter.names import HIDDEN
+from quantmoe.exporter.running import device
+from quantmoe.exporter.running.buffer import Buffer
 from quantmoe.exporter.running.turns import TURNS
 
 if TYPE_CHECKING:
     from quantmoe.exporter.running.generate import Generator
 
-#: ONNX's code of the type that NumPy lacks, and with it ONNX Runtime's arrays
-BFLOAT16 = 16
 #: copies of states that are kept to go back to
 SNAPSHOTS = 4
 #: tokens at the end of a prompt that chat templates render otherwise once there is an answer, like <think>
@@ -47,8 +43,8 @@ class Cache:
         hidden: of a model that gives them, the hidden states [S, H] of the last run's tokens; None of others.
         given: inputs of the next runs beside the tokens.
         progress: called by :meth:`append` with how many of its tokens were run, and with how many there are.
-        generation: what generates on it. One that was left is closed by whatever uses the cache next, and takes back
-            what it had drafted.
+        generation: what generates on it, a reference that does not keep it. One that was left is closed by whatever
+            uses the cache next, and takes back what it had drafted.
         drafting: the cache of the layer that drafts, of the tokens of that generation; None where nothing has drafted.
     """
 
@@ -58,7 +54,7 @@ class Cache:
         self.hidden: np.ndarray | None = None
         self.given: dict[str, np.ndarray] = {}
         self.progress: Callable[[int, int], None] = lambda done, total: None
-        self.generation: Generation[Any, None, None] | None = None
+        self.generation: weakref.ref[Generation[Any, None, None]] | None = None
         self.drafting: Cache | None = None
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
         self._slots = 0  # tokens before the last one whose states are in the window
@@ -85,6 +81,12 @@ class Cache:
             ModelError: no tokens, ids outside the vocabulary, more than the model's context or the cache holds; a run
                 before was interrupted, and states are not of these tokens: go back first.
         """
+        return self._fetch(self.read(ids, heard), 1)[0]
+
+    def read(
+        self, ids: Sequence[int], heard: Callable[[Sequence[int], np.ndarray | None], None] = lambda ids, hidden: None
+    ) -> Any:
+        """Run tokens as :meth:`append` does. Return the logits of the last run, where they are."""
         ids = self._make_ready(ids)
         first = self.model.short_context + 1 if self._long and not self.tokens else 0
         ends = {*range(max(self.model.chunk, first), len(ids), self.model.chunk), len(ids)}
@@ -101,7 +103,7 @@ class Cache:
             if end in copied:
                 self._snapshots[len(self.tokens)] = self._states()
         self._snapshots = dict(sorted(self._snapshots.items())[-SNAPSHOTS:])
-        return logits[-1]
+        return logits
 
     def verify(self, ids: Sequence[int]) -> np.ndarray:
         """Runs a token and the drafts of those after it, in one call.
@@ -112,7 +114,7 @@ class Cache:
         Raises:
             ModelError: as :meth:`append`.
         """
-        return self._advance(self._make_ready(ids))[-len(ids) :]
+        return self._fetch(self._advance(self._make_ready(ids)), len(ids))
 
     def _make_ready(self, ids: Sequence[int]) -> Sequence[int]:
         """Prepares a run of tokens that may follow. Returns what to run: all tokens again where the keys that are there
@@ -129,19 +131,23 @@ class Cache:
 
     def settle(self) -> None:
         """Ends a generation that was left: the cache has all tokens but the last that it gave."""
-        left = self.generation
+        left = self.generation and self.generation()
         if left is not None and inspect.getgeneratorstate(left) != inspect.GEN_RUNNING:
             self.generation = None
             left.close()
 
-    def _advance(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits f32 of a call's last tokens, as many as it gives, [.., vocabulary]."""
+    def _advance(self, ids: Sequence[int]) -> Any:
+        """Return the logits of a call's last tokens, as many as it gives, where they are."""
         part = [int(id) for id in ids]
         self._whole = False
         logits = self._run(np.array([part], np.int64))
         self.tokens += part  # after the run: whatever interrupts it, what is in tokens is in the cache
         self._whole, self._slots = True, min(self.model.window, len(part)) - 1
-        return np.asarray(logits[0], np.float32)
+        return logits
+
+    def _fetch(self, logits: Any, count: int) -> np.ndarray:
+        """Return the logits of a run's last tokens f32 [.., vocabulary], at most so many."""
+        return np.asarray(logits[0, -count:], np.float32)
 
     def rewind(self, length: int) -> None:
         """Goes back to the first ``length`` tokens.
@@ -251,8 +257,8 @@ class Cache:
     def reserve(self, slots: int) -> None:
         """Makes room for so many tokens at once."""
 
-    def _run(self, ids: np.ndarray) -> np.ndarray:
-        """Logits [1, min(S, model.rows), vocabulary] of new tokens [1, S]."""
+    def _run(self, ids: np.ndarray) -> Any:
+        """Return the logits [1, min(S, model.rows), vocabulary] of new tokens [1, S], where they are."""
         length = len(self.tokens)
         states = self.model.states
         past = {n: value if n in states else value[:, :, :length] for n, value in self._past.items()}  # longer: rewind
@@ -260,60 +266,6 @@ class Cache:
         self._past = {name: found[present(name)] for name in past}
         self.hidden = found[self.model.hidden][0] if self.model.hidden else None
         return found["logits"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """Memory that runs are bound to: an OrtValue, of bfloat16 one of uint16, which has the bits.
-
-    Attributes:
-        dtype: NumPy's or ml_dtypes'.
-    """
-
-    value: Any
-    dtype: np.dtype
-
-    @classmethod
-    def of(cls, array: np.ndarray, device: str) -> Buffer:
-        """An array's numbers there; of the host's memory perhaps that memory."""
-        import onnxruntime as ort
-
-        return cls(ort.OrtValue.ortvalue_from_numpy(_stored(array), device, 0), array.dtype)
-
-    def numpy(self) -> np.ndarray:
-        """A copy."""
-        return np.array(self.value.numpy()).view(self.dtype)
-
-    def here(self, slot: int | None = None) -> np.ndarray:
-        """The host's memory itself; slot: as :meth:`bind`."""
-        shape, address = self._place(slot)
-        size = math.prod(shape) * self.dtype.itemsize
-        memory: Any = (ctypes.c_uint8 * size).from_address(address)
-        return np.frombuffer(memory, self.dtype).reshape(shape)
-
-    def write(self, array: np.ndarray) -> None:
-        """Copies all of an array of the same shape and type here."""
-        self.value.update_inplace(_stored(array))
-
-    def bind(self, binding: Any, name: str = "", output: str = "", slot: int | None = None) -> None:
-        """As an input and as an output of a session, by their names; slot: of the first dimension that one alone."""
-        element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
-        device, place = (self.value.device_name(), 0), (element, *self._place(slot))
-        if name:
-            binding.bind_input(name, *device, *place)
-        if output:
-            binding.bind_output(output, *device, *place)
-
-    def _place(self, slot: int | None) -> tuple[list[int], int]:
-        """Shape and address of a slot; None: of all."""
-        shape, address = self.value.shape(), self.value.data_ptr()
-        if slot is None:
-            return shape, address
-        return shape[1:], address + slot * math.prod(shape[1:]) * self.dtype.itemsize
-
-
-def _stored(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
 
 
 class States:
@@ -350,21 +302,13 @@ class States:
     def _copy(
         self, sources: Mapping[str, Buffer], slot: int | None, targets: Mapping[str, Buffer], to: int | None
     ) -> None:
+        for name in self._buffers:
+            if self._model.device == "cpu":
+                targets[name].here(to)[...] = sources[name].here(slot)
+            else:
+                device.copy(targets[name].address(to), sources[name].address(slot), sources[name].bytes(slot))
         if self._buffers and self._model.device != "cpu":
-            return self._copy_there(sources, slot, targets, to)
-        for name in self._buffers:
-            targets[name].here(to)[...] = sources[name].here(slot)
-
-    def _copy_there(
-        self, sources: Mapping[str, Buffer], slot: int | None, targets: Mapping[str, Buffer], to: int | None
-    ) -> None:
-        """By a session: ONNX Runtime's Python has no other copy that leaves numbers on a device."""
-        binding = self._model.copies.io_binding()
-        for name in self._buffers:
-            sources[name].bind(binding, name, slot=slot)
-            targets[name].bind(binding, output=present(name), slot=to)
-        with doing(f"{self._model.path}: copying states"):
-            self._model.copies.run_with_iobinding(binding)
+            device.wait()
 
 
 class Room:
@@ -387,9 +331,8 @@ class Room:
             if name not in model.states:
                 shape[2] = capacity
             with model.allocating(f"{name} of {rows}{capacity} tokens", capacity, batch):
-                # keys and values that are not written are not read
-                array = np.zeros(shape, dtype) if name in model.states else np.empty(shape, dtype)
-                self.buffers[name] = Buffer.of(array, model.device)
+                # what is not written is not read, nor is a state before the first token
+                self.buffers[name] = Buffer.empty(shape, dtype, model.device)
 
     def step(self, model: Generator, tokens: int = 1) -> DecodeStep:
         """The decode step of so many tokens a row, which is captured when it first runs."""
@@ -427,6 +370,8 @@ class Rooms:
             self._free.remove(room)
         if large is not None:
             return large
+        if self._free and model.device != "cpu":
+            device.wait()  # a run in a room that makes way may be ahead
         if same and model.capacity is None:
             most = same[-1].capacity
             capacity = max(capacity, min(most + most // 8, model.context))
@@ -482,14 +427,16 @@ class SharedCache(Cache):
     def _move(self, room: Room) -> None:
         """What is in the cache to a larger room."""
         old, length = self._room, len(self.tokens)
-        if old is not None:
-            for name, buffer in old.buffers.items():
-                if name in self.model.states:
-                    room.buffers[name].write(buffer.numpy())
-                elif length:
-                    array = np.empty(room.buffers[name].value.shape(), buffer.dtype)
-                    array[:, :, :length] = buffer.numpy()[:, :, :length]
-                    room.buffers[name].write(array)
+        for name, buffer in old.buffers.items() if old is not None else ():
+            if self.model.device == "cpu":
+                part = ... if name in self.model.states else np.s_[:, :, :length]
+                room.buffers[name].here()[part] = buffer.here()[part]
+            elif name in self.model.states:
+                device.copy(room.buffers[name].address(), buffer.address(), buffer.bytes())
+            elif length:
+                self._write_front(room.buffers[name], buffer.address(), old.capacity, length)
+        if old is not None and self.model.device != "cpu":
+            device.wait()
         self._leave()
         self._room, self._copies = room, States(self.model, room.buffers)
         self._leave = leave = weakref.finalize(self, self.model.rooms.give, room)
@@ -501,7 +448,13 @@ class SharedCache(Cache):
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
         buffers = {} if self._room is None else self._room.buffers
         names = [name for name in buffers if name not in self.model.states]
-        return iter(self.model.in_turn(lambda: [(name, buffers[name].numpy()) for name in names]))
+
+        def read() -> list[tuple[str, np.ndarray]]:
+            if self.model.device != "cpu":
+                device.wait()  # a run may be ahead
+            return [(name, buffers[name].numpy()) for name in names]
+
+        return iter(self.model.in_turn(read))
 
     def _set_keys(self, keys: dict[str, np.ndarray]) -> None:
         self.model.in_turn(lambda: self._write(keys))
@@ -509,9 +462,19 @@ class SharedCache(Cache):
     def _write(self, keys: dict[str, np.ndarray]) -> None:
         assert self._room is not None  # it was reserved
         for name, array in keys.items():
-            whole = self._room.buffers[name].numpy()
-            whole[:, :, : array.shape[2]] = array
-            self._room.buffers[name].write(whole)
+            buffer, length = self._room.buffers[name], array.shape[2]
+            if self.model.device == "cpu":
+                buffer.here()[:, :, :length] = array
+            elif length:
+                given = np.ascontiguousarray(array)
+                self._write_front(buffer, given.ctypes.data, length, length)
+                device.wait()  # before it is freed
+
+    def _write_front(self, target: Buffer, source: int, slots: int, length: int) -> None:
+        """Start the copy of the first ``length`` of ``slots`` tokens' keys or values of each head."""
+        _, heads, capacity, width = target.value.shape()
+        size = width * target.dtype.itemsize
+        device.copy(target.address(), source, length * size, heads, capacity * size, slots * size)
 
     def _states(self) -> dict[str, np.ndarray]:
         return self.model.in_turn(self._copies.read)
@@ -522,23 +485,58 @@ class SharedCache(Cache):
     def _crop(self, back: int) -> None:
         self.model.in_turn(lambda: self._copies.back(back))
 
-    def _run(self, ids: np.ndarray) -> np.ndarray:
+    def step(self) -> DecodeStep:
+        """The run of one token after those that are there.
+
+        Raises:
+            ModelError: as :meth:`reserve`.
+        """
+        self.reserve(len(self.tokens) + 1)
+        assert self._room is not None  # it was reserved
+        return self._room.step(self.model)
+
+    def follow(self, token: int, step: DecodeStep) -> Buffer:
+        """Start the run of a token that the GPU has chosen, whose inputs it has written for ``step``.
+
+        Returns:
+            Where the logits after it will be.
+
+        Raises:
+            ModelError: as :meth:`append`.
+        """
+        if step is not self.step() or self._long != (len(self.tokens) + 1 > self.model.short_context):
+            return self.read([token])
+        self._whole = False
+        self.model.in_turn(lambda: step.launch(len(self.tokens), ahead=True))
+        self.tokens.append(token)
+        self._whole, self._slots = True, 0
+        return step.logits
+
+    def _fetch(self, logits: Buffer, count: int) -> np.ndarray:
+        _, rows, vocabulary = logits.value.shape()
+        if self.model.device == "cpu":
+            return np.array(logits.here()[0, -count:], np.float32)
+        made = np.empty((min(count, rows), vocabulary), logits.dtype)
+        self.model.in_turn(lambda: device.fetch(made, logits.address() + logits.bytes() - made.nbytes))
+        return made.astype(np.float32)
+
+    def _run(self, ids: np.ndarray) -> Buffer:
         return self.model.in_turn(lambda: self._run_bound(ids))
 
-    def _run_bound(self, ids: np.ndarray) -> np.ndarray:
+    def _run_bound(self, ids: np.ndarray) -> Buffer:
         new = ids.shape[1]
         assert self._room is not None  # it was reserved
         if self.model.cuda_graph and new <= self.model.step_tokens:
             step = self._room.step(self.model, new)
-            found = step.run(ids, len(self.tokens), self.given)
+            step.run(ids, len(self.tokens), self.given)
             self.hidden = step.hidden_states()
-            return found
+            return step.logits
         for name, value in self.model.feed(ids, len(self.tokens)).items():
             self._binding.bind_cpu_input(name, value)
         given = {name: Buffer.of(value, "cpu") for name, value in self.given.items()}
         for name, buffer in given.items():
             buffer.bind(self._binding, name)
-        logits = self.model.logits_of(new, "cpu")
+        logits = self.model.logits_of(new, self.model.device)
         logits.bind(self._binding, output="logits")
         hidden = self.model.hidden_of(new, "cpu")
         if hidden is not None:
@@ -546,7 +544,7 @@ class SharedCache(Cache):
         with self.model.running(new, len(self.tokens)):
             self.model.session.run_with_iobinding(self._binding, self.model.run_options(-1))
         self.hidden = None if hidden is None else hidden.numpy()[0]
-        return logits.numpy()
+        return logits
 
 
 class DecodeStep:
@@ -563,12 +561,19 @@ class DecodeStep:
 
     def __init__(self, model: Generator, buffers: Mapping[str, Buffer], capacity: int, tokens: int = 1, batch: int = 1):
         self.model, self._tokens = model, tokens
-        self._options = model.run_options(next(model.graphs))
+        graph = next(model.graphs)
+        self._options = model.run_options(graph)
+        self._ahead = model.run_options(graph, ahead=True) if model.choice is not None else self._options
         self._mask = np.zeros((batch, capacity), np.int64)
         arrays = model.feed(np.zeros((batch, tokens), np.int64), 0) | {"attention_mask": self._mask}
         if model.takes_hidden:
             arrays[HIDDEN] = model.hidden_array(tokens)
         self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
+        #: of what the GPU writes, the places by their names in qm_cuda_choice_tensors
+        names = {"ids": "input_ids", "positions": "position_ids", "mask": "attention_mask"}
+        self.places = {name: self._inputs[of].address() for name, of in names.items()}
+        #: tokens of each row before the run whose inputs the GPU has written, and the mask's column; None: the host has
+        self._expected: tuple[Sequence[int], int] | None = None
         self.logits = model.logits_of(tokens, model.device, batch)
         self._hidden = model.hidden_of(tokens, model.device)
         self._states = States(model, buffers)
@@ -582,29 +587,56 @@ class DecodeStep:
         for name, buffer in buffers.items():
             buffer.bind(self._binding, name, present(name))
 
-    def run(self, ids: np.ndarray, length: int, given: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
-        """Logits of tokens [batch, ``tokens``] after ``length`` others of each row; given: as :meth:`put`."""
+    def run(self, ids: np.ndarray, length: int, given: Mapping[str, np.ndarray] | None = None) -> None:
+        """Run tokens [batch, ``tokens``] after ``length`` others of each row; given: as :meth:`put`."""
         self.put(ids, length, given)
         self.launch(length)
-        return self.logits.numpy()
 
     def put(self, ids: np.ndarray, length: int, given: Mapping[str, np.ndarray] | None = None) -> None:
         """The inputs of a run; given: those beside the tokens."""
         end = length + self._tokens
+        self._expected = None
         self._mask[:, :end], self._mask[:, end:] = 1, 0
         arrays = self.model.feed(ids, length) | {"attention_mask": self._mask} | dict(given or {})
         for name, array in arrays.items():
-            self._inputs[name].write(array)
+            self._write(name, array)
 
-    def launch(self, length: int) -> None:
-        """The run of what was put; length: for errors."""
+    def _write(self, name: str, array: np.ndarray) -> None:
+        """Writes an input, on a GPU after the run that may be ahead."""
+        if self.model.device == "cpu":
+            self._inputs[name].write(array)
+        else:
+            given = np.ascontiguousarray(array)
+            device.copy(self._inputs[name].address(), given.ctypes.data, given.nbytes)
+            device.wait()
+
+    def expect(self, past: Sequence[int]) -> tuple[int, int, int]:
+        """Prepare the mask for inputs that the GPU writes.
+
+        Args:
+            past: tokens of each row before the run; -1: the row has ended.
+
+        Returns:
+            Columns of the mask; the column of the run before, -1 if there is none; and the column of the next run.
+        """
+        known, before = self._expected or ((), -1)
+        if len(known) != len(past) or any(n >= 0 and n != m + 1 for n, m in zip(past, known, strict=True)):
+            before = -1
+            self._mask[:] = np.arange(self._mask.shape[1]) < np.array(past)[:, None]
+            self._write("attention_mask", self._mask)
+        column = max(before, *past)
+        self._expected = past, column
+        return self._mask.shape[1], before, column
+
+    def launch(self, length: int, ahead: bool = False) -> None:
+        """The run of what was put or written; length: for errors; ahead: return before it has ended."""
         with self.model.running(self._tokens, length):
             if self.model.states and not self._captured:
                 before = self._states.read()
                 self.model.session.run_with_iobinding(self._binding, self._options)
                 self._states.write(before)
             self._captured = True
-            self.model.session.run_with_iobinding(self._binding, self._options)
+            self.model.session.run_with_iobinding(self._binding, self._ahead if ahead else self._options)
 
     def hidden_states(self) -> np.ndarray | None:
         """Of the last run's tokens [``tokens``, H]; None where nobody wants them."""

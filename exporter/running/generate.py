@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import operator
@@ -14,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator as Generation
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,8 +29,10 @@ from quantmoe.exporter.memory import CHUNKS, DRAFTS, OnGpu, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.running.batch import Batch
-from quantmoe.exporter.running.cache import Buffer, Cache, Rooms, SharedCache, present
-from quantmoe.exporter.running.sampling import Choose, Sampler
+from quantmoe.exporter.running.buffer import Buffer
+from quantmoe.exporter.running.cache import Cache, DecodeStep, Rooms, SharedCache, present
+from quantmoe.exporter.running.device import NO_TOKEN, NOT_FINITE, Choice, stream
+from quantmoe.exporter.running.sampling import NOTHING_LEFT, Choose, Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
@@ -202,6 +204,8 @@ class Generator:
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
         captured = device == "cuda" and experts != "disk" and trace is None and _shares_buffer(self.path)
         self.cuda_graph = captured if cuda_graph is None else cuda_graph
+        #: what chooses tokens on the GPU; None: the host does
+        self.choice: Callable[..., Choice] | None = Choice if self.cuda_graph else None
         #: memory of conversations that have ended, and their CUDA graphs
         self.rooms = Rooms(self)
         self.speculate = speculate
@@ -244,7 +248,6 @@ class Generator:
 
     def close(self) -> None:
         """Free the session: its memory, threads and files. Nothing runs afterwards."""
-        self.__dict__.pop("copies", None)
         if self.head is not None:
             self.head.close()
         self.rooms = Rooms(self)
@@ -280,6 +283,8 @@ class Generator:
         except Exception as error:  # onnxruntime's exceptions have no public base class
             raise ModelError(str(error)) from None
         cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(self.cuda_graph))})
+        if self.cuda_graph:
+            cuda[1]["user_compute_stream"] = str(stream())
         providers = ["CPUExecutionProvider" if self.device == "cpu" else cuda]
         try:
             with doing(str(self.path), self._on_gpu()):
@@ -476,11 +481,17 @@ class Generator:
         """
         save_states(cache, path)
 
-    def run_options(self, graph: int) -> Any:
-        """Return ONNX Runtime's options of one run, or of all runs of a CUDA graph; graph -1: of none."""
+    def run_options(self, graph: int, ahead: bool = False) -> Any:
+        """Return ONNX Runtime's options of one run, or of all runs of a CUDA graph.
+
+        Args:
+            graph: its number; -1: none. ahead: runs return before they have ended.
+        """
         import onnxruntime as ort
 
         options = ort.RunOptions()
+        if ahead:
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         if self.cuda_graph:
             options.add_run_config_entry("gpu_graph_id", str(graph))
         if graph == -1:
@@ -497,7 +508,7 @@ class Generator:
     def logits_of(self, new: int, device: str, batch: int = 1) -> Buffer:
         """Memory for the logits of a run of so many new tokens a sequence."""
         assert self.vocabulary is not None  # where caches are shared
-        return Buffer.of(np.empty([batch, min(new, self.rows), self.vocabulary], self._logits), device)
+        return Buffer.empty([batch, min(new, self.rows), self.vocabulary], self._logits, device)
 
     def hidden_of(self, new: int, device: str) -> Buffer | None:
         """Memory for the hidden states of a run of so many new tokens of one sequence; None where nobody wants them."""
@@ -507,22 +518,6 @@ class Generator:
         """Of hidden states of so many tokens of one sequence, [1, new, H]."""
         size, dtype = self._hidden
         return np.empty([1, new, size], dtype)
-
-    @functools.cached_property
-    def copies(self) -> Any:
-        """A session that copies each state from the input of its name to the output present.*, where they are."""
-        import onnx_ir as ir
-
-        nodes = []
-        for name in self.states:
-            x = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(self.past[name][1])))
-            node = ir.node("Identity", [x])
-            node.outputs[0].name, node.outputs[0].type = present(name), x.type
-            nodes.append(node)
-        inputs, outputs = zip(*((node.inputs[0], node.outputs[0]) for node in nodes), strict=True)
-        graph = ir.Graph(inputs, outputs, nodes=nodes, opset_imports={"": 20}, name="copies")
-        model, ort = ir.to_proto(ir.Model(graph, ir_version=9)), runtime()
-        return ort.InferenceSession(model.SerializeToString(), providers=self.session.get_providers())
 
     def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
         """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""
@@ -623,12 +618,18 @@ class Generator:
         need_count("max_new_tokens", max_new_tokens)
         count = min(max_new_tokens, self.context - past - len(ids))
         cache = cache or self.cache()
+        if self.chooses_there and self.speculate is None and not logits and isinstance(cache, SharedCache):
+            choice = self.in_turn(lambda: self.choose([[*cache.tokens, *ids]], past + len(ids) + count, sampling))
+            steps = self._steps_there(ids, count, stop, choice, cache)
+            cache.generation = weakref.ref(steps)
+            return Generated(steps, len(ids), count, stop)
         sample = self.sampler(sampling, [*cache.tokens, *ids])
         if self.speculate is None:
             return Generated(self._steps(ids, count, stop, sample, cache), len(ids), count, stop, logits)
         speculation = Speculation(Lookup() if self.head is None else Head(self.head, cache), self.drafts)
-        cache.generation = speculation.steps(cache, ids, count, stop, sample)
-        return Generated(cache.generation, len(ids), count, stop, logits, speculation)
+        drafted = speculation.steps(cache, ids, count, stop, sample)
+        cache.generation = weakref.ref(drafted)
+        return Generated(drafted, len(ids), count, stop, logits, speculation)
 
     def generate(
         self,
@@ -721,6 +722,65 @@ class Generator:
             if ids[0] in stop:
                 return
 
+    def _steps_there(
+        self, ids: list[int], count: int, stop: Sequence[int], choice: Choice, cache: SharedCache
+    ) -> Generation[tuple[int, np.ndarray], None, None]:
+        """As :meth:`_steps`, with tokens that the GPU chooses: the next run goes on while a token is read.
+
+        Where it is left early, a model with states has run the last token, too.
+        """
+        none, runs_on = np.empty(0, np.float32), False
+
+        def start(logits: Buffer) -> DecodeStep | None:
+            past, step = len(cache.tokens), cache.step() if count > 1 else None
+            self.in_turn(lambda: choice.start(logits, [past], step))
+            return step
+
+        step = start(cache.read(ids))
+        try:
+            while True:
+                runs_on = False
+                token, count = self.chosen(choice, [len(cache.tokens)])[0], count - 1
+                if step is not None and token not in stop:
+                    step = start(cache.follow(token, step))
+                    runs_on = True
+                yield token, none
+                if not runs_on:
+                    return
+        finally:  # whichever thread collects garbage may close it: nothing here takes turns
+            if runs_on and not self.states:
+                cache.rewind(len(cache.tokens) - 1)
+
+    def chosen(self, choice: Choice, past: Sequence[int]) -> list[int]:
+        """Return the tokens that were chosen last; of rows that have ended, with a ``past`` of -1, older ones.
+
+        Raises:
+            ModelError: logits are not numbers to choose from. OptionError: bias and n-grams leave no token.
+        """
+        with self.running(1, max(past)):
+            tokens = self.in_turn(choice.take)
+        for token, length in zip(tokens, past, strict=True):
+            if length >= 0 and token == NOT_FINITE:
+                raise self.not_finite(length)
+            if length >= 0 and token == NO_TOKEN:
+                raise OptionError(NOTHING_LEFT)
+        return tokens
+
+    @property
+    def chooses_there(self) -> bool:
+        """Whether tokens are chosen where logits are; another sampler than Sampler takes them on the host."""
+        return self.choice is not None and self.sampler is Sampler
+
+    def choose(self, texts: Sequence[Sequence[int]], longest: int, sampling: Sampling | None) -> Choice:
+        """What chooses tokens after texts of at most ``longest`` tokens, on the GPU.
+
+        Raises:
+            OptionError: sampling is of another type, or has a bias of a token outside the vocabulary.
+        """
+        assert self.choice is not None
+        assert self.vocabulary is not None  # where caches are shared
+        return self.choice(texts, longest, self.vocabulary, self._logits, sampling)
+
     def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
         """Logits after so many tokens.
 
@@ -728,11 +788,15 @@ class Generator:
             ModelError: they are not numbers to choose from.
         """
         if not np.isfinite(logits).all():
-            raise ModelError(
-                f"{self.path}: logits after {length} tokens are not finite: a weight is not, or "
-                f"activations overflow (--dtype f32 has the widest range)"
-            )
+            raise self.not_finite(length)
         return logits
+
+    def not_finite(self, length: int) -> ModelError:
+        """The error of logits after so many tokens that are not numbers to choose from."""
+        return ModelError(
+            f"{self.path}: logits after {length} tokens are not finite: a weight is not, or "
+            f"activations overflow (--dtype f32 has the widest range)"
+        )
 
 
 def token_ids(what: str, ids: Iterable[int]) -> list[int]:

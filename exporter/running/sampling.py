@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,8 @@ import numpy as np
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 
+#: the error where all logits are -inf
+NOTHING_LEFT = "logit_bias and no_repeat_ngram_size leave no token to choose; expected at least one"
 #: finite logits [vocabulary] -> a token id
 Choose = Callable[[np.ndarray], int]
 
@@ -94,18 +97,14 @@ class Penalties:
         self._chosen[token] += 1
 
     def __call__(self, logits: np.ndarray) -> np.ndarray:
-        """Logits f64 [vocabulary], -inf of tokens that must not come.
+        """Return logits f64 [vocabulary], -inf of tokens that must not come.
 
         Raises:
             OptionError: a bias of a token outside the vocabulary.
         """
         sampling, scores = self._sampling, logits.astype(np.float64)
         if sampling.logit_bias:
-            if max(sampling.logit_bias) >= len(scores):
-                raise OptionError(
-                    f"logit_bias has token id {max(sampling.logit_bias)}, expected ids of the vocabulary, 0 to "
-                    f"{len(scores) - 1}"
-                )
+            check_sampling(sampling, len(scores))
             scores[list(sampling.logit_bias)] += list(sampling.logit_bias.values())
         if sampling.repetition_penalty != 1:
             ids, by = list(self._seen), sampling.repetition_penalty
@@ -116,6 +115,18 @@ class Penalties:
         if sampling.no_repeat_ngram_size:
             scores[list(self._following.get(tuple(self._last), ()))] = -np.inf
         return scores
+
+
+def check_sampling(sampling: Sampling | None, vocabulary: int) -> None:
+    """Check how to choose one of so many tokens.
+
+    Raises:
+        OptionError: it is of another type, or has a bias of a token outside the vocabulary.
+    """
+    if not isinstance(sampling, Sampling | None):
+        raise OptionError(f"sampling is {sampling!r}, expected quantmoe.Sampling(..) or None")
+    if sampling and (id := max(sampling.logit_bias, default=0)) >= vocabulary:
+        raise OptionError(f"logit_bias has token id {id}, expected ids of the vocabulary, 0 to {vocabulary - 1}")
 
 
 class Sampler:
@@ -130,8 +141,7 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling | None = None, prompt: Sequence[int] = ()):
-        if not isinstance(sampling, Sampling | None):
-            raise OptionError(f"sampling is {sampling!r}, expected quantmoe.Sampling(..) or None")
+        check_sampling(sampling, sys.maxsize)
         self.sampling = sampling
         self._penalties = Penalties(sampling, prompt) if sampling and sampling.changes_logits else None
         self._random = np.random.Generator(np.random.PCG64(sampling.seed if sampling else None))
@@ -139,9 +149,10 @@ class Sampler:
     def __call__(self, logits: np.ndarray) -> int:
         """A token id, from finite logits [vocabulary]."""
         if self._penalties:
-            logits = self._penalties(logits)
+            with np.errstate(over="ignore"):
+                logits = self._penalties(logits).astype(np.float32)  # as CUDA's kernel has them
             if logits.max() == -np.inf:
-                raise OptionError("logit_bias and no_repeat_ngram_size leave no token to choose; expected at least one")
+                raise OptionError(NOTHING_LEFT)
         if self.sampling is None or not self.sampling.temperature:
             token = int(logits.argmax())
         else:

@@ -386,6 +386,39 @@ QM_API int qm_cuda_launch_sum_norm(const qm_cuda_peers*, const qm_cuda_norm_prob
 // y = all ranks' x, row after row; of what is not a number the bits may be others.
 QM_API int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void* stream, char* err);
 
+// Choosing the next token of each row from logits that stay on the device, and writing what the next run of one token a
+// row reads. Equal logits and an equal number give an equal token.
+typedef struct {
+  int32_t type;                            // qm_type of the logits: QM_F32, QM_F16 or QM_BF16
+  int32_t batch, vocabulary;               // up to 65,535 and 4,194,304
+  int32_t top_k, ngram;                    // 0: all tokens, and no n-gram is forbidden
+  double temperature, top_p, min_p;        // temperature 0: the likeliest token
+  double repetition, presence, frequency;  // penalties; 1, 0, 0: none
+  int64_t capacity, longest;               // columns of mask, and of history
+  int64_t column, column_before;           // of mask, of the next run's tokens and of the last's; -1: none
+} qm_cuda_choice_problem;
+typedef struct {
+  const void* logits;        // [batch, vocabulary]
+  const double* uniform;     // [batch], from 0 to below 1; the host may own this, past and chosen
+  const int32_t* past;       // [batch]: tokens of the text so far, all of which are in the cache; -1: the row has ended
+  const double* bias;        // [vocabulary], added to logits; NULL: none
+  int32_t* counts;           // [batch, vocabulary]: twice how often a token was chosen, and 1 if the text has it; NULL
+  int32_t* history;          // [batch, longest]: the text, for ngram; NULL
+  int64_t *ids, *positions;  // [batch]: inputs of the next run
+  int64_t* mask;             // [batch, capacity], of ones where a row has tokens; NULL: none of these three is written
+  int32_t* chosen;           // [batch]: the token; -1: logits are not finite; -2: no token is left
+  void* workspace;           // qm_cuda_choice_bytes, 256-byte aligned
+} qm_cuda_choice_tensors;
+QM_API size_t qm_cuda_choice_bytes(const qm_cuda_choice_problem*);
+QM_API int qm_cuda_launch_choice(const qm_cuda_choice_problem*, const qm_cuda_choice_tensors*, void* stream, char* err);
+// What the program around an engine asks of the device: a stream, page-locked memory that kernels read and write, the
+// copy of `height` pieces of `width` bytes, from and to either memory, and waiting for all of that.
+QM_API int qm_cuda_open_stream(void** stream, char* err);
+QM_API int qm_cuda_host_memory(size_t bytes, void** memory, char* err);
+QM_API int qm_cuda_copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
+                        void* stream, char* err);
+QM_API int qm_cuda_wait(void* stream, char* err);
+
 #ifdef __cplusplus
 }
 #endif
