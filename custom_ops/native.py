@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -662,6 +662,25 @@ def aligned(size: int, alignment: int = 64) -> np.ndarray:
     raw = np.empty(size + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + size]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [("rank", ctypes.c_int32), ("sizes", ctypes.c_int64 * 8)]
+
+
+def infer_shapes(spec: Spec, shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the shapes of a node's outputs, by the library's reading of op.def.
+
+    Args:
+        shapes: of the inputs, in order; a size of -1 is not known.
+
+    Raises:
+        ValueError: an input cannot have its shape, with the library's words.
+    """
+    lib, given = library(), (_Shape * len(shapes))(*(_Shape(len(s), (ctypes.c_int64 * 8)(*s)) for s in shapes))
+    found = (_Shape * len(spec.OPERATOR.outputs))()
+    checked(lib.qm_infer_shapes, spec.OP.encode(), ctypes.byref(node(lib, spec)), given, len(shapes), found)
+    return [list(s.sizes[: s.rank]) for s in found]
 
 
 def refusal(spec: Spec, words: Mapping[str, int]) -> str:

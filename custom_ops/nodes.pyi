@@ -21,10 +21,10 @@ class QuantMoE(Spec):
     op_version: int = ...
     num_experts: int  # of the whole layer; those of w13 and w2 are in this node
     expert_offset: int  # id of row 0
-    hidden_size: int  # H
-    intermediate_size: int  # I
+    hidden_size: int
+    intermediate_size: int
     activation: str
-    gated: int  # 1: w13 is gate and up [2I, H]; 0: w13 is up [I, H]
+    gated: int
     swiglu_alpha: float
     swiglu_limit: float
     apply_router_weight_on_input: int
@@ -34,28 +34,28 @@ class QuantMoE(Spec):
 @dataclass(frozen=True, kw_only=True)
 class QuantLinear(Spec):
     op_version: int = ...
-    in_features: int  # K
-    out_features: int  # N
+    in_features: int
+    out_features: int
     w: Projection
 
 @dataclass(frozen=True, kw_only=True)
 class MoERouting(Spec):
     op_version: int = ...
-    num_experts: int  # E
+    num_experts: int
     top_k: int
     method: str
     renormalize: int  # 1: the weights are divided by their sum
-    n_group: int  # groups of E / n_group experts; 1: one group, all of them
+    n_group: int  # groups of num_experts / n_group experts; 1: one group, all of them
     topk_group: int  # groups that are kept, by the sum of the two best scores of each
     routed_scaling_factor: float  # not of the shared experts' weights
     shared_experts: int = ...
-    shared_gate: int = ...  # 1: the shared experts' weight is the sigmoid of logit E; 0: it is 1
+    shared_gate: int = ...  # 1: the shared experts' weight is the sigmoid of the last logit; 0: it is 1
 
 @dataclass(frozen=True, kw_only=True)
 class MoERouter(Spec):
     op_version: int = ...
-    hidden_size: int  # H
-    num_experts: int  # E; this and the following are MoERouting's
+    hidden_size: int
+    num_experts: int  # this and the following are MoERouting's
     top_k: int
     method: str
     renormalize: int
@@ -109,8 +109,8 @@ class CachedAttention(Spec):
     op_version: int = ...
     num_heads: int  # of queries
     kv_num_heads: int  # a divisor of num_heads
-    head_size: int  # D, of queries and keys
-    v_head_size: int  # V, of values
+    head_size: int  # of queries and keys
+    v_head_size: int  # of values
     scale: float  # of the products of queries and keys
     sliding_window: int  # slots that a token sees, its own included; 0: all before it
     chunk_size: int  # a token in slot p sees slots from p / n * n; 0: from 0
@@ -124,26 +124,26 @@ class CachedAttention(Spec):
     v_scale: float = ...  # of the values'
     key_split: int = ...  # features of a key that past_key has; 0: all, values are apart
     nope_size: int = ...  # features of a query that k_up multiplies; 0: queries are of latents
-    out_size: int = ...  # features of a head's output, of v_up; 0: V
-    gated: int = ...  # 1: qkv begins with gates [num_heads, V], whose sigmoid multiplies the output
+    out_size: int = ...  # features of a head's output, of v_up; 0: v_head_size
+    gated: int = ...  # 1: qkv begins with gates [num_heads, v_head_size], whose sigmoid multiplies the output
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Spec):
     op_version: int = ...
-    channels: int  # C
-    width: int  # W
+    channels: int
+    width: int
     activation: str
     state_window: int = ...  # states after each of the last so many tokens; 1: after the last
-    x_size: int = ...  # 0: C
+    x_size: int = ...  # 0: channels
     x_offset: int = ...
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta(Spec):
     op_version: int = ...
-    num_k_heads: int  # G, of queries and keys
-    num_v_heads: int  # H, a multiple of num_k_heads
-    k_head_size: int  # K
-    v_head_size: int  # V
+    num_k_heads: int  # of queries and keys
+    num_v_heads: int  # a multiple of num_k_heads
+    k_head_size: int
+    v_head_size: int
     scale: float  # of the queries, after their norm
     l2_epsilon: float  # x / sqrt(sum(x^2) + l2_epsilon)
     decay_per_key: int  # 1: a decay for each row of a head's state (Kimi-Linear); 0: one for all
@@ -161,11 +161,11 @@ class GatedDelta(Spec):
 @dataclass(frozen=True, kw_only=True)
 class StateSpace(Spec):
     op_version: int = ...
-    num_groups: int  # G
-    num_heads: int  # H, a multiple of num_groups
-    state_size: int  # N
-    head_size: int  # P
-    norm_size: int  # features that are normed together, a multiple of P and divisor of H P
+    num_groups: int
+    num_heads: int  # a multiple of num_groups
+    state_size: int
+    head_size: int
+    norm_size: int  # features that are normed together, a multiple of head_size that divides num_heads * head_size
     norm_epsilon: float
     state_window: int  # as CausalConv's
     dt_size: int  # 0: its own alone; so z_size

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -37,9 +38,12 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator; name_c: of its struct, qm_<name_c>; own: its attributes but for the projections'; optional: names of
-    strings that a node may lack, which structs and dataclasses leave out; optional_inputs: after ``inputs``, of nodes
-    that have a use for them."""
+    """An operator.
+
+    name_c: of its struct, qm_<name_c>. own: its attributes, except the projections'. shapes: op.def's text by tensor;
+    sizes: the values that these name. optional: names of strings that a node may lack, which structs and dataclasses
+    leave out. optional_inputs: after ``inputs``, of nodes that have a use for them.
+    """
 
     name: str
     name_c: str
@@ -48,6 +52,8 @@ class Operator:
     outputs: tuple[tuple[str, str], ...]
     own: tuple[Attribute, ...]
     projections: dict[str, tuple[Attribute, ...]] = field(hash=False)
+    shapes: dict[str, str] = field(hash=False)
+    sizes: dict[str, str] = field(hash=False)
     optional: frozenset[str] = frozenset()
     optional_inputs: tuple[tuple[str, str], ...] = ()
 
@@ -73,8 +79,11 @@ def parse(text: str) -> Schema:
     Raises:
         ValueError: naming the line of an attribute whose kind, op_version or meaning when absent cannot be.
     """
-    found = re.findall(r"^QM_(\w+)\(([^)]*)\)[ \t]*(?://[ \t]*(.*))?$", text, re.MULTILINE)
-    lines = [(macro, [a.strip() for a in arguments.split(",")], comment) for macro, arguments, comment in found]
+    found = re.findall(r'^QM_(\w+)\(((?:[^")]|"[^"]*")*)\)[ \t]*(?://[ \t]*(.*))?$', text, re.MULTILINE)
+    lines = [
+        (macro, [a.strip(' "') for a in re.findall(r'"[^"]*"|[^,"]*[^,"\s][^,"]*', arguments)], comment)
+        for macro, arguments, comment in found
+    ]
 
     def of(macro: str, op: str | None = None) -> list[list[str]]:
         """Arguments of a macro's lines; of an operator's, without its name."""
@@ -104,19 +113,29 @@ def parse(text: str) -> Schema:
             if not 1 <= a.since <= int(version):
                 raise ValueError(f"attribute {a.name} is of op_version {a.since}, {op} is of {version}")
         inputs, more, outputs = (
-            tuple((name, type_) for name, type_ in of(m, op)) for m in ("INPUT", "INPUT_OPTIONAL", "OUTPUT")
+            tuple((name, type_) for name, type_, _ in of(m, op)) for m in ("INPUT", "INPUT_OPTIONAL", "OUTPUT")
         )
+        shapes = {name: shape for m in ("INPUT", "INPUT_OPTIONAL", "OUTPUT") for name, _, shape in of(m, op)}
+        sizes = {name: value for name, value in of("SIZE", op)}
         projections = {prefix: projection for (prefix,) in of("PROJECTION", op)}
         optional = {f"{prefix}_{name}" for prefix in projections for _, name in of("PROJECTION_OPTIONAL")}
         optional |= {name for (name,) in of("STRING", op)}
-        operators[op] = Operator(op, name_c, int(version), inputs, outputs, own, projections, frozenset(optional), more)
+        operators[op] = Operator(
+            op, name_c, int(version), inputs, outputs, own, projections, shapes, sizes, frozenset(optional), more
+        )
     return Schema(operators, projection, enums)
+
+
+def read(folder: Traversable) -> str:
+    """Return op.def of a folder with the operators' files in the place of their lines."""
+    text = (folder / "op.def").read_text(encoding="utf-8")
+    return re.sub(r'^#include "(.*)"$', lambda m: (folder / m[1]).read_text(encoding="utf-8"), text, flags=re.MULTILINE)
 
 
 @cache
 def schema() -> Schema:
     """op.def of this release."""
-    return parse((files("quantmoe.custom_ops") / "op.def").read_text(encoding="utf-8"))
+    return parse(read(files("quantmoe.custom_ops")))
 
 
 class Spec:

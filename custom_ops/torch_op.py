@@ -21,10 +21,12 @@ from quantmoe.custom_ops.op import (
     GatherSpec,
     LinearSpec,
     MoESpec,
+    ReduceSpec,
     RouterSpec,
     RoutingSpec,
     RowsSpec,
     SpaceSpec,
+    Spec,
     attribute_kinds,
     inputs,
     optional_inputs,
@@ -39,6 +41,7 @@ from quantmoe.custom_ops.reference import route as reference_route
 from quantmoe.custom_ops.reference import router as reference_router
 from quantmoe.custom_ops.reference import space as reference_space
 from quantmoe.custom_ops.reference import token_rows as reference_rows
+from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 
 @torch.library.custom_op("quantmoe::quant_moe", mutates_args=())
@@ -77,18 +80,6 @@ def quant_moe(
     return torch.from_numpy(out).to(hidden_states.dtype)
 
 
-@quant_moe.register_fake
-def _(
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    attributes: str,
-) -> torch.Tensor:
-    return torch.empty_like(hidden_states)
-
-
 @torch.library.custom_op("quantmoe::quant_linear", mutates_args=())
 def quant_linear(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Tensor:
     """One linear on packed weights, by the float64 reference.
@@ -106,11 +97,6 @@ def quant_linear(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Ten
     return torch.from_numpy(y).to(x.dtype).reshape(*x.shape[:-1], spec.out_features)
 
 
-@quant_linear.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], json.loads(attributes)["out_features"]))
-
-
 @torch.library.custom_op("quantmoe::moe_routing", mutates_args=())
 def moe_routing(
     logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str
@@ -126,12 +112,6 @@ def moe_routing(
     spec = RoutingSpec.from_attributes(json.loads(attributes))
     ids, weights = reference_route(spec, logits.float().numpy(), correction_bias.numpy())
     return torch.from_numpy(ids), torch.from_numpy(weights).float()
-
-
-@moe_routing.register_fake
-def _(logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*logits.shape[:-1], RoutingSpec.from_attributes(json.loads(attributes)).slots)
-    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("quantmoe::moe_router", mutates_args=())
@@ -157,18 +137,6 @@ def moe_router(
     return torch.from_numpy(ids), torch.from_numpy(weights).float()
 
 
-@moe_router.register_fake
-def _(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    correction_bias: torch.Tensor,
-    attributes: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*hidden_states.shape[:-1], RouterSpec.from_attributes(json.loads(attributes)).routing.slots)
-    return hidden_states.new_empty(shape, dtype=torch.int32), hidden_states.new_empty(shape, dtype=torch.float32)
-
-
 @torch.library.custom_op("quantmoe::all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor, attributes: str) -> torch.Tensor:
     """The sum of all ranks' x, [..], of which one process has one.
@@ -179,11 +147,6 @@ def all_reduce(x: torch.Tensor, attributes: str) -> torch.Tensor:
     raise NotImplementedError("quantmoe::all_reduce is for exporting; reference.all_reduce adds what all ranks have")
 
 
-@all_reduce.register_fake
-def _(x: torch.Tensor, attributes: str) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 @torch.library.custom_op("quantmoe::all_gather", mutates_args=())
 def all_gather(x: torch.Tensor, attributes: str) -> torch.Tensor:
     """All ranks' x, [.., N] or for axis 0 [N, ..], one after the other, [.., world N] or [world N, ..].
@@ -192,14 +155,6 @@ def all_gather(x: torch.Tensor, attributes: str) -> torch.Tensor:
         NotImplementedError: PyTorch has no other ranks here.
     """
     raise NotImplementedError("quantmoe::all_gather is for exporting; reference.all_gather joins what all ranks have")
-
-
-@all_gather.register_fake
-def _(x: torch.Tensor, attributes: str) -> torch.Tensor:
-    spec = GatherSpec.from_attributes(json.loads(attributes))
-    shape = list(x.shape)
-    shape[spec.axis] *= spec.world
-    return x.new_empty(shape)
 
 
 @torch.library.custom_op("quantmoe::token_rows", mutates_args=())
@@ -216,14 +171,6 @@ def token_rows(
     """
     rows, last = reference_rows(attention_mask.numpy(), input_ids.shape[1], past_key.shape[2])
     return torch.from_numpy(rows), torch.from_numpy(last)
-
-
-@token_rows.register_fake
-def _(
-    past_key: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = attention_mask.shape[0]
-    return attention_mask.new_empty((batch, 3), dtype=torch.int32), attention_mask.new_empty((batch, 1, 1))
 
 
 @torch.library.custom_op("quantmoe::cached_attention", mutates_args=())
@@ -271,28 +218,6 @@ def cached_attention(
     return torch.from_numpy(output).to(qkv.dtype), new_key, new_value
 
 
-@cached_attention.register_fake
-def _(
-    qkv: torch.Tensor,
-    past_key: torch.Tensor,
-    past_value: torch.Tensor,
-    rows: torch.Tensor,
-    attention_mask: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    sinks: torch.Tensor,
-    attributes: str,
-    k_up: torch.Tensor | None = None,
-    v_up: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    spec = AttentionSpec.from_attributes(json.loads(attributes))
-    slots = torch.sym_max(past_key.shape[2], attention_mask.shape[1])
-    key, value = (past.new_empty((*past.shape[:2], slots, past.shape[3])) for past in (past_key, past_value))
-    return qkv.new_empty((*qkv.shape[:2], spec.num_heads * spec.output_size)), key, value
-
-
 @torch.library.custom_op("quantmoe::causal_conv", mutates_args=())
 def causal_conv(
     x: torch.Tensor,
@@ -317,19 +242,6 @@ def causal_conv(
     given = [t.float().numpy() for t in (x, weight, bias, past_conv)] + [rows.numpy()]
     y, present = (torch.from_numpy(out).to(x.dtype) for out in reference_conv(spec, *given))
     return y, present
-
-
-@causal_conv.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    past_conv: torch.Tensor,
-    rows: torch.Tensor,
-    attributes: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    channels = ConvSpec.from_attributes(json.loads(attributes)).channels
-    return x.new_empty((*x.shape[:-1], channels)), torch.empty_like(past_conv)
 
 
 @torch.library.custom_op("quantmoe::gated_delta", mutates_args=())
@@ -363,24 +275,6 @@ def gated_delta(
     return torch.from_numpy(y).to(qkv.dtype), torch.from_numpy(present).float()
 
 
-@gated_delta.register_fake
-def _(
-    qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    z: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm: torch.Tensor,
-    past_state: torch.Tensor,
-    rows: torch.Tensor,
-    attributes: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    spec = DeltaSpec.from_attributes(json.loads(attributes))
-    width = spec.num_v_heads * spec.v_head_size
-    return qkv.new_empty((*qkv.shape[:-1], width)), torch.empty_like(past_state)
-
-
 @torch.library.custom_op("quantmoe::state_space", mutates_args=())
 def state_space(
     xbc: torch.Tensor,
@@ -412,20 +306,41 @@ def state_space(
     return torch.from_numpy(y).to(xbc.dtype), torch.from_numpy(present).float()
 
 
-@state_space.register_fake
-def _(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
-    z: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    d: torch.Tensor,
-    norm: torch.Tensor,
-    past_state: torch.Tensor,
-    rows: torch.Tensor,
-    attributes: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return xbc.new_empty((*xbc.shape[:-1], norm.shape[0])), torch.empty_like(past_state)
+def _add_shapes(custom_op: Any, spec_type: type[Spec]) -> None:
+    """Give an operator of torch the outputs' shapes and types that op.def states."""
+    operator = spec_type.OPERATOR
+
+    def fake(*given: Any, **named: Any) -> Any:
+        values = (*given, *named.values())
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        attributes = next((json.loads(value) for value in values if isinstance(value, str)), {})
+        shapes = output_shapes(spec_type.from_attributes(attributes), [t.shape for t in tensors], torch.sym_max)
+        types = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64}
+        for (_, type_), tensor in zip(operator.inputs, tensors, strict=False):
+            types.setdefault(type_, tensor.dtype)
+        made = [
+            tensors[0].new_empty(shape, dtype=types[type_])
+            for shape, (_, type_) in zip(shapes, operator.outputs, strict=True)
+        ]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    custom_op.register_fake(fake)
+
+
+for custom_op, spec_type in (
+    (quant_moe, MoESpec),
+    (quant_linear, LinearSpec),
+    (moe_routing, RoutingSpec),
+    (moe_router, RouterSpec),
+    (all_reduce, ReduceSpec),
+    (all_gather, GatherSpec),
+    (token_rows, RowsSpec),
+    (cached_attention, AttentionSpec),
+    (causal_conv, ConvSpec),
+    (gated_delta, DeltaSpec),
+    (state_space, SpaceSpec),
+):
+    _add_shapes(custom_op, spec_type)
 
 
 @cache

@@ -158,7 +158,7 @@ class MoENode : public CpuNode {
   ExpertLayer::Tensor find(const void* data, int64_t rows, int64_t row_bytes) const;
   int add(ExpertLayer layer) const;
   void check_file(const OrtKernelInfo* info, size_t input, const ExpertLayer::Tensor& tensor, bool verify) const;
-  void start_experts(OrtKernelContext* context, const Tokens& tokens, int64_t count) const;
+  void start_experts(OrtKernelContext* context, const qm_moe_call& call) const;
 
   qm_moe moe_{};
   const void* weights_[2];  // w13, w2
@@ -204,15 +204,14 @@ void MoENode::check_file(const OrtKernelInfo* info, size_t input, const ExpertLa
 }
 
 // Before a run: the experts' memory, which the first run of a session allocates, and the trace.
-void MoENode::start_experts(OrtKernelContext* context, const Tokens& tokens, int64_t count) const {
+void MoENode::start_experts(OrtKernelContext* context, const qm_moe_call& call) const {
   std::string said;
   try {
     said = experts_->start();
-    const void* const ids = data_of(tokens.topk_ids);
-    if (op_.id_bytes() == 8)
-      experts_->trace(layer_, static_cast<const int64_t*>(ids), count, tokens.top_k);
+    if (call.id_bytes == 8)
+      experts_->trace(layer_, static_cast<const int64_t*>(call.topk_ids), call.tokens, call.top_k);
     else
-      experts_->trace(layer_, static_cast<const int32_t*>(ids), count, tokens.top_k);
+      experts_->trace(layer_, static_cast<const int32_t*>(call.topk_ids), call.tokens, call.top_k);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(node_ + ": " + error.what());
   }
@@ -238,22 +237,22 @@ struct LeasedRows {
 };
 
 void MoENode::run(OrtKernelContext* context) const {
-  const Tokens tokens = read_tokens(context, moe_.hidden_size);
-  OrtValue* output = get_output(context, 0, tokens.shape);
+  const FreeSizes<int64_t> sizes = check_tokens(context);
+  OrtValue* output = get_output(context, QuantMoE_output, sizes);
   qm_moe_call call{};
-  call.tokens = rows_of(tokens.shape);
+  call.tokens = elements(*sizes.rest());
   if (call.tokens == 0) return;
   call.type = op_.type();
   call.id_bytes = op_.id_bytes();
-  call.top_k = tokens.top_k;
+  call.top_k = sizes.at('K');
   call.local_experts = local_experts_;
-  call.hidden_states = data_of(tokens.hidden_states);
-  call.topk_ids = data_of(tokens.topk_ids);
-  call.topk_weights = static_cast<const float*>(data_of(tokens.topk_weights));
+  call.hidden_states = data_of(get_input(context, QuantMoE_hidden_states));
+  call.topk_ids = data_of(get_input(context, QuantMoE_topk_ids));
+  call.topk_weights = static_cast<const float*>(data_of(get_input(context, QuantMoE_topk_weights)));
   call.w13 = weights_[0];
   call.w2 = weights_[1];
   call.output = data_of(output);
-  if (experts_) start_experts(context, tokens, call.tokens);
+  if (experts_) start_experts(context, call);
   std::optional<LeasedRows> rows;
   qm_expert_rows experts{nullptr, LeasedRows::read};
   if (experts_ && !experts_->mapped()) {
@@ -288,17 +287,13 @@ class LinearNode : public CpuNode {
 };
 
 void LinearNode::run(OrtKernelContext* context) const {
-  const OrtValue* x = get_input(context, QuantLinear_x);
-  Shape shape = shape_of(x);
-  if (shape.empty() || shape.back() != linear_.in_features)
-    fail("x has shape " + text_of(shape) + ", expected [.., in_features " + std::to_string(linear_.in_features) + "]");
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   qm_linear_call call{};
-  call.rows = rows_of(shape);
-  shape.back() = linear_.out_features;
-  OrtValue* y = get_output(context, 0, shape);
+  call.rows = elements(*sizes.rest());
+  OrtValue* y = get_output(context, QuantLinear_y, sizes);
   if (call.rows == 0) return;
   call.type = op_.type();
-  call.x = data_of(x);
+  call.x = data_of(get_input(context, QuantLinear_x));
   call.w = w_;
   call.y = data_of(y);
   with_pool(
@@ -321,24 +316,17 @@ class RoutingNode : public CpuNode {
 };
 
 void RoutingNode::run(OrtKernelContext* context) const {
-  const OrtValue* logits = get_input(context, MoERouting_logits);
-  const OrtValue* bias = get_input(context, MoERouting_correction_bias);
-  Shape shape = shape_of(logits);
-  const std::string experts = "num_experts " + std::to_string(routing_.num_experts);
-  if (shape.empty() || shape.back() != routing_.num_experts + routing_.shared_gate)
-    fail("logits has shape " + text_of(shape) + ", expected [.., " + experts + (routing_.shared_gate ? " + 1]" : "]"));
-  if (const Shape found = shape_of(bias); found != Shape{routing_.num_experts})
-    fail("correction_bias has shape " + text_of(found) + ", expected [" + experts + "]");
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   qm_routing_call call{};
-  call.tokens = rows_of(shape);
-  shape.back() = routing_.top_k + routing_.shared_experts;
-  OrtValue *ids = get_output(context, 0, shape), *weights = get_output(context, 1, shape);
-  if (call.tokens == 0) return;
+  call.tokens = elements(*sizes.rest());
+  if (call.tokens == 0) {
+    for (const int32_t i : {MoERouting_topk_ids, MoERouting_topk_weights}) get_output(context, i, sizes);
+    return;
+  }
   call.type = op_.type();
-  call.logits = data_of(logits);
-  call.correction_bias = static_cast<const float*>(data_of(bias));
-  call.topk_ids = static_cast<int32_t*>(data_of(ids));
-  call.topk_weights = static_cast<float*>(data_of(weights));
+  qm_routing_call& tensors = call;
+#define QM_ONLY "ops/moe_routing.def"
+#include "tensors.inc"
   with_pool(
       context, call, [&] { return qm_routing_workspace(&routing_, &call); },
       [&](char* error) { return qm_routing_run(&routing_, &call, error); });
@@ -360,15 +348,18 @@ class AttentionNode : public CpuNode {
 };
 
 void AttentionNode::run(OrtKernelContext* context) const {
-  const AttentionShapes shapes = read_attention(context, attention_);
+  if (size_t count = op_.inputs.most; attention_.nope_size && input_count() != count)
+    fail("it has " + std::to_string(input_count()) + " inputs, expected " + std::to_string(count) +
+         ", k_up and v_up too, where nope_size is " + std::to_string(attention_.nope_size));
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
   qm_attention_call call{};
   call.type = op_.type();
   call.cache_type = op_.cache_type();
-  call.batch = shapes.batch;
-  call.tokens = shapes.tokens;
-  call.past_slots = shapes.past_slots;
-  call.slots = shapes.slots;
+  call.batch = sizes.at('B');
+  call.tokens = sizes.at('S');
+  call.past_slots = sizes.at('P');
+  call.slots = std::max(call.past_slots, sizes.at('L'));
   call.qkv = input(CachedAttention_qkv);
   call.past_key = input(CachedAttention_past_key);
   call.past_value = input(CachedAttention_past_value);
@@ -384,11 +375,11 @@ void AttentionNode::run(OrtKernelContext* context) const {
   }
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t count = call.rows[3 * b + 1], before = call.rows[3 * b + 2];
-    if (before >= 0 && before + count > call.slots) fail_slots(shapes, before + count);
+    if (before >= 0 && before + count > call.slots) fail_slots(sizes, before + count);
   }
-  call.output = data_of(get_output(context, 0, shapes.output));
-  call.present_key = data_of(get_present(context, 1, shapes));
-  call.present_value = data_of(get_present(context, 2, shapes));
+  call.output = data_of(get_output(context, CachedAttention_output, sizes));
+  call.present_key = data_of(get_present(context, CachedAttention_present_key, sizes));
+  call.present_value = data_of(get_present(context, CachedAttention_present_value, sizes));
   with_pool(
       context, call, [&] { return qm_attention_workspace(&attention_, &call); },
       [&](char* error) { return qm_attention_run(&attention_, &call, error); });
@@ -477,9 +468,9 @@ class GatherNode : public RankNode {
   }
   void run(OrtKernelContext* context) const override {
     const OrtValue* x = get_input(context, AllGather_x);
-    OrtValue* y = gathered(context, x, gather_);
-    const Shape shape = shape_of(x);
-    const int64_t count = elements(shape), row = gather_.axis < 0 ? shape.back() : count;
+    const FreeSizes<int64_t> sizes = check_inputs(context);
+    OrtValue* y = get_output(context, AllGather_y, sizes);
+    const int64_t count = elements(shape_of(x)), row = gather_.axis < 0 ? sizes.at('N') : count;
     meet({data_of(x), count, op_.type(), node_, std::max(row, int64_t{1})}, data_of(y));
   }
 
@@ -496,7 +487,7 @@ class ScatterNode : public RankNode {
   }
   void run(OrtKernelContext* context) const override {
     const OrtValue* x = get_input(context, ReduceScatter_x);
-    OrtValue* y = scattered(context, x, scatter_.world);
+    OrtValue* y = get_output(context, ReduceScatter_y, check_inputs(context));
     meet({.x = data_of(x), .count = elements(shape_of(x)), .type = op_.type(), .node = node_, .scattered = true},
          data_of(y));
   }

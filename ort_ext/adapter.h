@@ -22,6 +22,7 @@
 #include "core/attributes.h"
 #include "core/identity.h"
 #include "core/numbers.h"
+#include "core/shapes.h"
 #include "core/slots.h"
 #include "experts/experts.h"
 #include "ort_api.h"
@@ -97,7 +98,7 @@ class Kernel {
   void* data_of(const OrtValue* value) const;
   const OrtValue* get_input(const OrtKernelContext* context, size_t index) const;
   OrtValue* get_output(OrtKernelContext* context, size_t index, const Shape& shape) const;
-  void read_attributes(const OrtKernelInfo* info, void* attributes) const;
+  void read_attributes(const OrtKernelInfo* info, void* attributes);
   std::optional<std::string> find_string(const OrtKernelInfo* info, const std::string& attribute) const;
   const OrtValue* get_constant(const OrtKernelInfo* info, size_t input) const;
   const OrtValue* get_weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
@@ -112,45 +113,64 @@ class Kernel {
                                   __func__));
   }
 
-  // QuantMoE's inputs of a run; throws unless their shapes agree.
-  struct Tokens {
-    const OrtValue *hidden_states, *topk_ids, *topk_weights;
-    Shape shape;  // of hidden_states and of the output
-    int64_t top_k;
-  };
-  Tokens read_tokens(const OrtKernelContext* context, int64_t hidden_size) const;
+  // The sizes of a run, as its inputs have them; throws unless their shapes are op.def's.
+  FreeSizes<int64_t> check_inputs(const OrtKernelContext* context) const;
+  size_t input_count() const { return input_names_.size(); }
+  // An output of the shape that op.def states.
+  OrtValue* get_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
+    return get_output(context, index, shapes_.output(index, sizes, MakeNumbers{}));
+  }
 
-  // Sizes of a run of CachedAttention; throws unless its inputs' shapes agree.
-  struct AttentionShapes {
-    int64_t batch, tokens, past_slots, mask, slots;
-    Shape output, key, value;
-  };
-  AttentionShapes read_attention(const OrtKernelContext* context, const qm_attention& attention) const;
+  // null: an input that is [0] for none.
+  template <class T>
+  void set_input(const OrtKernelContext* context, size_t index, const T*& data) const {
+    const OrtValue* value = get_input(context, index);
+    const bool none = shapes_.input(index).or_none && shape_of(value) == Shape{0};
+    data = none ? nullptr : static_cast<const T*>(data_of(value));
+  }
+  template <class T>
+  void set_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes, T*& data) const {
+    data = static_cast<T*>(data_of(get_output(context, index, sizes)));
+  }
+  // As check_inputs, of QuantMoE.
+  FreeSizes<int64_t> check_tokens(const OrtKernelContext* context) const {
+    const FreeSizes<int64_t> sizes = check_inputs(context);
+    if (sizes.at('K') < 1)
+      fail("topk_ids has shape " + text_of(shape_of(get_input(context, QuantMoE_topk_ids))) +
+           ", expected one id or more");
+    return sizes;
+  }
   // present_key (1) or present_value (2); throws where a cache with fewer slots is bound to it.
-  OrtValue* get_present(OrtKernelContext* context, size_t index, const AttentionShapes& shapes) const;
+  OrtValue* get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const;
   // Throws: a run needs so many slots of a cache that has fewer.
-  [[noreturn]] void fail_slots(const AttentionShapes& shapes, int64_t needed) const;
+  [[noreturn]] void fail_slots(const FreeSizes<int64_t>& sizes, int64_t needed) const;
   // Throws unless the caches' type is that of cache_format.
   void check_caches(const qm_attention& attention) const;
 
   // Sizes and tensors of a run of CausalConv, GatedDelta or StateSpace, into the C ABI's structs, which on the CPU are
   // one; throws unless its inputs' shapes agree.
   template <class Sizes, class Tensors>
-  void read_stateful(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const;
+  void read_stateful(OrtKernelContext* context, const qm_conv&, Sizes& run, Tensors& tensors) const {
+    const FreeSizes<int64_t> sizes = read_batch(context, run);
+#define QM_ONLY "ops/causal_conv.def"
+#include "tensors.inc"
+  }
   template <class Sizes, class Tensors>
-  void read_stateful(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
+  void read_stateful(OrtKernelContext* context, const qm_delta&, Sizes& run, Tensors& tensors) const {
+    const FreeSizes<int64_t> sizes = read_batch(context, run);
+#define QM_ONLY "ops/gated_delta.def"
+#include "tensors.inc"
+  }
   template <class Sizes, class Tensors>
-  void read_stateful(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const;
-
-  // A state's shape, with the window's size in front where there is one.
-  static Shape windowed(int32_t window, Shape state) {
-    if (window > 1) state.insert(state.begin(), window);
-    return state;
+  void read_stateful(OrtKernelContext* context, const qm_space&, Sizes& run, Tensors& tensors) const {
+    const FreeSizes<int64_t> sizes = read_batch(context, run);
+#define QM_ONLY "ops/state_space.def"
+#include "tensors.inc"
   }
 
   // A node's attributes; throws what `check` has against them.
   template <class Node>
-  Node read_checked(const OrtKernelInfo* info, int (*check)(const Node&, char*)) const {
+  Node read_checked(const OrtKernelInfo* info, int (*check)(const Node&, char*)) {
     Node node{};
     read_attributes(info, &node);
     char error[QM_ERROR_SIZE];
@@ -165,14 +185,8 @@ class Kernel {
       fail("this file is " + rank_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
     return place;
   }
-  // The output of AllGather for its input, and of ReduceScatter.
-  OrtValue* gathered(OrtKernelContext* context, const OrtValue* x, const qm_gather& gather) const;
-  OrtValue* scattered(OrtKernelContext* context, const OrtValue* x, int32_t world) const;
   // Throws unless a node is of the rank that the file's first such node is of.
   void check_place(const Place& first, const Place& own) const;
-
-  // Throws unless an input has the shape; -1: any size.
-  void check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const;
 
   const Op& op_;
   const OrtApi* api_;
@@ -183,7 +197,15 @@ class Kernel {
     return index < input_names_.size() ? input_names_[index] : op_.inputs.first[index].name;
   }
 
+  template <class Sizes>
+  FreeSizes<int64_t> read_batch(OrtKernelContext* context, Sizes& run) const {
+    const FreeSizes<int64_t> sizes = check_inputs(context);
+    run.batch = sizes.at('B');
+    run.tokens = sizes.at('S');
+    return sizes;
+  }
   std::vector<std::string> input_names_;  // the graph's
+  ShapeRules shapes_;                     // from read_attributes on
 };
 
 Kernel::Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
@@ -242,7 +264,7 @@ OrtValue* Kernel::get_output(OrtKernelContext* context, size_t index, const Shap
   return value;
 }
 
-void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) const {
+void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) {
   char error[QM_ERROR_SIZE];
   int64_t version = 0;  // op_version, the first attribute
   for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op_.name, i); ++i) {
@@ -269,6 +291,7 @@ void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) const 
     }
     if (status) fail(error);
   }
+  shapes_ = ShapeRules(op_.name, attributes);
 }
 
 // An attribute that a node may lack.
@@ -323,42 +346,8 @@ void Kernel::check_identity(const OrtKernelInfo* info, size_t input, bool verify
   }
 }
 
-Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidden_size) const {
-  Tokens tokens{get_input(context, QuantMoE_hidden_states),
-                get_input(context, QuantMoE_topk_ids),
-                get_input(context, QuantMoE_topk_weights),
-                {},
-                0};
-  tokens.shape = shape_of(tokens.hidden_states);
-  const Shape &x = tokens.shape, ids = shape_of(tokens.topk_ids), weights = shape_of(tokens.topk_weights);
-  if (x.empty() || x.back() != hidden_size)
-    fail("hidden_states has shape " + text_of(x) + ", expected [.., hidden_size " + std::to_string(hidden_size) + "]");
-  if (ids.size() != x.size() || !std::equal(x.begin(), x.end() - 1, ids.begin()) || ids.back() < 1)
-    fail("topk_ids has shape " + text_of(ids) + ", expected [.., top_k] and the sizes before it of hidden_states " +
-         text_of(x));
-  if (weights != ids)
-    fail("topk_weights has shape " + text_of(weights) + ", expected that of topk_ids " + text_of(ids));
-  tokens.top_k = ids.back();
-  return tokens;
-}
-
 int64_t elements(const Shape& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-}
-
-OrtValue* Kernel::gathered(OrtKernelContext* context, const OrtValue* x, const qm_gather& gather) const {
-  Shape shape = shape_of(x);
-  if (shape.empty()) fail("x has no dimensions, expected [.., N] or [N, ..]");
-  (gather.axis < 0 ? shape.back() : shape.front()) *= gather.world;
-  return get_output(context, 0, shape);
-}
-
-OrtValue* Kernel::scattered(OrtKernelContext* context, const OrtValue* x, int32_t world) const {
-  Shape shape = shape_of(x);
-  if (shape.empty() || shape.front() % world != 0)
-    fail("x has shape " + text_of(shape) + ", expected [" + std::to_string(world) + " N, ..]");
-  shape.front() /= world;
-  return get_output(context, 0, shape);
 }
 
 void Kernel::check_place(const Place& first, const Place& own) const {
@@ -367,74 +356,34 @@ void Kernel::check_place(const Place& first, const Place& own) const {
          " of " + export_of(first.export_id));
 }
 
-void Kernel::check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {
-  const Shape found = shape_of(get_input(context, static_cast<size_t>(input)));
-  bool same = found.size() == expected.size();
-  for (size_t i = 0; same && i < found.size(); ++i) same = expected[i] < 0 || found[i] == expected[i];
-  if (!same)
-    fail(std::string(op_.inputs.first[input].name) + " has shape " + text_of(found) + ", expected " +
-         text_of(expected) + " (-1: any size)");
-}
-
-Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, const qm_attention& node) const {
-  AttentionShapes shapes{};
-  const Shape qkv = shape_of(get_input(context, CachedAttention_qkv));
-  const Shape past = shape_of(get_input(context, CachedAttention_past_key));
-  const Shape mask = shape_of(get_input(context, CachedAttention_attention_mask));
-  const auto check = [&](int32_t input, const Shape& expected) { check_shape(context, input, expected); };
-  const int64_t heads = node.num_heads, groups = node.kv_num_heads, size = node.head_size, v_size = node.v_head_size,
-                split = node.key_split;
-  const int64_t key_width = split ? split : size, value_width = split ? size - split : v_size;
-  check(CachedAttention_qkv, {-1, -1, qkv_size(node)});
-  shapes.batch = qkv[0];
-  shapes.tokens = qkv[1];
-  const int64_t tail = cache_tail(node);
-  check(CachedAttention_past_key, {shapes.batch, groups, -1, key_width + tail});
-  check(CachedAttention_past_value, {shapes.batch, groups, past[2], value_width + tail});
-  check(CachedAttention_rows, {shapes.batch, 3});
-  check(CachedAttention_attention_mask, {shapes.batch, -1});
-  for (const int32_t table : {CachedAttention_cos, CachedAttention_sin})
-    check(table, {shapes.batch, shapes.tokens, node.rotary_size / 2});
-  const auto weights = [&](int64_t all) {
-    return node.qk_norm == k_qk_norm_none ? 0 : node.qk_norm == k_qk_norm_head ? size : all * size;
-  };
-  check(CachedAttention_q_norm, {weights(heads)});
-  check(CachedAttention_k_norm, {weights(groups)});
-  check(CachedAttention_sinks, {heads});
-  if (node.nope_size) {
-    size_t count;
-    this->check(api_->KernelContext_GetInputCount(context, &count));
-    if (count != static_cast<size_t>(op_.inputs.most))
-      fail("it has " + std::to_string(count) + " inputs, expected " + std::to_string(op_.inputs.most) +
-           ", k_up and v_up too, where nope_size is " + std::to_string(node.nope_size));
-    check(CachedAttention_k_up, {heads, node.nope_size, v_size});
-    check(CachedAttention_v_up, {heads, v_size, node.out_size});
+FreeSizes<int64_t> Kernel::check_inputs(const OrtKernelContext* context) const {
+  FreeSizes<int64_t> sizes;
+  for (size_t i = 0; i < input_count(); ++i) {
+    if (shapes_.input(i).packed) continue;
+    const Shape found = shape_of(get_input(context, i));
+    if (!shapes_.match(i, found, sizes, OverNumbers{}))
+      fail(std::string(op_.inputs.first[i].name) + " has shape " + text_of(found) + ", expected " +
+           shapes_.expected(i, sizes));
   }
-  shapes.past_slots = past[2];
-  shapes.mask = mask[1];
-  shapes.slots = std::max(past[2], mask[1]);
-  shapes.output = {shapes.batch, shapes.tokens, heads * output_size(node)};
-  shapes.key = {shapes.batch, groups, shapes.slots, key_width + tail};
-  shapes.value = {shapes.batch, groups, shapes.slots, value_width + tail};
-  return shapes;
+  return sizes;
 }
 
-OrtValue* Kernel::get_present(OrtKernelContext* context, size_t index, const AttentionShapes& shapes) const {
-  const Shape& shape = index == 1 ? shapes.key : shapes.value;
+OrtValue* Kernel::get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
+  const Shape shape = shapes_.output(index, sizes, MakeNumbers{});
   OrtValue* value;
   OrtStatus* const status = api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value);
-  if (status && shapes.slots > shapes.past_slots) {  // what is bound cannot grow
+  if (status && shape[2] > sizes.at('P')) {  // what is bound cannot grow
     api_->ReleaseStatus(status);
-    fail_slots(shapes, shapes.slots);
+    fail_slots(sizes, shape[2]);
   }
   check(status);
   return value;
 }
 
-void Kernel::fail_slots(const AttentionShapes& shapes, int64_t needed) const {
-  fail("the cache " + input_name(CachedAttention_past_key) + " has " + std::to_string(shapes.past_slots) +
-       " slots, and this run needs " + std::to_string(needed) + ": " + std::to_string(shapes.tokens) +
-       " tokens are new, attention_mask has " + std::to_string(shapes.mask) +
+void Kernel::fail_slots(const FreeSizes<int64_t>& sizes, int64_t needed) const {
+  fail("the cache " + input_name(CachedAttention_past_key) + " has " + std::to_string(sizes.at('P')) +
+       " slots, and this run needs " + std::to_string(needed) + ": " + std::to_string(sizes.at('S')) +
+       " tokens are new, attention_mask has " + std::to_string(sizes.at('L')) +
        " columns; bind a cache with more slots, or feed fewer tokens");
 }
 
@@ -450,217 +399,121 @@ void Kernel::check_caches(const qm_attention& node) const {
          enum_name("cache_format", node.cache_format) + " are of " + text(wanted));
 }
 
-template <class Sizes, class Tensors>
-void Kernel::read_stateful(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const {
-  const int64_t channels = conv.channels;
-  check_shape(context, CausalConv_x, {-1, -1, x_of(conv).size});
-  Shape x = shape_of(get_input(context, CausalConv_x));
-  x[2] = channels;
-  const Shape bias = shape_of(get_input(context, CausalConv_bias));
-  const Shape state = windowed(conv.state_window, {x[0], channels, conv.width - 1});
-  check_shape(context, CausalConv_weight, {channels, conv.width});
-  if (bias != Shape{0} && bias != Shape{channels})
-    fail("bias has shape " + text_of(bias) + ", expected " + text_of({channels}) + " or, for none, [0]");
-  check_shape(context, CausalConv_past_conv, state);
-  check_shape(context, CausalConv_rows, {x[0], 3});
-  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
-  sizes.batch = x[0];
-  sizes.tokens = x[1];
-  tensors.x = input(CausalConv_x);
-  tensors.weight = static_cast<const float*>(input(CausalConv_weight));
-  tensors.bias = bias[0] ? static_cast<const float*>(input(CausalConv_bias)) : nullptr;
-  tensors.past_conv = input(CausalConv_past_conv);
-  tensors.rows = static_cast<const int32_t*>(input(CausalConv_rows));
-  tensors.y = data_of(get_output(context, 0, x));
-  tensors.present_conv = data_of(get_output(context, 1, state));
-}
-
-template <class Sizes, class Tensors>
-void Kernel::read_stateful(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const {
-  const int64_t heads = delta.num_v_heads, k = delta.k_head_size, v = delta.v_head_size;
-  const int64_t decays = heads * (delta.decay_per_key ? k : 1);
-  check_shape(context, GatedDelta_qkv, {-1, -1, 2 * delta.num_k_heads * k + heads * v});
-  const Shape qkv = shape_of(get_input(context, GatedDelta_qkv));
-  const Shape output{qkv[0], qkv[1], heads * v}, state = windowed(delta.state_window, {qkv[0], heads, k, v});
-  check_shape(context, GatedDelta_a, {qkv[0], qkv[1], a_of(delta).size});
-  check_shape(context, GatedDelta_b, {qkv[0], qkv[1], b_of(delta).size});
-  check_shape(context, GatedDelta_z, {qkv[0], qkv[1], z_of(delta).size});
-  check_shape(context, GatedDelta_a_log, {heads});
-  check_shape(context, GatedDelta_dt_bias, {decays});
-  check_shape(context, GatedDelta_norm, {v});
-  check_shape(context, GatedDelta_past_state, state);
-  check_shape(context, GatedDelta_rows, {qkv[0], 3});
-  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
-  const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
-  sizes.batch = qkv[0];
-  sizes.tokens = qkv[1];
-  tensors.qkv = input(GatedDelta_qkv);
-  tensors.a = input(GatedDelta_a);
-  tensors.b = input(GatedDelta_b);
-  tensors.z = input(GatedDelta_z);
-  tensors.a_log = floats(GatedDelta_a_log);
-  tensors.dt_bias = floats(GatedDelta_dt_bias);
-  tensors.norm = floats(GatedDelta_norm);
-  tensors.past_state = floats(GatedDelta_past_state);
-  tensors.rows = static_cast<const int32_t*>(input(GatedDelta_rows));
-  tensors.y = data_of(get_output(context, 0, output));
-  tensors.present_state = static_cast<float*>(data_of(get_output(context, 1, state)));
-}
-
-template <class Sizes, class Tensors>
-void Kernel::read_stateful(OrtKernelContext* context, const qm_space& space, Sizes& sizes, Tensors& tensors) const {
-  const int64_t heads = space.num_heads, width = width_of(space);
-  check_shape(context, StateSpace_xbc, {-1, -1, width + 2 * int64_t{space.num_groups} * space.state_size});
-  const Shape xbc = shape_of(get_input(context, StateSpace_xbc));
-  const Shape output{xbc[0], xbc[1], width},
-      state = windowed(space.state_window, {xbc[0], heads, space.state_size, space.head_size});
-  check_shape(context, StateSpace_dt, {xbc[0], xbc[1], dt_of(space).size});
-  check_shape(context, StateSpace_z, {xbc[0], xbc[1], z_of(space).size});
-  for (const int32_t input : {StateSpace_a_log, StateSpace_dt_bias, StateSpace_d}) check_shape(context, input, {heads});
-  check_shape(context, StateSpace_norm, {width});
-  check_shape(context, StateSpace_past_state, state);
-  check_shape(context, StateSpace_rows, {xbc[0], 3});
-  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
-  const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
-  sizes.batch = xbc[0];
-  sizes.tokens = xbc[1];
-  tensors.xbc = input(StateSpace_xbc);
-  tensors.dt = input(StateSpace_dt);
-  tensors.z = input(StateSpace_z);
-  tensors.a_log = floats(StateSpace_a_log);
-  tensors.dt_bias = floats(StateSpace_dt_bias);
-  tensors.d = floats(StateSpace_d);
-  tensors.norm = floats(StateSpace_norm);
-  tensors.past_state = floats(StateSpace_past_state);
-  tensors.rows = static_cast<const int32_t*>(input(StateSpace_rows));
-  tensors.y = data_of(get_output(context, 0, output));
-  tensors.present_state = static_cast<float*>(data_of(get_output(context, 1, state)));
-}
-
-// What a graph says of a tensor: its type, sizes, and the names of those that are not numbers (-1). No sizes: unknown.
-struct Inferred {
-  ONNXTensorElementDataType type;
-  Shape sizes;
-  std::vector<const char*> names;
-
-  void set(size_t at, int64_t size, const char* name = "") {
-    sizes[at] = size;
-    names[at] = name;
+// A size in a graph: a number, or -1 and its name, "" where it has none.
+struct GraphSize {
+  int64_t size = -1;
+  const char* name = "";
+};
+inline int64_t known_size(const GraphSize& size) { return size.size; }
+struct MakeGraphSizes {
+  GraphSize number(int64_t n) const { return {n}; }
+  GraphSize times(const GraphSize& size, int64_t n) const { return {size.size < 0 ? -1 : size.size * n}; }
+  GraphSize max(const GraphSize& a, const GraphSize& b) const {  // the larger of two names has none
+    if (a.size >= 0 && b.size >= 0) return {std::max(a.size, b.size)};
+    if (a.size == 0 || std::string_view(a.name) == b.name) return b;
+    return b.size == 0 ? a : GraphSize{};
   }
 };
 
-// Shapes of a node's outputs from those of its inputs.
+// Shapes of a node's outputs from those of its inputs, as op.def states them.
 class Inference {
  public:
   Inference(const Op& op, OrtShapeInferContext* context) : op_(op), context_(context) {}
 
-  // Outputs have the shape of the first input, but for the size of the last dimension, or of the first one;
-  // CachedAttention's caches that of past with slots enough for the mask, other states that of past; TokenRows' are
-  // [B, 3] and [B, 1, 1].
+  // Inputs that contradict op.def are the node's to refuse. An output of which a size or the rank is not known is left
+  // out.
   void run() const {
-    const std::string_view name = op_.name;
-    Inferred first = get_input(0);
-    if (first.sizes.empty()) return;
-    if (name == "TokenRows") return infer_token_rows(first);
-    const size_t last = first.sizes.size() - 1;
-    if (name == "QuantLinear") first.set(last, get_attribute("out_features"));
-    if (name == "MoERouting" || name == "MoERouter")
-      first.set(last, get_attribute("top_k") + (get_attribute("op_version") > 1 ? get_attribute("shared_experts") : 0));
-    if (name == "AllGather") {
-      const bool rows = get_attribute("op_version") > 1 && get_attribute("axis") == 0;
-      first.set(rows ? 0 : last, std::max(first.sizes[rows ? 0 : last] * get_attribute("world"), int64_t{-1}));
-    }
-    if (name == "ReduceScatter") first.set(0, first.sizes[0] < 0 ? -1 : first.sizes[0] / get_attribute("world"));
-    if (name == "CausalConv") first.set(last, get_attribute("channels"));
-    if (name == "CachedAttention") {
-      const int64_t own = get_attribute("op_version") > 3 ? get_attribute("out_size") : 0;
-      first.set(last, get_attribute("num_heads") * (own ? own : get_attribute("v_head_size")));
-    }
-    if (name == "GatedDelta") first.set(last, get_attribute("num_v_heads") * get_attribute("v_head_size"));
-    if (name == "StateSpace") first.set(last, get_attribute("num_heads") * get_attribute("head_size"));
-    const bool stateful =
-        name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta" || name == "StateSpace";
-    const int32_t alike = stateful ? 1 : op_.outputs.count;
-    for (int32_t i = 0; i < alike; ++i) {
-      Inferred output = first;
-      if (const Type type = op_.outputs.first[i].type; type != Type::T) output.type = op_.resolve(type);
-      get_output(i, output);
-    }
-    if (name == "CachedAttention") infer_caches();
-    if (name == "CausalConv") get_output(1, get_input(CausalConv_past_conv));
-    if (name == "GatedDelta") get_output(1, get_input(GatedDelta_past_state));
-    if (name == "StateSpace") get_output(1, get_input(StateSpace_past_state));
+    ShapeRules rules;
+    if (!read_rules(rules)) return;
+    FreeSizes<GraphSize> sizes;
+    const auto over = [](const GraphSize& size, int64_t n) { return GraphSize{size.size < 0 ? -1 : size.size / n}; };
+    size_t count;
+    check(op_.api->ShapeInferContext_GetInputCount(context_, &count));
+    for (size_t i = 0; i < count; ++i)
+      if (const std::vector<GraphSize> found = get_input(i); !found.empty()) (void)rules.match(i, found, sizes, over);
+    for (int32_t i = 0; i < op_.outputs.count; ++i)
+      set_output(i, rules.output(static_cast<size_t>(i), sizes, MakeGraphSizes{}));
   }
 
  private:
-  void infer_token_rows(Inferred rows) const {
-    rows.sizes.resize(2);
-    rows.names.resize(2);
-    rows.type = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-    rows.set(1, 3);
-    get_output(0, rows);
-    rows.type = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-    rows.set(1, 1);
-    rows.sizes.push_back(1);
-    rows.names.push_back("");
-    get_output(1, rows);
-  }
-  void infer_caches() const {
-    const Inferred mask = get_input(CachedAttention_attention_mask);
-    for (const int32_t i : {0, 1}) {
-      Inferred cache = get_input(CachedAttention_past_key + i);
-      if (cache.sizes.size() != 4 || mask.sizes.size() != 2) continue;
-      const int64_t past = cache.sizes[2], all = mask.sizes[1];
-      const bool same = past < 0 && all < 0 && std::string_view(cache.names[2]) == mask.names[1];
-      if (past >= 0 && all >= 0)
-        cache.set(2, std::max(past, all));
-      else if (past == 0)
-        cache.set(2, all, mask.names[1]);
-      else if (!same)
-        continue;  // the larger of two sizes has no name
-      get_output(1 + i, cache);
-    }
-  }
   void check(OrtStatus* status) const {
     if (!status) return;
     const std::string message = op_.api->GetErrorMessage(status);
     op_.api->ReleaseStatus(status);
     throw std::runtime_error(message);
   }
-  Inferred get_input(int32_t index) const {
+  std::vector<GraphSize> get_input(size_t index) const {
     OrtTensorTypeAndShapeInfo* info;  // belongs to the context
-    Inferred found{};
     size_t rank = 0;
-    check(op_.api->ShapeInferContext_GetInputTypeShape(context_, static_cast<size_t>(index), &info));
-    check(op_.api->GetTensorElementType(info, &found.type));
+    check(op_.api->ShapeInferContext_GetInputTypeShape(context_, index, &info));
     check(op_.api->GetDimensionsCount(info, &rank));
-    found.sizes.resize(rank);
-    found.names.resize(rank);
-    check(op_.api->GetDimensions(info, found.sizes.data(), rank));
-    check(op_.api->GetSymbolicDimensions(info, found.names.data(), rank));
+    Shape sizes(rank);
+    std::vector<const char*> names(rank);
+    check(op_.api->GetDimensions(info, sizes.data(), rank));
+    check(op_.api->GetSymbolicDimensions(info, names.data(), rank));
+    std::vector<GraphSize> found;
+    for (size_t i = 0; i < rank; ++i) found.push_back({sizes[i], names[i]});
     return found;
   }
-  int64_t get_attribute(const char* name) const {
-    const OrtOpAttr* attribute;
-    int64_t value;
-    size_t length;
-    check(op_.api->ShapeInferContext_GetAttribute(context_, name, &attribute));
-    check(op_.api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof value, &length));
-    return value;
+  // The shapes for the node's integers and enums; false where one is missing or wrong, which the node refuses.
+  bool read_rules(ShapeRules& rules) const try {
+    std::vector<int32_t> node(qm_node_size(op_.name) / sizeof(int32_t));
+    char error[QM_ERROR_SIZE];
+    int64_t version = 0;
+    for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op_.name, i); ++i) {
+      if (attribute->kind == 'f' || (i > 0 && attribute->since > version)) continue;
+      const OrtOpAttr* given;
+      size_t length = 0;
+      check(op_.api->ShapeInferContext_GetAttribute(context_, attribute->name, &given));
+      int status;
+      if (attribute->kind == 'i') {
+        int64_t value;
+        check(op_.api->ReadOpAttr(given, ORT_OP_ATTR_INT, &value, sizeof value, &length));
+        if (i == 0) version = value;
+        status = i == 0 ? qm_set_version(op_.name, node.data(), value, error)
+                        : qm_set_int(op_.name, node.data(), attribute->name, value, error);
+      } else {
+        char value[64] = {};
+        check(op_.api->ReadOpAttr(given, ORT_OP_ATTR_STRING, value, sizeof value - 1, &length));
+        status = qm_set_string(op_.name, node.data(), attribute->name, value, error);
+      }
+      if (status) return false;
+    }
+    rules = ShapeRules(op_.name, node.data());
+    return true;
+  } catch (const std::exception&) {
+    return false;
   }
   // The type is said too: ONNX Runtime asks the first of an operator's variants for all of them.
-  void get_output(int32_t index, Inferred output) const {
-    const size_t rank = output.sizes.size();
-    for (size_t i = 0; i < rank; ++i)
-      if (output.sizes[i] < 0 && !*output.names[i]) return;  // it would be taken for the number -1
+  void set_output(int32_t index, const std::vector<GraphSize>& sizes) const {
+    Shape numbers;
+    std::vector<const char*> names;
+    if (sizes.empty()) return;
+    for (const GraphSize& size : sizes) {
+      if (size.size < 0 && !*size.name) return;  // it would be taken for the number -1
+      numbers.push_back(size.size);
+      names.push_back(size.name);
+    }
     OrtTensorTypeAndShapeInfo* info;
     check(op_.api->CreateTensorTypeAndShapeInfo(&info));
     const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
         info, op_.api->ReleaseTensorTypeAndShapeInfo);
-    check(op_.api->SetDimensions(info, output.sizes.data(), rank));
-    check(op_.api->SetSymbolicDimensions(info, output.names.data(), rank));
-    check(op_.api->SetTensorElementType(info, output.type));
+    check(op_.api->SetDimensions(info, numbers.data(), numbers.size()));
+    check(op_.api->SetSymbolicDimensions(info, names.data(), names.size()));
+    check(op_.api->SetTensorElementType(info, type_of(op_.outputs.first[index].type)));
     check(op_.api->ShapeInferContext_SetOutputTypeShape(context_, static_cast<size_t>(index), info));
+  }
+  // A type that inputs decide is that of the first input that has it.
+  ONNXTensorElementDataType type_of(Type type) const {
+    ONNXTensorElementDataType found = op_.resolve(type);
+    for (int32_t i = 0; i < op_.inputs.count; ++i) {
+      if (op_.inputs.first[i].type != type) continue;
+      OrtTensorTypeAndShapeInfo* info;
+      check(op_.api->ShapeInferContext_GetInputTypeShape(context_, static_cast<size_t>(i), &info));
+      check(op_.api->GetTensorElementType(info, &found));
+      break;
+    }
+    return found;
   }
 
   const Op& op_;

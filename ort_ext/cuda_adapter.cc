@@ -128,7 +128,7 @@ class CudaMoE : public CudaKernel {
   std::shared_ptr<Experts> trace_;          // of what is routed to them; null: none is wanted
   int layer_ = 0, traced_layer_ = 0;
 
-  void trace(const Tokens& tokens, int64_t count, cudaStream_t stream) const;
+  void trace(const qm_cuda_problem& problem, const void* topk_ids, cudaStream_t stream) const;
 };
 
 CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify) : CudaKernel(op, api, info) {
@@ -172,7 +172,7 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
 }
 
 // Waits for the device: ids are there, and the file is the host's.
-void CudaMoE::trace(const Tokens& tokens, int64_t count, cudaStream_t stream) const try {
+void CudaMoE::trace(const qm_cuda_problem& problem, const void* topk_ids, cudaStream_t stream) const try {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const auto must = [](cudaError_t error) {
     if (error != cudaSuccess)
@@ -181,28 +181,30 @@ void CudaMoE::trace(const Tokens& tokens, int64_t count, cudaStream_t stream) co
   must(cudaStreamIsCapturing(stream, &status));
   if (status != cudaStreamCaptureStatusNone)
     throw std::runtime_error("quantmoe.trace: a CUDA graph is captured, whose replays nothing sees; run without one");
-  std::vector<char> ids(static_cast<size_t>(count * tokens.top_k * op_.id_bytes()));
-  must(cudaMemcpyAsync(ids.data(), data_of(tokens.topk_ids), ids.size(), cudaMemcpyDeviceToHost, stream));
+  std::vector<char> ids(static_cast<size_t>(problem.tokens * problem.top_k * problem.id_bytes));
+  must(cudaMemcpyAsync(ids.data(), topk_ids, ids.size(), cudaMemcpyDeviceToHost, stream));
   must(cudaStreamSynchronize(stream));
   trace_->start();
-  if (op_.id_bytes() == 8)
-    trace_->trace(traced_layer_, reinterpret_cast<const int64_t*>(ids.data()), count, tokens.top_k);
+  if (problem.id_bytes == 8)
+    trace_->trace(traced_layer_, reinterpret_cast<const int64_t*>(ids.data()), problem.tokens, problem.top_k);
   else
-    trace_->trace(traced_layer_, reinterpret_cast<const int32_t*>(ids.data()), count, tokens.top_k);
+    trace_->trace(traced_layer_, reinterpret_cast<const int32_t*>(ids.data()), problem.tokens, problem.top_k);
 } catch (const std::runtime_error& error) {
   throw std::runtime_error(node_ + ": " + error.what());
 }
 
 void CudaMoE::run(OrtKernelContext* context) const {
-  const Tokens tokens = read_tokens(context, problem_.moe.hidden_size);
-  OrtValue* output = get_output(context, 0, tokens.shape);
+  const FreeSizes<int64_t> sizes = check_tokens(context);
+  OrtValue* output = get_output(context, QuantMoE_output, sizes);
   qm_cuda_problem problem = problem_;
-  problem.tokens = rows_of(tokens.shape);
-  problem.top_k = tokens.top_k;
+  problem.tokens = elements(*sizes.rest());
+  problem.top_k = sizes.at('K');
   if (problem.tokens == 0) return;
-  if (trace_) trace(tokens, problem.tokens, static_cast<cudaStream_t>(stream_of(context)));
   qm_cuda_tensors tensors{};
-  tensors.topk_ids = data_of(tokens.topk_ids);
+  tensors.hidden_states = data_of(get_input(context, QuantMoE_hidden_states));
+  tensors.topk_ids = data_of(get_input(context, QuantMoE_topk_ids));
+  tensors.topk_weights = static_cast<const float*>(data_of(get_input(context, QuantMoE_topk_weights)));
+  if (trace_) trace(problem, tensors.topk_ids, static_cast<cudaStream_t>(stream_of(context)));
   std::string said;
   std::optional<DeviceExperts::Turn> turn;
   if (experts_) {
@@ -219,8 +221,6 @@ void CudaMoE::run(OrtKernelContext* context) const {
   if (said != "") log_info(context, said);
   execute<qm_cuda_plan>(context, problem, qm_cuda_plan_moe,
                         [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
-                          tensors.hidden_states = data_of(tokens.hidden_states);
-                          tensors.topk_weights = static_cast<const float*>(data_of(tokens.topk_weights));
                           tensors.output = data_of(output);
                           tensors.workspace = workspace;
                           return qm_cuda_launch(&problem, &plan, &tensors, stream, error);
@@ -252,15 +252,11 @@ class CudaLinear : public CudaKernel {
 };
 
 void CudaLinear::run(OrtKernelContext* context) const {
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   const OrtValue* x = get_input(context, QuantLinear_x);
-  Shape shape = shape_of(x);
-  if (shape.empty() || shape.back() != problem_.linear.in_features)
-    fail("x has shape " + text_of(shape) + ", expected [.., in_features " +
-         std::to_string(problem_.linear.in_features) + "]");
   qm_cuda_linear_problem problem = problem_;
-  problem.rows = rows_of(shape);
-  shape.back() = problem_.linear.out_features;
-  OrtValue* y = get_output(context, 0, shape);
+  problem.rows = elements(*sizes.rest());
+  OrtValue* y = get_output(context, QuantLinear_y, sizes);
   if (problem.rows == 0) return;
   execute<qm_cuda_plan>(context, problem, qm_cuda_plan_linear,
                         [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
@@ -285,21 +281,12 @@ class CudaRouting : public CudaKernel {
 };
 
 void CudaRouting::run(OrtKernelContext* context) const {
-  const OrtValue* logits = get_input(context, MoERouting_logits);
-  const OrtValue* bias = get_input(context, MoERouting_correction_bias);
-  const qm_routing& routing = problem_.routing;
-  Shape shape = shape_of(logits);
-  const std::string experts = "num_experts " + std::to_string(routing.num_experts);
-  if (shape.empty() || shape.back() != routing.num_experts + routing.shared_gate)
-    fail("logits has shape " + text_of(shape) + ", expected [.., " + experts + (routing.shared_gate ? " + 1]" : "]"));
-  if (const Shape found = shape_of(bias); found != Shape{routing.num_experts})
-    fail("correction_bias has shape " + text_of(found) + ", expected [" + experts + "]");
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   qm_cuda_routing_problem problem = problem_;
-  problem.tokens = rows_of(shape);
-  shape.back() = routing.top_k + routing.shared_experts;
-  OrtValue *ids = get_output(context, 0, shape), *weights = get_output(context, 1, shape);
-  const qm_cuda_routing_tensors tensors{data_of(logits), static_cast<const float*>(data_of(bias)),
-                                        static_cast<int32_t*>(data_of(ids)), static_cast<float*>(data_of(weights))};
+  problem.tokens = elements(*sizes.rest());
+  qm_cuda_routing_tensors tensors{};
+#define QM_ONLY "ops/moe_routing.def"
+#include "tensors.inc"
   char error[QM_ERROR_SIZE];
   if (qm_cuda_launch_routing(&problem, &tensors, stream_of(context), error))
     throw std::runtime_error(node_ + ": " + error);
@@ -327,28 +314,12 @@ class CudaRouter : public CudaKernel {
 };
 
 void CudaRouter::run(OrtKernelContext* context) const {
-  const qm_router& router = problem_.router;
-  const OrtValue* x = get_input(context, MoERouter_hidden_states);
-  Shape shape = shape_of(x);
-  if (shape.empty() || shape.back() != router.hidden_size)
-    fail("hidden_states has shape " + text_of(shape) + ", expected [.., hidden_size " +
-         std::to_string(router.hidden_size) + "]");
-  const auto bias = [&](int32_t input, int64_t size) {
-    const OrtValue* value = get_input(context, static_cast<size_t>(input));
-    if (shape_of(value) == Shape{0}) return static_cast<const float*>(nullptr);
-    check_shape(context, input, {size});
-    return static_cast<const float*>(data_of(value));
-  };
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   qm_cuda_router_problem problem = problem_;
-  problem.tokens = rows_of(shape);
-  shape.back() = router.top_k + router.shared_experts;
+  problem.tokens = elements(*sizes.rest());
   qm_cuda_router_tensors tensors{};
-  tensors.hidden_states = data_of(x);
-  tensors.weight = data_of(get_input(context, MoERouter_weight));
-  tensors.bias = bias(MoERouter_bias, router.num_experts + router.shared_gate);
-  tensors.correction_bias = bias(MoERouter_correction_bias, router.num_experts);
-  tensors.topk_ids = static_cast<int32_t*>(data_of(get_output(context, 0, shape)));
-  tensors.topk_weights = static_cast<float*>(data_of(get_output(context, 1, shape)));
+#define QM_ONLY "ops/moe_router.def"
+#include "tensors.inc"
   execute<qm_cuda_router_plan>(context, problem, qm_cuda_plan_router,
                                [&](const qm_cuda_router_plan& plan, void* workspace, void* stream, char* error) {
                                  tensors.workspace = workspace;
@@ -371,15 +342,12 @@ qm_cuda_norm_problem CudaKernel::read_norm(const OrtKernelInfo* info, const qm_n
 
 // And the problem's rows.
 qm_cuda_norm_tensors CudaKernel::norm_tensors(OrtKernelContext* context, qm_cuda_norm_problem* problem) const {
-  const OrtValue* x = get_input(context, AddRMSNorm_x);
-  const Shape shape = shape_of(x);
-  if (shape.empty() || shape.back() != problem->columns)
-    fail("x has shape " + text_of(shape) + ", expected [.., " + std::to_string(problem->columns) + "] as weight has");
-  check_shape(context, AddRMSNorm_residual, shape);
-  problem->rows = rows_of(shape);
-  OrtValue *y = get_output(context, 0, shape), *sum = get_output(context, 1, shape);
-  return {data_of(x), data_of(get_input(context, AddRMSNorm_residual)), data_of(get_input(context, AddRMSNorm_weight)),
-          data_of(y), data_of(sum)};
+  const FreeSizes<int64_t> sizes = check_inputs(context);
+  problem->rows = elements(*sizes.rest());
+  qm_cuda_norm_tensors tensors{};
+#define QM_ONLY "ops/add_rms_norm.def"
+#include "tensors.inc"
+  return tensors;
 }
 
 class CudaNorm : public CudaKernel {
@@ -415,19 +383,15 @@ class CudaRows : public CudaKernel {
 };
 
 void CudaRows::run(OrtKernelContext* context) const {
-  const OrtValue* mask = get_input(context, TokenRows_attention_mask);
-  check_shape(context, TokenRows_attention_mask, {-1, -1});
-  const Shape shape = shape_of(mask);
-  check_shape(context, TokenRows_past_key, {shape[0], -1, -1, -1});
-  check_shape(context, TokenRows_input_ids, {shape[0], -1});
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   qm_cuda_rows_problem problem = problem_;
-  problem.batch = shape[0];
-  problem.tokens = shape_of(get_input(context, TokenRows_input_ids))[1];
-  problem.past_slots = shape_of(get_input(context, TokenRows_past_key))[2];
-  problem.length = shape[1];
-  const qm_cuda_rows_tensors tensors{static_cast<const int64_t*>(data_of(mask)),
-                                     static_cast<int32_t*>(data_of(get_output(context, 0, {shape[0], 3}))),
-                                     static_cast<int64_t*>(data_of(get_output(context, 1, {shape[0], 1, 1})))};
+  problem.batch = sizes.at('B');
+  problem.tokens = sizes.at('S');
+  problem.past_slots = sizes.at('P');
+  problem.length = sizes.at('L');
+  const qm_cuda_rows_tensors tensors{static_cast<const int64_t*>(data_of(get_input(context, TokenRows_attention_mask))),
+                                     static_cast<int32_t*>(data_of(get_output(context, TokenRows_rows, sizes))),
+                                     static_cast<int64_t*>(data_of(get_output(context, TokenRows_last, sizes)))};
   char error[QM_ERROR_SIZE];
   if (qm_cuda_launch_rows(&problem, &tensors, stream_of(context), error))
     throw std::runtime_error(node_ + ": " + error);
@@ -451,14 +415,14 @@ class CudaAttention : public CudaKernel {
 };
 
 void CudaAttention::run(OrtKernelContext* context) const {
-  const AttentionShapes shapes = read_attention(context, problem_.attention);
+  const FreeSizes<int64_t> sizes = check_inputs(context);
   const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
   const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
   qm_cuda_attention_problem problem = problem_;
-  problem.batch = shapes.batch;
-  problem.tokens = shapes.tokens;
-  problem.past_slots = shapes.past_slots;
-  problem.slots = shapes.slots;
+  problem.batch = sizes.at('B');
+  problem.tokens = sizes.at('S');
+  problem.past_slots = sizes.at('P');
+  problem.slots = std::max(problem.past_slots, sizes.at('L'));
   qm_cuda_attention_tensors tensors{};
   tensors.qkv = input(CachedAttention_qkv);
   tensors.past_key = input(CachedAttention_past_key);
@@ -469,9 +433,9 @@ void CudaAttention::run(OrtKernelContext* context) const {
   tensors.q_norm = floats(CachedAttention_q_norm);
   tensors.k_norm = floats(CachedAttention_k_norm);
   tensors.sinks = floats(CachedAttention_sinks);
-  tensors.output = data_of(get_output(context, 0, shapes.output));
-  tensors.present_key = data_of(get_present(context, 1, shapes));
-  tensors.present_value = data_of(get_present(context, 2, shapes));
+  tensors.output = data_of(get_output(context, CachedAttention_output, sizes));
+  tensors.present_key = data_of(get_present(context, CachedAttention_present_key, sizes));
+  tensors.present_value = data_of(get_present(context, CachedAttention_present_value, sizes));
   execute<qm_cuda_attention_plan>(context, problem, qm_cuda_plan_attention,
                                   [&](const qm_cuda_attention_plan& plan, void* workspace, void* stream, char* error) {
                                     tensors.workspace = workspace;
@@ -622,7 +586,7 @@ class CudaGather : public CudaRank {
 
 void CudaGather::run(OrtKernelContext* context) const {
   const OrtValue* x = get_input(context, AllGather_x);
-  OrtValue* y = gathered(context, x, gather_);
+  OrtValue* y = get_output(context, AllGather_y, check_inputs(context));
   const Shape shape = shape_of(x);
   const int64_t count = elements(shape);
   if (count == 0) return;
@@ -643,7 +607,7 @@ class CudaScatter : public CudaRank {
   }
   void run(OrtKernelContext* context) const override {
     const OrtValue* x = get_input(context, ReduceScatter_x);
-    OrtValue* y = scattered(context, x, scatter_.world);
+    OrtValue* y = get_output(context, ReduceScatter_y, check_inputs(context));
     const int64_t own = elements(shape_of(x)) / scatter_.world;
     if (own == 0) return;
     const auto stream = static_cast<cudaStream_t>(stream_of(context));

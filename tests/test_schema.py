@@ -26,7 +26,7 @@ from quantmoe.custom_ops.op import (
     ScatterSpec,
     SpaceSpec,
 )
-from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, schema, stub
+from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, read, schema, stub
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make_struct
 
 SOURCES = Path(__file__).parents[1] / "custom_ops"
@@ -56,7 +56,7 @@ ATTRIBUTES |= {"routed_scaling_factor": 1.5}
 
 
 def later_text() -> str:
-    text = (SOURCES / "op.def").read_text(encoding="utf-8")
+    text = read(SOURCES)
     text, versions = re.subn(r"QM_OP\(MoERouting, routing, \d+\)", "QM_OP(MoERouting, routing, 3)", text)
     assert versions == 1
     text = re.sub(r"QM_ATTR_SINCE\(MoERouting.*\n", "", text)
@@ -140,7 +140,7 @@ def test_what_an_older_version_cannot_say_is_refused(later: Schema) -> None:
     ],
 )
 def test_a_line_that_cannot_be(line: str, message: str) -> None:
-    text = (SOURCES / "op.def").read_text(encoding="utf-8")
+    text = read(SOURCES)
     with pytest.raises(ValueError, match=message):
         parse(text.replace("QM_END(MoERouting", f"{line}\nQM_END(MoERouting"))
 

@@ -6,24 +6,12 @@ namespace {
 
 class TokenRows final : public Plugin {
  public:
-  TokenRows(SharedLayer layer, const qm_rows& node) : Plugin("TokenRows", std::move(layer)) { problem_.node = node; }
+  TokenRows(SharedLayer layer, const qm_rows& node) : Plugin("TokenRows", std::move(layer), &node) {
+    problem_.node = node;
+  }
 
  private:
   IPluginV3* make_copy() const override { return new TokenRows(layer_, problem_.node); }
-  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
-    outputs[0].nbDims = 2;
-    outputs[1].nbDims = 3;
-    outputs[0].d[0] = outputs[1].d[0] = inputs[TokenRows_attention_mask].d[0];
-    outputs[0].d[1] = builder.constant(3);
-    outputs[1].d[1] = outputs[1].d[2] = builder.constant(1);
-    return true;
-  }
-  bool check_shapes(const Dims* in) const override {
-    const int64_t batch = in[TokenRows_attention_mask].d[0];
-    return check_shape(in, TokenRows_attention_mask, {-1, -1}) &&
-           check_shape(in, TokenRows_past_key, {batch, -1, -1, -1}) &&
-           check_shape(in, TokenRows_input_ids, {batch, -1});
-  }
   bool configure(const Inputs&) override { return true; }
   bool prepare(const Inputs& in) override {
     const Dims& mask = in.dims[TokenRows_attention_mask];
@@ -48,12 +36,10 @@ class TokenRows final : public Plugin {
 class Attention final : public Planned<qm_cuda_attention_problem, qm_cuda_attention_plan, qm_cuda_plan_attention> {
  public:
   Attention(SharedLayer layer, const qm_attention& attention)
-      : Planned("CachedAttention", std::move(layer)), attention_(attention) {}
+      : Planned("CachedAttention", std::move(layer), &attention), attention_(attention) {}
 
  private:
   IPluginV3* make_copy() const override { return new Attention(layer_, attention_); }
-  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override;
-  bool check_shapes(const Dims* in) const override;
   qm_cuda_attention_problem problem_of(const Inputs& in) const override {
     const Dims& qkv = in.dims[CachedAttention_qkv];
     qm_cuda_attention_problem problem{};
@@ -87,42 +73,6 @@ class Attention final : public Planned<qm_cuda_attention_problem, qm_cuda_attent
 
   qm_attention attention_;
 };
-
-bool Attention::set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
-  const DimsExprs &qkv = inputs[CachedAttention_qkv], &mask = inputs[CachedAttention_attention_mask];
-  for (const auto& [input, rank] : {std::pair{CachedAttention_qkv, 3},
-                                    {CachedAttention_past_key, 4},
-                                    {CachedAttention_past_value, 4},
-                                    {CachedAttention_attention_mask, 2}})
-    if (!check_rank(inputs, input, rank)) return false;
-  outputs[0] = qkv;
-  outputs[0].d[2] = builder.constant(int64_t{attention_.num_heads} * attention_.v_head_size);
-  for (const int32_t i : {0, 1}) {
-    outputs[1 + i] = inputs[CachedAttention_past_key + i];
-    IDimensionExpr const*& slots = outputs[1 + i].d[2];
-    slots = builder.operation(DimensionOperation::kMAX, *slots, *mask.d[1]);
-  }
-  return true;
-}
-
-bool Attention::check_shapes(const Dims* in) const {
-  const qm_attention& node = attention_;
-  const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
-  const int64_t heads = node.num_heads, groups = node.kv_num_heads, size = node.head_size, v_size = node.v_head_size,
-                split = node.key_split;
-  const auto weights = [&](int64_t all) {
-    return node.qk_norm == k_qk_norm_none ? 0 : node.qk_norm == k_qk_norm_head ? size : all * size;
-  };
-  const Dims &qkv = in[CachedAttention_qkv], &past = in[CachedAttention_past_key];
-  return check(CachedAttention_qkv, {-1, -1, qkv_size(node)}) &&
-         check(CachedAttention_past_key, {qkv.d[0], groups, -1, split ? split : size}) &&
-         check(CachedAttention_past_value, {qkv.d[0], groups, past.d[2], split ? size - split : v_size}) &&
-         check(CachedAttention_rows, {qkv.d[0], 3}) && check(CachedAttention_attention_mask, {qkv.d[0], -1}) &&
-         check(CachedAttention_cos, {qkv.d[0], qkv.d[1], node.rotary_size / 2}) &&
-         check(CachedAttention_sin, {qkv.d[0], qkv.d[1], node.rotary_size / 2}) &&
-         check(CachedAttention_q_norm, {weights(heads)}) && check(CachedAttention_k_norm, {weights(groups)}) &&
-         check(CachedAttention_sinks, {heads});
-}
 
 }  // namespace
 

@@ -8,11 +8,11 @@ namespace {
 class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan, qm_cuda_plan_moe> {
  public:
   MoE(SharedLayer layer, const qm_moe& moe, std::shared_ptr<const ExternalExperts> external)
-      : Planned("QuantMoE", std::move(layer)), moe_(moe), external_(std::move(external)) {}
+      : Planned("QuantMoE", std::move(layer), &moe), moe_(moe), external_(std::move(external)) {}
 
  private:
   IPluginV3* make_copy() const override { return new MoE(layer_, moe_, external_); }
-  bool check_shapes(const Dims* in) const override;
+  bool check_packed(const Dims* in) const override;
   qm_cuda_problem problem_of(const Inputs& in) const override {
     const Dims& ids = in.dims[QuantMoE_topk_ids];
     qm_cuda_problem problem{};
@@ -68,25 +68,16 @@ int MoE::launch_external(qm_cuda_tensors* tensors, cudaStream_t stream, char* er
   return qm_cuda_launch(&problem, &plan, tensors, stream, error);
 }
 
-bool MoE::check_shapes(const Dims* in) const {
-  const Dims &x = in[QuantMoE_hidden_states], &ids = in[QuantMoE_topk_ids], &weights = in[QuantMoE_topk_weights];
-  if (x.nbDims < 1 || differ(x.d[x.nbDims - 1], moe_.hidden_size))
-    return wrong("hidden_states has shape " + to_text(x) + ", expected [.., hidden_size " +
-                 std::to_string(moe_.hidden_size) + "]");
-  bool same = ids.nbDims == x.nbDims && weights.nbDims == x.nbDims;
-  for (int32_t i = 0; same && i + 1 < x.nbDims; ++i) same = !differ(ids.d[i], x.d[i]);
-  for (int32_t i = 0; same && i < x.nbDims; ++i) same = !differ(ids.d[i], weights.d[i]);
-  if (!same)
-    return wrong("topk_ids and topk_weights have shapes " + to_text(ids) + " and " + to_text(weights) +
-                 ", expected the same, and the sizes before the last of hidden_states " + to_text(x));
+bool MoE::check_packed(const Dims* in) const {
+  const Dims& ids = in[QuantMoE_topk_ids];
   if (ids.d[ids.nbDims - 1] < 1)
     return wrong("topk_ids has shape " + to_text(ids) + ", expected a last dimension known when the engine is built");
   const Dims &w13 = in[QuantMoE_w13], &w2 = in[QuantMoE_w2];
   if (external_)
     return (is_none(w13) && is_none(w2)) || wrong("w13 and w2 have shapes " + to_text(w13) + " and " + to_text(w2) +
                                                   ", expected [0]: their bytes are in files");
-  return check_packed("w13", w13, -1, qm_cuda_row_bytes(&moe_, 13)) &&
-         check_packed("w2", w2, w13.d[0], qm_cuda_row_bytes(&moe_, 2));
+  return Plugin::check_packed("w13", w13, -1, qm_cuda_row_bytes(&moe_, 13)) &&
+         Plugin::check_packed("w2", w2, w13.d[0], qm_cuda_row_bytes(&moe_, 2));
 }
 
 }  // namespace

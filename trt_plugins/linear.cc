@@ -6,17 +6,13 @@ namespace {
 
 class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan, qm_cuda_plan_linear> {
  public:
-  Linear(SharedLayer layer, const qm_linear& linear) : Planned("QuantLinear", std::move(layer)), linear_(linear) {}
+  Linear(SharedLayer layer, const qm_linear& linear)
+      : Planned("QuantLinear", std::move(layer), &linear), linear_(linear) {}
 
  private:
   IPluginV3* make_copy() const override { return new Linear(layer_, linear_); }
-  int64_t last_size() const override { return linear_.out_features; }
-  bool check_shapes(const Dims* in) const override {
-    const Dims& x = in[QuantLinear_x];
-    if (x.nbDims < 1 || differ(x.d[x.nbDims - 1], linear_.in_features))
-      return wrong("x has shape " + to_text(x) + ", expected [.., in_features " + std::to_string(linear_.in_features) +
-                   "]");
-    return check_packed("w", in[QuantLinear_w], 1, qm_cuda_linear_row_bytes(&linear_));
+  bool check_packed(const Dims* in) const override {
+    return Plugin::check_packed("w", in[QuantLinear_w], 1, qm_cuda_linear_row_bytes(&linear_));
   }
   qm_cuda_linear_problem problem_of(const Inputs& in) const override {
     qm_cuda_linear_problem problem{};

@@ -4,37 +4,14 @@
 namespace quantmoe {
 namespace {
 
-// A state's shape, with the window's size in front where there is one.
-std::vector<int64_t> windowed(int32_t window, std::vector<int64_t> state) {
-  if (window > 1) state.insert(state.begin(), window);
-  return state;
-}
-
 // A state stays where it is as a cache does: past and present are bound to the same memory.
 class Conv final : public Plugin {
  public:
   Conv(SharedLayer layer, const qm_conv& conv)
-      : Plugin("CausalConv", std::move(layer)), problem_{conv, QM_F32, 0, 0}, bias_(false) {}
+      : Plugin("CausalConv", std::move(layer), &conv), problem_{conv, QM_F32, 0, 0}, bias_(false) {}
 
  private:
   IPluginV3* make_copy() const override { return new Conv(layer_, problem_.conv); }
-  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
-    const int32_t rank = problem_.conv.state_window > 1 ? 4 : 3;
-    if (!check_rank(inputs, CausalConv_x, 3) || !check_rank(inputs, CausalConv_past_conv, rank)) return false;
-    outputs[0] = inputs[CausalConv_x];
-    outputs[0].d[2] = builder.constant(problem_.conv.channels);
-    outputs[1] = inputs[CausalConv_past_conv];
-    return true;
-  }
-  bool check_shapes(const Dims* in) const override {
-    const int64_t channels = problem_.conv.channels, width = problem_.conv.width;
-    const Dims &x = in[CausalConv_x], &bias = in[CausalConv_bias];
-    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
-    return check(CausalConv_x, {-1, -1, x_of(problem_.conv).size}) && check(CausalConv_weight, {channels, width}) &&
-           (is_none(bias) || check(CausalConv_bias, {channels})) &&
-           check(CausalConv_past_conv, windowed(problem_.conv.state_window, {x.d[0], channels, width - 1})) &&
-           check(CausalConv_rows, {x.d[0], 3});
-  }
   bool read_shapes(const Inputs& in) {
     const Dims& x = in.dims[CausalConv_x];
     problem_.type = qm_type(in.types[CausalConv_x]);
@@ -65,31 +42,10 @@ class Conv final : public Plugin {
 
 class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm_cuda_plan_delta> {
  public:
-  Delta(SharedLayer layer, const qm_delta& delta) : Planned("GatedDelta", std::move(layer)), delta_(delta) {}
+  Delta(SharedLayer layer, const qm_delta& delta) : Planned("GatedDelta", std::move(layer), &delta), delta_(delta) {}
 
  private:
   IPluginV3* make_copy() const override { return new Delta(layer_, delta_); }
-  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
-    const int32_t rank = delta_.state_window > 1 ? 5 : 4;
-    if (!check_rank(inputs, GatedDelta_qkv, 3) || !check_rank(inputs, GatedDelta_past_state, rank)) return false;
-    outputs[0] = inputs[GatedDelta_qkv];
-    outputs[0].d[2] = builder.constant(int64_t{delta_.num_v_heads} * delta_.v_head_size);
-    outputs[1] = inputs[GatedDelta_past_state];
-    return true;
-  }
-  bool check_shapes(const Dims* in) const override {
-    const int64_t heads = delta_.num_v_heads, k = delta_.k_head_size, v = delta_.v_head_size;
-    const int64_t decays = heads * (delta_.decay_per_key ? k : 1);
-    const Dims& qkv = in[GatedDelta_qkv];
-    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
-    return check(GatedDelta_qkv, {-1, -1, 2 * delta_.num_k_heads * k + heads * v}) &&
-           check(GatedDelta_a, {qkv.d[0], qkv.d[1], a_of(delta_).size}) &&
-           check(GatedDelta_b, {qkv.d[0], qkv.d[1], b_of(delta_).size}) &&
-           check(GatedDelta_z, {qkv.d[0], qkv.d[1], z_of(delta_).size}) && check(GatedDelta_a_log, {heads}) &&
-           check(GatedDelta_dt_bias, {decays}) && check(GatedDelta_norm, {v}) &&
-           check(GatedDelta_past_state, windowed(delta_.state_window, {qkv.d[0], heads, k, v})) &&
-           check(GatedDelta_rows, {qkv.d[0], 3});
-  }
   qm_cuda_delta_problem problem_of(const Inputs& in) const override {
     const Dims& qkv = in.dims[GatedDelta_qkv];
     qm_cuda_delta_problem problem{};
@@ -123,29 +79,10 @@ class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm
 
 class Space final : public Planned<qm_cuda_space_problem, qm_cuda_space_plan, qm_cuda_plan_space> {
  public:
-  Space(SharedLayer layer, const qm_space& space) : Planned("StateSpace", std::move(layer)), space_(space) {}
+  Space(SharedLayer layer, const qm_space& space) : Planned("StateSpace", std::move(layer), &space), space_(space) {}
 
  private:
   IPluginV3* make_copy() const override { return new Space(layer_, space_); }
-  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
-    const int32_t rank = space_.state_window > 1 ? 5 : 4;
-    if (!check_rank(inputs, StateSpace_xbc, 3) || !check_rank(inputs, StateSpace_past_state, rank)) return false;
-    outputs[0] = inputs[StateSpace_xbc];
-    outputs[0].d[2] = builder.constant(width_of(space_));
-    outputs[1] = inputs[StateSpace_past_state];
-    return true;
-  }
-  bool check_shapes(const Dims* in) const override {
-    const int64_t heads = space_.num_heads, width = width_of(space_), n = space_.state_size, p = space_.head_size;
-    const Dims& xbc = in[StateSpace_xbc];
-    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
-    return check(StateSpace_xbc, {-1, -1, width + 2 * space_.num_groups * n}) &&
-           check(StateSpace_dt, {xbc.d[0], xbc.d[1], dt_of(space_).size}) &&
-           check(StateSpace_z, {xbc.d[0], xbc.d[1], z_of(space_).size}) && check(StateSpace_a_log, {heads}) &&
-           check(StateSpace_dt_bias, {heads}) && check(StateSpace_d, {heads}) && check(StateSpace_norm, {width}) &&
-           check(StateSpace_past_state, windowed(space_.state_window, {xbc.d[0], heads, n, p})) &&
-           check(StateSpace_rows, {xbc.d[0], 3});
-  }
   qm_cuda_space_problem problem_of(const Inputs& in) const override {
     const Dims& xbc = in.dims[StateSpace_xbc];
     qm_cuda_space_problem problem{};

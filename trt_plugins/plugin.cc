@@ -14,11 +14,61 @@ std::string to_text(const Dims& dims) {
   return text + "]";
 }
 
-bool Plugin::set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
-  if (inputs[0].nbDims < 1) return wrong(std::string(inputs_.first[0].name) + " is a scalar, expected [.., features]");
+namespace {
+
+// A size in a network.
+struct NetworkSize {
+  const IDimensionExpr* expression;
+};
+int64_t known_size(const NetworkSize& size) {
+  return size.expression->isConstant() ? size.expression->getConstantValue() : -1;
+}
+
+struct MakeNetworkSizes {
+  IExprBuilder& builder;
+  NetworkSize number(int64_t n) const { return {builder.constant(n)}; }
+  NetworkSize times(const NetworkSize& size, int64_t n) const {
+    return make(DimensionOperation::kPROD, size, number(n));
+  }
+  NetworkSize max(const NetworkSize& a, const NetworkSize& b) const { return make(DimensionOperation::kMAX, a, b); }
+  NetworkSize make(DimensionOperation operation, const NetworkSize& a, const NetworkSize& b) const {
+    return {builder.operation(operation, *a.expression, *b.expression)};
+  }
+};
+
+}  // namespace
+
+bool Plugin::check_shapes(const Dims* in) const {
+  FreeSizes<int64_t> sizes;
+  for (int32_t i = 0; i < inputs_.count; ++i)
+    if (const auto at = static_cast<size_t>(i);
+        !rules_.match(at, std::vector<int64_t>(in[i].d, in[i].d + std::max(0, in[i].nbDims)), sizes, OverNumbers{}))
+      return wrong(std::string(inputs_.first[i].name) + " has shape " + to_text(in[i]) + ", expected " +
+                   rules_.expected(at, sizes));
+  return true;
+}
+
+bool Plugin::infer_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
+  std::vector<std::vector<NetworkSize>> shapes(static_cast<size_t>(inputs_.count));
+  std::vector<Dims> known(shapes.size());
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    known[i].nbDims = inputs[i].nbDims;
+    for (int32_t d = 0; d < inputs[i].nbDims; ++d) {
+      shapes[i].push_back({inputs[i].d[d]});
+      known[i].d[d] = known_size(shapes[i].back());
+    }
+  }
+  if (!check_shapes(known.data())) return false;
+  const MakeNetworkSizes make{builder};
+  FreeSizes<NetworkSize> sizes;
+  for (size_t i = 0; i < shapes.size(); ++i)
+    (void)rules_.match(i, shapes[i], sizes, [&](const NetworkSize& size, int64_t n) {
+      return make.make(DimensionOperation::kFLOOR_DIV, size, make.number(n));
+    });
   for (int32_t i = 0; i < outputs_.count; ++i) {
-    outputs[i] = inputs[0];
-    if (const int64_t size = last_size()) outputs[i].d[inputs[0].nbDims - 1] = builder.constant(size);
+    outputs[i].nbDims = 0;
+    for (const NetworkSize& size : rules_.output(static_cast<size_t>(i), sizes, make))
+      outputs[i].d[outputs[i].nbDims++] = size.expression;
   }
   return true;
 }
@@ -60,21 +110,6 @@ bool Plugin::check_packed(const char* name, const Dims& dims, int64_t experts, s
   const std::string count = experts < 0 ? "experts" : std::to_string(experts);
   return wrong(std::string(name) + " has shape " + to_text(dims) + ", expected [" + count + ", " +
                std::to_string(words) + " int32 words] for these attributes");
-}
-
-bool Plugin::check_shape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const {
-  Dims expected{static_cast<int32_t>(sizes.size()), {}};
-  std::copy(sizes.begin(), sizes.end(), expected.d);
-  bool same = in[input].nbDims == expected.nbDims;
-  for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !differ(in[input].d[i], expected.d[i]);
-  return same || wrong(std::string(inputs_.first[input].name) + " has shape " + to_text(in[input]) + ", expected " +
-                       to_text(expected) + " (-1: any size)");
-}
-
-bool Plugin::check_rank(const DimsExprs* inputs, int32_t input, int32_t rank) const {
-  return inputs[input].nbDims == rank ||
-         wrong(std::string(inputs_.first[input].name) + " has " + std::to_string(inputs[input].nbDims) +
-               " dimensions, expected " + std::to_string(rank));
 }
 
 const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {

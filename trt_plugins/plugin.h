@@ -16,6 +16,7 @@
 
 #include "NvInferRuntime.h"
 #include "core/attributes.h"
+#include "core/shapes.h"
 #include "core/slots.h"
 #include "logger.h"
 #include "quantmoe/quant_moe_cuda.h"
@@ -112,7 +113,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   int32_t getOutputShapes(const DimsExprs* inputs, int32_t count, const DimsExprs*, int32_t, DimsExprs* outputs,
                           int32_t, IExprBuilder& builder) noexcept override {
     if (count != inputs_.count) return refuse_count(count);
-    return attempt(-1, [&] { return set_shapes(inputs, outputs, builder) ? 0 : -1; });
+    return attempt(-1, [&] { return infer_shapes(inputs, outputs, builder) ? 0 : -1; });
   }
   bool supportsFormatCombination(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t inputs,
                                  int32_t outputs) noexcept override {
@@ -122,13 +123,13 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
                           int32_t) noexcept override {
     return attempt(-1, [&] {
       const Inputs in(inputs, inputs_.count);
-      return check_shapes(in.dims) && configure(in) ? 0 : -1;
+      return check_shapes(in.dims) && check_packed(in.dims) && configure(in) ? 0 : -1;
     });
   }
   int32_t onShapeChange(const PluginTensorDesc* inputs, int32_t, const PluginTensorDesc*, int32_t) noexcept override {
     return attempt(-1, [&] {
       const Inputs in(inputs, inputs_.count);
-      return check_shapes(in.dims) && prepare(in) ? 0 : -1;
+      return check_shapes(in.dims) && check_packed(in.dims) && prepare(in) ? 0 : -1;
     });
   }
   int32_t enqueue(const PluginTensorDesc* descs, const PluginTensorDesc*, const void* const* inputs,
@@ -146,8 +147,8 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   const PluginFieldCollection* getFieldsToSerialize() noexcept override;
 
  protected:
-  Plugin(const char* op, SharedLayer layer)
-      : op_(op), inputs_(kInputs, op), outputs_(kOutputs, op), layer_(std::move(layer)) {
+  Plugin(const char* op, SharedLayer layer, const void* node)
+      : op_(op), inputs_(kInputs, op), outputs_(kOutputs, op), layer_(std::move(layer)), rules_(op, node) {
     for (const Value& value : layer_->values)
       fields_.emplace_back(value.name, value.bytes.data(), value.type,
                            value.type == PluginFieldType::kCHAR ? static_cast<int32_t>(value.bytes.size()) : 1);
@@ -164,15 +165,9 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   bool wrong(const std::string& what) const { return fail(what) == 0; }  // false
 
   virtual IPluginV3* make_copy() const = 0;
-  // Reports what is wrong with shapes (a -1 is not known yet); true when nothing is.
-  virtual bool check_shapes(const Dims* in) const = 0;
+  // Reports what is wrong with the shapes of packed inputs, which op.def leaves open; true when nothing is.
+  virtual bool check_packed(const Dims*) const { return true; }
   bool check_packed(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
-  bool check_shape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;  // -1: any size
-  bool check_rank(const DimsExprs* inputs, int32_t input, int32_t rank) const;
-  // AddRMSNorm's shapes, which AllReduceAddRMSNorm has, too.
-  bool check_norm(const Dims* in) const;
-  virtual bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
-  virtual int64_t last_size() const { return 0; }     // of the outputs' last dimension; 0: that of the first input
   virtual bool takes_float() const { return false; }  // T may be float32
   virtual bool configure(const Inputs& most) = 0;
   virtual bool prepare(const Inputs& in) = 0;
@@ -190,12 +185,15 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   SharedLayer layer_;
 
  private:
+  bool check_shapes(const Dims* in) const;  // as op.def states them; a -1 is not known yet
+  bool infer_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
   bool supports(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs);
   int32_t refuse_count(int32_t count) const noexcept {
     return attempt(-1, [&] {
       return fail("has " + std::to_string(count) + " inputs, expected " + std::to_string(inputs_.count));
     });
   }
+  ShapeRules rules_;
   std::vector<PluginField> fields_;  // to serialize, the last one only when it is known
   int64_t workspace_bytes_ = 0;
   PluginFieldCollection collection_{};

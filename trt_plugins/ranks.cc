@@ -18,7 +18,7 @@ constexpr int64_t kTypeBytes = 2;  // float16 and bfloat16
 template <class Node>
 class OfRanks : public Plugin {
  public:
-  OfRanks(const char* op, SharedLayer layer, const Node& node) : Plugin(op, std::move(layer)), node_(node) {}
+  OfRanks(const char* op, SharedLayer layer, const Node& node) : Plugin(op, std::move(layer), &node), node_(node) {}
   // A context's goes with it, and so do its graphs.
   ~OfRanks() override {
     if (all_) all_->forget(stream_);
@@ -43,7 +43,6 @@ class OfRanks : public Plugin {
   }
 
  protected:
-  bool check_shapes(const Dims*) const override { return true; }
   bool configure(const Inputs&) override { return true; }
   bool prepare(const Inputs& in) override {
     x_ = in.dims[0];
@@ -102,7 +101,6 @@ class ReduceNorm final : public OfRanks<qm_reduce_norm> {
 
  private:
   IPluginV3* make_copy() const override { return new ReduceNorm(layer_, node_); }
-  bool check_shapes(const Dims* in) const override { return check_norm(in); }
   bool prepare(const Inputs& in) override {
     problem_ = norm_problem(norm_of(node_), in);
     return OfRanks::prepare(in);
@@ -129,12 +127,6 @@ class Gather final : public OfRanks<qm_gather> {
 
  private:
   IPluginV3* make_copy() const override { return new Gather(layer_, node_); }
-  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
-    if (!Plugin::set_shapes(inputs, outputs, builder)) return false;
-    const IDimensionExpr*& size = outputs[0].d[node_.axis < 0 ? inputs[0].nbDims - 1 : 0];
-    size = builder.operation(DimensionOperation::kPROD, *size, *builder.constant(node_.world));
-    return true;
-  }
   int64_t rows(const Dims& dims) const { return node_.axis < 0 ? rows_of(dims) : 1; }
   int64_t outputs_of(int64_t count) const override { return count * node_.world; }
   void run(const void* const* in, void* const* out, void* workspace, cudaStream_t stream) const override {
@@ -148,18 +140,6 @@ class Scatter final : public OfRanks<qm_scatter> {
 
  private:
   IPluginV3* make_copy() const override { return new Scatter(layer_, node_); }
-  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
-    if (!Plugin::set_shapes(inputs, outputs, builder)) return false;
-    outputs[0].d[0] =
-        builder.operation(DimensionOperation::kFLOOR_DIV, *inputs[0].d[0], *builder.constant(node_.world));
-    return true;
-  }
-  bool prepare(const Inputs& in) override {
-    const Dims& x = in.dims[ReduceScatter_x];
-    if (x.d[0] % node_.world != 0)
-      return wrong("x has shape " + to_text(x) + ", expected [" + std::to_string(node_.world) + " N, ..]");
-    return OfRanks::prepare(in);
-  }
   int64_t outputs_of(int64_t count) const override { return count / node_.world; }
   void run(const void* const* in, void* const* out, void*, cudaStream_t stream) const override {
     all_->scatter(in[0], out[0], outputs_of(elements(x_)), type_, stream);

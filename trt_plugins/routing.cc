@@ -7,23 +7,11 @@ namespace {
 class MoERouting final : public Plugin {
  public:
   MoERouting(SharedLayer layer, const qm_routing& routing)
-      : Plugin("MoERouting", std::move(layer)), problem_{routing, QM_F32, 0} {}
+      : Plugin("MoERouting", std::move(layer), &routing), problem_{routing, QM_F32, 0} {}
 
  private:
   IPluginV3* make_copy() const override { return new MoERouting(layer_, problem_.routing); }
-  int64_t last_size() const override { return problem_.routing.top_k + problem_.routing.shared_experts; }
   bool takes_float() const override { return true; }
-  bool check_shapes(const Dims* in) const override {
-    const Dims &logits = in[MoERouting_logits], &bias = in[MoERouting_correction_bias];
-    const qm_routing& routing = problem_.routing;
-    const std::string experts = "num_experts " + std::to_string(routing.num_experts);
-    if (logits.nbDims < 1 || differ(logits.d[logits.nbDims - 1], routing.num_experts + routing.shared_gate))
-      return wrong("logits has shape " + to_text(logits) + ", expected [.., " + experts +
-                   (routing.shared_gate ? " + 1]" : "]"));
-    if (bias.nbDims != 1 || differ(bias.d[0], routing.num_experts))
-      return wrong("correction_bias has shape " + to_text(bias) + ", expected [" + experts + "]");
-    return true;
-  }
   bool configure(const Inputs&) override { return true; }
   bool prepare(const Inputs& in) override {
     problem_.type = qm_type(in.types[MoERouting_logits]);
@@ -42,21 +30,11 @@ class MoERouting final : public Plugin {
 
 class Router final : public Planned<qm_cuda_router_problem, qm_cuda_router_plan, qm_cuda_plan_router> {
  public:
-  Router(SharedLayer layer, const qm_router& router) : Planned("MoERouter", std::move(layer)), router_(router) {}
+  Router(SharedLayer layer, const qm_router& router)
+      : Planned("MoERouter", std::move(layer), &router), router_(router) {}
 
  private:
   IPluginV3* make_copy() const override { return new Router(layer_, router_); }
-  int64_t last_size() const override { return router_.top_k + router_.shared_experts; }
-  bool check_shapes(const Dims* in) const override {
-    const Dims& x = in[MoERouter_hidden_states];
-    if (x.nbDims < 1 || differ(x.d[x.nbDims - 1], router_.hidden_size))
-      return wrong("hidden_states has shape " + to_text(x) + ", expected [.., hidden_size " +
-                   std::to_string(router_.hidden_size) + "]");
-    const int64_t experts = router_.num_experts, rows = experts + router_.shared_gate;
-    return check_shape(in, MoERouter_weight, {rows, router_.hidden_size}) &&
-           (is_none(in[MoERouter_bias]) || check_shape(in, MoERouter_bias, {rows})) &&
-           (is_none(in[MoERouter_correction_bias]) || check_shape(in, MoERouter_correction_bias, {experts}));
-  }
   qm_cuda_router_problem problem_of(const Inputs& in) const override {
     qm_cuda_router_problem problem{};
     problem.router = router_;

@@ -100,11 +100,11 @@ def test_errors_name_the_node(tmp_path: Path, linear: tuple[LinearSpec, np.ndarr
             session(write(tmp_path / "m.onnx", *made))
     with pytest.raises(Exception, match=r'MoERouting node "the.node": top_k is 9, expected 1 to 8'):
         session(write(tmp_path / "m.onnx", ROUTING, 16, bias, top_k=9))
-    with pytest.raises(Exception, match=r'"the.node": logits has shape \[1, 1, 8\], expected \[.., num_experts 16\]'):
+    with pytest.raises(Exception, match=r'"the.node": logits has shape \[1, 1, 8\], expected \[1, 1, 16\]'):
         session(write(tmp_path / "m.onnx", ROUTING, 8, bias)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})
-    with pytest.raises(Exception, match=r'"the.node": logits has shape .*, expected \[.., num_experts 16 \+ 1\]'):
+    with pytest.raises(Exception, match=r'"the.node": logits has shape .*, expected \[1, 1, 17\], which is \[.., num_experts \+ shared_gate\]'):
         session(write(tmp_path / "m.onnx", SHARED, 16, bias)).run(None, {"x": np.zeros((1, 1, 16), np.float32)})
-    with pytest.raises(Exception, match=r'"the.node": x has shape \[1, 1, 8\], expected \[.., in_features 96\]'):
+    with pytest.raises(Exception, match=r'"the.node": x has shape \[1, 1, 8\], expected \[1, 1, 96\]'):
         session(write(tmp_path / "m.onnx", spec, 8, words)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})
 
 

@@ -132,7 +132,7 @@ def test_tokens_of_all_ranks_and_sums_of_the_own(tmp_path: Path, float_type: str
             np.testing.assert_array_equal(found[1], twice[r].astype(np.float32))
     if world > 1:
         for found in run(scatters, parts(world, world + 1)):
-            assert f"x has shape [{world + 1}, 8], expected [{world} N, ..]" in str(found)
+            assert f"x has shape [{world + 1}, 8], expected [{world} * N, ..]" in str(found)
 
 
 def test_an_axis_that_is_none(tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ QM_API int qm_set_int(const char* op, void* node, const char* name, int64_t valu
 QM_API int qm_set_float(const char* op, void* node, const char* name, float value, char* err);
 QM_API int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err);
 
+// A tensor's shape; a size below 0 is not known.
+typedef struct {
+  int32_t rank;
+  int64_t sizes[8];
+} qm_shape;
+// Checks the shapes of a node's inputs, of which optional ones may be left out, by op.def's, and writes the outputs' shapes.
+QM_API int qm_infer_shapes(const char* op, const void* node, const qm_shape* inputs, int32_t count, qm_shape* outputs,
+                           char* err);
+
 // Bytes of one expert's packed row by FORMAT.md; 0 when the attributes are not valid. projection: 13 or 2.
 QM_API size_t qm_row_bytes(const qm_moe*, int projection);
 

@@ -13,14 +13,15 @@ struct TensorSlot {
   const char* name;
   Type type;
   bool optional;
+  const char* shape;
 };
 constexpr TensorSlot kInputs[] = {
-#define QM_INPUT(op, name, type) {#op, #name, type_##type, false},
-#define QM_INPUT_OPTIONAL(op, name, type) {#op, #name, type_##type, true},
+#define QM_INPUT(op, name, type, shape) {#op, #name, type_##type, false, shape},
+#define QM_INPUT_OPTIONAL(op, name, type, shape) {#op, #name, type_##type, true, shape},
 #include "op.def"
 };
 constexpr TensorSlot kOutputs[] = {
-#define QM_OUTPUT(op, name, type) {#op, #name, type_##type, false},
+#define QM_OUTPUT(op, name, type, shape) {#op, #name, type_##type, false, shape},
 #include "op.def"
 };
 
@@ -44,9 +45,10 @@ struct Slots {
   }
 };
 
-// Positions of the inputs, as QuantMoE_w13.
-#define QM_INPUT(op, name, type) constexpr int32_t op##_##name = Slots(kInputs, #op).position(#name);
+// Positions of inputs and outputs, as QuantMoE_w13.
+#define QM_INPUT(op, name, type, shape) constexpr int32_t op##_##name = Slots(kInputs, #op).position(#name);
 #define QM_INPUT_OPTIONAL QM_INPUT
+#define QM_OUTPUT(op, name, type, shape) constexpr int32_t op##_##name = Slots(kOutputs, #op).position(#name);
 #include "op.def"
 
 }  // namespace quantmoe

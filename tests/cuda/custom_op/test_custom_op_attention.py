@@ -31,15 +31,15 @@ def test_wrong_attention(driver, fake, name, new, message):
 @pytest.mark.parametrize(
     ("spec", "at", "shape", "message"),
     [
-        (ATTENTION, 0, (2, 3, 700), "qkv has shape [2, 3, 700], expected [-1, -1, 768]"),
+        (ATTENTION, 0, (2, 3, 700), "qkv has shape [2, 3, 700], expected [2, 3, 768]"),
         (ATTENTION, 2, (2, 2, 63, 64), "past_value has shape [2, 2, 63, 64], expected [2, 2, 64, 64]"),
         (ATTENTION, 3, (2, 2), "rows has shape [2, 2], expected [2, 3]"),
-        (ATTENTION, 4, (64,), "attention_mask has shape [64], expected [2, -1]"),
+        (ATTENTION, 4, (64,), "attention_mask has shape [64], expected [2, L]"),
         (ATTENTION, 6, (2, 3, 64), "sin has shape [2, 3, 64], expected [2, 3, 32]"),
         (ATTENTION, 7, (64,), "q_norm has shape [64], expected [0]"),
         (ATTENTION, 9, (2,), "sinks has shape [2], expected [8]"),
-        (LATENT, 0, (2, 3, 12608), "qkv has shape [2, 3, 12608], expected [-1, -1, 12096]"),
-        (LATENT, 1, (2, 1, 64, 576), "past_key has shape [2, 1, 64, 576], expected [2, 1, -1, 288]"),
+        (LATENT, 0, (2, 3, 12608), "qkv has shape [2, 3, 12608], expected [2, 3, 12096]"),
+        (LATENT, 1, (2, 1, 64, 576), "past_key has shape [2, 1, 64, 576], expected [2, 1, 64, 288]"),
         (LATENT, 2, (2, 1, 64, 512), "past_value has shape [2, 1, 64, 512], expected [2, 1, 64, 288]"),
     ],
 )

@@ -49,7 +49,7 @@ def test_output_type_and_shape(driver, plugin):
         assert plugin.outputs(tensors((3, 5), dtype=name)) == [(name, (3, 5, 2048))]
     driver.log()
     assert plugin.outputs(tensors(hidden_states=())) is None
-    assert "hidden_states is a scalar, expected [.., features]" in driver.log()
+    assert "hidden_states has shape [], expected [.., 2048]" in driver.log()
 
 
 @pytest.mark.parametrize("tokens", [(1,), (0,), (3, 5), (1, 4096)], ids=str)
@@ -60,10 +60,10 @@ def test_configure(plugin, tokens):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_states": (4, 2040)}, "hidden_states has shape [4, 2040], expected [.., hidden_size 2048]"),
+        ({"hidden_states": (4, 2040)}, "hidden_states has shape [4, 2040], expected [4, 2048]"),
         ({"hidden_states": ()}, "hidden_states has shape []"),
-        ({"topk_ids": (5, 8)}, "topk_ids and topk_weights have shapes [5, 8] and [4, 8]"),
-        ({"topk_ids": (4, 1, 8)}, "topk_ids and topk_weights have shapes [4, 1, 8]"),
+        ({"topk_ids": (5, 8)}, "topk_ids has shape [5, 8], expected [4, K]"),
+        ({"topk_ids": (4, 1, 8)}, "topk_ids has shape [4, 1, 8], expected [4, K]"),
         ({"topk_weights": (4, 7)}, "have shapes [4, 8] and [4, 7]"),
         ({"topk_ids": (4, 0), "topk_weights": (4, 0)}, "last dimension known"),
         ({"topk_ids": (4, -1), "topk_weights": (4, -1)}, "last dimension known"),

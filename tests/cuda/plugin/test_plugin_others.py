@@ -46,7 +46,7 @@ def test_linear_shapes_and_workspace(others):
     for rows in ((0,), (3, 5)):
         assert made.call("configure", linear_tensors(rows)) == 0, others.log()
     for change, message in (
-        ({"x": (4, 511)}, "x has shape [4, 511], expected [.., in_features 512]"),
+        ({"x": (4, 511)}, "x has shape [4, 511], expected [4, 512]"),
         ({"w": (2, LINEAR_WORDS)}, f"w has shape [2, {LINEAR_WORDS}], expected [1, {LINEAR_WORDS}"),
         ({"w": (1, 7)}, "w has shape [1, 7]"),
     ):
@@ -67,8 +67,8 @@ def test_routing_shapes(others):
     assert made.call("configure", routing_tensors((3, 5))) == 0
     assert made.call("workspace", routing_tensors()) == 0
     for change, message in (
-        ({"logits": (4, 64)}, "logits has shape [4, 64], expected [.., num_experts 64 + 1]"),
-        ({"bias": (4, 64)}, "correction_bias has shape [4, 64], expected [num_experts 64]"),
+        ({"logits": (4, 64)}, "logits has shape [4, 64], expected [4, 65]"),
+        ({"bias": (4, 64)}, "correction_bias has shape [4, 64], expected [64]"),
     ):
         assert made.call("configure", routing_tensors(**change)) != 0
         assert message in others.log()
@@ -85,7 +85,7 @@ def test_router_shapes_and_workspace(others):
     for good in ({}, {"bias": (65,)}, {"correction": (0,)}):
         assert made.call("configure", router_tensors((3, 5), **good)) == 0, others.log()
     for change, message in (
-        ({"hidden": (4, 95)}, "hidden_states has shape [4, 95], expected [.., hidden_size 96]"),
+        ({"hidden": (4, 95)}, "hidden_states has shape [4, 95], expected [4, 96]"),
         ({"weight": (96, 64)}, "weight has shape [96, 64], expected [65, 96]"),
         ({"bias": (64,)}, "bias has shape [64], expected [65]"),
         ({"correction": (1, 64)}, "correction_bias has shape [1, 64], expected [64]"),
@@ -109,7 +109,7 @@ def test_norm_shapes(others):
     assert made.call("configure", norm_tensors()) == 0, others.log()
     assert made.call("workspace", norm_tensors()) == 0
     for change, message in (
-        ({"weight": (63,)}, "x has shape [3, 5, 64] and weight [63], expected [.., H] and [H]"),
+        ({"weight": (63,)}, "weight has shape [63], expected [64]"),
         ({"residual": (5, 64)}, "residual has shape [5, 64], expected [3, 5, 64]"),
     ):
         assert made.call("configure", norm_tensors(**change)) != 0
@@ -125,9 +125,9 @@ def test_rows_shapes(others):
     assert made.outputs(rows_tensors()) == [("i32", (2, 3)), ("i64", (2, 1, 1))]
     assert made.call("configure", rows_tensors()) == 0, others.log()
     for change, message in (
-        ({"past": (3, 4, 8, 64)}, "past_key has shape [3, 4, 8, 64], expected [2, -1, -1, -1]"),
-        ({"ids": (2,)}, "input_ids has shape [2], expected [2, -1]"),
-        ({"mask": (8,)}, "attention_mask has shape [8], expected [-1, -1]"),
+        ({"past": (3, 4, 8, 64)}, "input_ids has shape [2, 1], expected [3, S]"),
+        ({"ids": (2,)}, "input_ids has shape [2], expected [2, S]"),
+        ({"mask": (8,)}, "attention_mask has shape [8], expected [2, L]"),
     ):
         assert made.call("configure", rows_tensors(**change)) != 0
         assert message in others.log()

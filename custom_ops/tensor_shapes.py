@@ -1,0 +1,84 @@
+"""Shapes of a node's tensors, as op.def states them, for sizes that may be symbols of ``torch.export``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import CodeType
+from typing import Any
+
+from quantmoe.custom_ops.schema import Spec
+
+
+def output_shapes(spec: Spec, inputs: Sequence[Sequence[Any]], largest: Callable[[Any, Any], Any] = max) -> list[list[Any]]:
+    """Return the shapes of a node's outputs for those of its inputs, which are not checked.
+
+    Args:
+        inputs: shapes in op.def's order, numbers or symbols. largest: of two of them.
+    """
+    operator = spec.OPERATOR
+    names = [name for name, _ in (*operator.inputs, *operator.optional_inputs)]
+    values = _values(spec) | {"max": largest}
+    free: dict[str, Any] = {}
+    for name, shape in zip(names, inputs, strict=False):
+        _bind(_items(operator.shapes[name], values), list(shape), free, values)
+    given = dict(zip(names, inputs, strict=False))
+    return [
+        list(given[text]) if (text := operator.shapes[name]) in given else _sizes(text, free, values)
+        for name, _ in operator.outputs
+    ]
+
+
+def _values(spec: Spec) -> dict[str, Any]:
+    """Names of op.def's values: integers, enums by their codes, QM_SIZEs, functions."""
+    values: dict[str, Any] = {"where": lambda c, a, b: a if c else b, "pick": lambda i, *choices: choices[i]}
+    for a in spec.OPERATOR.own:
+        if a.kind != "f":
+            value = getattr(spec, a.name)
+            values[a.name] = spec.ENUMS[a.kind][value] if a.kind in spec.ENUMS else value
+    for name, text in spec.OPERATOR.sizes.items():
+        values[name] = _value(text, values)
+    return values
+
+
+@cache
+def _compiled(text: str) -> CodeType:
+    return compile(text.replace("/", "//"), "op.def", "eval")
+
+
+def _value(text: str, values: dict[str, Any]) -> Any:
+    return eval(_compiled(text), {"__builtins__": {}}, values)  # op.def's own text
+
+
+def _items(shape: str, values: dict[str, Any]) -> list[str] | None:
+    """The sizes of a shape's text; None: opaque."""
+    if shape == "packed":
+        return None
+    if "?" in shape:
+        value, first, second = re.split(r"[?:]", shape)
+        shape = first if _value(value.strip(), values) else second
+    inside = shape.strip().removesuffix("or [0]").strip()[1:-1]
+    return [item.strip() for item in re.split(r",(?![^(]*\))", inside)]
+
+
+def _bind(items: list[str] | None, shape: list[Any], free: dict[str, Any], values: dict[str, Any]) -> None:
+    """Take the free sizes of an input's shape."""
+    if items is None:
+        return
+    if ".." in items:
+        at = items.index("..")
+        rest = len(shape) + 1 - len(items)
+        free.setdefault("..", shape[at : at + rest])
+        items, shape = items[:at] + items[at + 1 :], shape[:at] + shape[at + rest :]
+    for item, size in zip(items, shape, strict=False):
+        *factor, name = item.rsplit(" * ", 1)
+        if re.fullmatch("[A-Z]", name):
+            free.setdefault(name, size // _value(factor[0], values) if factor else size)
+
+
+def _sizes(shape: str, free: dict[str, Any], values: dict[str, Any]) -> list[Any]:
+    sizes: list[Any] = []
+    for item in _items(shape, values) or []:
+        sizes += free[".."] if item == ".." else [_value(item, values | free)]
+    return sizes
