@@ -11,7 +11,9 @@ from typing import Any
 from quantmoe.custom_ops.schema import Spec
 
 
-def output_shapes(spec: Spec, inputs: Sequence[Sequence[Any]], largest: Callable[[Any, Any], Any] = max) -> list[list[Any]]:
+def output_shapes(
+    spec: Spec, inputs: Sequence[Sequence[Any]], largest: Callable[[Any, Any], Any] = max
+) -> list[list[Any]]:
     """Return the shapes of a node's outputs for those of its inputs, which are not checked.
 
     Args:

@@ -26,6 +26,7 @@ ROUTER = RouterSpec.from_attributes(ROUTING.attributes() | {"hidden_size": 64})
 HEADS = attention_spec(4, 2, 16, v_head_size=8, rotary_size=8, qk_norm="head")
 LATENT = replace(HEADS, kv_num_heads=1, head_size=12, qk_norm="none", key_split=7)
 UP = replace(LATENT, key_split=0, nope_size=10, out_size=20)
+UP_KEY, UP_VALUE = [4, 10, 8], [4, 8, 20]
 DECAY = delta_spec(2, 4, 8, v_head_size=6, decay_per_key=1, z_size=99, state_window=3)
 #: a node, its inputs' shapes, its outputs'
 NODES: list[tuple[Spec, list[list[int]], list[list[int]]]] = [
@@ -58,8 +59,20 @@ NODES: list[tuple[Spec, list[list[int]], list[list[int]]]] = [
     ),
     (
         UP,
-        [[3, 5, 76], [3, 1, 9, 12], [3, 1, 9, 8], [3, 3], [3, 9], [3, 5, 4], [3, 5, 4], [0], [0], [4]]
-        + [[4, 10, 8], [4, 8, 20]],
+        [
+            [3, 5, 76],
+            [3, 1, 9, 12],
+            [3, 1, 9, 8],
+            [3, 3],
+            [3, 9],
+            [3, 5, 4],
+            [3, 5, 4],
+            [0],
+            [0],
+            [4],
+            [4, 10, 8],
+            [4, 8, 20],
+        ],
         [[3, 5, 80], [3, 1, 9, 12], [3, 1, 9, 8]],
     ),
     (conv_spec(40), [[2, 3, 40], [40, 4], [40], [2, 40, 3], [2, 3]], [[2, 3, 40], [2, 40, 3]]),

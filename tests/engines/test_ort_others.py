@@ -102,7 +102,10 @@ def test_errors_name_the_node(tmp_path: Path, linear: tuple[LinearSpec, np.ndarr
         session(write(tmp_path / "m.onnx", ROUTING, 16, bias, top_k=9))
     with pytest.raises(Exception, match=r'"the.node": logits has shape \[1, 1, 8\], expected \[1, 1, 16\]'):
         session(write(tmp_path / "m.onnx", ROUTING, 8, bias)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})
-    with pytest.raises(Exception, match=r'"the.node": logits has shape .*, expected \[1, 1, 17\], which is \[.., num_experts \+ shared_gate\]'):
+    with pytest.raises(
+        Exception,
+        match=r'"the.node": logits has shape .*, expected \[1, 1, 17\], which is \[.., num_experts \+ shared_gate\]',
+    ):
         session(write(tmp_path / "m.onnx", SHARED, 16, bias)).run(None, {"x": np.zeros((1, 1, 16), np.float32)})
     with pytest.raises(Exception, match=r'"the.node": x has shape \[1, 1, 8\], expected \[1, 1, 96\]'):
         session(write(tmp_path / "m.onnx", spec, 8, words)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})

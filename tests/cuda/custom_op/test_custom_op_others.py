@@ -75,7 +75,9 @@ def test_run_routing(driver):
     np.testing.assert_allclose(weights.cpu().numpy(), want, rtol=4e-6)
     shapes[1] = (63,)
     assert run(driver, op, kernel, [logits.cuda(), bias.cuda()], shapes, [ids, weights]) != 0
-    assert driver.error == 'MoERouting node "moe": correction_bias has shape [63], expected [64], which is [num_experts]'
+    assert (
+        driver.error == 'MoERouting node "moe": correction_bias has shape [63], expected [64], which is [num_experts]'
+    )
     driver.lib.driver_destroy(op, kernel)
 
 

@@ -48,7 +48,12 @@ def test_outputs_of_states(others, spec, dtype):
 @pytest.mark.parametrize(
     ("spec", "name", "dims", "message"),
     [
-        (CONV, "x", (2, 3, 511), "x has shape [2, 3, 511], expected [2, 3, 512], which is [B, S, where(x_size, x_size, channels)]"),
+        (
+            CONV,
+            "x",
+            (2, 3, 511),
+            "x has shape [2, 3, 511], expected [2, 3, 512], which is [B, S, where(x_size, x_size, channels)]",
+        ),
         (CONV, "weight", (512, 3), "weight has shape [512, 3], expected [512, 4]"),
         (CONV, "bias", (4,), "bias has shape [4], expected [512]"),
         (CONV, "past_conv", (1, 512, 3), "past_conv has shape [1, 512, 3], expected [2, 512, 3]"),
