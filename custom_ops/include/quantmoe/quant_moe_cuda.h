@@ -72,7 +72,7 @@ typedef struct {
   int32_t grid, grid_y, block, block_y, shared_bytes;
   int32_t cluster;    // blocks; of a product those that share one output tile, each with a part of K
   int32_t dependent;  // may start while the kernel before it in the stream, of this call or not, still runs
-  // Of a product the row of src/cuda/instances.inc: 16-row panels a warp holds at once, wgmma and dense: a block;
+  // Of a product the row of src/cuda/instances/instances.inc: 16-row panels a warp holds at once, wgmma and dense: a block;
   // 8-token tiles a warp holds at once, dense: of a tile; stages of a warp's ring of weights, where there are 2 of two
   // units of K each.
   int32_t panels, n_tiles, stages;
@@ -209,7 +209,7 @@ typedef struct {
   int64_t tokens;
 } qm_cuda_router_problem;
 typedef struct {
-  int32_t path;     // src/cuda/between.h
+  int32_t path;     // src/cuda/router/router.h
   int32_t cluster;  // blocks of one, of the path that has them
   uint64_t workspace_bytes;
 } qm_cuda_router_plan;

@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "core/numbers.h"
-#include "cuda/layout.h"
+#include "cuda/common/layout.h"
 #include "experts/per_session.h"
 #include "files/mapping.h"
 
@@ -95,9 +95,10 @@ struct Missed {
   double per_token() const { return static_cast<double>(experts) / static_cast<double>(std::max<int64_t>(1, tokens)); }
 };
 
-// What a layer's slots miss of a trace's calls of a few tokens (cuda/expert_cache.cuh), with copies or where the CPU
-// multiplies. They begin with what the first half of the calls used most, and the second half is counted: in the calls
-// that they are chosen by the most used experts hit more than in any others, and the CPU would be chosen for that.
+// What a layer's slots miss of a trace's calls of a few tokens (cuda/moe/expert_cache.cuh), with copies or where the
+// CPU multiplies. They begin with what the first half of the calls used most, and the second half is counted: in the
+// calls that they are chosen by the most used experts hit more than in any others, and the CPU would be chosen for
+// that.
 Missed count_missed(const Trace& trace, int layer, int64_t experts, int64_t slots, bool copies) {
   std::list<int64_t> held;  // the one that was used least recently first
   std::vector<std::list<int64_t>::iterator> at(static_cast<size_t>(experts), held.end());

@@ -1,6 +1,6 @@
 // Experts that stay in host memory or in the data file, for GPUs: the page-locked rows, and what layers that share a
 // budget have of the device's memory (docs/reference/expert-offloading.md): those of an ONNX Runtime session, or of the
-// engines of a folder. The device decides what is in it (cuda/expert_cache.cuh). Nothing here knows an engine.
+// engines of a folder. The device decides what is in it (cuda/moe/expert_cache.cuh). Nothing here knows an engine.
 //
 // With experts in the file (disk) the host looks, before each launch, at what the call asks for and at what the device
 // has, and reads the rest into page-locked memory that other experts then leave (experts.h). The launch copies from

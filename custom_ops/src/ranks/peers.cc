@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "cuda/peers.h"
+#include "cuda/ranks/peers.h"
 #include "ranks/hex.h"
 
 namespace quantmoe {

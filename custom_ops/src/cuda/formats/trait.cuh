@@ -7,8 +7,8 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/common/ptx.cuh"
 #include "cuda/formats/format.h"
-#include "cuda/ptx.cuh"
 
 namespace quantmoe {
 

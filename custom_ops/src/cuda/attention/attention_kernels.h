@@ -1,0 +1,29 @@
+// The attention kernels, which files of their own compile: by type of the activations and widths of keys and values,
+// null where there are none.
+#pragma once
+#include <cstdint>
+
+#include "cuda/attention/attention.h"
+
+namespace quantmoe {
+
+struct AttentionParams;
+using AttentionKernel = void (*)(AttentionParams);
+
+AttentionKernel few_kernel(int32_t type, int keys, int values);
+AttentionKernel many_kernel(int32_t type, int keys, int values);
+AttentionKernel wide_kernel(int32_t type, int keys, int values, int rows);
+// The same over caches of codes.
+AttentionKernel few_codes_kernel(int32_t type, int keys, int values);
+AttentionKernel many_codes_kernel(int32_t type, int keys, int values);
+AttentionKernel wide_codes_kernel(int32_t type, int keys, int values, int rows);
+// Of latent attention: on mma.sync, with the plan's stages; on wgmma; new keys to the cache where many tokens come.
+AttentionKernel latent_kernel(int32_t type, int stages);
+AttentionKernel latent_wide_kernel(int32_t type);
+AttentionKernel latent_append_kernel(int32_t type);
+
+// The instance of a kernel's template <typename T, int DK, int DV, ..>; the last argument is kCodes.
+#define QM_ATTENTION_INSTANCE(kernel, ...) \
+  return type == QM_BF16 ? kernel<__nv_bfloat16, __VA_ARGS__> : kernel<__half, __VA_ARGS__>
+
+}  // namespace quantmoe

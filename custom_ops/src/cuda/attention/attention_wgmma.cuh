@@ -1,0 +1,166 @@
+// Attend on wgmma (sm_90a), for many query rows: a warpgroup for each 64 rows of a block, of narrow heads two blocks
+// a multiprocessor, whose products run while the other's scores become weights. Weights come from registers, all else
+// from shared memory.
+//
+//                                slots of the block's split, kKeys a stage, the next one copied meanwhile
+//   queries  warpgroup 0, 64 rows   S = queries x keys     ->  weights in registers  ->  acc += weights x values
+//   of a     warpgroup 1, 64 rows   both in shared memory                                values in shared memory
+//   tile     ...
+#pragma once
+#include "cuda/attention/attention.cuh"
+#include "cuda/common/wgmma.cuh"
+
+namespace quantmoe {
+
+// Adds weights times a stage's values, whose 64-column tiles are `tile` bytes apart: N columns from v_at on.
+template <typename T, int N>
+__device__ __forceinline__ void add_values(float* acc, const uint32_t (&weights)[4], uint32_t v_at, uint32_t tile) {
+  constexpr int kColumns = N < 128 ? 64 : 128;
+  wgmma_rows<T, kColumns>(acc, weights, rows_descriptor(v_at, tile), true);
+  if constexpr (N > kColumns)
+    add_values<T, N - kColumns>(acc + kColumns / 2, weights, v_at + kColumns / 64 * tile, tile);
+}
+
+// Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero: adds those to
+// the sums of the rows that see their slots, and clears them. all_at: of the values of kKeys slots from first_slot on,
+// `bytes` in all; v_at: of those of the warpgroup's M tiles of eight columns.
+template <typename T, int kKeys, int M, int kThreads, int bytes>
+__device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t all_at, uint32_t v_at, int first_slot,
+                                         const int (&slot_of)[2], int t, float (&acc)[M][4]) {
+  bool odd = false;
+  for (int at = threadIdx.x; at < bytes / 16; at += kThreads) odd |= is_odd(load16(all_at + at * 16), kExponent<T>);
+  if (!__syncthreads_or(odd)) return;
+#pragma unroll 1
+  for (int key = 0; key < kKeys; ++key)
+#pragma unroll
+    for (int n = 0; n < M; ++n) {
+      const uint32_t v = only_odd(load4(v_at + swizzled_tile<kKeys>(key, n) + 4 * t), kExponent<T>);
+#pragma unroll
+      for (int h = 0; v && h < 2; ++h)
+        if (first_slot + key <= slot_of[h] && first_slot + key >= first_visible_slot(params, slot_of[h]))
+          acc[n][2 * h] += Half<T>::low(v), acc[n][2 * h + 1] += Half<T>::high(v);
+    }
+  __syncthreads();
+  for (int at = threadIdx.x; at < bytes / 4; at += kThreads)
+    store4(all_at + at * 4, load4(all_at + at * 4) ^ only_odd(load4(all_at + at * 4), kExponent<T>));
+  fence_async_proxy();
+  __syncthreads();
+}
+
+// One long function: a stage's scores become its weights, operands of wgmma, in the registers that they are in.
+template <typename T, int DK, int DV, int kRows, bool kCodes>
+__global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
+    attend_wide(const __grid_constant__ AttentionParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Number = typename Cached<T, kCodes>::Number;
+  using Element = typename Cached<T, kCodes>::Element;
+  constexpr int kChunk = Cached<T, kCodes>::kChunk;
+  constexpr int kThreads = 2 * kRows, kKeys = kWideKeys, kKeyBytes = kKeys * DK * 2, kValueBytes = kKeys * DV * 2;
+  constexpr int kStage = kKeyBytes + kValueBytes, kTile = kKeys * 128, NT = kKeys / 8;  // of numbers
+  constexpr int kRingKeys = kKeys * DK * sizeof(Element), kRingStage = kKeys * (DK + DV) * sizeof(Element);
+  extern __shared__ uint4 shared[];
+  const uint32_t q_at = (shared_address(shared) + 1023) / 1024 * 1024, kv_at = q_at + kRows * DK * 2,
+                 ring_at = kv_at + (kCodes ? kStage : 0);
+  launch_dependents();
+
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
+  const int tile = params.tiles - 1 - static_cast<int>(blockIdx.x) / params.pairs;  // those with most slots first
+  const int pair = static_cast<int>(blockIdx.x) % params.pairs;
+  const int kv_heads = params.attention.kv_num_heads, batch_row = pair / kv_heads, kv_head = pair % kv_heads;
+  const int split = blockIdx.y, first_row = tile * kRows;
+  const BatchRow batch = read_row(params, batch_row);
+  const int rows = batch.count * params.group;
+  wait_for_previous();
+  if (first_row >= rows) return;
+  const Span span = span_of(params, batch, first_row);
+  if (split >= span.splits) return;
+  const int begin = span.begin(split), end = span.begin(split + 1);
+
+  const Element* keys = static_cast<const Element*>(params.key) + static_cast<int64_t>(pair) * params.slots * DK;
+  const Element* values = static_cast<const Element*>(params.value) + static_cast<int64_t>(pair) * params.slots * DV;
+  auto at_stage = [&](int stage) { return ring_at + stage % kWideStages * kRingStage; };
+  auto load = [&](int stage) {
+    auto copy = [&](uint32_t to, const Element* from, auto width, int i) {
+      constexpr int D = decltype(width)::value;
+      static_assert(kKeys * D / kChunk % kThreads == 0, "each thread copies as many");
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads, key = at / (D / kChunk), chunk = at % (D / kChunk);
+      const int slot = stage * kKeys + key;
+      const bool there = slot >= span.low && slot <= span.last_slot;
+      const uint32_t place = to + (kCodes ? at * 16 : swizzled_tile<kKeys>(key, chunk));
+      const int64_t offset = static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk;
+      copy_async16_past(place, from + offset, there);
+      if constexpr (DK == DV) copy_async16_past(place + kRingKeys, values + offset, there);
+    };
+    if (stage >= end) return;
+#pragma unroll
+    for (int i = 0; i < kKeys * DK / kChunk / kThreads; ++i) copy(at_stage(stage), keys, Width<DK>{}, i);
+    if constexpr (DK != DV)
+#pragma unroll
+      for (int i = 0; i < kKeys * DV / kChunk / kThreads; ++i)
+        copy(at_stage(stage) + kRingKeys, values, Width<DV>{}, i);
+  };
+  const Number* queries = static_cast<const Number*>(params.queries) +
+                          (static_cast<int64_t>(pair) * params.tokens * params.group + first_row) * DK;
+  for (int at = threadIdx.x; at < kRows * DK / 8; at += kThreads)
+    copy_async16_past(q_at + swizzled_tile<kRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
+                      first_row + at / (DK / 8) < rows);
+  load(begin);
+
+  float acc[DV / 8][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+#pragma unroll
+  for (int n = 0; n < DV / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[n][i] = 0;
+  const int slot_of[2] = {batch.past + (first_row + row_of) / params.group,
+                          batch.past + (first_row + row_of + 8) / params.group};
+
+  const uint32_t own_at = q_at + threadIdx.x / 128 * 64 * 128;  // of the warpgroup's rows
+  for (int stage = begin; stage < end; ++stage) {
+    copy_async_wait_all();
+    if constexpr (!kCodes) fence_async_proxy();
+    __syncthreads();  // the stage is there for all threads, and the last one is read
+    load(stage + 1);
+    const uint32_t k_at = kCodes ? kv_at : at_stage(stage), v_at = k_at + kKeyBytes;
+    if constexpr (kCodes) {
+      const bool e4m3 = params.attention.cache_format == k_cache_format_fp8_e4m3;
+      widen_rows<DK, kKeys, kThreads>(e4m3, at_stage(stage),
+                                      [&](int row, int chunk) { return k_at + swizzled_tile<kKeys>(row, chunk); });
+      widen_rows<DV, kKeys, kThreads>(e4m3, at_stage(stage) + kRingKeys,
+                                      [&](int row, int chunk) { return v_at + swizzled_tile<kKeys>(row, chunk); });
+      fence_async_proxy();
+      __syncthreads();
+    }
+    float s[NT][4];
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < DK / 16; ++d)
+      wgmma_shared<Number, kKeys>(s[0], wgmma_descriptor(descriptor_low(own_at + d / 4 * kRows * 128 + d % 4 * 32)),
+                                  wgmma_descriptor(descriptor_low(k_at + d / 4 * kTile + d % 4 * 32)), d > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if constexpr (kCodes) scale_scores(params, s);
+    softcap_scores(params, s);
+    const int stage_slot = stage * kKeys;
+    const bool masked = is_masked(span, stage_slot, kKeys);
+    if (masked) mask_scores(params, s, slot_of, stage_slot);
+    weigh(s, acc, most, sum);
+
+    if (masked) take_out<Number, kKeys, DV / 8, kThreads, kValueBytes>(params, v_at, v_at, stage_slot, slot_of, t, acc);
+    uint32_t weights[NT / 2][4];
+#pragma unroll
+    for (int k = 0; k < NT / 2; ++k) pack_weights<Number>(weights[k], s, 2 * k);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < NT / 2; ++k) add_values<Number, DV>(acc[0], weights[k], v_at + k * 2048, kTile);
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  add_quads(sum);
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (const int row = first_row + row_of + h * 8; row < rows)
+      store_row<T>(params, acc, h, most[h], sum[h], place_of(params, batch, batch_row, kv_head, row), split);
+#endif
+}
+
+}  // namespace quantmoe

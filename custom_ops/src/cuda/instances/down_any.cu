@@ -1,0 +1,12 @@
+#include "cuda/instances/select_mma.cuh"
+
+namespace quantmoe {
+
+template <typename T>
+GemmKernel down_kernel_any(int path, const qm_projection& w, const qm_cuda_step& g) {
+  return for_format(w, [&](auto format) { return select_mma<T, Product::kDown>(format, path, g); });
+}
+template GemmKernel down_kernel_any<__nv_bfloat16>(int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel down_kernel_any<__half>(int, const qm_projection&, const qm_cuda_step&);
+
+}  // namespace quantmoe

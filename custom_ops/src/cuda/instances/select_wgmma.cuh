@@ -1,0 +1,32 @@
+// The layer's kernels on wgmma.
+#pragma once
+#include "cuda/moe/moe_gemm_wgmma.cuh"
+#include "cuda/moe/select.cuh"
+
+namespace quantmoe {
+
+struct WgmmaFamily {
+  using Pointer = GemmKernel;
+  static constexpr bool has(const Instance& row) { return row.kernel == ProductKernel::kWgmma; }
+  template <typename T, class F, size_t i>
+  static Pointer of() {
+    constexpr Instance row = kInstances<F>[i];
+    return moe_gemm_wgmma<T, F, row.product, 8 * row.n_tiles>;
+  }
+};
+template <typename T, class F>
+GemmKernel select_wgmma(F, Product product, const qm_cuda_step& step) {
+  switch (product) {
+    case Product::kGateUp:
+      return select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, step);
+    case Product::kUp:
+      return select<WgmmaFamily, T, F, Product::kUp>(QM_CUDA_WGMMA, step);
+    case Product::kDown:
+      return select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, step);
+    case Product::kLinear:
+      break;
+  }
+  return nullptr;
+}
+
+}  // namespace quantmoe
