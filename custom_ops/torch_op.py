@@ -313,8 +313,9 @@ def _add_shapes(custom_op: Any, spec_type: type[Spec]) -> None:
     def fake(*given: Any, **named: Any) -> Any:
         values = (*given, *named.values())
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        attributes: dict[str, Any] = next((json.loads(value) for value in values if isinstance(value, str)), {})
-        shapes = output_shapes(spec_type.from_attributes(attributes), [t.shape for t in tensors], torch.sym_max)
+        attributes = next((json.loads(value) for value in values if isinstance(value, str)), None)
+        spec = spec_type() if attributes is None else spec_type.from_attributes(attributes)
+        shapes = output_shapes(spec, [tensor.shape for tensor in tensors], torch.sym_max)
         types = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64}
         for (_, type_), tensor in zip(operator.inputs, tensors, strict=False):
             types.setdefault(type_, tensor.dtype)

@@ -47,7 +47,7 @@ def test_attention_outputs(others, dtype, past):
     assert made.outputs(given) == [(dtype, (2, 7, 4096)), cache, cache]
     for name in ("qkv", "past_key", "past_value", "attention_mask"):
         assert made.outputs(attention_tensors(**{name: (2,)})) is None
-        assert f'1 CachedAttention layer "experts": {name} has 1 dimensions, expected ' in others.log()
+        assert f'1 CachedAttention layer "experts": {name} has shape [2], expected ' in others.log()
 
 
 def test_attention_shapes(others):

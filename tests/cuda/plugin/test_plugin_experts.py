@@ -64,7 +64,7 @@ def test_configure(plugin, tokens):
         ({"hidden_states": ()}, "hidden_states has shape []"),
         ({"topk_ids": (5, 8)}, "topk_ids has shape [5, 8], expected [4, K]"),
         ({"topk_ids": (4, 1, 8)}, "topk_ids has shape [4, 1, 8], expected [4, K]"),
-        ({"topk_weights": (4, 7)}, "have shapes [4, 8] and [4, 7]"),
+        ({"topk_weights": (4, 7)}, "topk_weights has shape [4, 7], expected [4, 8]"),
         ({"topk_ids": (4, 0), "topk_weights": (4, 0)}, "last dimension known"),
         ({"topk_ids": (4, -1), "topk_weights": (4, -1)}, "last dimension known"),
         ({"w13": (16, ROWS["w13"] - 16)}, f"w13 has shape [16, {ROWS['w13'] - 16}], expected [experts, {ROWS['w13']}"),

@@ -42,7 +42,7 @@ def test_outputs_of_states(others, spec, dtype):
     names = [name for name, _ in inputs(spec.OP)]
     for name in (names[0], names[-2]):
         assert made.outputs(state_tensors(spec, **{name: (2,)})) is None
-        assert f'1 {spec.OP} layer "experts": {name} has 1 dimensions, expected ' in others.log()
+        assert f'1 {spec.OP} layer "experts": {name} has shape [2], expected ' in others.log()
 
 
 @pytest.mark.parametrize(
