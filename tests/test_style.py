@@ -17,7 +17,8 @@ import typer
 ROOT = Path(__file__).parents[1]
 NOT_YET = ROOT / "tests" / "style_not_yet.txt"
 PACKAGES = ("exporter", "custom_ops", "ort_ext", "trt_plugins")
-PAGES = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKAGES) for p in (ROOT / d).rglob("*.md"))]
+FOUND = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKAGES) for p in (ROOT / d).rglob("*.md"))]
+PAGES = [page for page in FOUND if not page.read_text(encoding="utf-8").startswith("<!-- made by")]
 SOURCES = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
 #: words in a sentence, in a page's sentences on average, of an option's help; numbers in a sentence; bytes of a guide
 WORDS, MEAN, HELP, NUMBERS, GUIDE = 25, 15, 12, 2, 8192
