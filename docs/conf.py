@@ -17,6 +17,8 @@ exclude_patterns = ["build", ".*"]  # Sphinx follows links, and a folder of wine
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "QuantMoE"
+html_static_path = ["static"]
+html_css_files = ["style.css"]
 autodoc_typehints = "signature"
 # pages begin with their title, whatever its level; names of arguments are also names of properties
 suppress_warnings = ["myst.header", "ref.python"]

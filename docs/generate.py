@@ -19,7 +19,7 @@ OPERATORS = """# Operators
 
 The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) has their bytes and their arithmetic.
 
-- An attribute is required, unless the column "when absent" says since which `op_version` it exists.
+- An attribute is required, unless the table says what its absence means.
 - T is float, float16 or bfloat16. I is int32 or int64.
 - C is the type of a cache: float, float16 or bfloat16. By `cache_format` it can also be int8 or uint8.
 - Attributes of type i are integers, of type f floats. Others are strings of the enum with that name.
@@ -31,18 +31,31 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in lines) + "\n"
 
 
+def code(text: str) -> str:
+    """Return help text with options and commands in code, as Markdown would join their dashes."""
+    return re.sub(r"(?<![\w`-])--?[a-z][\w-]*", r"`\g<0>`", text)
+
+
 def option(parameter: Any) -> list[str]:
-    """Return the cells of a parameter: how it is typed, its values, its default and its help."""
+    """Return the cells of a parameter: how it is typed, and its help, values and default."""
+    if is_argument(parameter):
+        return [f"`{parameter.name.upper()}`", parameter.help or ""]
     kinds = [kind for kind in get_args(parameter.type_descriptor.annotation) if get_origin(kind) is Literal]
     kind = kinds[0] if kinds else parameter.type_descriptor.annotation
-    values = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else parameter.metavar or kind.__name__
-    if is_argument(parameter):
-        return [f"`{parameter.name.upper()}`", "", "", parameter.help or ""]
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    said = [code(parameter.help or "")]
     if parameter.is_flag:
-        return [names, "", "", parameter.help or ""]
-    default = "" if parameter.default in (None, "", ()) else f"`{parameter.default}`"
-    return [names, f"`{values}`", "required" if parameter.required else default, parameter.help or ""]
+        return [names, said[0]]
+    if get_origin(kind) is Literal:
+        said.append("Values: " + ", ".join(f"`{value}`" for value in get_args(kind)) + ".")
+    else:
+        names += f" `{parameter.metavar or kind.__name__.upper()}`"
+    if parameter.default not in (None, "", ()):
+        said.append(f"Default: `{parameter.default}`.")
+    return [
+        names,
+        " ".join([f"{said[0]}." if said[1:] else said[0], *said[1:], *(["Required."] if parameter.required else [])]),
+    ]
 
 
 def is_argument(parameter: Any) -> bool:
@@ -60,7 +73,7 @@ def commands() -> str:
             group = "Arguments" if is_argument(parameter) else parameter.rich_help_panel or "Options"
             groups.setdefault(group, []).append(option(parameter))
         for group, rows in groups.items():
-            page.append(f"**{group}**\n\n" + table(["option", "value", "default", ""], rows))
+            page.append(f"**{group}**\n\n" + table(["argument" if group == "Arguments" else "option", ""], rows))
     return "\n".join(page)
 
 
@@ -102,15 +115,15 @@ def operators() -> str:
             rows[where].append([f"`{arguments[1]}`", arguments[2], said])
         elif macro in ("ATTR", "ATTR_SINCE"):
             kind, name = arguments[-3:-1] if macro == "ATTR_SINCE" else arguments[1:]
-            since = f"version {arguments[1]}: `{arguments[4]}`" if macro == "ATTR_SINCE" else ""
-            rows["attribute"].append([f"`{name}`", kind, since, said])
+            since = f" Since op_version {arguments[1]}; absent: `{arguments[4]}`." if macro == "ATTR_SINCE" else ""
+            rows["attribute"].append([f"`{name}`", kind, said + since])
         elif macro == "PROJECTION":
-            rows["attribute"].append([f"`{arguments[1]}_..`", "", "", "[packed weights](#packed-weights)"])
+            rows["attribute"].append([f"`{arguments[1]}_..`", "", "[packed weights](#packed-weights)"])
         elif macro == "STRING":
-            rows["attribute"].append([f"`{arguments[1]}`", "string", "none", said])
+            rows["attribute"].append([f"`{arguments[1]}`", "string", f"{said} May be absent."])
         elif macro == "END":
             for what, found_rows in rows.items():
-                page.append(table([what, "type", *(["when absent"] if what == "attribute" else []), ""], found_rows))
+                page.append(table([what, "type", ""], found_rows))
         elif macro in ("PROJECTION_ATTR", "PROJECTION_OPTIONAL"):
             if "projection" not in rows:
                 rows = {"projection": []}
