@@ -57,15 +57,15 @@ def main() -> None:
     plt.rcParams["svg.hashsalt"] = "quantmoe"  # the same file each time
     plain = {"Date": None}
 
-    figure, grid = plt.subplots(1, 4, figsize=(9, 2.2), sharey=True, layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(6.4, 4.2), sharey=True, layout="constrained")
     rows = table("| shape | T | path | best peer / ours |")
-    for axes, shape in zip(grid, dict.fromkeys(row["shape"] for row in rows), strict=True):
+    for axes, shape in zip(grid.flat, dict.fromkeys(row["shape"] for row in rows), strict=True):
         mine = [row for row in rows if row["shape"] == shape]
         bars(axes, mine, "T", ("Humming", "Marlin"))
         axes.set_title(shape, fontsize=8)
         axes.set_xlabel("tokens", fontsize=7)
-    grid[0].set_ylabel("time / QuantMoE's time", fontsize=7)
-    grid[0].legend(fontsize=7, frameon=False)
+    grid[0, 0].set_ylabel("time / QuantMoE's time", fontsize=7)
+    grid[0, 0].legend(fontsize=7, frameon=False)
     figure.suptitle("An int4 expert layer on one H200, 21 November 2026", fontsize=8)
     figure.savefig(HERE / "gpu.svg", metadata=plain)
 
