@@ -52,7 +52,7 @@ def bandwidth() -> float | None:
 
 
 def _driver() -> Any:
-    """The driver's library, ready; None where there is none."""
+    """Return the driver's library, ready; None where there is none."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -15,7 +15,7 @@ from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 
 
 def explain(path: str | Path) -> list[dict[str, Any]]:
-    """What was considered for each distinct scheme of a checkpoint's modules or a model's nodes.
+    """Return what was considered for each distinct scheme of a checkpoint's modules or a model's nodes.
 
     Returns:
         One dict a scheme and verdict: ``scheme`` (in the tool's words), ``modules`` (names), ``candidates`` (list of

@@ -19,7 +19,7 @@ WEIGHTS = {"SimplifiedLayerNormalization": 1, "SkipSimplifiedLayerNormalization"
 
 
 def type_fused_norms(model: ir.Model) -> None:
-    """Sets the type of each result of another type than the weights'.
+    """Set the type of each result of another type than the weights'.
 
     What reads it as it was, where that is not a Cast, reads a Cast, and so does what a graph returns.
     """
@@ -39,7 +39,7 @@ def type_fused_norms(model: ir.Model) -> None:
 
 
 def spell_norms(model: ir.Model) -> None:
-    """Replaces every SimplifiedLayerNormalization by x / sqrt(mean(x^2) + epsilon) in f32, cast and times the weight.
+    """Replace every SimplifiedLayerNormalization by x / sqrt(mean(x^2) + epsilon) in f32, cast, times the weight.
 
     Requires:
         :func:`type_fused_norms` has run.

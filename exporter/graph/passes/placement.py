@@ -13,7 +13,7 @@ from quantmoe.exporter.reading.slices import Slice
 
 
 def place_experts(model: ir.Model, tables: Mapping[str, np.ndarray], part: Slice | None = None) -> None:
-    """Puts a Gather before each QuantMoE that a table is for.
+    """Put a Gather before each QuantMoE that a table is for.
 
     An expert that stands several times is taken by turns, as a token's position says. All ranks know it, so they agree
     without a word; a token's id is one rank's, and -1 in the tables of the others. Ranks with tokens of their own tell
