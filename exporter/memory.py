@@ -31,7 +31,7 @@ class OutOfMemoryError(MemoryError):
 
 @dataclasses.dataclass(frozen=True)
 class OnGpu:
-    """What an error says where a GPU's memory lacks.
+    """Text of an error for lack of a GPU's memory.
 
     Attributes:
         taken: what took how much, with ", " at its end; or "". less: options and measures that need less.
@@ -48,7 +48,7 @@ class OnGpu:
 
 @contextlib.contextmanager
 def doing(what: str, on_gpu: OnGpu | None = None) -> Iterator[None]:
-    """Yield names ``what`` in an error for lack of memory, unless something more exact has a name already.
+    """Name ``what`` in an error for lack of memory, unless something more exact has a name already.
 
     Args:
         on_gpu: of what takes a GPU's memory, too.

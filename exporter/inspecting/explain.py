@@ -19,7 +19,7 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
 
     Returns:
         One dict a scheme and verdict: ``scheme`` (in the tool's words), ``modules`` (names), ``candidates`` (list of
-        Candidate, those of the first module). Last, ones without modules and with ``remark``: which
+        Candidate, of the first module). Last, ones without modules and with ``remark``: which
         layers have which attention, what is left out, a quantized KV cache.
 
     Raises:

@@ -160,7 +160,7 @@ class Ggml:
     def bind(
         self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray
     ) -> tuple[Callable[[], None], Callable[[], np.ndarray]]:
-        """As Side.bind: what runs the call, and what then reads y [n, H]."""
+        """Return what runs the call, and what then reads y [n, H]."""
         lib, tokens = self._lib, len(x)
         if tokens not in self._graphs:
             self._graphs[tokens] = self._graph(tokens)

@@ -1,4 +1,4 @@
-"""What a folder's files say of tokens, read as transformers' AutoTokenizer does: the tokenizer, special tokens, ends.
+"""A folder's tokenizer, special tokens and ends of texts, read as transformers' AutoTokenizer reads them.
 
 An exported tokenizer.json is complete (exporter/writing/tokenizer.py). Files beside it may have been edited since, so
 tokens that only they name are added here, too.

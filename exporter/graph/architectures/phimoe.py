@@ -1,6 +1,6 @@
 """Phi-3.5-MoE: cosines and sines have a factor for short and one for long sequences.
 
-transformers 5.24 takes the long sequences' factor and the short sequences' frequencies. Here both are those of the
+transformers 5.24 takes the long sequences' factor and the short sequences' frequencies. Here both follow the
 sequence's length, as in Microsoft's own code.
 """
 

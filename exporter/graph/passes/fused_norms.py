@@ -1,7 +1,7 @@
 """Norms that onnxscript fused, in the types and the domain that other programs expect.
 
-gpt-oss multiplies by its weights in f32 and rounds afterwards. The fused norm rounds itself, and its rule leaves f32 as
-the type of what it returns, so that a session of a graph in f16 does not load.
+gpt-oss multiplies by its weights in f32 and rounds afterwards. The fused norm rounds itself. Its rule leaves f32 as
+the type of the result, so that a session of a graph in f16 does not load.
 
 A norm of a sum is com.microsoft's SkipSimplifiedLayerNormalization. The norm of anything else is
 SimplifiedLayerNormalization. ONNX Runtime has it in ONNX's own domain, but ONNX does not: the checker and the version

@@ -1,7 +1,7 @@
 """RMS norms that store their weights' distance from one -> plain ones, recognised by what they compute.
 
-Gemma, Qwen3-Next and Qwen3.5 multiply by 1 + weight. The sum, made in f32, is what the graph has for a weight, in the
-graph's type: every norm is then of the form that engines fuse and CachedAttention, in f32, has inside.
+Gemma, Qwen3-Next and Qwen3.5 multiply by 1 + weight. The sum, made in f32, becomes the
+graph's weight, in the graph's type. Every norm then has the form that engines fuse and that CachedAttention has inside.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def derived(model: Any) -> dict[str, tuple[tuple[int, ...], Callable[[np.ndarray
 
 
 def _forward(self: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
-    """See this package; all frames of a run have as many patches."""
+    """Make the tower of this configuration; all frames in a call have equally many patches."""
     weight = self.patch_embed.proj.weight
     row, column, height, width = _places(pixel_values, image_grid_thw, self.spatial_merge_size)
     x = self.patch_embed.proj(pixel_values.to(weight.dtype))
