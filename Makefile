@@ -299,7 +299,7 @@ lint: build
 	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.writing.output import MODEL; MODEL.upper()'
 
 # The pages of docs/ as HTML; every link between the repository's pages is checked.
-docs: venv
+docs: build
 	$(UV) --group docs
 	sphinx-build -q -W --keep-going -c docs . build/docs
 

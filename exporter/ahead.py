@@ -23,17 +23,18 @@ BLOCK_MEMORY = BLOCK * 9 // 4 + (1 << 20)
 
 
 def in_flight(size: int, count: int) -> int:
-    """How many of ``count`` calls of ``size`` bytes run, or are done and wait, while one more's result is written."""
+    """Return how many of ``count`` calls of ``size`` bytes run, or are done and wait, while one more's result is
+    written."""
     return max(1, min(native.cpus(), count, MEMORY // size - 1))
 
 
 def memory(size: int, count: int) -> int:
-    """Bytes that so many calls take with :func:`ahead`."""
+    """Return the bytes that so many calls take with :func:`ahead`."""
     return size * (in_flight(size, count) + 1)
 
 
 def ahead(calls: Iterable[Callable[[], T]], size: int) -> Generator[T, None, None]:
-    """The results in order of calls that take ``size`` bytes each and run ahead of the caller.
+    """Yield the results in order of calls that take ``size`` bytes each and run ahead of the caller.
 
     CPUs that calls in flight leave over are for the packing inside them.
     """
@@ -49,7 +50,7 @@ def ahead(calls: Iterable[Callable[[], T]], size: int) -> Generator[T, None, Non
 
 
 def expert_size(spec: MoESpec) -> int:
-    """Bytes that decoding and packing an expert takes at most.
+    """Return the bytes that decoding and packing an expert takes at most.
 
     Codes are a byte each, twice where act-order has rows moved; as many bytes as the packed rows have are scales on
     their way, or read of the checkpoint; rounding goes by pieces (``--quantize``), whatever the size. Layout marlin

@@ -94,7 +94,7 @@ ROOM: dict[str, Any] = {"parser": _bytes_or_auto, "metavar": "SIZE|auto"}
 
 
 def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
-    """An option in a panel of ``--help``."""
+    """Return an option in a panel of ``--help``."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
@@ -571,7 +571,7 @@ def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None
 
 
 def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
-    """What says, of the first prompt after a loaded state, how much of it was used, if that is not all."""
+    """Return what says, of the first prompt after a loaded state, how much of it was used, if that is not all."""
     whole, ends = len(cache.tokens), cache.ends()
     lengths = "any length" if isinstance(ends, range) else f"{', '.join(map(str, ends))} tokens"
 
@@ -585,7 +585,7 @@ def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
 
 
 def _reply(chat: Any, message: str, tell: Callable[[int], None], max_new_tokens: int, **options: Any) -> None:
-    """Prints an answer as it comes."""
+    """Print an answer as it comes."""
     from quantmoe.exporter.terminal import TokensColumn, progress
 
     pieces = chat.reply(message, max_new_tokens, **options)
@@ -615,14 +615,14 @@ def _tell_end(found: Any, most: int, context: int) -> None:
 
 
 def _check_apart(option: str, value: Any, others: dict[str, Any]) -> None:
-    """Refuses options beside one that is given."""
+    """Refuse options beside one that is given."""
     for other, beside in others.items():
         if value is not None and beside is not None:
             raise typer.BadParameter(f"{option} does not go with {other}")
 
 
 def _read_prompt(path: Path | None, option: str | None = "--file") -> str:
-    """A file's text, None: standard input's, without the line break at its end."""
+    """Return a file's text, None: standard input's, without the line break at its end."""
     path = None if path == Path("-") else path
     name, option = (str(path), option) if path else ("standard input", None)
     given = b"" if path or sys.stdin is None else sys.stdin.buffer.read()  # None: it is closed
@@ -640,7 +640,8 @@ def _read_prompt(path: Path | None, option: str | None = "--file") -> str:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    """Its lines, of a file .jsonl the strings that they are, prompt N on line N. Empty lines at the end aside."""
+    """Return its lines, of a file .jsonl the strings that they are, prompt N on line N. Empty lines at the end
+    aside."""
     of_json, found = path.suffix == ".jsonl", []
     try:
         lines = path.read_text("utf-8-sig").split("\n")
@@ -669,7 +670,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _in_line(path: Path, number: int) -> Iterator[None]:
-    """What is wrong with a prompt names its line."""
+    """Name the line of a prompt in what is wrong with it."""
     try:
         yield
     except ModelError as error:
@@ -677,7 +678,7 @@ def _in_line(path: Path, number: int) -> Iterator[None]:
 
 
 def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, **options: Any) -> None:
-    """Prints the answers in the prompts' order, each when it and those before it are there.
+    """Print the answers in the prompts' order, each when it and those before it are there.
 
     The longest run first, with others about as long: a row is padded to the longest of its batch.
     """
@@ -714,7 +715,8 @@ def _prints_utf8() -> bool:
 
 
 def _is_text(message: str) -> bool:
-    """Whether it has no halves of surrogate pairs, which Python reads from JSON and from bytes that are no text."""
+    """Return whether it has no halves of surrogate pairs, which Python reads from JSON and from bytes that are no
+    text."""
     return message.encode(errors="ignore").decode() == message
 
 
@@ -902,7 +904,7 @@ def _main(arguments: Sequence[str]) -> None:
 
 
 def _as_typed(text: str, command: str) -> str:
-    """An error that begins with the name of a function's argument, with the command's option in its place."""
+    """Return an error that begins with the name of a function's argument, with the command's option in its place."""
     name, space, rest = text.partition(" ")
     parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
     option = next((p.opts[0] for p in parameters if p.name == name and p.opts[0].startswith("--")), name)
@@ -910,7 +912,7 @@ def _as_typed(text: str, command: str) -> str:
 
 
 def _line(text: str) -> str:
-    """An error on one line: files choose parts of it, which may be long, many lines or a terminal's commands."""
+    """Return an error on one line: files choose parts of it, which may be long, many lines or a terminal's commands."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return text if len(text) <= 2000 else f"{text[:1600]} ... {text[-300:]}"
 
@@ -956,7 +958,7 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
 
 
 def _lost(checkpoint: Path, outdir: Path, seconds: float, options: dict[str, Any]) -> str:
-    """What the quantization of an export lost, or why that is not measured."""
+    """Return what the quantization of an export lost, or why that is not measured."""
     for option, given in (
         ("--tensor-parallel", options["tensor_parallel"] > 1),
         ("--vision", options["vision"]),

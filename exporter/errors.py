@@ -1,4 +1,4 @@
-"""What the commands refuse with: here alone, so that the command line can catch it and import nothing else."""
+"""Exceptions of the commands, in a module of their own: the command line catches them and imports nothing else."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class OptionError(ValueError):
-    """An option that does not exist, or not with the others."""
+    """An option or argument that does not exist, has a wrong value, or cannot be combined with another."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as what it says it is; the message names file, tensor, found and expected."""
+    """A checkpoint that is damaged or not supported; the message names file, tensor, found and expected."""
 
 
 class ModelError(ValueError):
-    """An exported model that is not what it says it is; the message names file, tensor, found and expected."""
+    """An exported model that is damaged or cannot do what is asked; the message names file, found and expected."""
 
 
 class ContextError(ModelError):

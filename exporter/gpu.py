@@ -1,4 +1,4 @@
-"""What CUDA's driver says of this machine's GPUs: whether there is one, its free memory and its bandwidth.
+"""Facts of CUDA's driver about this machine's GPUs: whether there is one, its free memory and its bandwidth.
 
 The driver's library has had these functions since CUDA 11, whatever CUDA version ONNX Runtime brings along.
 """
@@ -52,7 +52,7 @@ def bandwidth() -> float | None:
 
 
 def _driver() -> Any:
-    """The driver's library, ready; None where there is none."""
+    """Return the driver's library, ready; None where there is none."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -31,7 +31,7 @@ class OutOfMemoryError(MemoryError):
 
 @dataclasses.dataclass(frozen=True)
 class OnGpu:
-    """What an error says where a GPU's memory lacks.
+    """Text of an error for lack of a GPU's memory.
 
     Attributes:
         taken: what took how much, with ", " at its end; or "". less: options and measures that need less.
@@ -48,7 +48,7 @@ class OnGpu:
 
 @contextlib.contextmanager
 def doing(what: str, on_gpu: OnGpu | None = None) -> Iterator[None]:
-    """Names ``what`` in an error for lack of memory, unless something more exact has a name already.
+    """Name ``what`` in an error for lack of memory, unless something more exact has a name already.
 
     Args:
         on_gpu: of what takes a GPU's memory, too.
@@ -70,7 +70,7 @@ def doing(what: str, on_gpu: OnGpu | None = None) -> Iterator[None]:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuses to begin what the disk does not hold.
+    """Refuse to begin what the disk does not hold.
 
     Raises:
         OSError: saying how many bytes are needed and how many are free.
@@ -105,7 +105,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _of_memory(error: BaseException | None) -> BaseException | None:
-    """The error, or what it was raised from, if memory lacked; allocators of libraries raise other errors."""
+    """Return the error, or what it was raised from, if memory lacked; allocators of libraries raise other errors."""
     while error is not None:
         lacked = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         if lacked or _LACKED.search(str(error)):

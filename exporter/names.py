@@ -15,5 +15,5 @@ PAGED: dict[str, tuple[int | str, ...]] = {
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name out of a stranger's file is that of a file in its own folder, on every system."""
+    """Return whether a name in a stranger's file names a file in its own folder, on every system."""
     return name not in ("", ".", "..") and not any(mark in name for mark in "/\\\0")

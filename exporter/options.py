@@ -25,7 +25,7 @@ def terminal(markup: bool = False) -> Console:
 
 
 def need(*modules: str) -> None:
-    """Says at once what would be missing after minutes.
+    """Say at once what would be missing after minutes.
 
     Raises:
         ModuleNotFoundError: naming the first that is not installed.
@@ -36,7 +36,7 @@ def need(*modules: str) -> None:
 
 
 def missing(error: ModuleNotFoundError, command: str) -> str:
-    """What to install."""
+    """Return what to install."""
     package = (error.name or str(error)).partition(".")[0]
     wanted = "bench" if package == "matplotlib" else EXTRAS.get(command, "")  # what --plot asks for, of any command
     extra = f"[{wanted}]" if wanted else ""
@@ -44,7 +44,7 @@ def missing(error: ModuleNotFoundError, command: str) -> str:
 
 
 def steps(text: str) -> list[int]:
-    """A number, or of a range as 1..8192 its ends and 2^i and 3 2^i between them."""
+    """Return a number, or of a range as 1..8192 its ends and 2^i and 3 2^i between them."""
     first, dots, end = text.partition("..")
     low, high = int(first), int(end if dots else first)
     between = {low, high, *(of << i for of in (2, 3) for i in range(max(high, 0).bit_length()))}
@@ -52,7 +52,7 @@ def steps(text: str) -> list[int]:
 
 
 def listed(kind: type = str, least: int | None = None, ranges: bool = False) -> dict[str, Any]:
-    """Settings of an option of list[kind] that takes a,b,c and is repeated; numbers are not below ``least``.
+    """Return the settings of an option of list[kind] that takes a,b,c and is repeated; numbers are not below ``least``.
 
     Args:
         ranges: of numbers, too; see :func:`steps`.

@@ -58,7 +58,7 @@ def print_survey(found: dict[str, Any]) -> None:
 
 
 def experts_of(attributes: Mapping[str, Any], shared: int) -> str:
-    """A node's experts, and how many of them are a shared one: "256 and 1 shared of 2048 x 512"."""
+    """Return a node's experts, and how many of them are a shared one: "256 and 1 shared of 2048 x 512"."""
     count = f"{attributes['num_experts'] - shared}{f' and {shared} shared' if shared else ''}"
     return f"{count} of {attributes['hidden_size']} x {attributes['intermediate_size']}"
 
@@ -235,7 +235,7 @@ def print_evaluation(found: Evaluation) -> None:
 
 
 def _activations(attributes: Mapping[str, Any], *projections: str) -> str:
-    """Formats of a node's activations: one where they are alike."""
+    """Return the formats of a node's activations: one where they are alike."""
     first, *others = (attributes[f"{p}_activation_format"] for p in projections)
     return first if not others or others == [first] else f"{first}, {others[0]} in down"
 

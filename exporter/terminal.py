@@ -1,4 +1,4 @@
-"""What commands do on a terminal beside their output: progress, Ctrl-C while the engine runs, lines that are typed."""
+"""Terminals: progress, Ctrl-C while the engine runs, and typed lines."""
 
 from __future__ import annotations
 

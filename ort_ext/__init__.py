@@ -27,9 +27,9 @@ OLDEST_GLIBC = (2, 28)
 
 
 def library_path() -> str:
-    """Path of ``libquantmoe_ort.so`` (``quantmoe_ort.dll``), for ``SessionOptions.register_custom_ops_library``.
+    """Return the path of ``libquantmoe_ort.so``, for ``SessionOptions.register_custom_ops_library``.
 
-    QUANTMOE_ORT_LIBRARY names another build of it (sanitizers).
+    QUANTMOE_ORT_LIBRARY names another build of it. On Windows the file is ``quantmoe_ort.dll``.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -38,7 +38,7 @@ def library_path() -> str:
 
 
 def cuda_library_path() -> str:
-    """Path of ``libquantmoe_ort_cuda.so``, the operator for the CUDA execution provider.
+    """Return the path of ``libquantmoe_ort_cuda.so``, the operators for the CUDA execution provider.
 
     QUANTMOE_ORT_CUDA_LIBRARY names another build of it.
 
@@ -49,11 +49,13 @@ def cuda_library_path() -> str:
 
 
 def experts_report(library: str) -> list[dict[str, int]]:
-    """What a loaded library has of each of this process's sessions whose experts it reads, caches or traces: layers,
-    slots, hits, misses, bytes_read, and on GPUs more (docs/reference/expert-offloading.md).
+    """Return counters of expert offloading: layers, slots, hits, misses, bytes_read, and on GPUs more.
+
+    There is one dict for each session of this process whose experts the library reads, caches or traces
+    (docs/reference/expert-offloading.md).
 
     Args:
-        library: its path.
+        library: path of the loaded library.
     """
     text = ctypes.create_string_buffer(1 << 16)
     ctypes.CDLL(library).qm_experts_report(text, ctypes.c_size_t(len(text)))
@@ -61,8 +63,10 @@ def experts_report(library: str) -> list[dict[str, int]]:
 
 
 def provider_devices() -> list[Any]:
-    """The devices of the execution provider for ``com.microsoft``'s QMoE and MatMulNBits (guides/qmoe-models), for
-    ``SessionOptions.add_provider_for_devices``. Registers the library with ONNX Runtime where nobody has.
+    """Return the devices of the execution provider for ``com.microsoft``'s QMoE and MatMulNBits.
+
+    They are for ``SessionOptions.add_provider_for_devices`` (guides/qmoe-models). The library is registered with ONNX
+    Runtime unless it is already.
 
     Returns:
         onnxruntime.OrtEpDevice, one.
@@ -88,14 +92,14 @@ def provider_devices() -> list[Any]:
 
 
 def oldest(target: str, accuracy_level: int = 0, paged: bool = False) -> tuple[int, int]:
-    """The ONNX Runtime that a target's files need."""
+    """Return the oldest ONNX Runtime that runs a target's files."""
     if target != "ort":
         return OLDEST_PAGED if paged else OLDEST
     return OLDEST_ACCURACY if accuracy_level else OLDEST_QMOE
 
 
 def build_info() -> str:
-    """The compiler of ``libquantmoe_ort.so`` and the kernel that this machine runs: "clang 22.1.8, panel_avx2".
+    """Return the compiler of ``libquantmoe_ort.so`` and this machine's kernel: "clang 22.1.8, panel_avx2".
 
     Raises:
         OSError: the library cannot be loaded.
@@ -107,9 +111,9 @@ def build_info() -> str:
 
 
 def glibc_of(library: str | Path) -> tuple[int, int]:
-    """The glibc that a library asks for: its newest symbol version, by the names in the dynamic string table.
+    """Return the glibc that a library needs: the newest symbol version in its dynamic string table.
 
-    (0, 0) for one that asks for none, as of Windows.
+    (0, 0) means that it needs none, as on Windows.
     """
     names = re.findall(rb"\0GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", Path(library).read_bytes())
     return max(((int(major), int(minor)) for major, minor in names), default=(0, 0))

@@ -498,7 +498,7 @@ PUBLISHED: dict[str, Published] = {
 
 
 def kept(published: Published) -> str:
-    """Return the mechanisms of a published model in the words of docs/reference/architectures.md."""
+    """Return the mechanisms of a published model in the words of docs/lab/published-models.md."""
     words = []
     for name, value in published.fields.items():
         if name == "rope_parameters":

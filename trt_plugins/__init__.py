@@ -4,7 +4,7 @@ from quantmoe.custom_ops import library_file
 
 
 def library_path() -> str:
-    """Path of ``libquantmoe_trt.so``, for TensorRT's plug-in registry, trtexec and ONNX Runtime's TensorRT EP.
+    """Return the path of ``libquantmoe_trt.so``, for TensorRT's plug-in registry, trtexec and ONNX Runtime.
 
     QUANTMOE_TRT_LIBRARY names another build of it.
 

@@ -37,7 +37,7 @@ def choose_caches(
     refusal: Callable[[AttentionSpec], str],
     target: str = "cpu",
 ) -> Caches:
-    """Decides them.
+    """Decide them.
 
     Args:
         wanted: of KINDS, of floats any. Without the checkpoint's scales "int8" has those of each token, "fp8" the scale

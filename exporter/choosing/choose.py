@@ -121,7 +121,7 @@ class Choice:
     gated: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """What a linear is called beside the checkpoint's modules: a group's is where they are."""
+        """Return what a linear is called beside the checkpoint's modules: a group's is where they are."""
         first, *more = self.parts[name].values()
         return f"{first.rpartition('.')[0]}.{name.rpartition('.')[2]}" if more else first
 
@@ -134,8 +134,8 @@ def choose_experts(
     layers: int | None = None,
     floats: str | None = None,
 ) -> dict[str, list[tuple[MoELayer, MoESpec]]]:
-    """The nodes of the first so many decoder layers, by the experts' names in the checkpoint: each group of a layer and
-    its attributes.
+    """Return the nodes of the first so many decoder layers, by the experts' names in the checkpoint: each group of a
+    layer and its attributes.
 
     What headers decide, before torch is imported to make a model of them.
 
@@ -162,7 +162,7 @@ def choose_experts(
 
 
 def check_floats(format: Format, nodes: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]]) -> None:
-    """Refuses MXFP4 experts in a graph of float32: the one provider whose QMoE has them, CUDA, takes 16 bits."""
+    """Refuse MXFP4 experts in a graph of float32: the one provider whose QMoE has them, CUDA, take 16 bits."""
     for name, spec in ((layer.title, spec) for groups in nodes.values() for layer, spec in groups):
         if "mxfp4" in (spec.w13.format, spec.w2.format):
             raise CheckpointError(
@@ -191,7 +191,7 @@ def choose(
     scales: str,
     dense: str = "quantmoe",
 ) -> Choice:
-    """The nodes of a model in one layout.
+    """Return the nodes of a model in one layout.
 
     Args:
         experts: of :func:`choose_experts` with the same arguments.
@@ -245,7 +245,8 @@ def choose(
 def _tables(
     skeleton: Skeleton, chosen: Choice, layout: str, scales: str
 ) -> Iterator[tuple[str, tuple[LinearSpec, str]]]:
-    """Embeddings that the checkpoint quantizes and a graph can look up as they are packed; see :class:`Choice`."""
+    """Yield the embeddings that the checkpoint quantizes and a graph can look up as they are packed; see
+    :class:`Choice`."""
     format = skeleton.format
     heads = {part: name for name, parts in chosen.parts.items() for part in parts.values() if len(parts) == 1}
     for parameter in skeleton.lookups():
@@ -303,8 +304,8 @@ def with_shared(
     activations: str | None,
     scales: str,
 ) -> list[tuple[MoELayer, MoESpec]]:
-    """A layer's groups and their nodes' attributes with its shared expert, which is of the first group whose experts
-    are of its kind.
+    """Return a layer's groups and their nodes' attributes with its shared expert, which is of the first group whose
+    experts are of its kind.
 
     Args:
         parts: the same without it.
@@ -336,7 +337,7 @@ def with_shared(
 def _shared_like(
     skeleton: Skeleton, shared: Shared, layer: MoELayer, spec: MoESpec, activations: str | None, scales: str
 ) -> MoELayer:
-    """A layer or group with its shared expert, of whose kind its experts are.
+    """Return a layer or group with its shared expert, of whose kind its experts are.
 
     Raises:
         ValueError: they are not.
@@ -368,7 +369,7 @@ def _shared_like(
 
 
 def groups(format: Format, linears: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Linears that one node multiplies: its name -> theirs, in the order of their rows; most are alone.
+    """Return the linears that one node multiplies: its name -> theirs, in the order of their rows; most are alone.
 
     Args:
         linears: name -> in the checkpoint.
@@ -407,7 +408,7 @@ def why_apart(format: Format, sources: Sequence[str | None]) -> str | None:
 def choose_layer(
     layer: MoELayer, layout: str, activations: str | None, scales: str = "exact", floats: str | None = None
 ) -> MoESpec:
-    """Attributes of a layer's node; arguments and errors as :func:`choose_experts`."""
+    """Return the attributes of a layer's node; arguments and errors as :func:`choose_experts`."""
     candidate = layer_candidate(layer, layout, activations, scales, floats)
     if candidate.reason or not isinstance(candidate.spec, MoESpec):
         raise CheckpointError(f"{layer.format.ckpt.folder}: {candidate.reason}")
@@ -417,7 +418,7 @@ def choose_layer(
 def layer_candidate(
     layer: MoELayer, layout: str, activations: str | None, scales: str = "exact", floats: str | None = None
 ) -> Candidate:
-    """A layout's verdict on a layer; its reasons name the layer.
+    """Return a layout's verdict on a layer; its reasons name the layer.
 
     Raises:
         CheckpointError: the headers do not agree with the configuration, or a tensor that decides is damaged.
@@ -436,7 +437,7 @@ def linear_candidate(
     scales: str = "exact",
     floats: str | None = None,
 ) -> Candidate:
-    """The same of a linear outside the experts, quantized or of 16-bit floats, or of those of a group.
+    """Return the choice for a linear outside the experts, quantized or in 16 bits, or for a group of linears.
 
     Args:
         floats: "bf16" or "f16", the graph's, for layout marlin, whose floats are of that type.
@@ -457,7 +458,7 @@ def linear_candidate(
 
 
 def linear_matrix(format: Format, modules: Sequence[str], scales: str) -> tuple[QuantizedMatrix, float]:
-    """The rows of a group's linears, and see :func:`rounded`."""
+    """Return the rows of a group's linears, and see :func:`rounded`."""
     found = [rounded(format.matrix_of(module), scales) for module in modules]
     return found[0][0] if len(found) == 1 else joined([m for m, _ in found]), max(error for _, error in found)
 
@@ -484,7 +485,7 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
 
 
 def candidate(spec: MoESpec | LinearSpec) -> Candidate:
-    """The verdict on a node that there is."""
+    """Return the verdict on a node that there is."""
     return Candidate(spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout, spec, refusal(spec))
 
 
@@ -532,7 +533,7 @@ def _too_large(spec: MoESpec) -> str:
 
 
 def activation_format(scheme: ModuleScheme, choice: str | None) -> str:
-    """The node's activation_format.
+    """Return the node's activation_format.
 
     Args:
         scheme: as the checkpoint says. choice: a key of CHOICES, the user's for weights-only checkpoints; None: as the
@@ -546,7 +547,7 @@ def activation_format(scheme: ModuleScheme, choice: str | None) -> str:
 
 
 def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix) -> str:
-    """The activation_format of a linear whose input features are on several ranks: each rounds its own.
+    """Return the activation_format of a linear whose input features are on several ranks: each rounds its own.
 
     Weights-only checkpoints have float activations there where ``choice`` has a scale of all features, which would take
     the maximum over the ranks.
@@ -568,7 +569,7 @@ def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix)
 def moe_spec(
     layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None, floats: str | None = None
 ) -> MoESpec:
-    """Attributes of the layer's node, if all its experts are like this one.
+    """Return the attributes of the layer's node, if all its experts are like this one.
 
     Args:
         floats: see :func:`linear_candidate`.
@@ -606,7 +607,7 @@ def layer_spec(
     scales: str = "exact",
     floats: str | None = None,
 ) -> MoESpec:
-    """Attributes of the layer's node, which carries all its experts.
+    """Return the attributes of the layer's node, which carries all its experts.
 
     Raises:
         ValueError: the layout does not carry an expert, or experts differ in what a node has one of; names the modules.
@@ -639,13 +640,13 @@ def layer_spec(
 
 
 def differences(a: Projection, b: Projection) -> list[str]:
-    """What two projections differ in, b's value first."""
+    """Return what two projections differ in, b's value first."""
     pairs = {f.name: (getattr(b, f.name), getattr(a, f.name)) for f in fields(a) if f.name not in OPTIONAL}
     return [f"{name} ({x} and {y})" for name, (x, y) in pairs.items() if x != y]
 
 
 def _difference(layer: MoELayer, first: int, e: int, spec: MoESpec, other: MoESpec) -> str:
-    """What experts ``first`` and ``e`` differ in and must not."""
+    """Return what experts ``first`` and ``e`` differ in and must not."""
 
     names, found = layer.projections[:-1], differences(spec.w13, other.w13)
     if not found:
@@ -660,19 +661,19 @@ def _difference(layer: MoELayer, first: int, e: int, spec: MoESpec, other: MoESp
 
 
 def linear_spec(m: QuantizedMatrix, layout: ModuleType, activation_format: str) -> LinearSpec:
-    """The same of a linear outside the experts."""
+    """Return the spec of a linear outside the experts."""
     w = layout.describe_down(m, activation_format)
     return LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=w)
 
 
 def retyped(expert: Expert, spec: MoESpec) -> Expert:
-    """An expert whose 16-bit floats are of the types that its node says; see :func:`retyped_matrix`."""
+    """Return an expert whose 16-bit floats are of the types that its node says; see :func:`retyped_matrix`."""
     gate = expert.gate and retyped_matrix(expert.gate, spec.w13.format)
     return Expert(gate, retyped_matrix(expert.up, spec.w13.format), retyped_matrix(expert.down, spec.w2.format))
 
 
 def retyped_matrix(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
-    """A matrix of 16-bit floats in the type that a node says, rounded; any other as it is.
+    """Return a matrix of 16-bit floats in the type that a node says, rounded; any other as it is.
 
     Raises:
         ValueError: values that float16 cannot hold.
@@ -688,13 +689,14 @@ def retyped_matrix(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
 
 
 def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
-    """The expert with its scales as asked for ("exact" or "bf16"), and the largest relative error that this made."""
+    """Return the expert with its scales as asked for ("exact" or "bf16"), and the largest relative error that this
+    made."""
     found = [None if m is None else rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
     return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
 
 
 def rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
-    """The same of one matrix."""
+    """Return one matrix with its scales rounded if need be, and the largest relative error."""
     if scales == "exact" or m.scales.dtype.itemsize == 1 or m.scales.dtype.names is not None:
         return m, 0.0
     exact = m.scales.astype(np.float64)

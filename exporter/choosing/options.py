@@ -21,7 +21,7 @@ MAX_RANKS = 1024
 
 
 def _apart(option: str, *others: tuple[str, bool]) -> None:
-    """Refuses an option beside others that are given."""
+    """Refuse an option beside others that are given."""
     for name, given in others:
         if given:
             raise OptionError(f"{option} does not go with {name}")

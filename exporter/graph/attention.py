@@ -35,7 +35,7 @@ def grouped_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers' interface.
+    """Return an attention function of transformers' interface.
 
     Args:
         query: [batch, heads, S, D]. key: [batch, groups, L, D]. value: [batch, groups, L, V].

@@ -64,7 +64,7 @@ class _Inputs(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a text said.
+    """Importance of inputs, from a text.
 
     Attributes:
         importance: checkpoint module, or expert and tensor of fused ones -> f32 [K], 1 in the mean.

@@ -23,7 +23,7 @@ _IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(?:_internal)?")
 
 
 def configuration(format: Format, layers: int | None) -> Any:
-    """The configuration of a checkpoint's language model.
+    """Return the configuration of a checkpoint's language model.
 
     Args:
         layers: of the first so many layers; None: of all.
@@ -54,7 +54,7 @@ def configuration(format: Format, layers: int | None) -> Any:
 
 
 def whole(format: Format) -> Any:
-    """The configuration of all of a checkpoint's model.
+    """Return the configuration of all of a checkpoint's model.
 
     Raises:
         CheckpointError: it is of no architecture of transformers.
@@ -66,7 +66,7 @@ def whole(format: Format) -> Any:
 
 
 def check_implementations(config: Mapping[str, Any], path: Path) -> None:
-    """Refuses a configuration that names code which transformers would fetch: ``"attn_implementation": "org/repo"``.
+    """Refuse a configuration that names code which transformers would fetch: ``"attn_implementation": "org/repo"``.
 
     Args:
         path: of the file, for the message.
@@ -93,7 +93,8 @@ def check_implementations(config: Mapping[str, Any], path: Path) -> None:
 
 
 def with_own_code(config: Any) -> Any:
-    """A configuration, and the parts of it, with transformers' plain attention and experts: nothing asks the hub."""
+    """Return a configuration, and the parts of it, with transformers' plain attention and experts: nothing asks the
+    hub."""
     config._attn_implementation = config._experts_implementation = "eager"
     return config
 
@@ -116,7 +117,7 @@ def _validating(folder: Path) -> Iterator[None]:
 
 
 def _check_layers(format: Format, count: int) -> None:
-    """Refuses layers that have no tensors, and Nemotron's lists of another length, of which transformers takes that."""
+    """Refuse layers that have no tensors, and Nemotron's lists of another length, of which transformers takes that."""
     own = format.ckpt.text_config.get("num_hidden_layers")
     for field in ("hybrid_override_pattern", "layers_block_type"):
         blocks = format.ckpt.text_config.get(field)
@@ -134,7 +135,7 @@ def _check_layers(format: Format, count: int) -> None:
 
 
 def _check_linear_heads(format: Format, config: PreTrainedConfig) -> None:
-    """Refuses linear attention whose value heads do not share the key heads evenly: transformers divides them."""
+    """Refuse linear attention whose value heads do not share the key heads evenly: transformers divides them."""
     keys, values = (getattr(config, f"linear_num_{kind}_heads", 1) for kind in ("key", "value"))
     if keys < 1 or values < 1 or values % keys:
         raise CheckpointError(

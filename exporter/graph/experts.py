@@ -17,7 +17,7 @@ from quantmoe.exporter.reading.formats import MoELayer
 def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of a layer's nodes in the order of its groups: mostly one, the module's own."""
+    """Return the sum of a layer's nodes in the order of its groups: mostly one, the module's own."""
     weights = top_k_weights.float()
     first, *others = (
         quant_moe(hidden_states, top_k_index, weights, node.w13, node.w2, node.attributes)
@@ -30,7 +30,7 @@ def experts_forward(
 
 
 def check_experts(module: Any, layer: MoELayer, where: str) -> None:
-    """Refuses experts whose arithmetic the node does not have."""
+    """Refuse experts whose arithmetic the node does not have."""
     if module.has_post_expert_norm:
         raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
     if module.has_gate != layer.gated:
@@ -46,7 +46,7 @@ def check_experts(module: Any, layer: MoELayer, where: str) -> None:
 
 
 def _check_gate(module: Any, layer: MoELayer, where: str) -> None:
-    """Refuses a gate of an architecture's own that is not the layer's activation, on numbers beyond every limit."""
+    """Refuse a gate of an architecture's own that is not the layer's activation, on numbers beyond every limit."""
     pair = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)) * 8
     halves = pair.transpose(0, 1)
     given = halves.flatten(1) if module.is_concatenated else halves.transpose(1, 2).flatten(1)

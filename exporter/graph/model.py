@@ -130,7 +130,7 @@ class Skeleton(Stored):
         self.linears = dict(self._linears())
 
     def _experts(self, layers: int | None) -> dict[str, MoELayer]:
-        """Experts modules, which lose their parameters, each with its layer in the checkpoint."""
+        """Return experts modules, which lose their parameters, each with its layer in the checkpoint."""
         format, model, folder = self.format, self.model, self.format.ckpt.folder
         modules: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
         if format.without_experts:
@@ -198,7 +198,7 @@ class Skeleton(Stored):
     def _recognised(
         self, what: str, recognise: Callable[[], tuple[dict[str, Found], dict[str, str]]]
     ) -> dict[str, Found]:
-        """What a pass found; a module that looks like it and is not is named."""
+        """Return what a pass found; a module that looks like it and is not is named."""
         folder = self.format.ckpt.folder
         with doing(f"{folder}: recognising {what}"), quiet():
             found, left = recognise()
@@ -262,7 +262,7 @@ class Skeleton(Stored):
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     def join(self, path: str, parts: Sequence[str], whole: str) -> None:
-        """Makes float linears of a module that read one input one linear, whose rows are theirs in this order; where
+        """Make float linears of a module that read one input one linear, whose rows are theirs in this order; where
         one of them is of another kind, nothing."""
         module = self.model.get_submodule(path)
         linears: list[Any] = [getattr(module, part, None) for part in parts]
@@ -274,7 +274,7 @@ class Skeleton(Stored):
             self.stack(f"{path}.{whole}.{leaf}", [f"{path}.{part}.{leaf}" for part in parts])
 
     def stack(self, name: str, parts: Sequence[str]) -> None:
-        """Makes a parameter the rows of others, which it may be one of."""
+        """Make a parameter the rows of others, which it may be one of."""
         path, _, leaf = name.rpartition(".")
         module, names = self.model.get_submodule(path), [self.tied[part] for part in parts]
         tensors = [self.tensors[part] for part in names]
@@ -293,7 +293,7 @@ class Skeleton(Stored):
             self.derived[name] = derived
 
     def fill(self, name: str, values: np.ndarray, beside: str) -> None:
-        """Adds a parameter, f32, of which the checkpoint has no tensor.
+        """Add a parameter, f32, of which the checkpoint has no tensor.
 
         Args:
             beside: another parameter, whose tensor stands for its own.
@@ -372,7 +372,7 @@ class Skeleton(Stored):
         return None
 
     def _divide_act_order(self, part: Slice) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Divides linears in act-order of which a rank would have columns that share scales with other ranks': it has
+        """Divide linears in act-order of which a rank would have columns that share scales with other ranks': it has
         features in the order of an MLP's columns, or else rows, which take the features of all ranks.
 
         Returns:
@@ -402,7 +402,7 @@ class Skeleton(Stored):
             yield name.rpartition(".")[0], (rows, m.shape[1])
 
     def take_rows(self) -> None:
-        """Gives linears of :attr:`by_rows` their shapes, which what runs without other ranks does not fit."""
+        """Give linears of :attr:`by_rows` their shapes, which what runs without other ranks does not fit."""
         for path, shape in self.by_rows.items():
             linear = self.model.get_submodule(path)
             linear.out_features, linear.in_features = shape
@@ -437,7 +437,7 @@ class Skeleton(Stored):
         return {source: self.tensors[weight].shape[0] for source, weight in weights.items()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What checkpoints store: parameters, and buffers like DeepSeek's correction biases."""
+        """Yield what checkpoints store: parameters, and buffers like DeepSeek's correction biases."""
         stored = self.model.state_dict().keys()
         yield from self.model.named_parameters()
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in stored)
@@ -446,8 +446,8 @@ class Skeleton(Stored):
         return (name for name, _ in self._tensors())
 
     def _rename(self, name: str) -> str:
-        """A checkpoint's name as the model has it now: without what wraps a language model that also sees pictures, and
-        as this version of transformers names modules."""
+        """Return a checkpoint's name as the model has it now: without what wraps a language model that also sees
+        pictures, and as this version of transformers names modules."""
         if self.format.part:
             for prefix, own in mtp.names(self.format.next_layer).items():
                 if name.startswith(prefix):
@@ -465,7 +465,8 @@ class Skeleton(Stored):
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
 
     def _parts(self, name: str) -> list[str]:
-        """Tensors whose rows one parameter has in this version of transformers: Kimi-Linear's three convolutions."""
+        """Return tensors whose rows one parameter has in this version of transformers: Kimi-Linear's three
+        convolutions."""
         for transform in get_model_conversion_mapping(self.model):
             if not isinstance(transform, WeightConverter) or [type(o) for o in transform.operations] != [Concatenate]:
                 continue
@@ -475,7 +476,7 @@ class Skeleton(Stored):
         return []
 
     def _unrename(self, name: str) -> str:
-        """What a missing tensor of this part would be called in the checkpoint."""
+        """Return what a missing tensor of this part would be called in the checkpoint."""
         for prefix, own in mtp.names(self.format.next_layer).items() if self.format.part else ():
             if own and name.startswith(own) and "embed_tokens" not in name:
                 return prefix + name.removeprefix(own)
@@ -495,13 +496,13 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The module that has the decoder layers; Llama-4's get_decoder does not find it."""
+    """Return the module that has the decoder layers; Llama-4's get_decoder does not find it."""
     decoder = model.get_decoder()
     return decoder if hasattr(decoder, "layers") else model.model
 
 
 def dequantized(skeleton: Skeleton) -> PreTrainedModel:
-    """The same model in PyTorch with every weight dequantized, to compare exports with. For small models."""
+    """Return the model in PyTorch with every weight dequantized, to compare exports with. For small models."""
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
     if skeleton.format.part:
         mtp.prepare(model)
@@ -549,7 +550,7 @@ def state_of(skeleton: Skeleton, wanted: Callable[[str], bool] = lambda name: Tr
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences progress lines and version remarks of torch and transformers; errors stay exceptions."""
+    """Silence progress lines and version remarks of torch and transformers; errors stay exceptions."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "transformers", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -46,7 +46,7 @@ _MIMO = _INPUT | {
 
 
 def names(layer: str) -> dict[str, str]:
-    """How names of its tensors begin -> those of a model of one layer.
+    """Return how names of its tensors begin -> those of a model of one layer.
 
     Args:
         layer: Format.next_layer; "": Qwen's.
@@ -64,13 +64,13 @@ class Input(torch.nn.Module):
         self.fc = torch.nn.Linear(2 * size, size, bias=False, dtype=dtype)
 
     def forward(self, embeddings: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """All [B, S, H]."""
+        """Return hidden states from embeddings and hidden states, all [B, S, H]."""
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
         return self.fc(torch.cat(normed, -1))
 
 
 def one_layer(config: PreTrainedConfig, layer: str) -> PreTrainedConfig:
-    """The main model's configuration with the one layer, of full attention and experts; MiMo's of neither.
+    """Return the main model's configuration with the one layer, of full attention and experts; MiMo's of neither.
 
     Args:
         layer: see :func:`names`.
@@ -91,7 +91,7 @@ def one_layer(config: PreTrainedConfig, layer: str) -> PreTrainedConfig:
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Makes a model of one layer take hidden states, too."""
+    """Make a model of one layer take hidden states, too."""
     decoder: Any = model.get_decoder()
     model.mtp = Input(model.config.hidden_size, decoder.norm, model.dtype)
     model.forward = MethodType(_forward, model)  # type: ignore[method-assign]

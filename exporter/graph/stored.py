@@ -45,30 +45,30 @@ class Stored:
         self.joined: dict[str, list[str]] = {}
 
     def derive(self, names: Iterable[str], function: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Notes parameters that were changed to be functions of their tensors."""
+        """Note parameters that were changed to be functions of their tensors."""
         for name in names:
             self.tensors[name], self.derived[name] = self.model.get_parameter(name), function
 
     def stored_type(self, name: str) -> ir.DataType | None:
-        """The type of a parameter's tensor in the checkpoint; None when it is packed or quantized there."""
+        """Return the type of a parameter's tensor in the checkpoint; None when it is packed or quantized there."""
         source = self.sources.get(name)  # packed weights have none
         if source is None or self.format.is_quantized(source.rpartition(".")[0]):
             return None
         return ir.DataType.from_numpy(STORED[self.format.ckpt.dtype(source)])
 
     def lookups(self) -> list[str]:
-        """Parameters of which only rows are looked up: the weights of embeddings."""
+        """Return the parameters of which only rows are looked up: the weights of embeddings."""
         modules = ((name, self.model.get_submodule(name.rpartition(".")[0])) for name in self.tensors)
         return [name for name, module in modules if isinstance(module, torch.nn.Embedding)]
 
     def itemsize(self, name: str) -> int:
-        """Bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer in a table
-        that is only looked up (passes/embeddings.py)."""
+        """Return the bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer
+        in a table that is only looked up (passes/embeddings.py)."""
         own, stored = self.tensors[name].element_size(), self.stored_type(name)
         return min(own, int(stored.itemsize)) if stored is not None and name in self.lookups() else own
 
     def blocks(self, name: str, transposed: bool, dtype: np.dtype) -> Iterator[Callable[[], np.ndarray]]:
-        """A parameter or stored buffer of the model, or its transpose, as calls that make the next rows each.
+        """Return a parameter or stored buffer of the model, or its transpose, as calls that make the next rows each.
 
         Raises:
             CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
@@ -116,6 +116,7 @@ class Stored:
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008
-    """A tensor of any size in one element's memory, unlike every other: the exporter merges equal small tensors."""
+    """Return a tensor of any size in one element's memory, unlike every other: the exporter merges equal small
+    tensors."""
     bits = torch.int32 if dtype.itemsize == 4 else torch.int16
     return torch.tensor(next(_count) % 30000, dtype=bits).view(dtype).expand(shape)

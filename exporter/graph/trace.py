@@ -115,7 +115,7 @@ class Attention:
 
 
 def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -> ir.Model:
-    """The ONNX graph, with KV cache, dynamic in batch and sequence.
+    """Return the ONNX graph, with KV cache, dynamic in batch and sequence.
 
     passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
     meta["untraced"] says why.
@@ -178,8 +178,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
 
 
 def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, RecognisedAttention]) -> list[str]:
-    """Modules whose query projections get their gates before their queries, where the node has them: chosen.gated of
-    packed ones, functions of the others' tensors."""
+    """Return modules whose query projections get their gates before their queries, where the node has them:
+    chosen.gated of packed ones, functions of the others' tensors."""
     moved = []
     for path in (path for path, recognised in found.items() if recognised.spec.gated):
         heads, size = found[path].spec.num_heads, found[path].spec.head_size
@@ -197,7 +197,8 @@ def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recogni
 
 
 def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, paged: bool = False) -> Attention:
-    """How the model attends in the graph. Experts, norms and linear attention are what they will be there afterwards.
+    """Return how the model attends in the graph. Experts, norms and linear attention are what they will be there
+    afterwards.
 
     Args:
         cache: see :func:`export`.
@@ -248,8 +249,8 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, pa
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collections: tracing makes few cycles and so many objects that the collector would look at all of
-    torch's and sympy's again and again, a tenth of the time."""
+    """Yield no garbage collections: tracing makes few cycles and so many objects that the collector would look at all
+    of torch's and sympy's again and again, a tenth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -350,7 +351,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
 
 @contextlib.contextmanager
 def _exporting(skeleton: Skeleton, what: str) -> Iterator[None]:
-    """A model that does not run, or cannot be traced, is refused: in a dry run as in an export."""
+    """Yield a model that does not run, or cannot be traced, is refused: in a dry run as in an export."""
     folder = skeleton.format.ckpt.folder
     try:
         with doing(f"{folder}: {what}"):
@@ -365,7 +366,7 @@ def _exporting(skeleton: Skeleton, what: str) -> Iterator[None]:
 
 
 def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> list[ir.Value]:
-    """Makes placeholders inputs: without their values no fusion can read them, and they stay part of the graph.
+    """Make placeholders inputs: without their values no fusion can read them, and they stay part of the graph.
 
     Args:
         tied: see Skeleton.
@@ -381,7 +382,8 @@ def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> li
 
 
 def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]:
-    """Layers to trace, in groups: where a group comes more than three times in a row the first two and the last."""
+    """Return the layers to trace, in groups: where a group comes more than three times in a row the first two and the
+    last."""
     per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
     found = [repr([*(values[i] for values in per_layer), signature(layer)]) for i, layer in enumerate(stack)]
     kept: list[list[int]] = []
@@ -402,7 +404,7 @@ def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]
 
 @contextlib.contextmanager
 def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
-    """The model with only some of its layers, numbered anew."""
+    """Yield the model with only some of its layers, numbered anew."""
     decoder, config = decoder_of(model), model.config
     stack, settings = decoder.layers, dict(vars(config))
 
@@ -429,7 +431,7 @@ def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
 
 
 def keeping(placeholders: set[str]) -> Any:
-    """A context in which onnxscript's optimizer folds no node that reads a placeholder."""
+    """Return a context in which onnxscript's optimizer folds no node that reads a placeholder."""
     original = onnxscript.optimizer.optimize_ir
 
     def optimize(model: ir.Model, *args: Any, should_fold: Any = lambda node: None, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What a folder holds, and what export would make of it. No torch, no engine."""
+"""Contents of a folder, and what export would make of it. No torch, no engine."""

@@ -15,11 +15,11 @@ from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 
 
 def explain(path: str | Path) -> list[dict[str, Any]]:
-    """What was considered for each distinct scheme of a checkpoint's modules or a model's nodes.
+    """Return what was considered for each distinct scheme of a checkpoint's modules or a model's nodes.
 
     Returns:
         One dict a scheme and verdict: ``scheme`` (in the tool's words), ``modules`` (names), ``candidates`` (list of
-        Candidate, those of the first module). Last, ones without modules and with ``remark``: which
+        Candidate, of the first module). Last, ones without modules and with ``remark``: which
         layers have which attention, what is left out, a quantized KV cache.
 
     Raises:

@@ -91,7 +91,7 @@ def fit(
     ram: int | None = None,
     reserve: int | None = None,
 ) -> Fit:
-    """Predicts what the session entries of docs/reference/expert-offloading.md do.
+    """Predict what the session entries of docs/reference/expert-offloading.md do.
 
     Args:
         found: of ``inspect``.
@@ -191,7 +191,8 @@ def fit(
 
 
 def _drafting(found: Mapping[str, Any], context: int, target: str) -> int:
-    """Bytes of the layer that drafts. On the CPU what it shares is there once; sessions on a GPU share nothing."""
+    """Return the bytes of the layer that drafts. On the CPU what it shares is there once; sessions on a GPU share
+    nothing."""
     if (layer := found.get("mtp")) is None:
         return 0
     kinds = {"layers": "module", "linears": "module", "dense": "name"}
@@ -228,7 +229,7 @@ def _missed_below(
 
 
 def _ram_slots(found: Mapping[str, Any], counts: Sequence[int], ram: int) -> int:
-    """Experts that a cache in RAM holds, below a GPU."""
+    """Return the experts that a cache in RAM holds, below a GPU."""
     budget, size = ram - RESERVE["cpu"], file_slot_bytes(found["layers"])
     if budget < max(counts) * size:
         raise ModelError(
@@ -239,13 +240,15 @@ def _ram_slots(found: Mapping[str, Any], counts: Sequence[int], ram: int) -> int
 
 
 def file_slot_bytes(layers: Sequence[Mapping[str, Any]]) -> int:
-    """What an expert takes of the CPU library's cache: both rows in pages, and a page each for where they begin."""
+    """Return what an expert takes of the CPU library's cache: both rows in pages, and a page each for where they
+    begin."""
     rows = ([4 * layer[name]["shape"][1] for layer in layers] for name in ("w13", "w2"))
     return sum(-(-max(sizes) // _PAGE) * _PAGE + _PAGE for sizes in rows)
 
 
 def device_slots(experts: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
-    """Slots that the CUDA library gives to layers of so many experts of so many bytes (custom_ops/src/experts)."""
+    """Return the slots that the CUDA library gives to layers of so many experts of so many bytes
+    (custom_ops/src/experts)."""
     layers = [count * size for count, size in zip(experts, sizes, strict=True)]
     staging = min(budget // 16, max(layers), budget - sum(sizes))
     share = (budget - staging) / sum(layers)

@@ -1,4 +1,4 @@
-"""What an exported model holds, read from its files alone (no torch, no engine)."""
+"""Contents of an exported model, read from its files alone (no torch, no engine)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PAGED_ATTENTION = ("com.microsoft", "PagedAttention")
 
 
 def model_path(path: str | Path) -> Path:
-    """The .onnx file of a folder or file argument.
+    """Return the .onnx file of a folder or file argument.
 
     Raises:
         ModelError: there is none; a folder of slices is named as that.
@@ -91,7 +91,7 @@ def model_path(path: str | Path) -> Path:
 
 
 def check_alone(path: Path, metadata: Mapping[str, str]) -> None:
-    """Refuses a rank of a sliced model, which does not run by itself.
+    """Refuse a rank of a sliced model, which does not run by itself.
 
     Raises:
         ModelError: saying how the ranks run.
@@ -102,7 +102,7 @@ def check_alone(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _together(folder: Path, world: int | str, metadata: Mapping[str, str]) -> str:
-    """How a person runs the ranks of a folder."""
+    """Return the command or program that runs the ranks of a folder."""
     if metadata.get("target", "cpu") == "cpu":
         return "a Python program with a Generator and a thread for each rank (docs/guides/several-gpus.md, On the CPU)"
     command = f"torchrun --nproc-per-node {world} --no-python quantmoe generate {folder} --device cuda"
@@ -112,35 +112,40 @@ def _together(folder: Path, world: int | str, metadata: Mapping[str, str]) -> st
 def inspect(
     path: str | Path, verify: bool = False, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
-    """Describes every QuantMoE node, or QMoE of ``--target ort``, and the other weights.
+    """Describe the nodes with weights, the caches, the files and the metadata of an exported model.
 
     Args:
         path: the model or its folder.
         verify: read all weights and compare their hashes.
-        progress: called with how many bytes of the model's weights were read for that, and with how many there are.
+        progress: called with the bytes read for ``verify`` and with all bytes.
 
     Returns:
-        ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
-        of QMoE and MatMulNBits nodes ``tensors`` by part in the place of one tensor;
-        of layers ``shared``: names of the last experts where they are a shared one, ``experts``: where a map placed
-        them, or a layer has several nodes, the ``ids`` of those in the node and how many are ``routed``, else None,
-        ``external``: the node only says where its experts are, and ``top_k`` of the router before them, with these,
-        None without one; of linears ``rows``: where a node has those of several modules, how many of each),
-        ``routers`` (MoERouting and MoERouter nodes: name, attributes),
-        ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token; PagedAttention
-        nodes as the CachedAttention that computes the same),
-        ``linear_attention`` (GatedDelta and StateSpace nodes: name, attributes, ``width`` of the convolution before
-        it, and ``state_bytes`` of both, after one token; CausalConv nodes without one alike; of states that standard
-        nodes read, the input's name, sizes in the place of attributes and a width of 0),
-        ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
-        ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
-        ``dequantized_because``; ``table``: only rows of it are read), ``files`` (of weights: bytes, and how many are in
-        memory), ``metadata``, with ``verify`` ``verified``: how many hashes were right, and ``mtp``, ``vision`` and
-        ``embeddings``, those of mtp.onnx, vision.onnx and embeddings.onnx where they lie beside model.onnx.
+        A dict with these keys. Lists have one dict for each node, with its name and attributes.
+
+        - ``layers``: QuantMoE nodes, or QMoE of ``--target ort``, with module, format, sizes, bytes and
+          bits_per_weight. ``shared`` has the names of the last experts if they are a shared expert. If a map
+          placed experts, or a layer has several nodes, ``experts`` has the ``ids`` of the node's experts and the number
+          ``routed``; else None. ``external``: the experts are only named, not held. ``top_k`` is the router's, shared
+          experts included; None without a router.
+        - ``linears``: QuantLinear or MatMulNBits nodes, likewise. ``rows``: rows of each module, if there are several.
+        - QMoE and MatMulNBits nodes have ``tensors`` by part instead of one tensor.
+        - ``routers``: MoERouting and MoERouter nodes.
+        - ``attention``: CachedAttention nodes, with the type of the cache and its bytes a token. PagedAttention nodes
+          are listed as the CachedAttention that computes the same result.
+        - ``linear_attention``: GatedDelta and StateSpace nodes, and CausalConv nodes without one. ``width`` is the
+          convolution's, ``state_bytes`` the bytes of all states after one token. States that standard nodes read have
+          the input's name, sizes and a width of 0.
+        - ``plain_attention``: attention module that is standard nodes -> reason.
+        - ``dense``: other large tensors. ``dequantized_because`` says why a tensor that the checkpoint quantizes is
+          float. ``table``: only rows of the tensor are read.
+        - ``files``: files of weights, their bytes, and how many bytes are in memory.
+        - ``metadata``: the model's metadata.
+        - ``verified``, with ``verify``: number of correct hashes.
+        - ``mtp``, ``vision``, ``embeddings``: these dicts of mtp.onnx, vision.onnx and embeddings.onnx, if they exist.
 
     Raises:
-        ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash;
-            with ``verify`` a file beside model.onnx is not of its export, or missing.
+        ModelError: a file is missing or too short, a hash is wrong, or a tensor's size differs from its node's
+            attributes. With ``verify``: a file beside the model is missing or belongs to another export.
     """
     import onnx_ir as ir  # it imports sympy, half a second
 
@@ -200,7 +205,7 @@ def inspect(
 
 
 def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str | None]]:
-    """What :func:`inspect` says of each kind of node; names of the packed weights."""
+    """Return :func:`inspect`'s description of each kind of node, and the names of the packed weights."""
     kinds = ("layers", "linears", "routers", "attention", "linear_attention")
     found: dict[str, list[Any]] = {kind: [] for kind in kinds}
     layers, linears, routers, attention, linear_attention = found.values()
@@ -245,7 +250,7 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
 
 
 def load(path: Path) -> ir.Model:
-    """The graph of a .onnx file whose data files hold what it says.
+    """Return the graph of a .onnx file, after checking that its data files hold its tensors.
 
     Raises:
         ModelError: it is no model; a tensor is not in a file beside it, or not all of it.
@@ -293,7 +298,7 @@ def load(path: Path) -> ir.Model:
 
 
 def _find_external(path: Path, model: ir.Model) -> None:
-    """Gives packed weights of which a node says where they are the tensors that they are (FORMAT.md 1.2)."""
+    """Give nodes with external rows (FORMAT.md 1.2) the tensors that they name."""
     import onnx_ir as ir
 
     for node in model.graph:
@@ -330,16 +335,16 @@ def _find_external(path: Path, model: ir.Model) -> None:
 
 
 def _pointer(path: Path) -> str:
-    """What to do about a file that is Git LFS's pointer to it; nothing of others."""
+    """Return what to do about a Git LFS pointer; "" for other files."""
     with open(path, "rb") as start:
         pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
     return f"a Git LFS pointer; to fetch the file: git -C {path.parent} lfs pull" if pointer else ""
 
 
 def resident(path: Path) -> int | None:
-    """Bytes of a file that the system holds in memory, whoever read them; None where it does not say.
+    """Return how many bytes of a file are in memory, whoever read them; None if the system does not say.
 
-    Linux says so to who owns the file or may write it; for others all of it is in memory (mincore(2)).
+    Linux tells only the file's owner or who may write it; others are told that all of it is (mincore(2)).
     """
     size = path.stat().st_size
     if not size or not sys.platform.startswith("linux") or not os.access(path, os.W_OK):
@@ -377,7 +382,7 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
 
 
 def _packed(path: Path, node: ir.Node) -> dict[str, Any] | None:
-    """A QMoE or MatMulNBits whose tensors are of layout ``qmoe``; None: no export noted them as such."""
+    """Return a QMoE or MatMulNBits with tensors of layout ``qmoe``; None if no export marked them."""
     values = {i: v for i, v in enumerate(node.inputs) if v is not None and v.const_value is not None}
     codes = values.get(1 if node.op_type == "MatMulNBits" else qmoe.INPUTS["w13", "codes"])
     metadata = _metadata(codes)
@@ -439,7 +444,7 @@ def _shape(value: ir.Value) -> list[int]:
 
 
 def _tensors(spec: MoESpec, projection: str, values: Mapping[str, ir.Value]) -> dict[str, Any]:
-    """A projection's tensors by part, and the bytes of all."""
+    """Return a projection's tensors by part, and their bytes together."""
     for name, part in qmoe.parts(spec, projection).items():
         size, found = spec.num_experts * prod(part.shape), prod(_shape(values[name])) if name in values else 0
         if found != size:
@@ -470,7 +475,7 @@ def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
 
 
 def _rows(path: Path, node: ir.Node, spec: LinearSpec, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Which modules' rows a linear has, in which order."""
+    """Return the modules whose rows a linear has, in their order."""
     rows = json.loads(metadata.get("rows", "{}"))
     if not isinstance(rows, dict) or (rows and sum(rows.values()) != spec.out_features):
         raise ModelError(f"{path}: node {node.name}: rows are {rows}, expected {spec.out_features} in all")
@@ -549,7 +554,7 @@ def _short_convolution(path: Path, node: ir.Node) -> dict[str, Any]:
 
 
 def _plain_states(model: ir.Model) -> Iterator[dict[str, Any]]:
-    """Recurrent states that standard nodes read: those of lightning attention."""
+    """Yield the recurrent states that standard nodes read, in lightning attention."""
     for value in model.graph.inputs:
         nodes = {use.node.op_type for use in value.uses()}
         sizes = [size for size in value.shape or () if isinstance(size, int)]  # all but the batch
@@ -565,7 +570,7 @@ def _plain_states(model: ir.Model) -> Iterator[dict[str, Any]]:
 
 
 def _type(path: Path, node: ir.Node, index: int) -> ir.DataType:
-    """Of an input that is no weight."""
+    """Return the type of an input that is no weight."""
     value = node.inputs[index]
     if value is None or value.dtype is None:
         raise ModelError(f"{path}: node {node.name}: {inputs(node.op_type)[index][0]} has no type")
@@ -573,7 +578,7 @@ def _type(path: Path, node: ir.Node, index: int) -> ir.DataType:
 
 
 def _reasons(path: Path, text: str) -> dict[str, str]:
-    """What an export wrote of modules and reasons."""
+    """Return the modules and reasons that an export wrote."""
     try:
         found = json.loads(text)
         if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
@@ -598,7 +603,7 @@ def _check_runs(path: Path, node: ir.Node, spec: Spec, words: Mapping[str, int])
 def _sizes(
     path: Path, node: ir.Node, spec: Spec, moe: MoESpec, inputs: dict[str, ir.Value | None], most: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Checks the packed inputs (by projection; a linear's "w" is w2 of ``moe``); their sizes, and the metadata."""
+    """Check the packed inputs (by projection; a linear's "w" is w2 of ``moe``); return their sizes and metadata."""
     where = f"{path}: node {node.name}"
     sizes: dict[str, Any] = {}
     metadata: dict[str, str] = {}

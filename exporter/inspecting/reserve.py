@@ -20,7 +20,8 @@ def cache_bytes(found: Mapping[str, Any], length: int) -> int:
 
 
 def reserve(found: Mapping[str, Any], length: int, drafts: bool = False, rows: int = 1) -> int:
-    """Bytes of what is free at a session's first run that experts are to leave for sequences of ``length`` tokens.
+    """Return the bytes of what is free at a session's first run that experts are to leave for sequences of ``length``
+    tokens.
 
     The library leaves as much by itself, except the cache (guides/large-models). On the CPU, other weights of the
     data files are still to be read then; on a GPU they are there.

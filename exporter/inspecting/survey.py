@@ -21,14 +21,14 @@ from quantmoe.exporter.writing.output import MODEL, ranks_in
 
 
 def is_model(path: Path) -> bool:
-    """Whether a path is meant as an exported model, whole or in slices, not as a checkpoint."""
+    """Return whether a path is meant as an exported model, whole or in slices, not as a checkpoint."""
     if path.is_file():
         return path.suffix != ".safetensors" and not is_gguf(path)
     return (path / MODEL).exists() or (bool(ranks_in(path)) and not any(path.glob("*.safetensors")))
 
 
 def survey(path: str | Path) -> dict[str, Any]:
-    """What is there, as far as it can be read.
+    """Return what is there, as far as it can be read.
 
     Returns:
         ``checkpoint`` (path), ``files`` (of a folder, by ending: count, bytes), ``refused`` (target -> why an export
@@ -75,7 +75,7 @@ def survey(path: str | Path) -> dict[str, Any]:
 
 
 def _short_convolution(format: Format) -> str:
-    """The first module with one, as linear attention, state spaces and LFM2's layers have it; "" without any."""
+    """Return the first module with one, as linear attention, state spaces and LFM2's layers have it; "" without any."""
     modules = (name.rpartition(".")[0] for name in format.parameters() if name.endswith(".weight"))
     found = (re.fullmatch(r"(.+)\.(\w+_)?conv(1d)?", module) for module in modules)
     return next((match[1] for match in found if match), "")
@@ -131,6 +131,6 @@ def _quantized(format: Format) -> dict[str, Any]:
 
 
 def is_refused(found: dict[str, Any]) -> bool:
-    """Whether no export takes what :func:`survey` found; of floats ``--quantize`` may."""
+    """Return whether no export takes what :func:`survey` found; of floats ``--quantize`` may."""
     floats = "layers" in found and found["format"] is None
     return all(found["refused"].values()) and not floats

@@ -59,7 +59,7 @@ class Trace:
     def _missed(
         self, visits: Iterable[list[tuple[int, int]]], slots: int | Sequence[int]
     ) -> Iterator[list[tuple[int, int]]]:
-        """What of each visit is not in such a cache."""
+        """Yield what of each visit is not in such a cache."""
         shared: OrderedDict[tuple[int, int], None] = OrderedDict()
         caches = [shared if isinstance(slots, int) else OrderedDict() for _ in self.layers]
         for visit in visits:
@@ -76,7 +76,7 @@ class Trace:
             yield missed
 
     def use(self) -> list[np.ndarray]:
-        """Tokens of each expert, by layer."""
+        """Return the tokens of each expert, by layer."""
         counts = [np.zeros(layer["experts"], np.int64) for layer in self.layers]
         for layer, ids in self.runs:
             counts[layer] += np.bincount(ids[ids != NONE], minlength=len(counts[layer]))
@@ -96,7 +96,7 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A trace; of a session that still runs, what it has written so far.
+    """Return a trace; of a session that still runs, what it has written so far.
 
     Raises:
         ModelError: it is none, or damaged.

@@ -23,20 +23,23 @@ FIELDS = ("codes", "scales", "zero_points", "global_scale", "input_scale", "pre_
 
 
 def unpack(model: str | Path, layer: int, output: str | Path, *, force: bool = False) -> list[str]:
-    """Writes a decoder layer's packed matrices to a safetensors file.
+    """Write a decoder layer's weights and scales to a safetensors file, as the checkpoint had them.
+
+    Tensors have the names ``<module>.<field>``. A module has its name in the checkpoint. An expert is
+    ``<experts>.<number>.gate``, ``up`` or ``down``. A shared expert is ``<shared expert>.gate``, or
+    ``<shared expert>.<number>.gate`` if there are several. Fields are the fields of QuantizedMatrix. Scales of two
+    levels are ``<module>.scales.d``, ``scales.scales`` and so on (SCALE_DTYPES).
+
+    ``unpack`` does not compare hashes; ``quantmoe inspect --verify`` does.
 
     Args:
+        model: an exported model or its folder.
+        layer: number of the decoder layer, from 0.
+        output: the file to write.
         force: replace ``output`` if it exists.
-
-    Tensors are ``<module>.<field>``, module as in the checkpoint, experts as ``<experts>.<number>.gate``, ``up`` and
-    ``down``, a shared expert among them as ``<shared expert>.gate`` (``<shared expert>.<number>.gate`` where it is
-    several); fields as in QuantizedMatrix. Scales of two levels are ``<module>.scales.d``, ``scales.scales`` and so on,
-    see SCALE_DTYPES.
 
     Returns:
         The modules written.
-
-    Hashes are not compared; ``quantmoe inspect --verify`` does that.
 
     Raises:
         ModelError: the model cannot be read, or has no packed weights in that layer.
@@ -80,7 +83,7 @@ def unpack(model: str | Path, layer: int, output: str | Path, *, force: bool = F
 
 
 def _arrays(name: str, value: np.ndarray | float) -> Iterator[tuple[str, np.ndarray]]:
-    """A field as what a file can hold: scales of two levels are four or two tensors."""
+    """Yield a field as tensors that a file can hold; scales of two levels are four or two tensors."""
     if not isinstance(value, np.ndarray):
         yield name, np.array([value], np.float32)
     elif value.dtype.names is None:

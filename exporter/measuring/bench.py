@@ -93,7 +93,7 @@ class Timing:
     peers: dict[str, float]
 
     def cells(self, threads: int, read: float, peak: float) -> list[LayerCell]:
-        """One a peer, or one without. read: bytes/s; peak: int8 operations/s."""
+        """Return one cell for each peer, or one without peers. read: bytes/s; peak: int8 operations/s."""
 
         def bound(read_share: float, peak_share: float) -> float:
             return 1e3 * max(self.touched_bytes / (read_share * read), self.operations / (peak_share * peak))
@@ -120,7 +120,7 @@ class Timing:
 
 
 def peak_share(weight_format: str, group_size: int) -> float:
-    """The share of the int8 peak a product should reach: what unpacking 4-bit codes and scaling groups leaves.
+    """Return the share of the int8 peak a product should reach: what unpacking 4-bit codes and scaling groups leaves.
 
     To be multiplied by the useful share of token tiles, which is 1: our kernels have a tile of every number of rows.
     """
@@ -135,7 +135,8 @@ def peak_share(weight_format: str, group_size: int) -> float:
 
 
 def route(shape: Shape, tokens: int, skew: bool, seed: int) -> np.ndarray:
-    """ids int64 [tokens, k], distinct in a token; weight of expert e is 1, or 1 / (e + 1) when skewed (Zipf 1.0)."""
+    """Return ids int64 [tokens, k], distinct in a token; weight of expert e is 1, or 1 / (e + 1) when skewed (Zipf
+    1.0)."""
     rng = np.random.default_rng(seed)
     weights = 1 / np.arange(1, shape.experts + 1) if skew else np.ones(shape.experts)
     keys = np.log(weights) + rng.gumbel(size=(tokens, shape.experts))  # the k largest are a draw without replacement
@@ -180,7 +181,7 @@ class Side:
     def bind(
         self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray
     ) -> tuple[Callable[[], None], Callable[[], np.ndarray]]:
-        """Binds inputs and an output: what runs the call, and what then reads y [n, H]."""
+        """Bind inputs and an output: what runs the call, and what then reads y [n, H]."""
         feed = {"x": x, "ids": ids, "weights": weights}
         if "logits" in self._names:
             feed = {"x": x, "logits": np.zeros((len(x), self._experts), np.float32)}
@@ -242,7 +243,7 @@ def measure(
 
 
 def touch_all(sides: Iterable[Side | Ggml], shape: Shape) -> None:
-    """Runs every expert once: maps the pages and makes pools start their threads."""
+    """Run every expert once: maps the pages and make pools start their threads."""
     ids = np.arange(math.ceil(shape.experts / shape.top_k) * shape.top_k).reshape(-1, shape.top_k) % shape.experts
     x, weights = np.ones((len(ids), shape.hidden), np.float32), np.ones(ids.shape, np.float32)
     for side in sides:
@@ -391,7 +392,7 @@ def bench(
 
 
 def check_files(json_file: Path | None, plot: Path | None) -> None:
-    """Says now, not after minutes, what could not be written.
+    """Say now, not after minutes, what could not be written.
 
     Raises:
         typer.BadParameter: no folder, or no type of picture. ModuleNotFoundError: matplotlib, to plot.
@@ -551,7 +552,7 @@ def _kernel() -> str:
 
 
 def worst(cells: Sequence[LayerCell]) -> str:
-    """The cell that is slowest beside the peer, or else beside the floor, in a line."""
+    """Return the cell that is slowest beside the peer, or else beside the floor, in a line."""
     if beside := [c for c in cells if c.peer_ms]:
         c = min(beside, key=lambda c: (c.peer_ms or 0) / c.ms)
         text = f"{(c.peer_ms or 0) / c.ms:.2f}x {c.peer}"

@@ -31,14 +31,15 @@ Outputs = tuple[np.ndarray, list[np.ndarray]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a text said of a model; the keys of ``--json``.
+    """Result of :func:`evaluate`; its fields are the keys of ``--json``.
 
     Attributes:
-        windows, window: how many, and tokens of each.
-        figures: see there.
-        layers: relative error of the hidden states after each decoder layer, root mean square; of the last after the
-            final norm. None: not asked for.
-        seconds: that it took.
+        windows: number of windows.
+        window: tokens of a window.
+        figures: perplexities and divergence.
+        layers: relative error of the hidden states after each decoder layer, root mean square. The last layer is
+            measured after the final norm. None: not asked for.
+        seconds: time that it took.
     """
 
     model: str
@@ -70,9 +71,11 @@ def evaluate(
 
     Args:
         model: an exported model or its folder, whose tokenizer reads the text.
-        text: what is predicted. What is left after the last whole window is not.
-        against: another exported model, or a checkpoint, which transformers runs in float32, a decoder layer at a time.
-        window: tokens of a window. windows: at most so many; None: as many as the text has.
+        text: the text to predict. Tokens after the last whole window are ignored.
+        against: another exported model, or a checkpoint. transformers runs a checkpoint in float32, one decoder layer
+            at a time.
+        window: tokens of a window.
+        windows: largest number of windows; None: as many as the text has.
         layers: also compare hidden states; needs ``against``.
         threads: of each ONNX Runtime session; 0 is its choice.
         progress: called with tokens done, and tokens in all.
@@ -125,7 +128,7 @@ def evaluate(
 def outputs(
     path: Path, texts: Sequence[Sequence[int]], layers: bool, threads: int, tell: Callable[[int], None]
 ) -> Iterator[Iterator[Outputs]]:
-    """What a model, or a checkpoint in transformers, gives for texts of one length, one after the other."""
+    """Yield the outputs of a model, or of a checkpoint in transformers, for texts of one length, one after another."""
     if not is_model(path):
         yield _of_checkpoint(path, texts, layers, tell)
         return
@@ -165,15 +168,17 @@ def _of_checkpoint(
 
 
 def _squares(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
-    """Sums of squares of a difference, and of what is expected."""
+    """Return the sums of squares of a difference, and of the expected values."""
     difference = found - wanted
     return float(np.vdot(difference, difference)), float(np.vdot(wanted, wanted))
 
 
 @contextlib.contextmanager
 def _with_all_logits(path: Path, layers: bool) -> Iterator[tuple[Path, list[str]]]:
-    """The model with the logits of all tokens, and names of outputs that are its hidden states. It reads the same data
-    files, and is a file beside the model while the block runs, unless the model is like this itself."""
+    """Yield the model with the logits of all tokens, and the names of its outputs of hidden states.
+
+    It is a file beside the model while the block runs, and reads the model's data files. A model that already has these
+    outputs is yielded itself."""
     import onnx_ir as ir
 
     from quantmoe.exporter.graph.passes.every_token import every_logits, hidden_states

@@ -119,7 +119,7 @@ class Ggml:
             lib.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
 
     def _buffer_type(self, repacked: bool) -> int:
-        """The plain one, also where ggml was built without the other."""
+        """Return the plain one, also where ggml was built without the other."""
         lib = self._lib
         registry = lib.ggml_backend_cpu_reg()
         device = lib.ggml_backend_reg_dev_get(registry, 0)
@@ -133,7 +133,7 @@ class Ggml:
         return int(lib.ggml_backend_get_default_buffer_type(self._backend))
 
     def _graph(self, tokens: int) -> tuple[list[int], int, int]:
-        """Inputs x, ids, weights; the output; the graph."""
+        """Return inputs x, ids, weights; the output; the graph."""
         lib, s = self._lib, self._shape
         context = lib.ggml_init(_InitParams(1 << 20, None, True))
         x = lib.ggml_new_tensor_3d(context, F32, s.hidden, 1, tokens)
@@ -160,7 +160,7 @@ class Ggml:
     def bind(
         self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray
     ) -> tuple[Callable[[], None], Callable[[], np.ndarray]]:
-        """As Side.bind: what runs the call, and what then reads y [n, H]."""
+        """Return what runs the call, and what then reads y [n, H]."""
         lib, tokens = self._lib, len(x)
         if tokens not in self._graphs:
             self._graphs[tokens] = self._graph(tokens)

@@ -36,7 +36,7 @@ RANDOM = {"Q4_K": ((0, 1 / 190), (2, 7.5 / 190)), "Q5_K": ((0, 1 / 380), (2, 15.
 
 
 def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", head: str = "") -> int:
-    """Writes the file; returns its bytes.
+    """Write the file; return its bytes.
 
     Args:
         config: a Hugging Face configuration.
@@ -84,7 +84,7 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
 
 
 def _rows(kind: str, columns: int, deviation: float) -> np.ndarray:
-    """ROWS rows of random weights, uint8 [ROWS, bytes], or floats."""
+    """Return ROWS rows of random weights, uint8 [ROWS, bytes], or floats."""
     import gguf
 
     rng = np.random.default_rng(0)
@@ -99,7 +99,7 @@ def _rows(kind: str, columns: int, deviation: float) -> np.ndarray:
 
 
 def _mixed(name: str, columns: int, layers: int, weights: str) -> str:
-    """The type that llama.cpp's quantizer gives a matrix.
+    """Return the type that llama.cpp's quantizer gives a matrix.
 
     More bits are for lm_head, and for v and down in the first and last eighth of the layers and in every third between.
     """

@@ -73,7 +73,7 @@ class Layer:
         return cls(shape, kind, group_size, [Expert(matrix(i, h), matrix(i, h), matrix(h, i)) for _ in range(count)])
 
     def spec(self) -> MoESpec:
-        """Attributes of our node."""
+        """Return the attributes of our node."""
         s, describe = self.shape, LAYOUTS["cpu_panel"].describe
         w13, w2 = reduce(join, (describe(e, FORMATS[self.kind][3]) for e in self.experts))
         oai = s.activation == "swiglu_oai"
@@ -167,7 +167,7 @@ class Layer:
         return self._save(folder / "qmoe.onnx", "QMoE", "com.microsoft", inputs, weights, order, attributes)
 
     def write_data(self, path: Path, weights: Sequence[Sequence[np.ndarray]]) -> list[tuple[int, int]]:
-        """Writes each weight's distinct experts, repeated to all, to a file that is no longer being written to disk.
+        """Write each weight's distinct experts, repeated to all, to a file that is no longer being written to disk.
 
         Returns:
             First byte and bytes of each.
@@ -194,7 +194,7 @@ class Layer:
         order: Sequence[str | None],
         attributes: dict[str, Any],
     ) -> Path:
-        """One node; weights [DISTINCT, ...] of all experts."""
+        """Return a model with one node; weights [DISTINCT, ...] of all experts."""
 
         import onnx_ir as ir  # seconds, which the processes of --session need not spend
 

@@ -44,7 +44,7 @@ def available_memory() -> int:
 
 
 def layers_that_fit(config: Mapping[str, Any], layers: int | None, copies: int, memory: int, disk: int) -> int:
-    """How many layers of a shape to make.
+    """Return how many layers of a shape to make.
 
     Args:
         layers: asked for, or None. copies: of the weights in memory: one a side with a file of its own.
@@ -97,7 +97,7 @@ def gguf_types(found: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _layers(name: str, layers: int | None, against: Sequence[str], root: Path) -> int:
-    """How many layers of a shape to make in ``root``, which is there afterwards."""
+    """Return how many layers of a shape to make in ``root``, which is there afterwards."""
     root.mkdir(parents=True, exist_ok=True)
     copies = 1 + ("llama.cpp" in against)
     free = available_memory(), shutil.disk_usage(root).free
@@ -113,7 +113,7 @@ def of_shape(
     against: Sequence[str],
     root: Path,
 ) -> Path:
-    """The exported folder of a shape."""
+    """Return the exported folder of a shape."""
     layers = _layers(name, layers, against, root)
     folder = root / "-".join(filter(None, [name, str(layers), lm_head, device.removeprefix("cpu")]))
     if (folder / "model.onnx").is_file():
@@ -126,7 +126,7 @@ def of_shape(
 def gguf_of_shape(
     console: Console, name: str, layers: int | None, weights: str, against: Sequence[str], root: Path
 ) -> Path:
-    """A GGUF file of a shape."""
+    """Return a GGUF file of a shape."""
     layers = _layers(name, layers, against, root)
     path = root / f"{name}-{layers}-{weights}.gguf"
     if not path.is_file():
@@ -142,7 +142,7 @@ def export_file(file: Path, folder: Path, device: Literal["cpu", "cuda"]) -> Non
 
 
 def exported(console: Console, file: Path, device: Literal["cpu", "cuda"], root: Path) -> Path:
-    """The exported folder of a GGUF file."""
+    """Return the exported folder of a GGUF file."""
     folder = root / "-".join(filter(None, [file.stem, device.removeprefix("cpu")]))
     if not (folder / "model.onnx").is_file():
         with console.status(f"exporting {file.name}"):

@@ -98,7 +98,7 @@ class TimedStep:
 def cells(
     step: TimedStep, times: Mapping[str, Sequence[float]], touched: int | None, read: float | None
 ) -> list[ModelCell]:
-    """One a peer, or one without.
+    """Return one cell for each peer, or one without peers.
 
     Args:
         times: seconds by side, the first is ours; those of a round stand at the same place.
@@ -126,8 +126,8 @@ def cells(
 def alternate(
     sides: Mapping[str, Any], run: Callable[[Any], float], repeat: int, drop: Callable[[str, ModelError], None]
 ) -> dict[str, list[float]]:
-    """Seconds by side of rounds in which each runs once; the first round is not counted. ``drop`` is told of a peer
-    that fails, whose times are then left out."""
+    """Return seconds by side of rounds in which each runs once; the first round is not counted. ``drop`` is told of a
+    peer that fails, whose times are then left out."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     began = time.perf_counter()
     for round_ in range(repeat + 1):
@@ -312,7 +312,7 @@ def _check(
     shapes: tuple[int | None, str | None, str | None, Path | None],
     files: tuple[Path | None, Path | None],
 ) -> None:
-    """Refuses arguments of :func:`bench_model` that do not go together, and peers that are not installed.
+    """Refuse arguments of :func:`bench_model` that do not go together, and peers that are not installed.
 
     Args:
         shapes: layers, lm_head, weights, keep. files: json_file, plot.
@@ -392,7 +392,7 @@ def _steps(
     depths: Sequence[int] | None,
     batches: Sequence[int] | None,
 ) -> list[TimedStep]:
-    """All that the model's context and the memory hold; by batch, then depth."""
+    """Return all that the model's context and the memory hold; by batch, then depth."""
     context, token = config.get("max_position_embeddings") or 1 << 62, sum(cache.values())
     steps = [TimedStep("prefill", n, 0, 1) for n in prefill or (128, 512, 2048)]
     steps += [

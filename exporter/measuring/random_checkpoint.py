@@ -199,7 +199,7 @@ EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)(_bias|)")
 
 
 def cut(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A configuration of only the first ``layers`` layers; of leading dense ones at most the first stays."""
+    """Return a configuration of only the first ``layers`` layers; of leading dense ones at most the first stays."""
     found = dict(config) | {"num_hidden_layers": layers}
     if "layer_types" in found:
         found["layer_types"] = found["layer_types"][:layers]
@@ -209,7 +209,7 @@ def cut(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def model_config(config: Mapping[str, Any]) -> Any:
-    """A config.json as transformers' configuration, without what a quantizer wrote into it."""
+    """Return a config.json as transformers' configuration, without what a quantizer wrote into it."""
     import transformers
 
     from quantmoe.exporter.graph.config import check_implementations, with_own_code
@@ -220,8 +220,8 @@ def model_config(config: Mapping[str, Any]) -> Any:
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Parameters and buffers of transformers' model: name -> shape; experts' are ``...experts.gate_proj.weight``,
-    ``up_proj``, ``down_proj`` [E, N, K] and ``.bias`` [E, N]."""
+    """Return parameters and buffers of transformers' model: name -> shape; experts' are
+    ``...experts.gate_proj.weight``, ``up_proj``, ``down_proj`` [E, N, K] and ``.bias`` [E, N]."""
     import torch
     import transformers
 
@@ -253,12 +253,13 @@ def embedding_deviation(layers: int) -> float:
 
 
 def quantized(name: str) -> bool:
-    """What quantizers round: all linears but routers, the head, embeddings, and the gates of a delta rule."""
+    """Return what quantizers round: all linears but routers, the head, embeddings, and the gates of a delta rule."""
     return "_proj" in name and name.endswith(".weight") and not re.search(r"\.in_proj_(a|b|ba)\.", name)
 
 
 def group_size_of(config: Mapping[str, Any]) -> int:
-    """The group size of int4 weights where nobody asks for one: 128, or 32 where that does not divide all inputs."""
+    """Return the group size of int4 weights where nobody asks for one: 128, or 32 where that does not divide all
+    inputs."""
     shapes = parameters(config).items()
     return 32 if any(shape[-1] % 128 for name, shape in shapes if quantized(name)) else 128
 
@@ -273,7 +274,7 @@ def linear(name: str, n: int, k: int, group_size: int) -> dict[str, Declared]:
 
 
 def shards(config: Mapping[str, Any], group_size: int) -> Iterator[dict[str, Declared]]:
-    """The tensors of each shard: what is outside the layers, then a shard a layer."""
+    """Yield the tensors of each shard: what is outside the layers, then a shard a layer."""
     layers: dict[str, dict[str, Declared]] = {}
     for name, shape in parameters(config).items():
         tensors = layers.setdefault(found[0] if (found := re.findall(r"\.layers\.(\d+)\.", name)) else "", {})
@@ -301,7 +302,7 @@ def _expert(stem: str, e: int) -> str:
 
 
 def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool = True) -> int:
-    """Writes config.json, the index and all shards; returns their bytes.
+    """Write config.json, the index and all shards; return their bytes.
 
     Args:
         config: one of CONFIGS, or :func:`cut`.

@@ -148,7 +148,7 @@ class Ours:
         return self._runs
 
     def nodes(self, runs: list[int]) -> list[list[tuple[str, int, float]]]:
-        """Ends the profile: of each of these runs the operators, how many nodes and ms, most first."""
+        """End the profile: of each of these runs the operators, how many nodes and ms, most first."""
         path = Path(self.session.end_profiling())
         events = [e for e in json.loads(path.read_text(encoding="utf-8")) if e.get("ph") == "X"]
         path.unlink()
@@ -219,7 +219,7 @@ class OnCuda:
 
 
 def by_operator(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-    """Sums a profile's kernel events: operator, nodes, ms; most first."""
+    """Return sums a profile's kernel events: operator, nodes, ms; most first."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
         found[event["args"]["op_name"]].append(event["dur"] / 1e3)
@@ -329,7 +329,8 @@ class LlamaCpp:
         self._memory, self._most = api.llama_get_memory(self._context), params.n_batch
 
     def _step(self, ids: np.ndarray, first: int, row: int | None = None) -> float:
-        """Seconds of new tokens [rows, tokens] at position ``first``, all of the same row if that is given."""
+        """Return the seconds of new tokens [rows, tokens] at position ``first``, all of the same row if that is
+        given."""
         api, (rows, tokens) = self._api, ids.shape
         batch = api.llama_batch_init(ids.size, 0, 1)
         batch.n_tokens = ids.size
@@ -356,7 +357,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(pointer, (self.vocabulary,)).copy()
 
     def one_by_one(self, ids: np.ndarray) -> Iterator[np.ndarray]:
-        """The logits of each of these tokens [tokens], a step each; f32 [vocabulary]."""
+        """Yield the logits of each of these tokens [tokens], a step each; f32 [vocabulary]."""
         self._reserve(len(ids), 1)
         self._api.llama_memory_clear(self._memory, True)
         for at, token in enumerate(ids):
@@ -370,7 +371,7 @@ class LlamaCpp:
         return self._prompt(0, tokens)
 
     def fill(self, depth: int, batch: int, length: int) -> None:
-        """Computes the tokens that one row does not have yet, and copies it to the others."""
+        """Compute the tokens that one row does not have yet, and copy it to the others."""
         self._reserve(length, batch)
         kept = 0 if self._saves else min(self._length, depth)
         for row in range(batch):
@@ -442,7 +443,7 @@ class Process:
         return self._process.is_alive()
 
     def close(self) -> None:
-        """Ends the process, also one that is at work."""
+        """End the process, also one that is at work."""
         self._pipe.close()
         self._process.terminate()
         self._process.join()

@@ -142,7 +142,7 @@ class Checkpoint:
         self._open()
 
     def _open(self) -> None:
-        """Reads the configuration and where each tensor lies."""
+        """Read the configuration and where each tensor lies."""
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: {_no_folder(self.folder)}")
         if not any(self.folder.glob("*.safetensors")):
@@ -166,7 +166,7 @@ class Checkpoint:
         self._check_index()
 
     def _refuse_others(self) -> None:
-        """Says what a folder without safetensors has, if that is known.
+        """Say what a folder without safetensors has, if that is known.
 
         Raises:
             CheckpointError: naming it, and what to do.
@@ -248,14 +248,14 @@ class Checkpoint:
         return f"{entry.shard}: {entry.name}" if entry else f"{self.folder}: {name}"
 
     def dtype(self, name: str) -> str:
-        """The safetensors dtype name, e.g. BF16."""
+        """Return the safetensors dtype name, e.g. BF16."""
         return self._entry(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
     def beside(self, module: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors ``<module>.<suffix>``: suffix -> (dtype, shape), from the headers alone."""
+        """Return the tensors ``<module>.<suffix>``: suffix -> (dtype, shape), from the headers alone."""
         return {suffix: (entry.dtype, entry.shape) for suffix, entry in self._modules.get(module, {}).items()}
 
     @cached_property
@@ -266,7 +266,7 @@ class Checkpoint:
         return twin
 
     def tensor(self, name: str, decides: bool = False) -> np.ndarray:
-        """A tensor's numbers; of an :attr:`outline` ones of its shape, without memory of their own.
+        """Return a tensor's numbers; of an :attr:`outline` ones of its shape, without memory of their own.
 
         Args:
             decides: whether a matrix's numbers decide what is made of it. An outline reads those and all vectors.
@@ -296,7 +296,7 @@ class Checkpoint:
         return self._read(entry, begin, min(size, whole)).tobytes()
 
     def check_unchanged(self) -> None:
-        """Refuses files that were changed since they were opened: what was read may be of two models.
+        """Refuse files that were changed since they were opened: what was read may be of two models.
 
         Raises:
             CheckpointError: naming the file.
@@ -308,7 +308,7 @@ class Checkpoint:
                     raise _changed(path, "its header is another")
 
     def _see(self, path: Path) -> None:
-        """Notes how a file is that is about to be read."""
+        """Note how a file is that is about to be read."""
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
             self._seen[path] = (found.st_size, found.st_mtime_ns, _beginning(file))
@@ -322,7 +322,7 @@ class Checkpoint:
             raise _changed(path, "its time of modification is another")
 
     def _read(self, entry: Entry, begin: int = 0, size: int | None = None) -> np.ndarray:
-        """Bytes of a tensor, by default all of them."""
+        """Return the bytes of a tensor, by default all of them."""
         if size is None:
             size = prod(entry.shape) * DTYPES[entry.dtype].itemsize
         with doing(f"{entry.shard}: {entry.name}"), open(entry.shard, "rb") as file:
@@ -344,7 +344,8 @@ class Checkpoint:
         return found
 
     def _divided(self, name: str, entry: Entry) -> dict[str, Entry]:
-        """A tensor under its name; of a linear of :data:`DIVIDED` its rows under the names of transformers' linears."""
+        """Return a tensor under its name; of a linear of :data:`DIVIDED` its rows under the names of transformers'
+        linears."""
         family = self.text_config.get("model_type")
         joined, rows = DIVIDED.get(family, ("", None)) if isinstance(family, str) else ("", None)
         stem, _, leaf = name.rpartition(".")
@@ -435,7 +436,7 @@ class Checkpoint:
         return [self._shard(name) for name in names]
 
     def adopt(self, begins: tuple[str, ...]) -> list[str]:
-        """Adds the tensors whose names begin so of files in the folder that are no shards; returns the files' names."""
+        """Add the tensors whose names begin so of files in the folder that are no shards; return the files' names."""
         found, shards = [], {entry.shard for entry in self._entries.values()}
         for path in sorted(set(self.folder.glob("*.safetensors")) - shards):
             shard = self._shard(path.name)
@@ -460,7 +461,7 @@ class Checkpoint:
         return path
 
     def check_file(self, path: Path) -> None:
-        """Refuses a link to anywhere but the folder itself and the Hugging Face cache that it is in, and what Git LFS
+        """Refuse a link to anywhere but the folder itself and the Hugging Face cache that it is in, and what Git LFS
         leaves in a file's place (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
 
         Raises:
@@ -491,7 +492,7 @@ class Checkpoint:
 
 
 def _beginning(file: BinaryIO) -> int:
-    """A checksum of a safetensors file's header; of any other file, of its first MiB."""
+    """Return a checksum of a safetensors file's header; of any other file, of its first MiB."""
     start = file.read(8)
     length = int.from_bytes(start, "little")
     return zlib.crc32(start + file.read(length if length <= MAX_HEADER else 1 << 20))
@@ -502,7 +503,8 @@ def _changed(path: Path, what: str) -> CheckpointError:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is GGUF by its first bytes; or by its name, which a damaged one and a Git LFS pointer have."""
+    """Return whether a file is GGUF by its first bytes; or by its name, which a damaged one and a Git LFS pointer
+    have."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -515,7 +517,7 @@ def _renamed(name: str, ends: dict[str, str]) -> str:
 
 
 def _no_folder(path: Path) -> str:
-    """What may have been meant by a path that is no folder."""
+    """Return what may have been meant by a path that is no folder."""
     expected = "expected the folder of a Hugging Face checkpoint, with config.json and *.safetensors"
     if path.exists():
         return f"not a folder; {expected}"
@@ -532,22 +534,22 @@ def hub_name(path: Path) -> str | None:
 
 
 def outline(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
-    """Ones, which divide and round without a warning, in the memory of one."""
+    """Return ones, which divide and round without a warning, in the memory of one."""
     return np.broadcast_to(np.ones((), dtype), shape)
 
 
 def is_outline(array: np.ndarray) -> bool:
-    """Whether an array of codes or weights is an :func:`outline` or a part of one."""
+    """Return whether an array of codes or weights is an :func:`outline` or a part of one."""
     return array.size > 1 and not any(array.strides)
 
 
 def unlike_rows(array: np.ndarray) -> np.ndarray:
-    """The rows of a matrix; of an outline, whose rows are all alike, the first."""
+    """Return the rows of a matrix; of an outline, whose rows are all alike, the first."""
     return array[:1] if is_outline(array) else array
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one safetensors file.
+    """Return the tensors of one safetensors file.
 
     Checks what the format demands: the data is entirely covered by tensors without overlap or holes, each tensor's span
     is its dtype times its shape, names are unique.
@@ -619,7 +621,7 @@ def write_safetensors(
     tensors: Mapping[str, np.ndarray] | Callable[[], Iterable[tuple[str, np.ndarray]]],
     checksum: str | None = None,
 ) -> None:
-    """Writes tensors of any dtype of DTYPES.
+    """Write tensors of any dtype of DTYPES.
 
     Args:
         tensors: all of them, or what yields them; called twice, so that one at a time is in memory.

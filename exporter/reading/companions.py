@@ -18,7 +18,7 @@ LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_part
 
 
 def check_companions(ckpt: Checkpoint) -> None:
-    """Refuses links to elsewhere (nobody's private file goes into a folder that is passed on), and a
+    """Refuse links to elsewhere (nobody's private file goes into a folder that is passed on), and a
     generation_config.json that ``generate`` would refuse.
 
     Raises:

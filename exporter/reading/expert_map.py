@@ -32,7 +32,7 @@ class Placement:
         return int(np.bincount(np.concatenate(self.ranks)).max())
 
     def table(self, rank: int, every: int) -> np.ndarray:
-        """Rows of the rank's file: int64 [copies, every], -1 where another rank has the pair.
+        """Return the rows of the rank's file: int64 [copies, every], -1 where another rank has the pair.
 
         Column e is expert e's. A token at position p takes row p % copies, and so the copy p % copies % (how often e
         stands): each pair is computed by exactly one rank.
@@ -54,7 +54,7 @@ class Placement:
 
 
 def read_text(path: Path) -> str:
-    """What a map's file says.
+    """Return what a map's file says.
 
     Raises:
         OptionError: the file cannot be read, or is no map.
@@ -72,7 +72,7 @@ def _expected(path: Path) -> str:
 
 
 def placements(path: Path, world: int, experts: Mapping[int, int]) -> dict[int, Placement]:
-    """What a map says of each layer.
+    """Return what a map says of each layer.
 
     Args:
         world: ranks. experts: how many routed ones each layer has, by the layer's number, in the model's order.
@@ -148,7 +148,7 @@ def balance(tokens: ArrayLike, world: int, copies: int) -> Placement:
 
 
 def _exchange(ranks: list[list[int]], expert: int, size: int) -> int:
-    """Puts an expert into a full rank in the place of one that a rank with room lacks, and returns that one."""
+    """Put an expert into a full rank in the place of one that a rank with room lacks, and return that one."""
     free = [own for own in ranks if len(own) < size]
     for own in ranks:
         if expert in own:
@@ -166,6 +166,6 @@ def in_order(experts: int, world: int) -> Placement:
 
 
 def write_map(path: Path, found: Sequence[Placement]) -> None:
-    """Writes a map, a row a layer."""
+    """Write a map, a row a layer."""
     rows = [[e for own in placement.ranks for e in own] for placement in found]
     path.write_text(json.dumps({KEY: rows}) + "\n", encoding="utf-8")

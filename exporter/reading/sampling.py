@@ -1,4 +1,4 @@
-"""How a folder's generation_config.json, or its user, wants tokens chosen."""
+"""Sampling options, from a folder's generation_config.json or from the user."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ _NOT_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": N
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens. The defaults are transformers'. The processors have transformers' order.
+    """Options for choosing tokens, with transformers' defaults and order.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: how many of the likeliest tokens are kept, and those that are as likely as the last of them; 0: all.
-        top_p: of these the fewest that have this much probability together are kept.
-        seed: of NumPy's PCG64; None takes one from the system.
-        min_p: of these the tokens are kept that are at least ``min_p`` times as likely as the likeliest; 0: all.
-        repetition_penalty: divides the logit of each token of prompt and answer, or multiplies it if it is negative.
-        presence_penalty: is subtracted from the logit of each token of the answer.
-        frequency_penalty: is subtracted as often as the token is in the answer.
-        no_repeat_ngram_size: so many tokens in a row never come twice in prompt and answer; 0: they may.
-        logit_bias: token id -> what is added to its logit; -inf: the token never comes.
+        top_k: keeps the likeliest tokens, and tokens as likely as the last of them; 0: all.
+        top_p: keeps the fewest of these tokens whose probabilities sum up to ``top_p``.
+        seed: seed of NumPy's PCG64; None takes one from the system.
+        min_p: keeps the tokens that are at least ``min_p`` times as likely as the likeliest; 0: all.
+        repetition_penalty: divides the logit of each token of prompt and answer; multiplies a negative logit.
+        presence_penalty: subtracted from the logit of each token of the answer.
+        frequency_penalty: subtracted as often as the token occurs in the answer.
+        no_repeat_ngram_size: number of tokens in a row that never occur twice in prompt and answer; 0: any may.
+        logit_bias: token id -> number added to its logit; -inf: the token never occurs.
 
     Raises:
         OptionError: a value of another type, or outside its range.
@@ -109,7 +109,7 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether it changes logits before a token is chosen from them."""
+        """Return whether it changes logits before a token is chosen."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed, self.min_p) != self
 
 
@@ -179,7 +179,7 @@ def sampling_of(
 
 
 def not_applied(folder: Path) -> list[str]:
-    """Fields of generation_config.json that change which tokens transformers takes, and that are not applied.
+    """Return fields of generation_config.json that change transformers' tokens and are not applied.
 
     Raises:
         ModelError: the file is not what it should be.
@@ -231,7 +231,7 @@ def is_there(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object's fields, {} where there is no such file.
+    """Return the fields of a JSON object, {} if there is no such file.
 
     Raises:
         ModelError: it is no JSON object.

@@ -58,7 +58,7 @@ class Cut:
     order: np.ndarray | None = None
 
     def array(self, array: np.ndarray) -> np.ndarray:
-        """The part of a tensor of floats."""
+        """Return the part of a tensor of floats."""
         if self.axis is None:
             return array if self.index == 0 else np.zeros_like(array)
         if self.order is not None:
@@ -70,7 +70,7 @@ class Cut:
         return found[0] if len(found) == 1 else np.concatenate(found, self.axis)
 
     def matrix(self, m: QuantizedMatrix) -> QuantizedMatrix:
-        """The part of a linear, its bias included.
+        """Return the part of a linear, its bias included.
 
         Raises:
             ValueError: it would divide what shares a scale, or columns in act-order.
@@ -114,7 +114,7 @@ class Slice:
         return {"rank": self.rank, "world": self.world, "export_id": self.export_id}
 
     def expert(self, expert: Expert, rounded: str) -> Expert:
-        """The rank's part of an expert: where down is in act-order, features in the order of its columns.
+        """Return the rank's part of an expert: where down is in act-order, features in the order of its columns.
 
         Args:
             rounded: down's activation_format, as the checkpoint says.
@@ -134,7 +134,7 @@ class Slice:
             raise ValueError(f"{error}; --expert-parallel gives each rank whole experts") from None
 
     def ids(self, experts: int, routed: int, layer: int) -> Sequence[int]:
-        """Which of a layer's experts the rank has, in the order of its file.
+        """Return which of a layer's experts the rank has, in the order of its file.
 
         Args:
             experts: routed and shared ones. layer: its number.
@@ -156,7 +156,7 @@ class Slice:
         return intermediate_size if self.whole_experts else self.part(intermediate_size, where)
 
     def narrow(self, config: Any, where: str) -> None:
-        """Gives transformers' configuration the rank's sizes.
+        """Give transformers' configuration the rank's sizes.
 
         Raises:
             CheckpointError: naming what the ranks do not divide.
@@ -188,7 +188,8 @@ class Slice:
         where: str,
         sections: tuple[int, ...] = (),
     ) -> Mapping[str, Cut]:
-        """Which tensors of a linear the rank has parts of, where the model's parameter is smaller than the stored one.
+        """Return which tensors of a linear the rank has parts of, where the model's parameter is smaller than the
+        stored one.
 
         Args:
             names: of the tensor, or of those whose rows are the parameter's sections.
@@ -218,7 +219,7 @@ class Slice:
         return made | {f"{module}.bias": Cut(None, self.rank, self.world)} if linear in COLUMNS else made
 
     def part(self, size: int, what: str) -> int:
-        """A rank's share of heads, features or channels; ``what`` they are, for the error.
+        """Return a rank's share of heads, features or channels; ``what`` they are, for the error.
 
         Raises:
             CheckpointError: the ranks do not divide them.

@@ -117,7 +117,7 @@ class Template:
         return text
 
     def _after_answer(self, messages: Sequence[dict[str, str]]) -> str:
-        """What is rendered after the last answer, whatever answers say."""
+        """Return what is rendered after the last answer, whatever answers say."""
         mark = "[answer]"
         while any(mark in message["content"] for message in messages if message["role"] != "assistant"):
             mark = f"[{mark}]"
@@ -128,7 +128,7 @@ class Template:
         return after
 
     def turns(self) -> dict[str, str]:
-        """The text around messages, for programs that render no Jinja.
+        """Return the text around messages, for programs that render no Jinja.
 
         A conversation is ``chat.begin`` + message + ``chat.reply``, then after each answer ``chat.next`` + message +
         ``chat.reply``. With a system prompt it begins with ``chat.system`` + prompt + ``chat.system_end`` instead of
@@ -152,8 +152,8 @@ class Template:
         return found
 
     def _around(self, *said: str) -> list[str]:
-        """What is rendered before, between and after messages, whose roles are their first words; [] where the template
-        refuses them or renders one not just once, or in another order."""
+        """Return what is rendered before, between and after messages, whose roles are their first words; [] where the
+        template refuses them or renders one not just once, or in another order."""
         try:
             rest, parts = self.render([{"role": text.split()[0], "content": text} for text in said]), []
         except ModelError:
@@ -167,14 +167,15 @@ class Template:
 
 
 def _as_given(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as transformers gives it to templates: without nulls, reasoning under the names that they read."""
+    """Return a message as transformers gives it to templates: without nulls, reasoning under the names that they
+    read."""
     found = {name: value for name, value in message.items() if value is not None}
     reasoning = next((found[name] for name in REASONING if name in found), None)
     return found if reasoning is None else {"thinking": reasoning} | found | {"reasoning_content": reasoning}
 
 
 def _words(error: Exception) -> str:
-    """An error's text; Python's own say less than their names."""
+    """Return an error's text; Python's own say less than their names."""
     if isinstance(error, UnicodeEncodeError):
         return f"renders {error.object[error.start]!a}, half of a surrogate pair, which no tokenizer takes"
     return str(error) or ("out of memory" if isinstance(error, MemoryError) else type(error).__name__)
@@ -203,7 +204,7 @@ def folder_turns(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def _turns(folder: Path) -> tuple[dict[str, str], str]:
-    """What :func:`folder_turns` gives, from the process that it starts."""
+    """Return what :func:`folder_turns` gives, from the process that it starts."""
     try:
         if (template := load_template(folder)) is None:
             return {}, ""

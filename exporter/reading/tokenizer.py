@@ -1,4 +1,4 @@
-"""What a folder's files say of tokens, read as transformers' AutoTokenizer does: the tokenizer, special tokens, ends.
+"""A folder's tokenizer, special tokens and ends of texts, read as transformers' AutoTokenizer reads them.
 
 An exported tokenizer.json is complete (exporter/writing/tokenizer.py). Files beside it may have been edited since, so
 tokens that only they name are added here, too.
@@ -164,13 +164,13 @@ def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _text(token: Any) -> str:
-    """A token's text; "" of what is none."""
+    """Return a token's text; "" of what is none."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else ""
 
 
 def _token(token: Any, **flags: bool) -> Any:
-    """A tokenizers.AddedToken of a token as files say it; flags: those that it has whatever they say."""
+    """Return a tokenizers.AddedToken of a token as files say it; flags: those that it has whatever they say."""
     from tokenizers import AddedToken
 
     if isinstance(token, str):

@@ -17,17 +17,20 @@ from quantmoe.exporter.running.generate import Generated, Generator, need_count
 
 
 class Text:
-    """What a folder has to turn text into tokens and back.
+    """Tokenizer and chat template of an exported folder.
 
     Args:
-        folder: an exported model's.
-        raw: leaves its chat template alone.
+        folder: an exported model's folder.
+        raw: ignore its chat template.
 
     Attributes:
-        tokenizer: a tokenizers.Tokenizer. template: None without one. stop: ids of tokens that end a text.
+        tokenizer: a tokenizers.Tokenizer.
+        template: the chat template; None if there is none.
+        stop: ids of the tokens that end a text.
 
     Raises:
-        ModelError: there is no tokenizer.json; a file is not what it should be. OptionError: folder is no path.
+        ModelError: there is no tokenizer.json, or a file is damaged.
+        OptionError: folder is no path.
     """
 
     def __init__(self, folder: str | Path, raw: bool = False):
@@ -39,7 +42,8 @@ class Text:
         """Return the token ids of a conversation that ends with a message.
 
         Args:
-            before: without a template, the ids of what came before that message.
+            messages: dicts with the texts ``role`` and ``content``; the last one is the new message.
+            before: without a template, the ids of the text before that message.
 
         Raises:
             OptionError: messages are something else.
@@ -56,7 +60,7 @@ class Text:
         return [*before, *self.ids(messages[-1]["content"], begins=not before)]
 
     def ids(self, text: str, begins: bool = False) -> list[int]:
-        """Return the token ids of a text; begins: with the special tokens that a text begins with.
+        """Return the token ids of a text; with ``begins``, also the special tokens at the begin of a text.
 
         Raises:
             ModelError: it has half of a surrogate pair.
@@ -68,31 +72,35 @@ class Text:
         return list(self.tokenizer.encode(text, add_special_tokens=begins).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens among it."""
+        """Return the text of token ids, with special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class Chat:
     """A conversation with an exported model.
 
-    Its cache is kept from turn to turn: only what is new, or what the template renders otherwise than before, is run.
-    A reply is kept as its tokens. Where the template renders an earlier reply otherwise (many leave out its reasoning),
-    the template decides. A reply that the template refuses (gpt-oss' with its channels) is kept as it came.
-    Without a template a message follows the reply before it as it is. Where the context is full, whole turns are
-    dropped from the oldest on, and what is left is run again. A system prompt stays.
+    The KV cache is kept between messages, so only new text is run. A reply is kept as its tokens. If the template
+    renders an earlier reply differently (many templates leave out its reasoning), that text is run again. A reply that
+    the template refuses (gpt-oss' channels) is kept as it came. Without a template each message follows the reply
+    before it.
+
+    If the context is full, the oldest messages and their replies are dropped, and the rest is run again. A system
+    prompt stays.
 
     Args:
-        model: what generates.
-        text: None is that of the model's folder.
-        cache: from Generator.cache or load_cache, of which messages take what they begin with; None: an empty one.
+        model: the Generator that answers.
+        text: tokenizer and template; None: from the model's folder.
+        cache: a cache of Generator.cache or load_cache. Messages reuse the tokens with which they begin. None: an empty
+            cache.
 
     Attributes:
-        messages: of the conversation so far, as a chat template takes them; special tokens are part of their text.
-        last: the tokens of the last reply, and how long they took. kept: tokens of the cache that it followed.
-        dropped: turns that were dropped for the last reply.
+        messages: the conversation so far, as chat templates take it; special tokens are part of the text.
+        last: tokens and time of the last reply.
+        kept: tokens of the cache that the last reply reused.
+        dropped: messages, with their replies, that were dropped for the last reply.
 
     Raises:
-        ModelError: as Text.
+        ModelError: there is no tokenizer.json, or a file is damaged.
     """
 
     def __init__(self, model: Generator, text: Text | None = None, cache: Cache | None = None):
@@ -113,18 +121,21 @@ class Chat:
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
     ) -> Iterator[str]:
-        """The model's answer, in pieces as they come; what came of it is part of the conversation when it is left.
+        """Yield the model's answer in pieces, as they come.
+
+        The pieces that came are part of the conversation, also if you stop early.
 
         Args:
-            message: what the user says.
-            max_new_tokens: at most so many. Turns are dropped until these have room, or a quarter of the context.
-            stop: strings before which the answer ends; they are no part of it.
+            message: the user's text.
+            max_new_tokens: most tokens of the answer. Old messages are dropped until there is room for these tokens, or
+                for a quarter of the context.
+            stop: strings that end the answer; they are not part of it.
             sampling: None takes the likeliest token.
 
         Raises:
-            OptionError: the message is no text; as Generator.stream.
-            ContextError: the message alone is too long; the conversation stays what it was.
-            ModelError: as Generator.stream; the template refuses the messages.
+            OptionError: the message is no text, or another argument has a wrong type or value.
+            ContextError: the message alone is too long; the conversation does not change.
+            ModelError: the template refuses the messages, or Generator.stream fails.
         """
         if not isinstance(message, str):
             raise OptionError(f"message is {message!r}, expected text")
@@ -170,7 +181,7 @@ class Chat:
         return messages, ids, text
 
     def _prompt(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
-        """Token ids of a conversation, and with a template their text; tokens that were run stay what they were."""
+        """Return the token ids of a conversation, and with a template their text; tokens that were run stay."""
         own = self.text
         if own.template is None:
             return own.encode(messages, self._ids), ""
@@ -180,7 +191,7 @@ class Chat:
         return self._ids + own.ids(text.removeprefix(self._run)), text
 
     def _prompt_alone(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
-        """Token ids of a conversation of which nothing was run, and with a template their text."""
+        """Return the token ids of a new conversation, and with a template their text."""
         if self.text.template:
             text = self._render(messages)
             return self.text.ids(text), text
@@ -199,15 +210,17 @@ class Chat:
 
 
 def _is_message(message: Any, content: Any) -> bool:
-    """Whether it has a role and a content of this type."""
+    """Return whether ``message`` has a role, and a content of this type."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
     return isinstance(message.get("content"), content)
 
 
 def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return messages without the first that is no system prompt, and what follows it up to the next of the user; []
-    where there is no next."""
+    """Return messages without the oldest message after the system prompts and without its replies.
+
+    The next message of the user begins the rest; without one the result is [].
+    """
     first = next(i for i, message in enumerate(messages) if message["role"] not in ("system", "developer"))
     users = (i for i, message in enumerate(messages) if message["role"] == "user" and i > first)
     following = next(users, None)
@@ -223,12 +236,12 @@ def answers(
     sampling: Sampling | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[str], Batch]:
-    """Replies to prompts, all of them run together.
+    """Return replies to prompts that run together in one batch.
 
     Args:
         prompts: token ids of each, from :meth:`Text.encode`.
-        stop: as of :meth:`Chat.reply`; what ends one reply ends no other.
-        progress: as ``Batch.progress``.
+        stop: strings that end a reply, for each reply on its own.
+        progress: called as ``Batch.progress``.
 
     Returns:
         The replies in the prompts' order, and the batch that has run.
@@ -248,7 +261,7 @@ def answers(
 
 
 class TextStream:
-    """Text of tokens as they come: whole characters, and nothing that may be the beginning of a stop string.
+    """Text of tokens as they come: whole characters, and never the begin of a stop string.
 
     tokenizers' DecodeStream has no end, at which what it holds would come, and fails at bytes that are no text.
 
@@ -272,7 +285,7 @@ class TextStream:
         self.stopped = False
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of these tokens, which are asked for until a stop string comes."""
+        """Yield the text of these tokens until a stop string comes."""
         for id in ids:
             if piece := self.push(id):
                 yield piece
@@ -282,7 +295,7 @@ class TextStream:
             yield piece
 
     def push(self, id: int) -> str:
-        """What one more token adds: nothing while a character, or a stop string, may not be whole."""
+        """Return the text that one more token completes; empty while a character or a stop string may go on."""
         self._ids.append(id)
         text = self._decode(self._ids[self._begin :])
         whole = text.rstrip("\ufffd")  # bytes of a character whose others may come
@@ -295,7 +308,7 @@ class TextStream:
         return self._release(found)
 
     def end(self) -> str:
-        """What was held back: there are no more tokens."""
+        """Return the text held back, after the last token."""
         found = self._release(self._decode(self._ids[self._begin :])[self._shown :])
         return found if self.stopped else found + self._held
 

@@ -50,7 +50,7 @@ class Comparison:
 def compare(
     checkpoint: str | Path, model: str | Path, new_tokens: int = 16, prompt: Sequence[int] | None = None
 ) -> Comparison:
-    """Runs both on one prompt, 16 random tokens if None; logits are compared on PyTorch's greedy tokens fed to both."""
+    """Run both on one prompt, 16 random tokens if None; logits are compared on PyTorch's greedy tokens fed to both."""
     import torch
 
     from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -101,7 +101,7 @@ def divergence(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _float_twin(model: Path) -> Iterator[Path | None]:
-    """The model with float activations and a float32 cache, while the block runs; None when it has them itself.
+    """Yield the model with float activations and a float32 cache, while the block runs; None when it has them itself.
 
     It reads the same data file but for weights that stand beside the scales of their inputs.
     """

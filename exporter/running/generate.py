@@ -49,18 +49,21 @@ SPINNING = "session.intra_op.allow_spinning"
 
 
 class Generated(Iterator[int]):
-    """New tokens, one by one as they are asked for, and how long they took so far.
+    """Iterator over new tokens, with their times.
 
     Attributes:
-        tokens: those that came. prompt: how many were run before the first.
-        prefill: seconds for the prompt and the first token. decode: seconds for every token after the first.
-        logits: f32 [tokens, vocabulary], what each token was chosen from; [0, 0] unless they were asked for.
-        speculation: how its drafts fared; None without any.
-        finish_reason: "stop" after a token of ``stop``, and after a stop text of a conversation; "length" after
-            ``max_new_tokens``, or where the context is full; None until then.
+        tokens: the tokens so far.
+        prompt: number of tokens that were run before the first new token.
+        prefill: seconds for the prompt and the first token.
+        decode: seconds for all tokens after the first.
+        logits: f32 [tokens, vocabulary], from which each token was chosen; [0, 0] unless they were asked for.
+        speculation: counts of draft tokens; None without speculation.
+        finish_reason: "stop" after a token of ``stop`` or a stop text; "length" after ``max_new_tokens``, or when the
+            context is full; None until then.
 
     Args:
-        most: tokens at most. stop: ids after which there are no more.
+        most: most tokens.
+        stop: token ids that end the answer.
     """
 
     def __init__(
@@ -106,49 +109,51 @@ class Generated(Iterator[int]):
 
 
 class Generator:
-    """An exported model in an ONNX Runtime session, which :meth:`close` and the end of a ``with`` block free.
+    """An exported model in an ONNX Runtime session.
+
+    :meth:`close` and the end of a ``with`` block free it.
 
     Args:
         path: the model or its folder.
-        threads: of the session; 0 is ONNX Runtime's choice.
+        threads: threads of the session; 0 is ONNX Runtime's choice.
         prefault: read all packed weights into memory now, not when a token first needs them.
-        chunk: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt.
+        chunk: prompt tokens that are run at once. Memory beside the cache grows with ``chunk``, not with the prompt.
             The default is CHUNKS's of the device.
-        capacity: tokens that a cache is allocated for, where the model writes it in place; None: it grows by doubling.
-        device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
-        cuda_graph: on cuda, capture the launches of a decode step and replay them: of models that write the cache in
-            place, without experts "disk" and ``trace``. None, the default, is True where that is so. All sessions with
-            CUDA graphs take turns on one thread, whichever threads call.
-        speculate: "ngram" drafts what followed the last tokens before in the same text, "mtp" with the layer of
-            multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
-            runs. Of models exported with the logits of more than the last.
-        drafts: at most so many a run; None: DRAFTS, or fewer where the model gives the logits and states of fewer.
-        experts: where they are (guides/large-models). On the cpu "host", the default, or "disk": they are read from the
-            data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
-            stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
-            None for what is free; or "disk": the same, and RAM holds ``ram`` bytes of them, without cuda_graph. "auto"
-            is "disk" on the cpu and "host" on cuda where they do not all fit. "auto" for ``ram`` and ``gpu_memory`` is
-            None.
-        reserve: bytes of what is free that experts leave, where their memory is not given; None: what the library
-            leaves by itself and the cache of ``max_length`` tokens.
-        max_length: of texts, prompts and answers together, as far as ``reserve`` goes; None: ``capacity``, else
-            search.max_length of genai_config.json beside the model. Without that file the library's own default.
-        batch: prompts that run together, at most, as far as ``reserve`` goes.
-        misses: of experts "host" and "auto" on cuda, what becomes of those that the GPU's memory misses: "copy", the
-            default; "cpu": the CPU multiplies them, in ``threads`` threads; "auto": one of these for each layer, by
-            times that the first run measures; "62%": so many, and the others are copied; "24*copy,24*cpu": of each
-            layer, as the log's line of "auto" ends.
-        warm: a trace of this model on this device, of experts "disk" or "auto", on cuda also "host"; the first run
-            reads the experts that it used most into ``ram`` and ``gpu_memory``, and misses "auto" chooses by it.
-        trace: a file for the experts that tokens are routed to; without cuda_graph.
-        group: of a rank of a sliced model (guides/several-gpus): on the cpu a name that the ranks' generators in this
-            process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.
+        capacity: tokens that a cache is allocated for, if the model writes it in place; None: it grows by doubling.
+        device: "cpu", or "cuda" for models exported with --target cuda.
+        cuda_graph: on cuda, capture a decode step as a CUDA graph and replay it. It needs a model that writes the cache
+            in place, and neither experts "disk" nor ``trace``. None, the default, is True if that holds. All sessions
+            with CUDA graphs share one thread, whichever threads call.
+        speculate: "ngram" drafts the tokens that followed the last tokens before in the text. "mtp" drafts with the
+            layer of multi-token prediction beside the model. One step verifies a token and its draft tokens, so the
+            answer has the same tokens in fewer steps. The model must give the logits of several tokens.
+        drafts: most draft tokens in a step; None: DRAFTS, or what the model's logits and states allow.
+        experts: place of the experts (guides/large-models). On the cpu: "host", the default, or "disk", which keeps
+            ``ram`` bytes of them in memory. On cuda: "gpu", the default; "host", which keeps ``gpu_memory`` bytes in
+            GPU memory; or "disk", which also keeps ``ram`` bytes in RAM, without cuda_graph. "auto" is "disk" on the
+            cpu and "host" on cuda if not all experts fit. The layer of multi-token prediction stays mapped.
+        ram: bytes of RAM for experts; None or "auto": what is free.
+        gpu_memory: bytes of GPU memory for experts; None or "auto": what is free.
+        reserve: bytes to leave free when ``ram`` or ``gpu_memory`` is not given; None: the library's default and the
+            cache of ``max_length`` tokens.
+        max_length: longest text, prompt and answer together, for ``reserve``. None: ``capacity``, else
+            search.max_length of genai_config.json. Without that file the library's default holds.
+        batch: most prompts that run together, for ``reserve``.
+        misses: on cuda with experts "host" or "auto", what happens to experts that are not in GPU memory. "copy", the
+            default. "cpu": the CPU multiplies them, in ``threads`` threads. "auto": one of both for each layer, by
+            times that the first step measures. "62%": the CPU multiplies this share. "24*copy,24*cpu": for each layer,
+            as in the log's line of "auto".
+        warm: a trace of this model on this device. The first step loads the experts that the trace used most, and
+            misses "auto" chooses by it. For experts "disk" and "auto", on cuda also "host".
+        trace: file to record the experts of all tokens in; without cuda_graph.
+        group: for one rank of a sliced model (guides/several-gpus). On the cpu: a name that the ranks' generators in
+            this process share, each run by its own thread. On cuda: the NCCL id in hex, with a process for each rank.
 
     Raises:
-        OptionError: an argument of another type, or outside its range.
-        ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
-            or has no such provider; a capacity or a CUDA graph of a model whose cache grows by runs; it cannot verify
-            so many drafts.
+        OptionError: an argument has a wrong type, or is outside its range.
+        ModelError: the session cannot be created; the message has ONNX Runtime's words. ONNX Runtime is too old, or
+            lacks the provider. The model's cache grows with each step, and capacity or cuda_graph is given. The model
+            cannot verify so many draft tokens.
         FileNotFoundError: this installation has no library for the device.
     """
 
@@ -258,14 +263,14 @@ class Generator:
         """The onnxruntime.InferenceSession.
 
         Raises:
-            ModelError: it was closed.
+            ModelError: the Generator is closed.
         """
         if self._opened is None:
             raise ModelError(f"{self.path}: this Generator is closed; create another one")
         return self._opened
 
     def _open(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
-        """Opens the model; entries: of its session, None for what is not given."""
+        """Open the model; ``entries`` are its session entries, None if not given."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what it logs is in its exceptions
@@ -301,7 +306,7 @@ class Generator:
             raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
 
     def _reserve(self, length: int | None, batch: int) -> int | None:
-        """What experts leave of what is free, for texts of so many tokens; None where nothing says how many."""
+        """Return the bytes that experts leave free for texts of this length; None if no length is known."""
         if length is None:
             config = self.path.with_name("genai_config.json")
             search = read_object(config).get("search")
@@ -313,7 +318,7 @@ class Generator:
         return reserve_of(inspect(self.path), length, drafts=self.speculate == "mtp", rows=batch)
 
     def _read_interface(self, speculate: str | None) -> None:
-        """What the session's inputs, outputs and metadata say of its logits, cache and states."""
+        """Read logits, cache and states from the session's inputs, outputs and metadata."""
         metadata = self.session.get_modelmeta().custom_metadata_map
         if self.group is not None and "world" not in metadata:
             raise ModelError(f"{self.path}: is a whole model, expected a rank of a sliced one: group was given")
@@ -384,19 +389,19 @@ class Generator:
         self.takes_hidden = any(i.name == HIDDEN for i in self.session.get_inputs())
 
     def _tokens_of(self, metadata: Mapping[str, str], name: str) -> int:
-        """An entry that is a number of tokens; without it there is no limit."""
+        """Return an entry that is a number of tokens; without it there is no limit."""
         found = metadata.get(name, str(sys.maxsize))
         if not found.isdecimal():
             raise ModelError(f"{self.path}: {name} is {found!r}, expected a number of tokens")
         return int(found)
 
     def _most_drafts(self) -> int:
-        """Of a run; DRAFTS where it can verify none, for the error."""
+        """Return the most draft tokens of a step; DRAFTS if it can verify none, for the error."""
         tokens = min(self.rows, self.window if self.states else self.rows)
         return min(DRAFTS, tokens - 1) if tokens > 1 else DRAFTS
 
     def _check_drafts(self) -> None:
-        """A run of a token and its drafts takes the logits and the states after each."""
+        """Check that a step gives the logits and the states after a token and each of its draft tokens."""
         tokens, lacking, options = self.drafts + 1, [], []
         if self.speculate == "mtp" and not self.hidden:
             lacking.append(f"{MTP_MODEL} (this model has none)")
@@ -431,19 +436,22 @@ class Generator:
         return doing(f"{self.path}: {what}", self._on_gpu(f"the cache of {tokens} takes {size:,} bytes, ", less))
 
     def _on_gpu(self, what: str = "", less: Sequence[str] = ()) -> OnGpu | None:
-        """What an error says of the GPU's memory; None on the cpu."""
+        """Return what an error says about the GPU's memory; None on the cpu."""
         return OnGpu(what, [*less, *self._less_memory]) if self.device == "cuda" else None
 
     def experts_report(self) -> dict[str, int]:
-        """Of the last of this process's sessions with a cache of experts: ort_ext.experts_report; {}: none."""
+        """Return counters of expert offloading: slots, hits, misses, bytes_read and more (guides/large-models).
+
+        They are of this process's last session with such a cache; {} if there is none.
+        """
         library = library_path() if self.device == "cpu" else cuda_library_path()
         return (experts_report(library) or [{}])[-1]
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:
-        """An empty KV cache of arrays, for :meth:`step`.
+        """Return an empty KV cache of arrays, for :meth:`step`.
 
         Raises:
-            ModelError: the model's is of a size that no memory holds, or of a type that NumPy lacks.
+            ModelError: the cache does not fit into memory, or has a type that NumPy lacks.
         """
         if any(dtype == ml_dtypes.bfloat16 for _, dtype in self.past.values()):
             raise ModelError(f"{self.path}: a cache of arrays cannot be bfloat16, which NumPy lacks; use --dtype f16")
@@ -453,31 +461,33 @@ class Generator:
             raise ModelError(f"{self.path}: past_key_values: {str(error) or 'out of memory'}") from None
 
     def shape(self, name: str, batch: int = 1) -> list[int]:
-        """Of an empty cache's tensor for so many rows."""
+        """Return the shape of an empty cache's tensor for a batch."""
         shape = list(self.past[name][0])
         shape[len(shape) - _rank(name)] = batch
         return shape
 
     def cache(self) -> Cache:
-        """An empty KV cache of a sequence, for :meth:`stream`; each conversation has its own."""
+        """Return an empty KV cache of one sequence, for :meth:`stream`; each conversation needs its own."""
         return SharedCache(self) if self.shares_buffer else Cache(self)
 
     def load_cache(self, path: str | Path) -> Cache:
-        """A cache that :meth:`save_cache` wrote, with its tokens; ``cache.keep(ids)`` goes back to what a prompt has.
+        """Return a cache that :meth:`save_cache` wrote, with its tokens.
+
+        ``cache.keep(ids)`` goes back to the tokens that a prompt shares with it.
 
         Raises:
-            ModelError: the file is damaged, of another model, or has more tokens than the context or a cache holds.
+            ModelError: the file is damaged, belongs to another model, or has more tokens than the context or a cache.
         """
         cache = self.cache()
         load_states(cache, path)
         return cache
 
     def save_cache(self, cache: Cache, path: str | Path) -> None:
-        """Writes a cache's tokens, keys, values and states (exporter/running/states.py).
+        """Write a cache's tokens, keys, values and states to a file.
 
         Raises:
-            ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states; the
-                path has another file, or its folder is missing.
+            ModelError: the cache has no tokens, the model has no identity, or an interrupted step changed the states.
+                The path has another file, or its folder is missing.
         """
         save_states(cache, path)
 
@@ -500,7 +510,7 @@ class Generator:
         return options
 
     def interrupt(self) -> None:
-        """End the runs that other threads are in, which raise ModelError. CUDA graphs run to their end."""
+        """End the steps of other threads, which raise ModelError. CUDA graphs run to their end."""
         with self._listing:
             for options in self._running:
                 options.terminate = True
@@ -515,12 +525,12 @@ class Generator:
         return Buffer.of(self.hidden_array(new), device) if self.hidden else None
 
     def hidden_array(self, new: int) -> np.ndarray:
-        """Of hidden states of so many tokens of one sequence, [1, new, H]."""
+        """Return an array for the hidden states of new tokens of one sequence, [1, new, H]."""
         size, dtype = self._hidden
         return np.empty([1, new, size], dtype)
 
     def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
-        """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""
+        """Return the inputs beside the cache, for new tokens [B, S] after ``past`` tokens of each sequence."""
         batch, total = len(ids), past + ids.shape[1]
         return {
             "input_ids": ids,
@@ -530,7 +540,7 @@ class Generator:
 
     @contextlib.contextmanager
     def running(self, new: int, past: int) -> Iterator[None]:
-        """ONNX Runtime's errors as ModelError and OutOfMemoryError, which name the model."""
+        """Turn ONNX Runtime's errors into ModelError and OutOfMemoryError, which name the model."""
         try:
             with doing(f"{self.path}: {new} tokens after {past}", self._on_gpu(less=["a smaller --chunk"] * (new > 1))):
                 yield
@@ -542,16 +552,17 @@ class Generator:
             raise ModelError(f"{self.path}: {error}") from None
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Runs new tokens.
+        """Run new tokens.
 
         Args:
-            ids: int64 [B, S]. past: from :meth:`start` or the step before.
+            ids: int64 [B, S].
+            past: the cache, from :meth:`start` or the step before.
 
         Returns:
-            logits [B, min(S, ``rows``), vocabulary], of each row's last tokens; and the longer cache.
+            Logits [B, min(S, ``rows``), vocabulary] of each sequence's last tokens, and the longer cache.
 
         Raises:
-            ModelError: B or S is 0, which the graph's Reshape nodes do not take; ONNX Runtime's words otherwise.
+            ModelError: B or S is 0, or ONNX Runtime fails; the message has its words.
         """
         if not ids.size:
             raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
@@ -560,17 +571,20 @@ class Generator:
         return found["logits"], {name: found[present(name)] for name in past}
 
     def run(self, feed: dict[str, np.ndarray], new: int, past: int) -> dict[str, np.ndarray]:
-        """All outputs by name, of new tokens after ``past`` of each row.
+        """Return all outputs by name, for new tokens after ``past`` tokens of each sequence.
 
         Raises:
-            ModelError: ONNX Runtime's words.
+            ModelError: ONNX Runtime fails; the message has its words.
         """
         with self.running(new, past):
             found = self.in_turn(lambda: self.session.run(None, feed, self.run_options(-1)))
         return dict(zip(self.outputs, found, strict=True))
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits after each of the tokens, f32 [tokens, vocabulary]: as many at once as a step gives those of."""
+        """Return the logits after each token, f32 [tokens, vocabulary].
+
+        A step runs as many tokens as the model gives logits for.
+        """
         past, found = self.start(), []
         size = min(self.rows, len(ids) if len(ids) > self.short_context else self.chunk)
         if self.short_context < len(ids) > size:
@@ -592,21 +606,22 @@ class Generator:
         cache: Cache | None = None,
         logits: bool = False,
     ) -> Generated:
-        """New tokens after a prompt, each as it is asked for, until one of ``stop`` or the end of the model's context.
+        """Return an iterator over the new tokens after a prompt. Each token is computed when it is asked for.
 
         Args:
-            ids: the prompt, or of a cache that has tokens what follows them.
-            max_new_tokens: at most so many; the context ends it, too.
-            stop: token ids after which it ends; the one that ended it is given, too.
-            sampling: None takes the likeliest.
-            cache: of a conversation, from :meth:`cache`: it has the prompt and all new tokens but the last afterwards,
-                which was not run. None: one of its own.
-            logits: keep those that each token was chosen from.
+            ids: the prompt's token ids; with a cache that has tokens, the ids that follow them.
+            max_new_tokens: most new tokens; the end of the context ends the answer, too.
+            stop: token ids that end the answer; that token is part of the answer.
+            sampling: None takes the likeliest token.
+            cache: a conversation's cache, from :meth:`cache`. Afterwards it has the prompt and the new tokens, except
+                the last one, which was not run. None: a new cache.
+            logits: keep the logits from which each token was chosen.
 
         Raises:
-            OptionError: an argument of another type, or outside its range.
-            ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite;
-                the model is the layer that drafts for another.
+            OptionError: an argument has a wrong type, or is outside its range.
+            ModelError: the prompt is empty, or has an id outside the vocabulary. Logits are not finite. The model is a
+                layer of multi-token prediction.
+            ContextError: the prompt does not fit into the context.
         """
         self._check_kind()
         if cache is not None:
@@ -640,14 +655,14 @@ class Generator:
         cache: Cache | None = None,
         logits: bool = False,
     ) -> Generated:
-        """:meth:`stream` to its end."""
+        """Return :meth:`stream`'s tokens, all at once."""
         found = self.stream(ids, max_new_tokens, stop, sampling, cache, logits)
         for _ in found:
             pass
         return found
 
     def greedy(self, ids: Iterable[int], max_new_tokens: int = 32, stop: Iterable[int] = ()) -> Generated:
-        """The likeliest next token, again and again, with the logits of each: :meth:`generate`."""
+        """Return the likeliest tokens with their logits, as :meth:`generate` without sampling."""
         return self.generate(ids, max_new_tokens, stop, logits=True)
 
     def stream_batch(
@@ -657,16 +672,18 @@ class Generator:
         stop: Iterable[int] = (),
         sampling: Sampling | None = None,
     ) -> Batch:
-        """New tokens of prompts of any lengths that run together; each prompt's are those that it has alone.
+        """Return an iterator over the new tokens of several prompts that run together.
+
+        Prompts may have different lengths. Each prompt gets the tokens that it gets alone.
 
         Args:
-            prompts: token ids of each. Their caches take the memory of as many of the longest.
-            max_new_tokens: of each, at most so many.
-            stop: token ids after which a prompt's end; the others go on.
-            sampling: None takes the likeliest. With a seed each prompt has the tokens that it has alone with it.
+            prompts: token ids of each prompt. Each cache takes the memory of the longest prompt's cache.
+            max_new_tokens: most new tokens of each prompt.
+            stop: token ids that end one answer; the others go on.
+            sampling: None takes the likeliest token. With a seed each prompt gets the tokens that it gets alone.
 
         Raises:
-            ModelError: see Batch; the model is the layer that drafts for another.
+            ModelError: the prompts cannot run together (see Batch), or the model is a layer of multi-token prediction.
         """
         self._check_kind()
         need_count("max_new_tokens", max_new_tokens)
@@ -679,7 +696,7 @@ class Generator:
         stop: Iterable[int] = (),
         sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """:meth:`stream_batch` to its end: the new tokens of each prompt."""
+        """Return the new tokens of each prompt, all at once; see :meth:`stream_batch`."""
         found = self.stream_batch(prompts, max_new_tokens, stop, sampling)
         for _ in found:
             pass
@@ -690,13 +707,14 @@ class Generator:
             raise ModelError(f"{self.path}: this is the layer that drafts for a model; run {self.path.parent}")
 
     def check(self, ids: Iterable[int], past: int = 0, room: int = 0) -> list[int]:
-        """Check that tokens can follow ``past`` others, and leave room for so many.
+        """Check that tokens can follow ``past`` other tokens, and leave room for ``room`` more.
 
         Returns:
             The tokens.
 
         Raises:
-            ModelError: they cannot. OptionError: they are no integers.
+            ModelError: they cannot.
+            OptionError: they are no integers.
         """
         ids = token_ids("the prompt", ids)
         if not ids:
@@ -782,10 +800,10 @@ class Generator:
         return self.choice(texts, longest, self.vocabulary, self._logits, sampling)
 
     def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
-        """Logits after so many tokens.
+        """Return logits after checking that they are finite; ``length`` is for the message.
 
         Raises:
-            ModelError: they are not numbers to choose from.
+            ModelError: they are not finite.
         """
         if not np.isfinite(logits).all():
             raise self.not_finite(length)

@@ -89,7 +89,7 @@ def _part(store: Any, rank: int, world: int) -> None:
 
 @contextlib.contextmanager
 def asking(rank: int) -> Iterator[None]:
-    """The store's errors as ModelError."""
+    """Yield the store's errors as ModelError."""
     from torch.distributed import DistError
 
     try:
@@ -104,7 +104,7 @@ def launched() -> bool:
 
 
 def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
-    """Meets the other ranks. The process sees the GPU of its LOCAL_RANK alone from then on.
+    """Meet the other ranks. The process sees the GPU of its LOCAL_RANK alone from then on.
 
     Args:
         outdir: what ``export --tensor-parallel`` wrote. seed: rank 0's is all ranks'; None: it takes one.
@@ -151,7 +151,7 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
 
 
 def _group(library: str, seed: int | None) -> dict[str, Any]:
-    """What rank 0 says to all, of which an error is one."""
+    """Return what rank 0 says to all, of which an error is one."""
     try:
         return {"group": nccl_id(library), "seed": secrets.randbits(32) if seed is None else seed}
     except ModelError as error:
@@ -168,7 +168,7 @@ def _number(name: str, absent: int | None = None) -> int:
 
 
 def _store(rank: int, world: int) -> Any:
-    """The launcher's, which is rank 0's own where the launcher has none."""
+    """Return the launcher's store, or rank 0's own if the launcher has none."""
     from torch.distributed import TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -186,7 +186,7 @@ def _store(rank: int, world: int) -> Any:
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may be, one by one."""
+    """Return what CUDA_VISIBLE_DEVICES may be, one by one."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = (name.strip() for name in named.split(","))
         return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))  # as CUDA reads it
@@ -201,7 +201,7 @@ def nccl_library() -> str:
 
 
 def nccl_id(library: str) -> str:
-    """A new group's, as the session entry quantmoe.group takes it.
+    """Return a new group's, as the session entry quantmoe.group takes it.
 
     Raises:
         ModelError: there is no NCCL.

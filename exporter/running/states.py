@@ -32,7 +32,7 @@ MODEL, TOKENS, CHECKSUM = "model", "tokens", "checksum"
 
 
 def target(path: str | Path) -> Path:
-    """The file that :func:`save` writes: where a link leads.
+    """Return the file that :func:`save` writes: where a link leads.
 
     Raises:
         ModelError: its folder is missing, it is no regular file, or what it has is neither nothing nor a saved state.
@@ -56,7 +56,7 @@ def target(path: str | Path) -> Path:
 
 
 def save(cache: Cache, path: str | Path) -> None:
-    """Writes what a cache has; an earlier saved state is replaced when all is there.
+    """Write what a cache has; an earlier saved state is replaced when all is there.
 
     Raises:
         ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states; as
@@ -80,7 +80,7 @@ def save(cache: Cache, path: str | Path) -> None:
 
 
 def load(cache: Cache, path: str | Path) -> None:
-    """Makes a cache what :func:`save` wrote.
+    """Make a cache what :func:`save` wrote.
 
     Raises:
         ModelError: the file is damaged, of another model, or has more tokens than the context or the cache holds.

@@ -51,7 +51,7 @@ def texts(tokens: Iterable[str] = ()) -> list[str]:
     """Return the texts.
 
     Args:
-        tokens: special tokens, each of which stands in two more texts.
+        tokens: special tokens; each stands in two more texts.
     """
     around = [text for token in tokens for text in (f"a {token} b", f"{token}{token}\n{token}c")]
     return [*_SENTENCES, *_OTHERS, *around]

@@ -96,73 +96,68 @@ def export(
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
-    """Exports a quantized mixture-of-experts checkpoint.
+    """Export a quantized mixture-of-experts checkpoint as an ONNX model.
 
     Args:
-        checkpoint: Hugging Face folder.
-        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
-            genai_config.json and the target's library; created if missing.
-        target: "cpu": ONNX Runtime on x86-64 and Arm; "cuda": TensorRT and ONNX Runtime on NVIDIA GPUs, only of the
-            operators of ai.onnx and quantmoe; "ort": ONNX Runtime without a library of ours, only of its own operators
-            (docs/guides/without-library.md).
-        activations: of weight-only checkpoints: "int8" quantizes groups of 32 or 64 features (int8_group), "int8-token"
-            whole tokens (int8_token_asym), "float" nothing. The default is "int8" for the CPU, and what the checkpoint
-            says for CUDA, which takes no "int8".
-        scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
-        dtype: of the graph outside the experts: for the CPU "f32" (default) or "f16", for CUDA "bf16" (default) or
-            "f16".
-        dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
-            it means the same; see Report.not_ort. For CUDA only "quantmoe". On the CPU linears of 16-bit floats are
-            QuantLinear, too, whose weights stay as they are.
-        logits: of each row's last token, [B, 1, V]; of its last N tokens, [B, min(S, N), V], so that speculation can
-            verify N - 1 drafts; or of all tokens, for perplexity and for onnxruntime-genai's speculation.
-        lm_head: quantizes the head; see Report.head_error. None: it stays as it is.
-        cache: what the KV cache holds. "auto": on the CPU int8 or e4m3 codes where the checkpoint says so and has
-            scales, else f16; for CUDA floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3
-            codes, by the checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one of
-            each token and head. Where some attention is standard nodes (Report.plain_attention), it is floats of the
-            graph's type.
-        state_window: of linear attention the states after each of the last so many tokens of a run, 1 to 64, so that
-            speculation can verify one draft less; for the CPU.
-        mtp: also the layer that drafts (multi-token prediction), mtp.onnx; its weights are in the same files,
-            embeddings and head once. The model has an output hidden_states [B, S, H].
-        vision: of a checkpoint that sees images also its tower, vision.onnx, and embeddings.onnx, which puts what that
-            makes in the places of image tokens; weights in the same files. model.onnx takes inputs_embeds [B, S, H] in
-            the place of input_ids then, and position_ids [3, B, S]. See docs/guides/vision.md.
-        layers: only the first so many decoder layers.
-        quantize: of a checkpoint that is not quantized the format of its experts and other ``*_proj`` linears: "int4",
-            "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m" or "q5_k_m"; "none": its experts keep their 16
-            bits.
-        group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
+        checkpoint: Hugging Face folder or GGUF file.
+        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, genai_config.json and the target's
+            library; created if missing.
+        target: "cpu": ONNX Runtime on x86-64 and Arm. "cuda": ONNX Runtime and TensorRT on NVIDIA GPUs. "ort": ONNX
+            Runtime's own operators, without a library (docs/guides/without-library.md).
+        activations: activation quantization of weights-only checkpoints. "int8": groups of 32 or 64 features
+            (int8_group), the default for the CPU. "int8-token": whole tokens (int8_token_asym). "float": none. For CUDA
+            the default is the checkpoint's format, and "int8" is refused.
+        scales: "bf16" rounds scales, for KleidiAI's kernels; see Report.scale_error.
+        dtype: type of the graph outside the experts. CPU: "f32" (default) or "f16". CUDA: "bf16" (default) or "f16".
+        dense: operator of quantized linears outside the experts. "quantmoe": QuantLinear. "ort": MatMulNBits of
+            com.microsoft where both mean the same result; see Report.not_ort. CUDA takes only "quantmoe".
+        logits: "last": each sequence's last token, [B, 1, V]. N: its last N tokens, [B, min(S, N), V], so that N - 1
+            draft tokens can be verified. "all": all tokens.
+        lm_head: quantizes the LM head; see Report.head_error. None: it stays as it is.
+        cache: type of the KV cache. "auto" for the CPU: int8 or e4m3 codes if the checkpoint has scales for them, else
+            f16. "auto" for CUDA: floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3 codes, by
+            the checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one scale for each
+            token and head. If some attention is standard nodes (Report.plain_attention), the cache has the graph's
+            type.
+        state_window: number of last tokens, 1 to 64, whose states of linear attention are kept. N states let N - 1
+            draft tokens be verified.
+        mtp: also export the layer of multi-token prediction as mtp.onnx. It shares the weight files. The model gets an
+            output hidden_states [B, S, H].
+        vision: also export the vision tower as vision.onnx, and embeddings.onnx, which puts the tower's features in the
+            places of image tokens. model.onnx then takes inputs_embeds [B, S, H] instead of input_ids, and position_ids
+            [3, B, S] (docs/guides/vision.md).
+        layers: export only the first decoder layers.
+        quantize: format for the experts and other ``*_proj`` linears of a bf16 or f16 checkpoint: "int4", "int8",
+            "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m" or "q5_k_m". "none" keeps 16 bits.
+        group_size: input features that share a scale of ``quantize``; -1: a whole row; None: the format's default.
         symmetric: "int4" has no zero points.
-        calibrate: a file with text in UTF-8, which transformers' model reads first, a decoder layer at a time, or
-            llama.cpp's importance matrix in GGUF: squared errors of weights are weighed by the squares of their inputs.
-            Experts that no token reaches are quantized without it, see Report.calibration.
-        max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
-            what the Hugging Face hub takes.
-        tensor_parallel: ranks that the model is divided among: ``output`` gets a folder of each, rank0 and so on, and
-            the Report is that of rank 0. See docs/guides/several-gpus.md.
-        expert_parallel: a rank has some experts whole, not a part of each.
-        expert_map: a file that says which (exporter/reading/expert_map.py); by default as many in each, in order.
-        data_parallel: a rank has all of the model but for the experts, and tokens of its own: the ranks' runs have
-            one shape, and their layers of experts meet.
-        paged: for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
-            Runtime's PagedAttention, input_ids [num_tokens] are those of all requests of a run, and logits [num_logits,
-            V] of the tokens that the input logits_indices names, or of all. See docs/guides/serve.md.
-        experts: "external", for TensorRT alone: nodes say where in the data files their experts are, so that engines
-            have none of them, and the plug-in keeps in GPU memory what fits (guides/large-models). "inputs": they are
-            the nodes' weights.
-        force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
-            kept or refused. Of an earlier export in more slices the other ranks are removed, of one in slices before a
-            whole model all, and a whole model before slices; but files edited since stay.
+        calibrate: UTF-8 text, or llama.cpp's importance matrix in GGUF. Transformers' model reads a text, one decoder
+            layer at a time. Squared errors of weights are weighed by the squares of their inputs. Experts that no token
+            reaches are quantized without it; see Report.calibration.
+        max_file_size: bytes of weights in a file. Further weights go to model.onnx.data.1 and so on. The default is the
+            Hugging Face hub's limit.
+        tensor_parallel: number of ranks. ``output`` gets a folder for each, rank0 and so on. The Report is of rank 0
+            (docs/guides/several-gpus.md).
+        expert_parallel: give each rank whole experts, not a slice of each expert.
+        expert_map: file that places experts on ranks (exporter/reading/expert_map.py). By default each rank has as many
+            experts, in order.
+        data_parallel: give each rank the whole model except the other ranks' experts. Each rank runs its own batch, and
+            the batches have one shape.
+        paged: export for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
+            Runtime's PagedAttention. input_ids [num_tokens] holds the tokens of all requests. logits [num_logits, V]
+            holds the tokens that the input logits_indices names, or all.
+        experts: "inputs": experts are weights of the nodes. "external", for TensorRT only: nodes name the experts'
+            place in the data files. Engines then hold no experts, and the plug-in keeps in GPU memory what fits.
+        force: replace an earlier export in ``output``, also an edited one. Files that no export wrote are kept or
+            refused. Folders of an earlier export with another number of ranks are removed, except edited files.
         progress: called with stage, bytes done, bytes in all.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or something in it is not supported; the message says what.
-        OSError: ``output`` cannot be written, holds this checkpoint or another, or a file that would be written over
-            and is not of an earlier export, or ``force`` is False.
-        OptionError: an option that does not exist, or not with the others.
-        OutOfMemoryError: naming what did not fit.
+        OSError: ``output`` cannot be written, or holds a checkpoint. It has a file that would be overwritten, and the
+            file is not of an earlier export or ``force`` is False.
+        OptionError: an option does not exist, or cannot be combined with another.
+        OutOfMemoryError: memory ran out; the message says for what.
     """
     options = Options(
         target,
@@ -213,7 +208,7 @@ def _export(
     force: bool,
     progress: Callable[[str, int, int], None],
 ) -> Report:
-    """One folder."""
+    """Write one folder: the model, or one rank of it."""
     target = options.target
     with writing(output, force) as partial, doing(f"{checkpoint} to {output}"):
         ready = prepare(checkpoint, options, progress, part_of)
@@ -280,7 +275,7 @@ def _export(
 def _calibrate(
     checkpoint: str | Path, ready: Prepared, options: Options, progress: Callable[[str, int, int], None]
 ) -> str:
-    """Gives the format the importance of its weights' inputs; returns what the text was worth."""
+    """Give the format the importance of its weights' inputs, and return a remark on the text."""
     from quantmoe.exporter.graph.calibrating import calibrate  # needs torch
     from quantmoe.exporter.reading.windows import WINDOW, windows_of
 
@@ -329,7 +324,7 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
 
 
 def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> str:
-    """What onnxruntime-genai reads beside the model, or why there is nothing."""
+    """Write the files that onnxruntime-genai reads beside the model; return why if there are none."""
     ckpt, parts, cuda = ready.format.ckpt, ready.parts, options.target == "cuda"
     layers = parts[0].skeleton.model.config.num_hidden_layers  # which config.json may say as a list of kinds alone
     config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
@@ -365,7 +360,7 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
 
 
 def _library(partial: Callable[[str], Path], target: str, for_genai: bool) -> str:
-    """The operators' library; returns a remark when there is none, or it does not load wherever OLDEST_GLIBC does."""
+    """Copy the operators' library; return a remark if there is none, or if it needs more than OLDEST_GLIBC."""
     try:
         library = Path(library_path() if target == "cpu" else cuda_library_path())
     except FileNotFoundError:

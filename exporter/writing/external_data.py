@@ -36,7 +36,7 @@ def new_hash() -> blake3:
 
 
 def file_hash(path: Path) -> str:
-    """A file's hash as models record it."""
+    """Return a file's hash as models record it."""
     return f"{HASH}:{new_hash().update_mmap(path).hexdigest()}"
 
 
@@ -61,7 +61,7 @@ class DataFiles:
             file.close()
 
     def region(self, value: ir.Value) -> Region:
-        """The next free bytes, as many as ``value``'s shape and type take."""
+        """Return the next free bytes, as many as ``value``'s shape and type take."""
         length = byte_size(value)
         if not self._files or (self._files[-1].size and self._files[-1].end + length > self._limit):
             name = f"{self._location}.{len(self._files)}" if self._files else self._location
@@ -99,7 +99,7 @@ class Region:
         self._samples = bytearray(SAMPLES * LINE)
 
     def write(self, array: np.ndarray) -> None:
-        """Appends an array's bytes.
+        """Append an array's bytes.
 
         Raises:
             OSError: e.g. the disk is full.
@@ -117,7 +117,7 @@ class Region:
         self._at += len(data)
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Makes these bytes the value's data, with their hash among its metadata."""
+        """Make these bytes the value's data, with their hash among its metadata."""
         import onnx_ir as ir  # it imports sympy, half a second
 
         if self._at != self.length:

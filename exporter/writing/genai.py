@@ -40,7 +40,8 @@ _PIXELS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 
 def shares_buffer(graph: ir.Graph) -> bool:
-    """Whether past and present may be one buffer: no node reads a cache but one of IN_PLACE; others read its shape."""
+    """Return whether past and present may be one buffer: no node reads a cache but one of IN_PLACE; others read its
+    shape."""
     past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
     shape = {("", "Shape"), ("quantmoe", "TokenRows")}
     nodes = [{(use.node.domain, use.node.op_type) for use in value.uses()} - shape for value in past]
@@ -50,7 +51,7 @@ def shares_buffer(graph: ir.Graph) -> bool:
 def genai_config(
     config: Mapping[str, Any], generation: Mapping[str, Any], library: str, shares: bool = False, cuda: bool = False
 ) -> dict[str, Any]:
-    """The contents of genai_config.json.
+    """Return the contents of genai_config.json.
 
     Args:
         config: config.json. generation: generation_config.json, {} when there is none.
@@ -108,8 +109,8 @@ def genai_config(
 
 
 def shared_tensors(values: Iterable[ir.Value], others: Iterable[ir.Value]) -> list[dict[str, Any]]:
-    """The initializers of two graphs with the same names and the same bytes of a file, as onnxruntime-genai loads them
-    once for both."""
+    """Return the initializers of two graphs with the same names and the same bytes of a file, as onnxruntime-genai
+    loads them once for both."""
     import onnx_ir as ir  # it imports sympy, half a second
 
     found, twins = [], {value.name: value.const_value for value in others}
@@ -132,7 +133,7 @@ def shared_tensors(values: Iterable[ir.Value], others: Iterable[ir.Value]) -> li
 
 
 def add_mtp(config: dict[str, Any], filename: str, shared: list[dict[str, Any]]) -> None:
-    """Adds multi-token prediction to genai_config.json as onnxruntime-genai 0.18 has it.
+    """Add multi-token prediction to genai_config.json as onnxruntime-genai 0.18 has it.
 
     Args:
         filename: of the model that drafts. shared: of :func:`shared_tensors`, where a device would hold them twice.
@@ -154,7 +155,7 @@ def add_mtp(config: dict[str, Any], filename: str, shared: list[dict[str, Any]])
 
 
 def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
-    """Makes genai_config.json that of a model for onnxruntime-genai's Engine (0.18), which batches continuously.
+    """Make genai_config.json that of a model for onnxruntime-genai's Engine (0.18), which batches continuously.
 
     Args:
         names: of the model's inputs; the config has those that PAGED has.
@@ -169,7 +170,7 @@ def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def add_vision(config: dict[str, Any], model: Any, processor: str, filenames: tuple[str, str]) -> None:
-    """Adds a vision tower to genai_config.json: the decoder takes embeddings, and positions of three axes.
+    """Add a vision tower to genai_config.json: the decoder takes embeddings, and positions of three axes.
 
     Args:
         model: transformers' configuration of the whole model. processor: file name of :func:`image_processor`.
@@ -202,7 +203,8 @@ def add_vision(config: dict[str, Any], model: Any, processor: str, filenames: tu
 
 
 def image_processor(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What onnxruntime-genai's preprocessing (onnxruntime-extensions) reads, from transformers' Qwen2VLImageProcessor.
+    """Return what onnxruntime-genai's preprocessing (onnxruntime-extensions) reads, from transformers'
+    Qwen2VLImageProcessor.
 
     Raises:
         KeyError, TypeError, ValueError: a field that it needs is not there, or of another type.
@@ -238,7 +240,7 @@ def image_processor(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _search(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """How tokens are chosen: as transformers does with the same file."""
+    """Return how tokens are chosen: as transformers does with the same file."""
     found = sampling_of(generation)
     if found is None or not found.temperature:
         return {"do_sample": False}

@@ -14,7 +14,7 @@ from quantmoe.exporter.writing.external_data import LINE, new_hash
 
 
 def export_id(ckpt: Checkpoint, options: Options) -> int:
-    """The attribute of nodes that need the other ranks (FORMAT.md 7), 1 to 2^31 - 1.
+    """Return the attribute of nodes that need the other ranks (FORMAT.md 7), 1 to 2^31 - 1.
 
     It is made of the release, the options, the configuration, what the tensors are, and 64 bytes of each: two
     fine-tunes of a model differ in nothing else. It is the same in all ranks and whenever the export is repeated.

@@ -52,12 +52,12 @@ _RANK = re.compile(r"rank(0|[1-9][0-9]*)")
 
 
 def weight_files(folder: Path) -> set[str]:
-    """Names of files in the folder that an export may write weights to."""
+    """Return the names of files in the folder that an export may write weights to."""
     return {path.name for path in folder.glob(f"{DATA}*") if _WEIGHTS.fullmatch(path.name)}
 
 
 def check_folder(folder: Path, names: Iterable[str], force: bool) -> None:
-    """Refuses a folder in which one of the names is taken, but by an earlier export when ``force`` is set.
+    """Refuse a folder in which one of the names is taken, but by an earlier export when ``force`` is set.
 
     Raises:
         FileExistsError: naming the file, and a folder that holds a checkpoint; ``STAGE`` is a link or a file.
@@ -94,7 +94,7 @@ def ranks_stated(model: Path) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Removes the model in a folder, with what its export wrote and is as it was; the folder, if it is then empty.
+    """Remove the model in a folder, with what its export wrote and is as it was; the folder, if it is then empty.
 
     The model, which says what that is, goes last.
     """
@@ -147,7 +147,7 @@ def writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
 
 
 def is_foreign(folder: Path, name: str) -> bool:
-    """Whether a file is there that no export is known to have written."""
+    """Return whether a file is there that no export is known to have written."""
     return os.path.lexists(folder / name) and name not in _recorded(folder / MODEL).keys() | _left(folder).keys()
 
 
@@ -158,12 +158,12 @@ def record(stage: Path) -> str:
 
 
 def is_recorded(metadata: Mapping[str, str], name: str) -> bool:
-    """Whether a model's export wrote a file of the name with it, as the model's metadata says."""
+    """Return whether a model's export wrote a file of the name with it, as the model's metadata says."""
     return _stated(metadata, name) is not None
 
 
 def _stated(metadata: Mapping[str, str], name: str) -> Any:
-    """Its hash; None: there is none."""
+    """Return the recorded hash of a file; None: there is none."""
     try:
         return json.loads(metadata.get(FILES, "{}"))[name]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -171,7 +171,7 @@ def _stated(metadata: Mapping[str, str], name: str) -> Any:
 
 
 def check_recorded(model: Path, metadata: Mapping[str, str], path: Path) -> None:
-    """Refuses a file that a model's export did not write with it, as the model's metadata says.
+    """Refuse a file that a model's export did not write with it, as the model's metadata says.
 
     Raises:
         ModelError: it is of another export, was altered, or is missing.
@@ -187,7 +187,7 @@ def check_recorded(model: Path, metadata: Mapping[str, str], path: Path) -> None
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's bytes, or a folder's names, are on the disk.
+    """Return when a file's bytes, or a folder's names, are on the disk.
 
     Raises:
         OSError: with the file's name.
@@ -205,14 +205,14 @@ def sync(path: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Gives a written file its final name; both are on the disk when this returns."""
+    """Give a written file its final name; both are on the disk when this returns."""
     sync(source)
     source.replace(target)
     sync(target.absolute().parent)
 
 
 def _commit(folder: Path, force: bool) -> None:
-    """Gives the files of the stage their final names. Every ``sync`` divides what must be durable before the next."""
+    """Give the files of the stage their final names. Every ``sync`` divides what must be durable before the next."""
     stage = folder / STAGE
     names = [path.name for path in _files(stage) if path.name != _NAMES]
     _check_names(folder, names, force)
@@ -269,7 +269,7 @@ def _own(stage: Path, name: str) -> Path:
 
 
 def _files(stage: Path) -> list[Path]:
-    """What an export wrote to its stage and is still there, the list itself among it."""
+    """Return what an export wrote to its stage and is still there, the list itself among it."""
     names = stage / _NAMES
     listed = names.read_bytes().split(b"\0") if names.is_file() else []
     there = sorted(stage.iterdir()) if stage.is_dir() else []
@@ -277,7 +277,7 @@ def _files(stage: Path) -> list[Path]:
 
 
 def _check_stage(folder: Path) -> None:
-    """Refuses a ``STAGE`` that no export made, and one in which somebody has a file."""
+    """Refuse a ``STAGE`` that no export made, and one in which somebody has a file."""
     stage = folder / STAGE
     if stage.is_symlink() or (stage.exists() and not stage.is_dir()):
         kind = "a link" if stage.is_symlink() else "a file"
@@ -298,7 +298,8 @@ def _check_links(folder: Path) -> None:
 
 
 def _recorded(model: Path) -> dict[str, str]:
-    """What the export that wrote a model wrote: name -> hash, "" of the model and its weights; {} for another model.
+    """Return what the export that wrote a model wrote: name -> hash, "" of the model and its weights; {} for another
+    model.
 
     A stranger's file is read here: no name leads out of its folder, and what is removed must have the hash, or a name
     that only exports use.
@@ -320,7 +321,7 @@ def _recorded(model: Path) -> dict[str, str]:
 
 
 def _load(model: Path) -> ir.Model | None:
-    """What an export wrote; None: another model, or none."""
+    """Return what an export wrote; None: another model, or none."""
     if not model.is_file():
         return None
     import onnx_ir as ir  # it imports sympy, half a second
@@ -335,7 +336,7 @@ def _load(model: Path) -> ir.Model | None:
 
 
 def _left(folder: Path) -> dict[str, Path]:
-    """Files of killed or finished exports that the folder's model does not go with: name -> path."""
+    """Return the files of killed or finished exports that the folder's model does not go with: name -> path."""
     stage, now = folder / STAGE, _recorded(folder / MODEL)
     renamed = {n: digest for n, digest in _recorded(stage / MODEL).items() if not os.path.lexists(stage / n)}
     found = renamed | _recorded(stage / _REPLACED) | {n: "" for n in weight_files(folder) if n.endswith(_SECOND)}
@@ -348,7 +349,7 @@ def _left(folder: Path) -> dict[str, Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what is left, and then the stage, which says what that is."""
+    """Remove what is left, and then the stage, which says what that is."""
     left = _left(folder)
     for path in left.values():
         path.unlink()

@@ -45,7 +45,7 @@ from quantmoe.ort_ext import LIBRARIES
 
 
 def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str]) -> None:
-    """Makes a part's graph and what it has for weights.
+    """Make a part's graph and what it has for weights.
 
     Args:
         ends: see Prepared; gets how many tokens have logits, where that is neither one nor all.
@@ -89,7 +89,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
 
 
 def write_beside(beside: Beside, data: DataFiles, report: Report) -> Iterator[tuple[str, int]]:
-    """Writes the weights of a graph beside the model; yields what it does and how many bytes."""
+    """Write the weights of a graph beside the model; yield each stage and its bytes."""
     for weight in beside.weights:
         with doing(f"{beside.stored.format.ckpt.folder}: {beside.stored.sources[weight.parameter]}"):
             yield "writing other weights", _dense(weight, beside.stored, data, report)
@@ -98,7 +98,7 @@ def write_beside(beside: Beside, data: DataFiles, report: Report) -> Iterator[tu
 def write_weights(
     part: Part, first: Part, options: Options, data: DataFiles, report: Report
 ) -> Iterator[tuple[str, int]]:
-    """Writes a part's weights, or takes those that the first part has; yields what it does and how many bytes."""
+    """Write a part's weights, or take the first part's; yield each stage and its bytes."""
     skeleton, chosen = part.skeleton, part.chosen
     specs, linears, ckpt = chosen.layers, chosen.linears, skeleton.format.ckpt
     there = {} if part is first else {first.key(weight): weight.value for weight in first.weights}
@@ -153,7 +153,7 @@ def _same_bytes(value: ir.Value, written: ir.Value) -> None:
 
 
 def _share(value: ir.Value, written: ir.Value) -> None:
-    """Gives a value the bytes of another graph's, and its nodes what they say of them."""
+    """Give a value the bytes of another graph's, and its nodes what they say of them."""
     _same_bytes(value, written)
     for (node, _), (other, _) in zip(value.uses(), written.uses(), strict=False):
         node.attributes.update({name: a for name, a in other.attributes.items() if name.endswith("_identity")})
@@ -162,7 +162,7 @@ def _share(value: ir.Value, written: ir.Value) -> None:
 def _pack(
     layer: MoELayer, spec: MoESpec, regions: dict[str, Region], options: Options, report: Report
 ) -> Iterator[int]:
-    """Decodes and packs experts ahead of the writing; yields the bytes of each."""
+    """Decode and pack experts ahead of the writing; yield the bytes of each."""
     layout = LAYOUTS[spec.w13.layout]
 
     def make(e: int) -> tuple[dict[str, np.ndarray], float]:
@@ -207,7 +207,7 @@ def _pack(
 
 
 def _tensors(spec: MoESpec, rows: dict[str, np.ndarray], options: Options) -> dict[str, np.ndarray]:
-    """An expert's part of the tensors of a QMoE, by their names."""
+    """Return an expert's part of the tensors of a QMoE, by their names."""
     floats = np.dtype(np.float16 if options.graph_type == "f16" else np.float32)
     return {
         tensor_name(projection, part): array
@@ -219,7 +219,7 @@ def _tensors(spec: MoESpec, rows: dict[str, np.ndarray], options: Options) -> di
 def _linear(
     weight: Weight, skeleton: Skeleton, chosen: Choice, options: Options, data: DataFiles, report: Report
 ) -> int:
-    """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
+    """Write a linear's packed weight, or make its node a MatMulNBits; return the bytes."""
     format, name = skeleton.format, weight.parameter.rpartition(".")[0]
     spec, source, parts = chosen.linears[name], chosen.source(name), [*chosen.parts[name].values()]
     scheme = format.scheme_of(parts[0])
@@ -314,14 +314,14 @@ def _check_finite(format: Format, module: str) -> None:
 
 
 def _identify(region: Region, format: Format) -> None:
-    """Tells the nodes that read a packed weight which bytes it has."""
+    """Tell the nodes that read a packed weight which bytes it has."""
     for node, at in region.value.uses():
         name = f"{inputs(node.op_type)[at][0]}_identity"
         node.attributes[name] = ir.AttrString(name, region.identity(format.ckpt.folder.resolve().name))
 
 
 def _leave_in_file(region: Region) -> None:
-    """Tells the nodes where a packed weight is, in its place (FORMAT.md 1.2)."""
+    """Tell the nodes where a packed weight is, in its place (FORMAT.md 1.2)."""
     written = region.value.const_value
     assert isinstance(written, ir.ExternalTensor)
     for node, at in region.value.uses():
@@ -333,7 +333,7 @@ def _leave_in_file(region: Region) -> None:
 
 
 def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) -> int:
-    """Writes a weight outside the experts; returns its bytes."""
+    """Write a weight outside the experts; return its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     metadata, module = {"module": source}, source.rpartition(".")[0]
     if weight.parameter in skeleton.joined:

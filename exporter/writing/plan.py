@@ -87,7 +87,7 @@ def _searched(options: Options, ready: Prepared) -> int:
 
 
 def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> DryRun:
-    """Plans :func:`quantmoe.exporter.writing.convert.export` with the same options; of ranks the first.
+    """Plan :func:`quantmoe.exporter.writing.convert.export` with the same options; of ranks the first.
 
     Of tensors' data only vectors, scalars and zero points are read; what :func:`choose.not_ort` says it reads.
 
@@ -165,8 +165,8 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
 
 
 def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout: ModuleType) -> int:
-    """Experts or blocks ahead of the writing, a linear, or a tensor that is quantized and stays float; and the largest
-    tensor outside the experts.
+    """Return experts or blocks ahead of the writing, a linear, or a tensor that is quantized and stays float; and the
+    largest tensor outside the experts.
 
     Args:
         left: names of parameters that no linear has.
@@ -201,7 +201,7 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
 
 
 def dequantizing(m: QuantizedMatrix) -> int:
-    """Bytes that decoding a matrix to float32 takes.
+    """Return the bytes that decoding a matrix to float32 takes.
 
     Codes on their way are two bytes each; beside the values stand their scales or zero points, spread over the groups.
     """

@@ -176,7 +176,7 @@ def prepare(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     part: Slice | None = None,
 ) -> Prepared:
-    """Reads, checks and chooses all that headers, config.json and transformers decide.
+    """Read, check and choose all that headers, config.json and transformers decide.
 
     Args:
         part: the rank's, of :attr:`Options.slices`.
@@ -267,7 +267,8 @@ def rank_folders(output: Path, options: Options) -> list[Path]:
 
 
 def stale_folders(output: Path, options: Options, force: bool) -> list[Path]:
-    """What an earlier export left beside this one's: ranks that this one has not, or the whole model beside slices.
+    """Return what an earlier export left beside this one's: ranks that this one has not, or the whole model beside
+    slices.
 
     Raises:
         FileExistsError: there is something, and not ``force``.
@@ -285,7 +286,7 @@ def stale_folders(output: Path, options: Options, force: bool) -> list[Path]:
 
 
 def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:
-    """Refuses what must not be written to, before any work is done.
+    """Refuse what must not be written to, before any work is done.
 
     Raises:
         OSError: see :func:`export`.
@@ -308,7 +309,7 @@ def open_format(
     activations: str | None = None,
     symmetric: bool = False,
 ) -> Format:
-    """The checkpoint in its own format, or as :func:`export` quantizes it.
+    """Return the checkpoint in its own format, or as :func:`export` quantizes it.
 
     Raises:
         CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
@@ -321,8 +322,8 @@ def open_format(
 
 
 def stops(skeleton: Skeleton) -> dict[str, str]:
-    """What a program that has only the model must know of its texts, as metadata of it: ``eos_token_id``, numbers with
-    commas between, ``context_length`` and ``short_context``; what the checkpoint does not say is left out.
+    """Return what a program that has only the model must know of its texts, as metadata of it: ``eos_token_id``,
+    numbers with commas between, ``context_length`` and ``short_context``; what the checkpoint does not say is left out.
     """
     ckpt, found = skeleton.format.ckpt, {}
     if ends := end_tokens(ckpt.generation_config, ckpt.config, ckpt.folder):
@@ -335,7 +336,7 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
 
 
 def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, no_turns: str) -> Report:
-    """What is known before the tracing; no_turns: why the chat template has none."""
+    """Return what is known before the tracing; no_turns: why the chat template has none."""
     format = parts[0].skeleton.format
     report = Report(format.name, {}, chat=f"no chat.* in the metadata: {no_turns}" if no_turns else "")
     report.left_out = format.left_out(VISION if beside else parts[-1].skeleton.format.part)
@@ -394,7 +395,7 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
 
 
 def _drafting(states: bool, options: Options) -> str:
-    """Which options let ``generate`` verify a draft; "" where they are there, or it runs no such model."""
+    """Return which options let ``generate`` verify a draft; "" where they are there, or it runs no such model."""
     rows = {"last": 1, "all": sys.maxsize}.get(str(options.logits)) or int(options.logits)
     window = options.state_window if states else sys.maxsize
     if not options.mtp or options.vision or min(rows, window) > 1:

@@ -72,7 +72,7 @@ def write_tokenizer(folder: Path, partial: Callable[[str], Path], gguf: bool = F
 
 
 def _left_out(auto: Any, tokenizer: Any, rules: Sequence[str]) -> Iterator[str]:
-    """A line for each of these rules that changes what transformers gives; they are off in ``auto``."""
+    """Yield a line for each of these rules that changes what transformers gives; they are off in ``auto``."""
     for rule in rules:
         setattr(auto, rule, True)
         if difference := compare(auto, tokenizer):
@@ -123,7 +123,7 @@ def _load(folder: Path) -> tuple[Any, Any, Any]:
 
 
 def _is_complete(found: Any, auto: Any, made: Any) -> bool:
-    """Whether a checkpoint's own tokenizer.json, in readers that obey all of it, is what transformers makes."""
+    """Return whether a checkpoint's own tokenizer.json, in readers that obey all of it, is what transformers makes."""
     if found.truncation is not None or found.padding is not None:
         return False
     added = (tokenizer.get_added_tokens_decoder() for tokenizer in (found, made))

@@ -1,7 +1,7 @@
 """Architectures of transformers that need more than its experts interface: one module each, one line here.
 
 A module provides ``prepare(model)``: changes a model's modules so that torch.export and the ONNX translation can follow
-them and their experts have the interface's attributes. The arithmetic stays the same. It may have a ``KIND`` of
+them and their experts have the interface's attributes. The arithmetic does not change. It may have a ``KIND`` of
 attention (passes/attention.py), and ``configure(config)``, which runs before there is a model.
 """
 

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Gives attention DeepSeek-V3's forward for interleaved pairs, and that its tables."""
+    """Give attention DeepSeek-V3's forward for interleaved pairs, and that its tables."""
     for module in model.modules():
         if isinstance(module, modeling_deepseek_v2.DeepseekV2RotaryEmbedding):
             module.forward = MethodType(_tables, module)  # type: ignore[method-assign]
@@ -22,7 +22,7 @@ def prepare(model: PreTrainedModel) -> None:
 
 
 def _tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, [batch, sequence, qk_rope_head_dim], each twice."""
+    """Return cosines and sines, [batch, sequence, qk_rope_head_dim], each twice."""
     angles = position_ids[..., None].float() * self.inv_freq.float().repeat(2)
     cos, sin = (part * self.attention_scaling for part in (angles.cos(), angles.sin()))
     return cos.type_as(x), sin.type_as(x)

@@ -19,8 +19,10 @@ from quantmoe.exporter.graph.passes.attention import Called, Kind, RecognisedAtt
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Gives the experts the interface that other architectures have, makes the rotary embedding real, and masks chunks
-    without a cumulative sum, which TensorRT runs as a loop: no CUDA graph takes it."""
+    """Give experts transformers' interface, make the rotary embedding real, mask chunks without a cumulative sum.
+
+    TensorRT runs a cumulative sum as a loop, which no CUDA graph takes.
+    """
     for module in model.modules():
         if isinstance(module, modeling_llama4.Llama4TextMoe):
             experts: Any = module.experts
@@ -52,7 +54,7 @@ def _router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _frequencies(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines in place of complex numbers, [batch, sequence, head_dim], each for two neighbours."""
+    """Return cosines and sines in place of complex numbers, [batch, sequence, head_dim], each for two neighbours."""
     angles = position_ids[..., None].float() * self.inv_freq.float().repeat_interleave(2, -1)
     return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
@@ -122,7 +124,7 @@ def _attention(
 
 
 def _temperatures(self: Any, positions: torch.Tensor) -> torch.Tensor:
-    """Factors of queries where nothing turns, f32."""
+    """Return the factors of queries where nothing turns, f32."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
 
 
@@ -175,7 +177,7 @@ KIND = Kind(lambda module: type(module) is modeling_llama4.Llama4TextAttention, 
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs of neighbouring features as complex numbers, times e^(i angle)."""
+    """Return the pairs of neighbouring features as complex numbers, times e^(i angle)."""
     cos, sin = (table[:, None] for table in tables)
     sin = sin * torch.tensor([-1.0, 1.0]).repeat(q.shape[-1] // 2)
     neighbours = torch.arange(q.shape[-1]) ^ 1

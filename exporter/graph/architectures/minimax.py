@@ -15,7 +15,7 @@ def configure(config: PreTrainedConfig) -> None:
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Takes a cache of keys, values and states as other models do. What decays is what config.json says
+    """Take a cache of keys, values and states as other models do. What decays is what config.json says
     (passes/lightning.py), whether the checkpoint has tables of it or not."""
     for module in model.modules():
         if isinstance(module, modeling_minimax.MiniMaxModel):

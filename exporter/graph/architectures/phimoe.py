@@ -1,6 +1,6 @@
 """Phi-3.5-MoE: cosines and sines have a factor for short and one for long sequences.
 
-transformers 5.24 takes the long sequences' factor and the short sequences' frequencies. Here both are those of the
+transformers 5.24 takes the long sequences' factor and the short sequences' frequencies. Here both follow the
 sequence's length, as in Microsoft's own code.
 """
 
@@ -17,7 +17,7 @@ from quantmoe.exporter.errors import CheckpointError
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Makes the rotary module read its frequencies, which passes/long_rope.py computes.
+    """Make the rotary module read its frequencies, which passes/long_rope.py computes.
 
     Raises:
         CheckpointError: another kind of rotary embedding, whose tables the module scales in its own way.

@@ -12,13 +12,13 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Makes the rotary module take its angles from one axis: all have the same positions, which interleaving leaves
+    """Make the rotary module take its angles from one axis: all have the same positions, which interleaving leaves
     alone."""
     turn_by(model, lambda _, ids: (ids[0] if ids.ndim == 3 else ids)[..., None])
 
 
 def turn_by(model: PreTrainedModel, positions_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    """Replaces Qwen3_5MoeTextRotaryEmbedding.forward.
+    """Replace Qwen3_5MoeTextRotaryEmbedding.forward.
 
     Args:
         positions_of: of the module and position_ids, [3, batch, sequence] or of equal axes [batch, sequence]; the
@@ -26,7 +26,8 @@ def turn_by(model: PreTrainedModel, positions_of: Callable[[Any, torch.Tensor], 
     """
 
     def tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines, [batch, sequence, rotary features], each for features i and i + half; x: for its type."""
+        """Return cosines and sines, [batch, sequence, rotary features], each for features i and i + half; x: for its
+        type."""
         angles = positions_of(self, position_ids).float() * self.inv_freq.float()
         angles = torch.cat((angles, angles), -1)
         return tuple((table * self.attention_scaling).to(x.dtype) for table in (angles.cos(), angles.sin()))

@@ -16,7 +16,7 @@ _SIXTEEN_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def add_norms(model: ir.Model) -> None:
-    """Replaces Add and the norm after it, where both addends have the sum's shape and 16 bits, and the norm of a
+    """Replace Add and the norm after it, where both addends have the sum's shape and 16 bits, and the norm of a
     Gather."""
     for node in list(model.graph):
         if node.op_type == "Div" and (found := _match(node)) is not None:
@@ -43,7 +43,8 @@ def add_norms(model: ir.Model) -> None:
 
 
 def _match(quotient: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value, float] | None:
-    """The sum or Gather, the product with the weight, the weight and epsilon of x / sqrt(mean(x^2) + epsilon)."""
+    """Return the sum or Gather, the product with the weight, the weight and epsilon of x / sqrt(mean(x^2) +
+    epsilon)."""
     wide, root = quotient.inputs
     cast, shifted = producer(wide, "Cast"), producer(_input(root, "Sqrt"), "Add")
     if cast is None or shifted is None:
@@ -77,7 +78,7 @@ def _match(quotient: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value, float] | None
 
 
 def _remove(product: ir.Node) -> None:
-    """Takes out a node without users, and what only it used."""
+    """Take out a node without users, and what only it used."""
     unused = [product]
     while unused:
         node = unused.pop()
@@ -88,7 +89,7 @@ def _remove(product: ir.Node) -> None:
 
 
 def _number(value: ir.Value | None) -> float | None:
-    """A constant of one element."""
+    """Return a constant of one element."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 

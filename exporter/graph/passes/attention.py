@@ -143,7 +143,7 @@ def recognise(
     kinds: Sequence[Kind],
     without: Container[str] = (),
 ) -> tuple[dict[str, RecognisedAttention], dict[str, str]]:
-    """What every attention module computes that is CachedAttention; and why the others are not. By module name.
+    """Return what every attention module computes that is CachedAttention; and why the others are not. By module name.
 
     Args:
         decoder: the part of ``model`` that has the layers.
@@ -175,7 +175,8 @@ def recognise(
 def judged(
     modules: Iterable[tuple[str, Any]], judge: Callable[[Any], Judged]
 ) -> tuple[dict[str, Judged], dict[str, str]]:
-    """What modules with names compute, as ``judge`` says, and of those for which it raises Unlike why not. By name."""
+    """Return what modules with names compute, as ``judge`` says, and of those for which it raises Unlike why not. By
+    name."""
     found: dict[str, Judged] = {}
     left: dict[str, str] = {}
     for name, module in modules:
@@ -199,7 +200,7 @@ def once_a_kind(compare: Callable[..., Judged]) -> Callable[..., Judged]:
 
 
 def signature(module: torch.nn.Module) -> list[Any]:
-    """What tells modules apart that compute differently: types, numbers and the shapes of parameters."""
+    """Return what tells modules apart that compute differently: types, numbers and the shapes of parameters."""
     found = []
     for name, part in module.named_modules():
         plain = {k: v for k, v in vars(part).items() if isinstance(v, bool | int | float | str) and k != "layer_idx"}
@@ -219,7 +220,7 @@ def _projects(module: torch.nn.Module) -> bool:
 
 
 def _watch(decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> Run:
-    """One token through the model, without numbers."""
+    """Run one token through the model, without numbers."""
     run, hooks = Run(), []
 
     def attends(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -250,7 +251,7 @@ def _watch(decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> Run:
 
 
 def bound(module: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a module's forward by name."""
+    """Return the arguments of a module's forward by name."""
     found = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     del found["self"]
     return {**found, **found.pop("kwargs", {})}
@@ -268,7 +269,7 @@ def registered(function: Callable[..., Any], interface: Any = AttentionInterface
 
 
 def _window(run: Run, module: torch.nn.Module) -> int:
-    """The sliding window of a module's mask, 0 for none; of one of chunks, which says so, none, too."""
+    """Return the sliding window of a module's mask, 0 for none; of one of chunks, which says so, none, too."""
     mask = run.arguments[module].get("attention_mask")
     if getattr(mask, "chunk_size", 0):
         return 0
@@ -356,12 +357,12 @@ class Past:
 
 
 def drawing() -> Draw:
-    """The same random numbers each time."""
+    """Return a source of random numbers, equal each time."""
     return partial(torch.randn, generator=torch.Generator().manual_seed(0))
 
 
 def _compare(module: Any, called: Called) -> RecognisedAttention:
-    """The CachedAttention that gives what a module gives, on random tokens."""
+    """Return the CachedAttention that gives what a module gives, on random tokens."""
     draw = drawing()
     probe = probe_of(module, PROJECTIONS, draw)
     probe._modules["o_proj"] = torch.nn.Identity()
@@ -379,7 +380,7 @@ def agreeing(
     gives: Callable[[Made, Candidate], bool],
     what: str = "CachedAttention",
 ) -> Candidate:
-    """The first of the candidates of a trial that gives what all trials give.
+    """Return the first of the candidates of a trial that gives what all trials give.
 
     Args:
         run: makes a trial of its sizes and the spread of what is attended to.
@@ -422,7 +423,7 @@ class Trial:
     seen: Seen
 
     def gives(self, found: RecognisedAttention) -> bool:
-        """Whether the operator gives the same."""
+        """Return whether the operator gives the same."""
         spec = found.spec
         batch, new, length = len(self.qkv), self.qkv.shape[1], self.present[0].shape[2]
         norms = [torch.zeros(0)] * 2
@@ -442,7 +443,7 @@ class Trial:
 
 
 def near_all(found: Iterable[torch.Tensor | np.ndarray], want: Iterable[np.ndarray], tolerance: float) -> bool:
-    """Whether arrays are of the same shapes and near, relative to the largest of each."""
+    """Return whether arrays are of the same shapes and near, relative to the largest of each."""
     pairs = zip(map(np.asarray, found), want, strict=True)
     return all(a.shape == b.shape and np.abs(a - b).max() <= tolerance * np.abs(b).max() for a, b in pairs)
 
@@ -461,7 +462,7 @@ class Seen:
 
 
 def probe_of(module: torch.nn.Module, without: Sequence[str], draw: Draw) -> Any:
-    """A copy of a module with random parameters and without some parts."""
+    """Return a copy of a module with random parameters and without some parts."""
     probe = copy.copy(module)
     probe._modules = {name: copy.deepcopy(m) for name, m in module._modules.items() if name not in without}
     probe._parameters = dict(module._parameters)
@@ -472,7 +473,7 @@ def probe_of(module: torch.nn.Module, without: Sequence[str], draw: Draw) -> Any
 
 
 def randomise(probe: torch.nn.Module, draw: Draw) -> None:
-    """Gives all parameters of a probe, which may be without memory, random numbers."""
+    """Give all parameters of a probe, which may be without memory, random numbers."""
     for part in probe.modules():
         for name, old in part._parameters.items():
             if old is not None:
@@ -480,7 +481,7 @@ def randomise(probe: torch.nn.Module, draw: Draw) -> None:
 
 
 def _try(probe: Any, called: Called, sizes: Sizes, spread: float, draw: Draw) -> Trial:
-    """Runs a probe on random tokens. spread: of queries, keys and values."""
+    """Run a probe on random tokens. spread: of queries, keys and values."""
     batch, new, past = sizes
     seen = Seen()
     qkv = [spread * draw(batch, new, features) for features in probe.features]
@@ -494,14 +495,14 @@ def _try(probe: Any, called: Called, sizes: Sizes, spread: float, draw: Draw) ->
 
 
 def run_probe(probe: Any, seen: Seen, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """What a probe makes of its arguments, and how many values it returns."""
+    """Return what a probe makes of its arguments, and how many values it returns."""
     with registered(seen), torch.no_grad():
         returned = probe(**kwargs)
     return (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
 
 
 def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[RecognisedAttention]:
-    """The nodes that a module may be, the likeliest first."""
+    """Yield the nodes that a module may be, the likeliest first."""
     seen, norms = trial.seen, {"none": 0.0}
     sinks = next((name for name, p in probe._parameters.items() if p is not None and p is seen.s_aux), "")
     if seen.s_aux is not None and not sinks:
@@ -535,7 +536,7 @@ def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised
 
 
 def _value_scale(probe: Any, trial: Trial) -> float:
-    """What multiplies a module's values before they go to the cache: MiMo's attention_value_scale."""
+    """Return what multiplies a module's values before they go to the cache: MiMo's attention_value_scale."""
     made = trial.present[1][:, :, trial.past[1].shape[2] :].transpose(1, 2).flatten(2)
     given = trial.qkv[..., -made.shape[-1] :]
     found = float((made * given).sum() / (given * given).sum())
@@ -544,7 +545,7 @@ def _value_scale(probe: Any, trial: Trial) -> float:
 
 
 def gates_to_front(qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """The projections of a gated module, each head's gates behind its queries, as the node has them."""
+    """Return the projections of a gated module, each head's gates behind its queries, as the node has them."""
     size = spec.num_heads * spec.head_size
     queries, rest = qkv.split([2 * size, qkv.shape[-1] - 2 * size], -1)
     queries, gates = queries.unflatten(-1, (spec.num_heads, 2, spec.head_size)).unbind(-2)
@@ -561,7 +562,7 @@ def _attach(module: Any) -> None:
 
 
 def projected(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Queries, keys and values of a module that has q_proj, k_proj and v_proj, or one linear of them."""
+    """Return queries, keys and values of a module that has q_proj, k_proj and v_proj, or one linear of them."""
     if hasattr(module, "qkv_proj"):
         found: torch.Tensor = module.qkv_proj(x)
         return found

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 def drop_defaults(model: ir.Model) -> None:
-    """Removes the attributes of ai.onnx's nodes that equal the default of the model's operator set."""
+    """Remove the attributes of ai.onnx's nodes that equal the default of the model's operator set."""
     for node in model.graph.all_nodes():
         if node.domain != "":
             continue

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 def divide_by_roots(model: ir.Model) -> None:
-    """Replaces x * Reciprocal(Sqrt(v)) by x / Sqrt(v), and Cast(Cast(w) * y) of such a y by w * Cast(y).
+    """Replace x * Reciprocal(Sqrt(v)) by x / Sqrt(v), and Cast(Cast(w) * y) of such a y by w * Cast(y).
 
     The second rounds y to w's type, as most architectures do, where the product alone was rounded.
     """
@@ -47,7 +47,7 @@ def _cast_before_weight(quotient: ir.Node) -> None:
 
 
 def _replace(node: ir.Node, made: list[ir.Node], value: ir.Value) -> None:
-    """Puts nodes in the place of one, a value in that of its output."""
+    """Put nodes in the place of one, a value in that of its output."""
     assert node.graph is not None
     (old,) = node.outputs
     value.type, value.shape = old.type, old.shape
@@ -55,12 +55,12 @@ def _replace(node: ir.Node, made: list[ir.Node], value: ir.Value) -> None:
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes a value, if it is of a type."""
+    """Return the node that makes a value, if it is of a type."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
 
 
 def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    """The only node that reads a value, if it is of a type."""
+    """Return the only node that reads a value, if it is of a type."""
     uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and uses[0].node.op_type == op_type else None

@@ -10,7 +10,7 @@ from quantmoe.exporter.graph.passes.weights import Weight
 
 
 def keep_tables(weights: Iterable[Weight], stored: Callable[[str], ir.DataType | None]) -> None:
-    """Replaces Gather(wide table) by Cast(Gather(table as stored)).
+    """Replace Gather(wide table) by Cast(Gather(table as stored)).
 
     Args:
         weights: of a graph, from place_weights.

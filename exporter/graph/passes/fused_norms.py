@@ -1,7 +1,7 @@
 """Norms that onnxscript fused, in the types and the domain that other programs expect.
 
-gpt-oss multiplies by its weights in f32 and rounds afterwards. The fused norm rounds itself, and its rule leaves f32 as
-the type of what it returns, so that a session of a graph in f16 does not load.
+gpt-oss multiplies by its weights in f32 and rounds afterwards. The fused norm rounds itself. Its rule leaves f32 as
+the type of the result, so that a session of a graph in f16 does not load.
 
 A norm of a sum is com.microsoft's SkipSimplifiedLayerNormalization. The norm of anything else is
 SimplifiedLayerNormalization. ONNX Runtime has it in ONNX's own domain, but ONNX does not: the checker and the version
@@ -19,7 +19,7 @@ WEIGHTS = {"SimplifiedLayerNormalization": 1, "SkipSimplifiedLayerNormalization"
 
 
 def type_fused_norms(model: ir.Model) -> None:
-    """Sets the type of each result of another type than the weights'.
+    """Set the type of each result of another type than the weights'.
 
     What reads it as it was, where that is not a Cast, reads a Cast, and so does what a graph returns.
     """
@@ -39,7 +39,7 @@ def type_fused_norms(model: ir.Model) -> None:
 
 
 def spell_norms(model: ir.Model) -> None:
-    """Replaces every SimplifiedLayerNormalization by x / sqrt(mean(x^2) + epsilon) in f32, cast and times the weight.
+    """Replace every SimplifiedLayerNormalization by x / sqrt(mean(x^2) + epsilon) in f32, cast, times the weight.
 
     Requires:
         :func:`type_fused_norms` has run.

@@ -54,7 +54,7 @@ def name_interface(model: ir.Model) -> None:
 
 
 def drop_shapes(graph: ir.Graph) -> None:
-    """Leaves symbolic shapes to inputs and outputs alone: engines infer the others."""
+    """Leave symbolic shapes to inputs and outputs alone: engines infer the others."""
     ends = {*graph.inputs, *graph.outputs}
     for node in graph.all_nodes():
         for value in node.outputs:
@@ -65,7 +65,7 @@ def drop_shapes(graph: ir.Graph) -> None:
 def set_cache_type(
     model: ir.Model, dtype: ir.DataType | None, codes: Mapping[int, tuple[str, float, float]] | None = None
 ) -> None:
-    """Gives keys and values of all CachedAttention nodes a type; the tracing knows one type of floats only.
+    """Give keys and values of all CachedAttention nodes a type; the tracing knows one type of floats only.
 
     Args:
         dtype: of floats; None: as they are.
@@ -96,7 +96,7 @@ def set_cache_type(
 
 
 def set_state_type(model: ir.Model) -> None:
-    """Gives recurrent states their type, f32 in any graph; the tracing knows one type of floats only.
+    """Give recurrent states their type, f32 in any graph; the tracing knows one type of floats only.
 
     Requires:
         what reads them is GatedDelta, StateSpace or a Cast to f32.
@@ -108,7 +108,7 @@ def set_state_type(model: ir.Model) -> None:
 
 
 def set_logits_type(model: ir.Model) -> None:
-    """Gives logits the graph's type, as most models do; some (Nemotron-H) widen theirs to f32 in the end."""
+    """Give logits the graph's type, as most models do; some (Nemotron-H) widen theirs to f32 in the end."""
     logits = next(value for value in model.graph.outputs if value.name == "logits")
     cast = logits.producer()
     if cast is None or cast.op_type != "Cast":
@@ -121,7 +121,7 @@ def set_logits_type(model: ir.Model) -> None:
 
 
 def drop_traces(model: ir.Model) -> None:
-    """Removes what torch and onnxscript note of their own work: stack traces, with this machine's paths, among it.
+    """Remove what torch and onnxscript note of their own work: stack traces, with this machine's paths, among it.
 
     Modules' names (metadata ``namespace``) stay, without addresses of functions: viewers group nodes by them.
     """

@@ -11,7 +11,7 @@ _ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Div", "Identity", "Mul", "T
 
 
 def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
-    """Selects what the last product reads: [B, S, H] becomes [B, n, H], n = min(S, count), of each row's last token
+    """Select what the last product reads: [B, S, H] becomes [B, n, H], n = min(S, count), of each row's last token
     that the mask shows, so that prompts may be padded on either side, and of the n - 1 before it. Logits become
     [B, n, V].
 
@@ -45,7 +45,7 @@ def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
 
 
 def output_hidden(model: ir.Model, name: str, size: int) -> bool:
-    """Gives what the last product reads as an output [B, S, size]: the hidden states after the last norm.
+    """Give what the last product reads as an output [B, S, size]: the hidden states after the last norm.
 
     Returns:
         False, and nothing is changed, as keep_last_logits.
@@ -66,8 +66,8 @@ def output_hidden(model: ir.Model, name: str, size: int) -> bool:
 
 
 def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
-    """The product with a weight that makes the logits, what it reads, and its output and what elementwise follows; None
-    where there is no such."""
+    """Return the product with a weight that makes the logits, what it reads, and its output and what elementwise
+    follows; None where there is no such."""
     value = next(output for output in graph.outputs if output.name == "logits")
     chain: list[ir.Value] = []
     while (node := value.producer()) is not None and node.op_type in _ELEMENTWISE:
@@ -79,7 +79,7 @@ def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
 
 
 def _and_before(graph: ir.Graph, last: ir.Value, count: int, ops: tape.Tape) -> ir.Value:
-    """Indices of the last n tokens, int64 [B, n], from that of the last, [B, 1]; never below 0."""
+    """Return the indices of the last n tokens, int64 [B, n], from that of the last, [B, 1]; never below 0."""
     kept = ops.op("Min", [_new(graph, ops), _constant(ops, count)])
     one = ops.op("Constant", [], {"value_int": 1})
     first = ops.op("Sub", [one, ops.op("Squeeze", [kept, _constant(ops, 0)])])
@@ -94,7 +94,7 @@ def _from_rows(rows: ir.Value, ops: tape.Tape) -> ir.Value:
 
 
 def _from_mask(graph: ir.Graph, ops: tape.Tape) -> ir.Value:
-    """The same from the last columns of the mask."""
+    """Return the positions from the last columns of the mask."""
     mask, new = next(i for i in graph.inputs if i.name == "attention_mask"), _new(graph, ops)
     seen = ops.op("Slice", [mask, ops.op("Neg", [new]), _constant(ops, 2**31 - 1), _constant(ops, 1)])
     count = ops.op("Squeeze", [new, _constant(ops, 0)])
@@ -104,7 +104,7 @@ def _from_mask(graph: ir.Graph, ops: tape.Tape) -> ir.Value:
 
 
 def _new(graph: ir.Graph, ops: tape.Tape) -> ir.Value:
-    """How many new tokens there are, int64 [1]."""
+    """Return how many new tokens there are, int64 [1]."""
     given = next(i for i in graph.inputs if i.name in ("input_ids", "inputs_embeds"))
     return ops.op("Shape", [given], {"start": 1, "end": 2})
 

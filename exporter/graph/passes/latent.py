@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def is_latent(module: torch.nn.Module) -> bool:
-    """Whether transformers' forward expands a latent by ``expand_kv``, which all architectures have alike."""
+    """Return whether transformers' forward expands a latent by ``expand_kv``, which all architectures have alike."""
     up = getattr(module, "kv_b_proj", None)
     return hasattr(module, "expand_kv") and isinstance(up, torch.nn.Linear) and up.bias is None
 
@@ -98,13 +98,13 @@ def _half(weight: np.ndarray, i: int, nope: int, value: int, inside: bool) -> np
 
 
 def _inside(module: Any) -> bool:
-    """Whether its node multiplies by the halves itself."""
+    """Return whether its node multiplies by the halves itself."""
     found = getattr(module, "found", None)
     return found is not None and found.spec.nope_size > 0
 
 
 def absorb(skeleton: Skeleton) -> None:
-    """Gives latent modules their :class:`Absorbed` in kv_b_proj's place, and those that still run transformers' forward
+    """Give latent modules their :class:`Absorbed` in kv_b_proj's place, and those that still run transformers' forward
     an ``expand_kv`` that expands nothing; exporter/graph/attention.py then absorbs."""
     for path, found in list(skeleton.model.named_modules()):
         if not is_latent(found):
@@ -138,7 +138,7 @@ def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[t
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """The projections and one node between them."""
+    """Return the projections and one node between them."""
     given = bound(self, args, kwargs)
     x, heads = given["hidden_states"], self.found.spec.num_heads
     queries = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
@@ -170,7 +170,7 @@ class _Checked(Given):
 
 
 def _compare(module: Any, called: Called) -> RecognisedAttention:
-    """The CachedAttention that gives what a module gives, on random tokens."""
+    """Return the CachedAttention that gives what a module gives, on random tokens."""
     if called.arguments.get("position_embeddings") is None:
         raise Unlike("it has no cosines and sines of a rotary module")
     draw = drawing()
@@ -213,7 +213,8 @@ class _Trial:
         self.present = cache.present
 
     def candidates(self, called: Called) -> list[tuple[RecognisedAttention, str]]:
-        """The nodes that the module may be, each with how the module's cache has the pairs that turn together."""
+        """Return the nodes that the module may be, each with how the module's cache has the pairs that turn
+        together."""
         if self.seen.s_aux is not None:
             return []
         size, found = self.rank + self.rope, []
@@ -237,7 +238,7 @@ class _Trial:
         return found
 
     def gives(self, found: RecognisedAttention, kept: str) -> bool:
-        """Whether the operator gives the same between absorbed products."""
+        """Return whether the operator gives the same between absorbed products."""
         spec = found.spec
         up = self.probe.kv_b_proj.weight.double().numpy()
         k_up, v_up = _halves(up, self.nope, self.value)

@@ -58,7 +58,7 @@ class Lightning:
 
 
 def recognise(model: torch.nn.Module, layers: int, window: int) -> tuple[dict[str, Lightning], dict[str, str]]:
-    """Modules of lightning attention, and why others that look like it are none. By name.
+    """Return the modules of lightning attention, and why others that look like it are none. By name.
 
     Args:
         layers: of the whole model, which decays depend on; ``model`` may have the first of them only.
@@ -85,7 +85,7 @@ def _spec(module: Any, layers: int, window: int) -> Lightning:
 
 
 def _compare(module: Any, found: Lightning) -> None:
-    """Raises Unlike where a module gives something else on random tokens and states."""
+    """Raise Unlike where a module gives something else on random tokens and states."""
     draw = drawing()
     try:
         probe = copy.deepcopy(module, {id(getattr(module, name)): torch.nn.Identity() for name in LINEARS})
@@ -119,7 +119,7 @@ def _compare(module: Any, found: Lightning) -> None:
 
 
 def attach(skeleton: Skeleton, rows: Rows) -> list[str]:
-    """Makes the forward of recognised modules standard nodes, and their rates a parameter, so that layers are alike.
+    """Make the forward of recognised modules standard nodes, and their rates a parameter, so that layers are alike.
 
     Returns:
         Names of the parameters that are f32 now.
@@ -149,7 +149,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: 
 def _attend(
     found: Lightning, qkv: torch.Tensor, rate: torch.Tensor, state: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of it f32.
+    """Return outputs and states, all f32.
 
     Args:
         qkv: [B, S, heads * 3 * size], a head's queries, keys and values beside each other. rate: [heads].

@@ -66,7 +66,7 @@ class StateFamily:
     mixed: str | None = None
 
     def of(self, module: torch.nn.Module) -> bool:
-        """Whether a module has these parts."""
+        """Return whether a module has these parts."""
         found = {name: type(part) for name, part in module.named_modules()}
         linears = *itertools.chain(*self.projections), self.out
         return all(found.get(name) is torch.nn.Linear for name in linears) and found.get(self.conv) is torch.nn.Conv1d
@@ -139,7 +139,7 @@ class RecognisedState:
 
 
 def narrow(model: torch.nn.Module, part: Slice, where: str) -> None:
-    """Gives short convolutions a rank's channels, of which a configuration has no size.
+    """Give short convolutions a rank's channels, of which a configuration has no size.
 
     Raises:
         CheckpointError: the ranks do not divide them.
@@ -156,7 +156,7 @@ def narrow(model: torch.nn.Module, part: Slice, where: str) -> None:
 
 
 def windowed(found: RecognisedState, window: int) -> RecognisedState:
-    """The same with the states after each of the last ``window`` tokens."""
+    """Return the operators with states after each of the last ``window`` tokens."""
     conv = dataclasses.replace(found.conv, state_window=window)
     delta = found.delta and dataclasses.replace(found.delta, state_window=window)
     return dataclasses.replace(found, conv=conv, delta=delta)
@@ -169,8 +169,8 @@ def recognise(
     window: int = 1,
     others: Collection[str] = (),
 ) -> tuple[dict[str, RecognisedState], dict[str, str]]:
-    """What every module that keeps a state computes, if CausalConv and GatedDelta do; and why the others are not. By
-    module name.
+    """Return what every module that keeps a state computes, if CausalConv and GatedDelta do; and why the others are
+    not. By module name.
 
     Args:
         stack: the model's decoder layers.
@@ -211,7 +211,7 @@ def _family(module: torch.nn.Module) -> StateFamily | None:
 
 
 def _specs(module: Any, family: StateFamily) -> Iterator[tuple[ConvSpec, DeltaSpec]]:
-    """The nodes that a module may be, the likeliest first."""
+    """Yield the nodes that a module may be, the likeliest first."""
     groups, heads, key, value = (getattr(module, name) for name in family.sizes)
     eps = next(float(v) for k, v in vars(getattr(module, family.norm)).items() if k in ("variance_epsilon", "eps"))
     convolution = getattr(module, family.conv)
@@ -233,7 +233,7 @@ def _specs(module: Any, family: StateFamily) -> Iterator[tuple[ConvSpec, DeltaSp
 
 
 def _compare(module: Any, family: StateFamily) -> RecognisedState:
-    """The nodes that give what a module gives, on random tokens and states."""
+    """Return the nodes that give what a module gives, on random tokens and states."""
     draw = drawing()
     try:
         candidates = list(_specs(module, family))
@@ -254,7 +254,7 @@ def _compare(module: Any, family: StateFamily) -> RecognisedState:
 
 
 def _compare_short(module: Any, family: StateFamily) -> RecognisedState:
-    """The node between the gates of a short convolution, if its module is one."""
+    """Return the node between the gates of a short convolution, if its module is one."""
     draw = drawing()
     convolution = getattr(module, family.conv)
     channels, width = convolution.in_channels, convolution.kernel_size[0]
@@ -279,7 +279,7 @@ def _compare_short(module: Any, family: StateFamily) -> RecognisedState:
 
 
 def _probe(module: Any, family: StateFamily, draw: Draw) -> Any:
-    """A copy of a module with random parameters and without projections."""
+    """Return a copy of a module with random parameters and without projections."""
     linears = {*itertools.chain(*family.projections), family.out}
     features = [module.get_submodule(chain[-1]).out_features for chain in family.projections]
     # parts without their linears first: those may be larger than the memory
@@ -292,7 +292,8 @@ def _probe(module: Any, family: StateFamily, draw: Draw) -> Any:
 
 
 def _run(probe: Any, x: torch.Tensor, states: list[torch.Tensor]) -> tuple[torch.Tensor, LinearAttentionLayer]:
-    """A probe's output, and its layer of a cache, which had these states before: its convolution's, a recurrent one."""
+    """Return a probe's output, and its layer of a cache, which had these states before: its convolution's, a recurrent
+    one."""
     layer, cache = LinearAttentionLayer(), DynamicCache()
     for update, state in zip((layer.update_conv_state, layer.update_recurrent_state), states, strict=False):
         update(state.clone())
@@ -305,15 +306,15 @@ def _run(probe: Any, x: torch.Tensor, states: list[torch.Tensor]) -> tuple[torch
 
 
 def _rows(x: np.ndarray, past: bool) -> np.ndarray:
-    """The nodes' rows of x [B, S, C]: all tokens count."""
+    """Return the nodes' rows of x [B, S, C]: all tokens count."""
     return np.tile(np.array([0, x.shape[1], int(past)], np.int32), (len(x), 1))
 
 
 def _try(
     probe: Any, spec: DeltaSpec, family: StateFamily, sizes: tuple[int, int], past: bool, draw: Draw
 ) -> tuple[list[np.ndarray], list[np.ndarray], bool]:
-    """What the nodes are given (x, a, b, z, weights and states) and what a probe makes of the same: its output and its
-    states afterwards. Third: whether there are tokens before."""
+    """Return what the nodes are given (x, a, b, z, weights and states) and what a probe makes of the same: its output
+    and its states afterwards. Third: whether there are tokens before."""
     batch, new = sizes
     outputs = [draw(batch, new, features) for features in probe.features]
     for (*_, last), values in zip(family.projections, outputs, strict=True):
@@ -331,7 +332,7 @@ def _try(
 
 
 def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: list[np.ndarray], past: bool) -> bool:
-    """Whether the nodes make the same."""
+    """Return whether the nodes make the same."""
     qkv, a, b, z, weight, bias, conv, a_log, dt_bias, norm, state = given
     rows = _rows(qkv, past)
     mixed, present_conv = reference_conv(specs[0], qkv, weight, bias, conv, rows)
@@ -340,7 +341,7 @@ def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: lis
 
 
 def attach(model: torch.nn.Module, found: dict[str, RecognisedState], rows: Rows) -> list[str]:
-    """Makes the forward of recognised modules their projections and two nodes between them.
+    """Make the forward of recognised modules their projections and two nodes between them.
 
     Returns:
         Names of the parameters that are f32 now, in the shapes that the nodes take, see :func:`as_taken`.
@@ -362,7 +363,7 @@ def attach(model: torch.nn.Module, found: dict[str, RecognisedState], rows: Rows
 
 
 def widen(module: torch.nn.Module, name: str) -> bool:
-    """Makes a parameter of a module, if it has this one, f32 and of the shape of :func:`as_taken`."""
+    """Make a parameter of a module, if it has this one, f32 and of the shape of :func:`as_taken`."""
     path, _, leaf = name.rpartition(".")
     part = module.get_submodule(path)
     if (old := part._parameters[leaf]) is None:
@@ -374,12 +375,12 @@ def widen(module: torch.nn.Module, name: str) -> bool:
 
 
 def as_taken(parameter: np.ndarray) -> np.ndarray:
-    """A convolution's weight [C, 1, W] as [C, W], an A_log [1, 1, H, 1] as [H]."""
+    """Return a convolution's weight [C, 1, W] as [C, W], an A_log [1, 1, H, 1] as [H]."""
     return parameter[:, 0] if parameter.ndim == 3 else parameter.reshape(-1)
 
 
 def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
-    """States of zeros as another cache's layer has them, for so many rows."""
+    """Return the states of zeros as another cache's layer has them, for so many rows."""
     made = LinearAttentionLayer()
     of = (made.conv_states, layer.conv_states, 3), (made.recurrent_states, layer.recurrent_states, 4)
     for own, states, rank in of:
@@ -392,8 +393,8 @@ def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
 
 
 def recurrent_state(layer: Any, x: torch.Tensor, window: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """What a layer has of the tokens before, zeros f32 [B, *sizes] where it has nothing; a window of several in front.
-    x: [B, ..]."""
+    """Return what a layer has of the tokens before, zeros f32 [B, *sizes] where it has nothing; a window of several in
+    front. x: [B, ..]."""
     if layer.recurrent_states[0] is None:
         layer.recurrent_states[0] = x.new_zeros((*[window] * (window > 1), len(x), *sizes), dtype=torch.float32)
     state: torch.Tensor = layer.recurrent_states[0]
@@ -401,7 +402,7 @@ def recurrent_state(layer: Any, x: torch.Tensor, window: int, sizes: tuple[int, 
 
 
 def _whole(module: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """What each of QWEN3_5's projections makes of x, when it is asked for: the tensor that has it, and from which
+    """Yield what each of QWEN3_5's projections makes of x, when it is asked for: the tensor that has it, and from which
     feature on. Where several are one linear, that one's output is all of theirs."""
     found: dict[str, tuple[torch.Tensor, int]] = {}
     for (name,) in QWEN3_5.projections:
@@ -415,12 +416,12 @@ def _whole(module: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _size(tensor: torch.Tensor, own: int) -> int:
-    """A row's features, 0 where they are the input's own."""
+    """Return a row's features, 0 where they are the input's own."""
     return 0 if tensor.shape[-1] == own else tensor.shape[-1]
 
 
 def convolve(spec: ConvSpec, convolution: Any, x: torch.Tensor, layer: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The output of a CausalConv, whose state is the layer's. x: [B, S, C], or more behind that."""
+    """Return the output of a CausalConv, whose state is the layer's. x: [B, S, C], or more behind that."""
     attributes = json.dumps(dataclasses.replace(spec, x_size=_size(x, spec.channels)).attributes())
     if layer.conv_states[0] is None:
         window = [spec.state_window] * (spec.state_window > 1)

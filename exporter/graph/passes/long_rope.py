@@ -19,7 +19,7 @@ FOLLOWING = ("dynamic", "longrope")
 
 
 def follow_lengths(model: torch.nn.Module) -> None:
-    """Gives every rotary module that updates its frequencies a forward that computes them."""
+    """Give every rotary module that updates its frequencies a forward that computes them."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if any(kind in FOLLOWING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):

@@ -16,7 +16,7 @@ from quantmoe.custom_ops.schemes import SCHEMES
 
 
 def to_matmul_nbits(w: ir.Value, m: QuantizedMatrix, spec: LinearSpec) -> list[tuple[ir.Value, np.ndarray]]:
-    """Replaces the QuantLinear node that reads ``w``.
+    """Replace the QuantLinear node that reads ``w``.
 
     Requires:
         :func:`quantmoe.exporter.choosing.choose.not_ort` is "".
@@ -34,7 +34,7 @@ def to_matmul_nbits(w: ir.Value, m: QuantizedMatrix, spec: LinearSpec) -> list[t
 def matmul_nbits(
     w: ir.Value, row: np.ndarray, spec: LinearSpec, accuracy_level: int
 ) -> list[tuple[ir.Value, np.ndarray]]:
-    """The same for a row that layout ``qmoe`` packed.
+    """Return the node for a row that layout ``qmoe`` packed.
 
     Raises:
         ValueError: scales that the graph's floats do not hold.
@@ -55,7 +55,7 @@ def _floats(w: ir.Value) -> type:
 def _replace(
     w: ir.Value, arrays: dict[str, np.ndarray], attributes: dict[str, int]
 ) -> list[tuple[ir.Value, np.ndarray]]:
-    """Puts a MatMulNBits with these inputs (and its bias's Add) in the place of the node that reads ``w``."""
+    """Put a MatMulNBits with these inputs (and its bias's Add) in the place of the node that reads ``w``."""
     ((node, _),) = w.uses()
     graph, x = node.graph, node.inputs[0]
     assert isinstance(graph, ir.Graph)

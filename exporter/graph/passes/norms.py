@@ -1,7 +1,7 @@
 """RMS norms that store their weights' distance from one -> plain ones, recognised by what they compute.
 
-Gemma, Qwen3-Next and Qwen3.5 multiply by 1 + weight. The sum, made in f32, is what the graph has for a weight, in the
-graph's type: every norm is then of the form that engines fuse and CachedAttention, in f32, has inside.
+Gemma, Qwen3-Next and Qwen3.5 multiply by 1 + weight. The sum, made in f32, becomes the
+graph's weight, in the graph's type. Every norm then has the form that engines fuse and that CachedAttention has inside.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def plain_norms(model: torch.nn.Module) -> list[str]:
-    """Replaces every norm by 1 + weight; the names of their weights, which are now to be one more."""
+    """Replace every norm by 1 + weight; the names of their weights, which are now to be one more."""
     found = []
     for name, module in list(model.named_modules()):
         if (eps := _epsilon(module)) is not None:
@@ -36,7 +36,7 @@ def plain_norms(model: torch.nn.Module) -> list[str]:
 
 
 def _epsilon(module: torch.nn.Module) -> float | None:
-    """The epsilon of a norm by 1 + weight; None for other modules."""
+    """Return the epsilon of a norm by 1 + weight; None for other modules."""
     weight = module._parameters.get("weight")
     eps = next((v for k, v in vars(module).items() if k in ("eps", "variance_epsilon") and isinstance(v, float)), None)
     if not type(module).__name__.endswith("RMSNorm") or list(module._parameters) != ["weight"] or eps is None:

@@ -1,7 +1,7 @@
 """Tables that are only looked up stay as the checkpoint quantized them; the rows found there become floats.
 
-Standard operators read the rows out of layout ``cpu_panel`` (custom_ops/layouts/panel_rows.py), so that a table and the
-LM head that is tied to it are the same bytes. Every product and difference is rounded in f32 as
+Standard operators read the rows out of layout ``cpu_panel`` (custom_ops/layouts/panel_rows.py). So a table and the LM
+head tied to it share their bytes. Every product and difference is rounded in f32 as
 :meth:`QuantizedMatrix.dequantize` rounds it.
 """
 

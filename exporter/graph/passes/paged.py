@@ -68,7 +68,7 @@ def refusal(spec: AttentionSpec) -> str:
 
 
 def to_paged(model: ir.Model, weights: Iterable[Weight], context: int, every: bool) -> list[Table]:
-    """Replaces every CachedAttention, the inputs around them, and the logits.
+    """Replace every CachedAttention, the inputs around them, and the logits.
 
     Inputs are then ``input_ids`` int64 [num_tokens], :data:`PAGED`'s, and caches [num_blocks, block_size, kv_num_heads,
     head_size]; logits are [num_logits, V], of the tokens that ``logits_indices`` names, or of all [num_tokens, V].
@@ -105,7 +105,7 @@ def to_paged(model: ir.Model, weights: Iterable[Weight], context: int, every: bo
 
 
 def _inputs(graph: ir.Graph, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, ir.Value]:
-    """Makes the inputs; input_ids stays [1, num_tokens] for its users."""
+    """Make the inputs; input_ids stays [1, num_tokens] for its users."""
     made = {
         name: ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.INT32))
         for name, shape in shapes.items()
@@ -224,7 +224,7 @@ def _tables(
 
 
 def _select(graph: ir.Graph, head: ir.Node, hidden: ir.Value, made: Iterable[ir.Value], indices: ir.Value) -> None:
-    """Gives the head the tokens that indices name alone. made: of it, logits last."""
+    """Give the head the tokens that indices name alone. made: of it, logits last."""
     ops = tape.Tape()
     head.replace_input_with(0, ops.op("Gather", [hidden, indices], {"axis": 1}))
     graph.insert_before(head, ops.nodes)
@@ -234,7 +234,7 @@ def _select(graph: ir.Graph, head: ir.Node, hidden: ir.Value, made: Iterable[ir.
 
 
 def _flatten_logits(graph: ir.Graph, rows: str) -> None:
-    """Makes logits [rows, V]."""
+    """Make logits [rows, V]."""
     at = next(i for i, value in enumerate(graph.outputs) if value.name == "logits")
     old, ops = graph.outputs[at], tape.Tape()
     assert old.shape is not None

@@ -13,7 +13,7 @@ from quantmoe.exporter.reading.slices import Slice
 
 
 def place_experts(model: ir.Model, tables: Mapping[str, np.ndarray], part: Slice | None = None) -> None:
-    """Puts a Gather before each QuantMoE that a table is for.
+    """Put a Gather before each QuantMoE that a table is for.
 
     An expert that stands several times is taken by turns, as a token's position says. All ranks know it, so they agree
     without a word; a token's id is one rank's, and -1 in the tables of the others. Ranks with tokens of their own tell
@@ -40,7 +40,7 @@ def place_experts(model: ir.Model, tables: Mapping[str, np.ndarray], part: Slice
 
 
 def _turns(model: ir.Model, copies: int, experts: int, kind: type, part: Slice | None) -> ir.Value:
-    """Where in a flat table a token's row begins: position % copies * experts, [tokens, 1]."""
+    """Return where a token's row begins in a flat table: position % copies * experts, [tokens, 1]."""
     (positions,) = [value for value in model.graph.inputs if value.name == "position_ids"]
     first = next(iter(model.graph))
     column = _constant(model, f"placement.{copies}.column", np.array([-1, 1]))

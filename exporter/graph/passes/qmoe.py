@@ -31,7 +31,7 @@ def tensor_name(projection: str, part: str) -> str:
 def to_qmoe(
     model: ir.Model, weights: Iterable[Weight], specs: Mapping[str, MoESpec], accuracy_level: int
 ) -> list[Weight]:
-    """Replaces every QuantMoE node of layout ``qmoe``.
+    """Replace every QuantMoE node of layout ``qmoe``.
 
     Args:
         weights: of the graph. specs: experts module -> its node's attributes. accuracy_level: of the nodes.
@@ -113,7 +113,8 @@ def _replace(module: str, node: ir.Node, spec: MoESpec, accuracy_level: int) -> 
 
 
 def _factors(weights: ir.Value | None, router: ir.Node) -> list[ir.Value] | None:
-    """What a router's weights are multiplied by on their way, [T, 1] or a number each; None where more is done."""
+    """Return what a router's weights are multiplied by on their way, [T, 1] or a number each; None where more is
+    done."""
     found = []
     while weights is not None and weights is not router.outputs[1]:
         node = weights.producer()
@@ -129,7 +130,7 @@ def _factors(weights: ir.Value | None, router: ir.Node) -> list[ir.Value] | None
 
 
 def _reads(value: ir.Value, router: ir.Node) -> bool:
-    """Whether a value is the router's, or made of it by Cast and Mul."""
+    """Return whether a value is the router's, or made of it by Cast and Mul."""
     node = value.producer()
     if node is None or node is router:
         return node is router
@@ -146,7 +147,7 @@ def _as(ops: tape.Tape, value: ir.Value | None, dtype: ir.DataType) -> ir.Value:
 
 
 def check_domains(model: ir.Model) -> None:
-    """Takes our domain out of a graph's imports.
+    """Take our domain out of a graph's imports.
 
     Raises:
         ValueError: a node of ours is left; names it.

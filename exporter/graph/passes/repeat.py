@@ -18,7 +18,7 @@ class RepeatError(Exception):
 
 
 def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]]) -> None:
-    """Inserts the layers missing between ``groups`` of layers, copies of the traced group before, and numbers all.
+    """Insert the layers missing between ``groups`` of layers, as copies of the traced group before, and number all.
 
     Requires:
         the parameters in model.meta["placeholders"], as ``<prefix>.<position>.*``; inputs and outputs of the cache as
@@ -99,7 +99,8 @@ def _carried(
     number: re.Pattern[str],
     layers: int,
 ) -> dict[ir.Value, ir.Value]:
-    """What group ``at`` of so many layers reads of the one before -> what the next reads of it: their nodes match."""
+    """Return what group ``at`` of so many layers reads of the one before -> what the next reads of it: their nodes
+    match."""
     by_name = {value.name: value for value in level if value.producer() is None}
     match: dict[ir.Value, ir.Value] = {}
 
@@ -153,7 +154,7 @@ def _carried(
 
 
 def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[ir.Value, int]) -> bool:
-    """Whether b may be a's counterpart: the same operation, on what is known to correspond."""
+    """Return whether b may be a's counterpart: the same operation, on what is known to correspond."""
     if (a.op_type, a.domain, len(a.inputs), len(a.outputs)) != (b.op_type, b.domain, len(b.inputs), len(b.outputs)):
         return False
     if {k: v.value for k, v in a.attributes.items()} != {k: v.value for k, v in b.attributes.items()}:
@@ -171,7 +172,7 @@ def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[
 
 
 def _sizes(value: ir.Value) -> list[int | None] | None:
-    """A value's static sizes; those that the tracing found by itself have another symbol in each layer."""
+    """Return a value's static sizes; those that the tracing found by itself have another symbol in each layer."""
     return None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
 
 

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 
 def drop_repeated_reshapes(model: ir.Model) -> None:
-    """Removes each Reshape of a Reshape to the same shape: experts and their router flatten one after the other."""
+    """Remove each Reshape of a Reshape to the same shape: experts and their router flatten one after the other."""
     for node in list(model.graph):
         x = node.inputs[0] if node.op_type == "Reshape" else None
         before = x.producer() if x is not None else None

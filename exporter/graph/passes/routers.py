@@ -30,7 +30,7 @@ UNSELECTED = -1e4
 def replace_routers(
     model: torch.nn.Module, target: str = "cpu", shared: Mapping[str, tuple[int, int]] | None = None
 ) -> dict[str, RoutingSpec]:
-    """Makes every router that equals a MoERouting one, for target "cuda" a MoERouter where its logits are a product,
+    """Make every router that equals a MoERouting one, for target "cuda" a MoERouter where its logits are a product,
     for "ort" a MoERouting of method topk_softmax and standard nodes; others stay as they are.
 
     Args:
@@ -60,7 +60,7 @@ def replace_routers(
 
 
 def recognise(router: Any) -> RoutingSpec | None:
-    """The MoERouting with a router's ids and, to 1e-6, weights on random tokens; None when there is none."""
+    """Return the MoERouting with a router's ids and, to 1e-6, weights on random tokens; None when there is none."""
     if (tried := _try(router)) is None:
         return None
     probe, _, logits, weights, ids = tried
@@ -92,7 +92,8 @@ def recognise(router: Any) -> RoutingSpec | None:
 
 
 def is_product(router: Any) -> bool:
-    """Whether a router's logits are, to 1e-6, the product of its input and its weight, plus its bias if it has one."""
+    """Return whether a router's logits are, to 1e-6, the product of its input and its weight, plus its bias if it has
+    one."""
     if (tried := _try(router)) is None:
         return False
     probe, x, logits, *_ = tried
@@ -101,7 +102,8 @@ def is_product(router: Any) -> bool:
 
 
 def _try(router: Any) -> tuple[Any, torch.Tensor, np.ndarray, np.ndarray, np.ndarray] | None:
-    """A copy with random tensors, random tokens [T, H], and the logits, weights and ids that it makes of them."""
+    """Return a copy with random tensors, random tokens [T, H], and the logits, weights and ids that it makes of
+    them."""
     if not isinstance(getattr(router, "weight", None), torch.Tensor):
         return None
     probe, draw = copy.deepcopy(router).float(), drawing()
@@ -128,7 +130,7 @@ def _correction_bias(router: torch.nn.Module) -> torch.Tensor | None:
 
 
 def attach(router: Any, spec: RoutingSpec, product: torch.dtype | None = None) -> None:
-    """Makes the router's forward one node after its logits, or with their product in the graph's type; what it computed
+    """Make the router's forward one node after its logits, or with their product in the graph's type; what it computed
     is dead code to the exporter."""
     attributes = spec.attributes()
     if product:
@@ -145,7 +147,7 @@ def attach(router: Any, spec: RoutingSpec, product: torch.dtype | None = None) -
 
 
 def attach_standard(router: Any, spec: RoutingSpec) -> None:
-    """Makes the router's forward what com.microsoft::QMoE and operators of ONNX compute (passes/qmoe.py).
+    """Make the router's forward what com.microsoft::QMoE and operators of ONNX compute (passes/qmoe.py).
 
     Requires:
         another method than topk, whose weights may be negative: QMoE leaves such experts out.
@@ -171,8 +173,8 @@ def _logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _selected_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same as a softmax of selected logits, the one router that com.microsoft::QMoE has on every provider, times a
-    factor a token: the logits are logarithms of weights, the factor is what the weights add up to."""
+    """Return the router as a softmax of selected logits, the one router that com.microsoft::QMoE has on every provider,
+    times a factor a token: the logits are logarithms of weights, the factor is what the weights add up to."""
     spec, logits = RoutingSpec.from_attributes(json.loads(self.routing)), _logits(self, hidden_states)
     x, bias = logits.float(), _correction_bias(self)
     softmax = spec.method in ("softmax_topk", "topk_softmax")

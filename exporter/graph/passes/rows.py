@@ -38,7 +38,7 @@ class Rows:
             self.rows = rows_of(self.mask, new, 0 if past is None else past.shape[2])
 
     def table(self, table: torch.Tensor, kind: str) -> torch.Tensor:
-        """The node's part of a model's table, f32."""
+        """Return the node's part of a model's table, f32."""
         found = next((part for whole, k, part in self._tables if whole is table and k == kind), None)
         if found is None:
             found = TABLES[kind](table).float()
@@ -55,7 +55,7 @@ class Rows:
         sinks: torch.Tensor | None = None,
         ups: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """A module's node.
+        """Return a module's node.
 
         Args:
             qkv: [B, S, ..] as the node has it. tables: the model's. norms: of queries and keys. sinks: [num_heads].
@@ -85,8 +85,8 @@ class Rows:
 
 
 def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
-    """The node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token that
-    counts, how many do, and those before.
+    """Return the node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token
+    that counts, how many do, and those before.
 
     The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
     the cache has room for them, and they end with the last column that any row has set.
@@ -125,7 +125,7 @@ def widen_tables(decoder: torch.nn.Module) -> None:
 def attach(
     model: torch.nn.Module, found: dict[str, RecognisedAttention], rows: Rows, gates_first: Container[str]
 ) -> None:
-    """Makes the forward of recognised modules their projections and one node between them.
+    """Make the forward of recognised modules their projections and one node between them.
 
     Args:
         gates_first: gated modules whose q_proj has all gates before all queries, as the node has them.

@@ -99,8 +99,8 @@ def _recognise(module: Any, mixture: str, experts: str, spec: MoESpec) -> Shared
 
 
 def _projections(module: Any, spec: MoESpec) -> tuple[str, ...] | None:
-    """Names of a module's linears as gate, up and down of an expert, if it is one of the activation that routed ones
-    have."""
+    """Return the names of a module's linears as gate, up and down of an expert, if it is one of the activation that
+    routed ones have."""
     linears = {name: child for name, child in module.named_children() if type(child) is torch.nn.Linear}
     parameters = sum(len(list(child.parameters())) for child in linears.values())
     down = [name for name, child in linears.items() if child.out_features == spec.hidden_size]
@@ -117,7 +117,8 @@ def _projections(module: Any, spec: MoESpec) -> tuple[str, ...] | None:
 
 
 def _activates(module: Any, names: tuple[str, ...], last: str, width: int, spec: MoESpec) -> bool:
-    """Whether a module gives its last linear the activation of the others' outputs, and returns what that gives."""
+    """Return whether a module gives its last linear the activation of the others' outputs, and returns what that
+    gives."""
     draw = drawing()
     made = {name: draw(5, width) * 8 for name in names}
     output = draw(5, spec.hidden_size)
@@ -133,8 +134,8 @@ def _activates(module: Any, names: tuple[str, ...], last: str, width: int, spec:
 
 
 def _adds(module: Any, experts: str, router: str, expert: str, gate: str, hidden: int) -> tuple[bool, bool] | None:
-    """How a mixture returns its output (``flat``, ``logits``), if that is the routed experts' and the shared one's,
-    times the gate's sigmoid; None where it computes something else."""
+    """Return how a mixture returns its output (``flat``, ``logits``), if that is the routed experts' and the shared
+    one's, times the gate's sigmoid; None where it computes something else."""
     draw = drawing()
     x, routed, shared, full = draw(2, 3, hidden), draw(6, hidden), draw(6, hidden), draw(6, 1)
     logits, weights = draw(6, 8), draw(6, 2)
@@ -159,7 +160,7 @@ def _adds(module: Any, experts: str, router: str, expert: str, gate: str, hidden
 
 
 def _with(module: Any, replaced: Mapping[str, torch.nn.Module]) -> Any:
-    """A copy of a module with other children."""
+    """Return a copy of a module with other children."""
     probe = copy.copy(module)
     probe._modules = module._modules | replaced
     if "forward" in vars(module):
@@ -200,7 +201,7 @@ class _Router(torch.nn.Module):
 
 
 def attach(model: torch.nn.Module, found: Iterable[Shared]) -> None:
-    """Makes the forward of mixtures their router and their experts, which have the shared one."""
+    """Make the forward of mixtures their router and their experts, which have the shared one."""
     for shared in found:
         module: Any = model.get_submodule(shared.mixture)
         for name in (shared.gate, *shared.projections):

@@ -59,7 +59,7 @@ class StateSpace:
 def recognise(
     model: torch.nn.Module, refusal: Callable[[ConvSpec | SpaceSpec], str], window: int
 ) -> tuple[dict[str, StateSpace], dict[str, str]]:
-    """Modules of a state space, and why others that look like it are none. By name.
+    """Return the modules of a state space, and why others that look like it are none. By name.
 
     Args:
         refusal: why the target's kernels do not run a node; "" when they do.
@@ -128,7 +128,7 @@ def _spec(module: Any, window: int) -> StateSpace:
 
 
 def _compare(module: Any, found: StateSpace) -> None:
-    """Raises Unlike where a module gives something else on random tokens and states."""
+    """Raise Unlike where a module gives something else on random tokens and states."""
     draw = drawing()
     conv, space = dataclasses.replace(found.conv, state_window=1), dataclasses.replace(found.space, state_window=1)
     try:
@@ -160,7 +160,7 @@ def _compare(module: Any, found: StateSpace) -> None:
 
 
 def attach(model: torch.nn.Module, found: dict[str, StateSpace], rows: Rows) -> list[str]:
-    """Makes the forward of recognised modules their projections and two nodes between them.
+    """Make the forward of recognised modules their projections and two nodes between them.
 
     Returns:
         Names of the parameters that are f32 now, in the shapes that the nodes take, see linear_attention.py's as_taken.

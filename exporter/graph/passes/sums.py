@@ -18,7 +18,7 @@ from quantmoe.exporter.reading.slices import Slice
 
 
 def meet(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec | GatherSpec) -> None:
-    """Makes the outputs of modules, by name, those of all ranks."""
+    """Make the outputs of modules, by name, those of all ranks."""
     attributes = json.dumps(spec.attributes())
     operator = torch.ops.quantmoe.all_reduce if isinstance(spec, ReduceSpec) else torch.ops.quantmoe.all_gather
 
@@ -30,7 +30,7 @@ def meet(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec | Gath
 
 
 def meet_before(model: torch.nn.Module, modules: Iterable[str], spec: GatherSpec) -> None:
-    """Gives modules, by name, the inputs of all ranks, one after the other."""
+    """Give modules, by name, the inputs of all ranks, one after the other."""
     attributes = json.dumps(spec.attributes())
 
     def call(_: torch.nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
@@ -41,7 +41,7 @@ def meet_before(model: torch.nn.Module, modules: Iterable[str], spec: GatherSpec
 
 
 def meet_around_experts(model: ir.Model, part: Slice) -> None:
-    """Gives each QuantMoE the tokens of all ranks, and each rank the experts' sums of its own.
+    """Give each QuantMoE the tokens of all ranks, and each rank the experts' sums of its own.
 
     A router has all ranks' tokens, too: it is in all ranks, so only the tokens are sent, not their ids and weights.
 
@@ -68,7 +68,7 @@ def meet_around_experts(model: ir.Model, part: Slice) -> None:
 
 
 def _router(experts: ir.Node, x: ir.Value) -> set[ir.Node]:
-    """The nodes that make ids and weights of experts of x."""
+    """Return the nodes that make ids and weights of experts of x."""
     of_x: dict[ir.Node, bool] = {}
 
     def comes(value: ir.Value | None) -> bool:
@@ -113,7 +113,7 @@ def norm_sums(model: ir.Model) -> None:
 
 
 def _summed(norm: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The AllReduce that only an AddRMSNorm has, maybe in another shape, and what it is added to."""
+    """Return the AllReduce that only an AddRMSNorm has, maybe in another shape, and what it is added to."""
     for value, other in (norm.inputs[:2], norm.inputs[1::-1]):
         last = producer(value, "Reshape") or producer(value, "AllReduce")
         reduce = last if last is None or last.op_type == "AllReduce" else producer(last.inputs[0], "AllReduce")
@@ -127,7 +127,7 @@ def _once(value: ir.Value) -> bool:
 
 
 def _stays(total: ir.Value, found: Sequence[ir.Node]) -> bool:
-    """Whether nothing else takes a norm's sum than such norms, as their residual."""
+    """Return whether nothing else takes a norm's sum than such norms, as their residual."""
     users = (user for user, _ in total.uses())
     return not total.is_graph_output() and all(
         user in found and (parts := _summed(user)) is not None and parts[1] is total for user in users

@@ -12,7 +12,7 @@ from quantmoe.exporter.graph.passes.divided_norms import producer
 
 
 def narrow_tables(model: ir.Model) -> None:
-    """Removes the Concat of a value with itself whose second half is cut off, and the axes of which one is selected."""
+    """Remove the Concat of a value with itself whose second half is cut off, and the axes of which one is selected."""
     for node in list(model.graph):
         if node.op_type == "Concat":
             _halve(model.graph, node)
@@ -87,7 +87,7 @@ def _select(graph: ir.Graph, gather: ir.Node) -> None:
 
 
 def _scales(product: ir.Node, value: ir.Value) -> bool:
-    """Whether it multiplies by one number."""
+    """Return whether it multiplies by one number."""
     factor = product.inputs[product.inputs[0] is value]
     tensor = ir.convenience.get_const_tensor(factor) if factor is not None else None
     return tensor is not None and tensor.size == 1 and len(tensor.shape) <= 1

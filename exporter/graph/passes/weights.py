@@ -24,7 +24,7 @@ class Weight:
 
 
 def place_weights(model: ir.Model) -> list[Weight]:
-    """Replaces Transpose(placeholder), as linears are exported, by an initializer of the transpose.
+    """Replace Transpose(placeholder), as linears are exported, by an initializer of the transpose.
 
     Requires:
         model.meta["placeholders"], from model.trace.

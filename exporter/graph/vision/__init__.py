@@ -33,7 +33,7 @@ REFUSED = {
 
 
 def family_of(format: Format) -> tuple[ModuleType, Format]:
-    """The module of a checkpoint's family, and the checkpoint's vision tower.
+    """Return the module of a checkpoint's family, and the checkpoint's vision tower.
 
     Raises:
         CheckpointError: it has no tower, or one of a family that is not exported; the message says why.

@@ -34,7 +34,7 @@ def attend_in_frames(
 
 
 def place_attention(model: ir.Model, dtype: ir.DataType) -> None:
-    """Gives each of those nodes its final form.
+    """Give each of those nodes its final form.
 
     Args:
         dtype: that ONNX Runtime's provider attends in: f32 on the CPU, f16 with CUDA.

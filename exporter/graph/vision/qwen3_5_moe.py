@@ -20,7 +20,7 @@ def prepare(model: PreTrainedModel) -> None:
 
 
 def _positions_of(rotary: Any, position_ids: torch.Tensor) -> torch.Tensor:
-    """Each frequency looks up its own axis before there are angles."""
+    """Let each frequency look up its own axis before there are angles."""
     axes = torch.zeros(len(rotary.inv_freq), dtype=torch.int64)
     for axis in (1, 2):
         axes[axis : 3 * rotary.mrope_section[axis] : 3] = axis
@@ -50,7 +50,7 @@ def derived(model: Any) -> dict[str, tuple[tuple[int, ...], Callable[[np.ndarray
 
 
 def _forward(self: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
-    """See this package; all frames of a run have as many patches."""
+    """Make the tower of this configuration; all frames in a call have equally many patches."""
     weight = self.patch_embed.proj.weight
     row, column, height, width = _places(pixel_values, image_grid_thw, self.spatial_merge_size)
     x = self.patch_embed.proj(pixel_values.to(weight.dtype))
@@ -86,7 +86,7 @@ def _places(pixels: torch.Tensor, grid: torch.Tensor, merged: int) -> tuple[torc
 
 
 def _positions(table: torch.nn.Embedding, side: int, *axes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """A square table of embeddings stretched over each frame, bilinear with its corners on the frame's.
+    """Return a square table of embeddings stretched over each frame, bilinear with its corners on the frame's.
 
     Args:
         axes: of rows and of columns: place of each patch [patches], places that its frame has.
@@ -113,6 +113,6 @@ def _attention(module: Any, x: torch.Tensor, tables: list[torch.Tensor], frames:
 
 
 def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Its activation in f32: not every engine has one of bfloat16."""
+    """Return its activation in f32: not every engine has one of bfloat16."""
     inner = module.linear_fc1(x)
     return module.linear_fc2(module.act_fn(inner.float()).to(x.dtype))

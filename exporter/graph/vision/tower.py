@@ -41,8 +41,8 @@ class Embeddings(Stored):
         self.sources = {name: text.sources[f"{own}.weight"]}
 
     def trace(self) -> tuple[ir.Model, list[Weight]]:
-        """The graph: input_ids int64 [B, S], image_features [n, hidden size] of all images in order -> inputs_embeds
-        [B, S, hidden size], of the text model's type."""
+        """Return the graph: input_ids int64 [B, S], image_features [n, hidden size] of all images in order ->
+        inputs_embeds [B, S, hidden size], of the text model's type."""
         width = self.model.table.embedding_dim
         inputs = {
             "input_ids": (torch.zeros(_BATCH, _TOKENS, dtype=torch.int64), {0: "batch_size", 1: "sequence_length"}),
@@ -119,8 +119,9 @@ class Tower(Stored):
         self._check_shape(name, tuple(found), want)
 
     def trace(self) -> tuple[ir.Model, list[Weight]]:
-        """The graph: pixel_values f32 [patches, values of a patch], image_grid_thw int64 [images, 3] -> image_features
-        [patches / merged, hidden size], of the text model's type. It needs frames of one size in a run."""
+        """Return the graph: pixel_values f32 [patches, values of a patch], image_grid_thw int64 [images, 3] ->
+        image_features [patches / merged, hidden size], of the text model's type. It needs frames of one size in a
+        run."""
         config = self.model.config
         merged = config.spatial_merge_size
         grid = torch.tensor([[1, 2 * merged, 3 * merged]] * _IMAGES)
@@ -143,7 +144,7 @@ class Tower(Stored):
 
 
 def _cast_output(graph: ir.Graph, dtype: ir.DataType) -> None:
-    """Gives the only output another type."""
+    """Give the only output another type."""
     (output,) = graph.outputs
     cast = ir.node("Cast", [output], {"to": dtype}, name=f"{output.name}/narrow")
     graph.append(cast)
@@ -153,7 +154,7 @@ def _cast_output(graph: ir.Graph, dtype: ir.DataType) -> None:
 
 
 def _keep_stored(weight: Weight, stored: ir.DataType | None) -> None:
-    """Keeps a weight in the checkpoint's narrower type; a Cast makes it the graph's, once, when a session is opened."""
+    """Keep a weight in the checkpoint's narrower type; a Cast makes it the graph's, once, when a session is opened."""
     value, wide = weight.value, weight.value.dtype
     assert wide is not None
     if stored is None or stored.itemsize >= wide.itemsize:
@@ -170,7 +171,7 @@ def _keep_stored(weight: Weight, stored: ir.DataType | None) -> None:
 
 
 def _traced(stored: Stored, inputs: dict[str, tuple[torch.Tensor, dict[int, str]]], output: str) -> ir.Model:
-    """The graph of a module.
+    """Return the graph of a module.
 
     Args:
         inputs: examples by name, with the names of their dynamic sizes. output: its name.

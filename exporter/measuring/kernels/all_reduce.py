@@ -64,7 +64,7 @@ def tensors(op: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def bound(calls: ort.InferenceSession, op: str, rows: int, columns: int) -> Callable[[], None]:
-    """A run on zeros, captured in a graph of its own."""
+    """Return a run on zeros, captured in a graph of its own."""
     x, y = tensors(op, rows, columns)
     binding, options = calls.io_binding(), ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(rows))

@@ -35,7 +35,7 @@ CODES = ("int8_token", "fp8_e4m3")
 def session(
     op: str, domain: str, attributes: dict[str, Any], given: list[ir.Value], results: list[ir.Value], threads: int
 ) -> ort.InferenceSession:
-    """A model of one node."""
+    """Return a model of one node."""
     node = ir.node(op, given, attributes, domain=domain, outputs=results)
     opsets = {"": 18, "quantmoe": 1, "com.microsoft": 1}
     graph = ir.Graph(given, results, nodes=[node], opset_imports=opsets, name="attention")
@@ -82,7 +82,7 @@ class AttentionLayer:
             self.binding.bind_ortvalue_output(new, self.values[old])
 
     def __call__(self) -> float:
-        """Seconds of a run: of one thread those that it worked, whatever else the machine did."""
+        """Return the seconds of a run: of one thread those that it worked, whatever else the machine did."""
         clock = time.thread_time if self.threads == 1 else time.perf_counter
         start = clock()
         self.session.run_with_iobinding(self.binding)

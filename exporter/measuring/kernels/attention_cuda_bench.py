@@ -44,7 +44,7 @@ Call = Callable[[], object]
 
 
 def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int, codes: str = "none") -> Call:
-    """A call on random inputs, bf16, with a cache of its own, of bf16 or of codes."""
+    """Return a call on random inputs, bf16, with a cache of its own, of bf16 or of codes."""
     spec = replace(spec, cache_format=codes)
     heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
 

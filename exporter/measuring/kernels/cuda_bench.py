@@ -75,7 +75,7 @@ LIMITS: dict[str, dict[str, Any]] = {"silu": {}, "swiglu_oai": {"swiglu_alpha": 
 def projection(
     kind: str, group_size: int, block_n: int, scale_type: str, zero_points: int, activations: str
 ) -> Projection:
-    """One of FORMATS' rows."""
+    """Return one of FORMATS' rows."""
     return Projection(
         format=kind,
         group_size=group_size,
@@ -148,7 +148,7 @@ def random_rows(spec: MoESpec, projection: str, generator: torch.Generator) -> t
 
 
 def routing(s: Shape, tokens: int, seed: int, zipf: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 [T, k], weights f32 [T, k]; experts uniform or with Zipf 1.0 popularity."""
+    """Return ids int32 [T, k], weights f32 [T, k]; experts uniform or with Zipf 1.0 popularity."""
     g = torch.Generator().manual_seed(seed)
     popularity = torch.ones(s.experts)
     if zipf:
@@ -185,7 +185,8 @@ def times_in_turn(graphs: list[torch.cuda.CUDAGraph], repeats: int) -> list[floa
 
 
 def times_alone(graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[float]:
-    """The same while nothing else runs, at the clock that this graph's power allows (many tokens draw all of it).
+    """Return the times while nothing else runs, at the clock that this graph's power allows (many tokens draw all of
+    it).
 
     Each has two turns of `seconds`; the second half of the second counts.
     """

@@ -36,7 +36,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def delta(heads: int, batch: int, tokens: int) -> Call:
-    """A call of GatedDelta on random inputs."""
+    """Return a call of GatedDelta on random inputs."""
     spec = delta_spec_of(KEY_HEADS, heads, SIZE)
     width = (2 * KEY_HEADS + heads) * SIZE
     inputs = [random(batch, tokens, n) for n in (width, heads, heads, heads * SIZE)]
@@ -51,7 +51,7 @@ def delta(heads: int, batch: int, tokens: int) -> Call:
 
 
 def fla(heads: int, batch: int, tokens: int) -> Call:
-    """The same of flash-linear-attention, without the gates' functions and the norm of its output."""
+    """Return the call of flash-linear-attention, without the gates' functions and the norm of its output."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
     q, k = (random(batch, tokens, KEY_HEADS, SIZE) for _ in "qk")
@@ -69,7 +69,7 @@ def fla(heads: int, batch: int, tokens: int) -> Call:
 
 
 def flashinfer(heads: int, batch: int, tokens: int) -> Call:
-    """The same of FlashInfer, without the norm of its output; of prompts also without the gates' functions."""
+    """Return the call of FlashInfer, without the norm of its output; in prompts also without the gates."""
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
@@ -91,7 +91,7 @@ def flashinfer(heads: int, batch: int, tokens: int) -> Call:
 
 
 def conv(heads: int, batch: int, tokens: int) -> Call:
-    """The same of CausalConv."""
+    """Return the call of CausalConv."""
     channels = (2 * KEY_HEADS + heads) * SIZE
     spec = ConvSpec(channels=channels, width=WIDTH, activation="silu")
     x, state = random(batch, tokens, channels), random(batch, channels, WIDTH - 1)
@@ -102,7 +102,7 @@ def conv(heads: int, batch: int, tokens: int) -> Call:
 
 
 def space(model: str, batch: int, tokens: int) -> Call:
-    """A call of StateSpace on random inputs."""
+    """Return a call of StateSpace on random inputs."""
     spec = space_spec_of(*SPACES[model])
     heads, states, size = spec.num_heads, spec.state_size, spec.head_size
     width = heads * size
@@ -118,7 +118,7 @@ def space(model: str, batch: int, tokens: int) -> Call:
 
 
 def mamba(model: str, batch: int, tokens: int) -> Call:
-    """The same of mamba-ssm, without the gate and the norm of its output."""
+    """Return the call of mamba-ssm, without the gate and the norm of its output."""
     from mamba_ssm.ops.triton.selective_state_update import selective_state_update
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 

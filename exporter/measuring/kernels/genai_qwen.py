@@ -83,7 +83,7 @@ def numbers(name: str, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
 
 
 def grow(graph: Path, folder: Path) -> None:
-    """Writes a graph of the builder, made of :func:`write_checkpoint`'s, with all experts and tokens.
+    """Write a graph of the builder, made of :func:`write_checkpoint`'s, with all experts and tokens.
 
     Raises:
         SystemExit: it is none.

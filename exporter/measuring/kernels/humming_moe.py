@@ -166,7 +166,7 @@ class HummingMoE:
         _place[grid](ids, self.places, lists[0], pairs, N=256)
 
     def launch(self, batch: dict[str, Any], ids: torch.Tensor, weights: torch.Tensor, lists: bool = True) -> None:
-        """Enqueues on torch's current stream; ids int32 and weights f32 [T, k]."""
+        """Enqueue on torch's current stream; ids int32 and weights f32 [T, k]."""
         tokens = len(ids)
         for block, found in batch["lists"].items() if lists else ():
             self._sort(ids, block, found)

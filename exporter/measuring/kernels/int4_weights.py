@@ -17,7 +17,7 @@ def ceil(n: int, multiple: int) -> int:
 
 
 def matrices(spec: MoESpec, projection: str, rows: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [E, n, k], value = code - 8, and scales [E, n, k / 128]; w13 [E, 2 n, ..], gate above up.
+    """Return codes uint8 [E, n, k], value = code - 8, and scales [E, n, k / 128]; w13 [E, 2 n, ..], gate above up.
 
     Args:
         rows: uint8 [E, row bytes].

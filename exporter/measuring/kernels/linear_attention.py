@@ -61,7 +61,7 @@ class DeltaLayer:
             self.bindings.append(binding)
 
     def __call__(self) -> float:
-        """Seconds of a layer: of one thread those that it worked, whatever else the machine did."""
+        """Return the seconds of a layer: of one thread those that it worked, whatever else the machine did."""
         clock = time.thread_time if self.threads == 1 else time.perf_counter
         start = clock()
         for binding in self.bindings:
@@ -114,7 +114,8 @@ def deltas(spec: DeltaSpec, tokens: int, layers: int, threads: int) -> dict[str,
 
 
 def scaling(layers: int, count: int) -> float:
-    """Bytes/s, read and written, at which NumPy scales as many states of ``count`` numbers in place, on one thread."""
+    """Return bytes/s, read and written, at which NumPy scales as many states of ``count`` numbers in place, on one
+    thread."""
     states, seconds = [np.ones(count, np.float32) for _ in range(layers)], []
     for _ in range(5):
         start = time.thread_time()

@@ -54,12 +54,12 @@ def weights_of(spec: LinearSpec, generator: torch.Generator) -> torch.Tensor:
 
 
 def copies_of(row_bytes: int, rows: int) -> int:
-    """Weights that take turns: twice what L2 holds, and few where a call is long."""
+    """Return the weights that take turns: twice what L2 holds, and few where a call is long."""
     return max(2, 2 * L2_BYTES // row_bytes + 1) if rows <= 512 else 2
 
 
 def ours(spec: LinearSpec, weights: list[torch.Tensor], x: torch.Tensor, plan: cuda.Plan | None = None) -> list[Call]:
-    """A call for each of the weights."""
+    """Return a call for each of the weights."""
     p = cuda.linear_problem(spec, "bf16", len(x))
     plan = plan or cuda.plan(p, cuda.query())
     y = torch.empty((len(x), spec.out_features), dtype=x.dtype, device="cuda")
@@ -73,7 +73,7 @@ def theirs(weights: list[torch.Tensor], x: torch.Tensor) -> list[Call]:
 
 
 def in_turn(calls: list[list[Call]], repeats: int, apart: bool = False) -> list[float]:
-    """Microseconds of a call of each list."""
+    """Return the microseconds of a call of each list."""
     between = torch.zeros(1, device="cuda")
 
     def body(of: list[Call]) -> None:

@@ -23,7 +23,8 @@ for _library in ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so")
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [N, K] -> int32 [K / 16, 2 N]: tiles of 16 x 64, a lane's 8 codes of a fragment pair in a word."""
+    """Return codes uint8 [N, K] -> int32 [K / 16, 2 N]: tiles of 16 x 64, a lane's 8 codes of a fragment pair in a
+    word."""
     n, k = codes.shape
     # N as (64s, fragment pairs, fragments, lane / 4), K as (16s, registers, lane % 4, halves)
     tiles = codes.view(n // 64, 4, 2, 8, k // 16, 2, 4, 2).permute(4, 0, 3, 6, 1, 7, 2, 5)
@@ -91,7 +92,7 @@ class MarlinMoE:
     def launch(
         self, batch: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor, lists: bool = True
     ) -> None:
-        """Enqueues on torch's current stream; ids int32 and weights f32 [T, k]."""
+        """Enqueue on torch's current stream; ids int32 and weights f32 [T, k]."""
         tokens = len(ids)
         if lists:
             places = (batch["sorted_pairs"], batch["expert_ids"], batch["padded"])

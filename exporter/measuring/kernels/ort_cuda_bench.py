@@ -82,7 +82,7 @@ def make_graph(
     every: bool = False,
     paged: bool = False,
 ) -> None:
-    """Writes a graph in f16 whose weights are named and not there.
+    """Write a graph in f16 whose weights are named and not there.
 
     Args:
         sizes: fields of the model's configuration that are others.
@@ -143,7 +143,7 @@ def make_graph(
 
 
 def fill(path: Path, folder: Path, apart: bool = False) -> None:
-    """Writes ``folder``'s model.onnx and its data: random weights of unit-variance products.
+    """Write ``folder``'s model.onnx and its data: random weights of unit-variance products.
 
     Args:
         apart: each layer has a copy of its own, so that the file is as long as a model's; else all share one.
@@ -290,7 +290,7 @@ class Bound:
         return float(np.median(times)) * 1e3
 
     def kernels(self, runs: int = 5, most: int = 24) -> None:
-        """Prints what took the GPU's time, microseconds a run: until the kernel before had ended, what a kernel ran is
+        """Print what took the GPU's time, microseconds a run: until the kernel before had ended, what a kernel ran is
         no time of its own, as kernels begin before that and wait."""
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -318,7 +318,7 @@ def _place(tensor: Any) -> tuple[Any, ...]:
 
 
 def _bus() -> float:
-    """Bytes a second from page-locked memory to the device's."""
+    """Return bytes a second from page-locked memory to the device's."""
     import torch
 
     host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
@@ -333,7 +333,7 @@ def _bus() -> float:
 
 
 def drive(folder: Path) -> np.ndarray:
-    """Writes driven.onnx, whose layers take the ids of inputs topk_ids.N, and routers only weigh them.
+    """Write driven.onnx, whose layers take ids from inputs topk_ids.N. Routers only weigh them.
 
     Returns:
         int64 [layers, 3]: routed experts, top_k and shared experts of each; the shared ones are its last.
@@ -356,7 +356,7 @@ def drive(folder: Path) -> np.ndarray:
 
 
 def route(how: str, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Ids of tokens, int64 [tokens, layers, top_k + shared experts].
+    """Return the ids of tokens, int64 [tokens, layers, top_k + shared experts].
 
     Args:
         how: "uniform"; "local": of the experts by last use, 67 % are drawn from the first eighth and 81 % from the
@@ -390,7 +390,7 @@ def route(how: str, tokens: int, sizes: np.ndarray) -> np.ndarray:
 
 
 def trace_routes(session: Any, ids: np.ndarray) -> None:
-    """Runs tokens that are routed to these experts, of which the session writes a trace."""
+    """Run tokens that are routed to these experts, of which the session writes a trace."""
     bound = Bound(session, 1, 1, 512, 4096, -1)
     for step in bound.routed.new_tensor(ids):
         bound.routed.copy_(step[:, None])
@@ -446,7 +446,7 @@ def misses(
 
 
 def _distance(found: np.ndarray, want: np.ndarray) -> float:
-    """The largest of rows, relative to each one's length; 0: the same bytes."""
+    """Return the largest of rows, relative to each one's length; 0: the same bytes."""
     if found.tobytes() == want.tobytes():
         return 0.0
     wide = want.astype(np.float32)
@@ -480,7 +480,7 @@ def measure_steps(session: Any, steps: list[str], report: Callable[[], None]) ->
 
 
 def forget(data: Path) -> float:
-    """Drops the file from the page cache; the bytes a second of a read of its first 2 GiB, which are dropped again."""
+    """Drop the file from the page cache; the bytes a second of a read of its first 2 GiB, which are dropped again."""
     with data.open("rb", buffering=0) as file:
         os.fsync(file)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -492,12 +492,12 @@ def forget(data: Path) -> float:
 
 
 def bytes_read() -> int:
-    """What this process had read from storage so far, by whatever call or mapping (proc(5))."""
+    """Return what this process had read from storage so far, by whatever call or mapping (proc(5))."""
     return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(encoding="utf-8"), re.MULTILINE)[0])
 
 
 def measure_load(session: Any, begun: float, read: int, data: Path) -> None:
-    """Prints when the first token was there, and the time of a copy of the mapped file to the device beside it.
+    """Print when the first token was there, and the time of a copy of the mapped file to the device beside it.
 
     Args:
         begun: when the session was asked for; read: bytes_read() then.
@@ -540,7 +540,7 @@ def bench(
     apart: bool = False,
     cold: bool = False,
 ) -> None:
-    """Prints a line for each measurement, and the kernels of some.
+    """Print a line for each measurement, and the kernels of some.
 
     Args:
         steps: BATCH:PAST:NEW.

@@ -28,7 +28,7 @@ from quantmoe.exporter.running.ranks import nccl_id, nccl_library
 def work(
     folder: Path, gpu: int, group: str | None, prompt: list[int], forced: list[int] | int, queue: multiprocessing.Queue
 ) -> None:
-    """Puts (gpu, its own tokens, logits, milliseconds of the prompt, of a token), or (gpu, error).
+    """Put (gpu, its own tokens, logits, milliseconds of the prompt, of a token), or (gpu, error).
 
     Args:
         forced: tokens after the prompt that the logits are of; a number: as many of its own.
@@ -49,7 +49,7 @@ def work(
 
 
 def run(folders: list[Path], group: str | None, prompt: list[int], forced: list[int] | int) -> list[tuple]:
-    """What each folder's process found, by GPU."""
+    """Return what each folder's process found, by GPU."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     processes = [

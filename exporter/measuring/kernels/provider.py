@@ -26,7 +26,7 @@ from quantmoe.ort_ext import library_path, provider_devices
 
 
 def linear(folder: Path, n: int, k: int, bits: int, group: int, accuracy_level: int) -> Path:
-    """A model of one MatMulNBits with weights in a data file: x [rows, k] to y [rows, n]."""
+    """Return a model of one MatMulNBits with weights in a data file: x [rows, k] to y [rows, n]."""
     rng = np.random.default_rng(0)
     blocks = -(-k // group)
     tensors = {
@@ -47,7 +47,7 @@ def linear(folder: Path, n: int, k: int, bits: int, group: int, accuracy_level: 
 
 
 def layer(folder: Path, shape: str, kind: str, group: int, accuracy_level: int) -> Path:
-    """A model of one QMoE."""
+    """Return a model of one QMoE."""
     path = Layer.random(SHAPES[shape], kind, group).write_qmoe(folder)
     model = ir.load(path)
     node = model.graph.node("QMoE")
@@ -58,7 +58,7 @@ def layer(folder: Path, shape: str, kind: str, group: int, accuracy_level: int) 
 
 
 def feed(session: ort.InferenceSession, tokens: int, past: int) -> dict[str, np.ndarray]:
-    """Inputs of a run: a model's step of `tokens` after `past`, or random ones of a layer."""
+    """Return the inputs of a run: a model's step of `tokens` after `past`, or random ones of a layer."""
     rng = np.random.default_rng(tokens)
     found: dict[str, np.ndarray] = {}
     for i in session.get_inputs():

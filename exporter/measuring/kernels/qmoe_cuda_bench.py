@@ -72,7 +72,7 @@ class Side:
                 yield 3 + at, (self.spec.num_experts, sizes[at] // 4), [row.view(np.int32) for row in own]
 
     def save(self) -> Path:
-        """Inputs x [n, H] and logits.i [n, E], outputs y.i [n, H]: f16."""
+        """Return inputs x [n, H] and logits.i [n, E], outputs y.i [n, H]: f16."""
         s, data = self.layer.shape, self.path.with_suffix(".bin")
         written = self.layer.write_data(data, [arrays for *_, arrays in self.stored])
         x, *logits = inputs = [
@@ -131,7 +131,7 @@ def session(path: Path) -> ort.InferenceSession:
 
 
 def bound(own: ort.InferenceSession, feeds: list[torch.Tensor], ys: torch.Tensor) -> Callable[[], None]:
-    """A run that is captured in a graph of its own."""
+    """Return a run that is captured in a graph of its own."""
     binding, options = own.io_binding(), ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(len(feeds[0])))
     for values, tensors, bind in (

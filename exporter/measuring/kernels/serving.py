@@ -82,7 +82,7 @@ class Batches:
         self.name, self.model = f"{folder.name}, static batches", og.Model(opened)
 
     def serve(self, requests: Sequence[Request], concurrent: int) -> None:
-        """Fills in when what came. Who asks does so again when the request before has ended."""
+        """Fill in when what came. Who asks does so again when the request before has ended."""
         begin, rows = time.perf_counter(), min(concurrent, ROWS)
         for at in range(0, len(requests), rows):
             batch = requests[at : at + rows]
@@ -124,7 +124,7 @@ class Engine:
         self.events = self.engine.create_event_buffer(1024)
 
     def serve(self, requests: Sequence[Request], concurrent: int) -> None:
-        """Fills in what came."""
+        """Fill in what came."""
         waiting, running = list(reversed(requests)), dict[Any, Request]()
         while waiting or running:
             while waiting and len(running) < concurrent:
@@ -157,7 +157,7 @@ class Server:
         self.address, self.vocabulary, self.name = address, vocabulary, f"llama.cpp, {address}"
 
     def serve(self, requests: Sequence[Request], concurrent: int) -> None:
-        """Fills in when what came."""
+        """Fill in when what came."""
         waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
         for request in requests:
             waiting.put(request)
@@ -185,7 +185,7 @@ class Server:
 
 
 def opened(place: str, vocabulary: int, static: bool) -> Batches | Engine | Server:
-    """What serves at a place: a folder, or an address.
+    """Return what serves at a place: a folder, or an address.
 
     Args:
         vocabulary: of a server's model. static: an ordinary export in the Engine.
@@ -197,7 +197,7 @@ def opened(place: str, vocabulary: int, static: bool) -> Batches | Engine | Serv
 
 
 def measure(server: Batches | Engine | Server, concurrent: int, rounds: int) -> None:
-    """Prints a line, of requests after others in which CUDA graphs are captured."""
+    """Print a line, of requests after others in which CUDA graphs are captured."""
     server.serve(mixed(2 * concurrent, server.vocabulary, seed=1), concurrent)
     requests = mixed(max(8, rounds * concurrent), server.vocabulary)
     begin = time.perf_counter()
@@ -216,7 +216,7 @@ def measure(server: Batches | Engine | Server, concurrent: int, rounds: int) -> 
 
 
 def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) -> None:
-    """Prints how far logits of packed runs are from the ordinary export's, as far as those are from themselves where
+    """Print how far logits of packed runs are from the ordinary export's, as far as those are from themselves where
     other tokens are run together; and how many tokens of the Engine are the ordinary export's."""
     from quantmoe.exporter.running.generate import Generator
 
@@ -255,8 +255,8 @@ def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) ->
 
 
 def packed_logits(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray]:
-    """Logits of all tokens, [tokens, V] of each prompt, all in the same runs, random parts of each in one, with caches
-    in blocks in random order; of a graph in f16."""
+    """Return the logits of all tokens, [tokens, V] of each prompt, all in the same runs, random parts of each in one,
+    with caches in blocks in random order; of a graph in f16."""
     import onnxruntime as ort
     import torch
 
@@ -308,7 +308,7 @@ def packed_logits(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray
 
 
 def texts(folder: Path, text: Path | None, count: int) -> Iterator[list[int]]:
-    """Prompts of 1 to 600 tokens: pieces of a text, or random."""
+    """Yield the prompts of 1 to 600 tokens: pieces of a text, or random."""
     config = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
     rng, vocabulary = np.random.default_rng(1), config["model"]["vocab_size"]
     ids = rng.integers(3, vocabulary, 20_000).tolist()
@@ -322,7 +322,7 @@ def texts(folder: Path, text: Path | None, count: int) -> Iterator[list[int]]:
 
 
 def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]) -> None:
-    """Writes a folder for each graph, named as it is, with random weights, genai_config.json and the library."""
+    """Write a folder for each graph, named as it is, with random weights, genai_config.json and the library."""
     import onnx
 
     from quantmoe.exporter.measuring.kernels.ort_cuda_bench import fill

@@ -44,7 +44,8 @@ def drawn(batch: int, length: int, vocabulary: int) -> np.ndarray:
 
 
 def measure(model: Generator, vocabulary: int) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Logits of each run [B, S, vocabulary], of its last tokens where the export has only these; and a greedy text."""
+    """Return the logits of each run [B, S, vocabulary], of its last tokens where the export has only these; and a
+    greedy text."""
     made = {}
     for name, (batch, pieces) in RUNS.items():
         ids, past, at = drawn(batch, sum(pieces), vocabulary), model.start(batch), 0
@@ -58,14 +59,15 @@ def measure(model: Generator, vocabulary: int) -> tuple[dict[str, np.ndarray], l
 
 
 def apart(found: np.ndarray, want: np.ndarray) -> tuple[float, int]:
-    """The largest distance of a token's logits, relative to their length; and how many tokens took other experts."""
+    """Return the largest distance of a token's logits, relative to their length; and how many tokens took other
+    experts."""
     distance = np.linalg.norm(found - want, axis=-1) / np.linalg.norm(want, axis=-1)
     same = distance <= OTHER  # no NaN is
     return float(distance.max(initial=0, where=same)), int((~same).sum())
 
 
 def compare(own: Generator, whole: tuple[dict[str, np.ndarray], list[int]], vocabulary: int) -> dict[str, Any]:
-    """What a rank has found, for :func:`say`."""
+    """Return what a rank has found, for :func:`say`."""
     (found, text), (want, wanted) = measure(own, vocabulary), whole
     return {
         "apart": {name: apart(found[name], want[name]) for name in RUNS},

@@ -69,7 +69,7 @@ class Specs:
         return cls(moe, attention, qkv, o, router)
 
     def packed(self) -> dict[str, tuple[MoESpec, str]]:
-        """A layer's packed weights: whose rows they are, and which projection."""
+        """Return a layer's packed weights: whose rows they are, and which projection."""
         return {"qkv": (self.qkv.moe, "w2"), "o": (self.o.moe, "w2"), "w13": (self.moe, "w13"), "w2": (self.moe, "w2")}
 
 
@@ -307,7 +307,7 @@ class Decoder:
         self.tokens["attention_mask"][:, : position + 1] = 1
 
     def growth(self, token: int, past: int) -> torch.Tensor:
-        """The logits of a token after the cache's first slots, with present in other memory."""
+        """Return the logits of a token after the cache's first slots, with present in other memory."""
         outs = {}
         for name, cache in self.caches.items():
             self.grow.bind(f"past_key_values.{name}", cache[:, :, :past].contiguous())
@@ -360,7 +360,7 @@ def events(body: Any, repeats: int) -> float:
 
 
 def kernels(body: Any) -> dict[str, tuple[int, float]]:
-    """Calls of each kernel, and the microseconds from the end of the one before to its own: kernels overlap."""
+    """Call of each kernel, and the microseconds from the end of the one before to its own: kernels overlap."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         body()
         torch.cuda.synchronize()

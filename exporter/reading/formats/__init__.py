@@ -42,7 +42,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def find_format(ckpt: Checkpoint) -> Format:
-    """The format that wrote a checkpoint.
+    """Return the format that wrote a checkpoint.
 
     Raises:
         CheckpointError: naming the quantization method found and the supported ones.

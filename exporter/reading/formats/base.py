@@ -80,7 +80,7 @@ class SharedExpert:
         return [self.name] if self.count == 1 else [f"{self.name}.{i}" for i in range(self.count)]
 
     def expert(self, i: int) -> Expert:
-        """Decodes one of them.
+        """Decode one of them.
 
         Raises:
             CheckpointError: see :meth:`MoELayer.expert`.
@@ -148,7 +148,8 @@ class MoELayer:
         return (ids.start, self.every) if isinstance(ids, range) else (0, len(ids) or self.every)
 
     def table(self) -> np.ndarray | None:
-        """The node's row of each expert, -1 where it has none: int64 [copies, every]; None: those of ``expert_offset``.
+        """Return the node's row of each expert, -1 where it has none: int64 [copies, every]; None: those of
+        ``expert_offset``.
 
         A rank whose experts a map says has one, see :meth:`Placement.table`; and so has each of several groups.
         """
@@ -169,8 +170,8 @@ class MoELayer:
         return np.vectorize(lambda at: rows.get(at, -1), otypes=[np.int64])(found)
 
     def groups(self) -> list[MoELayer]:
-        """The layer in parts that one node each can hold: experts of the same formats, group sizes, types of scales and
-        formats of activations; mostly it is one, the layer itself.
+        """Return the layer in parts that one node each can hold: experts of the same formats, group sizes, types of
+        scales and formats of activations; mostly it is one, the layer itself.
 
         Raises:
             CheckpointError: see :meth:`expert`.
@@ -221,22 +222,23 @@ class MoELayer:
         return self.scheme.text if same else f"{self.scheme.text}; down: {self.down_scheme.text}"
 
     def label(self, e: int) -> str:
-        """What ``unpack`` and errors call expert ``e``."""
+        """Return what ``unpack`` and errors call expert ``e``."""
         shared = e - self.num_experts
         return f"{self.name}.{e}" if shared < 0 or self.shared is None else self.shared.names()[shared]
 
     def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
-        """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
+        """Return names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when
+        fused."""
         modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]
         return [self.format.ckpt.beside(module) for module in modules]
 
     def outline(self) -> MoELayer:
-        """The same layer, its experts outlines: see :meth:`Format.outline`."""
+        """Return the layer with outlines of its experts (:meth:`Format.outline`)."""
         shared = self.shared and replace(self.shared, format=self.shared.format.outline())
         return replace(self, format=self.format.outline(), shared=shared)
 
     def expert(self, e: int) -> Expert:
-        """Decodes expert ``e``, or a rank's part of it.
+        """Decode expert ``e``, or a rank's part of it.
 
         Raises:
             CheckpointError: naming file, tensor, found and expected.
@@ -271,7 +273,8 @@ class MoELayer:
         return range(self.num_experts) if self.members is None else [e for e in self.members if e < self.num_experts]
 
     def odd(self) -> list[int]:
-        """Experts whose tensors are not named, typed or shaped as those of the first one, or configured otherwise."""
+        """Return experts whose tensors are not named, typed or shaped as those of the first one, or configured
+        otherwise."""
         first, *others = self.routed
         return [e for e in others if self._stored[e] != self._stored[first]]
 
@@ -339,7 +342,7 @@ class Format(ABC):
         return any(name.startswith(self.prefixes(part)) for name in self.ckpt.names())
 
     def prefixes(self, part: str) -> tuple[str, ...]:
-        """How the names of the tensors of a part beside the text model begin."""
+        """Return how the names of the tensors of a part beside the text model begin."""
         return BESIDE[part] + ((self.next_layer,) if part == MTP and self.next_layer else ())
 
     @cached_property
@@ -358,7 +361,7 @@ class Format(ABC):
         return bool(self.part) and self.next_layer.startswith(MIMO)
 
     def _later_layers(self) -> list[str]:
-        """Tensors of layers that draft beside the first one."""
+        """Return the tensors of layers that draft beside the first one."""
         found = []
         for first in [self.next_layer] if self.next_layer else [f"{prefix}layers.0." for prefix in BESIDE[MTP]]:
             stem, number = first.removesuffix(".").rsplit(".", 1)
@@ -384,11 +387,11 @@ class Format(ABC):
     @staticmethod
     @abstractmethod
     def claims(quantization: dict[str, Any]) -> bool:
-        """Whether this format wrote a checkpoint with this quantization configuration."""
+        """Return whether this format wrote a checkpoint with this quantization configuration."""
 
     @abstractmethod
     def scheme(self, module: str) -> ModuleScheme:
-        """How a quantized module is quantized.
+        """Return how a quantized module is quantized.
 
         Raises:
             CheckpointError: when it is not supported; names the module, the scheme and what is supported.
@@ -396,14 +399,14 @@ class Format(ABC):
 
     @abstractmethod
     def matrix(self, module: str) -> QuantizedMatrix:
-        """Decodes a quantized linear module, losslessly.
+        """Decode a quantized linear module, losslessly.
 
         Raises:
             CheckpointError: naming file, tensor, found and expected.
         """
 
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
-        """Decodes one expert of a layer that the tool stores in 3-D tensors."""
+        """Decode one expert of a layer that the tool stores in 3-D tensors."""
         raise NotImplementedError
 
     def is_quantized(self, module: str) -> bool:
@@ -441,12 +444,12 @@ class Format(ABC):
         return unrounded(weight, self.bias(module, n))
 
     def kv_cache(self) -> str:
-        """A remark when the checkpoint wants its KV cache quantized; else ""."""
+        """Return a remark when the checkpoint wants its KV cache quantized; else ""."""
         found = kv_cache.find(self.ckpt)
         return found.remark if found else ""
 
     def attention(self, first: int | None = None) -> str:
-        """How many layers have attention of which type, as config.json says; "" of models that have one.
+        """Return how many layers have attention of which type, as config.json says; "" of models that have one.
 
         Args:
             first: of so many layers at the beginning; None: of all.
@@ -472,7 +475,7 @@ class Format(ABC):
         return ", ".join(f"{n} layers of {kind.replace('_', ' ')}" for kind, n in Counter(types).items())
 
     def left_out(self, exported: str = "") -> str:
-        """A remark naming the parts of the checkpoint beside its text model, which alone is exported; else "".
+        """Return a remark naming the parts of the checkpoint beside its text model, which alone is exported; else "".
 
         Args:
             exported: another part; of multi-token prediction it is the first layer.
@@ -492,7 +495,7 @@ class Format(ABC):
         return "; ".join(remarks)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is of the part that this is, or shared with it."""
+        """Return whether a tensor is of the part that this is, or shared with it."""
         if not self.part:
             return not name.startswith(ALL_BESIDE)
         return (
@@ -500,13 +503,14 @@ class Format(ABC):
         )
 
     def moe_layers(self) -> list[MoELayer]:
-        """The MoE layers, in the model's order; some of them may be 16-bit floats."""
+        """Return the MoE layers, in the model's order; some of them may be 16-bit floats."""
         from quantmoe.exporter.reading.formats.experts import moe_layers
 
         return moe_layers(self)
 
     def parameters(self) -> list[str]:
-        """The text model's parameters outside the experts, a quantized module's tensors being its one ``weight``."""
+        """Return the text model's parameters outside the experts, a quantized module's tensors being its one
+        ``weight``."""
         names: dict[str, None] = {}
         for name in self.ckpt.names():
             module, _, leaf = name.rpartition(".")
@@ -518,8 +522,8 @@ class Format(ABC):
         return list(names)
 
     def stored(self, name: str) -> np.ndarray:
-        """One of :meth:`parameters`, or a rank's part of it: dequantized f32, or the tensor in the checkpoint's own
-        type."""
+        """Return one of :meth:`parameters`, or a rank's part of it: dequantized f32, or the tensor in the checkpoint's
+        own type."""
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and self.is_quantized(module):
             return self.matrix_of(module).dequantize(np.float32)
@@ -527,7 +531,7 @@ class Format(ABC):
         return self.cuts[name].array(array) if name in self.cuts else array
 
     def parameter(self, name: str) -> np.ndarray:
-        """One of :meth:`parameters` as f32, dequantized if need be."""
+        """Return one of :meth:`parameters` as f32, dequantized if need be."""
         return self.stored(name).astype(np.float32)
 
     def dense(self, module: str) -> np.ndarray:
@@ -537,7 +541,7 @@ class Format(ABC):
     # helpers for decoders
 
     def take(self, module: str, declared: Iterable[Tensor], at: int | None = None) -> dict[str, np.ndarray]:
-        """The declared tensors of a module by suffix, each checked; optional ones that are absent are left out.
+        """Return the declared tensors of a module by suffix, each checked; optional ones that are absent are left out.
 
         So are scales of activations where nothing wants them (``self.input_scales``).
 
@@ -581,7 +585,7 @@ class Format(ABC):
         return found["bias"].astype(np.float32) if found else None
 
     def no_zero_points(self, module: str) -> None:
-        """Refuses stored zero points of weights that have none by the configuration, unless they are zero.
+        """Refuse stored zero points of weights that have none by the configuration, unless they are zero.
 
         Raises:
             CheckpointError: naming file and tensor.
@@ -598,7 +602,7 @@ class Format(ABC):
         )
 
     def shape2d(self, name: str) -> tuple[int, int]:
-        """The shape of a tensor that must be a matrix."""
+        """Return the shape of a tensor that must be a matrix."""
         shape = self.ckpt.shape(name)
         if len(shape) != 2:
             raise CheckpointError(f"{self.ckpt.where(name)} has shape {list(shape)}, expected two dimensions")
@@ -641,7 +645,7 @@ def reading(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dividing(format: Format, what: str) -> Iterator[None]:
-    """What cannot be divided among ranks is named."""
+    """Yield what cannot be divided among ranks is named."""
     try:
         yield
     except CheckpointError:
@@ -664,14 +668,14 @@ def searched_scheme(kind: str, group_size: int) -> ModuleScheme:
 
 
 def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:
-    """A matrix [N, K] of 16-bit floats whose codes they are."""
+    """Return a matrix [N, K] of 16-bit floats whose codes they are."""
     kind = "f16" if weight.dtype == np.float16 else "bf16"
     codes = np.broadcast_to(np.ascontiguousarray(unlike_rows(weight)).view(np.uint16), weight.shape)
     return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
 
 
 def group_size_of(value: object) -> int:
-    """A configuration's group size: -1 (one group) or positive.
+    """Return a configuration's group size: -1 (one group) or positive.
 
     Raises:
         ValueError: otherwise.
@@ -682,7 +686,7 @@ def group_size_of(value: object) -> int:
 
 
 def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | None:
-    """The column order that makes act-order groups contiguous: int32 [K], or None when they are already.
+    """Return the column order that makes act-order groups contiguous: int32 [K], or None when they are already.
 
     Args:
         g_idx: group of each input feature, [K].
@@ -713,7 +717,7 @@ def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | 
 
 
 def matches(pattern: str | regex.Pattern[str], module: str, anywhere: bool = False) -> bool:
-    """Whether a configuration's regular expression matches a module's name from its beginning, or anywhere.
+    """Return whether a configuration's regular expression matches a module's name from its beginning, or anywhere.
 
     Raises:
         CheckpointError: it takes more than a second: some expressions take exponential time.

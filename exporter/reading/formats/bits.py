@@ -9,7 +9,7 @@ from quantmoe.exporter.reading.checkpoint import is_outline, outline
 
 
 def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Codes of a dense bit stream along the last axis.
+    """Return the codes of a dense bit stream along the last axis.
 
     Args:
         words: 32-bit integers [.., W].
@@ -56,5 +56,5 @@ def unpack_nibbles(octets: np.ndarray) -> np.ndarray:
 
 
 def in_order(codes: np.ndarray, perm: np.ndarray | None) -> np.ndarray:
-    """Codes [N, K] with their columns in the order ``perm``; None: as they are."""
+    """Return codes [N, K] with their columns in the order ``perm``; None: as they are."""
     return codes if perm is None or is_outline(codes) else np.take(codes, perm, axis=1)

@@ -171,7 +171,8 @@ class CompressedTensors(Format):
         )
 
     def group(self, module: str) -> Group:
-        """The config group of a quantized module, as ``apply_quantization_config`` finds it (the same in 0.13 to 0.20).
+        """Return the config group of a quantized module, as ``apply_quantization_config`` finds it (the same in 0.13 to
+        0.20).
 
         The module's name wins over patterns, these over classes; among patterns and among classes the alphabet decides.
 
@@ -339,7 +340,7 @@ class CompressedTensors(Format):
 
 
 def _reciprocal(stored: np.ndarray | None) -> float | None:
-    """The library stores nvfp4's global scales as divisors."""
+    """Return a global scale of nvfp4, which the library stores as its inverse."""
     return None if stored is None else float(np.float32(1) / stored.item())
 
 
@@ -350,7 +351,7 @@ def _targets(raw: Any, what: str) -> list[str]:
 
 
 def _compiled(target: str) -> str | regex.Pattern[str]:
-    """A target; patterns mean what Python's re makes of them, which the library uses.
+    """Return a target; patterns mean what Python's re makes of them, which the library uses.
 
     Raises:
         ValueError: it is no pattern, or regex, which has a time limit, would read it otherwise.

@@ -60,7 +60,7 @@ SILU = ("lfm2_moe",)
 
 
 def moe_layers(format: Format) -> list[MoELayer]:
-    """The MoE layers that the checkpoint's tensor names show, checked against its config.
+    """Return the MoE layers that the checkpoint's tensor names show, checked against its config.
 
     Layers beyond num_hidden_layers (multi-token prediction) are left out, as transformers leaves them out.
 
@@ -94,7 +94,7 @@ def named_experts(
     has: Callable[[str], bool] = lambda name: not name.startswith(ALL_BESIDE),
     part: str = "",
 ) -> dict[str, dict[int, set[str]]]:
-    """What tensor names show: experts' module -> number -> the children of each; {} where they are fused.
+    """Return what tensor names show: experts' module -> number -> the children of each; {} where they are fused.
 
     Args:
         fused: ends of the names of tensors of all experts. has: which tensors count. part: whose they are, if not the
@@ -127,7 +127,7 @@ def named_experts(
 
 
 def refuse_dense(ckpt: Checkpoint) -> None:
-    """Refuses a model of whose experts neither tensor names nor config.json say anything.
+    """Refuse a model of whose experts neither tensor names nor config.json say anything.
 
     Raises:
         CheckpointError: it is such a model, which no option helps.
@@ -141,7 +141,7 @@ def refuse_dense(ckpt: Checkpoint) -> None:
 
 
 def check_sizes(ckpt: Checkpoint, config: dict[str, Any]) -> None:
-    """Refuses sizes that would take hours or terabytes to build a model of."""
+    """Refuse sizes that would take hours or terabytes to build a model of."""
     for key, value in config.items():
         limit = 1 << 16 if key == "num_labels" else MAX_SIZE  # transformers names every label
         if re.search("(size|dim|heads|experts|layers|rank|labels)$", key) and type(value) is int and value > limit:
@@ -154,7 +154,8 @@ def _index(name: str) -> int:
 
 
 def _absence(ckpt: Checkpoint, fused: tuple[str, ...], has: Callable[[str], bool], part: str) -> str:
-    """Which names there are none of, and the first tensor that may be experts' by its name or three dimensions."""
+    """Return which names there are none of, and the first tensor that may be experts' by its name or three
+    dimensions."""
     if part:
         layer = next((m[1] for name in ckpt.names() if has(name) and (m := re.match(r"(.+?\.\d+)\.", name))), "<layer>")
         return f"no experts of {part}; expected tensors named {_expected(f'{layer}.mlp', fused)}"
@@ -218,7 +219,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
 
 
 def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
-    """The naming that all experts of a layer share; every one of them is there, quantized or a 16-bit float."""
+    """Return the naming that all experts of a layer share; every one of them is there, quantized or a 16-bit float."""
     folder = format.ckpt.folder
     if missing := list(itertools.islice((e for e in range(num_experts) if e not in experts), 8)):  # may be absurd
         raise CheckpointError(f"{folder}: {name} lacks the experts {missing}; config.json says {num_experts}")
@@ -245,7 +246,8 @@ def _projections(format: Format, name: str, experts: dict[int, set[str]], num_ex
 def _schemes(
     format: Format, name: str, projections: tuple[str, ...], num_experts: int
 ) -> tuple[ModuleScheme, ModuleScheme]:
-    """Schemes of the first expert's gate and up, and down: a node has one activation_format for each of the two."""
+    """Return the schemes of the first expert's gate and up, and down: a node has one activation_format for each of the
+    two."""
     if not projections:
         return format.scheme(name), format.scheme(name)
     for e in range(num_experts):

@@ -85,7 +85,8 @@ class FP8(Format):
 
 
 def block_scales(format: Format, name: str, n: int, k: int, bn: int, bk: int) -> np.ndarray:
-    """Scales of blocks as [ceil(n / bn), ceil(k / bk)], dimensions of 1 left out or added; powers of two as f32."""
+    """Return the scales of blocks as [ceil(n / bn), ceil(k / bk)], dimensions of 1 left out or added; powers of two as
+    f32."""
     want, shape, dtype = (-(-n // bn), -(-k // bk)), format.ckpt.shape(name), format.ckpt.dtype(name)
     if dtype not in (*FLOATS, "F8_E8M0") or [d for d in shape if d != 1] != [d for d in want if d != 1]:
         raise CheckpointError(
@@ -97,7 +98,7 @@ def block_scales(format: Format, name: str, n: int, k: int, bn: int, bk: int) ->
 
 
 def row_scales(format: Format, name: str, n: int) -> np.ndarray:
-    """A scale of one element, [N] or [N, 1] as [N, 1]."""
+    """Return a scale of one element, [N] or [N, 1] as [N, 1]."""
     shape = format.ckpt.shape(name)
     if format.ckpt.dtype(name) not in FLOATS or shape not in ((), (1,), (1, 1), (n,), (n, 1)):
         raise CheckpointError(

@@ -20,7 +20,7 @@ from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
 
 
 def _halves(octets: np.ndarray) -> np.ndarray:
-    """Nibbles of blocks [.., B] as [.., 2 B]: the low ones of all bytes, then the high ones."""
+    """Return the nibbles of blocks [.., B] as [.., 2 B]: the low ones of all bytes, then the high ones."""
     return np.concatenate([octets & 15, octets >> 4], axis=-1)
 
 
@@ -143,7 +143,7 @@ class GGML(Format):
         return ModuleScheme(block.kind, block.group_size, "none", f"GGUF {kind}")
 
     def _block(self, module: str) -> tuple[str, Block]:
-        """A module's type, and how it is carried."""
+        """Return a module's type, and how it is carried."""
         kind = next(mark for mark in self.marks if f"{module}.{mark}" in self.ckpt)
         if kind not in CARRIED:
             why = "has a codebook" if kind.startswith("IQ") else REFUSED[kind]

@@ -89,7 +89,7 @@ class GPTQ(Format):
         return method == "gptq" or (method in AUTOROUND and "awq" not in autoround_packing(quantization))
 
     def module_config(self, module: str) -> Config:
-        """A module's own configuration, or the whole checkpoint's."""
+        """Return a module's own configuration, or the whole checkpoint's."""
         return replace(self.config, **self.overrides.of(module))
 
     def scheme(self, module: str) -> ModuleScheme:
@@ -164,7 +164,8 @@ def autoround_packing(quantization: dict[str, Any]) -> str:
 
 
 def stores_zeros(ckpt: Checkpoint) -> bool | None:
-    """Whether AutoRound stored zero points as they are (True) or less one; None when the configuration does not say.
+    """Return whether AutoRound stored zero points as they are (True) or less one; None when the configuration does not
+    say.
 
     Read from AutoRound 0.2 to 0.14: its own packing and gptqmodel's keep them, every other gptq's does not.
 

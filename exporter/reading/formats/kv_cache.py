@@ -50,7 +50,7 @@ class KVCache:
     scales: tuple[str, ...]
 
     def floats(self, reason: str) -> str:
-        """The remark where the cache stays float."""
+        """Return the remark where the cache stays float."""
         more = f" and {len(self.scales) - 1} more" if len(self.scales) > 1 else ""
         unused = f"; not used: {self.scales[0]}{more}" if self.scales else ""
         return f"the KV cache stays float: {reason}; the checkpoint wants it quantized ({self.said}{unused})"
@@ -62,7 +62,7 @@ class KVCache:
 
 
 def find(ckpt: Checkpoint) -> KVCache | None:
-    """What the checkpoint says; None where it says nothing."""
+    """Return what the checkpoint says; None where it says nothing."""
     raw = ckpt.quantization
     inner = raw.get("quantization")  # ModelOpt's hf_quant_config.json
     fields = raw | (inner if isinstance(inner, dict) else {})
@@ -133,7 +133,7 @@ def scales(ckpt: Checkpoint, cache: KVCache, module: str) -> tuple[float, float]
 
 
 def _text(value: Any) -> str:
-    """A scheme in few words: "float8 per tensor", "FP8", "*k_proj, *v_proj"."""
+    """Return a scheme in few words: "float8 per tensor", "FP8", "*k_proj, *v_proj"."""
     if not isinstance(value, dict):
         return str(value)
     if "num_bits" in value:

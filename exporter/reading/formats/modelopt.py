@@ -88,7 +88,7 @@ class ModelOpt(Format):
         return str(quantization.get("quant_method", "")).startswith("modelopt")
 
     def module_config(self, module: str) -> dict[str, Any]:
-        """The entry of quantized_layers for a module, or for one that it is in, or the whole configuration."""
+        """Return the entry of quantized_layers for a module, or for one that it is in, or the whole configuration."""
         for end in ("", ".*"):
             if found := next((c for pattern, c in self.layers.items() if fnmatch(module, pattern + end)), None):
                 return found
@@ -125,7 +125,7 @@ class ModelOpt(Format):
         )
 
     def _block_scale(self, module: str) -> str:
-        """The name of the scales of blocks."""
+        """Return the name of the scales of blocks."""
         own = f"{module}.weight_scale"
         return own if own in self.ckpt else f"{own}_inv"
 

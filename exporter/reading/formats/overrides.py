@@ -48,11 +48,11 @@ class Overrides:
                     continue
 
     def of(self, module: str) -> dict[str, Any]:
-        """The fields of a module; {}: those of the whole checkpoint."""
+        """Return the fields of a module; {}: those of the whole checkpoint."""
         return self._found(module)[1]
 
     def where(self, module: str) -> str:
-        """Which entry a module's fields are from, for messages; "" without one."""
+        """Return which entry a module's fields are from, for messages; "" without one."""
         key = self._found(module)[0]
         return f" ({self.field} {key!r})" if key else ""
 

@@ -68,7 +68,7 @@ class Unquantized(Format):
 
     @classmethod
     def rest(cls, ckpt: Checkpoint) -> Unquantized:
-        """What the tool that quantized a checkpoint left as it was."""
+        """Return what the tool that quantized a checkpoint left as it was."""
         made = cls.__new__(cls)
         Format.__init__(made, ckpt)
         made.kind, made.group_size, made.symmetric, made.importance = "none", -1, True, {}

@@ -140,7 +140,7 @@ class GGUF(Checkpoint):
         return list(dict.fromkeys(match[0] for name in self._entries if (match := _LAYER.match(name))))
 
     def reshape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Gives a tensor another shape of as many elements."""
+        """Give a tensor another shape of as many elements."""
         if (entry := self._entries.get(name)) is not None:
             if prod(entry.shape) != prod(shape):
                 raise CheckpointError(f"{self.where(name)} is {list(entry.shape)}, expected {list(shape)}")
@@ -210,7 +210,7 @@ class GGUF(Checkpoint):
 
 
 def _pieces(path: Path) -> list[Path]:
-    """All files of a model that llama.cpp's gguf-split has cut into pieces, of which this is one.
+    """Return all files of a model that llama.cpp's gguf-split has cut into pieces, of which this is one.
 
     Raises:
         CheckpointError: naming a piece that is missing, or this one if it is none of them.

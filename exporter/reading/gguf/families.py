@@ -54,7 +54,7 @@ class Metadata:
     shapes: Mapping[str, tuple[int, ...]]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A field that is positive, or may be 0 where the default is.
+        """Return a field that is positive, or may be 0 where the default is.
 
         Raises:
             CheckpointError: it is missing without a default, or something else.
@@ -78,7 +78,7 @@ class Metadata:
         return [int(n) for n in found]
 
     def token(self, key: str) -> int | None:
-        """A token of the vocabulary; None where the file names none, or as llama.cpp has it a number beyond.
+        """Return a token of the vocabulary; None where the file names none, or as llama.cpp has it a number beyond.
 
         Raises:
             CheckpointError: it is not a number.
@@ -90,8 +90,8 @@ class Metadata:
         return found if 0 <= found < self.shapes["token_embd.weight"][0] else None
 
     def ends(self) -> list[int]:
-        """The tokens after which llama.cpp ends a text: those of the metadata, the first being eos, and those that it
-        knows by their text (llama-vocab.cpp's special_eog_ids).
+        """Return the tokens after which llama.cpp ends a text: those of the metadata, the first being eos, and those
+        that it knows by their text (llama-vocab.cpp's special_eog_ids).
         """
         texts = self.fields.get("tokenizer.ggml.tokens")
         known = END_TEXTS.union(*FILL_TEXTS.values(), *(others for _, others in NO_ENDS))
@@ -156,8 +156,8 @@ _SHARED = {
 
 
 def common_name(stem: str) -> tuple[str, int | None]:
-    """A tensor's name without its layer and end, as current files of llama.cpp have it; and the expert's number, of a
-    tensor of one expert."""
+    """Return a tensor's name without its layer and end, as current files of llama.cpp have it; and the expert's number,
+    of a tensor of one expert."""
     if match := _ONE_EXPERT.fullmatch(stem):
         return f"ffn_{match[1]}_exps", int(match[2])
     if match := _SWITCH.fullmatch(stem):

@@ -98,7 +98,7 @@ class Strings:
 
 
 def shown(value: object) -> str:
-    """A field's value in an error."""
+    """Return a field's value in an error."""
     return repr(value[:20].tolist() if isinstance(value, np.ndarray) else value)[:200]
 
 
@@ -137,7 +137,7 @@ class _Cursor:
         return found
 
     def take(self, letters: str) -> Any:
-        """One number."""
+        """Read one number."""
         return self.numbers(letters)[0]
 
     def string(self, what: str, limit: int) -> bytes:
@@ -153,7 +153,7 @@ class _Cursor:
             self.fail(f"a name that is not UTF-8 before byte {self.at}: {error}")
 
     def value(self, name: str) -> Any:
-        """A field's value."""
+        """Return a field's value."""
         kind = self.take("<I")
         if kind in _NUMBERS:
             return self._array(name, kind, 1)[0].item()
@@ -185,7 +185,7 @@ class _Cursor:
         return Strings(self.octets(name, end - self.at), count)
 
     def octets(self, what: str, size: int) -> bytes:
-        """The next bytes of the metadata."""
+        """Return the next bytes of the metadata."""
         if self.at + size > self.size:
             self.fail(f"{what} ends at byte {self.at + size} or later of {self.size} bytes; is the file truncated?")
         if self.at + size > MAX_METADATA:
@@ -197,7 +197,7 @@ class _Cursor:
         return self.data[self.at - size : self.at]
 
     def header(self) -> Header:
-        """All of it, with offsets from the data's beginning."""
+        """Read the whole header; offsets are from the data's begin."""
         magic, version, tensors, fields = self.numbers("<4sIQQ")
         if magic != GGUF_MAGIC or version not in (2, 3):
             self.fail(f"begins with {magic!r} and version {version}; expected GGUF of version 2 or 3")

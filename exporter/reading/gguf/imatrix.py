@@ -49,7 +49,7 @@ def read_imatrix(path: Path) -> dict[str, np.ndarray]:
 
 
 def _names(tensor: str, part: int) -> set[str]:
-    """What checkpoints call a tensor's module, or a part of one of all experts."""
+    """Return what checkpoints call a tensor's module, or a part of one of all experts."""
     *block, stem = tensor.removesuffix(".weight").split(".")
     if stem in _REORDERED:
         return set()

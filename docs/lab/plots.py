@@ -1,4 +1,4 @@
-"""Draws README's plot from lab/benchmarks.md: python docs/plots.py (matplotlib is in the extra `bench`)."""
+"""README's plot, drawn from gpu-layers.md: python docs/lab/plots.py (matplotlib is in the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ OURS, PEERS = "#1f6f8b", ("#c9ada7", "#9a8c98")
 
 
 def table(first: str) -> list[dict[str, str]]:
-    """The rows of the table whose header begins with ``first``.
+    """Return the rows of the table whose header begins with ``first``.
 
     Raises:
         ValueError: there is none.
     """
-    lines = (HERE / "lab" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    lines = (HERE / "gpu-layers.md").read_text(encoding="utf-8").splitlines()
     at = next((i for i, line in enumerate(lines) if line.startswith(first)), None)
     if at is None:
-        raise ValueError(f"benchmarks.md has no table that begins with {first}")
+        raise ValueError(f"gpu-layers.md has no table that begins with {first}")
 
     def cells(line: str) -> list[str]:
         return [cell.strip() for cell in line.strip("|").split("|")]
@@ -40,7 +40,7 @@ def number(text: str) -> float:
 
 
 def bars(axes: plt.Axes, rows: list[dict[str, str]], label: str, peers: tuple[str, ...]) -> None:
-    """Peers' times by ours: a group of bars a row, and a line where they are equal."""
+    """Draw peers' times by ours: a group of bars a row, and a line where they are equal."""
     width = 0.8 / len(peers)
     for i, peer in enumerate(peers):
         places = [at + (i - (len(peers) - 1) / 2) * width for at in range(len(rows))]
@@ -57,14 +57,16 @@ def main() -> None:
     plt.rcParams["svg.hashsalt"] = "quantmoe"  # the same file each time
     plain = {"Date": None}
 
-    figure, grid = plt.subplots(1, 4, figsize=(9, 2.2), sharey=True, layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(6.4, 4.2), sharey=True, layout="constrained")
     rows = table("| shape | T | path | best peer / ours |")
-    for axes, shape in zip(grid, dict.fromkeys(row["shape"] for row in rows), strict=True):
+    for axes, shape in zip(grid.flat, dict.fromkeys(row["shape"] for row in rows), strict=True):
         mine = [row for row in rows if row["shape"] == shape]
         bars(axes, mine, "T", ("Humming", "Marlin"))
-        axes.set_title(f"{shape}, tokens", fontsize=8)
-    grid[0].legend(fontsize=7, frameon=False)
-    figure.suptitle("An int4 expert layer on an H200: time / QuantMoE's", fontsize=8)
+        axes.set_title(shape, fontsize=8)
+        axes.set_xlabel("tokens", fontsize=7)
+    grid[0, 0].set_ylabel("time / QuantMoE's time", fontsize=7)
+    grid[0, 0].legend(fontsize=7, frameon=False)
+    figure.suptitle("An int4 expert layer on one H200, 21 November 2026", fontsize=8)
     figure.savefig(HERE / "gpu.svg", metadata=plain)
 
 

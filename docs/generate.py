@@ -1,0 +1,151 @@
+"""Reference pages made from the code at each ``make docs``: the command line, the Python API and the operators."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+
+import quantmoe
+from quantmoe.exporter.cli import app
+
+HERE = Path(__file__).resolve().parent
+OP_DEF = HERE.parent / "custom_ops" / "op.def"
+MADE = "<!-- made by docs/generate.py -->\n"
+OPERATORS = """# Operators
+
+The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) has their bytes and their arithmetic.
+
+- An attribute is required, unless the table says what its absence means.
+- T is float, float16 or bfloat16. I is int32 or int64.
+- C is the type of a cache: float, float16 or bfloat16. By `cache_format` it can also be int8 or uint8.
+- Attributes of type i are integers, of type f floats. Others are strings of the enum with that name.
+"""
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in lines) + "\n"
+
+
+def code(text: str) -> str:
+    """Return help text with options and commands in code, as Markdown would join their dashes."""
+    return re.sub(r"(?<![\w`-])--?[a-z][\w-]*", r"`\g<0>`", text)
+
+
+def option(parameter: Any) -> list[str]:
+    """Return the cells of a parameter: how it is typed, and its help, values and default."""
+    if is_argument(parameter):
+        return [f"`{parameter.name.upper()}`", parameter.help or ""]
+    kinds = [kind for kind in get_args(parameter.type_descriptor.annotation) if get_origin(kind) is Literal]
+    kind = kinds[0] if kinds else parameter.type_descriptor.annotation
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    said = [code(parameter.help or "")]
+    if parameter.is_flag:
+        return [names, said[0]]
+    if get_origin(kind) is Literal:
+        said.append("Values: " + ", ".join(f"`{value}`" for value in get_args(kind)) + ".")
+    else:
+        names += f" `{parameter.metavar or kind.__name__.upper()}`"
+    if parameter.default not in (None, "", ()):
+        said.append(f"Default: `{parameter.default}`.")
+    return [
+        names,
+        " ".join([f"{said[0]}." if said[1:] else said[0], *said[1:], *(["Required."] if parameter.required else [])]),
+    ]
+
+
+def is_argument(parameter: Any) -> bool:
+    return not parameter.opts[0].startswith("-")
+
+
+def commands() -> str:
+    """Return the page of all commands and their options, by group."""
+    page = [f"{MADE}# Command line\n\n`quantmoe COMMAND --help` shows these options in a terminal.\n"]
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        usage = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in command.params if is_argument(p)]
+        page.append(f"## {name}\n\n{command.help}\n\n```\nquantmoe {' '.join([name, *usage])} [OPTIONS]\n```\n")
+        groups: dict[str, list[list[str]]] = {}
+        for parameter in command.params:
+            group = "Arguments" if is_argument(parameter) else parameter.rich_help_panel or "Options"
+            groups.setdefault(group, []).append(option(parameter))
+        for group, rows in groups.items():
+            page.append(f"**{group}**\n\n" + table(["argument" if group == "Arguments" else "option", ""], rows))
+    return "\n".join(page)
+
+
+def python() -> str:
+    """Return the page of the public names, which autodoc fills."""
+    page = [f"{MADE}# Python API\n\n`import quantmoe` gives these names. Everything else may change in any release.\n"]
+    for name in quantmoe.__all__:
+        kind = "autoclass" if inspect.isclass(getattr(quantmoe, name)) else "autofunction"
+        members = "   :members:\n" if kind == "autoclass" else ""
+        page.append(f"## {name}\n\n```{{eval-rst}}\n.. {kind}:: quantmoe.{name}\n{members}```\n")
+    return "\n".join(page)
+
+
+def text(comment: str) -> str:
+    """Return a comment of op.def as Markdown."""
+    escaped = re.sub(r"([*\[\]_])", r"\\\1", comment).replace("<", "&lt;")
+    return re.sub(r"FORMAT\.md(?: [\d.]*\d)?", r"[\g<0>](../../custom_ops/FORMAT.md)", escaped)
+
+
+def operators() -> str:
+    """Return the page of op.def's operators, projections and enums."""
+    page = [f"{MADE}{OPERATORS}"]
+    comment, rows = [], {}
+    source = OP_DEF.read_text(encoding="utf-8").partition("\n#endif\n\n//")[2]
+    for line in f"//{source}".splitlines():
+        if line.startswith("//"):
+            comment.append(line[2:].strip())
+        if not (found := re.match(r"QM_(\w+)\(([^)]*)\)\s*(?://\s*(.*))?$", line)):
+            comment = comment if line.startswith("//") else []
+            continue
+        macro, arguments = found[1], [argument.strip() for argument in found[2].split(",")]
+        said, about = text(found[3] or ""), text(" ".join(comment))
+        comment = []
+        if macro == "OP":
+            page.append(f"## {arguments[0]}\n\nop_version {arguments[2]}. {about}\n")
+            rows = {"input": [], "output": [], "attribute": []}
+        elif macro in ("INPUT", "INPUT_OPTIONAL", "OUTPUT"):
+            where = "output" if macro == "OUTPUT" else "input"
+            rows[where].append([f"`{arguments[1]}`", arguments[2], said])
+        elif macro in ("ATTR", "ATTR_SINCE"):
+            kind, name = arguments[-3:-1] if macro == "ATTR_SINCE" else arguments[1:]
+            since = f" Since op_version {arguments[1]}; absent: `{arguments[4]}`." if macro == "ATTR_SINCE" else ""
+            rows["attribute"].append([f"`{name}`", kind, said + since])
+        elif macro == "PROJECTION":
+            rows["attribute"].append([f"`{arguments[1]}_..`", "", "[packed weights](#packed-weights)"])
+        elif macro == "STRING":
+            rows["attribute"].append([f"`{arguments[1]}`", "string", f"{said} May be absent."])
+        elif macro == "END":
+            for what, found_rows in rows.items():
+                page.append(table([what, "type", ""], found_rows))
+        elif macro in ("PROJECTION_ATTR", "PROJECTION_OPTIONAL"):
+            if "projection" not in rows:
+                rows = {"projection": []}
+                page.append(
+                    "## Packed weights\n\nEach `QM_PROJECTION` of an operator has these attributes, as `w13_format`.\n"
+                )
+            rows["projection"].append([f"`{arguments[1]}`", arguments[0], said])
+        elif macro == "ENUM":
+            if "projection" in rows:
+                page.append(table(["attribute", "type", ""], rows["projection"]))
+            elif "value" in rows:
+                page.append(table(["value", "code", ""], rows["value"]))
+            rows = {"value": []}
+            page.append(f"## {arguments[0]}\n\n{about}\n")
+        elif macro == "VALUE":
+            rows["value"].append([f"`{arguments[1]}`", arguments[2], said])
+    page.append(table(["value", "code", ""], rows["value"]))
+    return "\n".join(page)
+
+
+def write() -> None:
+    for name, make in (("commands", commands), ("python", python), ("operators", operators)):
+        path, made = HERE / "reference" / f"{name}.md", make()
+        if not path.exists() or path.read_text(encoding="utf-8") != made:
+            path.write_text(made, encoding="utf-8")

@@ -1,0 +1,102 @@
+"""What a reader stumbles over, counted: long sentences, phrases that look back, first words of docstrings.
+
+``python tests/test_style.py FILE ..`` prints the faults of files. style_not_yet.txt has files that are not yet clean.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+ROOT = Path(__file__).parents[1]
+NOT_YET = ROOT / "tests" / "style_not_yet.txt"
+PACKAGES = ("exporter", "custom_ops", "ort_ext", "trt_plugins")
+FOUND = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKAGES) for p in (ROOT / d).rglob("*.md"))]
+PAGES = [page for page in FOUND if not page.read_text(encoding="utf-8").startswith("<!-- made by")]
+SOURCES = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
+#: words in a sentence, in a page's sentences on average, of an option's help; numbers in a sentence; bytes of a guide
+WORDS, MEAN, HELP, NUMBERS, GUIDE = 25, 15, 12, 2, 8192
+BACK = r"that of|those of|those which|the latter|the former|of which|but (for|in|with)|the same(?=[.,;:)]|$)"
+BANNED = re.compile(rf"\b({BACK}|no longer|until lately|earlier (version|release)s?|we)\b", re.I)
+#: a range and a list of values are one number; dates and versions are names
+NUMBER = re.compile(r"(?<![\w./-])(\d[\d.]*(, | to | or | and |, (or|and) ))*\d[\d.]*(,\d{3})*(?![\w-])")
+NAME = re.compile(r"\d+ [A-Z]\w+ 20\d\d|\b([A-Z][\w.+#-]*|section|version|commit) \d[\w.]*")
+#: a function's docstring begins with a verb ("Return ..."), a class's with a noun phrase
+NO_NOUN = "of|see|like|as|same|what|whether|how|when|where|if|in|on|for|with|from"
+NO_VERB = f"{NO_NOUN}|the|a|an|it|its|this|that|these|those|all|each|every|one|no|which|who|[a-z]+[^su]s"
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of paragraphs, list items and cells, without code, links and headings."""
+    text = re.sub(r"^( *)(```+|~~~).*?^\1\2 *$|<!--.*?-->|^#.*?$", "", text, flags=re.S | re.M)
+    text = re.sub(r"(`+)[^`]+\1", "x", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|] ?|\d+\. |[a-z_]+: ))", text):
+        for cell in block.split("|") if block.lstrip().startswith("|") else [block]:
+            yield from re.split(r"(?<=[.!?])[\"')*]*\s+", " ".join(cell.split()))
+
+
+def prose(text: str) -> Iterator[str]:
+    for sentence in sentences(text):
+        if (count := len(re.findall(r"\S*\w\S*", sentence))) > WORDS:
+            yield f"{count} words: {sentence}"
+        if found := BANNED.search(sentence):
+            yield f"{found[0]!r}: {sentence}"
+
+
+def page(path: Path, text: str) -> Iterator[str]:
+    yield from prose(text)
+    if "guides" in path.parts and len(text.encode()) > GUIDE:
+        yield f"{len(text.encode())} bytes"
+    if "lab" not in path.parts and "custom_ops" not in path.parts:  # measurements and the file format are numbers
+        whole = [s for s in sentences(re.sub(r"(?m)^\s*\|.*$", "", text)) if s.endswith((".", ":"))]
+        yield from (f"numbers: {s}" for s in whole if len(NUMBER.findall(NAME.sub("", s))) > NUMBERS)
+        if (mean := sum(len(s.split()) for s in whole) / max(1, len(whole))) > MEAN:
+            yield f"{mean:.1f} words a sentence"
+
+
+def source(text: str) -> Iterator[str]:
+    """Yield the faults of docstrings and of raised messages."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise):
+            strings = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+            yield from (f"{node.lineno}: {fault}" for fault in prose(" x ".join(strings)))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (doc := ast.get_docstring(node)):
+            line, first = getattr(node, "lineno", 1), re.split(r"\W", doc.lower(), maxsplit=1)[0]
+            verb = isinstance(node, ast.FunctionDef) and "property" not in "".join(
+                map(ast.unparse, node.decorator_list)
+            )
+            if re.fullmatch(NO_VERB if verb else NO_NOUN, first):
+                yield f"{line}: first word {first!r}"
+            yield from (f"{line}: {fault}" for fault in prose(doc))
+
+
+def faults(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return [*(page(path, text) if path.suffix == ".md" else source(text))]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_file(path: Path) -> None:
+    listed = str(path.relative_to(ROOT)) in NOT_YET.read_text(encoding="utf-8").split()
+    found = faults(path)
+    assert bool(found) == listed, "\n".join(found) or f"{path.name} is clean: take it out of {NOT_YET.name}"
+
+
+def test_help() -> None:
+    from quantmoe.exporter.cli import app
+
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    texts = [text for command in commands for p in command.params if (text := getattr(p, "help", None))]
+    assert len(texts) > 80
+    assert [text for text in texts if len(text.split()) > HELP or [*prose(text)]] == []
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(*(f"{name}: {fault}" for fault in faults(Path(name).resolve())), sep="\n")
