@@ -73,17 +73,22 @@ class Schema:
     enums: dict[str, dict[str, int]]
 
 
+def split(line: str) -> tuple[str, list[str], str] | None:
+    """Return a line's macro without QM_, its arguments without quotes, and its comment; None: it is no macro's."""
+    found = re.fullmatch(r'QM_(\w+)\(((?:[^")]|"[^"]*")*)\)[ \t]*(?://[ \t]*(.*))?', line)
+    if found is None:
+        return None
+    arguments = re.findall(r'"[^"]*"|[^,"]*[^,"\s][^,"]*', found[2])
+    return found[1], [argument.strip(' "') for argument in arguments], found[3] or ""
+
+
 def parse(text: str) -> Schema:
     """op.def's text.
 
     Raises:
         ValueError: naming the line of an attribute whose kind, op_version or meaning when absent cannot be.
     """
-    found = re.findall(r'^QM_(\w+)\(((?:[^")]|"[^"]*")*)\)[ \t]*(?://[ \t]*(.*))?$', text, re.MULTILINE)
-    lines = [
-        (macro, [a.strip(' "') for a in re.findall(r'"[^"]*"|[^,"]*[^,"\s][^,"]*', arguments)], comment)
-        for macro, arguments, comment in found
-    ]
+    lines = [line for text_line in text.splitlines() if (line := split(text_line))]
 
     def of(macro: str, op: str | None = None) -> list[list[str]]:
         """Arguments of a macro's lines; of an operator's, without its name."""

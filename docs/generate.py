@@ -10,10 +10,11 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 
 import quantmoe
+from quantmoe.custom_ops.schema import read, split
 from quantmoe.exporter.cli import app
 
 HERE = Path(__file__).resolve().parent
-OP_DEF = HERE.parent / "custom_ops" / "op.def"
+CUSTOM_OPS = HERE.parent / "custom_ops"
 MADE = "<!-- made by docs/generate.py -->\n"
 OPERATORS = """# Operators
 
@@ -22,6 +23,9 @@ The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) 
 - An attribute is required, unless the table says what its absence means.
 - T is float, float16 or bfloat16. I is int32 or int64.
 - C is the type of a cache: float, float16 or bfloat16. By `cache_format` it can also be int8 or uint8.
+- Capital letters in shapes are sizes that a run decides. `..` is any number of dimensions, the same in all tensors of a node.
+- `where(c, a, b)` is a, or b where c is 0. `pick(i, a, b)` is the value with that number. An enum has its code.
+- `c ? [..] : [..]` is the second shape where c is 0. An output whose shape is the name of an input may be its memory.
 - Attributes of type i are integers, of type f floats. Others are strings of the enum with that name.
 """
 
@@ -97,22 +101,23 @@ def operators() -> str:
     """Return the page of op.def's operators, projections and enums."""
     page = [f"{MADE}{OPERATORS}"]
     comment, rows = [], {}
-    source = OP_DEF.read_text(encoding="utf-8").partition("\n#endif\n\n//")[2]
-    for line in f"//{source}".splitlines():
+    for line in read(CUSTOM_OPS).partition("#else\n")[2].splitlines():
         if line.startswith("//"):
             comment.append(line[2:].strip())
-        if not (found := re.match(r"QM_(\w+)\(([^)]*)\)\s*(?://\s*(.*))?$", line)):
+        if not (found := split(line)):
             comment = comment if line.startswith("//") else []
             continue
-        macro, arguments = found[1], [argument.strip() for argument in found[2].split(",")]
-        said, about = text(found[3] or ""), text(" ".join(comment))
+        macro, arguments, said = found
+        said, about = text(said), text(" ".join(comment))
         comment = []
         if macro == "OP":
             page.append(f"## {arguments[0]}\n\nop_version {arguments[2]}. {about}\n")
-            rows = {"input": [], "output": [], "attribute": []}
+            rows = {"input": [], "output": [], "size": [], "attribute": []}
         elif macro in ("INPUT", "INPUT_OPTIONAL", "OUTPUT"):
             where = "output" if macro == "OUTPUT" else "input"
-            rows[where].append([f"`{arguments[1]}`", arguments[2], said])
+            rows[where].append([f"`{arguments[1]}`", arguments[2], f"`{arguments[3]}`", said])
+        elif macro == "SIZE":
+            rows["size"].append([f"`{arguments[1]}`", f"`{arguments[2]}`", said])
         elif macro in ("ATTR", "ATTR_SINCE"):
             kind, name = arguments[-3:-1] if macro == "ATTR_SINCE" else arguments[1:]
             since = f" Since op_version {arguments[1]}; absent: `{arguments[4]}`." if macro == "ATTR_SINCE" else ""
@@ -122,8 +127,8 @@ def operators() -> str:
         elif macro == "STRING":
             rows["attribute"].append([f"`{arguments[1]}`", "string", f"{said} May be absent."])
         elif macro == "END":
-            for what, found_rows in rows.items():
-                page.append(table([what, "type", ""], found_rows))
+            kinds = {"input": ["type", "shape"], "output": ["type", "shape"], "size": ["value"], "attribute": ["type"]}
+            page += [table([what, *kinds[what], ""], found_rows) for what, found_rows in rows.items() if found_rows]
         elif macro in ("PROJECTION_ATTR", "PROJECTION_OPTIONAL"):
             if "projection" not in rows:
                 rows = {"projection": []}

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import quantmoe
-from quantmoe.custom_ops.schema import parse
+from quantmoe.custom_ops.schema import parse, read
 from quantmoe.exporter.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def test_python(generate: ModuleType) -> None:
 
 
 def test_operators(generate: ModuleType) -> None:
-    page, schema = generate.operators(), parse((ROOT / "custom_ops" / "op.def").read_text(encoding="utf-8"))
+    page, schema = generate.operators(), parse(read(ROOT / "custom_ops"))
     for name, operator in schema.operators.items():
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
         assert f"op_version {operator.version}." in section
