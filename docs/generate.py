@@ -23,7 +23,7 @@ The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) 
 - An attribute is required, unless the table says what its absence means.
 - T is float, float16 or bfloat16. I is int32 or int64.
 - C is the type of a cache: float, float16 or bfloat16. By `cache_format` it can also be int8 or uint8.
-- Capital letters in shapes are sizes that a run decides. `..` is any number of dimensions, the same in all tensors of a node.
+- Capital letters in shapes are sizes that a run decides. `..` is any number of dimensions, one list in a whole node.
 - `where(c, a, b)` is a, or b where c is 0. `pick(i, a, b)` is the value with that number. An enum has its code.
 - `c ? [..] : [..]` is the second shape where c is 0. An output whose shape is the name of an input may be its memory.
 - Attributes of type i are integers, of type f floats. Others are strings of the enum with that name.
