@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
 
 import quantmoe
+from quantmoe.custom_ops.schema import read
 from quantmoe.exporter.cli import app
 
 HERE = Path(__file__).resolve().parent
-OP_DEF = HERE.parent / "custom_ops" / "op.def"
 MADE = "<!-- made by docs/generate.py -->\n"
 OPERATORS = """# Operators
 
@@ -22,6 +23,10 @@ The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) 
 - An attribute is required, unless the table says what its absence means.
 - T is float, float16 or bfloat16. I is int32 or int64.
 - C is the type of a cache: float, float16 or bfloat16. By `cache_format` it can also be int8 or uint8.
+- In a shape, "[..] or [0]" allows an empty tensor, and "n ? [..] : [..]" is the second shape if n is 0.
+- A shape is a list of sizes. `..` is any number of dimensions. A capital letter is a size that the call decides.
+- Other names in a shape are attributes or sizes of the operator.
+- An output whose shape is the name of an input may use the memory of that input.
 - Attributes of type i are integers, of type f floats. Others are strings of the enum with that name.
 """
 
@@ -93,54 +98,56 @@ def text(comment: str) -> str:
     return re.sub(r"FORMAT\.md(?: [\d.]*\d)?", r"[\g<0>](../../custom_ops/FORMAT.md)", escaped)
 
 
+LINE = re.compile(r'QM_(\w+)\(((?:[^")]|"[^"]*")*)\)\s*(?://\s*(.*))?$')
+
+
 def operators() -> str:
-    """Return the page of op.def's operators, projections and enums."""
-    page = [f"{MADE}{OPERATORS}"]
-    comment, rows = [], {}
-    source = OP_DEF.read_text(encoding="utf-8").partition("\n#endif\n\n//")[2]
-    for line in f"//{source}".splitlines():
-        if line.startswith("//"):
-            comment.append(line[2:].strip())
-        if not (found := re.match(r"QM_(\w+)\(([^)]*)\)\s*(?://\s*(.*))?$", line)):
-            comment = comment if line.startswith("//") else []
+    """Return the page of op.def's operators, packed weights and enums."""
+    page, comment, rows = [f"{MADE}{OPERATORS}"], [], {}
+    for line in read(files("quantmoe.custom_ops")).splitlines():
+        if not (found := LINE.match(line)):
+            comment = [*comment, line[2:].strip()] if line.startswith("//") else []
             continue
-        macro, arguments = found[1], [argument.strip() for argument in found[2].split(",")]
-        said, about = text(found[3] or ""), text(" ".join(comment))
+        macro, said, about = found[1], text(found[3] or ""), text(" ".join(comment))
+        values = [value.strip(' "') for value in re.findall(r'"[^"]*"|[^,"]*[^,"\s][^,"]*', found[2])]
         comment = []
         if macro == "OP":
-            page.append(f"## {arguments[0]}\n\nop_version {arguments[2]}. {about}\n")
-            rows = {"input": [], "output": [], "attribute": []}
+            page.append(f"## {values[0]}\n\nop_version {values[2]}. {about}\n")
+            rows = {"size": [], "input": [], "output": [], "attribute": []}
+        elif macro == "SIZE":
+            rows["size"].append([f"`{values[1]}`", f"`{values[2]}`", said])
         elif macro in ("INPUT", "INPUT_OPTIONAL", "OUTPUT"):
-            where = "output" if macro == "OUTPUT" else "input"
-            rows[where].append([f"`{arguments[1]}`", arguments[2], said])
+            rows["output" if macro == "OUTPUT" else "input"].append(
+                [f"`{values[1]}`", f"{values[2]} `{values[3]}`", said]
+            )
         elif macro in ("ATTR", "ATTR_SINCE"):
-            kind, name = arguments[-3:-1] if macro == "ATTR_SINCE" else arguments[1:]
-            since = f" Since op_version {arguments[1]}; absent: `{arguments[4]}`." if macro == "ATTR_SINCE" else ""
-            rows["attribute"].append([f"`{name}`", kind, said + since])
+            kind, name = values[-3:-1] if macro == "ATTR_SINCE" else values[1:]
+            since = f" Since op_version {values[1]}; absent: `{values[4]}`." if macro == "ATTR_SINCE" else ""
+            rows["attribute"].append([f"`{name}`", kind, f"{said}.{since}" if said and since else said + since.strip()])
         elif macro == "PROJECTION":
-            rows["attribute"].append([f"`{arguments[1]}_..`", "", "[packed weights](#packed-weights)"])
+            rows["attribute"].append([f"`{values[1]}_..`", "", "[packed weights](#packed-weights)"])
         elif macro == "STRING":
-            rows["attribute"].append([f"`{arguments[1]}`", "string", f"{said} May be absent."])
+            rows["attribute"].append([f"`{values[1]}`", "string", f"{said} May be absent."])
         elif macro == "END":
-            for what, found_rows in rows.items():
-                page.append(table([what, "type", ""], found_rows))
+            columns = {"size": "value", "input": "type and shape", "output": "type and shape", "attribute": "type"}
+            page += [table([what, columns[what], ""], found) for what, found in rows.items() if found]
+            rows = {}
         elif macro in ("PROJECTION_ATTR", "PROJECTION_OPTIONAL"):
-            if "projection" not in rows:
-                rows = {"projection": []}
-                page.append(
-                    "## Packed weights\n\nEach `QM_PROJECTION` of an operator has these attributes, as `w13_format`.\n"
-                )
-            rows["projection"].append([f"`{arguments[1]}`", arguments[0], said])
+            rows.setdefault("packed", []).append([f"`{values[1]}`", values[0], said])
         elif macro == "ENUM":
-            if "projection" in rows:
-                page.append(table(["attribute", "type", ""], rows["projection"]))
-            elif "value" in rows:
-                page.append(table(["value", "code", ""], rows["value"]))
+            page += [
+                table(["value", "code", ""] if what == "value" else ["attribute", "type", ""], rows[what])
+                for what in rows
+            ]
             rows = {"value": []}
-            page.append(f"## {arguments[0]}\n\n{about}\n")
+            page.append(f"## {values[0]}\n\n{about}\n")
         elif macro == "VALUE":
-            rows["value"].append([f"`{arguments[1]}`", arguments[2], said])
-    page.append(table(["value", "code", ""], rows["value"]))
+            rows["value"].append([f"`{values[1]}`", values[2], said])
+        if macro.startswith("PROJECTION_") and len(rows["packed"]) == 1:
+            page.append(
+                "## Packed weights\n\nThe packed weights of an operator have these attributes, as `w13_format`.\n"
+            )
+    page += [table(["value", "code", ""], found) for found in rows.values()]
     return "\n".join(page)
 
 

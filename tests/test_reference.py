@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import quantmoe
-from quantmoe.custom_ops.schema import parse
+from quantmoe.custom_ops.schema import schema
 from quantmoe.exporter.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -40,15 +40,16 @@ def test_python(generate: ModuleType) -> None:
 
 
 def test_operators(generate: ModuleType) -> None:
-    page, schema = generate.operators(), parse((ROOT / "custom_ops" / "op.def").read_text(encoding="utf-8"))
-    for name, operator in schema.operators.items():
+    page, found = generate.operators(), schema()
+    for name, operator in found.operators.items():
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
         assert f"op_version {operator.version}." in section
         named = [*operator.own, *operator.inputs, *operator.optional_inputs, *operator.outputs]
         for part in named:
             assert f"| `{part[0] if isinstance(part, tuple) else part.name}` |" in section, name
         assert all(f"`{prefix}_..`" in section for prefix in operator.projections)
-    for kind, values in schema.enums.items():
+        assert all(f"`{shape}` |" in section.replace("\\|", "|") for shape in operator.shapes.values()), name
+    for kind, values in found.enums.items():
         section = page.partition(f"## {kind}\n")[2].partition("\n## ")[0]
         assert all(f"| `{value}` | {code} |" in section for value, code in values.items()), kind
-    assert all(f"| `{attribute.name}` |" in page for attribute in schema.projection)
+    assert all(f"| `{attribute.name}` |" in page for attribute in found.projection)
