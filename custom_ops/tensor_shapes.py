@@ -14,7 +14,7 @@ from quantmoe.custom_ops.schema import Spec
 def output_shapes(
     spec: Spec, inputs: Sequence[Sequence[Any]], largest: Callable[[Any, Any], Any] = max
 ) -> list[list[Any]]:
-    """Return the shapes of a node's outputs for those of its inputs, which are not checked.
+    """Return the shapes of a node's outputs from the shapes of its inputs, which are not checked.
 
     Args:
         inputs: shapes in op.def's order, numbers or symbols. largest: of two of them.
@@ -33,7 +33,7 @@ def output_shapes(
 
 
 def _values(spec: Spec) -> dict[str, Any]:
-    """Names of op.def's values: integers, enums by their codes, QM_SIZEs, functions."""
+    """Return op.def's values by name: integers, enums by their codes, QM_SIZEs, functions."""
     values: dict[str, Any] = {"where": lambda c, a, b: a if c else b, "pick": lambda i, *choices: choices[i]}
     for a in spec.OPERATOR.own:
         if a.kind != "f":
@@ -54,7 +54,7 @@ def _value(text: str, values: dict[str, Any]) -> Any:
 
 
 def _items(shape: str, values: dict[str, Any]) -> list[str] | None:
-    """The sizes of a shape's text; None: opaque."""
+    """Return the sizes of a shape's text; None: opaque."""
     if shape == "packed":
         return None
     if "?" in shape:
