@@ -28,14 +28,14 @@ class Buffer:
 
     @classmethod
     def of(cls, array: np.ndarray, device: str) -> Buffer:
-        """An array's numbers there; of the host's memory perhaps that memory."""
+        """Copy an array to a device; on the host the memory may be the array's own."""
         import onnxruntime as ort
 
         return cls(ort.OrtValue.ortvalue_from_numpy(_stored(array), device, 0), array.dtype)
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: Any, device: str) -> Buffer:
-        """Memory there of which nothing is written."""
+        """Allocate memory on a device without writing it."""
         import onnxruntime as ort
 
         if device == "cpu":
@@ -45,11 +45,11 @@ class Buffer:
         return cls(ort.OrtValue.ortvalue_from_shape_and_type(list(shape), stored.type, device, 0), dtype)
 
     def numpy(self) -> np.ndarray:
-        """A copy."""
+        """Return a copy."""
         return np.array(self.value.numpy()).view(self.dtype)
 
     def here(self, slot: int | None = None) -> np.ndarray:
-        """The host's memory itself; slot: as :meth:`bind`."""
+        """Return the host's memory itself; slot: as :meth:`bind`."""
         shape, address = self._place(slot)
         memory: Any = (ctypes.c_uint8 * self.bytes(slot)).from_address(address)
         return np.frombuffer(memory, self.dtype).reshape(shape)
@@ -67,11 +67,11 @@ class Buffer:
         return math.prod(self._place(slot)[0]) * self.dtype.itemsize
 
     def write(self, array: np.ndarray) -> None:
-        """Copies all of an array of the same shape and type here."""
+        """Copy an array of equal shape and type here."""
         self.value.update_inplace(_stored(array))
 
     def bind(self, binding: Any, name: str = "", output: str = "", slot: int | None = None) -> None:
-        """As an input and as an output of a session, by their names; slot: of the first dimension that one alone."""
+        """Bind to an input and an output of a session, by name; slot: only this one of the first dimension."""
         element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
         device, place = (self.value.device_name(), 0), (element, *self._place(slot))
         if name:
@@ -80,7 +80,7 @@ class Buffer:
             binding.bind_output(output, *device, *place)
 
     def _place(self, slot: int | None) -> tuple[list[int], int]:
-        """Shape and address of a slot; None: of all."""
+        """Return the shape and the address of a slot; None: of all."""
         shape, address = self.value.shape(), self.value.data_ptr()
         if slot is None:
             return shape, address

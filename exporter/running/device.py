@@ -1,6 +1,6 @@
 """The GPU's side of generation: tokens are chosen where the logits are, and the next run reads them there.
 
-The functions are those of quant_moe_cuda.h, in the library whose operators the sessions run. All work is on one stream,
+quant_moe_cuda.h declares the functions; the sessions' library of operators has them. All work is on one stream,
 the sessions' own: a copy or a choice comes after the run that was started before it.
 """
 
@@ -56,7 +56,7 @@ class Tensors(ctypes.Structure):
 
 @functools.cache
 def library() -> Any:
-    """The library of the CUDA operators."""
+    """Return the library of the CUDA operators."""
     found = ctypes.CDLL(cuda_library_path())
     found.qm_cuda_choice_bytes.restype = _SIZE
     return found
@@ -64,7 +64,7 @@ def library() -> Any:
 
 @functools.cache
 def stream() -> int:
-    """The stream of this process's sessions on the GPU, which is never closed."""
+    """Return the stream of this process's sessions on the GPU, which is never closed."""
     made = _PTR()
     checked(library().qm_cuda_open_stream, ctypes.byref(made))
     assert made.value is not None
@@ -93,7 +93,7 @@ def fetch(array: np.ndarray, address: int) -> None:
 
 
 class Choice:
-    """Chooses a token of each row, step after step, as running.sampling.Sampler does with the same seed.
+    """Choice of a token of each row, step after step, as running.sampling.Sampler does with the same seed.
 
     Args:
         texts: the tokens of each row so far, all of them in the cache when the first token is chosen.
@@ -152,7 +152,7 @@ class Choice:
         """Choose after the run that was started last, and write the inputs of the next one.
 
         Args:
-            logits: [batch, rows, vocabulary], of which the last row counts; of several sequences one row each.
+            logits: [batch, rows, vocabulary]; the last row counts. Several sequences have one row each.
             past: tokens of each row; -1: it has ended. Rows that end do not begin again.
             step: what runs next; None: nothing.
         """
@@ -180,7 +180,7 @@ class Choice:
 
 
 def _host_memory(size: int) -> Any:
-    """Page-locked memory. It is never freed, which no thread may do while another captures a graph."""
+    """Allocate page-locked memory. It is never freed: no thread may free it while another captures a graph."""
     memory, size = _PTR(), max(size, 4096)
     checked(library().qm_cuda_host_memory, _SIZE(size), ctypes.byref(memory))
     assert memory.value is not None
