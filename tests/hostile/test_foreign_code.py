@@ -26,6 +26,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None]] = {
         "text_config.sub.0._experts_implementation is",
     ),
     "unknown": ({"attn_implementation": "mine"}, "attn_implementation is 'mine'"),
+    "ours": ({"attn_implementation": "quantmoe_cached"}, "attn_implementation is 'quantmoe_cached'"),
     "a number": ({"attn_implementation": 7}, "attn_implementation is 7"),
     # transformers takes kernels of the hub where the package flash_attn is not installed
     "flash": ({"attn_implementation": "flash_attention_2", "_attn_implementation_autoset": True}, None),
