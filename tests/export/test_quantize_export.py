@@ -219,21 +219,35 @@ def test_llama_cpps_importance_matrix(floats: Path, quantized: Path, tmp_path: P
         read_imatrix(Path(__file__).parents[1] / "fixtures/gguf/mixtral-Q5_0.gguf")
 
 
-def test_a_mixture_has_more_bits_where_llama_cpp_has_them(floats: Path) -> None:
-    """llama-quant.cpp's use_more_bits, of six layers: none of the first 6 / 8, the last, every third."""
+def test_a_mixture_has_more_bits_where_they_gain_most(floats: Path) -> None:
+    """Attention everywhere; down as llama-quant.cpp's use_more_bits: of six layers the last, and every third."""
     format = open_format(floats, "q4_k_m", None)
-    more = {
-        (i, leaf)
-        for i in range(6)
-        for leaf in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-        if format.scheme_of(f"model.layers.{i}.{leaf}").format == "q6_k"
-    }
-    assert more == {(i, "self_attn.v_proj") for i in (2, 5)}
+    for i in range(6):
+        for leaf in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            assert format.scheme_of(f"model.layers.{i}.self_attn.{leaf}").format == "q6_k"
     for layer in format.moe_layers():
         expert = layer.expert(3)
         assert (expert.gate.kind, expert.up.kind) == ("q4_k", "q4_k")
         assert expert.down.kind == ("q6_k" if layer.index in (2, 5) else "q4_k")
         assert layer.down_scheme.format == expert.down.kind
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("model.layers.0.mlp.experts", "q5_k"),  # fused
+        ("model.layers.0.mlp.experts.2.gate_up_proj", "q5_k"),
+        ("model.layers.2.mlp.experts.0.down_proj", "q6_k"),
+        ("model.layers.3.mlp.experts.2.down_proj", "q5_k"),
+        ("model.layers.0.mlp.shared_expert.up_proj", "q5_k"),
+        ("model.layers.5.block_sparse_moe.experts.0.w2", "q6_k"),
+        ("model.layers.0.linear_attn.in_proj_qkv", "q6_k"),
+        ("model.layers.1.mixer.out_proj", "q6_k"),
+    ],
+)
+def test_a_mixture_knows_modules_by_their_names(floats: Path, module: str, kind: str) -> None:
+    """Shared experts have the format of the routed ones, with which they are one node."""
+    assert open_format(floats, "q5_k_m", None)._kind(module) == kind
 
 
 def test_only_int4_has_zero_points(floats: Path, tmp_path: Path) -> None:

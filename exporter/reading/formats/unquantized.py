@@ -33,9 +33,11 @@ from quantmoe.exporter.reading.formats.rounding import quantized
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "q4_k": (256,), "q5_k": (256,), "q6_k": (256,),
          "q4_k_m": (256,), "q5_k_m": (256,), "none": (-1,)}  # fmt: skip
-#: kind of several -> that of most modules, and of value and down projections in half of the layers (llama-quant.cpp)
+#: kind of several -> the usual one of feed-forward networks, and that of all other linears and of down projections in
+#: half of the layers (docs/lab/quantization.md)
 MIXTURES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
-_MORE_BITS = re.compile(r".+\.\d+\..+\.(?:v_proj|down_proj|w2)")
+#: ends of the names of modules in feed-forward networks; "experts": all of a layer
+_FEED_FORWARD, _DOWN = ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "experts", ""), ("down_proj", "w2")
 #: kind -> the usual group size, where checkpoints of the scheme have another
 USUAL = {"int4": 32, "none": -1}
 #: model_type whose fused experts are [E, in, out]
@@ -102,12 +104,15 @@ class Unquantized(Format):
         """Return the format of a module, or of an expert's tensor."""
         if self.kind not in MIXTURES:
             return self.kind
-        most, more = MIXTURES[self.kind]
-        layers = self.ckpt.text_config.get("num_hidden_layers")
-        if not _MORE_BITS.fullmatch(module) or type(layers) is not int:
-            return most
-        at, eighth = int(re.findall(r"\.(\d+)\.", module)[0]), layers // 8  # the layer's number, not the expert's
-        return more if at < eighth or at >= 7 * layers // 8 or (at - eighth) % 3 == 2 else most
+        usual, more = MIXTURES[self.kind]
+        layers, leaf = self.ckpt.text_config.get("num_hidden_layers"), module.rpartition(".")[2]
+        if leaf not in _DOWN:
+            return usual if leaf in _FEED_FORWARD else more
+        numbers = re.findall(r"\.(\d+)\.", module)  # of the layer, then of the expert
+        if type(layers) is not int or not numbers:
+            return usual
+        at, eighth = int(numbers[0]), layers // 8  # llama-quant.cpp's use_more_bits
+        return more if at < eighth or at >= 7 * layers // 8 or (at - eighth) % 3 == 2 else usual
 
     def matrix(self, module: str) -> QuantizedMatrix:
         n, k = self.shape2d(f"{module}.weight")
