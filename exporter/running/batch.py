@@ -21,7 +21,7 @@ from quantmoe.exporter.running.cache import present
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.sampling import Sampling
-    from quantmoe.exporter.running.device import Choice
+    from quantmoe.exporter.running.choice import Choice
     from quantmoe.exporter.running.generate import Generator
     from quantmoe.exporter.running.sampling import Choose
 

@@ -11,13 +11,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from quantmoe.exporter.running.device import tensors
+
 #: ONNX's code of the type that NumPy lacks, and with it ONNX Runtime's arrays
 BFLOAT16 = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Memory that runs are bound to: an OrtValue, of bfloat16 one of uint16, which has the bits.
+    """Memory that runs are bound to: an OrtValue or device.Tensor, of bfloat16 one of uint16, which has the bits.
 
     Attributes:
         dtype: NumPy's or ml_dtypes'.
@@ -28,28 +30,35 @@ class Buffer:
 
     @classmethod
     def of(cls, array: np.ndarray, device: str) -> Buffer:
-        """Copy an array to a device; on the host the memory may be the array's own."""
+        """An array's numbers there; of the host's memory perhaps that memory."""
         import onnxruntime as ort
 
         return cls(ort.OrtValue.ortvalue_from_numpy(_stored(array), device, 0), array.dtype)
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: Any, device: str) -> Buffer:
-        """Allocate memory on a device without writing it."""
-        import onnxruntime as ort
+        """Memory there of which nothing is written."""
+        return cls.several([(shape, dtype)], device)[0]
 
+    @classmethod
+    def several(cls, shapes: Sequence[tuple[Sequence[int], Any]], device: str) -> list[Buffer]:
+        """Memory there of such shapes and types, on a GPU in one piece.
+
+        What ONNX Runtime allocates on a GPU it fills from the host's memory, at 30 GB/s.
+        """
         if device == "cpu":
-            return cls.of(np.empty(shape, dtype), device)
-        dtype = np.dtype(dtype)
-        stored = np.dtype(np.uint16) if dtype == ml_dtypes.bfloat16 else dtype
-        return cls(ort.OrtValue.ortvalue_from_shape_and_type(list(shape), stored.type, device, 0), dtype)
+            return [cls.of(np.empty(shape, dtype), device) for shape, dtype in shapes]
+        types = [np.dtype(dtype) for _, dtype in shapes]
+        stored = [np.dtype(np.uint16) if dtype == ml_dtypes.bfloat16 else dtype for dtype in types]
+        made = tensors([(shape, dtype) for (shape, _), dtype in zip(shapes, stored, strict=True)])
+        return [cls(tensor, dtype) for tensor, dtype in zip(made, types, strict=True)]
 
     def numpy(self) -> np.ndarray:
-        """Return a copy."""
+        """A copy."""
         return np.array(self.value.numpy()).view(self.dtype)
 
     def here(self, slot: int | None = None) -> np.ndarray:
-        """Return the host's memory itself; slot: as :meth:`bind`."""
+        """The host's memory itself; slot: as :meth:`bind`."""
         shape, address = self._place(slot)
         memory: Any = (ctypes.c_uint8 * self.bytes(slot)).from_address(address)
         return np.frombuffer(memory, self.dtype).reshape(shape)
@@ -67,11 +76,11 @@ class Buffer:
         return math.prod(self._place(slot)[0]) * self.dtype.itemsize
 
     def write(self, array: np.ndarray) -> None:
-        """Copy an array of equal shape and type here."""
+        """Copies all of an array of the same shape and type here."""
         self.value.update_inplace(_stored(array))
 
     def bind(self, binding: Any, name: str = "", output: str = "", slot: int | None = None) -> None:
-        """Bind to an input and an output of a session, by name; slot: only this one of the first dimension."""
+        """As an input and as an output of a session, by their names; slot: of the first dimension that one alone."""
         element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
         device, place = (self.value.device_name(), 0), (element, *self._place(slot))
         if name:
@@ -80,7 +89,7 @@ class Buffer:
             binding.bind_output(output, *device, *place)
 
     def _place(self, slot: int | None) -> tuple[list[int], int]:
-        """Return the shape and the address of a slot; None: of all."""
+        """Shape and address of a slot; None: of all."""
         shape, address = self.value.shape(), self.value.data_ptr()
         if slot is None:
             return shape, address

@@ -131,7 +131,7 @@ class Cache:
 
     def settle(self) -> None:
         """Ends a generation that was left: the cache has all tokens but the last that it gave."""
-        left = self.generation and self.generation()
+        left = None if self.generation is None else self.generation()
         if left is not None and inspect.getgeneratorstate(left) != inspect.GEN_RUNNING:
             self.generation = None
             left.close()
@@ -323,16 +323,14 @@ class Room:
 
     def __init__(self, model: Generator, capacity: int, batch: int = 1):
         self.capacity, self.batch = capacity, batch
-        self.buffers: dict[str, Buffer] = {}
         self.steps: dict[tuple[int, object], DecodeStep] = {}
-        rows = f"{batch} times " if batch > 1 else ""
-        for name, (_, dtype) in model.past.items():
-            shape = model.shape(name, batch)
-            if name not in model.states:
-                shape[2] = capacity
-            with model.allocating(f"{name} of {rows}{capacity} tokens", capacity, batch):
-                # what is not written is not read, nor is a state before the first token
-                self.buffers[name] = Buffer.empty(shape, dtype, model.device)
+        shapes = {name: (model.shape(name, batch), dtype) for name, (_, dtype) in model.past.items()}
+        for name in shapes.keys() - set(model.states):
+            shapes[name][0][2] = capacity
+        with model.allocating(capacity, batch):
+            # what is not written is not read, nor is a state before the first token
+            made = Buffer.several([*shapes.values()], model.device)
+        self.buffers = dict(zip(shapes, made, strict=True))
 
     def step(self, model: Generator, tokens: int = 1) -> DecodeStep:
         """The decode step of so many tokens a row, which is captured when it first runs."""
@@ -426,17 +424,8 @@ class SharedCache(Cache):
 
     def _move(self, room: Room) -> None:
         """What is in the cache to a larger room."""
-        old, length = self._room, len(self.tokens)
-        for name, buffer in old.buffers.items() if old is not None else ():
-            if self.model.device == "cpu":
-                part = ... if name in self.model.states else np.s_[:, :, :length]
-                room.buffers[name].here()[part] = buffer.here()[part]
-            elif name in self.model.states:
-                device.copy(room.buffers[name].address(), buffer.address(), buffer.bytes())
-            elif length:
-                self._write_front(room.buffers[name], buffer.address(), old.capacity, length)
-        if old is not None and self.model.device != "cpu":
-            device.wait()
+        if self._room is not None:
+            self._copy(self._room, room)
         self._leave()
         self._room, self._copies = room, States(self.model, room.buffers)
         self._leave = leave = weakref.finalize(self, self.model.rooms.give, room)
@@ -444,6 +433,19 @@ class SharedCache(Cache):
         self._binding = self.model.session.io_binding()
         for name, buffer in room.buffers.items():
             buffer.bind(self._binding, name, present(name))
+
+    def _copy(self, old: Room, new: Room) -> None:
+        length = len(self.tokens)
+        for name, buffer in old.buffers.items():
+            if self.model.device == "cpu":
+                part = ... if name in self.model.states else np.s_[:, :, :length]
+                new.buffers[name].here()[part] = buffer.here()[part]
+            elif name in self.model.states:
+                device.copy(new.buffers[name].address(), buffer.address(), buffer.bytes())
+            elif length:
+                self._write_front(new.buffers[name], buffer.address(), old.capacity, length)
+        if self.model.device != "cpu":
+            device.wait()
 
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
         buffers = {} if self._room is None else self._room.buffers

@@ -1,62 +1,37 @@
-"""The GPU's side of generation: tokens are chosen where the logits are, and the next run reads them there.
+"""What generation asks of a GPU beside ONNX Runtime: a stream, memory and copies.
 
-quant_moe_cuda.h declares the functions; the sessions' library of operators has them. All work is on one stream,
-the sessions' own: a copy or a choice comes after the run that was started before it.
+The functions are those of quant_moe_cuda.h, in the library whose operators the sessions run. All work is on one stream,
+which sessions with CUDA graphs use, too: a copy comes after the run that was started before it. While such a session
+captures a graph, no other thread may allocate or free. So memory is given back to this module, and freed when other
+memory is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.structs import checked
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running.buffer import Buffer
-from quantmoe.exporter.running.sampling import check_sampling
 from quantmoe.ort_ext import cuda_library_path
 
-if TYPE_CHECKING:
-    from quantmoe.exporter.running.cache import DecodeStep
-
-#: qm_type
-_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-#: what is chosen where logits are not finite, and where bias and n-grams leave no token
-NOT_FINITE, NO_TOKEN = -1, -2
-#: page-locked memory of choices that have ended
+#: bytes to which the parts of a block are aligned
+ALIGNED = 256
+#: addresses and sizes of blocks that were given back
+_BLOCKS: list[tuple[int, int]] = []
+#: page-locked memory that was given back
 _PAGES: list[Any] = []
-_I32, _I64, _F64, _SIZE, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_size_t, ctypes.c_void_p
-
-
-class Problem(ctypes.Structure):
-    """qm_cuda_choice_problem."""
-
-    _fields_ = [
-        *((name, _I32) for name in ("type", "batch", "vocabulary", "top_k", "ngram")),
-        *((name, _F64) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
-        *((name, _I64) for name in ("capacity", "longest", "column", "column_before")),
-    ]
-
-
-class Tensors(ctypes.Structure):
-    """qm_cuda_choice_tensors."""
-
-    _fields_ = [
-        (name, _PTR)
-        for name in (
-            *("logits", "uniform", "past", "bias", "counts", "history"),
-            *("ids", "positions", "mask", "chosen", "workspace"),
-        )
-    ]
+_SIZE, _PTR = ctypes.c_size_t, ctypes.c_void_p
 
 
 @functools.cache
 def library() -> Any:
-    """Return the library of the CUDA operators."""
+    """The library of the CUDA operators."""
     found = ctypes.CDLL(cuda_library_path())
     found.qm_cuda_choice_bytes.restype = _SIZE
     return found
@@ -64,7 +39,7 @@ def library() -> Any:
 
 @functools.cache
 def stream() -> int:
-    """Return the stream of this process's sessions on the GPU, which is never closed."""
+    """The stream of this process's sessions on the GPU, which is never closed."""
     made = _PTR()
     checked(library().qm_cuda_open_stream, ctypes.byref(made))
     assert made.value is not None
@@ -92,96 +67,80 @@ def fetch(array: np.ndarray, address: int) -> None:
     wait()
 
 
-class Choice:
-    """Choice of a token of each row, step after step, as running.sampling.Sampler does with the same seed.
-
-    Args:
-        texts: the tokens of each row so far, all of them in the cache when the first token is chosen.
-        longest: tokens that a text has at most.
-        vocabulary: tokens that have logits. dtype: of the logits.
+class Block:
+    """Memory of the GPU.
 
     Raises:
-        OptionError: sampling is of another type, or has a bias of a token outside the vocabulary.
+        ValueError: there is not so much.
     """
 
-    def __init__(
-        self,
-        texts: Sequence[Sequence[int]],
-        longest: int,
-        vocabulary: int,
-        dtype: np.dtype,
-        sampling: Sampling | None,
-    ):
-        check_sampling(sampling, vocabulary)
-        how = sampling or Sampling(temperature=0)
-        batch = len(texts)
-        self._problem = Problem(
-            _TYPES[dtype], batch, vocabulary, min(how.top_k, vocabulary), how.no_repeat_ngram_size,
-            how.temperature, how.top_p, how.min_p,
-            how.repetition_penalty, how.presence_penalty, how.frequency_penalty, 0, longest, 0, -1,
-        )  # fmt: skip
-        self._random = [np.random.Generator(np.random.PCG64(how.seed)) for _ in texts if how.temperature]
-        wait()  # what a choice or a run before still reads or writes may be taken from here on
-        self._pages = next((pages for pages in _PAGES if len(pages) >= 16 * batch), None)
-        if self._pages is None:
-            self._pages = _host_memory(16 * batch)
-        else:
-            _PAGES.remove(self._pages)
-        self._uniform = np.frombuffer(self._pages, np.float64, batch)
-        self._past, self._chosen = np.frombuffer(self._pages, np.int32, 2 * batch, 8 * batch).reshape(2, batch)
-        size, held = library().qm_cuda_choice_bytes(ctypes.byref(self._problem)), {}
-        if how.logit_bias:
-            held["bias"] = np.zeros(vocabulary)
-            held["bias"][list(how.logit_bias)] = list(how.logit_bias.values())
-        if how.repetition_penalty != 1 or how.presence_penalty or how.frequency_penalty:
-            held["counts"] = np.zeros((batch, vocabulary), np.int32)
-            for counts, text in zip(held["counts"], texts, strict=True):
-                counts[text] = 1
-        if how.no_repeat_ngram_size:
-            held["history"] = np.zeros((batch, longest), np.int32)
-            for row, text in zip(held["history"], texts, strict=True):
-                row[: len(text)] = text
-        self._held = {name: Buffer.of(array, "cuda") for name, array in held.items()}
-        self._held["workspace"] = Buffer.empty([size], np.uint8, "cuda")
-        self._tensors = Tensors(
-            uniform=self._uniform.ctypes.data, past=self._past.ctypes.data, chosen=self._chosen.ctypes.data,
-            **{name: buffer.address() for name, buffer in self._held.items()},
-        )  # fmt: skip
-
-    def start(self, logits: Buffer, past: Sequence[int], step: DecodeStep | None) -> None:
-        """Choose after the run that was started last, and write the inputs of the next one.
-
-        Args:
-            logits: [batch, rows, vocabulary]; the last row counts. Several sequences have one row each.
-            past: tokens of each row; -1: it has ended. Rows that end do not begin again.
-            step: what runs next; None: nothing.
-        """
-        if self._random:
-            self._uniform[:] = [0 if n < 0 else random.random() for n, random in zip(past, self._random, strict=True)]
-        self._past[:] = past
-        if step is not None:
-            self._problem.capacity, self._problem.column_before, self._problem.column = step.expect(past)
-        self._logits = logits  # is not freed before it is read
-        self._tensors.logits = logits.address() + logits.bytes() - self._problem.batch * logits.row_bytes()
-        for name in ("ids", "positions", "mask"):
-            setattr(self._tensors, name, None if step is None else step.places[name])
-        checked(
-            library().qm_cuda_launch_choice, ctypes.byref(self._problem), ctypes.byref(self._tensors), _PTR(stream())
-        )
-
-    def take(self) -> list[int]:
-        """Wait for the tokens that were chosen last, or NOT_FINITE or NO_TOKEN; older ones of rows that have ended."""
-        wait()
-        return list(map(int, self._chosen))
+    def __init__(self, size: int):
+        fitting = [block for block in _BLOCKS if size <= block[1] <= size + size // 4]
+        for block in sorted(fitting, key=lambda block: block[1]):
+            with contextlib.suppress(ValueError):  # another thread has it
+                _BLOCKS.remove(block)
+                self.address, self.size = block
+                return
+        while _BLOCKS:
+            checked(library().qm_cuda_free, _PTR(_BLOCKS.pop()[0]))
+        memory = _PTR()
+        checked(library().qm_cuda_allocate, _SIZE(size), ctypes.byref(memory))
+        assert memory.value is not None
+        self.address, self.size = memory.value, size
 
     def __del__(self) -> None:
-        if hasattr(self, "_pages"):
-            _PAGES.append(self._pages)
+        if hasattr(self, "address"):
+            _BLOCKS.append((self.address, self.size))
 
 
-def _host_memory(size: int) -> Any:
-    """Allocate page-locked memory. It is never freed: no thread may free it while another captures a graph."""
-    memory, size = _PTR(), max(size, 4096)
-    checked(library().qm_cuda_host_memory, _SIZE(size), ctypes.byref(memory))
-    assert memory.value is not None
-    return (ctypes.c_uint8 * size).from_address(memory.value)
+class Tensor:
+    """A part of a block, which has what a Buffer asks of an OrtValue.
+
+    Args:
+        at: bytes of the block before it. dtype: of NumPy.
+    """
+
+    def __init__(self, block: Block, at: int, shape: Sequence[int], dtype: np.dtype):
+        self._block, self._at, self._shape, self._dtype = block, at, list(shape), dtype
+
+    def shape(self) -> list[int]:
+        return self._shape
+
+    def data_ptr(self) -> int:
+        return self._block.address + self._at
+
+    def device_name(self) -> str:
+        return "cuda"
+
+    def numpy(self) -> np.ndarray:
+        """Return a copy."""
+        array = np.empty(self._shape, self._dtype)
+        fetch(array, self.data_ptr())
+        return array
+
+
+def tensors(shapes: Sequence[tuple[Sequence[int], np.dtype]]) -> list[Tensor]:
+    """Return tensors of these shapes and types in one block, whose numbers are anything."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    ends = np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes], dtype=np.int64).tolist()
+    block = Block(max(ends[-1], ALIGNED))
+    return [Tensor(block, at, *what) for at, what in zip([0, *ends[:-1]], shapes, strict=True)]
+
+
+class Pages:
+    """Page-locked memory of the host, which kernels read and write."""
+
+    def __init__(self, size: int):
+        for memory in [memory for memory in _PAGES if len(memory) >= size]:
+            with contextlib.suppress(ValueError):  # another thread has it
+                _PAGES.remove(memory)
+                self.memory = memory
+                return
+        made, size = _PTR(), max(size, 4096)
+        checked(library().qm_cuda_host_memory, _SIZE(size), ctypes.byref(made))
+        assert made.value is not None
+        self.memory = (ctypes.c_uint8 * size).from_address(made.value)
+
+    def __del__(self) -> None:
+        if hasattr(self, "memory"):
+            _PAGES.append(self.memory)

@@ -31,7 +31,8 @@ from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.running.batch import Batch
 from quantmoe.exporter.running.buffer import Buffer
 from quantmoe.exporter.running.cache import Cache, DecodeStep, Rooms, SharedCache, present
-from quantmoe.exporter.running.device import NO_TOKEN, NOT_FINITE, Choice, stream
+from quantmoe.exporter.running.choice import NO_TOKEN, NOT_FINITE, Choice
+from quantmoe.exporter.running.device import stream
 from quantmoe.exporter.running.sampling import NOTHING_LEFT, Choose, Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
@@ -424,7 +425,7 @@ class Generator:
         """Return what a call of the session returns. With CUDA graphs one thread makes all of them; see Turns."""
         return TURNS(call, runs) if self.cuda_graph else call()
 
-    def allocating(self, what: str, capacity: int, batch: int) -> contextlib.AbstractContextManager[None]:
+    def allocating(self, capacity: int, batch: int) -> contextlib.AbstractContextManager[None]:
         """Name a cache of ``batch`` times ``capacity`` tokens in an error for lack of memory."""
         tokens = f"{batch} times {capacity:,} tokens" if batch > 1 else f"{capacity:,} tokens"
         shapes = [(self.shape(name, batch), dtype, name in self.states) for name, (_, dtype) in self.past.items()]
@@ -433,7 +434,8 @@ class Generator:
         less += ["fewer prompts at once (--batch)"] if batch > 1 else []
         if any(dtype.itemsize > 1 and name not in self.states for name, (_, dtype) in self.past.items()):
             less += ["export --cache fp8"]
-        return doing(f"{self.path}: {what}", self._on_gpu(f"the cache of {tokens} takes {size:,} bytes, ", less))
+        where = f"{self.path}: the cache of {tokens}" if self.device == "cpu" else str(self.path)
+        return doing(where, self._on_gpu(f"the cache of {tokens} takes {size:,} bytes, ", less))
 
     def _on_gpu(self, what: str = "", less: Sequence[str] = ()) -> OnGpu | None:
         """Return what an error says about the GPU's memory; None on the cpu."""

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantmoe.custom_ops.structs import checked
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running import device
+from quantmoe.exporter.running import choice, device
 from quantmoe.exporter.running.sampling import Penalties, Sampler, probabilities
 
 torch = pytest.importorskip("torch")
@@ -49,7 +50,7 @@ class Call:
         kind = next(code for code, dtype in DTYPES.values() if dtype == self.logits.dtype)
         vocabulary, longest = self.logits.shape[-1], len(self.text) + 1
         past = self.past or [len(self.text)] * batch
-        problem = device.Problem(
+        problem = choice.Problem(
             kind, batch, vocabulary, how.top_k, how.no_repeat_ngram_size,
             how.temperature, how.top_p, how.min_p,
             how.repetition_penalty, how.presence_penalty, how.frequency_penalty,
@@ -78,9 +79,9 @@ class Call:
             if self.before >= 0:
                 held["mask"][:, self.before] = 1
         self.held = {name: tensor.cuda().contiguous() for name, tensor in held.items()}
-        tensors = device.Tensors(**{name: tensor.data_ptr() for name, tensor in self.held.items()})
+        tensors = choice.Tensors(**{name: tensor.data_ptr() for name, tensor in self.held.items()})
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        device.checked(LIBRARY.qm_cuda_launch_choice, ctypes.byref(problem), ctypes.byref(tensors), stream)
+        checked(LIBRARY.qm_cuda_launch_choice, ctypes.byref(problem), ctypes.byref(tensors), stream)
         return self.held["chosen"].tolist()
 
 
@@ -246,11 +247,11 @@ def test_what_the_next_run_reads() -> None:
 def test_a_seed_gives_the_samplers_tokens(sampling: Sampling | None) -> None:
     """Through Choice, whose numbers are those of Sampler, over several tokens of two rows."""
     sample = [Sampler(sampling, TEXT) for _ in range(2)]
-    choice = _choice([TEXT, TEXT], 30, 3_000, sampling)
+    made = _choice([TEXT, TEXT], 30, 3_000, sampling)
     for at in range(20):
         logits = torch.stack([normal(3_000, "f32", 1.5, seed=2 * at + row) for row in range(2)])
-        choice.start(_Logits(logits.cuda()), [len(TEXT) + at] * 2, None)
-        assert choice.take() == [one(row.numpy()) for one, row in zip(sample, logits, strict=True)]
+        made.start(_Logits(logits.cuda()), [len(TEXT) + at] * 2, None)
+        assert made.take() == [one(row.numpy()) for one, row in zip(sample, logits, strict=True)]
 
 
 def test_vocabularies_that_are_too_large() -> None:
@@ -268,7 +269,7 @@ class _Logits:
         self.row_bytes = lambda: tensor.shape[-1] * 4
 
 
-def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sampling | None) -> device.Choice:
+def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sampling | None) -> choice.Choice:
     """A Choice whose memory is torch's, as the tests' ONNX Runtime has no GPU."""
 
     class Held:
@@ -279,5 +280,5 @@ def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sam
         empty = classmethod(lambda cls, shape, dtype, _: cls(torch.empty(shape, dtype=torch.uint8, device="cuda")))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "Buffer", Held)
-        return device.Choice(texts, longest, vocabulary, np.dtype(np.float32), sampling)
+        patch.setattr(choice, "Buffer", Held)
+        return choice.Choice(texts, longest, vocabulary, np.dtype(np.float32), sampling)

@@ -280,10 +280,10 @@ def test_too_little_gpu_memory_names_the_cache(exported, driver, monkeypatch, te
     generator = Generator(exported("qwen3_moe", **FLOAT))
     monkeypatch.setattr(gpu, "DRIVER", driver(1))
 
-    def fail(shape: list[int], dtype: np.dtype, device: str) -> None:
+    def fail(shapes: list[Any], device: str) -> None:
         raise RuntimeError(text)
 
-    monkeypatch.setattr(Buffer, "empty", fail)
+    monkeypatch.setattr(Buffer, "several", fail)
     generator.device, tokens = "cuda", len(PROMPT) + ROOM
     shapes = (generator.shape(name)[1] * generator.shape(name)[3] for name in generator.past)
     size = 4 * tokens * sum(shapes)
@@ -305,7 +305,7 @@ def test_too_little_gpu_memory_for_a_prompt(captured, driver, monkeypatch):
         raise RuntimeError(LACKING[0])
 
     generator.session.run_with_iobinding, generator.device = fail, "cuda"
-    monkeypatch.setattr(Buffer, "empty", lambda shape, dtype, device, of=Buffer.empty: of(shape, dtype, "cpu"))
+    monkeypatch.setattr(Buffer, "several", lambda shapes, device, of=Buffer.several: of(shapes, "cpu"))
     with pytest.raises(
         OutOfMemoryError, match=r"8 tokens after 0: out of GPU memory: 123,456,789 bytes are free; .* a smaller --chunk"
     ):
@@ -314,17 +314,17 @@ def test_too_little_gpu_memory_for_a_prompt(captured, driver, monkeypatch):
 
 def test_other_rooms_make_way(captured, monkeypatch):
     """Rooms of other numbers of rows are freed before lack of memory is an error."""
-    generator, real, failed = captured(), Buffer.empty, []
+    generator, real, failed = captured(), Buffer.several, []
     generator.generate_batch([PROMPT, PROMPT], 3)
     assert len(generator.rooms._free) == 1
 
-    def empty(shape: list[int], dtype: np.dtype, device: str) -> Buffer:
+    def several(shapes: list[Any], device: str) -> list[Buffer]:
         if generator.rooms._free:
-            failed.append(shape)
+            failed.append(shapes)
             raise RuntimeError(LACKING[0])
-        return real(shape, dtype, device)
+        return real(shapes, device)
 
-    monkeypatch.setattr(Buffer, "empty", empty)
+    monkeypatch.setattr(Buffer, "several", several)
     generator.generate(PROMPT, 2)
     gc.collect()  # the error that was caught
     assert len(failed) == 1

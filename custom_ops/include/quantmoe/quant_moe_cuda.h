@@ -411,9 +411,11 @@ typedef struct {
 } qm_cuda_choice_tensors;
 QM_API size_t qm_cuda_choice_bytes(const qm_cuda_choice_problem*);
 QM_API int qm_cuda_launch_choice(const qm_cuda_choice_problem*, const qm_cuda_choice_tensors*, void* stream, char* err);
-// What the program around an engine asks of the device: a stream, page-locked memory that kernels read and write, the
-// copy of `height` pieces of `width` bytes, from and to either memory, and waiting for all of that.
+// What the program around an engine asks of the device: a stream, memory, page-locked memory that kernels read and
+// write, the copy of `height` pieces of `width` bytes, from and to either memory, and waiting for all of that.
 QM_API int qm_cuda_open_stream(void** stream, char* err);
+QM_API int qm_cuda_allocate(size_t bytes, void** memory, char* err);
+QM_API int qm_cuda_free(void* memory, char* err);
 QM_API int qm_cuda_host_memory(size_t bytes, void** memory, char* err);
 QM_API int qm_cuda_copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                         void* stream, char* err);

@@ -79,6 +79,12 @@ int qm_cuda_open_stream(void** stream, char* err) {
 int qm_cuda_wait(void* stream, char* err) {
   return report(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), err);
 }
+int qm_cuda_allocate(size_t bytes, void** memory, char* err) {
+  const int status = report(cudaMalloc(memory, bytes), err);
+  if (status) cudaGetLastError();  // or the engine takes it for its own
+  return status;
+}
+int qm_cuda_free(void* memory, char* err) { return report(cudaFree(memory), err); }
 int qm_cuda_host_memory(size_t bytes, void** memory, char* err) {
   return report(cudaHostAlloc(memory, bytes, cudaHostAllocPortable), err);
 }
