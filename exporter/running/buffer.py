@@ -30,19 +30,19 @@ class Buffer:
 
     @classmethod
     def of(cls, array: np.ndarray, device: str) -> Buffer:
-        """An array's numbers there; of the host's memory perhaps that memory."""
+        """Make a buffer of an array's numbers; on the host it may be the array's memory."""
         import onnxruntime as ort
 
         return cls(ort.OrtValue.ortvalue_from_numpy(_stored(array), device, 0), array.dtype)
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: Any, device: str) -> Buffer:
-        """Memory there of which nothing is written."""
+        """Allocate memory, with any numbers in it."""
         return cls.several([(shape, dtype)], device)[0]
 
     @classmethod
     def several(cls, shapes: Sequence[tuple[Sequence[int], Any]], device: str) -> list[Buffer]:
-        """Memory there of such shapes and types, on a GPU in one piece.
+        """Allocate memory of such shapes and types, on a GPU in one piece.
 
         What ONNX Runtime allocates on a GPU it fills from the host's memory, at 30 GB/s.
         """
@@ -54,11 +54,11 @@ class Buffer:
         return [cls(tensor, dtype) for tensor, dtype in zip(made, types, strict=True)]
 
     def numpy(self) -> np.ndarray:
-        """A copy."""
+        """Return a copy."""
         return np.array(self.value.numpy()).view(self.dtype)
 
     def here(self, slot: int | None = None) -> np.ndarray:
-        """The host's memory itself; slot: as :meth:`bind`."""
+        """Return the host's memory itself; slot: as :meth:`bind`."""
         shape, address = self._place(slot)
         memory: Any = (ctypes.c_uint8 * self.bytes(slot)).from_address(address)
         return np.frombuffer(memory, self.dtype).reshape(shape)
@@ -76,11 +76,11 @@ class Buffer:
         return math.prod(self._place(slot)[0]) * self.dtype.itemsize
 
     def write(self, array: np.ndarray) -> None:
-        """Copies all of an array of the same shape and type here."""
+        """Copy all of an array of the same shape and type here."""
         self.value.update_inplace(_stored(array))
 
     def bind(self, binding: Any, name: str = "", output: str = "", slot: int | None = None) -> None:
-        """As an input and as an output of a session, by their names; slot: of the first dimension that one alone."""
+        """Bind to a session, as an input and as an output by their names; slot: of the first dimension that one alone."""
         element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
         device, place = (self.value.device_name(), 0), (element, *self._place(slot))
         if name:

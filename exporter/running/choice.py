@@ -103,7 +103,7 @@ class Choice:
         """Choose after the run that was started last, and write the inputs of the next one.
 
         Args:
-            logits: [batch, rows, vocabulary], of which the last row counts; of several sequences one row each.
+            logits: [batch, rows, vocabulary]. The last row counts; several sequences have one row each.
             past: tokens of each row; -1: it has ended. Rows that end do not begin again.
             step: what runs next; None: nothing.
         """

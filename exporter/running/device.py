@@ -1,6 +1,6 @@
-"""What generation asks of a GPU beside ONNX Runtime: a stream, memory and copies.
+"""Generation's own use of a GPU beside ONNX Runtime: a stream, memory and copies.
 
-The functions are those of quant_moe_cuda.h, in the library whose operators the sessions run. All work is on one stream,
+quant_moe_cuda.h has the functions. They are in the library whose operators the sessions run. All work is on one stream,
 which sessions with CUDA graphs use, too: a copy comes after the run that was started before it. While such a session
 captures a graph, no other thread may allocate or free. So memory is given back to this module, and freed when other
 memory is asked for.
@@ -31,7 +31,7 @@ _SIZE, _PTR = ctypes.c_size_t, ctypes.c_void_p
 
 @functools.cache
 def library() -> Any:
-    """The library of the CUDA operators."""
+    """Load the library of the CUDA operators."""
     found = ctypes.CDLL(cuda_library_path())
     found.qm_cuda_choice_bytes.restype = _SIZE
     return found
@@ -39,7 +39,7 @@ def library() -> Any:
 
 @functools.cache
 def stream() -> int:
-    """The stream of this process's sessions on the GPU, which is never closed."""
+    """Return the stream of this process's sessions on the GPU, which is never closed."""
     made = _PTR()
     checked(library().qm_cuda_open_stream, ctypes.byref(made))
     assert made.value is not None
