@@ -80,7 +80,7 @@ class Buffer:
         self.value.update_inplace(_stored(array))
 
     def bind(self, binding: Any, name: str = "", output: str = "", slot: int | None = None) -> None:
-        """Bind to a session, as an input and as an output by their names; slot: of the first dimension that one alone."""
+        """Bind to a session as an input and an output, by names; slot: of the first dimension that one alone."""
         element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
         device, place = (self.value.device_name(), 0), (element, *self._place(slot))
         if name:
