@@ -246,7 +246,7 @@ class Tensors(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The kernels: the library named by QUANTMOE_CUDA_LIBRARY, else the installed one.
+    """Return the kernels: the library named by QUANTMOE_CUDA_LIBRARY, else the installed one.
 
     Raises:
         FileNotFoundError: neither is there.
@@ -285,7 +285,7 @@ def _plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found: ct
 
 
 def _launch(name: str, structs: Sequence[ctypes.Structure], tensors: Sequence[torch.Tensor], count: int) -> None:
-    """Enqueues qm_cuda_launch_<name> on torch's current stream.
+    """Enqueue qm_cuda_launch_<name> on torch's current stream.
 
     Args:
         tensors: ``count`` of them; one without elements is NULL.
@@ -346,7 +346,7 @@ def _of_one_token(spec: MoESpec | LinearSpec) -> Problem | LinearProblem:
 
 
 def _type_of(weights: Projection) -> str:
-    """A type of activations that the kernels multiply such weights with."""
+    """Return a type of activations that the kernels multiply such weights with."""
     return weights.format if weights.format in FLOATS else "bf16"
 
 
@@ -369,7 +369,7 @@ def absence(spec: MoESpec | LinearSpec) -> str:
 
 
 def query(ordinal: int = 0) -> Device:
-    """The device as the plan sees it."""
+    """Return the device as the plan sees it."""
     found = Device()
     checked(library().qm_cuda_query, ordinal, ctypes.byref(found))
     return found
@@ -415,7 +415,7 @@ class CudaMoE:
         output: torch.Tensor,
         workspace: torch.Tensor,
     ) -> None:
-        """Enqueues on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
+        """Enqueue on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
         import torch
 
         pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
@@ -426,7 +426,7 @@ class CudaMoE:
         checked(library().qm_cuda_launch, *map(ctypes.byref, (*prepared, tensors)), stream)
 
     def place(self, tensors: Tensors) -> None:
-        """Adds what a launch takes of a host that multiplies, qm_cuda_host."""
+        """Add what a launch takes of a host that multiplies, qm_cuda_host."""
 
     def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """hidden f16 or bf16 [T, H], topk_ids int32 or int64 [T, k], topk_weights f32 [T, k] -> [T, H]."""
@@ -501,7 +501,7 @@ class CudaLinear:
         return y
 
     def launch(self, p: LinearProblem, chosen: Plan, x: torch.Tensor, y: torch.Tensor, workspace: torch.Tensor) -> None:
-        """Enqueues on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
+        """Enqueue on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
         _launch("linear", (p, chosen), (x, self.w, y, workspace), 4)
 
 
@@ -547,7 +547,7 @@ def plan_router(problem: RouterProblem, device: Device = H200) -> RouterPlan:
 
 
 def launch_router(problem: RouterProblem, plan: RouterPlan, *tensors: torch.Tensor) -> None:
-    """Enqueues on torch's current stream.
+    """Enqueue on torch's current stream.
 
     Args:
         tensors: hidden_states, weight, bias, correction_bias ([0]: none), topk_ids, topk_weights, workspace (uint8 of
@@ -589,7 +589,7 @@ def check_norm(problem: NormProblem) -> None:
 
 
 def launch_norm(problem: NormProblem, *tensors: torch.Tensor) -> None:
-    """Enqueues on torch's current stream.
+    """Enqueue on torch's current stream.
 
     Args:
         tensors: x, residual, weight, y, sum, contiguous.
@@ -652,7 +652,7 @@ def plan_attention(problem: AttentionProblem, device: Device = H200) -> Attentio
 
 
 def launch_attention(problem: AttentionProblem, plan: AttentionPlan, *tensors: torch.Tensor) -> None:
-    """Enqueues on torch's current stream.
+    """Enqueue on torch's current stream.
 
     Args:
         tensors: qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks, output, present_key, present_value,
@@ -719,7 +719,7 @@ def _validate_conv(lib: ctypes.CDLL, problem: ConvProblem) -> None:
 
 
 def launch_conv(problem: ConvProblem, *tensors: torch.Tensor) -> None:
-    """Enqueues on torch's current stream.
+    """Enqueue on torch's current stream.
 
     Args:
         tensors: x, weight, bias, past_conv, rows, y, present_conv, contiguous.
@@ -762,7 +762,7 @@ def plan_delta(problem: DeltaProblem, device: Device = H200) -> DeltaPlan:
 
 
 def launch_delta(problem: DeltaProblem, plan: DeltaPlan, *tensors: torch.Tensor) -> None:
-    """Enqueues on torch's current stream.
+    """Enqueue on torch's current stream.
 
     Args:
         tensors: qkv, a, b, z, a_log, dt_bias, norm, past_state, rows, y, present_state, workspace (uint8 of
@@ -799,7 +799,7 @@ def plan_space(problem: SpaceProblem, device: Device = H200) -> SpacePlan:
 
 
 def launch_space(problem: SpaceProblem, plan: SpacePlan, *tensors: torch.Tensor) -> None:
-    """Enqueues on torch's current stream.
+    """Enqueue on torch's current stream.
 
     Args:
         tensors: xbc, dt, z, a_log, dt_bias, d, norm, past_state, rows, y, present_state, workspace (uint8 of
@@ -827,7 +827,7 @@ def _stepped(
     width: int,
     in_place: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A call whose inputs end with a state and rows: y of ``width`` features a token, and the state."""
+    """Return a call whose inputs end with a state and rows: y of ``width`` features a token, and the state."""
     import torch
 
     x, past = inputs[0], inputs[-2]
@@ -839,7 +839,8 @@ def _stepped(
 
 
 def new_box(world: int) -> torch.Tensor:
-    """What a rank of ``world`` has in its memory for sums, on the current CUDA device, ready when this returns."""
+    """Return what a rank of ``world`` has in its memory for sums, on the current CUDA device, ready when this
+    returns."""
     import torch
 
     box = torch.empty(library().qm_cuda_box_bytes(world), dtype=torch.uint8, device="cuda")
@@ -849,7 +850,7 @@ def new_box(world: int) -> torch.Tensor:
 
 
 def launch_sum(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Enqueues a rank's part of a sum, y = all ranks' x, on torch's current stream: it waits there for the others'.
+    """Enqueue a rank's part of a sum, y = all ranks' x, on torch's current stream: it waits there for the others'.
 
     Args:
         peers: of the rank; ``boxes`` are all ranks' boxes' addresses. x, y: contiguous, f16 or bf16.

@@ -22,7 +22,7 @@ class Expert:
     down: QuantizedMatrix
 
     def in_order(self) -> Expert:
-        """The same expert, its intermediate features as down's columns lie: nothing of it but gate and up makes them.
+        """Return the expert with intermediate features in the order of down's columns; only gate and up make them.
 
         Raises:
             ValueError: rows of gate or up that share a scale would not stay together.

@@ -70,7 +70,7 @@ class QuantizedMatrix:
             raise ValueError(f"zero points have shape {list(self.zero_points.shape)}, expected {list(want)}")
 
     def check_finite(self, what: str) -> None:
-        """Refuses what is no number: the one place that decides it, for every layout.
+        """Refuse what is no number: the one place that decides it, for every layout.
 
         It reads all codes, so packing asks, not the constructor: a matrix that is only read may hold anything.
 
@@ -114,13 +114,14 @@ class QuantizedMatrix:
         return values
 
     def expand(self, per_group: np.ndarray) -> np.ndarray:
-        """A per-group array [N / block_n, K / group_size] repeated to [N, K]."""
+        """Return a per-group array [N / block_n, K / group_size] repeated to [N, K]."""
         n, k = self.shape
         rows = np.repeat(per_group, self.block_n, axis=0)[:n]
         return np.repeat(rows, k if self.group_size == -1 else self.group_size, axis=1)[:, :k]
 
     def dequantize(self, dtype: type = np.float64) -> np.ndarray:
-        """The weights this matrix stands for: float64 or float32 [N, K], rounded once, columns by input feature."""
+        """Return the weights this matrix stands for: float64 or float32 [N, K], rounded once, columns by input
+        feature."""
         if dtype != np.float64 and (self.global_scale is not None or self.pre_scale is not None):
             return self.dequantize().astype(dtype)  # more than one product
         w = self.values(dtype)
@@ -147,7 +148,8 @@ def _factors(scales: np.ndarray) -> list[np.ndarray]:
 
 
 def levels(scales: np.ndarray, dtype: type = np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and minima of the groups of k32 or k16 scales [N, blocks]: [N, blocks, 8 or 16] each, exact in float32."""
+    """Return scales and minima of the groups of k32 or k16 scales [N, blocks]: [N, blocks, 8 or 16] each, exact in
+    float32."""
 
     def product(factor: str, codes: str) -> np.ndarray:
         return scales[factor].astype(dtype)[..., None] * scales[codes].astype(dtype)
@@ -157,7 +159,7 @@ def levels(scales: np.ndarray, dtype: type = np.float32) -> tuple[np.ndarray, np
 
 
 def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """The rows of matrices that multiply the same input, below each other.
+    """Return the rows of matrices that multiply the same input, below each other.
 
     Every row keeps its bytes. Where only some parts have zero points or biases the others get what theirs mean.
 
@@ -185,7 +187,7 @@ def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
 
 
 def parted(m: QuantizedMatrix, rows: Sequence[int]) -> list[QuantizedMatrix]:
-    """The matrices with so many rows each that :func:`joined` made one of.
+    """Return the matrices with so many rows each that :func:`joined` made one of.
 
     Zero points that are all the middle, and biases that are all zero, are none.
     """
@@ -211,7 +213,7 @@ def rows_of(m: QuantizedMatrix, begin: int, end: int) -> QuantizedMatrix:
 
 
 def reordered(m: QuantizedMatrix, order: np.ndarray) -> QuantizedMatrix:
-    """A matrix with other rows first: row i is row order[i] of the given one.
+    """Return a matrix with other rows first: row i is row order[i] of the given one.
 
     Raises:
         ValueError: rows that share a scale would not stay together.
@@ -233,7 +235,7 @@ def reordered(m: QuantizedMatrix, order: np.ndarray) -> QuantizedMatrix:
 
 
 def in_order(m: QuantizedMatrix) -> QuantizedMatrix:
-    """A matrix in act-order for inputs that come as its columns lie: feature j is the given one's perm[j]."""
+    """Return a matrix in act-order for inputs that come as its columns lie: feature j is the given one's perm[j]."""
     if m.perm is None:
         return m
     return replace(m, perm=None, pre_scale=None if m.pre_scale is None else m.pre_scale[m.perm])
@@ -246,7 +248,7 @@ def gates_first(rows: int, heads: int) -> np.ndarray:
 
 
 def scattered(m: QuantizedMatrix, count: int) -> bool:
-    """Whether columns are in act-order, and features of a group are in several of ``count`` equal parts."""
+    """Return whether columns are in act-order, and features of a group are in several of ``count`` equal parts."""
     if m.perm is None:
         return False
     size = m.shape[1] // count
@@ -258,7 +260,8 @@ def scattered(m: QuantizedMatrix, count: int) -> bool:
 
 
 def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatrix:
-    """One of ``count`` equal parts of a matrix: rows (axis 0), or columns (axis 1), whose products' sum is the whole's.
+    """Return one of ``count`` equal parts of a matrix: rows (axis 0), or columns (axis 1), whose products' sum is the
+    whole's.
 
     Raises:
         ValueError: rows or columns that share a scale or a bias would be divided, also those of a group in act-order.
@@ -307,10 +310,10 @@ def _below(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def same_order(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    """Whether two act-order permutations are the same; None is the identity."""
+    """Return whether two act-order permutations are the same; None is the identity."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def perm_or_none(perm: np.ndarray) -> np.ndarray | None:
-    """The permutation, or None when it is the identity."""
+    """Return the permutation, or None when it is the identity."""
     return None if np.array_equal(perm, np.arange(len(perm))) else perm

@@ -87,8 +87,8 @@ class Row(ctypes.Structure):
 
 
 def _call(name: str, op: str, *shape: tuple[str, Any]) -> type[ctypes.Structure]:
-    """The C struct of a call: types and sizes, op.def's tensors but the mask, of which only the length is read, and
-    what all calls have."""
+    """Return the C struct of a call: types and sizes, op.def's tensors but the mask, of which only the length is read,
+    and what all calls have."""
     tensors = [name for name, _ in (*inputs(op), *optional_inputs(op), *outputs(op)) if name != "attention_mask"]
     fields = [
         ("type", ctypes.c_int),
@@ -153,7 +153,7 @@ def share_threads(parts: int) -> None:
 
 
 def pack_threads() -> int:
-    """Threads that packing uses on the calling thread."""
+    """Return the threads that packing uses on the calling thread."""
     return max(1, cpus() // getattr(_share, "parts", 1))
 
 
@@ -170,12 +170,12 @@ def row_of(p: Projection, n: int, k: int, halves: int) -> Row:
 
 
 def check_marlin_layer(w13: Projection, w2: Projection) -> None:
-    """Raises ValueError where a layer in layout marlin cannot have both, in the library's words."""
+    """Raise ValueError where a layer in layout marlin cannot have both, in the library's words."""
     checked(library().qm_check_marlin_layer, *(ctypes.byref(projection(p)) for p in (w13, w2)))
 
 
 def pack_expert(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> None:
-    """Writes an expert, whose matrices are what ``spec`` says, into its rows (uint8 [row bytes]).
+    """Write an expert, whose matrices are what ``spec`` says, into its rows (uint8 [row bytes]).
 
     Raises:
         ValueError: an array or a row of another size, or the library's words.
@@ -190,7 +190,7 @@ def pack_expert(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.n
 
 
 def pack_linear(m: QuantizedMatrix, spec: MoESpec, row: np.ndarray) -> None:
-    """Writes the row of a linear's matrix, ``spec`` being LinearSpec.moe; as :func:`pack_expert`."""
+    """Write the row of a linear's matrix, ``spec`` being LinearSpec.moe; as :func:`pack_expert`."""
     lib, to = library(), _address(spec, "w2", row)
     matrix, _arrays = _given(m, spec, "w2")
     checked(lib.qm_pack_linear, ctypes.byref(node(lib, _linear(spec))), ctypes.byref(matrix), to, *_pool())
@@ -232,7 +232,7 @@ def quantize(
 
 
 def unpack_expert(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
-    """The expert of these rows.
+    """Return the expert of these rows.
 
     What says nothing comes back as None: zero points that are all the middle, biases of 0, pre-scales of 1, the order
     of the features.
@@ -250,7 +250,7 @@ def unpack_expert(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Exp
 
 
 def unpack_linear(spec: MoESpec, row: np.ndarray) -> QuantizedMatrix:
-    """The matrix of a linear's row, ``spec`` being LinearSpec.moe; as :func:`unpack_expert`."""
+    """Return the matrix of a linear's row, ``spec`` being LinearSpec.moe; as :func:`unpack_expert`."""
     lib, row = library(), np.ascontiguousarray(row)
     at, m = _address(spec, "w2", row), _Unpacked(spec, "w2")
     checked(lib.qm_unpack_linear, ctypes.byref(node(lib, _linear(spec))), at, ctypes.byref(m.struct), *_pool())
@@ -277,7 +277,7 @@ def _address(spec: MoESpec, projection: str, row: np.ndarray) -> ctypes.c_void_p
 
 
 def _arrays(spec: MoESpec, projection: str) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and types of a matrix's arrays."""
+    """Return shapes and types of a matrix's arrays."""
     p, n, k, _ = spec.matrices(projection)
     f32, groups = np.dtype(np.float32), (-(-n // p.block_n), 1 if p.group_size == -1 else -(-k // p.group_size))
     found = {
@@ -292,7 +292,7 @@ def _arrays(spec: MoESpec, projection: str) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _given(m: QuantizedMatrix, spec: MoESpec, projection: str) -> tuple[_Matrix, list[np.ndarray]]:
-    """A matrix to pack, and the arrays that it points to."""
+    """Return a matrix to pack, and the arrays that it points to."""
     factor = 1.0 if m.global_scale is None else m.global_scale
     found, arrays = _Matrix(global_scale=factor, input_scale=m.input_scale or 0), []
     for name, (shape, dtype) in _arrays(spec, projection).items():
@@ -613,7 +613,8 @@ def _stateful(
     lanes: int,
     buffer: Callable[[int], np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A call whose inputs end with a state and ``rows``: output of ``shape`` and the first input's type, and state."""
+    """Return a call whose inputs end with a state and ``rows``: output of ``shape`` and the first input's type, and
+    state."""
     lib = library()
     buffer = buffer or aligned
     spec_node = ctypes.byref(node(lib, spec))
@@ -638,7 +639,7 @@ def workspace(
     top_k: int = 1,
     local_experts: int = 1,
 ) -> int:
-    """Bytes that a call of ``tokens`` rows of ``dtype`` needs beside its tensors; experts: of QuantMoE."""
+    """Return the bytes that a call of ``tokens`` rows of ``dtype`` needs beside its tensors; experts: of QuantMoE."""
     lib = library()
     kind = _TYPES[np.dtype(dtype)]
     call: ctypes.Structure

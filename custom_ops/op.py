@@ -14,7 +14,7 @@ DOMAIN = "quantmoe"
 
 
 def enum(kind: str) -> dict[str, int]:
-    """Names and ABI codes of one enum of op.def, e.g. ``enum("format")["int4"] == 0``."""
+    """Return names and ABI codes of one enum of op.def, e.g. ``enum("format")["int4"] == 0``."""
     return schema().enums[kind]
 
 
@@ -153,7 +153,7 @@ class AttentionSpec(nodes.CachedAttention):
         return self.num_heads * self.v_head_size if self.gated else 0
 
     def expands(self, count: int) -> bool:
-        """Whether a row of so many new tokens expands its latents: FORMAT.md 5.3."""
+        """Return whether a row of so many new tokens expands its latents: FORMAT.md 5.3."""
         up = self.nope_size + self.out_size
         saved = self.head_size + self.v_head_size - self.query_size - self.output_size
         return self.nope_size > 0 and count * saved >= self.v_head_size * up

@@ -75,7 +75,7 @@ def round_activations(x: np.ndarray, activation_format: str, stored: float | Non
 
 
 def quantize_activations(x: np.ndarray, activation_format: str, stored: float | None = None) -> np.ndarray:
-    """What the product sees of activations x, f32 [T, K]: float64 [T, K], (q - z) * step, or a rounded float.
+    """Return what the product sees of activations x, f32 [T, K]: float64 [T, K], (q - z) * step, or a rounded float.
 
     Rows that are not finite become NaN. ``stored``: a checkpoint's input scale, for fp8_tensor and nvfp4.
 
@@ -126,7 +126,8 @@ def step_columns(m: QuantizedMatrix) -> int:
 
 
 def quantize_groups(x: np.ndarray, columns: int) -> np.ndarray:
-    """What the product sees of int8_group activations x, f32 [T, K] in the order of the packed columns: float64 [T, K].
+    """Return what the product sees of int8_group activations x, f32 [T, K] in the order of the packed columns: float64
+    [T, K].
 
     Rows that are not finite become NaN.
     """
@@ -285,7 +286,7 @@ def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndar
 def quant_moe(
     spec: MoESpec, experts: list[Expert], hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray
 ) -> np.ndarray:
-    """One layer.
+    """Compute one layer.
 
     Args:
         spec: the node's attributes; ``experts[i]`` has id ``spec.expert_offset + i``.
@@ -357,7 +358,7 @@ def encode_cache(spec: AttentionSpec, x: np.ndarray, scale: float, dtype: np.dty
 
 
 def decode_cache(spec: AttentionSpec, stored: np.ndarray, scale: float) -> np.ndarray:
-    """The float64 numbers [.., n] that :func:`encode_cache`'s stand for."""
+    """Return the float64 numbers [.., n] that :func:`encode_cache`'s stand for."""
     if spec.cache_format == "none":
         return stored.astype(np.float64)
     if spec.cache_format == "fp8_e4m3":
@@ -452,14 +453,14 @@ def attention(
 
 
 def check_rows(rows: np.ndarray, tokens: int) -> None:
-    """Raises ValueError where ``rows`` of CausalConv, GatedDelta or StateSpace asks for tokens that are not there."""
+    """Raise ValueError where ``rows`` of CausalConv, GatedDelta or StateSpace asks for tokens that are not there."""
     for b, (begin, count, past) in enumerate(rows.tolist()):
         if min(begin, count, past) < 0 or begin + count > tokens:
             raise ValueError(f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens")
 
 
 def windowed(spec: ConvSpec | DeltaSpec | SpaceSpec, state: np.ndarray) -> np.ndarray:
-    """A view of their state as [state_window, B, ..]."""
+    """Return a view of their state as [state_window, B, ..]."""
     return state if spec.state_window > 1 else state[None]
 
 

@@ -198,13 +198,13 @@ class Spec:
 
 
 def make_projection(schema: Schema) -> type:
-    """The dataclass of a projection's attributes."""
+    """Return the dataclass of a projection's attributes."""
     fields = [(a.name, a.type) for a in schema.projection]
     return make_dataclass("Projection", fields, namespace={"__module__": NODES}, frozen=True, kw_only=True)
 
 
 def make_spec(schema: Schema, op: str, projection: type) -> type:
-    """The dataclass of an operator's attributes."""
+    """Return the dataclass of an operator's attributes."""
     operator = schema.operators[op]
     unsaid = {a.name: a.absent for a in operator.own if a.since > 1} | {"op_version": operator.version}
     fields: list[Any] = [(a.name, a.type) for a in operator.own]
@@ -215,7 +215,7 @@ def make_spec(schema: Schema, op: str, projection: type) -> type:
 
 
 def stub(schema: Schema) -> str:
-    """The text of nodes.pyi."""
+    """Return the text of nodes.pyi."""
 
     def line(name: str, type_: str, comment: str = "") -> str:
         text = f"    {name}: {type_}"

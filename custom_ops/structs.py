@@ -13,7 +13,7 @@ ERROR_SIZE = 512
 
 
 def make_struct(operator: Operator) -> type[ctypes.Structure]:
-    """The operator's attributes in op.def's order, 4 bytes each, projections' as <prefix>_<name>."""
+    """Return the operator's attributes in op.def's order, 4 bytes each, projections' as <prefix>_<name>."""
     fields = [(a, ctypes.c_float if of.kind == "f" else ctypes.c_int32) for a, of in operator.attributes.items()]
     return type(f"qm_{operator.name_c}", (ctypes.Structure,), {"_fields_": fields})
 
@@ -40,7 +40,7 @@ class _Attribute(ctypes.Structure):
 
 
 def check_structs(lib: ctypes.CDLL, operators: Iterable[Operator] = schema().operators.values()) -> None:
-    """Compares the attributes, sizes and offsets of a library's structs with these.
+    """Compare the attributes, sizes and offsets of a library's structs with these.
 
     Raises:
         OSError: they differ, as where one was built from another op.def.
@@ -67,7 +67,7 @@ def check_structs(lib: ctypes.CDLL, operators: Iterable[Operator] = schema().ope
 
 
 def node(lib: ctypes.CDLL, spec: Spec) -> ctypes.Structure:
-    """The C struct of a node, filled as the engines' adapters do.
+    """Return the C struct of a node, filled as the engines' adapters do.
 
     Raises:
         ValueError: with the C ABI's message.
@@ -88,7 +88,7 @@ def node(lib: ctypes.CDLL, spec: Spec) -> ctypes.Structure:
 
 
 def projection(p: Projection) -> ctypes.Structure:
-    """The C struct of a projection.
+    """Return the C struct of a projection.
 
     Raises:
         ValueError: naming an enum's value that op.def does not have, or a number outside int32.
@@ -107,13 +107,13 @@ def projection(p: Projection) -> ctypes.Structure:
 
 
 def check_status(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
-    """Raises ValueError with the message of a call that failed."""
+    """Raise ValueError with the message of a call that failed."""
     if status:
         raise ValueError(err.value.decode())
 
 
 def checked(function: Callable[..., int], *given: Any) -> None:
-    """Calls a function of the C ABI whose last argument is where it says why it failed.
+    """Call a function of the C ABI whose last argument is where it says why it failed.
 
     Raises:
         ValueError: with its message.

@@ -53,7 +53,7 @@ def quant_moe(
     w2: torch.Tensor,
     attributes: str,
 ) -> torch.Tensor:
-    """One mixture-of-experts layer on packed weights, by the float64 reference (slow, for checking).
+    """Compute one mixture-of-experts layer on packed weights, by the float64 reference (slow, for checking).
 
     Args:
         hidden_states: [T, H]. topk_ids: [T, k]. topk_weights: f32 [T, k].
@@ -82,7 +82,7 @@ def quant_moe(
 
 @torch.library.custom_op("quantmoe::quant_linear", mutates_args=())
 def quant_linear(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Tensor:
-    """One linear on packed weights, by the float64 reference.
+    """Compute one linear on packed weights, by the float64 reference.
 
     Args:
         x: [.., K]. w: int32 [1, row words]. attributes: JSON of LinearSpec.attributes().
@@ -101,7 +101,7 @@ def quant_linear(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Ten
 def moe_routing(
     logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token, by the float64 reference.
+    """Return the experts of each token, by the float64 reference.
 
     Args:
         logits: [T, spec.logits]. correction_bias: f32 [E]. attributes: JSON of RoutingSpec.attributes().
@@ -122,7 +122,7 @@ def moe_router(
     correction_bias: torch.Tensor,
     attributes: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token from its hidden state, by the float64 reference.
+    """Return the experts of each token from its hidden state, by the float64 reference.
 
     Args:
         hidden_states: [T, H]. weight: [E + shared_gate, H]. bias, correction_bias: f32 as op.def's, or [0] for none.
@@ -139,7 +139,7 @@ def moe_router(
 
 @torch.library.custom_op("quantmoe::all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor, attributes: str) -> torch.Tensor:
-    """The sum of all ranks' x, [..], of which one process has one.
+    """Return the sum of all ranks' x, [..], of which one process has one.
 
     Raises:
         NotImplementedError: PyTorch has no other ranks here.
@@ -149,7 +149,7 @@ def all_reduce(x: torch.Tensor, attributes: str) -> torch.Tensor:
 
 @torch.library.custom_op("quantmoe::all_gather", mutates_args=())
 def all_gather(x: torch.Tensor, attributes: str) -> torch.Tensor:
-    """All ranks' x, [.., N] or for axis 0 [N, ..], one after the other, [.., world N] or [world N, ..].
+    """Return all ranks' x, [.., N] or for axis 0 [N, ..], one after the other, [.., world N] or [world N, ..].
 
     Raises:
         NotImplementedError: PyTorch has no other ranks here.
@@ -227,7 +227,7 @@ def causal_conv(
     rows: torch.Tensor,
     attributes: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A causal depthwise convolution with state, by the float64 reference.
+    """Compute a causal depthwise convolution with state, by the float64 reference.
 
     Args:
         x: [B, S, C or x_size]. weight: f32 [C, W]. bias: f32 [C] or [0]. past_conv: [B, C, W - 1] of x's dtype, with a
@@ -257,7 +257,7 @@ def gated_delta(
     rows: torch.Tensor,
     attributes: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule and its gated norm, by the float64 reference.
+    """Compute the gated delta rule and its gated norm, by the float64 reference.
 
     Args:
         qkv: [B, S, 2 G K + H V]. a: [B, S, H] or [B, S, H K]. b: [B, S, H]. z: [B, S, H V]; or wider, by <name>_size.
@@ -346,8 +346,8 @@ for custom_op, spec_type in (
 
 @cache
 def onnx_op(op: str) -> Op:
-    """An ONNX operator as onnxscript calls it, its schema built from op.def. The domain stays at version 1: a node's
-    own is its op_version."""
+    """Return an ONNX operator as onnxscript calls it, its schema built from op.def. The domain stays at version 1: a
+    node's own is its op_version."""
     floats = ["float", "float16", "bfloat16"]
     types = {"T": ("T", floats), "C": ("C", floats), "I": ("I", ["int32", "int64"])}
     kinds = {"i": OpSchema.AttrType.INT, "f": OpSchema.AttrType.FLOAT}
@@ -388,7 +388,7 @@ def onnx_moe_router(hidden_states: Any, weight: Any, bias: Any, correction_bias:
 
 
 def onnx_all_reduce(x: Any, attributes: str) -> Any:
-    """The entry of the exporter's translation table for ``all_reduce``."""
+    """Return the entry of the exporter's translation table for ``all_reduce``."""
     return onnx_op("AllReduce")(x, **json.loads(attributes))
 
 

@@ -25,7 +25,8 @@ LAYOUTS = {"cpu_panel": cpu_panel, "marlin": marlin, "qmoe": qmoe}
 
 
 def join(a: tuple[Projection, Projection], b: tuple[Projection, Projection]) -> tuple[Projection, Projection]:
-    """The (w13, w2) that two experts of a layer share: what some have and others lack widens, all else must be equal.
+    """Return the (w13, w2) that two experts of a layer share: what some have and others lack widens, all else must be
+    equal.
 
     Raises:
         ValueError: naming the projection and both descriptions.

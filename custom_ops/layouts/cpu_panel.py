@@ -26,7 +26,7 @@ _SCALES_BYTES = 64  # that input scales take, FORMAT.md 2.9
 def describe(
     expert: Expert, activation_format: str, down_activation_format: str | None = None
 ) -> tuple[Projection, Projection]:
-    """The (w13, w2) attributes under which this layout stores ``expert``; see layouts/__init__.py.
+    """Return the (w13, w2) attributes under which this layout stores ``expert``; see layouts/__init__.py.
 
     ``down_activation_format``: of w2, where it differs.
     """
@@ -54,17 +54,17 @@ def describe(
 
 
 def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
-    """The attributes under which this layout stores a w2, or the one matrix of a QuantLinear."""
+    """Return the attributes under which this layout stores a w2, or the one matrix of a QuantLinear."""
     return _describe(m, activation_format, "down")
 
 
 def row_bytes(spec: MoESpec, projection: str) -> int:
-    """Bytes of one expert's row of ``projection`` ("w13" or "w2"), a multiple of 64."""
+    """Return the bytes of one expert's row of ``projection`` ("w13" or "w2"), a multiple of 64."""
     return native.row_of(*spec.matrices(projection)).bytes
 
 
 def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> None:
-    """Writes one expert into ``w13_row`` and ``w2_row``: uint8 [row_bytes], C-contiguous.
+    """Write one expert into ``w13_row`` and ``w2_row``: uint8 [row_bytes], C-contiguous.
 
     Raises:
         ValueError: ``expert`` does not fit ``spec`` (shapes, format, scales, or an act-order ``spec`` has no room for).
@@ -84,18 +84,18 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
 
 
 def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
-    """Writes a linear's matrix, ``spec`` being LinearSpec.moe, into uint8 [row_bytes]; errors as :func:`pack`."""
+    """Write a linear's matrix, ``spec`` being LinearSpec.moe, into uint8 [row_bytes]; errors as :func:`pack`."""
     _check_down(m, spec)
     native.pack_linear(m, spec, w2_row)
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
-    """The expert that :func:`pack` wrote, bit for bit, but for what says nothing (native.unpack_expert)."""
+    """Return the expert that :func:`pack` wrote, bit for bit, except what says nothing (native.unpack_expert)."""
     return native.unpack_expert(spec, w13_row, w2_row)
 
 
 def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
-    """The matrix that :func:`pack_down` wrote, bit for bit, but for what says nothing."""
+    """Return the matrix that :func:`pack_down` wrote, bit for bit, except what says nothing."""
     return native.unpack_linear(spec, w2_row)
 
 
@@ -106,7 +106,7 @@ def without_input_scales(spec: MoESpec, projection: str, rows: np.ndarray) -> np
 
 
 def _describe(m: QuantizedMatrix, activation_format: str, what: str) -> Projection:
-    """What attributes cannot say is refused here, the attributes by the library."""
+    """Refuse what attributes cannot say; the library refuses attributes."""
     if m.kind in ("bf16", "f16") and (m.scales != 1).any():
         raise ValueError(f"{what}: the CPU's kernels take {m.kind} weights without scales, found some other than 1")
     if m.global_scale is not None and m.kind != "nvfp4":

@@ -66,7 +66,7 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
 
 
 def _orders(matrices: list[QuantizedMatrix]) -> int:
-    """How many act-orders are stored: none, one, or gate's and up's."""
+    """Return how many act-orders are stored: none, one, or gate's and up's."""
     same = same_order(matrices[0].perm, matrices[-1].perm)
     return 2 if not same else int(matrices[0].perm is not None)
 
@@ -74,7 +74,7 @@ def _orders(matrices: list[QuantizedMatrix]) -> int:
 def describe(
     expert: Expert, activation_format: str = "none", down_activation_format: str | None = None
 ) -> tuple[Projection, Projection]:
-    """How this layout stores ``expert``: the ``w13_*`` and ``w2_*`` attributes.
+    """Return how this layout stores ``expert``: the ``w13_*`` and ``w2_*`` attributes.
 
     Raises:
         ValueError: naming the matrix and what it has that the layout does not carry.
@@ -92,7 +92,7 @@ def describe(
 
 
 def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
-    """The attributes under which this layout stores the one matrix of a QuantLinear."""
+    """Return the attributes under which this layout stores the one matrix of a QuantLinear."""
     return _project([m], ["down"], activation_format)
 
 
@@ -109,12 +109,12 @@ def row(spec: MoESpec, projection: str) -> native.Row:
 
 
 def row_bytes(spec: MoESpec, projection: str) -> int:
-    """Bytes of one packed expert row of ``projection`` ("w13" or "w2"), a multiple of 64."""
+    """Return the bytes of one packed expert row of ``projection`` ("w13" or "w2"), a multiple of 64."""
     return row(spec, projection).bytes
 
 
 def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> None:
-    """Writes ``expert`` into two rows (uint8 [row_bytes]).
+    """Write ``expert`` into two rows (uint8 [row_bytes]).
 
     Act-order of down is packed away: gate's and up's rows take down's order (exact, FORMAT.md 2.6).
 
@@ -131,19 +131,19 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
 
 
 def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
-    """Writes the matrix of a QuantLinear, ``spec`` being LinearSpec.moe, into uint8 [row_bytes]; errors as pack."""
+    """Write the matrix of a QuantLinear, ``spec`` being LinearSpec.moe, into uint8 [row_bytes]; errors as pack."""
     m.check_finite("down")
     _check("down", describe_down(m, spec.w2.activation_format), spec.w2)
     native.pack_linear(m, spec, w2_row)
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
-    """The expert whose packing gave these rows, but for what says nothing (native.unpack_expert)."""
+    """Return the expert whose packing gave these rows, except what says nothing (native.unpack_expert)."""
     return native.unpack_expert(spec, w13_row, w2_row)
 
 
 def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
-    """The matrix that :func:`pack_down` wrote, but for what says nothing."""
+    """Return the matrix that :func:`pack_down` wrote, except what says nothing."""
     return native.unpack_linear(spec, w2_row)
 
 

@@ -55,7 +55,7 @@ class RowPart:
         return self.at + int(np.prod(self.shape)) * self.dtype.itemsize
 
     def of(self, row: np.ndarray) -> np.ndarray:
-        """A view of a row uint8 [row_bytes]."""
+        """Return a view of a row uint8 [row_bytes]."""
         return row[self.at : self.end].view(self.dtype).reshape(self.shape)
 
 
@@ -75,7 +75,7 @@ def describe(
 
 
 def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
-    """The attributes of a linear alone, which is MatMulNBits."""
+    """Return the attributes of a linear alone, which is MatMulNBits."""
     found = _describe(m, activation_format, "down", "MatMulNBits")
     if m.kind == "mxfp4":
         raise ValueError("down: MatMulNBits has int4 and int8, found mxfp4")
@@ -139,7 +139,7 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
 
 
 def parts(spec: MoESpec, projection: str) -> dict[str, RowPart]:
-    """What a row is made of, in order."""
+    """Return what a row is made of, in order."""
     p, n, k, halves = spec.matrices(projection)
     bits, n = SCHEMES[p.format].bits, n * halves
     groups = 1 if p.group_size == -1 else -(-k // p.group_size)
@@ -161,12 +161,12 @@ def parts(spec: MoESpec, projection: str) -> dict[str, RowPart]:
 
 
 def row_bytes(spec: MoESpec, projection: str) -> int:
-    """Bytes of one expert's row of ``projection`` ("w13" or "w2"), a multiple of 64."""
+    """Return the bytes of one expert's row of ``projection`` ("w13" or "w2"), a multiple of 64."""
     return -(-max(part.end for part in parts(spec, projection).values()) // 64) * 64
 
 
 def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> None:
-    """Writes one expert; see layouts/__init__.py.
+    """Write one expert; see layouts/__init__.py.
 
     Raises:
         ValueError: ``expert`` does not fit ``spec``, or has what is no number.
@@ -177,19 +177,19 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
 
 
 def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
-    """Writes the matrix of a linear; see layouts/__init__.py."""
+    """Write the matrix of a linear; see layouts/__init__.py."""
     _pack([(m, "down")], spec, "w2", w2_row, "MatMulNBits")
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
-    """The expert that :func:`pack` wrote, bit for bit; zero points that are all the middle and biases that are all zero
-    come back as None."""
+    """Return the expert that :func:`pack` wrote, bit for bit; zero points that are all the middle and biases that are
+    all zero come back as None."""
     *gate, up = _unpack(spec, "w13", w13_row)
     return Expert(gate[0] if gate else None, up, unpack_down(spec, w2_row))
 
 
 def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
-    """The matrix that :func:`pack_down` wrote."""
+    """Return the matrix that :func:`pack_down` wrote."""
     return _unpack(spec, "w2", w2_row)[0]
 
 
@@ -309,7 +309,7 @@ def shape(spec: MoESpec, projection: str, name: str) -> tuple[int, ...]:
 
 
 def stored(spec: MoESpec, projection: str, rows: np.ndarray, floats: np.dtype) -> dict[str, np.ndarray]:
-    """A packed row's parts as QMoE's tensors have them.
+    """Return a packed row's parts as QMoE's tensors have them.
 
     Args:
         floats: float32 or float16, of scales of integers and of biases.
@@ -333,7 +333,7 @@ def stored(spec: MoESpec, projection: str, rows: np.ndarray, floats: np.dtype) -
 
 
 def restored(spec: MoESpec, projection: str, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The inverse of :func:`stored`: the row."""
+    """Return the inverse of :func:`stored`: the row."""
     row = np.zeros(row_bytes(spec, projection), np.uint8)
     for name, part in parts(spec, projection).items():
         part.of(row)[:] = tensors[name].reshape(part.shape).astype(part.dtype)
@@ -359,7 +359,7 @@ def _projection(
 
 
 def moe_spec(node: Mapping[str, Any], shapes: Mapping[int, Sequence[int]], scale_types: Mapping[str, str]) -> MoESpec:
-    """What a QMoE node that an export wrote is: the inverse of :func:`attributes` and :func:`shape`.
+    """Return what a QMoE node that an export wrote is: the inverse of :func:`attributes` and :func:`shape`.
 
     Args:
         node: its attributes. shapes: of the inputs that are initializers, by number. scale_types: of the checkpoint's
@@ -414,7 +414,7 @@ def from_attributes(kind: type[Any], attributes: Mapping[str, Any]) -> Any:
 
 
 def linear_spec(node: Mapping[str, Any], scale_type: str, zero_points: bool, bias: bool) -> LinearSpec:
-    """What a MatMulNBits node with these attributes is.
+    """Return what a MatMulNBits node with these attributes is.
 
     Raises:
         LookupError: it is none that an export wrote.

@@ -33,7 +33,7 @@ class Scheme:
         return int(np.flatnonzero(self.table == 0)[0])
 
     def quantize(self, w: np.ndarray, group_size: int, scale_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Rounds w [N, K] to codes uint8 [N, K] and scales [N, ceil(K / group_size)], without zero points.
+        """Round w [N, K] to codes uint8 [N, K] and scales [N, ceil(K / group_size)], without zero points.
 
         The scale brings the largest magnitude of a group to the largest value that the table has with either sign.
         """

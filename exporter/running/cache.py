@@ -33,19 +33,21 @@ ROOM = 1024
 
 
 class Cache:
-    """A sequence of tokens and their keys and values. It may go back, and on from there: where the model has states, to
-    0, to the ends of the last calls of :meth:`append` of several tokens and within the window of the last run only.
+    """KV cache of one sequence of tokens, which can go back to earlier tokens and on from there.
+
+    A model with states of linear attention can go back only to some lengths (:meth:`ends`): to 0, to the ends of the
+    last calls of :meth:`append` with several tokens, and within the state window of the last step.
 
     Attributes:
-        tokens: ids of those whose keys and values are there.
-        tail: states are copied so many tokens before the end of such a call, too, or where it begins if it has no more;
-            0: not.
-        hidden: of a model that gives them, the hidden states [S, H] of the last run's tokens; None of others.
-        given: inputs of the next runs beside the tokens.
-        progress: called by :meth:`append` with how many of its tokens were run, and with how many there are.
-        generation: what generates on it, a reference that does not keep it. One that was left is closed by whatever
-            uses the cache next, and takes back what it had drafted.
-        drafting: the cache of the layer that drafts, of the tokens of that generation; None where nothing has drafted.
+        tokens: ids of the tokens in the cache.
+        tail: states are also copied so many tokens before the end of such a call, or at its begin if it is shorter;
+            0: they are not.
+        hidden: hidden states [S, H] of the last step's tokens, if the model gives them; else None.
+        given: inputs of the next steps beside the tokens.
+        progress: called by :meth:`append` with the number of tokens run so far, and with the number of all.
+        generation: weak reference to the generation that uses the cache. The next user of the cache closes it if it is
+            unfinished, and its draft tokens are taken back.
+        drafting: cache of the drafting layer for that generation; None if nothing was drafted.
     """
 
     def __init__(self, model: Generator):
@@ -63,13 +65,13 @@ class Cache:
         self._begin()
 
     def _begin(self) -> None:
-        """Allocates what an empty cache needs."""
+        """Allocate what an empty cache needs."""
         self._past = self.model.start()
 
     def append(
         self, ids: Sequence[int], heard: Callable[[Sequence[int], np.ndarray | None], None] = lambda ids, hidden: None
     ) -> np.ndarray:
-        """Runs tokens after those that are there, ``model.chunk`` at a time.
+        """Run tokens after the tokens in the cache, ``model.chunk`` at a time.
 
         Args:
             heard: called after each of these runs with its tokens and ``hidden``.
@@ -106,10 +108,10 @@ class Cache:
         return logits
 
     def verify(self, ids: Sequence[int]) -> np.ndarray:
-        """Runs a token and the drafts of those after it, in one call.
+        """Run a token and its draft tokens in one call.
 
         Returns:
-            Logits f32 [.., vocabulary] after each, or after the last ones that a run gives those of.
+            Logits f32 [.., vocabulary] after each token, or after the last tokens that a step gives logits for.
 
         Raises:
             ModelError: as :meth:`append`.
@@ -117,8 +119,10 @@ class Cache:
         return self._fetch(self._advance(self._make_ready(ids)), len(ids))
 
     def _make_ready(self, ids: Sequence[int]) -> Sequence[int]:
-        """Prepares a run of tokens that may follow. Returns what to run: all tokens again where the keys that are there
-        have the rotary frequencies of a shorter or longer text."""
+        """Prepare a run of tokens, and return the tokens to run.
+
+        These are all tokens again if the keys in the cache have the rotary frequencies of a shorter or longer text.
+        """
         self.settle()
         self.model.check(ids, len(self.tokens))
         self._check_end(len(self.tokens))
@@ -130,7 +134,7 @@ class Cache:
         return ids
 
     def settle(self) -> None:
-        """Ends a generation that was left: the cache has all tokens but the last that it gave."""
+        """End a generation that was left: the cache has all tokens but the last that it gave."""
         left = None if self.generation is None else self.generation()
         if left is not None and inspect.getgeneratorstate(left) != inspect.GEN_RUNNING:
             self.generation = None
@@ -150,10 +154,10 @@ class Cache:
         return np.asarray(logits[0, -count:], np.float32)
 
     def rewind(self, length: int) -> None:
-        """Goes back to the first ``length`` tokens.
+        """Go back to the first ``length`` tokens.
 
         Raises:
-            ModelError: there are fewer, or a state is of more tokens and no copy of it of so many.
+            ModelError: there are fewer tokens, or no states of this length (:meth:`ends`).
         """
         self.settle()
         if not 0 <= length <= len(self.tokens):
@@ -170,8 +174,11 @@ class Cache:
         self._snapshots = {at: states for at, states in self._snapshots.items() if at <= length}
 
     def keep(self, ids: Sequence[int]) -> int:
-        """Goes back to what begins ``ids``, too, or as near before its end as states allow; the length, at most all but
-        the last, whose logits are wanted."""
+        """Go back to the tokens that ``ids`` shares, or as near before their end as states allow.
+
+        Returns:
+            The number of tokens kept, at most all of ``ids`` except the last, whose logits are needed.
+        """
         self.settle()
         most = min(len(self.tokens), len(ids) - 1)
         same = next((at for at in range(most) if self.tokens[at] != ids[at]), max(most, 0))
@@ -180,7 +187,7 @@ class Cache:
         return same
 
     def ends(self) -> Sequence[int]:
-        """Lengths that the cache can go back to."""
+        """Return the lengths that the cache can go back to."""
         if not self.model.states:
             return range(len(self.tokens) + 1)
         now = range(len(self.tokens) - self._slots, len(self.tokens) + 1) if self._whole else ()
@@ -209,15 +216,14 @@ class Cache:
             self._live(self._past[name])[...] = array
 
     def _crop(self, back: int) -> None:
-        """Makes the states so many tokens before the last, which are in the window, those that are read."""
+        """Make the states so many tokens before the last, which are in the window, those that are read."""
         self._restore({name: self._past[name][-1 - back] for name in self.model.states})
 
     def _live(self, states: np.ndarray) -> np.ndarray:
         return states[-1] if self.model.window > 1 else states
 
     def contents(self) -> tuple[dict[str, np.ndarray], dict[int, dict[str, np.ndarray]]]:
-        """Keys and values of the tokens [1, heads, tokens, width] by name; and by how many tokens they are of, states,
-        those after the last one among them.
+        """Return keys and values by name, [1, heads, tokens, width], and states by their number of tokens.
 
         Raises:
             ModelError: a run was interrupted, see :meth:`append`.
@@ -233,7 +239,7 @@ class Cache:
     def become(
         self, tokens: Sequence[int], keys: dict[str, np.ndarray], states: dict[int, dict[str, np.ndarray]]
     ) -> None:
-        """Takes the place of what is there: tokens and the :meth:`contents` of a cache that has them."""
+        """Replace the contents by tokens and the :meth:`contents` of a cache that has them."""
         self.tokens = []
         self.reserve(len(tokens))
         self._set_keys(keys)
@@ -255,7 +261,7 @@ class Cache:
         return self.model.context - len(self.tokens)
 
     def reserve(self, slots: int) -> None:
-        """Makes room for so many tokens at once."""
+        """Make room for so many tokens at once."""
 
     def _run(self, ids: np.ndarray) -> Any:
         """Return the logits [1, min(S, model.rows), vocabulary] of new tokens [1, S], where they are."""
@@ -290,12 +296,12 @@ class States:
         return {name: buffer.numpy() for name, buffer in made.items()}
 
     def write(self, states: Mapping[str, np.ndarray]) -> None:
-        """Makes these the ones after the last token."""
+        """Make these the ones after the last token."""
         given = {name: Buffer.of(np.ascontiguousarray(states[name]), "cpu") for name in self._buffers}
         self._copy(given, None, self._buffers, self._live)
 
     def back(self, count: int) -> None:
-        """Makes those so many tokens before the last, which are in the window, the ones after the last."""
+        """Make those so many tokens before the last, which are in the window, the ones after the last."""
         assert self._live is not None
         self._copy(self._buffers, self._live - count, self._buffers, self._live)
 
@@ -333,7 +339,7 @@ class Room:
         self.buffers = dict(zip(shapes, made, strict=True))
 
     def step(self, model: Generator, tokens: int = 1) -> DecodeStep:
-        """The decode step of so many tokens a row, which is captured when it first runs."""
+        """Return the decode step of so many tokens a row, which is captured when it first runs."""
         at = tokens, TURNS.thread()
         if at not in self.steps:
             self.steps[at] = DecodeStep(weakref.proxy(model), self.buffers, self.capacity, tokens, self.batch)
@@ -356,7 +362,7 @@ class Rooms:
         self._free: list[Room] = []
 
     def take(self, slots: int, capacity: int, batch: int = 1) -> Room:
-        """A room for at least ``slots`` tokens a row; a new one is of ``capacity``, or more.
+        """Return a room for at least ``slots`` tokens a row; a new one is of ``capacity``, or more.
 
         Raises:
             OutOfMemoryError: it says what the cache takes, and what is free.
@@ -383,7 +389,7 @@ class Rooms:
             return Room(model, capacity, batch)
 
     def give(self, room: Room) -> None:
-        """Takes a room back. One without graphs is freed."""
+        """Take a room back. One without graphs is freed."""
         if room.steps:
             self._free.append(room)
 
@@ -408,7 +414,7 @@ class SharedCache(Cache):
         return min(self.model.context, self.model.capacity or self.model.context) - len(self.tokens)
 
     def reserve(self, slots: int) -> None:
-        """Makes room for so many tokens.
+        """Make room for so many tokens.
 
         Raises:
             ModelError: more than the capacity that the caller asked for.
@@ -488,7 +494,7 @@ class SharedCache(Cache):
         self.model.in_turn(lambda: self._copies.back(back))
 
     def step(self) -> DecodeStep:
-        """The run of one token after those that are there.
+        """Return the run of one token after those that are there.
 
         Raises:
             ModelError: as :meth:`reserve`.
@@ -604,7 +610,7 @@ class DecodeStep:
             self._write(name, array)
 
     def _write(self, name: str, array: np.ndarray) -> None:
-        """Writes an input, on a GPU after the run that may be ahead."""
+        """Write an input, on a GPU after the run that may be ahead."""
         if self.model.device == "cpu":
             self._inputs[name].write(array)
         else:
@@ -646,5 +652,5 @@ class DecodeStep:
 
 
 def present(name: str) -> str:
-    """The output of a cache's input."""
+    """Return the output of a cache's input."""
     return name.replace("past_key_values", "present")

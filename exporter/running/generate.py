@@ -792,7 +792,7 @@ class Generator:
         return self.choice is not None and self.sampler is Sampler
 
     def choose(self, texts: Sequence[Sequence[int]], longest: int, sampling: Sampling | None) -> Choice:
-        """What chooses tokens after texts of at most ``longest`` tokens, on the GPU.
+        """Return what chooses tokens after texts of at most ``longest`` tokens, on the GPU.
 
         Raises:
             OptionError: sampling is of another type, or has a bias of a token outside the vocabulary.
@@ -812,7 +812,7 @@ class Generator:
         return logits
 
     def not_finite(self, length: int) -> ModelError:
-        """The error of logits after so many tokens that are not numbers to choose from."""
+        """Return the error of logits after so many tokens that are not numbers to choose from."""
         return ModelError(
             f"{self.path}: logits after {length} tokens are not finite: a weight is not, or "
             f"activations overflow (--dtype f32 has the widest range)"
@@ -847,7 +847,7 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 def check_takes_tokens(path: Path, session: Any) -> None:
-    """Refuses an opened model that takes embeddings in the place of tokens, or tokens of many requests.
+    """Refuse an opened model that takes embeddings in the place of tokens, or tokens of many requests.
 
     Raises:
         ModelError: naming what runs it.
@@ -865,7 +865,7 @@ def check_takes_tokens(path: Path, session: Any) -> None:
 
 
 def runtime() -> Any:
-    """The onnxruntime package.
+    """Return the onnxruntime package.
 
     Raises:
         ModelError: it is older than the library needs. It would say so itself, but also print a line of its own.
@@ -881,12 +881,12 @@ def runtime() -> Any:
 
 
 def _shares_buffer(path: Path) -> bool:
-    """Whether a model's metadata says that its caches may be written in place."""
+    """Return whether a model's metadata says that its caches may be written in place."""
     return any(entry == (SHARE_BUFFER, "true") for entry in load(path).metadata_props.items())
 
 
 def _cuda(ort: Any) -> str:
-    """The library for the CUDA provider, whose own libraries are loaded from the packages that have them.
+    """Return the library for the CUDA provider, whose own libraries are loaded from the packages that have them.
 
     Raises:
         ModelError: ONNX Runtime has no such provider, or CUDA's driver no GPU. FileNotFoundError: quantmoe-cuda is not
@@ -911,12 +911,13 @@ def _rank(name: str) -> int:
 
 
 def _declares(name: str, shape: Sequence[int | str | None]) -> bool:
-    """Whether a cache's input has its dimensions: numbers, except the batch and the length of keys and values."""
+    """Return whether a cache's input has its dimensions: numbers, except the batch and the length of keys and
+    values."""
     front, state = len(shape) - _rank(name), name.endswith(STATES)
     free = {front} if state else {front, front + 2}
     return front in (0, state) and all(isinstance(size, int) for at, size in enumerate(shape) if at not in free)
 
 
 def past_length(past: dict[str, np.ndarray]) -> int:
-    """Tokens in a KV cache."""
+    """Return the tokens in a KV cache."""
     return int(next(value for name, value in past.items() if name.endswith(".key")).shape[2])

@@ -18,7 +18,8 @@ Choose = Callable[[np.ndarray], int]
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Ids, ascending, of the ``count`` largest of values [vocabulary], and of those equal to the smallest of them."""
+    """Return ids, ascending, of the ``count`` largest of values [vocabulary], and of those equal to the smallest of
+    them."""
     if count >= len(values):
         return np.arange(len(values))
     block = max(len(values) // 1024, 1)
@@ -33,7 +34,7 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Ids, ascending, of the tokens that are kept, and their probabilities f64.
+    """Return ids, ascending, of the tokens that are kept, and their probabilities f64.
 
     Args:
         logits: [vocabulary], finite or -inf.
@@ -56,7 +57,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, n
 
 
 def _most_likely(ids: np.ndarray, found: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """The fewest tokens whose probabilities sum to more than top_p: a sort of as many as that may be."""
+    """Return the fewest tokens whose probabilities sum to more than top_p: a sort of as many as that may be."""
     count, at = 256, np.arange(0)
     while len(at) < len(found) and found[at].sum() <= top_p:
         at, count = largest(found, count), 8 * count
@@ -147,7 +148,7 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(sampling.seed if sampling else None))
 
     def __call__(self, logits: np.ndarray) -> int:
-        """A token id, from finite logits [vocabulary]."""
+        """Return a token id, from finite logits [vocabulary]."""
         if self._penalties:
             with np.errstate(over="ignore"):
                 logits = self._penalties(logits).astype(np.float32)  # as CUDA's kernel has them
