@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantmoe.exporter.memory import doing
@@ -44,6 +45,7 @@ def configuration(format: Format, layers: int | None) -> Any:
     check_sizes(format.ckpt, vars(config))
     _check_layers(format, config.num_hidden_layers)
     _check_linear_heads(format, config)
+    _check_rope(format, config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -134,6 +136,19 @@ def _check_layers(format: Format, count: int) -> None:
             f"{format.ckpt.folder / 'config.json'}: num_hidden_layers is {count}, the checkpoint has tensors of "
             f"{len(found)} layers"
         )
+
+
+def _check_rope(format: Format, config: PreTrainedConfig) -> None:
+    """Refuse a rope type that transformers does not know, of all layers or of a type of layers."""
+    parameters = getattr(config, "rope_parameters", None)
+    for rope in [parameters, *(parameters or {}).values()] if isinstance(parameters, dict) else []:
+        kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise CheckpointError(
+                f"{format.ckpt.folder / 'config.json'}: rope_type is {kind!r}, transformers {transformers.__version__} "
+                f"knows default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}; a later transformers may know it: "
+                "pip install --upgrade transformers"
+            )
 
 
 def _check_linear_heads(format: Format, config: PreTrainedConfig) -> None:

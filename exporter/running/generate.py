@@ -826,7 +826,10 @@ def token_ids(what: str, ids: Iterable[int]) -> list[int]:
         OptionError: they are something else.
     """
     try:
-        return [operator.index(id) for id in ids]
+        found = list(ids)
+        if any(isinstance(id, bool) for id in found):
+            raise TypeError
+        return [operator.index(id) for id in found]
     except TypeError:
         text = ": quantmoe.Chat and quantmoe.Text take text" if isinstance(ids, str) else ""
         raise OptionError(f"{what} is {reprlib.repr(ids)}, expected token ids, which are integers{text}") from None

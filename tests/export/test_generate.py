@@ -169,7 +169,7 @@ def test_wrong_arguments_are_named(exported):
             call(*arguments)
     generator = Generator(folder)
     for call in (generator.generate, generator.stream, generator.greedy):
-        for ids in ([1.5], [5, "a"], "text", 5, [[5]], [None]):
+        for ids in ([1.5], [5, "a"], "text", 5, [[5]], [None], [True]):
             with pytest.raises(OptionError, match=r"^the prompt is .*, expected token ids, which are integers"):
                 call(ids)
         with pytest.raises(OptionError, match=r"^stop is 5, expected token ids"):
