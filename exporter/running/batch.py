@@ -21,6 +21,7 @@ from quantmoe.exporter.running.cache import present
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.sampling import Sampling
+    from quantmoe.exporter.running.cache import DecodeStep
     from quantmoe.exporter.running.choice import Choice
     from quantmoe.exporter.running.generate import Generator
     from quantmoe.exporter.running.sampling import Choose
@@ -104,6 +105,10 @@ class Batch(Iterator[tuple[int, int]]):
             self.decode += time.perf_counter() - begin
         return row, token
 
+    def step(self) -> DecodeStep:
+        """The run of a token of each row, with a CUDA graph."""
+        return self._room.step(self._model)
+
     def end(self, row: int) -> None:
         """A prompt gets no more tokens.
 
@@ -137,7 +142,7 @@ class Batch(Iterator[tuple[int, int]]):
     def _steps_there(self, choice: Choice) -> Iterator[tuple[int, int]]:
         """With tokens that the GPU chooses: the next run goes on while these are read. A row whose text ends here takes
         part in it, and no longer."""
-        model, step = self._model, self._room.step(self._model)
+        model, step = self._model, self.step()
 
         def start(live: set[int]) -> list[int]:
             past = [n if row in live else -1 for row, n in enumerate(self._lengths.tolist())]
@@ -213,7 +218,7 @@ class Batch(Iterator[tuple[int, int]]):
         positions = np.minimum(self._lengths[:, None] + np.arange(new), last[:, None])
         given |= {"attention_mask": mask, "position_ids": positions}
         if graph:
-            step = self._room.step(model)
+            step = self.step()
             model.in_turn(lambda: step.run(ids, before, given))
             logits = step.logits
         else:
