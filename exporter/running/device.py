@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.structs import checked
+from quantmoe.exporter.errors import ModelError
 from quantmoe.ort_ext import cuda_library_path
 
 #: bytes to which the parts of a block are aligned
@@ -31,8 +32,16 @@ _SIZE, _PTR = ctypes.c_size_t, ctypes.c_void_p
 
 @functools.cache
 def library() -> Any:
-    """Load the library of the CUDA operators."""
+    """Load the library of the CUDA operators.
+
+    Raises:
+        ModelError: it is of another release than this package.
+    """
     found = ctypes.CDLL(cuda_library_path())
+    if not hasattr(found, "qm_cuda_choice_bytes"):
+        raise ModelError(
+            f"{cuda_library_path()}: of another release than this package: make cuda, or install quantmoe-cuda"
+        )
     found.qm_cuda_choice_bytes.restype = _SIZE
     return found
 
