@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import CodeType
 from typing import Any
 
-from quantmoe.custom_ops.schema import Spec
+from quantmoe.custom_ops.schema import Operator, schema
 
 
 def output_shapes(
-    spec: Spec, inputs: Sequence[Sequence[Any]], largest: Callable[[Any, Any], Any] = max
+    operator: Operator,
+    attributes: Mapping[str, Any],
+    inputs: Sequence[Sequence[Any]],
+    largest: Callable[[Any, Any], Any] = max,
 ) -> list[list[Any]]:
     """Return the shapes of a node's outputs. The inputs' shapes are not checked.
 
     Args:
+        attributes: of the node; what it lacks means what op.def says.
         inputs: shapes in op.def's order, numbers or symbols. largest: of two of them.
     """
-    operator = spec.OPERATOR
     names = [name for name, _ in (*operator.inputs, *operator.optional_inputs)]
-    values = _values(spec) | {"max": largest}
+    values = _values(operator, attributes) | {"max": largest}
     free: dict[str, Any] = {}
     for name, shape in zip(names, inputs, strict=False):
         _bind(_items(operator.shapes[name], values), list(shape), free, values)
@@ -32,14 +35,15 @@ def output_shapes(
     ]
 
 
-def _values(spec: Spec) -> dict[str, Any]:
+def _values(operator: Operator, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return op.def's values by name: integers, enums by their codes, QM_SIZEs, functions."""
     values: dict[str, Any] = {"where": lambda c, a, b: a if c else b, "pick": lambda i, *choices: choices[i]}
-    for a in spec.OPERATOR.own:
+    enums = schema().enums
+    for a in operator.own:
         if a.kind != "f":
-            value = getattr(spec, a.name)
-            values[a.name] = spec.ENUMS[a.kind][value] if a.kind in spec.ENUMS else value
-    for name, text in spec.OPERATOR.sizes.items():
+            value = attributes.get(a.name, a.absent)
+            values[a.name] = enums[a.kind][value] if a.kind in enums else value
+    for name, text in operator.sizes.items():
         values[name] = _value(text, values)
     return values
 

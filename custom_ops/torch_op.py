@@ -18,15 +18,12 @@ from quantmoe.custom_ops.op import (
     AttentionSpec,
     ConvSpec,
     DeltaSpec,
-    GatherSpec,
     LinearSpec,
     MoESpec,
-    ReduceSpec,
     RouterSpec,
     RoutingSpec,
     RowsSpec,
     SpaceSpec,
-    Spec,
     attribute_kinds,
     inputs,
     optional_inputs,
@@ -41,6 +38,7 @@ from quantmoe.custom_ops.reference import route as reference_route
 from quantmoe.custom_ops.reference import router as reference_router
 from quantmoe.custom_ops.reference import space as reference_space
 from quantmoe.custom_ops.reference import token_rows as reference_rows
+from quantmoe.custom_ops.schema import Operator, schema
 from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 
@@ -306,16 +304,14 @@ def state_space(
     return torch.from_numpy(y).to(xbc.dtype), torch.from_numpy(present).float()
 
 
-def _add_shapes(custom_op: Any, spec_type: type[Spec]) -> None:
+def _add_shapes(custom_op: Any, operator: Operator) -> None:
     """Give an operator of torch the outputs' shapes and types that op.def states."""
-    operator = spec_type.OPERATOR
 
     def fake(*given: Any, **named: Any) -> Any:
         values = (*given, *named.values())
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        attributes = next((json.loads(value) for value in values if isinstance(value, str)), None)
-        spec = spec_type() if attributes is None else spec_type.from_attributes(attributes)
-        shapes = output_shapes(spec, [tensor.shape for tensor in tensors], torch.sym_max)
+        attributes = next((json.loads(value) for value in values if isinstance(value, str)), {})
+        shapes = output_shapes(operator, attributes, [tensor.shape for tensor in tensors], torch.sym_max)
         types = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64}
         for (_, type_), tensor in zip(operator.inputs, tensors, strict=False):
             types.setdefault(type_, tensor.dtype)
@@ -328,20 +324,20 @@ def _add_shapes(custom_op: Any, spec_type: type[Spec]) -> None:
     custom_op.register_fake(fake)
 
 
-for custom_op, spec_type in (
-    (quant_moe, MoESpec),
-    (quant_linear, LinearSpec),
-    (moe_routing, RoutingSpec),
-    (moe_router, RouterSpec),
-    (all_reduce, ReduceSpec),
-    (all_gather, GatherSpec),
-    (token_rows, RowsSpec),
-    (cached_attention, AttentionSpec),
-    (causal_conv, ConvSpec),
-    (gated_delta, DeltaSpec),
-    (state_space, SpaceSpec),
+for custom_op, op in (
+    (quant_moe, "QuantMoE"),
+    (quant_linear, "QuantLinear"),
+    (moe_routing, "MoERouting"),
+    (moe_router, "MoERouter"),
+    (all_reduce, "AllReduce"),
+    (all_gather, "AllGather"),
+    (token_rows, "TokenRows"),
+    (cached_attention, "CachedAttention"),
+    (causal_conv, "CausalConv"),
+    (gated_delta, "GatedDelta"),
+    (state_space, "StateSpace"),
 ):
-    _add_shapes(custom_op, spec_type)
+    _add_shapes(custom_op, schema().operators[op])
 
 
 @cache
@@ -356,7 +352,7 @@ def onnx_op(op: str) -> Op:
         return [OpSchema.FormalParameter(n, t if t in types else f"tensor({t})", **option) for n, t in values]
 
     used = {t for _, t in [*inputs(op), *outputs(op)]}
-    schema = OpSchema(
+    own = OpSchema(
         op,
         DOMAIN,
         1,
@@ -368,7 +364,7 @@ def onnx_op(op: str) -> Op:
             for name, kind in attribute_kinds(op).items()
         ],
     )
-    return Op(Opset(DOMAIN, 1), op, schema)
+    return Op(Opset(DOMAIN, 1), op, own)
 
 
 def onnx_quant_moe(hidden_states: Any, topk_ids: Any, topk_weights: Any, w13: Any, w2: Any, attributes: str) -> Any:

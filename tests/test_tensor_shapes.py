@@ -101,12 +101,13 @@ def test_every_operator_is_here() -> None:
 @pytest.mark.parametrize(("spec", "inputs", "outputs"), NODES)
 def test_shapes_of_the_outputs(spec: Spec, inputs: list[list[int]], outputs: list[list[int]]) -> None:
     assert native.infer_shapes(spec, inputs) == outputs
-    assert output_shapes(spec, inputs) == outputs
+    assert output_shapes(spec.OPERATOR, spec.attributes(), inputs) == outputs
 
 
 @pytest.mark.parametrize(("spec", "inputs"), [(spec, inputs) for spec, inputs, _ in NODES])
 def test_a_size_that_attributes_fix_is_refused_by_name(spec: Spec, inputs: list[list[int]]) -> None:
-    operator, values = spec.OPERATOR, tensor_shapes._values(spec)
+    operator = spec.OPERATOR
+    values = tensor_shapes._values(operator, spec.attributes())
     for i, (name, _) in enumerate([*operator.inputs, *operator.optional_inputs][: len(inputs)]):
         items = tensor_shapes._items(operator.shapes[name], values) or []
         fixed = [] if ".." in items else [at for at, item in enumerate(items) if not re.fullmatch("[A-Z]", item)]

@@ -7,8 +7,7 @@ from pathlib import Path
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.reading.checkpoint import Checkpoint
 from quantmoe.exporter.reading.sampling import sampling_of, vocabulary_of
-from quantmoe.exporter.reading.template import OTHERS
-from quantmoe.exporter.reading.tokenizer import ENDS, NAMED, end_tokens, named_token
+from quantmoe.exporter.reading.tokenizer import ENDS, NAMED, NAMED_TEMPLATES, end_tokens, named_token
 
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -24,7 +23,7 @@ def check_companions(ckpt: Checkpoint) -> None:
     Raises:
         CheckpointError: naming the file, and where it leads or which field is wrong.
     """
-    for path in [*companion_files(ckpt.folder), *ckpt.folder.glob(f"{OTHERS}/*.jinja")]:  # of a GGUF file none
+    for path in [*companion_files(ckpt.folder), *ckpt.folder.glob(f"{NAMED_TEMPLATES}/*.jinja")]:  # of a GGUF file none
         ckpt.check_file(path)
     generation, config, folder = ckpt.generation_config, ckpt.config, ckpt.folder
     try:

@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import is_there, read_object
-from quantmoe.exporter.reading.tokenizer import CONFIG, special_tokens
+from quantmoe.exporter.reading.tokenizer import CONFIG, NAMED_TEMPLATES, special_tokens
 
 #: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
 OLDEST_JINJA = (3, 1, 6)
 #: of processor time, and bytes, that rendering a template for its turns may take: templates take milliseconds
 SECONDS, MEMORY = 5, 512 << 20
 #: a folder's default template, and the folder in which transformers keeps the others, each by its name
-DEFAULT, OTHERS = "chat_template.jinja", "additional_chat_templates"
+DEFAULT = "chat_template.jinja"
 #: names that a message's reasoning may have
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -236,7 +236,9 @@ def template_files(folder: Path) -> dict[str, Path]:
     Raises:
         ModelError: a file is a link to nothing.
     """
-    files = {"default": folder / DEFAULT} | {path.stem: path for path in sorted((folder / OTHERS).glob("*.jinja"))}
+    files = {"default": folder / DEFAULT} | {
+        path.stem: path for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    }
     return {name: path for name, path in files.items() if is_there(path)}
 
 
@@ -262,7 +264,7 @@ def load_template(folder: Path) -> Template | None:
         ModelError: a file is not what it should be; there are templates with names, and none is "default".
     """
     found: Any = read_templates(folder)
-    path = folder / (DEFAULT if "default" in found else OTHERS)
+    path = folder / (DEFAULT if "default" in found else NAMED_TEMPLATES)
     if not found:
         path = folder / CONFIG
         found = read_object(path).get("chat_template")

@@ -16,6 +16,8 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.sampling import is_there, read_object, vocabulary_of
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+#: folder of chat templates with names
+NAMED_TEMPLATES = "additional_chat_templates"
 #: files that may name the tokens at which a text ends; the first that names any decides
 ENDS = ("generation_config.json", "config.json")
 #: tokens that they name beside those

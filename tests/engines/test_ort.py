@@ -182,7 +182,7 @@ def test_wrong_input_shapes(tmp_path: Path, small: Layer) -> None:
     x, ids, weights = (a[None] for a in SMALL.tokens(4))
     with pytest.raises(Exception, match=r"topk_ids has shape \[1, 3, 2\], expected \[1, 4, K\]"):
         run(s, x, ids[:, :3], weights)
-    with pytest.raises(Exception, match=r"topk_weights has shape \[1, 4, 1\], expected that of topk_ids \[1, 4, 2\]"):
+    with pytest.raises(Exception, match=r"topk_weights has shape \[1, 4, 1\], expected \[1, 4, 2\]"):
         run(s, x, ids, weights[..., :1])
 
 
