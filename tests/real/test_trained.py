@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from trained import make
+from trained import FILE, make, source
 from transformers import AutoModelForCausalLM
 
 import quantmoe
@@ -89,3 +90,61 @@ def test_what_an_export_loses(
     if name in ("float", "int8"):
         answer = "".join(quantmoe.Chat(quantmoe.Generator(tmp_path)).reply(QUESTION, max_new_tokens=24))
         assert "Paris" in answer, answer
+
+
+def test_a_file_of_llama_cpps_writer(
+    checkpoint: Path, windows: list[list[int]], expected: list[np.ndarray], tmp_path: Path, found: Callable[[str], None]
+) -> None:
+    """Q8_0 by PyPI's gguf, with the tokenizer of the source's file. The export answers, too."""
+    write_gguf(checkpoint, tmp_path / "mixtral.gguf")
+    quantmoe.export(tmp_path / "mixtral.gguf", tmp_path / "out", logits="all", cache="f32", activations="float")
+    figures = lost(tmp_path / "out", windows, expected)
+    found(f"GGUF Q8_0: KL {figures.kld}, PPL(Q) {figures.perplexity}")
+    assert figures.kld.mean < 0.0025
+    answer = "".join(quantmoe.Chat(quantmoe.Generator(tmp_path / "out")).reply(QUESTION, max_new_tokens=24))
+    assert "Paris" in answer, answer
+
+
+def write_gguf(checkpoint: Path, path: Path) -> None:
+    """The checkpoint's weights in Q8_0, as llama.cpp's convert_hf_to_gguf.py lays out a Mixtral."""
+    old = gguf.GGUFReader(source() / FILE)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    config, state = model.config, {name: p.detach().numpy() for name, p in model.named_parameters()}
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, field in old.fields.items():
+        if name.startswith(("llama.", "tokenizer.")) and name != "llama.expert_count":
+            value = field.contents()
+            kind = field.types[0]
+            writer.add_key_value(
+                name, value, kind, sub_type=field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            )
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+    def add(name: str, array: np.ndarray, kind: str = "Q8_0") -> None:
+        of = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(array), of), raw_dtype=of)
+
+    def paired(weight: np.ndarray, heads: int) -> np.ndarray:
+        """Rows in llama.cpp's order for rotary embeddings: those of the two halves alternate."""
+        halves = weight.reshape(heads, 2, -1, weight.shape[1])
+        return halves.swapaxes(1, 2).reshape(weight.shape)
+
+    add("token_embd.weight", state["model.embed_tokens.weight"])
+    add("output_norm.weight", state["model.norm.weight"], "F32")
+    for i in range(config.num_hidden_layers):
+        layer, block = f"model.layers.{i}", f"blk.{i}"
+        for theirs, ours in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+            add(f"{block}.{theirs}.weight", state[f"{layer}.{ours}.weight"], "F32")
+        add(f"{block}.attn_q.weight", paired(state[f"{layer}.self_attn.q_proj.weight"], config.num_attention_heads))
+        add(f"{block}.attn_k.weight", paired(state[f"{layer}.self_attn.k_proj.weight"], config.num_key_value_heads))
+        add(f"{block}.attn_v.weight", state[f"{layer}.self_attn.v_proj.weight"])
+        add(f"{block}.attn_output.weight", state[f"{layer}.self_attn.o_proj.weight"])
+        add(f"{block}.ffn_gate_inp.weight", state[f"{layer}.mlp.gate.weight"], "F32")
+        gate, up = np.split(state[f"{layer}.mlp.experts.gate_up_proj"], 2, axis=1)
+        for name, array in (("gate", gate), ("up", up), ("down", state[f"{layer}.mlp.experts.down_proj"])):
+            add(f"{block}.ffn_{name}_exps.weight", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
