@@ -358,7 +358,8 @@ void Kernel::check_place(const Place& first, const Place& own) const {
 
 FreeSizes<int64_t> Kernel::check_inputs(const OrtKernelContext* context) const {
   FreeSizes<int64_t> sizes;
-  for (size_t i = 0; i < input_count(); ++i) {
+  const size_t count = std::max(static_cast<size_t>(op_.inputs.count), input_names_.size());  // with optional ones
+  for (size_t i = 0; i < count; ++i) {
     if (shapes_.input(i).packed) continue;
     const Shape found = shape_of(get_input(context, i));
     if (!shapes_.match(i, found, sizes, OverNumbers{}))
