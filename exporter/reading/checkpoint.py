@@ -302,10 +302,17 @@ class Checkpoint:
             CheckpointError: naming the file.
         """
         for path, seen in self._seen.items():
-            with open(path, "rb") as file:
+            with self._reopen(path) as file:
                 self._check_seen(path, file)
                 if _beginning(file) != seen[2]:
                     raise _changed(path, "its header is another")
+
+    def _reopen(self, path: Path) -> BinaryIO:
+        """Open a file that was there when the checkpoint was opened."""
+        try:
+            return open(path, "rb")
+        except FileNotFoundError:
+            raise _changed(path, "it is not there any more") from None
 
     def _see(self, path: Path) -> None:
         """Note how a file is that is about to be read."""
@@ -325,7 +332,7 @@ class Checkpoint:
         """Return the bytes of a tensor, by default all of them."""
         if size is None:
             size = prod(entry.shape) * DTYPES[entry.dtype].itemsize
-        with doing(f"{entry.shard}: {entry.name}"), open(entry.shard, "rb") as file:
+        with doing(f"{entry.shard}: {entry.name}"), self._reopen(entry.shard) as file:
             found = np.fromfile(file, np.uint8, size, offset=entry.begin + begin)
             self._check_seen(entry.shard, file)  # after the reading, so that what was read is as it was
         if len(found) < size:

@@ -112,6 +112,7 @@ def replace(path: Path) -> None:
         (overwrite, "its time of modification is another", True),
         (lambda path: os.truncate(path, 100), "it has 100 bytes, and had ", True),
         (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "it has ", True),
+        (Path.unlink, "it is not there any more", True),
         (replace, "its header is another", False),
     ],
 )
