@@ -116,7 +116,9 @@ def options(
 def export(
     checkpoint: Checkpoint,
     outdir: Annotated[Path, typer.Argument(help="folder for model.onnx and its weights")],
-    target: Annotated[Literal["cpu", "cuda", "ort"], _option("Export", "engine; ort: without our library")] = "cpu",
+    target: Annotated[
+        Literal["cpu", "cuda", "ort"], _option("Export", "hardware; cuda: also TensorRT; ort: without the library")
+    ] = "cpu",
     logits: Annotated[Any, _option("Export", "positions with logits", parser=_logits, metavar="last|all|N")] = "last",
     mtp: Annotated[bool, _option("Export", "also export the drafting layer", "--mtp")] = False,
     vision: Annotated[bool, _option("Export", "also export the vision tower", "--vision")] = False,
