@@ -131,7 +131,7 @@ def test_wrong_norm(driver, fake):
     kernel = driver.create(op, NORM.attributes(), [value(()), value(()), value((64,), True)])
     same = (3, 64)
     for shapes, message in (
-        ([(3, 63), same], "weight has shape [64], expected [63], which is [H]"),
+        ([(3, 63), same], "residual has shape [3, 64], expected [3, 63], which is [.., H]"),
         ([same, (1, 64)], "residual has shape [1, 64], expected [3, 64]"),
     ):
         assert message in fails(driver, op, kernel, [*shapes, (64,), same, same], 3)
