@@ -310,7 +310,7 @@ def _add_shapes(custom_op: Any, operator: Operator) -> None:
     def fake(*given: Any, **named: Any) -> Any:
         values = (*given, *named.values())
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        attributes = next((json.loads(value) for value in values if isinstance(value, str)), {})
+        attributes: dict[str, Any] = next((json.loads(value) for value in values if isinstance(value, str)), {})
         shapes = output_shapes(operator, attributes, [tensor.shape for tensor in tensors], torch.sym_max)
         types = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64}
         for (_, type_), tensor in zip(operator.inputs, tensors, strict=False):

@@ -63,7 +63,8 @@ typedef struct {
   int32_t rank;
   int64_t sizes[8];
 } qm_shape;
-// Checks the shapes of a node's inputs, of which optional ones may be left out, by op.def's, and writes the outputs' shapes.
+// Checks the shapes of a node's inputs, of which optional ones may be left out, by op.def's, and writes the outputs'
+// shapes.
 QM_API int qm_infer_shapes(const char* op, const void* node, const qm_shape* inputs, int32_t count, qm_shape* outputs,
                            char* err);
 

@@ -72,9 +72,9 @@ typedef struct {
   int32_t grid, grid_y, block, block_y, shared_bytes;
   int32_t cluster;    // blocks; of a product those that share one output tile, each with a part of K
   int32_t dependent;  // may start while the kernel before it in the stream, of this call or not, still runs
-  // Of a product the row of src/cuda/instances/instances.inc: 16-row panels a warp holds at once, wgmma and dense: a block;
-  // 8-token tiles a warp holds at once, dense: of a tile; stages of a warp's ring of weights, where there are 2 of two
-  // units of K each.
+  // Of a product the row of src/cuda/instances/instances.inc: 16-row panels a warp holds at once, wgmma and dense: a
+  // block; 8-token tiles a warp holds at once, dense: of a tile; stages of a warp's ring of weights, where there are 2
+  // of two units of K each.
   int32_t panels, n_tiles, stages;
   // Warps that split K; the others take other panels. 0: a block's warps share all its units of K. wgmma: parts of K
   // that blocks share, also of the step that adds them up.
