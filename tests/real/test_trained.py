@@ -114,9 +114,7 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     for name, field in old.fields.items():
         if name.startswith(("llama.", "tokenizer.")) and name != "llama.expert_count":
             value = field.contents()
-            if (
-                name == "tokenizer.ggml.pre"
-            ):  # smollm's rule for digits is none of transformers'; the checkpoint has GPT-2's
+            if name == "tokenizer.ggml.pre":  # smollm's rule is none of transformers'; the checkpoint has GPT-2's
                 value = "gpt-2"
             kind = field.types[0]
             writer.add_key_value(
