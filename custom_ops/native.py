@@ -33,6 +33,7 @@ from quantmoe.custom_ops.op import (
 from quantmoe.custom_ops.schema import schema
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.custom_ops.structs import ERROR_SIZE, check_structs, checked, node, projection
+from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 _share = threading.local()
 #: operator -> its functions' name, of those that the CPU kernels run
@@ -530,7 +531,7 @@ def conv(
     """
     floats = [np.ascontiguousarray(a, np.float32) for a in (weight, bias)]
     given = [np.ascontiguousarray(x), *floats, np.ascontiguousarray(past), np.ascontiguousarray(rows, np.int32)]
-    return _stateful("conv", _ConvCall, spec, given, (*x.shape[:2], spec.channels), present, lanes, buffer)
+    return _stateful("conv", _ConvCall, spec, given, present, lanes, buffer)
 
 
 def delta(
@@ -564,8 +565,7 @@ def delta(
     floats = [np.ascontiguousarray(t, np.float32) for t in (a_log, dt_bias, norm)]
     given = [*(np.ascontiguousarray(t) for t in (qkv, a, b, z)), *floats, np.ascontiguousarray(past)]
     given.append(np.ascontiguousarray(rows, np.int32))
-    shape = (*qkv.shape[:2], spec.num_v_heads * spec.v_head_size)
-    return _stateful("delta", _DeltaCall, spec, given, shape, present, lanes, buffer)
+    return _stateful("delta", _DeltaCall, spec, given, present, lanes, buffer)
 
 
 def space(
@@ -599,8 +599,7 @@ def space(
     floats = [np.ascontiguousarray(t, np.float32) for t in (a_log, dt_bias, d, norm)]
     given = [*(np.ascontiguousarray(t) for t in (xbc, dt, z)), *floats, np.ascontiguousarray(past)]
     given.append(np.ascontiguousarray(rows, np.int32))
-    shape = (*xbc.shape[:2], spec.num_heads * spec.head_size)
-    return _stateful("space", _SpaceCall, spec, given, shape, present, lanes, buffer)
+    return _stateful("space", _SpaceCall, spec, given, present, lanes, buffer)
 
 
 def _stateful(
@@ -608,18 +607,17 @@ def _stateful(
     call_type: type[ctypes.Structure],
     spec: Spec,
     given: list[np.ndarray],
-    shape: tuple[int, ...],
     present: np.ndarray | None,
     lanes: int,
     buffer: Callable[[int], np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a call whose inputs end with a state and ``rows``: output of ``shape`` and the first input's type, and
-    state."""
+    """Return output, of the first input's type, and state of a call whose inputs end with a state and ``rows``."""
     lib = library()
     buffer = buffer or aligned
     spec_node = ctypes.byref(node(lib, spec))
     checked(getattr(lib, f"qm_{name}_validate"), spec_node)
     x, past = given[0], given[-2]
+    shape, _ = output_shapes(spec.OPERATOR, spec.attributes(), [array.shape for array in given])
     y = buffer(math.prod(shape) * x.itemsize).view(x.dtype).reshape(shape)
     if present is None:
         present = buffer(past.nbytes).view(past.dtype).reshape(past.shape)

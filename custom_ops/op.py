@@ -9,6 +9,7 @@ from quantmoe.custom_ops import nodes
 from quantmoe.custom_ops.nodes import Projection as Projection
 from quantmoe.custom_ops.schema import Spec as Spec
 from quantmoe.custom_ops.schema import schema
+from quantmoe.custom_ops.tensor_shapes import named_size
 
 DOMAIN = "quantmoe"
 
@@ -132,25 +133,25 @@ class AttentionSpec(nodes.CachedAttention):
     @property
     def cache_widths(self) -> tuple[int, int]:
         """Elements of a token and head in the caches of keys and of values."""
-        if self.key_split:
-            return self.key_split, self.head_size - self.key_split
-        tail = 4 if self.cache_format == "int8_token" else 0
-        return self.head_size + tail, self.v_head_size + tail
+        return self._size("key_width"), self._size("value_width")
 
     @property
     def query_size(self) -> int:
         """Features of a head's query in qkv."""
-        return self.nope_size + self.head_size - self.v_head_size if self.nope_size else self.head_size
+        return self._size("query_size")
 
     @property
     def output_size(self) -> int:
         """Features of a head's output."""
-        return self.out_size if self.nope_size else self.v_head_size
+        return self._size("head_out")
 
     @property
     def gates_size(self) -> int:
         """Gates that a token's qkv begins with."""
-        return self.num_heads * self.v_head_size if self.gated else 0
+        return self._size("gates_size")
+
+    def _size(self, name: str) -> int:
+        return named_size(self.OPERATOR, vars(self), name)
 
     def expands(self, count: int) -> bool:
         """Return whether a row of so many new tokens expands its latents: FORMAT.md 5.3."""

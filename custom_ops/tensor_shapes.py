@@ -35,6 +35,11 @@ def output_shapes(
     ]
 
 
+def named_size(operator: Operator, attributes: Mapping[str, Any], name: str) -> int:
+    """Return a QM_SIZE of op.def for a node's attributes."""
+    return int(_values(operator, attributes)[name])
+
+
 def _values(operator: Operator, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return op.def's values by name: integers, enums by their codes, QM_SIZEs, functions."""
     values: dict[str, Any] = {"where": lambda c, a, b: a if c else b, "pick": lambda i, *choices: choices[i]}

@@ -264,33 +264,56 @@ OrtValue* Kernel::get_output(OrtKernelContext* context, size_t index, const Shap
   return value;
 }
 
-void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) {
-  char error[QM_ERROR_SIZE];
+// Sets an operator's struct to a node's attributes, as read has them: .integer(a), .number(a), .text(a) of a
+// qm_attribute, which throw where the node lacks it. Returns 0, or a qm_status with the sentence in error.
+template <class Read>
+int set_attributes(const char* op, void* node, const Read& read, char* error) {
   int64_t version = 0;  // op_version, the first attribute
-  for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op_.name, i); ++i) {
+  for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op, i); ++i) {
     if (i > 0 && attribute->since > version) continue;
-    const std::string missing =
-        std::string("attribute ") + attribute->name + " of kind " + attribute->kind + " is required";
     int status;
-    if (attribute->kind == 'i') {
-      int64_t value;
-      check(api_->KernelInfoGetAttribute_int64(info, attribute->name, &value), missing);
-      if (i == 0) version = value;
-      status = i == 0 ? qm_set_version(op_.name, attributes, value, error)
-                      : qm_set_int(op_.name, attributes, attribute->name, value, error);
+    if (i == 0) {
+      version = read.integer(*attribute);
+      status = qm_set_version(op, node, version, error);
+    } else if (attribute->kind == 'i') {
+      status = qm_set_int(op, node, attribute->name, read.integer(*attribute), error);
     } else if (attribute->kind == 'f') {
-      float value;
-      check(api_->KernelInfoGetAttribute_float(info, attribute->name, &value), missing);
-      status = qm_set_float(op_.name, attributes, attribute->name, value, error);
+      status = qm_set_float(op, node, attribute->name, read.number(*attribute), error);
     } else {
-      size_t size = 0;
-      check(api_->KernelInfoGetAttribute_string(info, attribute->name, nullptr, &size), missing);
-      std::string value(size, '\0');
-      check(api_->KernelInfoGetAttribute_string(info, attribute->name, value.data(), &size), missing);
-      status = qm_set_string(op_.name, attributes, attribute->name, value.c_str(), error);
+      status = qm_set_string(op, node, attribute->name, read.text(*attribute).c_str(), error);
     }
-    if (status) fail(error);
+    if (status) return status;
   }
+  return QM_OK;
+}
+
+void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) {
+  struct Read {
+    const Kernel& kernel;
+    const OrtKernelInfo* info;
+    void check(const qm_attribute& a, OrtStatus* status) const {
+      if (status) kernel.check(status, std::string("attribute ") + a.name + " of kind " + a.kind + " is required");
+    }
+    int64_t integer(const qm_attribute& a) const {
+      int64_t value;
+      check(a, kernel.api_->KernelInfoGetAttribute_int64(info, a.name, &value));
+      return value;
+    }
+    float number(const qm_attribute& a) const {
+      float value;
+      check(a, kernel.api_->KernelInfoGetAttribute_float(info, a.name, &value));
+      return value;
+    }
+    std::string text(const qm_attribute& a) const {
+      size_t size = 0;
+      check(a, kernel.api_->KernelInfoGetAttribute_string(info, a.name, nullptr, &size));
+      std::string value(size, '\0');
+      check(a, kernel.api_->KernelInfoGetAttribute_string(info, a.name, value.data(), &size));
+      return value;
+    }
+  };
+  char error[QM_ERROR_SIZE];
+  if (set_attributes(op_.name, attributes, Read{*this, info}, error)) fail(error);
   shapes_ = ShapeRules(op_.name, attributes);
 }
 
@@ -362,7 +385,7 @@ FreeSizes<int64_t> Kernel::check_inputs(const OrtKernelContext* context) const {
   for (size_t i = 0; i < count; ++i) {
     if (shapes_.input(i).packed) continue;
     const Shape found = shape_of(get_input(context, i));
-    if (!shapes_.match(i, found, sizes, OverNumbers{}))
+    if (!shapes_.match(i, found, sizes, MakeNumbers{}))
       fail(std::string(op_.inputs.first[i].name) + " has shape " + text_of(found) + ", expected " +
            shapes_.expected(i, sizes));
   }
@@ -409,6 +432,7 @@ inline int64_t known_size(const GraphSize& size) { return size.size; }
 struct MakeGraphSizes {
   GraphSize number(int64_t n) const { return {n}; }
   GraphSize times(const GraphSize& size, int64_t n) const { return {size.size < 0 ? -1 : size.size * n}; }
+  GraphSize over(const GraphSize& size, int64_t n) const { return {size.size < 0 ? -1 : size.size / n}; }
   GraphSize max(const GraphSize& a, const GraphSize& b) const {  // the larger of two names has none
     if (a.size >= 0 && b.size >= 0) return {std::max(a.size, b.size)};
     if (a.size == 0 || std::string_view(a.name) == b.name) return b;
@@ -427,13 +451,27 @@ class Inference {
     ShapeRules rules;
     if (!read_rules(rules)) return;
     FreeSizes<GraphSize> sizes;
-    const auto over = [](const GraphSize& size, int64_t n) { return GraphSize{size.size < 0 ? -1 : size.size / n}; };
+    const MakeGraphSizes make;
     size_t count;
     check(op_.api->ShapeInferContext_GetInputCount(context_, &count));
     for (size_t i = 0; i < count; ++i)
-      if (const std::vector<GraphSize> found = get_input(i); !found.empty()) (void)rules.match(i, found, sizes, over);
-    for (int32_t i = 0; i < op_.outputs.count; ++i)
-      set_output(i, rules.output(static_cast<size_t>(i), sizes, MakeGraphSizes{}));
+      if (const std::vector<GraphSize> found = get_input(i); !found.empty()) (void)rules.match(i, found, sizes, make);
+    for (int32_t i = 0; i < op_.outputs.count; ++i) set_output(i, rules.output(static_cast<size_t>(i), sizes, make));
+  }
+
+  // What set_attributes reads.
+  int64_t integer(const qm_attribute& a) const {
+    int64_t value;
+    size_t length;
+    check(op_.api->ReadOpAttr(attribute(a), ORT_OP_ATTR_INT, &value, sizeof value, &length));
+    return value;
+  }
+  float number(const qm_attribute&) const { return 0; }  // no shape is made of one
+  std::string text(const qm_attribute& a) const {
+    char value[64] = {};
+    size_t length;
+    check(op_.api->ReadOpAttr(attribute(a), ORT_OP_ATTR_STRING, value, sizeof value - 1, &length));
+    return value;
   }
 
  private:
@@ -456,30 +494,16 @@ class Inference {
     for (size_t i = 0; i < rank; ++i) found.push_back({sizes[i], names[i]});
     return found;
   }
-  // The shapes for the node's integers and enums; false where one is missing or wrong, which the node refuses.
+  const OrtOpAttr* attribute(const qm_attribute& a) const {
+    const OrtOpAttr* found;
+    check(op_.api->ShapeInferContext_GetAttribute(context_, a.name, &found));
+    return found;
+  }
+  // The shapes for the node's attributes; false where one is missing or wrong, which the node refuses.
   bool read_rules(ShapeRules& rules) const try {
     std::vector<int32_t> node(qm_node_size(op_.name) / sizeof(int32_t));
     char error[QM_ERROR_SIZE];
-    int64_t version = 0;
-    for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op_.name, i); ++i) {
-      if (attribute->kind == 'f' || (i > 0 && attribute->since > version)) continue;
-      const OrtOpAttr* given;
-      size_t length = 0;
-      check(op_.api->ShapeInferContext_GetAttribute(context_, attribute->name, &given));
-      int status;
-      if (attribute->kind == 'i') {
-        int64_t value;
-        check(op_.api->ReadOpAttr(given, ORT_OP_ATTR_INT, &value, sizeof value, &length));
-        if (i == 0) version = value;
-        status = i == 0 ? qm_set_version(op_.name, node.data(), value, error)
-                        : qm_set_int(op_.name, node.data(), attribute->name, value, error);
-      } else {
-        char value[64] = {};
-        check(op_.api->ReadOpAttr(given, ORT_OP_ATTR_STRING, value, sizeof value - 1, &length));
-        status = qm_set_string(op_.name, node.data(), attribute->name, value, error);
-      }
-      if (status) return false;
-    }
+    if (set_attributes(op_.name, node.data(), *this, error)) return false;
     rules = ShapeRules(op_.name, node.data());
     return true;
   } catch (const std::exception&) {

@@ -30,6 +30,9 @@ struct MakeNetworkSizes {
   NetworkSize times(const NetworkSize& size, int64_t n) const {
     return make(DimensionOperation::kPROD, size, number(n));
   }
+  NetworkSize over(const NetworkSize& size, int64_t n) const {
+    return make(DimensionOperation::kFLOOR_DIV, size, number(n));
+  }
   NetworkSize max(const NetworkSize& a, const NetworkSize& b) const { return make(DimensionOperation::kMAX, a, b); }
   NetworkSize make(DimensionOperation operation, const NetworkSize& a, const NetworkSize& b) const {
     return {builder.operation(operation, *a.expression, *b.expression)};
@@ -42,7 +45,7 @@ bool Plugin::check_shapes(const Dims* in) const {
   FreeSizes<int64_t> sizes;
   for (int32_t i = 0; i < inputs_.count; ++i)
     if (const auto at = static_cast<size_t>(i);
-        !rules_.match(at, std::vector<int64_t>(in[i].d, in[i].d + std::max(0, in[i].nbDims)), sizes, OverNumbers{}))
+        !rules_.match(at, std::vector<int64_t>(in[i].d, in[i].d + std::max(0, in[i].nbDims)), sizes, MakeNumbers{}))
       return wrong(std::string(inputs_.first[i].name) + " has shape " + to_text(in[i]) + ", expected " +
                    rules_.expected(at, sizes));
   return true;
@@ -61,10 +64,7 @@ bool Plugin::infer_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuil
   if (!check_shapes(known.data())) return false;
   const MakeNetworkSizes make{builder};
   FreeSizes<NetworkSize> sizes;
-  for (size_t i = 0; i < shapes.size(); ++i)
-    (void)rules_.match(i, shapes[i], sizes, [&](const NetworkSize& size, int64_t n) {
-      return make.make(DimensionOperation::kFLOOR_DIV, size, make.number(n));
-    });
+  for (size_t i = 0; i < shapes.size(); ++i) (void)rules_.match(i, shapes[i], sizes, make);
   for (int32_t i = 0; i < outputs_.count; ++i) {
     outputs[i].nbDims = 0;
     for (const NetworkSize& size : rules_.output(static_cast<size_t>(i), sizes, make))

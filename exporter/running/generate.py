@@ -745,9 +745,9 @@ class Generator:
     def _steps_there(
         self, ids: list[int], count: int, stop: Sequence[int], choice: Choice, cache: SharedCache
     ) -> Generation[tuple[int, np.ndarray], None, None]:
-        """As :meth:`_steps`, with tokens that the GPU chooses: the next run goes on while a token is read.
+        """Yield tokens that the GPU chooses. The next run goes on while a token is read.
 
-        Where it is left early, a model with states has run the last token, too.
+        If the caller leaves early, a model with states has run the last token, too.
         """
         none, runs_on = np.empty(0, np.float32), False
 

@@ -152,7 +152,7 @@ def test_probabilities_are_the_samplers(dtype: str, sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("values", [1, 2, 40])
 def test_equal_logits(sampling: Sampling, values: int) -> None:
-    """Of equal ones top-k keeps all, and top-p the last ones; no sum of them is exactly this top_p."""
+    """Top-k keeps all tokens with equal logits, top-p the last ones. No sum is exactly this top_p."""
     if sampling.top_p < 1:
         sampling = replace(sampling, top_p=sampling.top_p * 0.99998765)
     for vocabulary in (2_049, 50_000):
@@ -161,7 +161,7 @@ def test_equal_logits(sampling: Sampling, values: int) -> None:
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.9])
 def test_a_sum_that_is_top_p(top_p: float) -> None:
-    """Of four equal ones, whose sums f64 has exactly."""
+    """Four tokens have equal logits, whose sums are exact in f64."""
     check(torch.tensor([1.0, -90.0, 1.0, 1.0, 1.0]), Sampling(1.0, 0, top_p))
 
 
@@ -190,7 +190,7 @@ def test_logits_that_are_not_finite(dtype: str, bad: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_likeliest(dtype: str) -> None:
-    """Of equal ones the first, and 0 is -0."""
+    """The first of equal logits is taken, and 0 equals -0."""
     for vocabulary in (151_936, 257, 1):
         for seed in range(3):
             logits = normal(vocabulary, dtype, seed=seed)

@@ -164,7 +164,7 @@ def test_templates_take_tools_and_variables(source: Path, named: bool) -> None:
 
 @pytest.mark.parametrize("default", [True, False])
 def test_templates_in_files_of_their_own(source: Path, default: bool) -> None:
-    """As transformers saves templates with names: additional_chat_templates/NAME.jinja."""
+    """Templates with names are read as transformers saves them: additional_chat_templates/NAME.jinja."""
     edit(source / "tokenizer_config.json", {"chat_template": "old"})
     others = source / "additional_chat_templates"
     others.mkdir()

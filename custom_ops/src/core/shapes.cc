@@ -210,7 +210,7 @@ int qm_infer_shapes(const char* op, const void* node, const qm_shape* inputs, in
   FreeSizes<int64_t> free;
   for (int32_t i = 0; i < count; ++i) {
     const std::vector<int64_t> sizes(inputs[i].sizes, inputs[i].sizes + inputs[i].rank);
-    if (rules.match(static_cast<size_t>(i), sizes, free, OverNumbers{})) continue;
+    if (rules.match(static_cast<size_t>(i), sizes, free, MakeNumbers{})) continue;
     std::string found;
     for (const int64_t size : sizes) found += (found.empty() ? "" : ", ") + std::to_string(size);
     return fail(err, QM_INVALID, "%s has shape [%s], expected %s", slots.first[i].name, found.c_str(),

@@ -61,10 +61,9 @@ class ShapeRules {
 
   const ShapeRule& input(size_t index) const { return inputs_[index]; }
 
-  // Whether an input may have these sizes, beside the ones before it. over(size, n): size / n, where n may not divide
-  // it.
-  template <class Size, class Over>
-  bool match(size_t index, const std::vector<Size>& sizes, FreeSizes<Size>& free, const Over& over) const {
+  // Whether an input may have these sizes, beside the ones before it. make: .over(size, n), n divides known sizes.
+  template <class Size, class Make>
+  bool match(size_t index, const std::vector<Size>& sizes, FreeSizes<Size>& free, const Make& make) const {
     const ShapeRule& rule = inputs_[index];
     if (rule.packed || (rule.or_none && sizes.size() == 1 && known_size(sizes[0]) == 0)) return true;
     const bool rests = std::any_of(rule.dimensions.begin(), rule.dimensions.end(),
@@ -86,7 +85,7 @@ class ShapeRules {
           if (differ(known_size(found[i]), known_size((*free.rest())[i]))) return false;
         continue;
       }
-      if (!match(d, sizes[at++], free, over)) return false;
+      if (!match(d, sizes[at++], free, make)) return false;
     }
     return true;
   }
@@ -112,12 +111,12 @@ class ShapeRules {
 
  private:
   static bool differ(int64_t a, int64_t b) { return a >= 0 && b >= 0 && a != b; }
-  template <class Size, class Over>
-  static bool match(const Dimension& d, const Size& size, FreeSizes<Size>& free, const Over& over) {
+  template <class Size, class Make>
+  static bool match(const Dimension& d, const Size& size, FreeSizes<Size>& free, const Make& make) {
     if (d.kind == Dimension::kNumber) return !differ(d.number, known_size(size));
     if (d.kind == Dimension::kTimes && (d.number < 1 || (known_size(size) >= 0 && known_size(size) % d.number != 0)))
       return false;
-    const Size own = d.kind == Dimension::kTimes ? over(size, d.number) : size;
+    const Size own = d.kind == Dimension::kTimes ? make.over(size, d.number) : size;
     const Size* bound = free.find(d.name);
     if (bound && differ(known_size(*bound), known_size(own))) return false;
     if (!bound || (known_size(*bound) < 0 && known_size(own) >= 0)) free.set(d.name, own);
@@ -131,10 +130,8 @@ class ShapeRules {
 struct MakeNumbers {
   int64_t number(int64_t n) const { return n; }
   int64_t times(int64_t size, int64_t n) const { return size < 0 ? -1 : size * n; }
+  int64_t over(int64_t size, int64_t n) const { return size < 0 ? -1 : size / n; }
   int64_t max(int64_t a, int64_t b) const { return a < 0 || b < 0 ? -1 : a > b ? a : b; }
-};
-struct OverNumbers {
-  int64_t operator()(int64_t size, int64_t n) const { return size < 0 ? -1 : size / n; }
 };
 
 }  // namespace quantmoe
