@@ -386,10 +386,10 @@ def generate(
     from quantmoe.exporter.inspecting.inspect import model_path
     from quantmoe.exporter.reading.sampling import folder_sampling, not_applied
     from quantmoe.exporter.reading.tokenizer import stop_tokens
-    from quantmoe.exporter.running import ranks, states
-    from quantmoe.exporter.running.cache import TAIL
-    from quantmoe.exporter.running.generate import Generator
     from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
+    from quantmoe.runtime import ranks, saved_states
+    from quantmoe.runtime.cache import TAIL
+    from quantmoe.runtime.generate import Generator
 
     messages = None if prompts is None else _read_prompts(prompts)
     sources = {"--prompt": prompt, "--file": file, "--ids": ids}
@@ -415,7 +415,7 @@ def generate(
     _check_text(prompt or "")
     if save_state is not None:
         try:
-            states.target(save_state)
+            saved_states.target(save_state)
         except ModelError as error:
             raise typer.BadParameter(str(error), param_hint="--save-state") from None
     if load_state is not None and not load_state.is_file():
@@ -474,7 +474,7 @@ def generate(
         _tell_end(found, most, model.context)
         end(model, cache)
         return
-    from quantmoe.exporter.running.chat import Chat, Text
+    from quantmoe.runtime.chat import Chat, Text
 
     text = Text(folder, raw)
     if prompts is not None and messages is not None:
@@ -684,8 +684,8 @@ def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, 
 
     The longest run first, with others about as long: a row is padded to the longest of its batch.
     """
-    from quantmoe.exporter.running.chat import answers
     from quantmoe.exporter.terminal import TokensColumn, progress
+    from quantmoe.runtime.chat import answers
 
     order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]), reverse=True)
     batches: list[Any] = []
@@ -797,8 +797,8 @@ def demo(
     from quantmoe.exporter.writing.output import MODEL, check_folder
 
     check_folder(output, [MODEL], force)
+    from quantmoe.benchmarks.pytorch_comparison import compare
     from quantmoe.exporter.reading.tokenizer import load_tokenizer
-    from quantmoe.exporter.running.compare import compare
 
     report = _export(checkpoint, output, force=force)
     tokenizer = load_tokenizer(output) if (output / "tokenizer.json").exists() else None
@@ -860,7 +860,7 @@ def evaluate(
     content = _read_prompt(text, "--text")
     from rich.progress import TimeRemainingColumn
 
-    from quantmoe.exporter.measuring.evaluate import evaluate as evaluate_model
+    from quantmoe.benchmarks.evaluate import evaluate as evaluate_model
     from quantmoe.exporter.terminal import TokensColumn, progress
 
     with progress("reading", TokensColumn(), TimeRemainingColumn()) as tell:
@@ -874,7 +874,7 @@ def evaluate(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure one layer or a whole model beside other engines; bench [MODEL] --help."""
-    from quantmoe.exporter.measuring.bench import main as bench_main
+    from quantmoe.benchmarks.bench import main as bench_main
 
     bench_main(context.args)
 
@@ -969,7 +969,7 @@ def _lost(checkpoint: Path, outdir: Path, seconds: float, options: dict[str, Any
     ):
         if given:
             return f"what was lost is not measured: {option} exports no model that takes one text"
-    from quantmoe.exporter.measuring.lost import lost
+    from quantmoe.benchmarks.quantization_loss import lost
 
     return lost(checkpoint, outdir, seconds, options["layers"])
 

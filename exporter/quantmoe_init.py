@@ -8,23 +8,24 @@ from quantmoe.ort_ext import library_path as ort_library_path
 from quantmoe.trt_plugins import library_path as trt_library_path
 
 if TYPE_CHECKING:
+    from quantmoe.benchmarks.bench import bench
+    from quantmoe.benchmarks.evaluate import evaluate
     from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
     from quantmoe.exporter.inspecting.inspect import inspect
     from quantmoe.exporter.inspecting.unpack import unpack
-    from quantmoe.exporter.measuring.bench import bench
-    from quantmoe.exporter.measuring.evaluate import evaluate
     from quantmoe.exporter.reading.sampling import Sampling
-    from quantmoe.exporter.running.cache import Cache
-    from quantmoe.exporter.running.chat import Chat, Text
-    from quantmoe.exporter.running.generate import Generated, Generator
     from quantmoe.exporter.writing.convert import export
+    from quantmoe.runtime.cache import Cache
+    from quantmoe.runtime.chat import Chat, Text
+    from quantmoe.runtime.generate import Generated, Generator
 
 #: where each name is: imported when asked for, since each command needs other packages
-_LAZY = {"Cache": "running.cache", "Chat": "running.chat", "CheckpointError": "errors",
-         "ContextError": "errors", "Generated": "running.generate", "Generator": "running.generate",
-         "ModelError": "errors", "OptionError": "errors", "Sampling": "reading.sampling", "Text": "running.chat",
-         "bench": "measuring.bench", "evaluate": "measuring.evaluate", "export": "writing.convert",
-         "inspect": "inspecting.inspect", "unpack": "inspecting.unpack"}  # fmt: skip
+_LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
+         "ContextError": "exporter.errors", "Generated": "runtime.generate", "Generator": "runtime.generate",
+         "ModelError": "exporter.errors", "OptionError": "exporter.errors", "Sampling": "exporter.reading.sampling",
+         "Text": "runtime.chat", "bench": "benchmarks.bench", "evaluate": "benchmarks.evaluate",
+         "export": "exporter.writing.convert", "inspect": "exporter.inspecting.inspect",
+         "unpack": "exporter.inspecting.unpack"}  # fmt: skip
 __all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "ModelError", "OptionError",
            "Sampling", "Text", "bench", "evaluate", "export", "inspect", "ort_cuda_library_path", "ort_library_path",
            "trt_library_path", "unpack"]  # fmt: skip
@@ -34,7 +35,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":  # importlib.metadata takes half of the time that the rest of this import takes
         return import_module("importlib.metadata").version("quantmoe")
     if name in _LAZY:
-        return getattr(import_module(f"quantmoe.exporter.{_LAZY[name]}"), name)
+        return getattr(import_module(f"quantmoe.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'quantmoe' has no attribute {name!r}")
 
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from quantmoe.exporter.options import terminal
 
 if TYPE_CHECKING:
+    from quantmoe.benchmarks.evaluate import Evaluation
     from quantmoe.exporter.inspecting.fit import Fit
-    from quantmoe.exporter.measuring.evaluate import Evaluation
 
 console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"

@@ -12,11 +12,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from quantmoe.benchmarks import bench
+from quantmoe.benchmarks.bench import Cycle, LayerCell, Side, difference, route
+from quantmoe.benchmarks.bench_layer import BITS, FORMATS, Layer
+from quantmoe.benchmarks.ggml_layer import Ggml
 from quantmoe.custom_ops.shapes import Shape
-from quantmoe.exporter.measuring import bench
-from quantmoe.exporter.measuring.bench import Cycle, LayerCell, Side, difference, route
-from quantmoe.exporter.measuring.ggml import Ggml
-from quantmoe.exporter.measuring.layer import BITS, FORMATS, Layer
 from quantmoe.exporter.options import steps
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
@@ -26,7 +26,7 @@ TINY = Shape(128, 256, 8, 2)
 
 def run(*arguments: str) -> str:
     """In a process of its own: ONNX Runtime's global pool is made once in a process, before any session."""
-    command = [sys.executable, "-m", "quantmoe.exporter.measuring.bench", *arguments]
+    command = [sys.executable, "-m", "quantmoe.benchmarks.bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -14,19 +14,19 @@ import typer
 from sweeps import every
 from typer.testing import CliRunner
 
+from quantmoe.benchmarks import bench_engines as bench_sides
+from quantmoe.benchmarks import bench_model as bench_model
+from quantmoe.benchmarks import bench_models as bench_made
+from quantmoe.benchmarks.bench_engines import LlamaCpp, OnCuda, Ours, Process, by_operator, token_ids
+from quantmoe.benchmarks.bench_model import ModelCell, TimedStep, alternate, cells, touched_bytes
+from quantmoe.benchmarks.bench_models import gguf_types, layers_that_fit
+from quantmoe.benchmarks.random_checkpoint import CONFIGS, cut, group_size_of, parameters, quantized, write
+from quantmoe.benchmarks.random_gguf import ARCHITECTURES, write_gguf
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.trace import read_trace
-from quantmoe.exporter.measuring import made as bench_made
-from quantmoe.exporter.measuring import model as bench_model
-from quantmoe.exporter.measuring import sides as bench_sides
-from quantmoe.exporter.measuring.gguf import ARCHITECTURES, write_gguf
-from quantmoe.exporter.measuring.made import gguf_types, layers_that_fit
-from quantmoe.exporter.measuring.model import ModelCell, TimedStep, alternate, cells, touched_bytes
-from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, group_size_of, parameters, quantized, write
-from quantmoe.exporter.measuring.sides import LlamaCpp, OnCuda, Ours, Process, by_operator, token_ids
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.generate import Generator
 
 TINY = {
     "vocab_size": 256,
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> str:
-    command = [sys.executable, "-m", "quantmoe.exporter.measuring.bench", *map(str, arguments)]
+    command = [sys.executable, "-m", "quantmoe.benchmarks.bench", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -195,7 +195,7 @@ def test_genai_runs_the_same_folder_and_another(folder: Path, tmp_path: Path) ->
 def test_every_shape_loads_in_llama_cpp(shape: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
-    from quantmoe.exporter.measuring.gguf import write_gguf
+    from quantmoe.benchmarks.random_gguf import write_gguf
 
     size = write_gguf(tmp_path / "model.gguf", tiny(shape))
     assert size == (tmp_path / "model.gguf").stat().st_size
@@ -216,7 +216,7 @@ def test_every_shape_loads_in_llama_cpp(shape: str, tmp_path: Path) -> None:
 
 def test_gguf_names_what_it_has_no_name_for(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    from quantmoe.exporter.measuring.gguf import write_gguf
+    from quantmoe.benchmarks.random_gguf import write_gguf
 
     with pytest.raises(ValueError, match="no GGUF of model_type llama4_text; expected one of qwen3_moe"):
         write_gguf(tmp_path / "model.gguf", {"model_type": "llama4_text"})
@@ -378,7 +378,7 @@ def test_a_peer_that_is_not_installed(peer: str, what: str, monkeypatch: pytest.
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "quantmoe.exporter.measuring.bench", tmp_path],
+        [sys.executable, "-m", "quantmoe.benchmarks.bench", tmp_path],
         capture_output=True,
         text=True,
         timeout=300,

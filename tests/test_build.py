@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -89,15 +90,39 @@ def test_build_info() -> None:
         assert kernel == next(name for name, usable in native.kernels().items() if usable)
 
 
-def test_paths_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("quantmoe.exporter.writing.convert", "exporter/writing/convert.py"),
+        ("quantmoe.runtime.generate", "ort_ext/runtime/generate.py"),
+        ("quantmoe.benchmarks.bench", "ort_ext/benchmarks/bench.py"),
+    ],
+)
+def test_paths_alone(name: str, file: str) -> None:
     """Folders and .pth files lead to every module: editors and type checkers follow these and run no import hooks."""
-    paths, name = sys.path, "quantmoe"
-    for part in ("", ".exporter", ".writing", ".convert"):
-        name += part
-        spec = PathFinder.find_spec(name, paths)
-        assert spec, name
+    paths, parts = sys.path, name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:count]), paths)
+        assert spec, parts[:count]
         paths = spec.submodule_search_locations
-    assert Path(spec.origin).samefile(ROOT / "exporter/writing/convert.py")
+    assert Path(spec.origin).samefile(ROOT / file)
+
+
+def test_folders_of_ort_ext_have_one_import_name(tmp_path: Path) -> None:
+    """A second name would load a module twice, with classes of its own."""
+    twice = re.compile(
+        r"quantmoe[./]ort_ext[./](runtime|benchmarks)|quantmoe\.ort_ext import .*\b(runtime|benchmarks)\b"
+    )
+    for folder in ("exporter", "custom_ops", "ort_ext", "trt_plugins", "tests", "samples", "docs", "packages"):
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".py", ".md", ".sh") and file != Path(__file__):
+                assert not twice.search(file.read_text(encoding="utf-8")), file
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--config-settings=wheel.cmake=false", f"--wheel-dir={tmp_path}", ROOT], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"quantmoe/runtime/generate.py", "quantmoe/benchmarks/heldout.txt"} <= set(names)
+    assert [name for name in names if twice.search(name)] == []
 
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")

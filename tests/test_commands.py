@@ -14,6 +14,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -342,17 +343,19 @@ def test_ggml_that_is_not_there_is_said_first(tmp_path: Path) -> None:
     assert "llama_cpp/lib of PyPI's llama-cpp-python" in done.line
 
 
-#: command -> modules of exporter that it runs
+#: command -> modules of quantmoe that it runs
 MODULES = {
-    "export": ["writing/convert", "writing/plan"],
-    "inspect": ["inspecting/inspect", "inspecting/explain", "inspecting/survey"],
-    "unpack": ["inspecting/unpack"],
-    "generate": ["running/generate", "running/chat"],
-    "trace": ["inspecting/trace"],
-    "demo": ["writing/convert", "running/compare"],
-    "bench": ["measuring/bench"],
-    "evaluate": ["measuring/evaluate"],
+    "export": ["exporter.writing.convert", "exporter.writing.plan"],
+    "inspect": ["exporter.inspecting.inspect", "exporter.inspecting.explain", "exporter.inspecting.survey"],
+    "unpack": ["exporter.inspecting.unpack"],
+    "generate": ["runtime.generate", "runtime.chat"],
+    "trace": ["exporter.inspecting.trace"],
+    "demo": ["exporter.writing.convert", "benchmarks.pytorch_comparison"],
+    "bench": ["benchmarks.bench"],
+    "evaluate": ["benchmarks.evaluate"],
 }
+#: what an import of quantmoe.<name> reads
+PACKAGE = Path(find_spec("quantmoe").origin).parent
 
 
 def packages(extra: str) -> set[str]:
@@ -380,11 +383,10 @@ def imported(path: Path, found: dict[str, set[str]]) -> dict[str, set[str]]:
             names.update(alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
             names.update({str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)})
-    root = Path(__file__).parents[1]
     for name in names:
-        below = root.joinpath(*name.split(".")[1:]) if name.startswith("quantmoe.") else root
+        below = PACKAGE.joinpath(*name.split(".")[1:]) if name.startswith("quantmoe.") else PACKAGE
         for file in (below.with_suffix(".py"), below / "__init__.py"):
-            if below != root and file.is_file() and str(file) not in found:
+            if below != PACKAGE and file.is_file() and str(file) not in found:
                 imported(file, found)
     return found
 
@@ -393,13 +395,13 @@ def imported(path: Path, found: dict[str, set[str]]) -> dict[str, set[str]]:
 def test_an_extra_has_what_its_command_imports(command: str) -> None:
     found: dict[str, set[str]] = {}
     for module in MODULES[command]:
-        imported(Path(__file__).parents[1] / "exporter" / f"{module}.py", found)
-    found.get(str(Path(__file__).parents[1] / "custom_ops" / "cuda.py"), set()).discard("torch")  # to launch kernels
+        imported(PACKAGE.joinpath(*module.split(".")).with_suffix(".py"), found)
+    found.get(str(PACKAGE / "custom_ops" / "cuda.py"), set()).discard("torch")  # to launch kernels
     # provider_devices: who calls it has sessions
-    found.get(str(Path(__file__).parents[1] / "ort_ext" / "__init__.py"), set()).discard("onnxruntime")
+    found.get(str(PACKAGE / "ort_ext" / "__init__.py"), set()).discard("onnxruntime")
     if command == "inspect":  # which makes no tokenizer, as these functions do
         for file in ("reading/tokenizer.py", "reading/gguf/tokenizer.py"):
-            found.pop(str(Path(__file__).parents[1] / "exporter" / file))
+            found.pop(str(PACKAGE / "exporter" / file))
     names = {name.partition(".")[0] for name in set.union(*found.values())} - sys.stdlib_module_names - {"quantmoe"}
     names -= {"llama_cpp", "onnxruntime_genai"} if command == "bench" else set()  # --against says what to install
     names -= {"matplotlib"} if command == "trace" else set()  # and --plot
@@ -644,7 +646,7 @@ def test_ctrl_c_ends_the_processes_of_a_command_without_a_word(tmp_path: Path) -
 import sys, time
 from types import SimpleNamespace
 from quantmoe.exporter import command
-from quantmoe.exporter.measuring.children import in_process
+from quantmoe.benchmarks.child_processes import in_process
 def main():
     try:
         in_process("work", exec, {work!r})

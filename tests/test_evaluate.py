@@ -12,16 +12,16 @@ import torch
 from once import made_once
 from typer.testing import CliRunner
 
+from quantmoe.benchmarks.evaluate import evaluate
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.streamed import Streamed
-from quantmoe.exporter.measuring.evaluate import evaluate
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.windows import windows_of
-from quantmoe.exporter.running.chat import Text
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.chat import Text
+from quantmoe.runtime.generate import Generator
 
 DEMO = Path(__file__).parents[1] / "samples" / "demo_model"
 TEXT = (DEMO / "heldout.txt").read_text(encoding="utf-8")[:3000]

@@ -17,9 +17,9 @@ from checkpoints import TINY, make_checkpoint
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running import ranks
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime import ranks
+from quantmoe.runtime.generate import Generator
 
 ENVIRONMENT = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 #: a process of the launcher's: GPUs and NCCL are the test's
@@ -27,7 +27,7 @@ PROCESS = """
 import os
 import sys
 from pathlib import Path
-from quantmoe.exporter.running import ranks
+from quantmoe.runtime import ranks
 ranks.visible_gpus = lambda: ["4", "7", "5", "6"]
 ranks.nccl_id = lambda library: "ab" * 128
 own = ranks.meet(Path(sys.argv[1]), "cuda", int(sys.argv[2]) if sys.argv[2:] else None)
@@ -42,7 +42,7 @@ import os
 import sys
 from pathlib import Path
 from quantmoe.exporter.cli import app
-from quantmoe.exporter.running import generate, ranks
+from quantmoe.runtime import generate, ranks
 ranks.visible_gpus = lambda: ["4", "7"]
 ranks.nccl_id = lambda library: "ab" * 128
 rank, folder = os.environ["RANK"], sys.argv[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.runtime.generate import Generator
 
 PROMPT, NEW = [5, 17, 42, 99, 7, 1, 64, 200], 16
 

@@ -17,8 +17,8 @@ import pytest
 
 from quantmoe.custom_ops.structs import checked
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running import choice, device
-from quantmoe.exporter.running.sampling import Penalties, Sampler, probabilities
+from quantmoe.runtime import device, device_sampling
+from quantmoe.runtime.sampling import Penalties, Sampler, probabilities
 
 torch = pytest.importorskip("torch")
 try:
@@ -50,7 +50,7 @@ class Call:
         kind = next(code for code, dtype in DTYPES.values() if dtype == self.logits.dtype)
         vocabulary, longest = self.logits.shape[-1], len(self.text) + 1
         past = self.past or [len(self.text)] * batch
-        problem = choice.Problem(
+        problem = device_sampling.Problem(
             kind, batch, vocabulary, how.top_k, how.no_repeat_ngram_size,
             how.temperature, how.top_p, how.min_p,
             how.repetition_penalty, how.presence_penalty, how.frequency_penalty,
@@ -79,7 +79,7 @@ class Call:
             if self.before >= 0:
                 held["mask"][:, self.before] = 1
         self.held = {name: tensor.cuda().contiguous() for name, tensor in held.items()}
-        tensors = choice.Tensors(**{name: tensor.data_ptr() for name, tensor in self.held.items()})
+        tensors = device_sampling.Tensors(**{name: tensor.data_ptr() for name, tensor in self.held.items()})
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         checked(LIBRARY.qm_cuda_launch_choice, ctypes.byref(problem), ctypes.byref(tensors), stream)
         return self.held["chosen"].tolist()
@@ -269,7 +269,7 @@ class _Logits:
         self.row_bytes = lambda: tensor.shape[-1] * 4
 
 
-def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sampling | None) -> choice.Choice:
+def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sampling | None) -> device_sampling.Choice:
     """A Choice whose memory is torch's, as the tests' ONNX Runtime has no GPU."""
 
     class Held:
@@ -280,5 +280,5 @@ def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sam
         empty = classmethod(lambda cls, shape, dtype, _: cls(torch.empty(shape, dtype=torch.uint8, device="cuda")))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "Buffer", Held)
-        return choice.Choice(texts, longest, vocabulary, np.dtype(np.float32), sampling)
+        patch.setattr(device_sampling, "Buffer", Held)
+        return device_sampling.Choice(texts, longest, vocabulary, np.dtype(np.float32), sampling)

@@ -16,14 +16,14 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from benchmarks.parallel_cuda import run
 from cuda.built import torch
 from engines.test_reduce import write
 
 from quantmoe import ort_cuda_library_path
 from quantmoe.custom_ops.op import DOMAIN, NormSpec, ReduceNormSpec
 from quantmoe.custom_ops.reference import add_norm, all_gather, all_reduce, reduce_scatter
-from quantmoe.exporter.measuring.kernels.parallel_cuda import run
-from quantmoe.exporter.running.ranks import nccl_id, nccl_library
+from quantmoe.runtime.ranks import nccl_id, nccl_library
 
 PROVIDER = "CUDAExecutionProvider"
 pytestmark = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.runtime.generate import Generator
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

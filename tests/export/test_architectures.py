@@ -27,9 +27,9 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import open_checkpoint
 from quantmoe.exporter.reading.formats.experts import RECURRENT, UNLIKE
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 #: of the fields that a configuration has
 SIZES: dict[str, Any] = {

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running.batch import Batch
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.runtime.batch import Batch
+from quantmoe.runtime.generate import Generator
 
 #: of 1, 23, 7 and 12 tokens
 PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (1, 23, 7, 12)]
@@ -181,7 +181,7 @@ def test_lines_that_are_no_prompts_are_named(exported, tmp_path, monkeypatch, ca
     """All of them before the first batch: nothing is printed, and nothing has run."""
     folder = exported("qwen3_moe", **FLOAT)
     context = Generator(folder).context
-    monkeypatch.setattr("quantmoe.exporter.running.generate.Generator.stream_batch", None)
+    monkeypatch.setattr("quantmoe.runtime.generate.Generator.stream_batch", None)
     string = "expected a JSON string that is not empty"
     for name, content, message, code in (
         ("p.jsonl", '"a"\n3\n', f"p.jsonl, line 2: {string}", 2),

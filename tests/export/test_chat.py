@@ -27,10 +27,10 @@ from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.options import missing
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import Template, load_template
-from quantmoe.exporter.running.chat import Chat, Text, TextStream
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.chat import Chat, Text, TextStream
+from quantmoe.runtime.generate import Generator
 
 WORDS = ["héllo wörld", "你好世界 👩‍👩‍👧 ок", "a mixture of experts\n\tand  more", "日本語のテキスト🎉🎉"]
 #: blocks with spaces before and lines after, functions and tags that templates of checkpoints use

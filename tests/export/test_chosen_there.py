@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running import cache as caches
-from quantmoe.exporter.running.buffer import Buffer
-from quantmoe.exporter.running.cache import DecodeStep
-from quantmoe.exporter.running.generate import Generator, ModelError, OptionError
-from quantmoe.exporter.running.sampling import Sampler
+from quantmoe.runtime import cache as caches
+from quantmoe.runtime.buffer import Buffer
+from quantmoe.runtime.cache import DecodeStep
+from quantmoe.runtime.generate import Generator, ModelError, OptionError
+from quantmoe.runtime.sampling import Sampler
 
 FLOAT = {"activations": "float", "logits": "last"}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

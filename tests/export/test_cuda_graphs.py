@@ -17,11 +17,11 @@ import pytest
 
 from quantmoe.exporter import gpu
 from quantmoe.exporter.memory import OutOfMemoryError
-from quantmoe.exporter.running import cache as caches
-from quantmoe.exporter.running import generate
-from quantmoe.exporter.running.cache import ROOM, Buffer
-from quantmoe.exporter.running.generate import Generator, ModelError
-from quantmoe.exporter.running.turns import Turns
+from quantmoe.runtime import cache as caches
+from quantmoe.runtime import generate
+from quantmoe.runtime.cache import ROOM, Buffer
+from quantmoe.runtime.generate import Generator, ModelError
+from quantmoe.runtime.session_thread import SessionThread
 
 FLOAT = {"activations": "float", "logits": "last"}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -84,11 +84,11 @@ class Session:
 def captured(exported, monkeypatch) -> Callable[..., Generator]:
     """captured(architecture, **options of Generator): one whose steps are as with CUDA graphs, on the CPU."""
 
-    turns = Turns()
+    thread = SessionThread()
 
     def make(architecture: str = "qwen3_moe", path: Path | None = None, **options: Any) -> Generator:
         for module in (generate, caches):  # no thread has called yet
-            monkeypatch.setattr(module, "TURNS", turns)
+            monkeypatch.setattr(module, "SESSION_THREAD", thread)
         generator = Generator(path or exported(architecture, **FLOAT), threads=1, **options)
         generator._opened, generator.cuda_graph = Session(generator.session), True
         generator.run_options = lambda graph, ahead=False: graph
@@ -135,13 +135,13 @@ def test_the_first_thread_runs_until_a_second_comes(captured):
 
 
 def test_who_opens_a_session_need_not_run_it():
-    turns, found = Turns(), []
-    assert turns(threading.current_thread, runs=False) is threading.current_thread()
-    thread = threading.Thread(target=lambda: found.append(turns(threading.current_thread)))
+    session_thread, found = SessionThread(), []
+    assert session_thread(threading.current_thread, runs=False) is threading.current_thread()
+    thread = threading.Thread(target=lambda: found.append(session_thread(threading.current_thread)))
     thread.start()
     thread.join()
     assert found == [thread]
-    assert turns(threading.current_thread) not in (thread, threading.current_thread())
+    assert session_thread(threading.current_thread) not in (thread, threading.current_thread())
 
 
 def test_an_error_of_a_run_reaches_who_asked(captured):

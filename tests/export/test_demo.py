@@ -14,15 +14,15 @@ from export.test_output import contents
 from sweeps import every
 from typer.testing import CliRunner
 
+from quantmoe.benchmarks import pytorch_comparison as compare
 from quantmoe.exporter import cli
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
-from quantmoe.exporter.running import compare
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.generate import Generator
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 TRAINED = Path(__file__).parents[2] / "samples" / "demo_model"

@@ -25,6 +25,7 @@ from export.test_model import error, expected, run, tokens
 from sweeps import every
 from tiny import make_float_checkpoint
 
+from quantmoe.benchmarks.pytorch_comparison import divergence
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
@@ -37,11 +38,10 @@ from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
-from quantmoe.exporter.running.compare import divergence
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
+from quantmoe.runtime.generate import Generator
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

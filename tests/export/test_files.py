@@ -36,7 +36,6 @@ from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, w
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing import convert
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.external_data import ALIGNMENT
@@ -46,6 +45,7 @@ from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import stops
 from quantmoe.exporter.writing.readme import readme
 from quantmoe.ort_ext import build_info, library_path
+from quantmoe.runtime.generate import Generator
 
 
 @dataclasses.dataclass
@@ -621,14 +621,12 @@ def test_import_needs_no_torch_and_no_typer():
 
 def test_what_headers_decide_is_said_before_onnx_ir_is_imported():
     """It imports sympy: half a second of every command."""
-    modules = "quantmoe.exporter.writing.convert, quantmoe.exporter.writing.plan, quantmoe.exporter.running.chat"
+    modules = "quantmoe.exporter.writing.convert, quantmoe.exporter.writing.plan, quantmoe.runtime.chat"
     assert not {"torch", "transformers", "onnx_ir", "sympy"} & imported(modules)
 
 
 def test_inspect_and_generate_need_no_torch():
-    assert not {"torch", "transformers"} & imported(
-        "quantmoe.exporter.inspecting.inspect, quantmoe.exporter.running.generate"
-    )
+    assert not {"torch", "transformers"} & imported("quantmoe.exporter.inspecting.inspect, quantmoe.runtime.generate")
 
 
 def imported(modules: str) -> set[str]:

@@ -19,7 +19,7 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import RESERVE, reserve
 from quantmoe.exporter.inspecting.trace import Trace, read_trace
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.runtime.generate import Generator
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 CONTEXT = 100

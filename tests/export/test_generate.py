@@ -16,8 +16,8 @@ from test_model import error, tokens
 import quantmoe
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.genai import SHARE_BUFFER, genai_config, shares_buffer
+from quantmoe.runtime.generate import Generator
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"]  # full, sliding, latent and chunked attention
 PROMPT = tokens(1, 23, seed=4)[0].tolist()

@@ -27,9 +27,9 @@ from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.expert_map import balance, write_map
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 EVERY_LOGIT = {"activations": "float", "logits": "all", "cache": "f32"}
 SIZES = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128}

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.running.chat import Chat, Text
+from quantmoe.runtime.chat import Chat, Text
 
 #: gpt-oss' ways: an answer is the text of a channel, and one with channels is refused
 HARMONY = """\

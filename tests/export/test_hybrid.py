@@ -21,19 +21,19 @@ from sweeps import every
 from test_model import error, expected, run, tokens
 from tiny import make_float_checkpoint
 
+from quantmoe.benchmarks.bench_engines import Ours
+from quantmoe.benchmarks.bench_model import touched_bytes
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
-from quantmoe.exporter.measuring.model import touched_bytes
-from quantmoe.exporter.measuring.sides import Ours
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import Format
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 HYBRID = ("qwen3_5_moe_text", "qwen3_next")
 PROMPT = tokens(1, 23, seed=4)[0].tolist()

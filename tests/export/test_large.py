@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, write
+from quantmoe.benchmarks.random_checkpoint import CONFIGS, cut, write
 from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import CheckpointError, open_checkpoint
 from quantmoe.exporter.writing.convert import export
@@ -54,7 +54,7 @@ import json, re, sys, time
 import numpy as np
 from pathlib import Path
 from quantmoe.custom_ops import native
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.runtime.generate import Generator
 def memory(key):
     return int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 begin = time.perf_counter()

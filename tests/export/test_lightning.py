@@ -21,10 +21,10 @@ from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.graph.passes import lightning
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
+from quantmoe.runtime.generate import Generator
 
 OPTIONS = {"quantize": "none", "activations": "float", "cache": "f32"}
 TOKENS = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (3, 300))

@@ -18,9 +18,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 #: tokens that have the short factors, and of a prompt that `dynamic` leaves as it is
 SHORT = 12

@@ -26,9 +26,9 @@ from quantmoe.exporter.graph.passes.attention import GROUPED, recognise
 from quantmoe.exporter.graph.passes.rows import rows_of
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.ort_ext import library_path
+from quantmoe.runtime.generate import Generator
 
 CACHED = {"qwen3_moe": "head", "gpt_oss": "none", "olmoe": "row", "mixtral": "none", "glm4_moe": "head"}
 

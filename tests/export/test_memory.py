@@ -18,12 +18,12 @@ import pytest
 from sweeps import every
 from transformers.exporters import exporter_onnx
 
+from quantmoe.benchmarks import bench
+from quantmoe.benchmarks.bench_engines import Process
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter import cli
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton
-from quantmoe.exporter.measuring import bench
-from quantmoe.exporter.measuring.sides import Process
 from quantmoe.exporter.memory import naming
 from quantmoe.exporter.writing import parts
 from quantmoe.exporter.writing.convert import export

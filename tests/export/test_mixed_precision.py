@@ -21,10 +21,10 @@ from tiny import make_float_checkpoint
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import formats_of
+from quantmoe.runtime.generate import Generator
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FP8 = (

@@ -18,8 +18,8 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import Report, export
+from quantmoe.runtime.generate import Generator
 
 Tensors = Iterator[tuple[str, np.ndarray]]
 

@@ -14,6 +14,7 @@ import torch
 from sweeps import every
 from transformers import PreTrainedModel
 
+from quantmoe.benchmarks.pytorch_comparison import compare
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.graph import model, trace
 from quantmoe.exporter.graph.experts import experts_forward
@@ -22,9 +23,8 @@ from quantmoe.exporter.graph.passes.repeat import RepeatError
 from quantmoe.exporter.graph.trace import PackedLinear, PartOfLinear
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.compare import compare
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import Report, export
+from quantmoe.runtime.generate import Generator
 
 ARCHITECTURES = (
     "qwen3_moe",

@@ -39,12 +39,12 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import print_fit
-from quantmoe.exporter.running.cache import States
-from quantmoe.exporter.running.generate import SPINNING, Generator
-from quantmoe.exporter.running.speculate import Head
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import formats_of
+from quantmoe.runtime.cache import States
+from quantmoe.runtime.generate import SPINNING, Generator
+from quantmoe.runtime.speculate import Head
 
 KINDS = ["qwen3_next", "deepseek_v3", "qwen3_5_moe_text", "glm4_moe", "mimo_v2_flash"]
 #: whose layer is the one after the last

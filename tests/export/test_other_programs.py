@@ -18,8 +18,8 @@ from sweeps import every
 from test_architectures import make_checkpoint
 
 from quantmoe import ort_library_path
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.generate import Generator
 
 #: kind -> model type of test_architectures.py, options of the export
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -23,10 +23,10 @@ from quantmoe.custom_ops.op import inputs
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import open_checkpoint
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing import output
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 #: what changes a folder, and what makes that last
 CALLS = ("mkdir", "replace", "link", "unlink", "rmdir", "fsync")

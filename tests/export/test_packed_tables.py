@@ -18,10 +18,10 @@ from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.graph.passes.packed_tables import pack_tables
 from quantmoe.exporter.graph.passes.weights import Weight
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import prepare
+from quantmoe.runtime.generate import Generator
 
 FILES = Path(__file__).parents[1] / "fixtures" / "gguf"
 IDS = np.array([[0, 5, 36], [21, 7, 5]])

@@ -19,9 +19,9 @@ from quantmoe import Generator, ort_library_path
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.running.generate import check_takes_tokens
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import check_takes_tokens
 
 BLOCK = 4
 

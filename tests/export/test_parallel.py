@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from benchmarks import slice_logits
 from checkpoints import TINY, make_gptq_checkpoint
 from export.test_model import error, run, tokens
 from hypothesis import given
@@ -29,6 +30,7 @@ from tiny import COMMON, make_checkpoint, make_float_checkpoint
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
+from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.choosing.options import Options
@@ -38,17 +40,15 @@ from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.inspecting.unpack import unpack
-from quantmoe.exporter.measuring.gguf import write_gguf
-from quantmoe.exporter.measuring.kernels import slice_logits
 from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
 from quantmoe.exporter.reading.slices import Cut, Slice
-from quantmoe.exporter.running.generate import Generator, ModelError
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.external_data import file_hash
 from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.output import ranks_in
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
+from quantmoe.runtime.generate import Generator, ModelError
 
 GROUPS = (f"model {i}" for i in count())
 #: 4 ranks of 2 heads of keys and values: two ranks have each
@@ -164,7 +164,7 @@ def make_gguf(folder: Path, architecture: str, kind: str, **sizes: int) -> Path:
     folder.mkdir()
     config = CONFIG_MAPPING[architecture](**COMMON | sizes, vocab_size=384).to_dict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantmoe.exporter.measuring.gguf.ROWS", 4 * 512 * 4)  # no two rows of a tensor alike
+        patch.setattr("quantmoe.benchmarks.random_gguf.ROWS", 4 * 512 * 4)  # no two rows of a tensor alike
         write_gguf(folder / "model.gguf", config, kind)
     return folder / "model.gguf"
 
@@ -986,7 +986,7 @@ def test_options():
 
 
 def test_logits_of_slices_beside_the_whole_model(checkpoint, whole, tmp_path, monkeypatch, capsys):
-    """exporter/measuring/kernels/slice_logits.py, whose ranks are threads here."""
+    """tests/benchmarks/slice_logits.py, whose ranks are threads here."""
     export(checkpoint("qwen3_moe"), tmp_path, **EVERY_LOGIT, tensor_parallel=2)
     limits = [whole("qwen3_moe")] * 2
     monkeypatch.setattr("sys.argv", ["slice_logits", *map(str, (limits[0], tmp_path, "--limit", *limits))])

@@ -15,14 +15,14 @@ import torch
 from once import made_once
 from typer.testing import CliRunner
 
+from quantmoe.benchmarks import quantization_loss as lost_module
+from quantmoe.benchmarks.evaluate import evaluate
+from quantmoe.benchmarks.quantization_loss import TEXT, TOKENS, lost
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.graph.calibrating import calibrate
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.measuring import lost as lost_module
-from quantmoe.exporter.measuring.evaluate import evaluate
-from quantmoe.exporter.measuring.lost import TEXT, TOKENS, lost
 from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.rounding import weighed

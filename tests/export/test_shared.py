@@ -14,9 +14,9 @@ from sweeps import every
 from test_generate import PROMPT
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.running.cache import ROOM, Buffer, Cache, SharedCache
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
+from quantmoe.runtime.cache import ROOM, Buffer, Cache, SharedCache
+from quantmoe.runtime.generate import Generator
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "mixtral", "olmoe", "glm4_moe"]
 

@@ -23,9 +23,9 @@ from quantmoe.exporter.graph.passes.shared import recognise
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 #: architecture -> fields, where the shared expert is how many of the routed ones and whether it has a gate

@@ -18,10 +18,10 @@ from test_model import error, expected, run, tokens
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.stored import DTYPES
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.running.sampling import Sampler
-from quantmoe.exporter.running.speculate import Lookup, Speculation
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.generate import Generator
+from quantmoe.runtime.sampling import Sampler
+from quantmoe.runtime.speculate import Lookup, Speculation
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "glm4_moe"]
 REPEATING = (PROMPT[:7] * 4)[:25]

@@ -31,9 +31,9 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 OPTIONS: dict[str, Any] = {"quantize": "none", "activations": "float", "cache": "f32"}
 BLOCKS = ["linear_attention", "moe", "full_attention"]

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
-from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.running.states import CHECKSUM, MODEL
+from quantmoe.runtime.generate import Generator
+from quantmoe.runtime.saved_states import CHECKSUM, MODEL
 
 FLOAT = {"activations": "float", "logits": "last"}
 

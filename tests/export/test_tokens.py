@@ -20,9 +20,9 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.template import folder_turns, load_template
 from quantmoe.exporter.reading.tokenizer import end_tokens, load_tokenizer, special_tokens, stop_tokens
-from quantmoe.exporter.running.chat import Text
 from quantmoe.exporter.writing.readme import readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
+from quantmoe.runtime.chat import Text
 
 TEXTS = ["<|im_start|>a mixture<|im_end|> of  <|im_start|> experts", "router's <b> é", " token"]
 

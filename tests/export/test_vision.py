@@ -21,14 +21,14 @@ from test_other_programs import check
 from tiny import make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
+from quantmoe.benchmarks.bench_engines import Ours
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.measuring.sides import Ours
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.ort_ext import library_path
+from quantmoe.runtime.generate import Generator
 
 PATCH, MERGED = 16, 2
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -20,9 +20,9 @@ from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import open_checkpoint, unquantized
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.runtime.generate import Generator
 
 
 def test_head_and_embedding_keep_the_checkpoints_bytes(exported, checkpoint):

@@ -31,11 +31,11 @@ from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.gguf import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
+from quantmoe.runtime.generate import Generator
 
 FILES = Path(__file__).parents[1] / "fixtures" / "gguf"
 LOGITS = dict(np.load(FILES / "logits.npz"))

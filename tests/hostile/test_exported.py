@@ -20,8 +20,8 @@ from onnx import TensorProto, helper
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import read_header
-from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.external_data import HASH, new_hash
+from quantmoe.runtime.generate import Generator
 
 DATA = "model.bin"
 CASE = Case(act_order="shared")

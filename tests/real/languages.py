@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
-from quantmoe.exporter.running.chat import TextStream
+from quantmoe.runtime.chat import TextStream
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -14,8 +14,8 @@ from trained import FILE, make, source
 from transformers import AutoModelForCausalLM
 
 import quantmoe
+from quantmoe.benchmarks.divergence import Positions
 from quantmoe.exporter.graph.streamed import Streamed
-from quantmoe.exporter.measuring.divergence import Positions
 from quantmoe.exporter.reading.windows import windows_of
 from quantmoe.exporter.writing.prepare import open_format
 

@@ -1,7 +1,7 @@
 """CachedAttention in engines of that one node against float64, on this machine's GPU.
 
-usage: PYTHONPATH=tests python tests/tensorrt/attention.py BENCH LIBRARY. BENCH is tensorrt_bench.cc of
-exporter/measuring/kernels, compiled (tensorrt_bench.py says how), LIBRARY libquantmoe_trt.so. Of each head's engine:
+usage: PYTHONPATH=tests:tests/benchmarks python tests/tensorrt/attention.py BENCH LIBRARY. BENCH is tensorrt_bench.cc of
+tests/benchmarks, compiled (tensorrt_bench.py says how), LIBRARY libquantmoe_trt.so. Of each head's engine:
 rows of one batch that differ, prompts, single tokens; present in past's memory, in other memory of as many slots and of
 more; one CUDA graph for several positions.
 """
@@ -17,9 +17,9 @@ import onnx
 import torch
 from cuda.attention_cases import CALLS, HEADS, TORCH, Inputs, check_results
 from cuda.attention_model import attention_model
+from tensorrt_bench import TYPES, Context, TensorRT
 
 from quantmoe.custom_ops.op import AttentionSpec
-from quantmoe.exporter.measuring.kernels.tensorrt_bench import TYPES, Context, TensorRT
 
 NAMES = ("qkv", "past_key", "past_value", "rows", "attention_mask", "cos", "sin")
 WHERE = ("in place", "copied", "growing")

@@ -24,7 +24,7 @@ from cuda.trt import attributes_of, tensor
 
 from quantmoe.custom_ops.op import NormSpec, ScatterSpec
 from quantmoe.custom_ops.reference import add_norm, all_gather, all_reduce, reduce_scatter
-from quantmoe.exporter.running.ranks import nccl_library
+from quantmoe.runtime.ranks import nccl_library
 
 NCCL = Path(os.environ["QUANTMOE_TRT_DRIVER"]).with_name("libquantmoe_fake_nccl.so")
 GROUP = ("QUANTMOE_GROUP", "QUANTMOE_GROUP_FILE", "QUANTMOE_TIMEOUT", "RANK", "WORLD_SIZE")

@@ -1,5 +1,5 @@
 // Choosing the next token of each row from its logits: penalties, then temperature, top-k, top-p and min-p, as
-// exporter/running/sampling.py does it. Probabilities are f64, and integers when they are added up: the order of the
+// ort_ext/runtime/sampling.py does it. Probabilities are f64, and integers when they are added up: the order of the
 // additions changes nothing, so equal logits and an equal number give an equal token.
 #pragma once
 #include <cuda_bf16.h>

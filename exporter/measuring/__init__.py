@@ -1,1 +1,0 @@
-"""Times beside other engines': ``quantmoe bench``; ``kernels`` has the scripts that are in no wheel."""

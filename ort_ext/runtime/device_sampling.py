@@ -1,0 +1,126 @@
+"""Tokens that are chosen on the GPU, where the logits are, and read there by the next run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from quantmoe.custom_ops.structs import checked
+from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.runtime.buffer import Buffer
+from quantmoe.runtime.device import Pages, library, stream, wait
+from quantmoe.runtime.sampling import check_sampling
+
+if TYPE_CHECKING:
+    from quantmoe.runtime.cache import DecodeStep
+
+#: qm_type
+_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
+#: what is chosen where logits are not finite, and where bias and n-grams leave no token
+NOT_FINITE, NO_TOKEN = -1, -2
+_I32, _I64, _F64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class Problem(ctypes.Structure):
+    """qm_cuda_choice_problem."""
+
+    _fields_ = [
+        *((name, _I32) for name in ("type", "batch", "vocabulary", "top_k", "ngram")),
+        *((name, _F64) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
+        *((name, _I64) for name in ("capacity", "longest", "column", "column_before")),
+    ]
+
+
+class Tensors(ctypes.Structure):
+    """qm_cuda_choice_tensors."""
+
+    _fields_ = [
+        (name, _PTR)
+        for name in (
+            *("logits", "uniform", "past", "bias", "counts", "history"),
+            *("ids", "positions", "mask", "chosen", "workspace"),
+        )
+    ]
+
+
+class Choice:
+    """Chooses a token of each row, step after step, as sampling.Sampler does with the same seed.
+
+    Args:
+        texts: the tokens of each row so far, all of them in the cache when the first token is chosen.
+        longest: tokens that a text has at most.
+        vocabulary: tokens that have logits. dtype: of the logits.
+
+    Raises:
+        OptionError: sampling is of another type, or has a bias of a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        longest: int,
+        vocabulary: int,
+        dtype: np.dtype,
+        sampling: Sampling | None,
+    ):
+        check_sampling(sampling, vocabulary)
+        how = sampling or Sampling(temperature=0)
+        batch = len(texts)
+        self._problem = Problem(
+            _TYPES[dtype], batch, vocabulary, min(how.top_k, vocabulary), how.no_repeat_ngram_size,
+            how.temperature, how.top_p, how.min_p,
+            how.repetition_penalty, how.presence_penalty, how.frequency_penalty, 0, longest, 0, -1,
+        )  # fmt: skip
+        self._random = [np.random.Generator(np.random.PCG64(how.seed)) for _ in texts if how.temperature]
+        wait()  # what a choice or a run before still reads or writes may be taken from here on
+        self._pages = Pages(16 * batch)
+        self._uniform = np.frombuffer(self._pages.memory, np.float64, batch)
+        self._past, self._chosen = np.frombuffer(self._pages.memory, np.int32, 2 * batch, 8 * batch).reshape(2, batch)
+        size, held = library().qm_cuda_choice_bytes(ctypes.byref(self._problem)), dict[str, np.ndarray]()
+        if how.logit_bias:
+            held["bias"] = np.zeros(vocabulary)
+            held["bias"][list(how.logit_bias)] = list(how.logit_bias.values())
+        if how.repetition_penalty != 1 or how.presence_penalty or how.frequency_penalty:
+            held["counts"] = np.zeros((batch, vocabulary), np.int32)
+            for counts, text in zip(held["counts"], texts, strict=True):
+                counts[text] = 1
+        if how.no_repeat_ngram_size:
+            held["history"] = np.zeros((batch, longest), np.int32)
+            for row, text in zip(held["history"], texts, strict=True):
+                row[: len(text)] = text
+        self._held = {name: Buffer.of(array, "cuda") for name, array in held.items()}
+        self._held["workspace"] = Buffer.empty([size], np.uint8, "cuda")
+        self._tensors = Tensors(
+            uniform=self._uniform.ctypes.data, past=self._past.ctypes.data, chosen=self._chosen.ctypes.data,
+            **{name: buffer.address() for name, buffer in self._held.items()},
+        )  # fmt: skip
+
+    def start(self, logits: Buffer, past: Sequence[int], step: DecodeStep | None) -> None:
+        """Choose after the run that was started last, and write the inputs of the next one.
+
+        Args:
+            logits: [batch, rows, vocabulary]. The last row counts; several sequences have one row each.
+            past: tokens of each row; -1: it has ended. Rows that end do not begin again.
+            step: what runs next; None: nothing.
+        """
+        if self._random:
+            self._uniform[:] = [0 if n < 0 else random.random() for n, random in zip(past, self._random, strict=True)]
+        self._past[:] = past
+        if step is not None:
+            self._problem.capacity, self._problem.column_before, self._problem.column = step.expect(past)
+        self._logits = logits  # is not freed before it is read
+        self._tensors.logits = logits.address() + logits.bytes() - self._problem.batch * logits.row_bytes()
+        for name in ("ids", "positions", "mask"):
+            setattr(self._tensors, name, None if step is None else step.places[name])
+        checked(
+            library().qm_cuda_launch_choice, ctypes.byref(self._problem), ctypes.byref(self._tensors), _PTR(stream())
+        )
+
+    def take(self) -> list[int]:
+        """Wait for the tokens that were chosen last, or NOT_FINITE or NO_TOKEN; older ones of rows that have ended."""
+        wait()
+        return list(map(int, self._chosen))

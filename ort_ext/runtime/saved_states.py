@@ -1,0 +1,155 @@
+"""A cache on disk: a prompt that was read once, keys, values and states, for another process.
+
+A safetensors file, which samples/cpp and samples/csharp read and write, too. ``model``: the 64 characters of
+``identity`` in the model's metadata. ``tokens``: int64 [n]. Keys and values by the names of the model's inputs, of
+these tokens only, [1, heads, n, width]; of linear attention the states after m tokens as ``<name>@<m>``, without a
+window, for each m that the cache goes back to. ``checksum``, the last: U32 [1], the CRC-32 (zlib's) of all bytes before
+it, header included.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.memory import doing, naming
+from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
+from quantmoe.exporter.writing.genai import IDENTITY
+from quantmoe.exporter.writing.output import replace
+
+if TYPE_CHECKING:
+    from quantmoe.runtime.cache import Cache
+    from quantmoe.runtime.generate import Generator
+
+MODEL, TOKENS, CHECKSUM = "model", "tokens", "checksum"
+
+
+def target(path: str | Path) -> Path:
+    """Return the file that :func:`save` writes: where a link leads.
+
+    Raises:
+        ModelError: its folder is missing, it is no regular file, or what it has is neither nothing nor a saved state.
+        OSError: it cannot be read.
+    """
+    file = Path(os.path.realpath(path))
+    if file.is_dir():
+        raise ModelError(f"{path} is a folder, expected a file")
+    if not file.parent.is_dir():
+        raise ModelError(f"{file.parent}: no such folder")
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # a link that leads to itself; a pipe, a device
+        raise ModelError(f"{path}: is no regular file")
+    if file.exists() and file.stat().st_size:
+        try:
+            known = {MODEL, TOKENS} <= read_header(file).keys()
+        except CheckpointError:
+            known = False
+        if not known:
+            raise ModelError(f"{path}: is there, and is no saved state: expected an earlier one, or no file")
+    return file
+
+
+def save(cache: Cache, path: str | Path) -> None:
+    """Write what a cache has; an earlier saved state is replaced when all is there.
+
+    Raises:
+        ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states; as
+            :func:`target`.
+        OSError: the file cannot be written.
+    """
+    cache.settle()
+    path, tokens = target(path), np.array(cache.tokens, np.int64)
+    if not len(tokens):
+        raise ModelError(f"{path}: the cache has no tokens to save")
+    keys, states = cache.contents()
+    found = {MODEL: _identity(cache.model), TOKENS: tokens} | keys
+    found |= {f"{name}@{length}": array for length, own in states.items() for name, array in own.items()}
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with naming(partial):
+            write_safetensors(partial, found, CHECKSUM)
+        replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(cache: Cache, path: str | Path) -> None:
+    """Make a cache what :func:`save` wrote.
+
+    Raises:
+        ModelError: the file is damaged, of another model, or has more tokens than the context or the cache holds.
+        OSError: it cannot be read.
+    """
+    path, model = Path(path), cache.model
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
+    with doing(str(path)), open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def take(name: str, dtype: np.dtype, shape: list[int]) -> np.ndarray:
+        entry = header.pop(name, None)
+        if entry is None:
+            raise ModelError(f"{path}: {name} is missing")
+        if (DTYPES[entry.dtype], list(entry.shape)) != (dtype, shape):
+            raise ModelError(
+                f"{path}: {name} is {entry.dtype} {list(entry.shape)}, expected {dtype.name} {shape} of this model"
+            )
+        count = int(np.prod(shape)) * dtype.itemsize
+        return np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
+
+    for name in (MODEL, TOKENS):
+        if name not in header:
+            raise ModelError(f"{path}: no saved state: no tensor {name}")
+    identity = _identity(model)
+    if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
+        raise ModelError(f"{path}: saved with another model than {model.path}: its {IDENTITY} is another")
+    if CHECKSUM not in header:
+        raise ModelError(f"{path}: {CHECKSUM} is missing, as in files of earlier versions: save it again")
+    summed = header[CHECKSUM].begin
+    checksum = int(take(CHECKSUM, np.dtype("<u4"), [1])[0])
+    length = header[TOKENS].shape[0] if header[TOKENS].shape else 0
+    tokens = take(TOKENS, np.dtype(np.int64), [length]).tolist()
+    keys, states = {}, {}
+    for name, (_, dtype) in model.past.items():
+        if name not in model.states:
+            shape = model.shape(name)
+            keys[name] = take(name, dtype, [*shape[:2], length, shape[3]])
+    ends = {int(m[1]) for name in header if (m := re.fullmatch(r".+@([0-9]{1,9})", name))}
+    for end in ends if model.states else ():
+        window = model.window > 1
+        states[end] = {n: take(f"{n}@{end}", model.past[n][1], model.shape(n)[window:]).copy() for n in model.states}
+    if header:
+        raise ModelError(f"{path}: {min(header)} is not of this model's cache")
+    if model.states and (length not in states or max(states) > length):
+        raise ModelError(f"{path}: expected states after its {length} tokens, found those after {sorted(ends)}")
+    if summed + 4 != len(memory):
+        raise ModelError(f"{path}: {CHECKSUM} is not its last tensor")
+    if (found := zlib.crc32(memoryview(memory)[:summed])) != checksum:
+        raise ModelError(
+            f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
+            f"{checksum:08x}"
+        )
+    try:
+        model.check(tokens)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+    of_states = [(f"{name}@{end}", array) for end, own in states.items() for name, array in own.items()]
+    for name, array in [*keys.items(), *of_states]:
+        if array.dtype.kind not in "iu" and not np.isfinite(array).all():
+            raise ModelError(f"{path}: {name} has numbers that are not finite")
+    cache.become(tokens, keys, states)
+
+
+def _identity(model: Generator) -> np.ndarray:
+    """uint8 [64], its characters."""
+    if not model.identity:
+        raise ModelError(f"{model.path}: no {IDENTITY} in its metadata, as in older exports; export it again")
+    return np.frombuffer(model.identity.encode(), np.uint8)
