@@ -101,8 +101,19 @@ inline void set_two_levels(qm_projection* p) {
   p->zero_points = 0;
 }
 
+// Random bytes, copied from a pool: drawing each one, instrumented, would take most of a target's time.
 inline void random_bytes(Rng& rng, void* to, size_t n) {
-  for (size_t i = 0; i < n; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(rng() >> 8);
+  static const std::vector<uint8_t> pool = [] {
+    std::vector<uint8_t> bytes(1 << 16);
+    Rng own;
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(own() >> 8);
+    return bytes;
+  }();
+  for (size_t done = 0; done < n;) {
+    const size_t from = rng() % pool.size(), count = std::min(n - done, pool.size() - from);
+    std::memcpy(static_cast<uint8_t*>(to) + done, &pool[from], count);
+    done += count;
+  }
 }
 
 // The path of this process's file, in memory where the system has a place for that. It goes with the process.
