@@ -247,3 +247,29 @@ def test_headers_are_pinned(tmp_path: Path, archive: str, message: str) -> None:
     assert re.search(message, run.stderr), run.stderr
     assert not (tmp_path / "headers").exists()
     assert archive.startswith("exit") or run.stdout == "Fetching ONNX Runtime's headers: address/x.deb\n"
+
+
+def test_turns_of_ci() -> None:
+    """Each path in the table of .ci/run exists, each turn is a function or a numbered part of one, and a run has 60
+    minutes of turns at most, those of the touched paths first."""
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^table='\n(.*?)^'$", script, re.M | re.S)
+    minutes = {}
+    for turn, cost, *paths in map(str.split, table.splitlines()):
+        minutes[turn] = int(cost)
+        name = re.sub(r"(?<=sanitize)\d|(?<=sweep)\d", "", turn)
+        assert f"\n{name}() {{" in script, turn
+        assert [path for path in paths if not (ROOT / path).exists()] == [], turn
+    (part,) = re.findall(r"^table=.*?^choose\(\).*?^}$", script, re.M | re.S)
+    git = "git() { echo custom_ops/src/cuda/moe/launch.cu; echo docs/lab/x.md; }"
+    for time in range(0, 30 * 10800, 10800):
+        run = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", f"{part}\n{git}\nchoose {time}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        chosen = run.stdout.split()
+        assert chosen[:3] == ["cuda90a", "cuda80", "cuda120a"]
+        assert len(set(chosen)) == len(chosen)
+        assert sum(minutes[turn] for turn in chosen) <= 60

@@ -1,10 +1,10 @@
-// libFuzzer target: the execution provider's claim (ort_ext/claim.h). The input makes a node of QMoE or MatMulNBits,
+// libFuzzer target: the execution provider's claim (provider/claim.h). The input makes a node of QMoE or MatMulNBits,
 // mostly one that the provider takes, whose attributes, shapes and initializers may lie. A table of functions stands
 // for ONNX Runtime. Checked:
 //   - a node is left with a reason, or its weights have an identity and pack into exactly their bytes
 //   - nothing is read outside an initializer's bytes (AddressSanitizer), also where it is shorter than its shape says
 //   - a data file that cannot be read, or is shorter, is the weights' bytes or an error
-#include "../../ort_ext/claim.h"
+#include "provider/claim.h"
 
 #include <map>
 #include <memory>

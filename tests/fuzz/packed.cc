@@ -1,12 +1,12 @@
-// libFuzzer target: the provider's cache of packed weights (ort_ext/packed_file.h). A file is written and damaged,
+// libFuzzer target: the provider's cache of packed weights (provider/packed_file.h). A file is written and damaged,
 // whole or so that its header's sum holds: reading it says why not, or gives tensors that lie in it; with all bytes
 // compared, the ones that were written. Writing replaces such a file alone.
 #include <cstddef>
 #include <stdexcept>
 
-#include "../../ort_ext/packed_file.h"
 #include "core/blake3.h"
 #include "fuzz.h"
+#include "provider/packed_file.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
-// usage: run_packed FILE: the execution provider's file of packed weights (ort_ext/packed_file.h) as a system has it. A
-// line for each step; what is wrong ends the program.
+// usage: run_packed FILE: the execution provider's file of packed weights (provider/packed_file.h) as a system has it.
+// A line for each step; what is wrong ends the program.
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "packed_file.h"
+#include "provider/packed_file.h"
 
 using namespace quantmoe;
 using Path = std::filesystem::path;

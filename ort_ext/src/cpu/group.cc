@@ -1,4 +1,4 @@
-#include "group.h"
+#include "cpu/group.h"
 
 #include <algorithm>
 #include <condition_variable>

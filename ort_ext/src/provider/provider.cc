@@ -11,13 +11,13 @@
 #include <string_view>
 #include <vector>
 
-#include "claim.h"
 #include "core/attributes.h"
 #include "core/half.h"
 #include "core/parallel.h"
-#include "packed_file.h"
-#include "pool.h"
-#include "provider_api.h"
+#include "cpu/pool.h"
+#include "provider/claim.h"
+#include "provider/packed_file.h"
+#include "provider/provider_api.h"
 
 namespace quantmoe {
 namespace {

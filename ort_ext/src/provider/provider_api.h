@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "ort_api.h"
+#include "common/ort_api.h"
 
 struct OrtEpDevice;
 struct OrtEpGraphSupportInfo;

@@ -1,4 +1,4 @@
-#include "packed_file.h"
+#include "provider/packed_file.h"
 
 #include <algorithm>
 #include <array>

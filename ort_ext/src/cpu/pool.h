@@ -2,7 +2,7 @@
 #pragma once
 #include <memory>
 
-#include "ort_api.h"
+#include "common/ort_api.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {

@@ -1,4 +1,4 @@
-#include "claim.h"
+#include "provider/claim.h"
 
 #include <algorithm>
 #include <atomic>

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "packed_file.h"
-#include "provider_api.h"
+#include "provider/packed_file.h"
+#include "provider/provider_api.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {

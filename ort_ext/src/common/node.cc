@@ -1,0 +1,182 @@
+#include "common/node.h"
+
+#include <memory>
+
+#include "common/node_attributes.h"
+
+namespace quantmoe {
+
+Node::Node(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
+    : op_(op), api_(api), node_(std::string(op.name) + " node") {
+  size_t size = 0;
+  check(api->KernelInfo_GetNodeName(info, nullptr, &size));
+  std::string name(size, '\0');
+  check(api->KernelInfo_GetNodeName(info, name.data(), &size));
+  node_ += std::string(" \"") + name.c_str() + "\"";
+  check(api->KernelInfo_GetInputCount(info, &size));
+  input_names_.resize(size);
+  for (size_t i = 0; i < input_names_.size(); ++i) {
+    check(api->KernelInfo_GetInputName(info, i, nullptr, &size));
+    input_names_[i].resize(size);
+    check(api->KernelInfo_GetInputName(info, i, input_names_[i].data(), &size));
+    input_names_[i].resize(size - 1);  // its NUL
+  }
+}
+
+void Node::check(OrtStatus* status, const std::string& what) const {
+  if (!status) return;
+  const std::unique_ptr<OrtStatus, void (*)(OrtStatus*)> owned(status, api_->ReleaseStatus);
+  throw std::runtime_error(node_ + ": " + what + ": " + api_->GetErrorMessage(status));
+}
+
+Shape Node::shape_of(const OrtValue* value) const {
+  OrtTensorTypeAndShapeInfo* info;
+  check(api_->GetTensorTypeAndShape(value, &info));
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
+      info, api_->ReleaseTensorTypeAndShapeInfo);
+  size_t rank;
+  check(api_->GetDimensionsCount(info, &rank));
+  Shape shape(rank);
+  check(api_->GetDimensions(info, shape.data(), rank));
+  return shape;
+}
+
+void* Node::data_of(const OrtValue* value) const {
+  void* data;  // API 21 has no accessor for const values
+  check(api_->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  return data;
+}
+
+const OrtValue* Node::get_input(const OrtKernelContext* context, size_t index) const {
+  const OrtValue* value;
+  int given = 0;
+  check(api_->KernelContext_GetInput(context, index, &value));
+  if (value) check(api_->HasValue(value, &given));
+  if (!given) fail("input " + input_name(index) + " is missing: feed it, or bind it");
+  return value;
+}
+
+OrtValue* Node::get_output(OrtKernelContext* context, size_t index, const Shape& shape) const {
+  OrtValue* value;
+  check(api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
+  return value;
+}
+
+void Node::read_attributes(const OrtKernelInfo* info, void* attributes) {
+  struct Read {
+    const Node& node;
+    const OrtKernelInfo* info;
+    void check(const qm_attribute& a, OrtStatus* status) const {
+      if (status) node.check(status, std::string("attribute ") + a.name + " of kind " + a.kind + " is required");
+    }
+    int64_t integer(const qm_attribute& a) const {
+      int64_t value;
+      check(a, node.api_->KernelInfoGetAttribute_int64(info, a.name, &value));
+      return value;
+    }
+    float number(const qm_attribute& a) const {
+      float value;
+      check(a, node.api_->KernelInfoGetAttribute_float(info, a.name, &value));
+      return value;
+    }
+    std::string text(const qm_attribute& a) const {
+      size_t size = 0;
+      check(a, node.api_->KernelInfoGetAttribute_string(info, a.name, nullptr, &size));
+      std::string value(size, '\0');
+      check(a, node.api_->KernelInfoGetAttribute_string(info, a.name, value.data(), &size));
+      return value;
+    }
+  };
+  char error[QM_ERROR_SIZE];
+  if (set_attributes(op_.name, attributes, Read{*this, info}, error)) fail(error);
+  shapes_ = ShapeRules(op_.name, attributes);
+}
+
+// An attribute that a node may lack.
+std::optional<std::string> Node::find_string(const OrtKernelInfo* info, const std::string& attribute) const {
+  size_t length = 0;
+  if (OrtStatus* status = api_->KernelInfoGetAttribute_string(info, attribute.c_str(), nullptr, &length)) {
+    api_->ReleaseStatus(status);
+    return std::nullopt;
+  }
+  std::string value(length, '\0');
+  check(api_->KernelInfoGetAttribute_string(info, attribute.c_str(), value.data(), &length), attribute);
+  value.resize(length - 1);  // its NUL
+  return value;
+}
+
+// An input that must be an initializer.
+const OrtValue* Node::get_constant(const OrtKernelInfo* info, size_t input) const {
+  const std::string name = op_.inputs.first[input].name;
+  int constant = 0;
+  const OrtValue* value = nullptr;
+  check(api_->KernelInfoGetConstantInput_tensor(info, input, &constant, &value), name);
+  if (!constant || !value)
+    fail(name + " is computed or fed at run time, expected an initializer that is not a graph input");
+  return value;
+}
+
+// A packed tensor.
+const OrtValue* Node::get_weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
+  const OrtValue* value = get_constant(info, input);
+  shape = shape_of(value);
+  const std::string name = op_.inputs.first[input].name;
+  if (find_string(info, name + "_external"))
+    fail(name + " is in a data file that TensorRT's plug-in reads (" + name +
+         "_external); for ONNX Runtime export without --experts external");
+  if (shape.size() != 2)
+    fail(name + " has shape " + text_of(shape) + ", expected [experts, int32 words of a packed expert]");
+  return value;
+}
+
+void Node::check_place(const Place& first, const Place& own) const {
+  if (first.rank != own.rank || first.world != own.world || first.export_id != own.export_id)
+    fail("it is " + rank_of(own) + " of " + export_of(own.export_id) + ", another node of the file " + rank_of(first) +
+         " of " + export_of(first.export_id));
+}
+
+FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context) const {
+  FreeSizes<int64_t> sizes;
+  const size_t count = std::max(static_cast<size_t>(op_.inputs.count), input_names_.size());  // with optional ones
+  for (size_t i = 0; i < count; ++i) {
+    if (shapes_.input(i).packed) continue;
+    const Shape found = shape_of(get_input(context, i));
+    if (!shapes_.match(i, found, sizes, MakeNumbers{}))
+      fail(std::string(op_.inputs.first[i].name) + " has shape " + text_of(found) + ", expected " +
+           shapes_.expected(i, sizes));
+  }
+  return sizes;
+}
+
+OrtValue* Node::get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
+  const Shape shape = shapes_.output(index, sizes, MakeNumbers{});
+  OrtValue* value;
+  OrtStatus* const status = api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value);
+  if (status && shape[2] > sizes.at('P')) {  // what is bound cannot grow
+    api_->ReleaseStatus(status);
+    fail_slots(sizes, shape[2]);
+  }
+  check(status);
+  return value;
+}
+
+void Node::fail_slots(const FreeSizes<int64_t>& sizes, int64_t needed) const {
+  fail("the cache " + input_name(CachedAttention_past_key) + " has " + std::to_string(sizes.at('P')) +
+       " slots, and this run needs " + std::to_string(needed) + ": " + std::to_string(sizes.at('S')) +
+       " tokens are new, attention_mask has " + std::to_string(sizes.at('L')) +
+       " columns; bind a cache with more slots, or feed fewer tokens");
+}
+
+void Node::check_caches(const qm_attention& node) const {
+  constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+  const auto type = op_.other_type;
+  const auto text = [](auto type) { return type == kInt8 ? "int8" : type == kUint8 ? "uint8" : "floats"; };
+  const auto wanted = node.cache_format == k_cache_format_none       ? ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED
+                      : node.cache_format == k_cache_format_fp8_e4m3 ? kUint8
+                                                                     : kInt8;
+  if (text(type) != text(wanted))
+    fail(std::string("past_key is of ") + text(type) + ", caches of cache_format " +
+         enum_name("cache_format", node.cache_format) + " are of " + text(wanted));
+}
+
+}  // namespace quantmoe

@@ -1,0 +1,161 @@
+// What the nodes of both libraries have in common: reading attributes and tensors, and errors.
+//
+// Failures are exceptions in here; guard turns them into an OrtStatus, so that none leaves the library.
+#pragma once
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/operator.h"
+#include "core/identity.h"
+#include "core/numbers.h"
+#include "core/shapes.h"
+
+namespace quantmoe {
+
+inline int64_t elements(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+// What a node of any of the operators does; a subclass each.
+class Node {
+ public:
+  virtual ~Node() = default;
+  virtual void run(OrtKernelContext* context) const = 0;
+  const OrtApi* api() const { return api_; }
+
+ protected:
+  Node(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
+  [[noreturn]] void fail(const std::string& what) const { throw std::invalid_argument(node_ + ": " + what); }
+  void check(OrtStatus* status, const std::string& what = "ONNX Runtime") const;
+  Shape shape_of(const OrtValue* value) const;
+  void* data_of(const OrtValue* value) const;
+  const OrtValue* get_input(const OrtKernelContext* context, size_t index) const;
+  OrtValue* get_output(OrtKernelContext* context, size_t index, const Shape& shape) const;
+  void read_attributes(const OrtKernelInfo* info, void* attributes);
+  std::optional<std::string> find_string(const OrtKernelInfo* info, const std::string& attribute) const;
+  const OrtValue* get_constant(const OrtKernelInfo* info, size_t input) const;
+  const OrtValue* get_weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
+  template <class Read>
+  void check_identity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const;
+
+  // A line of ONNX Runtime's log, severity INFO.
+  void log_info(const OrtKernelContext* context, const std::string& said) const {
+    const OrtLogger* logger;
+    check(api_->KernelContext_GetLogger(context, &logger));
+    check(api_->Logger_LogMessage(logger, ORT_LOGGING_LEVEL_INFO, ("quantmoe: " + said).c_str(), ORT_FILE, __LINE__,
+                                  __func__));
+  }
+
+  // The sizes of a run, as its inputs have them; throws unless their shapes are op.def's.
+  FreeSizes<int64_t> check_inputs(const OrtKernelContext* context) const;
+  size_t input_count() const { return input_names_.size(); }
+  // An output of the shape that op.def states.
+  OrtValue* get_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
+    return get_output(context, index, shapes_.output(index, sizes, MakeNumbers{}));
+  }
+
+  // null: an input that is [0] for none.
+  template <class T>
+  void set_input(const OrtKernelContext* context, size_t index, const T*& data) const {
+    const OrtValue* value = get_input(context, index);
+    const bool none = shapes_.input(index).or_none && shape_of(value) == Shape{0};
+    data = none ? nullptr : static_cast<const T*>(data_of(value));
+  }
+  template <class T>
+  void set_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes, T*& data) const {
+    data = static_cast<T*>(data_of(get_output(context, index, sizes)));
+  }
+  // As check_inputs, of QuantMoE.
+  FreeSizes<int64_t> check_tokens(const OrtKernelContext* context) const {
+    const FreeSizes<int64_t> sizes = check_inputs(context);
+    if (sizes.at('K') < 1)
+      fail("topk_ids has shape " + text_of(shape_of(get_input(context, QuantMoE_topk_ids))) +
+           ", expected one id or more");
+    return sizes;
+  }
+  // present_key (1) or present_value (2); throws where a cache with fewer slots is bound to it.
+  OrtValue* get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const;
+  // Throws: a run needs so many slots of a cache that has fewer.
+  [[noreturn]] void fail_slots(const FreeSizes<int64_t>& sizes, int64_t needed) const;
+  // Throws unless the caches' type is that of cache_format.
+  void check_caches(const qm_attention& attention) const;
+
+  // Sizes and tensors of a run of CausalConv, GatedDelta or StateSpace, into the C ABI's structs, which on the CPU are
+  // one; throws unless its inputs' shapes agree.
+  template <class Sizes, class Tensors>
+  void read_stateful(OrtKernelContext* context, const qm_conv&, Sizes& run, Tensors& tensors) const {
+    const FreeSizes<int64_t> sizes = read_batch(context, run);
+#define QM_ONLY "ops/causal_conv.def"
+#include "common/tensors.inc"
+  }
+  template <class Sizes, class Tensors>
+  void read_stateful(OrtKernelContext* context, const qm_delta&, Sizes& run, Tensors& tensors) const {
+    const FreeSizes<int64_t> sizes = read_batch(context, run);
+#define QM_ONLY "ops/gated_delta.def"
+#include "common/tensors.inc"
+  }
+  template <class Sizes, class Tensors>
+  void read_stateful(OrtKernelContext* context, const qm_space&, Sizes& run, Tensors& tensors) const {
+    const FreeSizes<int64_t> sizes = read_batch(context, run);
+#define QM_ONLY "ops/state_space.def"
+#include "common/tensors.inc"
+  }
+
+  // A node's attributes; throws what `check` has against them.
+  template <class Attributes>
+  Attributes read_checked(const OrtKernelInfo* info, int (*check)(const Attributes&, char*)) {
+    Attributes node{};
+    read_attributes(info, &node);
+    char error[QM_ERROR_SIZE];
+    if (check(node, error)) fail(error);
+    return node;
+  }
+  // The place of a node's rank in the group of the session entry, which `how` says how to set; throws without one.
+  template <class Attributes>
+  Place place_in_group(const Attributes& node, const std::string& how) const {
+    const Place place = place_of(*op_.group, node);
+    if (place.group.name == "")
+      fail("this file is " + rank_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
+    return place;
+  }
+  // Throws unless a node is of the rank that the file's first such node is of.
+  void check_place(const Place& first, const Place& own) const;
+
+  const Op& op_;
+  const OrtApi* api_;
+  std::string node_;  // the operator and the node's name, the beginning of every message
+
+ private:
+  std::string input_name(size_t index) const {
+    return index < input_names_.size() ? input_names_[index] : op_.inputs.first[index].name;
+  }
+
+  template <class Sizes>
+  FreeSizes<int64_t> read_batch(OrtKernelContext* context, Sizes& run) const {
+    const FreeSizes<int64_t> sizes = check_inputs(context);
+    run.batch = sizes.at('B');
+    run.tokens = sizes.at('S');
+    return sizes;
+  }
+  std::vector<std::string> input_names_;  // the graph's
+  ShapeRules shapes_;                     // from read_attributes on
+};
+
+// Compares a packed tensor with what the node says of it, where it does. read: as check_identity's.
+template <class Read>
+void Node::check_identity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const {
+  const std::string name = op_.inputs.first[input].name, attribute = name + "_identity";
+  const std::optional<std::string> wanted = find_string(info, attribute);
+  if (!wanted) return;  // an export before there were any
+  Shape shape;
+  get_weight(info, input, shape);
+  try {
+    quantmoe::check_identity(name, *wanted, static_cast<size_t>(shape[0] * shape[1]) * 4, verify, read);
+  } catch (const std::invalid_argument& error) {
+    fail(error.what());
+  }
+}
+
+}  // namespace quantmoe

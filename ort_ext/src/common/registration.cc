@@ -1,0 +1,82 @@
+#include "common/registration.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <list>
+#include <mutex>
+#include <stdexcept>
+
+#include "common/entries.h"
+
+namespace quantmoe {
+namespace {
+
+// What the sessions of one ONNX Runtime refer to; a process may hold several runtimes. Never destroyed: a session may
+// still run on another thread while the process exits, and the library stays loaded (nodelete, CMakeLists.txt).
+struct Registration {
+  const OrtApi* api;
+  Fill fill;
+  const ExpertSettings experts;
+  const GroupSettings group;
+  std::deque<Op> ops;
+  OrtCustomOpDomain* domain = nullptr;
+
+  Registration(const OrtApi* api, Fill fill, bool lists_entries, const ExpertSettings& experts,
+               const GroupSettings& group)
+      : api(api), fill(fill), experts(experts), group(group) {
+    fill(api, ops);
+    for (Op& op : ops) {
+      op.lists_entries = lists_entries;
+      op.experts = &this->experts;
+      op.group = &this->group;
+    }
+    OrtStatus* status = api->CreateCustomOpDomain("quantmoe", &domain);
+    for (const Op& op : ops)
+      if (!status) status = api->CustomOpDomain_Add(domain, &op);
+    if (!status) return;
+    api->ReleaseStatus(status);
+    throw std::runtime_error("quantmoe: ONNX Runtime refuses the operator domain");
+  }
+};
+
+}  // namespace
+
+OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, const std::string& provider,
+                        Choose choose) {
+  const OrtApi* api = base->GetApi(kOrtApi);
+  if (!api) {
+    const std::string message =
+        std::string("quantmoe needs ONNX Runtime 1.21 or newer, found ") + base->GetVersionString();
+    return base->GetApi(1)->CreateStatus(ORT_NOT_IMPLEMENTED, message.c_str());
+  }
+  OrtStatus* status = nullptr;
+  OrtStatus* failure = guard(api, [&] {
+    static std::mutex mutex;
+    static auto& all = *new std::list<Registration>;
+    const std::lock_guard lock(mutex);
+    if (const std::string found = session_entry(api, options, kRegistered); found != "") {
+      if (found == provider) return;
+      throw std::invalid_argument("quantmoe: these session options have the " + found +
+                                  "'s library, expected that or the " + provider + "'s, not both");
+    }
+    int minor = 0;
+    const bool lists_entries = std::sscanf(base->GetVersionString(), "1.%d", &minor) == 1 && minor >= kListsEntries;
+    std::string seen;
+    if (lists_entries) seen = entries_text(api, options);
+    const Fill fill = choose(api, options);
+    const ExpertSettings experts = expert_settings(api, options);
+    const GroupSettings group = group_settings(api, options);
+    (void)group.patience();
+    if (provider != "CPU") experts.check_cuda();
+    auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) {
+      return r.api == api && r.fill == fill && r.experts == experts && r.group == group;
+    });
+    if (r == all.end()) r = all.emplace(all.end(), api, fill, lists_entries, experts, group);
+    status = api->AddCustomOpDomain(options, r->domain);
+    if (!status) status = api->AddSessionConfigEntry(options, kRegistered, provider.c_str());
+    if (!status && lists_entries) status = api->AddSessionConfigEntry(options, kSeen, seen.c_str());
+  });
+  return failure ? failure : status;
+}
+
+}  // namespace quantmoe

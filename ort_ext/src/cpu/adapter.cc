@@ -1,0 +1,245 @@
+// The operators as ONNX Runtime custom operators on the CPU: a thin adapter over the C ABI of quant_moe.h. What can be
+// checked is checked when a session is created.
+#if defined(_WIN32)
+#define NOMINMAX
+#include <windows.h>
+#elif defined(__APPLE__)
+#include <dlfcn.h>
+#endif
+
+#include <cstdlib>
+
+#include "common/entries.h"
+#include "common/registration.h"
+#include "cpu/cpu_node.h"
+#include "cpu/experts_node.h"
+#include "cpu/rank_nodes.h"
+
+namespace quantmoe {
+namespace {
+
+class LinearNode : public CpuNode {
+ public:
+  LinearNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &linear_);
+    Shape shape;
+    w_ = read_packed(info, QuantLinear_w, shape);
+    char error[QM_ERROR_SIZE];
+    if (qm_linear_validate(&linear_, shape.data(), error)) fail(error);
+    check_packed(info, QuantLinear_w, w_, shape);
+  }
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  qm_linear linear_{};
+  const void* w_;
+};
+
+void LinearNode::run(OrtKernelContext* context) const {
+  const FreeSizes<int64_t> sizes = check_inputs(context);
+  qm_linear_call call{};
+  call.rows = elements(*sizes.rest());
+  OrtValue* y = get_output(context, QuantLinear_y, sizes);
+  if (call.rows == 0) return;
+  call.type = op_.type();
+  call.x = data_of(get_input(context, QuantLinear_x));
+  call.w = w_;
+  call.y = data_of(y);
+  with_pool(
+      context, call, [&] { return qm_linear_workspace(&linear_, &call); },
+      [&](char* error) { return qm_linear_run(&linear_, &call, error); });
+}
+
+class RoutingNode : public CpuNode {
+ public:
+  RoutingNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &routing_);
+    char error[QM_ERROR_SIZE];
+    if (qm_routing_validate(&routing_, error)) fail(error);
+  }
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  qm_routing routing_{};
+};
+
+void RoutingNode::run(OrtKernelContext* context) const {
+  const FreeSizes<int64_t> sizes = check_inputs(context);
+  qm_routing_call call{};
+  call.tokens = elements(*sizes.rest());
+  if (call.tokens == 0) {
+    for (const int32_t i : {MoERouting_topk_ids, MoERouting_topk_weights}) get_output(context, i, sizes);
+    return;
+  }
+  call.type = op_.type();
+  qm_routing_call& tensors = call;
+#define QM_ONLY "ops/moe_routing.def"
+#include "common/tensors.inc"
+  with_pool(
+      context, call, [&] { return qm_routing_workspace(&routing_, &call); },
+      [&](char* error) { return qm_routing_run(&routing_, &call, error); });
+}
+
+class AttentionNode : public CpuNode {
+ public:
+  AttentionNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &attention_);
+    char error[QM_ERROR_SIZE];
+    if (qm_attention_validate(&attention_, error)) fail(error);
+    check_caches(attention_);
+  }
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  qm_attention attention_{};
+};
+
+void AttentionNode::run(OrtKernelContext* context) const {
+  if (size_t count = op_.inputs.most; attention_.nope_size && input_count() != count)
+    fail("it has " + std::to_string(input_count()) + " inputs, expected " + std::to_string(count) +
+         ", k_up and v_up too, where nope_size is " + std::to_string(attention_.nope_size));
+  const FreeSizes<int64_t> sizes = check_inputs(context);
+  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
+  qm_attention_call call{};
+  call.type = op_.type();
+  call.cache_type = op_.cache_type();
+  call.batch = sizes.at('B');
+  call.tokens = sizes.at('S');
+  call.past_slots = sizes.at('P');
+  call.slots = std::max(call.past_slots, sizes.at('L'));
+  call.qkv = input(CachedAttention_qkv);
+  call.past_key = input(CachedAttention_past_key);
+  call.past_value = input(CachedAttention_past_value);
+  call.rows = static_cast<const int32_t*>(input(CachedAttention_rows));
+  call.cos = static_cast<const float*>(input(CachedAttention_cos));
+  call.sin = static_cast<const float*>(input(CachedAttention_sin));
+  call.q_norm = static_cast<const float*>(input(CachedAttention_q_norm));
+  call.k_norm = static_cast<const float*>(input(CachedAttention_k_norm));
+  call.sinks = static_cast<const float*>(input(CachedAttention_sinks));
+  if (attention_.nope_size) {
+    call.k_up = input(CachedAttention_k_up);
+    call.v_up = input(CachedAttention_v_up);
+  }
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t count = call.rows[3 * b + 1], before = call.rows[3 * b + 2];
+    if (before >= 0 && before + count > call.slots) fail_slots(sizes, before + count);
+  }
+  call.output = data_of(get_output(context, CachedAttention_output, sizes));
+  call.present_key = data_of(get_present(context, CachedAttention_present_key, sizes));
+  call.present_value = data_of(get_present(context, CachedAttention_present_value, sizes));
+  with_pool(
+      context, call, [&] { return qm_attention_workspace(&attention_, &call); },
+      [&](char* error) { return qm_attention_run(&attention_, &call, error); });
+}
+
+// CausalConv, GatedDelta or StateSpace: a node with a state.
+template <class Attributes, class Call, int (*kValidate)(const Attributes*, char*),
+          size_t (*kWorkspace)(const Attributes*, const Call*), int (*kRun)(const Attributes*, const Call*, char*)>
+class StatefulNode : public CpuNode {
+ public:
+  StatefulNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &attributes_);
+    char error[QM_ERROR_SIZE];
+    if (kValidate(&attributes_, error)) fail(error);
+  }
+  void run(OrtKernelContext* context) const override {
+    Call call{};
+    call.type = op_.type();
+    read_stateful(context, attributes_, call, call);
+    with_pool(
+        context, call, [&] { return kWorkspace(&attributes_, &call); },
+        [&](char* error) { return kRun(&attributes_, &call, error); });
+  }
+
+ private:
+  Attributes attributes_{};
+};
+using ConvNode = StatefulNode<qm_conv, qm_conv_call, qm_conv_validate, qm_conv_workspace, qm_conv_run>;
+using DeltaNode = StatefulNode<qm_delta, qm_delta_call, qm_delta_validate, qm_delta_workspace, qm_delta_run>;
+using SpaceNode = StatefulNode<qm_space, qm_space_call, qm_space_validate, qm_space_workspace, qm_space_run>;
+
+// A node of a file for NVIDIA GPUs.
+class OfAnotherTarget : public Node {
+ public:
+  OfAnotherTarget(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool)
+      : Node(op, api, info) {
+    fail("the model is exported for NVIDIA GPUs: register libquantmoe_ort_cuda.so, or export it with --target cpu");
+  }
+  void run(OrtKernelContext*) const override {}
+};
+
+template <class T, WeightSource weights, bool verify>
+Node* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
+  return new T(op, api, info, weights, verify);
+}
+
+template <WeightSource weights, bool verify>
+void add_operators(const OrtApi* api, std::deque<Op>& ops) {
+  constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+  for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                    ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
+    for (auto id_type : {kId32, kId64})
+      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, make_node<MoENode, weights, verify>);
+    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, make_node<LinearNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, make_node<RoutingNode, weights, verify>);
+    for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                       ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8})
+      ops.emplace_back(api, nullptr, "CachedAttention", type, cache, make_node<AttentionNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "AllReduce", type, kId32, make_node<ReduceNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "AllGather", type, kId32, make_node<GatherNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "ReduceScatter", type, kId32, make_node<ScatterNode, weights, verify>);
+    for (const char* other : {"MoERouter", "AddRMSNorm", "AllReduceAddRMSNorm", "TokenRows"})
+      ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
+    ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, make_node<DeltaNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "StateSpace", type, kId32, make_node<SpaceNode, weights, verify>);
+  }
+}
+
+template <WeightSource weights>
+Fill add_operators(bool verify) {
+  return verify ? add_operators<weights, true> : add_operators<weights, false>;
+}
+
+// What the session's configuration entry quantmoe.prefault says, which is made before the library is registered, or for
+// all sessions QUANTMOE_PREFAULT in the environment.
+Fill choose_operators(const OrtApi* api, const OrtSessionOptions* options) {
+  constexpr const char* kEntry = "quantmoe.prefault";
+  std::string wanted = session_entry(api, options, kEntry);
+  const char* environment = std::getenv("QUANTMOE_PREFAULT");
+  if (wanted == "" && environment) wanted = environment;
+  const bool verify = wants_verify(api, options);
+  expert_settings(api, options).check();
+  if (wanted == "" || wanted == "0") return add_operators<WeightSource::kMapped>(verify);
+  if (wanted == "1") return add_operators<WeightSource::kPrefaulted>(verify);
+  if (wanted == "copy") return add_operators<WeightSource::kCopied>(verify);
+  throw std::invalid_argument(std::string("quantmoe: ") + kEntry + " (or QUANTMOE_PREFAULT) is \"" + wanted +
+                              "\", expected 0, 1 or copy");
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+// A line of JSON for each session whose experts are read or traced, cut at `size` with its NUL; returns the bytes of
+// all.
+extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
+  const std::string all = quantmoe::Experts::report();
+  if (size) text[all.copy(text, size - 1)] = 0;
+  return all.size() + 1;
+}
+
+extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+#if defined(_WIN32)  // stays when ONNX Runtime unloads it (CMakeLists.txt)
+  HMODULE self;
+  (void)GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
+                           reinterpret_cast<LPCWSTR>(&RegisterCustomOps), &self);
+#elif defined(__APPLE__)
+  if (Dl_info self; dladdr(reinterpret_cast<const void*>(&RegisterCustomOps), &self))
+    (void)dlopen(self.dli_fname, RTLD_NOW | RTLD_NODELETE);
+#endif
+  return quantmoe::register_ops(options, base, "CPU", quantmoe::choose_operators);
+}
