@@ -45,6 +45,14 @@ _SHORT = [1.0, 1.04, 1.04, 1.05, 1.05, 1.05, 1.1, 2.8]
 _LONG = [1.02, 1.03, 1.05, 1.06, 1.36, 4.24, 31.32, 64.4]
 _MLA = {"norm_topk_prob": True, "rope_interleave": True, "attention_bias": False}
 
+_MISTRAL4 = {
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "rope_parameters": _rope("yarn", factor=128.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+}
+
 #: model_type -> the published model; where there are others of other mechanisms, with a word behind it
 PUBLISHED: dict[str, Published] = {
     "qwen3_moe": Published(
@@ -481,6 +489,29 @@ PUBLISHED: dict[str, Published] = {
                 "full_attention": _yarn(32.0, 8192, rope_theta=5e5, partial_rotary_factor=0.5),
                 "sliding_attention": _rope(rope_theta=1e4, partial_rotary_factor=1.0),
             },
+        },
+    ),
+    "mistral4": Published("mistralai/Mistral-Small-4-119B-2603", _DEFAULTS, _MISTRAL4),
+    "mistral3 mistral4": Published("mistralai/Mistral-Small-4-119B-2603", _DEFAULTS, _MISTRAL4),
+    "qwen3_vl_moe": Published(
+        "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        _KNOWN,
+        {"norm_topk_prob": True, "attention_bias": False, "rope_parameters": _rope(mrope_interleaved=True)},
+    ),
+    "qwen3_omni_moe_thinker": Published(
+        "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+        _KNOWN,
+        {"norm_topk_prob": True, "attention_bias": False, "rope_parameters": _rope(mrope_interleaved=True)},
+    ),
+    "glm4v_moe": Published(
+        "zai-org/GLM-4.5V",
+        _KNOWN,
+        {
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "rope_parameters": _rope(partial_rotary_factor=0.5),
         },
     ),
     "minimax_m3_vl_text": Published(

@@ -14,7 +14,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from quantmoe.exporter.graph.inner import CLASSES
 from quantmoe.exporter.memory import doing
+from quantmoe.exporter.names import text_part
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.formats.experts import check_sizes
@@ -33,11 +35,12 @@ def configuration(format: Format, layers: int | None) -> Any:
         CheckpointError: it is of no architecture of transformers, or of one that a graph cannot follow.
     """
     folder, raw = format.ckpt.folder, format.ckpt.config
-    for part in (raw, raw.get("text_config")):
+    for part in (raw, text_part(raw)):
         if isinstance(part, dict):
             check_sizes(format.ckpt, part)
     with _validating(folder):
-        config = whole(format).get_text_config()
+        outer = whole(format)
+        config = outer.get_text_config()
         if format.slice:
             format.slice.narrow(config, str(folder / "config.json"))
     if not isinstance(config, PreTrainedConfig):
@@ -46,6 +49,9 @@ def configuration(format: Format, layers: int | None) -> Any:
     _check_layers(format, config.num_hidden_layers)
     _check_linear_heads(format, config)
     _check_rope(format, config)
+    if config.model_type in CLASSES:  # whose heads are the outer model's
+        outer = getattr(outer, "thinker_config", outer)
+        config.tie_word_embeddings = getattr(outer, "tie_word_embeddings", False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:

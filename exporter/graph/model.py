@@ -17,7 +17,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 
@@ -29,6 +29,7 @@ from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration
 from quantmoe.exporter.graph.experts import check_experts
+from quantmoe.exporter.graph.inner import causal_model, renamings
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
 from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
 from quantmoe.exporter.graph.passes.shared import Shared
@@ -42,7 +43,12 @@ from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import MADE_BY, Cut, Slice
 
 #: where models of several modalities keep their language model -> where it is on its own
-WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
+WRAPPERS = {
+    "thinker.": "",
+    "language_model.": "",
+    "model.language_model.model.": "model.",
+    "model.language_model.": "model.",
+}
 Found = TypeVar("Found")
 
 
@@ -96,7 +102,7 @@ class Skeleton(Stored):
         getattr(ARCHITECTURES.get(config.model_type), "configure", lambda config: None)(config)
         try:
             with init_empty_weights(), _LargeOnMeta(), quiet(), doing(f"{folder}: making the model without weights"):
-                model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+                model = causal_model(config, self.dtype)
         except MemoryError:
             raise
         except Exception as error:  # of any kind, from the depths of an architecture
@@ -453,15 +459,18 @@ class Skeleton(Stored):
                 if name.startswith(prefix):
                     name = own + name.removeprefix(prefix) if own else name
                     break
-        for prefix, own in WRAPPERS.items():
-            if name.startswith(prefix):
-                name = own + name.removeprefix(prefix)
         if not hasattr(self, "_renamings"):
+            outer = self.format.ckpt.config.get("model_type")
+            self._outer = renamings(self.model.config, outer) if isinstance(outer, str) else []
             transforms = get_model_conversion_mapping(self.model)
             self._renamings = [
                 t for t in transforms if isinstance(t, WeightRenaming) and not isinstance(t, WeightConverter)
             ]
             self._state = dict.fromkeys(self._names(), True)
+        name = rename_source_key(name, self._outer, [])[0]
+        for prefix, own in WRAPPERS.items():
+            if name.startswith(prefix):
+                name = own + name.removeprefix(prefix)
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
 
     def _parts(self, name: str) -> list[str]:
@@ -503,7 +512,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     """Return the model in PyTorch with every weight dequantized, to compare exports with. For small models."""
-    model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
+    model = causal_model(skeleton.model.config, torch.float32).eval()
     if skeleton.format.part:
         mtp.prepare(model)
     problems = model.load_state_dict(state_of(skeleton), strict=False)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
 
+from quantmoe.exporter.graph.inner import causal_model
 from quantmoe.exporter.graph.model import Skeleton, _LargeOnMeta, decoder_of, quiet, state_of
 from quantmoe.exporter.reading.formats import Format
 
@@ -34,7 +34,7 @@ class Streamed:
         format.input_scales = False  # activations are floats
         self.skeleton = skeleton = Skeleton(format, layers=layers)
         with init_empty_weights(), _LargeOnMeta(), quiet():
-            self.model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
+            self.model = causal_model(skeleton.model.config, torch.float32).eval()
         self.model.requires_grad_(False).set_experts_implementation("eager")
         self.layers = decoder_of(self.model).layers
         self._progress = progress

@@ -25,7 +25,7 @@ import numpy as np
 
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import check_space, doing
-from quantmoe.exporter.names import is_plain
+from quantmoe.exporter.names import is_plain, text_part
 
 #: safetensors dtype name -> NumPy dtype
 DTYPES: dict[str, np.dtype] = {
@@ -189,7 +189,7 @@ class Checkpoint:
     @property
     def text_config(self) -> dict[str, Any]:
         """The language model's part of config.json (the whole of it unless the model is multimodal)."""
-        found = self.config.get("text_config") or self.config
+        found = text_part(self.config)
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.folder / 'config.json'}: text_config is not an object")
         return found

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.names import text_part
 
 
 def _finite(value: Any) -> bool:
@@ -214,7 +215,7 @@ def _bias(config: Mapping[str, Any], vocabulary: int | None = None) -> list[tupl
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens a config.json says that there are; None: it does not say so."""
-    text = config.get("text_config")
+    text = text_part(config)
     found = (text if isinstance(text, dict) else config).get("vocab_size")
     return found if type(found) is int and found > 0 else None
 

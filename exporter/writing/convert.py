@@ -15,6 +15,7 @@ from typing import Any, Literal
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
 from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.memory import check_space, doing
+from quantmoe.exporter.names import text_part
 from quantmoe.exporter.reading.checkpoint import is_gguf
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
@@ -319,7 +320,7 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | 
 def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     config = copy.deepcopy(ckpt.config)
     if layers is not None:
-        (config.get("text_config") or config)["num_hidden_layers"] = layers
+        text_part(config)["num_hidden_layers"] = layers
     return config
 
 

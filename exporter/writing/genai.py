@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.memory import CHUNKS
-from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, PAGED
+from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, PAGED, text_part
 from quantmoe.exporter.reading.sampling import sampling_of
 from quantmoe.exporter.reading.tokenizer import NAMED, end_tokens, named_token
 
@@ -63,7 +63,7 @@ def genai_config(
     Raises:
         KeyError: a field that plain decoders have is not there.
     """
-    text = config.get("text_config") or config
+    text = text_part(config)
     heads, context = text["num_attention_heads"], text["max_position_embeddings"]
     groups, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or text["hidden_size"] // heads
     if "kv_lora_rank" in text:  # latent attention, whose cache is one key in two halves

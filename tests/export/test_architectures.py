@@ -17,7 +17,7 @@ import torch
 from published import PUBLISHED, kept
 from safetensors.torch import load_file, save_file
 from sweeps import every
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -80,8 +80,26 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 LLAMA4 = {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "attention_chunk_size": 8, "floor_scale": 4}
 LLAMA4 |= {"no_rope_layer_interval": 2}
+#: queries are scaled from the 8th token on, of 8192 published ones
+MISTRAL4 = {"num_key_value_heads": 4, "head_dim": 32, "rope_parameters": {"original_max_position_embeddings": 8}}
 #: two experts in each of eight groups
 SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
+#: the vision tower of Qwen's and GLM's models, which no test of this file runs
+QWEN_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+#: model_type -> what a model of several modalities has beside its text model
+OUTER: dict[str, dict[str, Any]] = {
+    "glm4v_moe": {"vision_config": QWEN_TOWER | {"image_size": 56, "patch_size": 14}},
+    "mistral3": {
+        "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    },
+    "qwen3_vl_moe": {"vision_config": QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}},
+    "qwen3_omni_moe_thinker": {
+        "vision_config": QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+        | {"output_dim": 64, "downsample_hidden_size": 16},
+    },
+}
 #: a name of PUBLISHED -> fields beside the published ones
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
@@ -105,6 +123,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "glm4_moe": {},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    "glm4v_moe": {"rope_parameters": {"mrope_section": [2, 1, 1]}},
     "gpt_oss": {},
     "granitemoe": {},
     "granitemoehybrid": {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 16},
@@ -119,6 +138,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"swa_head_dim": 16, "swa_num_key_value_heads": 2},
     "minimax": {},
     "minimax_m2": {},
+    "mistral4": MISTRAL4,
+    "mistral3 mistral4": MISTRAL4,
     "mixtral": {"head_dim": 16},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
@@ -135,6 +156,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": LINEAR | {"rope_parameters": {"mrope_section": [1, 1, 0]}},
     "qwen3_moe": {"head_dim": 16},
     "qwen3_next": LINEAR,
+    "qwen3_omni_moe_thinker": {"rope_parameters": {"mrope_section": [4, 2, 2]}},
+    "qwen3_vl_moe": {"moe_intermediate_size": 48, "rope_parameters": {"mrope_section": [4, 2, 2]}},
     "sarvam_mla": {"num_key_value_heads": 4},
     "sarvam_moe": {},
     "solar_open": {},
@@ -206,7 +229,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 #: types whose text model's type is a row, too
-WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe"}
+WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
 LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla")
 
 
@@ -216,7 +239,9 @@ def fields(name: str) -> dict[str, Any]:
     if model_type in ("gemma4", "gemma4_text", "dots3_note_text"):  # whose configurations have no sizes of all layers
         return own
     published = PUBLISHED[name].fields if name in PUBLISHED else {}
-    usual = CONFIG_MAPPING[model_type]()
+    usual = CONFIG_MAPPING[model_type]().get_text_config()
+    if model_type == "mistral3":
+        usual = CONFIG_MAPPING["mistral4"]()
     names = usual.to_dict().keys() | (usual.attribute_map or {}).keys()
     found = {name: value for name, value in SIZES.items() if name in names and getattr(usual, name) is not None}
     if model_type == "jamba":  # whose kinds of layers follow from periods
@@ -229,14 +254,20 @@ def fields(name: str) -> dict[str, Any]:
     found |= {name: value for name, value in published.items() if not isinstance(value, set)} | own
     if (rope := published.get("rope_parameters")) is not None:
         found["rope_parameters"] = copy.deepcopy(rope | own.get("rope_parameters", {}))
-    return found
+    outer = OUTER.get(model_type)
+    return found if outer is None else {"text_config": {"model_type": usual.model_type} | found} | outer
+
+
+def transformers_class(config: Any) -> Any:
+    """The auto class that has the configuration's model."""
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForMultimodalLM
 
 
 def make_checkpoint(folder: Path, name: str, **sizes: Any) -> None:
     config = CONFIG_MAPPING[name.partition(" ")[0]](**fields(name) | sizes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = transformers_class(config).from_config(config, dtype=torch.float32)
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias"))
         for name, tensor in (*model.named_parameters(), *biases):
             own = torch.randn_like(tensor)
@@ -253,7 +284,8 @@ def difference(model_type: str, quantize: str, folder: Path) -> float:
     make_checkpoint(folder / "checkpoint", model_type)
     export(folder / "checkpoint", folder / "onnx", quantize=quantize, activations="float", logits="all", cache="f32")
     if quantize == "none":
-        torch_model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32).eval()
+        own = transformers_class(AutoConfig.from_pretrained(folder / "checkpoint"))
+        torch_model = own.from_pretrained(folder / "checkpoint", dtype=torch.float32).eval()
     else:
         torch_model = dequantized(Skeleton(Unquantized(open_checkpoint(folder / "checkpoint"), quantize)))
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
@@ -433,3 +465,24 @@ def test_messages_name_the_tensors_of_the_file(tmp_path: Path) -> None:
     save_file(tensors | {stored: tensors[stored][:, :, 1:].contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: {stored} is BF16 \[8, 64, 63\], expected"):
         plan(tmp_path, tmp_path / "onnx", quantize="none")
+
+
+def test_the_thinker_of_a_model_that_also_speaks(tmp_path: Path) -> None:
+    """Qwen3-Omni is published whole; its text model is under ``thinker``."""
+    make_checkpoint(tmp_path / "thinker", "qwen3_omni_moe_thinker")
+    config = json.loads((tmp_path / "thinker" / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(tmp_path / "thinker" / "model.safetensors")
+    (tmp_path / "omni").mkdir()
+    whole = {"model_type": "qwen3_omni_moe", "enable_audio_output": False, "thinker_config": config}
+    (tmp_path / "omni" / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    named = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
+    named["talker.model.norm.weight"] = torch.ones(4, dtype=torch.bfloat16)
+    save_file(named, tmp_path / "omni" / "model.safetensors")
+    found = {}
+    for name in ("thinker", "omni"):
+        report = export(tmp_path / name, tmp_path / f"{name}.onnx", quantize="none", activations="float", cache="f32")
+        generator = Generator(tmp_path / f"{name}.onnx")
+        found[name] = generator.step(np.arange(3, 9)[None], generator.start(1))[0]
+    assert np.array_equal(found["omni"], found["thinker"])
+    assert "parts that hear and speak (talker.model.norm.weight and" in report.left_out
+    assert survey(tmp_path / "omni")["left_out"] == report.left_out

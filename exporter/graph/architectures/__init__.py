@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, minimax, nemotron_h, phimoe, qwen3_5_moe
+from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, minimax, mrope, nemotron_h, phimoe
 
 #: config.model_type -> module
 ARCHITECTURES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
+    "glm4v_moe_text": mrope,
     "llama4_text": llama4,
     "minimax": minimax,
     "nemotron_h": nemotron_h,
     "phimoe": phimoe,
-    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_moe_text": mrope,
+    "qwen3_omni_moe_text": mrope,
+    "qwen3_vl_moe_text": mrope,
 }

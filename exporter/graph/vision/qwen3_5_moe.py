@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen
 
-from quantmoe.exporter.graph.architectures.qwen3_5_moe import turn_by
+from quantmoe.exporter.graph.architectures.mrope import turn_by
 from quantmoe.exporter.graph.vision.attention import attend_in_frames
 
 

@@ -612,15 +612,17 @@ class Format(ABC):
 FLOATS = ("BF16", "F16", "F32")
 MTP = "multi-token prediction"
 VISION = "a vision tower"
+SOUND = "parts that hear and speak"
 #: of the layers of MiMo's
 MIMO = "model.mtp.layers."
 #: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
 BESIDE = {
     VISION: tuple(
         f"{wrapper}{tower}."
-        for wrapper in ("", "model.")
+        for wrapper in ("", "model.", "thinker.")
         for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
     ),
+    SOUND: ("thinker.audio_tower.", "talker.", "code2wav."),
     MTP: ("mtp.", "model.mtp."),
 }
 ALL_BESIDE = tuple(prefix for prefixes in BESIDE.values() for prefix in prefixes)

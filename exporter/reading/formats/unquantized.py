@@ -42,6 +42,8 @@ _FEED_FORWARD, _DOWN = ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "exp
 USUAL = {"int4": 32, "none": -1}
 #: model_type whose fused experts are [E, in, out]
 TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text")
+#: model_type whose fused experts are [E, in, out] unless their shape says otherwise, as transformers reads them
+EITHER = ("qwen3_vl_moe_text",)
 #: but decays and betas, and what latent attention keeps in floats (passes/latent.py)
 _LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$|kv_b_proj$)(\w+_proj\w*|w[123])")
 
@@ -122,23 +124,23 @@ class Unquantized(Format):
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
         dtypes = tuple(FLOAT_KINDS) if self.kind == "none" else FLOATS
-        transposed = self.ckpt.text_config.get("model_type") in TRANSPOSED
-        tensors = self.take(
-            layer.name,
-            [
-                Tensor("gate_up_proj", dtypes, (num, h, 2 * i) if transposed else (num, 2 * i, h)),
-                Tensor("gate_up_proj_bias", FLOATS, (num, 2 * i), required=False),
-                Tensor("down_proj", dtypes, (num, i, h) if transposed else (num, h, i)),
-                Tensor("down_proj_bias", FLOATS, (num, h), required=False),
-            ],
-            at=e,
-        )
+        family = self.ckpt.text_config.get("model_type")
+        shapes = {"gate_up_proj": (num, 2 * i, h), "down_proj": (num, h, i)}
+        transposed = {
+            name: family in TRANSPOSED or (family in EITHER and self.ckpt.shape(f"{layer.name}.{name}") != shape)
+            for name, shape in shapes.items()
+        }
+        declared = []
+        for name, (_, n, k) in shapes.items():
+            declared += [Tensor(name, dtypes, (num, k, n) if transposed[name] else (num, n, k))]
+            declared += [Tensor(f"{name}_bias", FLOATS, (num, n), required=False)]
+        tensors = self.take(layer.name, declared, at=e)
         gate, up = layer.halves
 
         def matrix(name: str, rows: slice) -> QuantizedMatrix:
             bias = tensors.get(f"{name}_bias")
             own = None if bias is None else bias[rows].astype(np.float32)
-            weight = tensors[name].T if transposed else tensors[name]
+            weight = tensors[name].T if transposed[name] else tensors[name]
             return self._quantized(weight[rows], own, f"{layer.name}.{e}.{name}")
 
         return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))

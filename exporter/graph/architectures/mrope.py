@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6 with experts: of their multimodal rotary positions text has one for all three axes."""
+"""Rotary positions of three axes, of models that see images: text has the same position on every axis."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Make the rotary module take its angles from one axis: all have the same positions, which interleaving leaves
-    alone."""
+    """Make the rotary module take its angles from one axis."""
     turn_by(model, lambda _, ids: (ids[0] if ids.ndim == 3 else ids)[..., None])
 
 
 def turn_by(model: PreTrainedModel, positions_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    """Replace Qwen3_5MoeTextRotaryEmbedding.forward.
+    """Replace the forward of rotary modules with axes.
 
     Args:
-        positions_of: of the module and position_ids, [3, batch, sequence] or of equal axes [batch, sequence]; the
-            positions of each frequency, [batch, sequence, frequencies], or 1 for all.
+        positions_of: the module and position_ids -> the positions of each frequency, [batch, sequence, frequencies],
+            or 1 for all. position_ids are [3, batch, sequence], or [batch, sequence] if the axes are equal.
     """
 
     def tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -33,5 +31,5 @@ def turn_by(model: PreTrainedModel, positions_of: Callable[[Any, torch.Tensor], 
         return tuple((table * self.attention_scaling).to(x.dtype) for table in (angles.cos(), angles.sin()))
 
     for module in model.modules():
-        if isinstance(module, modeling_qwen3_5_moe.Qwen3_5MoeTextRotaryEmbedding):
+        if hasattr(module, "mrope_section"):
             module.forward = MethodType(tables, module)  # type: ignore[method-assign]

@@ -1,0 +1,75 @@
+"""Text models that transformers has only inside models of several modalities, with the language model's head."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+#: config.model_type of a text model -> folder of transformers.models and class
+CLASSES = {
+    "glm4v_moe_text": ("glm4v_moe", "Glm4vMoeTextModel"),
+    "mistral4": ("mistral4", "Mistral4Model"),
+    "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
+    "qwen3_vl_moe_text": ("qwen3_vl_moe", "Qwen3VLMoeTextModel"),
+}
+
+
+def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return transformers' causal language model of a configuration, or the text model of CLASSES with a head.
+
+    Raises:
+        ValueError: transformers has neither.
+    """
+    if config.model_type not in CLASSES:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    folder, name = CLASSES[config.model_type]
+    text = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+    # in the family's module and of its base class, which say what the experts and the attention may be
+    members = {"__module__": text.__module__, "__init__": _init, "forward": _forward, "text_class": text}
+    members["_tied_weights_keys"] = {"lm_head.weight": "model.embed_tokens.weight"}
+    made: Any = type(name.removesuffix("Model") + "ForCausalLM", text.__bases__, members)
+    return made._from_config(config, dtype=dtype)
+
+
+def renamings(config: PreTrainedConfig, outer: str) -> list[WeightRenaming]:
+    """Return how transformers renames a published tensor of the model around a text model of CLASSES.
+
+    Args:
+        outer: that model's model_type.
+    """
+    found = get_checkpoint_conversion_mapping(outer) if config.model_type in CLASSES else None
+    return [t for t in found or () if isinstance(t, WeightRenaming) and not isinstance(t, WeightConverter)]
+
+
+def _init(self: Any, config: PreTrainedConfig) -> None:
+    PreTrainedModel.__init__(self, config)
+    self.model = self.text_class(config)
+    self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    self.post_init()
+
+
+def _forward(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cache: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    use_cache: bool = True,
+    **_: Any,
+) -> CausalLMOutputWithPast:
+    made = self.model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        cache=cache,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+    )
+    return CausalLMOutputWithPast(logits=self.lm_head(made.last_hidden_state), cache=made.cache)
