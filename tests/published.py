@@ -514,6 +514,44 @@ PUBLISHED: dict[str, Published] = {
             "rope_parameters": _rope(partial_rotary_factor=0.5),
         },
     ),
+    "ernie4_5_vl_moe": Published(
+        "baidu/ERNIE-4.5-VL-28B-A3B-PT",
+        _DEFAULTS,
+        {"use_bias": False, "moe_num_shared_experts": 2, "rope_parameters": _rope(rope_theta=5e5)},
+    ),
+    "step3p7": Published(
+        "stepfun-ai/Step-3.7-Flash",
+        _DEFAULTS,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "gating": True,
+            "moe_router_scaling_factor": 3.0,
+            "rope_parameters": {
+                "full_attention": _rope(
+                    "llama3",
+                    rope_theta=5e6,
+                    partial_rotary_factor=0.5,
+                    factor=2.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=32.0,
+                    original_max_position_embeddings=131072,
+                ),
+                "sliding_attention": _rope(rope_theta=1e4, partial_rotary_factor=1.0),
+            },
+        },
+    ),
+    "muse_spark": Published(
+        "meta-models/Muse-Spark-Open-816B-A42B",
+        _DEFAULTS,
+        {
+            "layer_types": {"sliding_attention", "full_attention"},
+            "qk_scale_factor": 5.4730064863875,
+            "output_multiplier": 0.1767766952966369,
+            "final_logit_softcapping": 20.0,
+            "residual_gate_temperature": 0.3,
+            "rope_parameters": _rope(rope_theta=5e5),
+        },
+    ),
     "minimax_m3_vl_text": Published(
         "MiniMaxAI/MiniMax-M3",
         _QUOTED,

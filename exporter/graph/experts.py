@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,10 @@ def experts_forward(
 ) -> torch.Tensor:
     """Return the sum of a layer's nodes in the order of its groups: mostly one, the module's own."""
     weights = top_k_weights.float()
+    if self.has_post_expert_norm:
+        count, (tokens, width) = weights.shape[1], hidden_states.shape
+        hidden_states = hidden_states[:, None].expand(tokens, count, width).reshape(-1, width)
+        top_k_index, weights = top_k_index.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)
     first, *others = (
         quant_moe(hidden_states, top_k_index, weights, node.w13, node.w2, node.attributes)
         for node in getattr(self, "groups", [self])
@@ -26,13 +31,22 @@ def experts_forward(
     found: torch.Tensor = first
     for other in others:
         found = found + other
+    if self.has_post_expert_norm:
+        normed = self.post_expert_norm(found).unflatten(0, top_k_weights.shape)
+        found = (normed * top_k_weights[..., None]).sum(1).to(found.dtype)
     return found
+
+
+def put_on_interface(experts: Any, transposed: bool = False) -> None:
+    """Give experts with a gate, gate_up_proj and down_proj the attributes and the forward of the interface."""
+    experts.has_gate = experts.is_concatenated = True
+    experts.has_bias = experts.has_post_expert_norm = experts._is_expert_parallel = False
+    experts.is_transposed = transposed
+    experts.forward = MethodType(experts_forward, experts)
 
 
 def check_experts(module: Any, layer: MoELayer, where: str) -> None:
     """Refuse experts whose arithmetic the node does not have."""
-    if module.has_post_expert_norm:
-        raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
     if module.has_gate != layer.gated:
         has = "a gate" if module.has_gate else "no gate"
         found = ", ".join(layer.projections) or "gate and up in one"

@@ -13,10 +13,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 #: config.model_type of a text model -> folder of transformers.models and class
 CLASSES = {
+    "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
     "glm4v_moe_text": ("glm4v_moe", "Glm4vMoeTextModel"),
     "mistral4": ("mistral4", "Mistral4Model"),
+    "muse_spark_text": ("muse_spark", "MuseSparkTextModel"),
     "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
     "qwen3_vl_moe_text": ("qwen3_vl_moe", "Qwen3VLMoeTextModel"),
+    "step3p5": ("step3p7", "Step3p7TextModel"),
 }
 
 
@@ -72,4 +75,7 @@ def _forward(
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
     )
-    return CausalLMOutputWithPast(logits=self.lm_head(made.last_hidden_state), cache=made.cache)
+    logits = self.lm_head(made.last_hidden_state) * getattr(self.config, "output_multiplier", 1.0)
+    if cap := getattr(self.config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return CausalLMOutputWithPast(logits=logits, cache=made.cache)

@@ -74,6 +74,7 @@ class Skeleton(Stored):
         tied: parameter name -> the first of the names of the same parameter.
         linear_attention, lightning, state_space: module name -> what it computes, of those that keep a state.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
+        stored_as: parameter name -> the shape of its tensor, and the function of that, where they are not alike.
         by_rows: linears that take the features of all ranks and of which a rank has rows, by name: their shapes, which
             :meth:`take_rows` gives them.
 
@@ -181,6 +182,8 @@ class Skeleton(Stored):
         names = model.named_parameters(remove_duplicate=False)
         self.tied = {name: first.setdefault(id(parameter), name) for name, parameter in names}
         self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
+        self.stored_as = getattr(ARCHITECTURES.get(model.config.model_type), "stored", lambda model: {})(model)
+        self.derived |= {name: function for name, (_, function) in self.stored_as.items()}
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         self._check_parameters()
         self.by_rows = dict(self._divide_act_order(self.divided)) if self.divided else {}
@@ -354,6 +357,9 @@ class Skeleton(Stored):
                 self._check_or_cut(name, quantized.matrix(module).shape)
                 continue
             shapes = [self.format.ckpt.shape(part) for part in self.joined.get(name, [source])]
+            if name in self.stored_as:
+                self._check_shape(name, shapes[0], self.stored_as[name][0])
+                shapes = [tuple(self.tensors[name].shape)]
             rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
             self._check_or_cut(name, (rows, *shapes[0][1:]) if rows else shapes[0])
             if (dtype := self.format.ckpt.dtype(source)) not in FLOATS:
@@ -471,6 +477,8 @@ class Skeleton(Stored):
         for prefix, own in WRAPPERS.items():
             if name.startswith(prefix):
                 name = own + name.removeprefix(prefix)
+        for part, own in getattr(ARCHITECTURES.get(self.model.config.model_type), "NAMES", {}).items():
+            name = name.replace(part, own)
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
 
     def _parts(self, name: str) -> list[str]:
@@ -534,6 +542,8 @@ def state_of(skeleton: Skeleton, wanted: Callable[[str], bool] = lambda name: Tr
         for name, source in skeleton.sources.items()
         if wanted(name)
     }
+    for name in state.keys() & skeleton.stored_as.keys():
+        state[name] = torch.from_numpy(skeleton.stored_as[name][1](state[name].numpy()).copy())
     for name, layer in skeleton.experts.items():
         if not wanted(name):
             continue

@@ -80,6 +80,7 @@ OWN_NAMES = {
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
+    "step3p5": {f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
 }
 
 

@@ -88,10 +88,24 @@ SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
 QWEN_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 #: model_type -> what a model of several modalities has beside its text model
 OUTER: dict[str, dict[str, Any]] = {
+    "ernie4_5_vl_moe": {
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "in_channels": 3}
+    },
     "glm4v_moe": {"vision_config": QWEN_TOWER | {"image_size": 56, "patch_size": 14}},
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
         | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    },
+    "muse_spark": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"pos_emb_height": 4, "pos_emb_width": 4},
+        "audio_config": {"hidden_sizes": [8, 8, 8, 16], "depths": [1, 1, 1, 1], "out_hidden_size": 64},
+        "out_hidden_size": 128,
+        "projector_hidden_size": 32,
+    },
+    "step3p7": {
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56}
+        | {"mlp_ratio": 1.0}
     },
     "qwen3_vl_moe": {"vision_config": QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}},
     "qwen3_omni_moe_thinker": {
@@ -103,6 +117,7 @@ OUTER: dict[str, dict[str, Any]] = {
 #: a name of PUBLISHED -> fields beside the published ones
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [64, 32], "rope_parameters": {"mrope_section": [3, 3, 2]}},
     "laguna": {"num_attention_heads_per_layer": [4, 8, 4, 8]},
     "afmoe": {},
     "cohere2_moe": {},
@@ -141,6 +156,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral4": MISTRAL4,
     "mistral3 mistral4": MISTRAL4,
     "mixtral": {"head_dim": 16},
+    "muse_spark": {"moe_hidden_size": 32, "layer_rope_theta": [5e5, 0, 5e5, 0]},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
         "moe_shared_expert_intermediate_size": 128,
@@ -161,6 +177,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "sarvam_mla": {"num_key_value_heads": 4},
     "sarvam_moe": {},
     "solar_open": {},
+    "step3p7": {
+        "num_sliding_attention_heads": 8,
+        "share_expert_dim": 64,
+        "query_pre_attn_scalar": None,
+        "sliding_window": 8,
+    }
+    | {"swiglu_limits": [0, 0, 0.5, 0.25], "swiglu_limits_shared": [0, 0, 1, 0]},
 }
 #: latent attention with a shared expert, and linear attention
 BRIEF = ("glm4_moe_lite", "kimi_linear")

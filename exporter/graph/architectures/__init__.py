@@ -1,19 +1,34 @@
 """Architectures of transformers that need more than its experts interface: one module each, one line here.
 
 A module provides ``prepare(model)``: changes a model's modules so that torch.export and the ONNX translation can follow
-them and their experts have the interface's attributes. The arithmetic does not change. It may have a ``KIND`` of
-attention (passes/attention.py), and ``configure(config)``, which runs before there is a model.
+them and their experts have the interface's attributes. The arithmetic does not change. It may have
+
+- a ``KIND`` of attention (passes/attention.py);
+- ``configure(config)``, which runs before there is a model;
+- ``NAMES``: parts of published tensor names -> parts of the model's names;
+- ``stored(model)``: parameters that are functions of the checkpoint's tensors: name -> (that tensor's shape, the
+  function).
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, minimax, mrope, nemotron_h, phimoe
+from quantmoe.exporter.graph.architectures import (
+    deepseek_v2,
+    ernie4_5_vl_moe,
+    llama4,
+    minimax,
+    mrope,
+    nemotron_h,
+    phimoe,
+    step3p5,
+)
 
 #: config.model_type -> module
 ARCHITECTURES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
+    "ernie4_5_vl_moe_text": ernie4_5_vl_moe,
     "glm4v_moe_text": mrope,
     "llama4_text": llama4,
     "minimax": minimax,
@@ -22,4 +37,5 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "qwen3_5_moe_text": mrope,
     "qwen3_omni_moe_text": mrope,
     "qwen3_vl_moe_text": mrope,
+    "step3p5": step3p5,
 }

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama4 import modeling_llama4
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.graph.attention import grouped_attention
+from quantmoe.exporter.graph.experts import put_on_interface
 from quantmoe.exporter.graph.passes.attention import Called, Kind, RecognisedAttention, bound, projected
 
 
@@ -25,10 +25,7 @@ def prepare(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if isinstance(module, modeling_llama4.Llama4TextMoe):
-            experts: Any = module.experts
-            experts.has_gate = experts.is_transposed = experts.is_concatenated = True
-            experts.has_bias = experts.has_post_expert_norm = experts._is_expert_parallel = False
-            experts.forward = MethodType(ALL_EXPERTS_FUNCTIONS["quantmoe"], experts)
+            put_on_interface(module.experts, transposed=True)
             module.forward = MethodType(_moe, module)  # type: ignore[method-assign]
             module.router.forward = MethodType(_router, module.router)
         elif isinstance(module, modeling_llama4.Llama4TextRotaryEmbedding):

@@ -44,6 +44,8 @@ UNLIKE = {
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: fields of config.json that count them
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+#: the same of a token's
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
     "silu": "silu",
@@ -56,7 +58,13 @@ ACTIVATIONS = {
 #: model_type of families with gpt-oss' gate, whatever their configuration calls it
 SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text")
 #: model_type of families with SiLU, whose configuration does not name it
-SILU = ("lfm2_moe",)
+SILU = ("lfm2_moe", "step3p5")
+#: field with a layer's limit of gates after SiLU, null and 0 for none
+STEP_LIMITS = "swiglu_limits"
+#: model_type of families whose experts beyond those of text are for images
+TEXT_FIRST = ("ernie4_5_vl_moe_text",)
+#: model_type of families with a norm after each expert: each expert of a token is a token of one expert to the node
+NORMED = ("muse_spark_text",)
 
 
 def moe_layers(format: Format) -> list[MoELayer]:
@@ -178,40 +186,50 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is None:
             raise CheckpointError(f"{path}: expected one of the fields {', '.join(keys)}")
-        if type(config[key]) is not kind or (kind is int and config[key] <= 0):
-            raise CheckpointError(f"{path}: {key} is {config[key]!r}, expected a positive {kind.__name__}")
-        return config[key]
+        found = config[key]
+        if config.get("model_type") in TEXT_FIRST and isinstance(found, list) and found:
+            found = found[0]
+        if type(found) is not kind or (kind is int and found <= 0):
+            raise CheckpointError(f"{path}: {key} is {found!r}, expected a positive {kind.__name__}")
+        return found
 
-    def number(key: str, usual: float) -> float:
-        if type(found := config.get(key, usual)) not in (int, float):
+    def number(found: Any, key: str) -> float:
+        if type(found) not in (int, float):
             raise CheckpointError(f"{path}: {key} is {found!r}, expected a number")
         return float(found)
 
     num_experts = setting(int, *_COUNTS)
+    if config.get("model_type") in TEXT_FIRST:
+        experts = {e: children for e, children in experts.items() if e < num_experts}
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
     oai = config.get("model_type") in SWIGLU_OAI
+    limits = config.get(STEP_LIMITS)
+    step = (
+        number(limits[_index(name)] or 0, STEP_LIMITS) if isinstance(limits, list) and limits[_index(name) :] else 0.0
+    )
     unnamed = config.get("model_type") in SILU
     activation = "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
     if not oai and activation not in ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
-    top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    top_k = setting(int, *_TOP_K)
     if top_k > num_experts:
         raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
     return MoELayer(
         name=name,
         index=_index(name),
         num_experts=num_experts,
-        hidden_size=setting(int, "moe_latent_size", "hidden_size"),  # Nemotron-3-Super: of experts alone
+        # Nemotron-3-Super and Muse Spark: of experts alone
+        hidden_size=setting(int, "moe_latent_size", "moe_hidden_size", "hidden_size"),
         intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
-        activation="swiglu_oai" if oai else ACTIVATIONS[activation],
+        activation="swiglu_oai" if oai else "swiglu_step" if step else ACTIVATIONS[activation],
         gated=len(projections) != 2,
-        top_k=top_k,
+        top_k=1 if config.get("model_type") in NORMED else top_k,
         scheme=scheme,
         down_scheme=down_scheme,
         # transformers' GptOssExperts; older configurations have no alpha
-        swiglu_alpha=number("swiglu_alpha", 1.702) if oai else 0.0,
-        swiglu_limit=number("swiglu_limit", 7.0) if oai else 0.0,
+        swiglu_alpha=number(config.get("swiglu_alpha", 1.702), "swiglu_alpha") if oai else 0.0,
+        swiglu_limit=number(config.get("swiglu_limit", 7.0), "swiglu_limit") if oai else step,
         apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
         format=format,
         projections=projections,

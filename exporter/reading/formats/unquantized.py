@@ -2,7 +2,7 @@
 
 Experts one by one, or fused: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as Qwen3.5 stores them; gpt-oss, Llama-4
 and Aria store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it has
-gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
+gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H]. Step-3.5 has gate_proj and up_proj [E, I, H].
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Unquantized(Format):
 
     def scheme(self, module: str) -> ModuleScheme:
         if self.kind == "none":  # of fused experts
-            name = f"{module}.gate_up_proj"
+            name = f"{module}.down_proj"
             if self.ckpt.dtype(name) not in FLOAT_KINDS:
                 raise CheckpointError(
                     f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)}, expected {' or '.join(FLOAT_KINDS)}"
@@ -125,7 +125,12 @@ class Unquantized(Format):
         num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
         dtypes = tuple(FLOAT_KINDS) if self.kind == "none" else FLOATS
         family = self.ckpt.text_config.get("model_type")
-        shapes = {"gate_up_proj": (num, 2 * i, h), "down_proj": (num, h, i)}
+        if f"{layer.name}.gate_up_proj" in self.ckpt or f"{layer.name}.gate_proj" not in self.ckpt:
+            shapes = {"gate_up_proj": (num, 2 * i, h), "down_proj": (num, h, i)}
+            inputs = {"gate_up_proj": layer.halves}
+        else:
+            shapes = {"gate_proj": (num, i, h), "up_proj": (num, i, h), "down_proj": (num, h, i)}
+            inputs = {"gate_proj": (slice(None),), "up_proj": (slice(None),)}
         transposed = {
             name: family in TRANSPOSED or (family in EITHER and self.ckpt.shape(f"{layer.name}.{name}") != shape)
             for name, shape in shapes.items()
@@ -135,7 +140,6 @@ class Unquantized(Format):
             declared += [Tensor(name, dtypes, (num, k, n) if transposed[name] else (num, n, k))]
             declared += [Tensor(f"{name}_bias", FLOATS, (num, n), required=False)]
         tensors = self.take(layer.name, declared, at=e)
-        gate, up = layer.halves
 
         def matrix(name: str, rows: slice) -> QuantizedMatrix:
             bias = tensors.get(f"{name}_bias")
@@ -143,7 +147,8 @@ class Unquantized(Format):
             weight = tensors[name].T if transposed[name] else tensors[name]
             return self._quantized(weight[rows], own, f"{layer.name}.{e}.{name}")
 
-        return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))
+        gate, up = (matrix(name, rows) for name, halves in inputs.items() for rows in halves)
+        return Expert(gate, up, matrix("down_proj", slice(None)))
 
     def _quantized(self, weight: np.ndarray, bias: np.ndarray | None, module: str) -> QuantizedMatrix:
         if self.kind == "none":
