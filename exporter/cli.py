@@ -933,6 +933,11 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         f"other weights {decimal(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
         f"about {minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
     )
+    if text := found.calibration:
+        console.print(
+            f"the model reads {text.tokens} tokens of {options['calibrate']} first: about {minutes(text.seconds)} "
+            f"of these, with {decimal(round(text.memory))}"
+        )
     print_reasons(FLOAT_HERE, found.dequantized)
     print_reasons(APART, found.apart)
     print_reasons(NOT_ORT, found.not_ort)
@@ -951,12 +956,19 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
     stderr = Console(stderr=True)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
+        from quantmoe.exporter.writing.calibration import CALIBRATION
         from quantmoe.exporter.writing.convert import export as convert
 
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
-        return convert(checkpoint, outdir, **options, progress=progress)
+        try:
+            return convert(checkpoint, outdir, **options, progress=progress)
+        except KeyboardInterrupt:
+            if (kept := outdir / CALIBRATION).exists():
+                said = f"{kept} keeps what was read of {options['calibrate']}: this command goes on from there"
+                stderr.print(said, soft_wrap=True, highlight=False)
+            raise
 
 
 def _lost(checkpoint: Path, outdir: Path, seconds: float, options: dict[str, Any]) -> str:

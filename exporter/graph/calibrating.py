@@ -5,14 +5,18 @@ They weigh the squared errors of the weights that the inputs are multiplied with
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
 from quantmoe.exporter.graph.streamed import Streamed
 from quantmoe.exporter.reading.formats import Format
@@ -30,6 +34,46 @@ class _Moments:
 
     squares: Any = 0.0
     count: int = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file of moments, from which an interrupted calibration goes on.
+
+    Attributes:
+        path: the file, which need not exist. of: the checkpoint and the text of its moments. Moments of others are
+            written over.
+    """
+
+    path: Path
+    of: str
+
+    def load(self) -> tuple[int, dict[tuple[str, int], _Moments]]:
+        """Return how many windows were read, and their moments.
+
+        Raises:
+            CheckpointError: no export wrote the file.
+        """
+        if not self.path.exists():
+            return 0, {}
+        try:
+            with np.load(self.path) as arrays:
+                of, windows = str(arrays["of"]), int(arrays["windows"])
+                if of != self.of:
+                    return 0, {}
+                names = (key.partition(" ") for key in arrays if " " in key)
+                found = {(name, int(part)): arrays[f"{part} {name}"] for part, _, name in names}
+        except (KeyError, ValueError, EOFError, zipfile.BadZipFile):
+            raise CheckpointError(f"{self.path}: expected the calibration of an export; remove the file") from None
+        return windows, {key: _Moments(array[:-1], int(array[-1])) for key, array in found.items()}
+
+    def save(self, windows: int, found: Mapping[tuple[str, int], _Moments]) -> None:
+        """Replace the file."""
+        arrays = {f"{part} {name}": np.append(m.squares, m.count) for (name, part), m in found.items()}
+        written = self.path.with_name(f"{self.path.name}.new")
+        with written.open("wb") as file:
+            np.savez(file, of=np.array(self.of), windows=np.array(windows), **arrays)
+        os.replace(written, self.path)
 
 
 @dataclass
@@ -81,21 +125,27 @@ def calibrate(
     windows: Sequence[Sequence[int]],
     layers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    kept: Kept | None = None,
 ) -> Calibration:
     """Read windows of a text, all of one length.
 
     Args:
         format: the checkpoint in floats. layers: only the first so many decoder layers.
         progress: called with decoder layers done, and of how many.
+        kept: gets the moments after each ``TOGETHER`` windows; what it has already is not read again.
+
+    Raises:
+        CheckpointError: the file of ``kept`` is another one.
     """
+    before, moments = kept.load() if kept else (0, {})
     rounds, done = -(-len(windows) // TOGETHER), 0
 
     def tell(at: int, total: int) -> None:
         nonlocal done
         done += 1
-        progress(done, total * rounds)
+        progress(total * (before // TOGETHER) + done, total * rounds)
 
-    streamed, inputs = Streamed(format, layers, tell), _Inputs()
+    streamed, inputs = Streamed(format, layers, tell), _Inputs(found=moments)
     names = {id(module): name for name, module in streamed.model.named_modules()}
     for layer in streamed.layers:
 
@@ -108,8 +158,10 @@ def calibrate(
         layer.register_forward_pre_hook(watch)
     decoder = decoder_of(streamed.model)
     with torch.no_grad(), quiet(), inputs:
-        for at in range(0, len(windows), TOGETHER):
+        for at in range(before, len(windows), TOGETHER):
             decoder(torch.tensor(windows[at : at + TOGETHER]), use_cache=False)
+            if kept:
+                kept.save(at + TOGETHER, inputs.found)
     layers_of = streamed.skeleton.experts.items()
     experts = [(f"{name}.down_proj", e) for name, layer in layers_of for e in range(layer.num_experts)]
     unreached = sum(expert not in inputs.found for expert in experts)

@@ -16,16 +16,13 @@ from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
 from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.names import text_part
-from quantmoe.exporter.reading.checkpoint import is_gguf
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
-from quantmoe.exporter.reading.formats.rounding import weighed
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
-from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import DEFAULT, read_templates
 from quantmoe.exporter.reading.tokenizer import CONFIG, TOKENIZER
+from quantmoe.exporter.writing.calibration import CALIBRATION, weigh
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
     LOGITS,
@@ -56,7 +53,6 @@ from quantmoe.exporter.writing.prepare import (
     Prepared,
     Report,
     check_output,
-    open_format,
     prepare,
     rank_folders,
     stale_folders,
@@ -214,7 +210,7 @@ def _export(
     with writing(output, force) as partial, doing(f"{checkpoint} to {output}"):
         ready = prepare(checkpoint, options, progress, part_of)
         if options.calibrate is not None:
-            ready.report.calibration = _calibrate(checkpoint, ready, options, progress)
+            ready.report.calibration = weigh(checkpoint, ready, options, output, progress)
         from quantmoe.exporter.writing.parts import save_part, trace_part, write_beside, write_weights  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
@@ -270,26 +266,8 @@ def _export(
         for one in ready.beside:
             save_part(one, partial(one.name), metadata)
         save_part(parts[0], partial(MODEL), metadata | ready.turns, record(partial(MODEL).parent))
+    (output / CALIBRATION).unlink(missing_ok=True)
     return report
-
-
-def _calibrate(
-    checkpoint: str | Path, ready: Prepared, options: Options, progress: Callable[[str, int, int], None]
-) -> str:
-    """Give the format the importance of its weights' inputs, and return a remark on the text."""
-    from quantmoe.exporter.graph.calibrating import calibrate  # needs torch
-    from quantmoe.exporter.reading.windows import WINDOW, windows_of
-
-    assert isinstance(ready.format, Unquantized)
-    if is_gguf(path := Path(str(options.calibrate))):
-        ready.format.importance |= {name: weighed(mean) for name, mean in read_imatrix(path).items()}
-        return f"errors are weighed by {path}"
-    windows = windows_of(ready.format.ckpt.companions, path.read_text("utf-8-sig"), WINDOW)
-    floats = open_format(checkpoint, "none", None, "float")
-    found = calibrate(floats, windows, options.layers, lambda done, total: progress("calibrating", done, total))
-    ready.format.importance |= found.importance
-    unreached = f"; {found.unreached} of {found.experts} experts were not reached" if found.unreached else ""
-    return f"calibrated on {len(windows) * len(windows[0])} tokens of {options.calibrate}{unreached}"
 
 
 def _beside_weights(ready: Prepared, weights: int, target: str) -> int:

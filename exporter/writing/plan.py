@@ -17,6 +17,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.writing.calibration import Cost, cost
 from quantmoe.exporter.writing.prepare import Prepared, check_output, prepare, rank_folders, stale_folders
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class DryRun:
         shared, apart: see Report.
         linears: the same of linears outside the experts; the bytes of a MatMulNBits are close to these.
         read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
-        seconds, memory: estimates; ``rate`` says from what.
+        seconds, memory: estimates; ``rate`` says from what. calibration: what a text takes of them.
         free: bytes of disk where the model would go.
         files: of weights, at least: a tensor is in one.
         not_ort: see Report.
@@ -59,6 +60,7 @@ class DryRun:
     dense: int
     seconds: float
     memory: float
+    calibration: Cost | None
     rate: str
     free: int
     files: int
@@ -136,7 +138,8 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
     for stored in (one.stored for one in ready.beside):
         mine = {source: name for name, source in stored.sources.items() if source not in written}
         others += sum(prod(stored.tensors[name].shape) * stored.itemsize(name) for name in mine.values())
-    experts, cores = sum(size for _, _, size in found.values()), native.cpus()
+    experts, cores, text = sum(size for _, _, size in found.values()), native.cpus(), cost(ready, wanted)
+    writing = (experts / PACKING + others / CONVERTING + _searched(wanted, ready) / SEARCHING) / cores
     return DryRun(
         found,
         report.shared,
@@ -145,8 +148,9 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         read=format.ckpt.size,
         packed=experts,
         dense=others,
-        seconds=TRACING + (experts / PACKING + others / CONVERTING + _searched(wanted, ready) / SEARCHING) / cores,
-        memory=BASE_MEMORY + memory,
+        seconds=TRACING + writing + (text.seconds if text else 0),
+        memory=BASE_MEMORY + max(memory, text.memory if text else 0),
+        calibration=text,
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,

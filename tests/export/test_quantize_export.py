@@ -20,6 +20,7 @@ from quantmoe.benchmarks.evaluate import evaluate
 from quantmoe.benchmarks.quantization_loss import TEXT, TOKENS, lost
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.graph import calibrating
 from quantmoe.exporter.graph.calibrating import calibrate
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
@@ -27,8 +28,10 @@ from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.rounding import weighed
 from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
-from quantmoe.exporter.reading.windows import windows_of
+from quantmoe.exporter.reading.windows import WINDOW, windows_of
+from quantmoe.exporter.writing import calibration as calibration_module
 from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
 
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model" / "checkpoint"
@@ -185,6 +188,92 @@ def test_an_export_is_calibrated(floats: Path, quantized: Path, tmp_path: Path) 
     assert data[0] != data[1]
     with pytest.raises(OptionError, match="calibrate is an option of quantize"):
         export(floats, tmp_path / "none", quantize="none", calibrate=text)
+
+
+def test_an_interrupted_calibration_goes_on(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read of the text is not read again, the weights are those of an export without interruption, and the
+    kept file goes with the export. Another text begins anew; another program's file stays."""
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_text(TEXT.read_text(encoding="utf-8")[:2500], encoding="utf-8")
+    monkeypatch.setattr(calibration_module, "WINDOW", 64)
+    monkeypatch.setattr(calibrating, "TOGETHER", 2)
+    windows = len(windows_of(floats, text.read_text(encoding="utf-8"), 64))
+    layers = 2
+    total = layers * -(-windows // 2)
+
+    def export_until(at: int, to: Path, file: Path = text) -> list[int]:
+        done: list[int] = []
+
+        def progress(stage: str, layer: int, of: int) -> None:
+            if stage != "calibrating":
+                return
+            done.append(layer)
+            assert of == total
+            if layer == at:
+                raise KeyboardInterrupt
+
+        export(floats, to, quantize="int8", calibrate=file, layers=layers, progress=progress)
+        return done
+
+    with pytest.raises(KeyboardInterrupt):
+        export_until(5, out)
+    kept = out / "quantmoe.calibration"
+    first = kept.read_bytes()
+    assert export_until(0, out) == list(range(5, total + 1))
+    assert not kept.exists()
+    assert export_until(0, tmp_path / "whole") == list(range(1, total + 1))
+    data = [(folder / "model.onnx.data").read_bytes() for folder in (out, tmp_path / "whole")]
+    assert data[0] == data[1]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / kept.name).write_bytes(first)
+    other = tmp_path / "text2"
+    other.write_text(text.read_text(encoding="utf-8")[::-1][:2500], encoding="utf-8")
+    total = layers * -(-len(windows_of(floats, other.read_text(encoding="utf-8"), 64)) // 2)
+    with pytest.raises(KeyboardInterrupt):
+        export_until(1, tmp_path / "other", other)
+    (tmp_path / "other" / kept.name).write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match=r"quantmoe\.calibration: expected the calibration of an export; remove"):
+        export_until(0, tmp_path / "other")
+    assert (tmp_path / "other" / kept.name).read_bytes() == b"mine"
+
+
+def test_a_dry_run_says_what_calibration_takes(floats: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT.read_text(encoding="utf-8")[:3000], encoding="utf-8")
+    windows = windows_of(floats, text.read_text(encoding="utf-8"), WINDOW)
+    options = {"quantize": "q4_k", "layers": 2}
+    plain, found = (plan(floats, tmp_path / "out", **options, calibrate=given) for given in (None, text))
+    assert plain.calibration is None
+    assert found.calibration is not None
+    assert found.calibration.tokens == len(windows) * len(windows[0])
+    assert found.seconds == pytest.approx(plain.seconds + found.calibration.seconds)
+    # the embeddings, twice a layer, and a window's scores of attention
+    config = json.loads((floats / "config.json").read_text(encoding="utf-8"))
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    experts = next(iter(open_format(floats, "none", None).moe_layers()))
+    least = config["vocab_size"] * width + 2 * 3 * experts.num_experts * width * experts.intermediate_size
+    assert found.calibration.memory > 4 * (least + len(windows) * heads * len(windows[0]) ** 2)
+    assert found.memory >= found.calibration.memory > found.memory / 100
+    command = ["export", str(floats), str(tmp_path / "out"), "--dry-run", "--layers", "2", "--quantize", "q4_k"]
+    said = CliRunner().invoke(app, [*command, "--calibrate", str(text)], catch_exceptions=False).output
+    assert f"the model reads {found.calibration.tokens} tokens of {text} first: about" in " ".join(said.split())
+    assert "the model reads" not in CliRunner().invoke(app, command, catch_exceptions=False).output
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        plan(floats, tmp_path / "out", **options, calibrate=tmp_path / "nothing")
+
+
+def test_ctrl_c_says_where_the_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantmoe.exporter.writing import convert
+
+    def interrupted(checkpoint: Path, outdir: Path, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "export", interrupted)
+    command = ["export", str(tmp_path), str(tmp_path), "--quantize", "q4_k", "--calibrate", "text.txt"]
+    assert "keeps" not in CliRunner().invoke(app, command).output
+    (tmp_path / "quantmoe.calibration").write_bytes(b"")
+    said = CliRunner().invoke(app, command).output
+    assert said.strip().endswith("n keeps what was read of text.txt: this command goes on from there")
 
 
 def test_llama_cpps_importance_matrix(floats: Path, quantized: Path, tmp_path: Path) -> None:
