@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,6 +87,7 @@ class Template:
 
         Args:
             messages: with their ``role`` and ``content``, and other fields that the template reads, as ``tool_calls``.
+                Arguments of a call may be an object or its JSON text: the template gets what it takes.
             tools: JSON schemas of functions that the model may call.
             variables: what else the template reads, as ``enable_thinking``.
 
@@ -95,12 +96,16 @@ class Template:
         """
         inputs = {"tools": tools, "documents": None, "add_generation_prompt": True} | variables
         template = self._template if tools is None else self._tool_use
-        try:
-            text = template.render(self.names | inputs, messages=[*map(_as_given, messages)])
-            text.encode()
-        except Exception as error:  # whatever its expressions raise
-            raise ModelError(f"{self.path}: {_words(error)}") from None
-        return text
+        refused: Exception | None = None
+        for given in _attempts([*map(_as_given, messages)]):
+            try:
+                text = template.render(self.names | inputs, messages=given)
+                text.encode()
+                return text
+            except Exception as error:  # whatever its expressions raise
+                refused = refused or error
+        assert refused is not None
+        raise ModelError(f"{self.path}: {_words(refused)}") from None
 
     def render_kept(self, messages: Sequence[dict[str, str]]) -> str:
         """Return the conversation as text, with answers as they came: each after the prompt that it was given to.
@@ -172,6 +177,40 @@ def _as_given(message: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value is not None}
     reasoning = next((found[name] for name in REASONING if name in found), None)
     return found if reasoning is None else {"thinking": reasoning} | found | {"reasoning_content": reasoning}
+
+
+def _attempts(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield messages in the forms that templates of tool calls take, transformers' own first.
+
+    Arguments are objects or texts. A message without content has none, a null, or an empty text.
+    """
+    yield [_with_converted(message, _argument_object) for message in messages]
+    if any(message.get("tool_calls") for message in messages):
+        yield [_with_converted(message, _argument_text) for message in messages]
+        for content in ({"content": None}, {"content": ""}):
+            for convert in (_argument_object, _argument_text):
+                yield [_with_converted(content | message, convert) for message in messages]
+
+
+def _with_converted(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [(call, call.get("function", call)) for call in calls]
+    converted = [(call, f | {"arguments": convert(f.get("arguments"))}) for call, f in functions]
+    return message | {"tool_calls": [call | {"function": f} if "function" in call else f for call, f in converted]}
+
+
+def _argument_object(given: Any) -> Any:
+    """Return arguments as an object; a text that is no JSON object stays."""
+    try:
+        found = json.loads(given or "{}") if isinstance(given, str | None) else given
+    except ValueError:
+        return given
+    return found if isinstance(found, dict) else given
+
+
+def _argument_text(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
 
 
 def _words(error: Exception) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 END_TEXTS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
      "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[")  # noqa: RUF001
+     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[")
 )  # fmt: skip
 #: the same of tokens that fill in the middle of code: where the metadata lacks the key, one of these texts
 FILL_TEXTS = {
