@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.reading.reply_formats import reply_format
 from quantmoe.exporter.reading.sampling import is_there, read_object
 from quantmoe.exporter.reading.tokenizer import CONFIG, NAMED_TEMPLATES, special_tokens
 
@@ -74,6 +75,8 @@ class Template:
             "strftime_now": lambda format: datetime.now().strftime(format),
         }
         self.path, self.names = path, names
+        #: how replies are written
+        self.format = reply_format(text + (tool_use or ""))
         try:
             self._template = environment.from_string(text)
             self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)
@@ -107,7 +110,7 @@ class Template:
         assert refused is not None
         raise ModelError(f"{self.path}: {_words(refused)}") from None
 
-    def render_kept(self, messages: Sequence[dict[str, str]]) -> str:
+    def render_kept(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return the conversation as text, with answers as they came: each after the prompt that it was given to.
 
         A template like gpt-oss' refuses an answer with its channels, and writes the header of a channel before others.
@@ -116,18 +119,18 @@ class Template:
             ModelError: the template refuses the other messages, or does not render answers.
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        text = self.render(messages[: answers[0]] if answers else messages)
+        text = self.render(messages[: answers[0]] if answers else messages, **variables)
         for i in answers:
-            text += messages[i]["content"] + self._after_answer(messages[: i + 2])
+            text += messages[i]["content"] + self._after_answer(messages[: i + 2], **variables)
         return text
 
-    def _after_answer(self, messages: Sequence[dict[str, str]]) -> str:
+    def _after_answer(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return what is rendered after the last answer, whatever answers say."""
         mark = "[answer]"
         while any(mark in message["content"] for message in messages if message["role"] != "assistant"):
             mark = f"[{mark}]"
         marked = [m | {"content": mark} if m["role"] == "assistant" else m for m in messages]
-        _, found, after = self.render(marked).rpartition(mark)
+        _, found, after = self.render(marked, **variables).rpartition(mark)
         if not found:
             raise ModelError(f"{self.path}: does not render answers as they are")
         return after
@@ -223,6 +226,8 @@ def _words(error: Exception) -> str:
 def folder_turns(folder: Path) -> tuple[dict[str, str], str]:
     """Return the :meth:`Template.turns` of a folder's template, and why there are none, "" where it has no template.
 
+    ``chat.format`` is the name of the format of replies, if it is known.
+
     A template is code of whoever made the checkpoint: a process renders it that has :data:`SECONDS` of processor time
     and :data:`MEMORY` bytes, where the system limits these, and ten times the seconds by the clock.
     """
@@ -247,12 +252,13 @@ def _turns(folder: Path) -> tuple[dict[str, str], str]:
     try:
         if (template := load_template(folder)) is None:
             return {}, ""
+        format = {"chat.format": template.format.name} if template.format.name else {}
         if found := template.turns():
-            return found, ""
+            return found | format, ""
         template.render([{"role": "user", "content": "user 1"}])
     except ModelError as error:
         return {}, str(error)
-    return {}, f"{template.path}: does more than put texts around messages"
+    return format, f"{template.path}: does more than put texts around messages"
 
 
 def _limit() -> None:

@@ -4,16 +4,59 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
+from quantmoe.exporter.reading.reply_formats import FORMATS
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.cache import TAIL, Cache
 from quantmoe.runtime.generate import Generated, Generator, need_count
+from quantmoe.runtime.reply_parser import Delta, ReplyParser
+
+T = TypeVar("T")
+#: tokens at the end of a prompt that may open reasoning
+PROMPT_END = 64
+
+
+@dataclass(frozen=True)
+class TemplateArguments:
+    """Arguments of a chat template beside the messages.
+
+    Attributes:
+        tools: functions that the model may call, as OpenAI's API has them: dicts with ``type`` and ``function``.
+        tool_choice: "auto", or "none": the template gets no tools.
+        variables: what else the template reads, as ``enable_thinking``.
+
+    Raises:
+        OptionError: a value of another type.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tools, taken = self.tools, {"messages", "tools", "add_generation_prompt"}
+        if tools is not None and (isinstance(tools, str | Mapping) or not all(map(_is_tool, tools))):
+            raise OptionError(
+                f'tools is {reprlib.repr(tools)}, expected a list of {{"type": "function", "function": {{"name": ..}}}}'
+            )
+        if self.tool_choice not in ("auto", "none"):
+            raise OptionError(f"tool_choice is {self.tool_choice!r}, expected one of: auto, none")
+        if not isinstance(self.variables, Mapping) or not all(isinstance(name, str) for name in self.variables):
+            raise OptionError(f"variables is {self.variables!r}, expected names and values of a template's variables")
+        if found := sorted(taken & self.variables.keys()):
+            raise OptionError(f"variables has {found[0]}, which messages and tools give; expected other names")
+
+    def rendered_with(self) -> dict[str, Any]:
+        """Return what the template is rendered with."""
+        tools = None if self.tool_choice == "none" or not self.tools else [*self.tools]
+        return {"tools": tools, **self.variables}
 
 
 class Text:
@@ -38,15 +81,18 @@ class Text:
         self.tokenizer, self.stop = load_tokenizer(folder), stop_tokens(folder)
         self.template = None if raw else load_template(folder)
 
-    def encode(self, messages: Sequence[dict[str, str]], before: Sequence[int] = ()) -> list[int]:
+    def encode(
+        self, messages: Sequence[dict[str, Any]], before: Sequence[int] = (), arguments: TemplateArguments | None = None
+    ) -> list[int]:
         """Return the token ids of a conversation that ends with a message.
 
         Args:
             messages: dicts with the texts ``role`` and ``content``; the last one is the new message.
             before: without a template, the ids of the text before that message.
+            arguments: tools and other arguments of the template.
 
         Raises:
-            OptionError: messages are something else.
+            OptionError: messages are something else, or there is no template for ``arguments``.
             ModelError: the template refuses the messages, or a message has half of a surrogate pair.
         """
         content = str | None if self.template else str  # None: a message of tool calls
@@ -56,7 +102,9 @@ class Text:
                 "content"
             )
         if self.template:
-            return self.ids(self.template.render(messages))
+            return self.ids(self.template.render(messages, **(arguments or TemplateArguments()).rendered_with()))
+        if arguments is not None and arguments != TemplateArguments():
+            raise OptionError("tools and template arguments need a chat template, and the folder has none")
         return [*before, *self.ids(messages[-1]["content"], begins=not before)]
 
     def ids(self, text: str, begins: bool = False) -> list[int]:
@@ -71,6 +119,11 @@ class Text:
             raise ModelError(f"the prompt has {text[error.start]!a}, half of a surrogate pair") from None
         return list(self.tokenizer.encode(text, add_special_tokens=begins).ids)
 
+    def parser(self, ids: Sequence[int], arguments: TemplateArguments | None = None) -> ReplyParser:
+        """Return what divides the reply to a prompt of these token ids into its parts."""
+        format = FORMATS[-1] if self.template is None else self.template.format
+        return ReplyParser(format, self.decode(ids[-PROMPT_END:]), (arguments or TemplateArguments()).tools)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -81,8 +134,7 @@ class Chat:
 
     The KV cache is kept between messages, so only new text is run. A reply is kept as its tokens. If the template
     renders an earlier reply differently (many templates leave out its reasoning), that text is run again. A reply that
-    the template refuses (gpt-oss' channels) is kept as it came. Without a template each message follows the reply
-    before it.
+    the template refuses is kept as it came. Without a template each message follows the reply before it.
 
     If the context is full, the oldest messages and their replies are dropped, and the rest is run again. A system
     prompt stays.
@@ -92,9 +144,11 @@ class Chat:
         text: tokenizer and template; None: from the model's folder.
         cache: a cache of Generator.cache or load_cache. Messages reuse the tokens with which they begin. None: an empty
             cache.
+        arguments: tools and other arguments of the template, for all replies.
 
     Attributes:
-        messages: the conversation so far, as chat templates take it; special tokens are part of the text.
+        messages: the conversation so far, as chat templates take it. A reply has ``content``, and perhaps
+            ``reasoning_content`` and ``tool_calls``.
         last: tokens and time of the last reply.
         kept: tokens of the cache that the last reply reused.
         dropped: messages, with their replies, that were dropped for the last reply.
@@ -103,11 +157,18 @@ class Chat:
         ModelError: there is no tokenizer.json, or a file is damaged.
     """
 
-    def __init__(self, model: Generator, text: Text | None = None, cache: Cache | None = None):
+    def __init__(
+        self,
+        model: Generator,
+        text: Text | None = None,
+        cache: Cache | None = None,
+        arguments: TemplateArguments | None = None,
+    ):
         self.model, self.cache = model, cache or model.cache()
         self.text = text or Text(model.path.parent)
         self.cache.tail = TAIL
-        self.messages: list[dict[str, str]] = []
+        self.arguments = arguments or TemplateArguments()
+        self.messages: list[dict[str, Any]] = []
         self.last: Generated | None = None
         self.kept = self.dropped = 0
         #: what was run, and the text of it
@@ -116,17 +177,17 @@ class Chat:
 
     def reply(
         self,
-        message: str,
+        message: str | Sequence[dict[str, Any]],
         max_new_tokens: int = 512,
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
     ) -> Iterator[str]:
-        """Yield the model's answer in pieces, as they come.
+        """Yield the text of the model's answer in pieces, as they come, with reasoning, calls and special tokens.
 
         The pieces that came are part of the conversation, also if you stop early.
 
         Args:
-            message: the user's text.
+            message: the user's text; or messages, as the results of tools.
             max_new_tokens: most tokens of the answer. Old messages are dropped until there is room for these tokens, or
                 for a quarter of the context.
             stop: strings that end the answer; they are not part of it.
@@ -137,34 +198,66 @@ class Chat:
             ContextError: the message alone is too long; the conversation does not change.
             ModelError: the template refuses the messages, or Generator.stream fails.
         """
-        if not isinstance(message, str):
-            raise OptionError(f"message is {message!r}, expected text")
+        return self._answer(message, max_new_tokens, stop, sampling, lambda piece, deltas: [piece] if piece else [])
+
+    def deltas(
+        self,
+        message: str | Sequence[dict[str, Any]],
+        max_new_tokens: int = 512,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+    ) -> Iterator[Delta]:
+        """Yield reasoning, content and tool calls of the model's answer, as they come.
+
+        Arguments and errors are :meth:`reply`'s.
+        """
+        return self._answer(message, max_new_tokens, stop, sampling, lambda piece, deltas: deltas)
+
+    def _answer(
+        self,
+        message: str | Sequence[dict[str, Any]],
+        max_new_tokens: int,
+        stop: Sequence[str],
+        sampling: Sampling | None,
+        give: Callable[[str, list[Delta]], list[T]],
+    ) -> Iterator[T]:
+        added = [{"role": "user", "content": message}] if isinstance(message, str) else message
+        if not isinstance(added, Sequence) or not added or not all(_is_message(m, str | None) for m in added):
+            raise OptionError(f"message is {reprlib.repr(message)}, expected text, or messages with role and content")
         need_count("max_new_tokens", max_new_tokens)
         own = self.text
-        asked, ids, rendered = self._fit([*self.messages, {"role": "user", "content": message}], max_new_tokens)
+        asked, ids, rendered = self._fit([*self.messages, *added], max_new_tokens)
         self.kept = self.cache.keep(ids)
         self.last = found = self.model.stream(ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache)
         text = TextStream(own.tokenizer, stop, () if own.template else ids, special=True)
-        return self._pieces(asked, ids, rendered, found, text)
+        return self._pieces(asked, ids, rendered, found, text, give)
 
     def _pieces(
-        self, asked: list[dict[str, str]], ids: list[int], rendered: str, found: Generated, text: TextStream
-    ) -> Iterator[str]:
-        own, said = self.text, ""
+        self,
+        asked: list[dict[str, Any]],
+        ids: list[int],
+        rendered: str,
+        found: Generated,
+        text: TextStream,
+        give: Callable[[str, list[Delta]], list[T]],
+    ) -> Iterator[T]:
+        own, said, parser = self.text, "", self.text.parser(ids, self.arguments)
         try:
             for piece in text.pieces(token for token in found if token not in own.stop):
                 said += piece
-                yield piece
+                yield from give(piece, parser.push(piece))
+            yield from give("", parser.end())
         finally:
+            parser.end()  # if the caller stopped early
             if text.stopped:
                 found.finish_reason = "stop"
-            self.messages = [*asked, {"role": "assistant", "content": said}]
+            self.messages = [*asked, parser.reply.message()]
             tokens = [token for token in found.tokens if token not in own.stop]
             while own.template and not said.startswith(own.decode(tokens)):  # a stop string's, or half of a character's
                 tokens.pop()
             self._ids, self._run = ids + tokens, rendered + own.decode(tokens)
 
-    def _fit(self, messages: list[dict[str, str]], max_new_tokens: int) -> tuple[list[dict[str, str]], list[int], str]:
+    def _fit(self, messages: list[dict[str, Any]], max_new_tokens: int) -> tuple[list[dict[str, Any]], list[int], str]:
         """Return the messages that fit into the context with room for an answer, their token ids and their text.
 
         Raises:
@@ -180,7 +273,7 @@ class Chat:
         self.dropped = dropped
         return messages, ids, text
 
-    def _prompt(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
+    def _prompt(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], str]:
         """Return the token ids of a conversation, and with a template their text; tokens that were run stay."""
         own = self.text
         if own.template is None:
@@ -190,7 +283,7 @@ class Chat:
             return own.ids(text), text
         return self._ids + own.ids(text.removeprefix(self._run)), text
 
-    def _prompt_alone(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
+    def _prompt_alone(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], str]:
         """Return the token ids of a new conversation, and with a template their text."""
         if self.text.template:
             text = self._render(messages)
@@ -200,13 +293,15 @@ class Chat:
             ids = self.text.encode([message], ids)
         return ids, ""
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        template = self.text.template
+    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+        template, variables = self.text.template, self.arguments.rendered_with()
         assert template is not None
         try:
-            return template.render(messages)
+            return template.render(messages, **variables)
         except ModelError:
-            return template.render_kept(messages)
+            if any(message.get("tool_calls") for message in messages):
+                raise
+            return template.render_kept(messages, **variables)
 
 
 def _is_message(message: Any, content: Any) -> bool:
@@ -216,7 +311,11 @@ def _is_message(message: Any, content: Any) -> bool:
     return isinstance(message.get("content"), content)
 
 
-def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _is_tool(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and isinstance((tool.get("function") or {}).get("name"), str)
+
+
+def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages without the oldest message after the system prompts and without its replies.
 
     The next message of the user begins the rest; without one the result is [].

@@ -29,7 +29,7 @@ from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import Template, load_template
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
-from quantmoe.runtime.chat import Chat, Text, TextStream
+from quantmoe.runtime.chat import Chat, TemplateArguments, Text, TextStream
 from quantmoe.runtime.generate import Generator
 
 WORDS = ["héllo wörld", "你好世界 👩‍👩‍👧 ок", "a mixture of experts\n\tand  more", "日本語のテキスト🎉🎉"]
@@ -711,3 +711,88 @@ def test_what_a_pipe_cannot_encode_is_escaped(talking: Path, tmp_path: Path, enc
     answers = [json.loads(line) for line in plain.stdout.decode().splitlines()]
     assert any(not answer.isascii() for answer in answers)
     assert [json.loads(line) for line in piped.stdout.decode(encoding).splitlines()] == answers
+
+
+#: a template of a family, with tools and an argument
+CALLING = """\
+{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{- '<tool_call>{"name": .., "arguments": ..}</tool_call>' }}{% endif %}
+{%- for m in messages %}<s>{{ m.role }}
+{%- if not loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}{{ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}<s>assistant{{ '<think></think>' if enable_thinking is false }}{% endif %}"""
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+SAID = '<think>why</think>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+class Scripted:
+    """A tokenizer's ids of texts, as a model that says them gives them."""
+
+    def __init__(self, model: Generator, text: Text, replies: list[str]):
+        self.asked: list[str] = []
+        replies_left = iter(replies)
+        stream = model.stream
+
+        def say(ids, max_new_tokens, stop, sampling, cache):
+            found = stream(ids, 1, stop, sampling, cache)
+            next(found)
+            self.asked.append(text.decode([*cache.tokens[: len(cache.tokens)]]))
+            found.tokens.clear()
+            tokens = iter(text.ids(next(replies_left)))
+            found._steps = ((token, None) for token in tokens)
+            return found
+
+        self.stream = say
+
+
+@pytest.fixture
+def calling(talking: Path, tmp_path: Path) -> Path:
+    folder = shutil.copytree(talking, tmp_path / "calling")
+    (folder / "chat_template.jinja").write_text(CALLING, encoding="utf-8")
+    return folder
+
+
+def test_tools_and_arguments_reach_the_template(calling: Path) -> None:
+    text = Text(calling)
+    messages = [{"role": "user", "content": "hello"}]
+
+    def rendered(**options) -> str:
+        return text.decode(text.encode(messages, arguments=TemplateArguments(**options)))
+
+    assert '"name": "weather"' in rendered(tools=[WEATHER])
+    assert "weather" not in rendered(tools=[WEATHER], tool_choice="none")
+    assert rendered(variables={"enable_thinking": False}) == rendered() + "<think></think>"
+    for options, message in (
+        ({"tools": "weather"}, "tools is 'weather', expected a list of"),
+        ({"tools": [{"name": "weather"}]}, "tools is"),
+        ({"tool_choice": "any"}, "tool_choice is 'any', expected one of: auto, none"),
+        ({"variables": {"messages": []}}, "variables has messages, which messages and tools give"),
+        ({"variables": "a"}, "variables is 'a', expected names and values"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            TemplateArguments(**options)
+    with pytest.raises(OptionError, match="need a chat template, and the folder has none"):
+        Text(calling, raw=True).encode(messages, arguments=TemplateArguments(tools=[WEATHER]))
+
+
+def test_a_reply_is_kept_as_its_parts(calling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and reasoning are fields of the message. A result follows, and the template renders both."""
+    model, text = Generator(calling), Text(calling)
+    script = Scripted(model, text, [SAID, "Sunny.", "Bye."])
+    monkeypatch.setattr(model, "stream", script.stream)
+    chat = Chat(model, text, arguments=TemplateArguments([WEATHER]))
+    deltas = [*chat.deltas("hello")]
+    assert "".join(delta.reasoning for delta in deltas) == "why"
+    assert "".join(delta.content for delta in deltas) == "I look."
+    (call,) = chat.messages[-1]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+    assert chat.messages[-1]["reasoning_content"] == "why"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sun"}
+    assert "".join(chat.reply([result])) == "Sunny."
+    assert chat.messages[-2:] == [result, {"role": "assistant", "content": "Sunny."}]
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>' in script.asked[-1]
+    for wrong in ([], [{"content": "sun"}], 5, [result | {"content": 5}]):
+        with pytest.raises(OptionError, match="expected text, or messages with role and content"):
+            chat.reply(wrong)

@@ -14,7 +14,7 @@ from test_templates import templates
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.reply_formats import FORMATS, reply_format
 from quantmoe.exporter.reading.template import Template
-from quantmoe.exporter.running.reply_parser import Reply, ReplyParser, parse_reply
+from quantmoe.runtime.reply_parser import Reply, ReplyParser, parse_reply
 
 pytestmark = pytest.mark.real
 

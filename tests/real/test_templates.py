@@ -155,7 +155,7 @@ def test_turns_are_what_templates_render(tokenizer: Any, tmp_path: Path, found: 
         tokenizer.save_pretrained(folder)
         (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
         turns, reason = folder_turns(folder)
-        if not turns:
+        if "chat.begin" not in turns:
             assert reason
             without[name] = reason.replace(f"{folder}/", "")
             continue

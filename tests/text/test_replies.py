@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantmoe.exporter.reading.reply_formats import FORMATS, reply_format
-from quantmoe.exporter.reading.template import Template
-from quantmoe.exporter.running.reply_parser import Reply, ReplyParser, parse_reply
+from quantmoe.exporter.reading.template import Template, folder_turns
+from quantmoe.runtime.reply_parser import Reply, ReplyParser, parse_reply
 
 TOOLS = [
     {
@@ -220,3 +220,16 @@ def test_a_message_is_what_templates_take() -> None:
 def test_calls_are_rendered_in_the_form_that_a_template_takes(template: str, arguments: Any) -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     assert Template(template, Path("t"), {}).render([{"role": "user", "content": ""}, call])
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_folder_says_its_format(plain: bool, tmp_path: Path) -> None:
+    """Also where a program without Jinja cannot put the conversation together."""
+    text = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}" + (
+        "" if plain else "{{ messages | length }}"
+    )
+    for mark, name in ("{# [TOOL_CALLS] #}", "mistral"), ("", None):
+        (tmp_path / "chat_template.jinja").write_text(text + mark, encoding="utf-8")
+        turns, reason = folder_turns(tmp_path)
+        assert turns.get("chat.format") == name
+        assert ("chat.begin" in turns, bool(reason)) == (plain, not plain)
