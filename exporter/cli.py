@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
+from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.memory import CHUNKS, DRAFTS
 from quantmoe.exporter.options import UsageError, listed, missing, need, run
 from quantmoe.exporter.report import (
@@ -319,6 +319,11 @@ def generate(
     ] = None,
     chat: Annotated[bool, _option("Prompt", "hold a conversation; the default in a terminal", "--chat")] = False,
     raw: Annotated[bool, _option("Prompt", "continue the text, without a chat template", "--raw")] = False,
+    system: Annotated[str | None, _option("Prompt", "system prompt", "--system", "-sys", metavar="TEXT")] = None,
+    tools: Annotated[Path | None, _option("Prompt", "JSON list of functions to call", metavar="FILE")] = None,
+    template_arg: Annotated[
+        list[str] | None, _option("Prompt", "variable of the chat template; may be repeated", metavar="NAME=JSON")
+    ] = None,
     prompts: Annotated[
         Path | None, _option("Prompt", "answer each line; answers are JSON strings", metavar="FILE")
     ] = None,
@@ -407,6 +412,8 @@ def generate(
             prompt = _read_prompt(None)
     if file is not None:
         prompt = _read_prompt(file)
+    of_template = {"--system": system, "--tools": tools, "--template-arg": template_arg}
+    _check_apart("--ids", ids, of_template)
     if ids is not None and (raw or stop):
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
     for option, texts in (("--prompt", [prompt]), ("--stop", stop or [])):
@@ -477,11 +484,15 @@ def generate(
     from quantmoe.runtime.chat import Chat, Text
 
     text = Text(folder, raw)
+    if text.template is None and (given := next((name for name, value in of_template.items() if value), None)):
+        why = "--raw uses none" if raw else f"{folder} has none"
+        raise typer.BadParameter(f"needs a chat template; {why}", param_hint=given)
+    arguments, before = _template_arguments(tools, template_arg), _system(system)
     if prompts is not None and messages is not None:
         asked = []
         for number, message in enumerate(messages, 1):
             with _in_line(prompts, number):
-                asked.append(text.encode([{"role": "user", "content": message}]))
+                asked.append(text.encode([*before, {"role": "user", "content": message}], arguments=arguments))
         size = min(batch or BATCH, len(asked))
         model, cache = begin(max(map(len, asked)) + most, size)
         for number, tokens in enumerate(asked, 1):  # before the first is run
@@ -491,13 +502,18 @@ def generate(
         end(model, cache)
         return
     reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=sampling)
-    alone = [{"role": "user", "content": prompt}] if prompt is not None and not chat else None
-    model, cache = begin(len(text.encode(alone)) + most if alone else None)
+    alone = [*before, {"role": "user", "content": prompt}] if prompt is not None and not chat else None
+    model, cache = begin(len(text.encode(alone, arguments=arguments)) + most if alone else None)
     reply = partial(reply, tell=_used(load_state, cache))
-    talk = Chat(model, text, cache)
+    talk = Chat(model, text, cache, arguments)
+    talk.messages = before
     answered = True
     if chat:
-        answered = _converse(talk, prompt, reply)
+        from quantmoe.exporter.conversation import Conversation
+
+        answered = Conversation(talk, reply, lambda text: print(f"quantmoe: {_line(text)}", file=sys.stderr)).run(
+            prompt
+        )
     elif prompt is not None:
         reply(talk, prompt)
     end(model, cache)
@@ -586,10 +602,12 @@ def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
     return tell
 
 
-def _reply(chat: Any, message: str, tell: Callable[[int], None], max_new_tokens: int, **options: Any) -> None:
-    """Print an answer as it comes."""
+def _reply(chat: Any, message: Any, tell: Callable[[int], None], max_new_tokens: int, **options: Any) -> None:
+    """Print the answer to a text or to messages as it comes."""
     from quantmoe.exporter.terminal import TokensColumn, progress
 
+    if isinstance(message, str):
+        _check_text(message)
     pieces = chat.reply(message, max_new_tokens, **options)
     if chat.dropped:
         turns = "the oldest turn" if chat.dropped == 1 else f"the oldest {chat.dropped} turns"
@@ -614,6 +632,37 @@ def _tell_end(found: Any, most: int, context: int) -> None:
     if found.finish_reason == "length":
         limit = f"--max-new-tokens {most}" if len(found.tokens) == most else f"the model's context of {context} tokens"
         print(f"the answer ended at {limit}", file=sys.stderr)
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    """Return the messages before the first of the user."""
+    _check_text(text or "")
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def _template_arguments(tools: Path | None, variables: list[str] | None) -> Any:
+    """Return what the template gets of --tools and --template-arg."""
+    from quantmoe.runtime.chat import TemplateArguments
+
+    found = {}
+    for given in variables or []:
+        name, _, value = given.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            expected = f'{given!r}: expected NAME=JSON, as enable_thinking=false or reasoning_effort="low"'
+            raise typer.BadParameter(expected, param_hint="--template-arg") from None
+    listed = None
+    if tools is not None:
+        try:
+            listed = json.loads(_read_prompt(tools, "--tools"))
+        except ValueError as error:
+            raise typer.BadParameter(f"{tools}: {error}", param_hint="--tools") from None
+    try:
+        return TemplateArguments(listed, variables=found)
+    except OptionError as error:
+        hint = "--tools" if str(error).startswith("tools") else "--template-arg"
+        raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
 def _check_apart(option: str, value: Any, others: dict[str, Any]) -> None:
@@ -725,41 +774,6 @@ def _is_text(message: str) -> bool:
 def _check_text(message: str) -> None:
     if not _is_text(message):
         raise typer.BadParameter("the prompt: expected text in UTF-8")
-
-
-def _converse(chat: Any, message: str | None, reply: Any) -> bool:
-    """Turn after turn until standard input ends. Ctrl-C ends a reply, and it is part of the conversation so far.
-
-    Returns:
-        Whether each message has an answer, or a person has seen why not.
-    """
-    typed, answered = sys.stdin.isatty(), True
-    if not typed and isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # _check_text names what is no text
-    if typed:
-        from quantmoe.exporter.terminal import edit_lines
-
-        edit_lines()
-        print("Ctrl-C ends a reply, Ctrl-D the conversation", file=sys.stderr)
-    while True:
-        try:
-            message = message or input("> " if typed else "")
-        except EOFError:
-            return typed or answered
-        except KeyboardInterrupt:
-            if not typed:
-                raise
-            print()
-            continue
-        if message.strip():
-            _check_text(message)
-            with contextlib.suppress(KeyboardInterrupt) if typed else contextlib.nullcontext():
-                try:
-                    reply(chat, message)
-                except ContextError as error:  # the conversation is what it was
-                    answered = False
-                    print(f"quantmoe: {_line(str(error))}", file=sys.stderr)
-        message = None
 
 
 def _placed(report: dict[str, int], device: str) -> str:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
          "ContextError": "exporter.errors", "Generated": "runtime.generate", "Generator": "runtime.generate",
          "ModelError": "exporter.errors", "OptionError": "exporter.errors", "Sampling": "exporter.reading.sampling",
-         "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench", "evaluate": "benchmarks.evaluate",
+         "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
+         "evaluate": "benchmarks.evaluate",
          "export": "exporter.writing.convert", "inspect": "exporter.inspecting.inspect",
          "unpack": "exporter.inspecting.unpack"}  # fmt: skip
 __all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "ModelError", "OptionError",

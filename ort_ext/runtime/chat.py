@@ -174,6 +174,8 @@ class Chat:
         #: what was run, and the text of it
         self._ids: list[int] = []
         self._run = ""
+        #: messages, ``_ids`` and ``_run`` before the last answer, and the messages that it answers
+        self._before: tuple[list[dict[str, Any]], list[int], str, list[dict[str, Any]]] | None = None
 
     def reply(
         self,
@@ -213,6 +215,43 @@ class Chat:
         """
         return self._answer(message, max_new_tokens, stop, sampling, lambda piece, deltas: deltas)
 
+    def clear(self) -> None:
+        """Begin a new conversation. System prompts stay."""
+        self.messages = [message for message in self.messages if _is_system(message)]
+        self._ids, self._run, self._before = [], "", None
+
+    def set_system(self, content: str | None) -> None:
+        """Replace the system prompt; None: remove it.
+
+        Raises:
+            OptionError: there is no chat template, or the prompt is no text.
+        """
+        if not isinstance(content, str | None):
+            raise OptionError(f"content is {content!r}, expected text")
+        if self.text.template is None:
+            raise OptionError("a system prompt needs a chat template, and the folder has none")
+        system = [] if content is None else [{"role": "system", "content": content}]
+        self.messages = system + [message for message in self.messages if not _is_system(message)]
+
+    def undo(self) -> list[dict[str, Any]]:
+        """Remove the last answer and the messages that it answers.
+
+        Returns:
+            Those messages, which :meth:`reply` takes; none if there is no answer.
+        """
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not users or self.messages[-1]["role"] != "assistant":
+            return []
+        if self._before is None:  # messages that were given
+            self.messages, added = self.messages[: users[-1]], self.messages[users[-1] : users[-1] + 1]
+            self._ids, self._run = [], ""
+            return added
+        system = [message for message in self.messages if _is_system(message)]
+        messages, self._ids, self._run, added = self._before
+        self.messages = system + [message for message in messages if not _is_system(message)]
+        self._before = None
+        return added
+
     def _answer(
         self,
         message: str | Sequence[dict[str, Any]],
@@ -226,7 +265,9 @@ class Chat:
             raise OptionError(f"message is {reprlib.repr(message)}, expected text, or messages with role and content")
         need_count("max_new_tokens", max_new_tokens)
         own = self.text
+        before = (self.messages, self._ids, self._run, [*added])
         asked, ids, rendered = self._fit([*self.messages, *added], max_new_tokens)
+        self._before = before
         self.kept = self.cache.keep(ids)
         self.last = found = self.model.stream(ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache)
         text = TextStream(own.tokenizer, stop, () if own.template else ids, special=True)
@@ -311,6 +352,10 @@ def _is_message(message: Any, content: Any) -> bool:
     return isinstance(message.get("content"), content)
 
 
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
+
+
 def _is_tool(tool: Any) -> bool:
     return isinstance(tool, Mapping) and isinstance((tool.get("function") or {}).get("name"), str)
 
@@ -320,7 +365,7 @@ def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
     The next message of the user begins the rest; without one the result is [].
     """
-    first = next(i for i, message in enumerate(messages) if message["role"] not in ("system", "developer"))
+    first = next(i for i, message in enumerate(messages) if not _is_system(message))
     users = (i for i, message in enumerate(messages) if message["role"] == "user" and i > first)
     following = next(users, None)
     return [] if following is None else messages[:first] + messages[following:]

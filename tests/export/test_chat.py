@@ -796,3 +796,77 @@ def test_a_reply_is_kept_as_its_parts(calling: Path, monkeypatch: pytest.MonkeyP
     for wrong in ([], [{"content": "sun"}], 5, [result | {"content": 5}]):
         with pytest.raises(OptionError, match="expected text, or messages with role and content"):
             chat.reply(wrong)
+
+
+def test_commands_of_a_conversation(talking: Path, tmp_path: Path) -> None:
+    """What users of llama.cpp and Ollama type; /save shows what came of it."""
+    folder, file = shutil.copytree(talking, tmp_path / "m"), tmp_path / "saved.json"
+    (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    (tmp_path / "other").write_text("a", encoding="utf-8")
+
+    def saved() -> list[tuple[str, str]]:
+        messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
+        return [(message["role"], message["content"]) for message in messages]
+
+    with terminal(folder, "--max-new-tokens", 3, "--system", "Be kind.") as shell:
+        turn = 1
+
+        def type_lines(*lines: str) -> None:
+            nonlocal turn
+            for line in lines:
+                shell.until_asked(turn)
+                shell.type(line.encode() + b"\n")
+                turn += 1
+
+        type_lines("/regen", "hello", "/regen", f"/save {file}", "/help")
+        shell.until_said(b"set the system prompt")
+        shell.until_said(b"/regen: there is no answer yet")
+        assert shell.shown.count(b"prompt: ") == 2
+        first = saved()
+        assert first[:2] == [("system", "Be kind."), ("user", "hello")]
+        assert [role for role, _ in first] == ["system", "user", "assistant"]
+        type_lines("/system Be brief.", "/clear")
+        shell.until_asked(turn)
+        shell.type(b'"""two\n')
+        shell.until_said(b"... ")
+        shell.type(b'/clear lines"""\n')
+        turn += 1
+        shell.until_asked(turn)
+        shell.type(b"and\\\nmore\n")
+        turn += 1
+        type_lines(f"/save {file}", "/set system Be fast.", "/nothing", f"/load {tmp_path / 'other'}", "/load")
+        shell.until_said(b"/nothing is no command")
+        shell.until_said(b"/load: expected the name of a file")
+        assert b"other: expected a conversation that /save wrote" in shell.shown
+        said = saved()
+        assert said[0] == ("system", "Be brief.")
+        assert [content for role, content in said if role == "user"] == ["two\n/clear lines", "and\nmore"]
+        type_lines(f"/load {file}", "/system", "/regen", f"/save {file}", f"/save {tmp_path / 'other'}")
+        shell.until(lambda: shell.shown.count(b"other: expected a conversation") == 2)
+        again = saved()
+        assert again == said[1:]  # the likeliest tokens once more, without the system prompt
+        assert (tmp_path / "other").read_text(encoding="utf-8") == "a"
+        type_lines("/bye")
+        assert shell.program.wait(60) == 0
+
+
+def test_options_of_the_template(calling: Path, tmp_path: Path) -> None:
+    """--system, --tools and --template-arg; what is wrong with them is named."""
+    short = ("--max-new-tokens", 1, "--prompt", "hi")
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([WEATHER]), encoding="utf-8")
+    lengths = [
+        int(generate(calling, *short, *options).stderr.split("prompt: ")[1].split()[0])
+        for options in ((), ("--system", "Be brief."), ("--tools", tools), ("--template-arg", "enable_thinking=false"))
+    ]
+    assert min(lengths[1:]) > lengths[0]
+    tools.write_text('{"name": "weather"}', encoding="utf-8")
+    for options, message in (
+        (("--tools", tools), "tools is"),
+        (("--template-arg", "enable_thinking"), "expected NAME=JSON"),
+        (("--template-arg", "tools=[]"), "variables has tools"),
+        (("--raw", "--system", "a"), "--raw uses none"),
+    ):
+        done = generate(calling, *short, *options)
+        assert done.returncode == 2
+        assert message in " ".join(done.stderr.split())

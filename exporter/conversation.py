@@ -1,0 +1,172 @@
+"""A conversation at a terminal or over a pipe: messages, and commands that begin with a slash."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantmoe.exporter.errors import ContextError, ModelError, OptionError
+
+if TYPE_CHECKING:
+    from quantmoe.runtime.chat import Chat
+
+#: begins and ends a message of several lines
+QUOTES = '"""'
+#: commands, as Ollama and llama.cpp name them, and what they do
+COMMANDS = {
+    "/clear": "begin a new conversation; the system prompt stays",
+    "/system TEXT": "set the system prompt; without TEXT, remove it",
+    "/regen": "answer the last message again",
+    "/save FILE": "write the conversation to a file",
+    "/load FILE": "read a conversation from a file",
+    "/help, /?": "show this list",
+    "/bye, /exit": "end; so does Ctrl-D",
+    '"""': "begin and end a message of several lines",
+    "\\": "at the end of a line: the message goes on",
+}
+
+
+class Conversation:
+    """Reads messages from standard input until it ends, and lets a model answer.
+
+    In a terminal, Ctrl-C ends an answer, lines that begin with a slash are commands, and a message may have several
+    lines. From a pipe, each line is a message.
+
+    Args:
+        chat: the conversation.
+        reply: prints the answer of a chat to a message.
+        tell: prints an error.
+    """
+
+    def __init__(self, chat: Chat, reply: Callable[[Chat, Any], None], tell: Callable[[str], None]):
+        self._chat, self._reply, self._tell = chat, reply, tell
+        self._typed = sys.stdin.isatty()
+        self._answered = True
+
+    def run(self, message: str | None) -> bool:
+        """Hold the conversation, which may begin with a message.
+
+        Returns:
+            Whether each message has an answer, or a person has seen why not.
+        """
+        if self._typed:
+            from quantmoe.exporter.terminal import edit_lines
+
+            edit_lines()
+            print("Ctrl-C ends a reply, Ctrl-D the conversation; /help lists commands", file=sys.stderr)
+        elif isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # a message that is no text is named
+        while True:
+            try:
+                message = message or self._read()
+            except EOFError:
+                return self._typed or self._answered
+            except KeyboardInterrupt:
+                if not self._typed:
+                    raise
+                print()
+                continue
+            if self._typed and re.match(r"/[a-z?]+(\s|$)", message):
+                name, _, rest = message.strip().partition(" ")
+                if name in ("/bye", "/exit"):
+                    return True
+                self._command(name, rest.strip())
+            elif message.strip():
+                self._answer(message)
+            message = None
+
+    def _read(self) -> str:
+        """Return a message: a line, lines between quotes, or lines that end with a backslash.
+
+        Raises:
+            EOFError: there is none.
+        """
+        line = input("> " if self._typed else "")
+        if not self._typed:
+            return line
+        if line.lstrip().startswith(QUOTES):
+            lines = [line.lstrip().removeprefix(QUOTES)]
+            while not lines[-1].rstrip().endswith(QUOTES):
+                lines.append(input("... "))
+            return "\n".join(lines).rstrip().removesuffix(QUOTES)
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
+            lines.append(input("... "))
+        return "\n".join(lines)
+
+    def _answer(self, message: Any) -> None:
+        shown = ModelError if self._typed else ContextError
+        with contextlib.suppress(KeyboardInterrupt) if self._typed else contextlib.nullcontext():
+            try:
+                self._reply(self._chat, message)
+            except shown as error:  # the conversation is what it was
+                self._answered = False
+                self._tell(str(error))
+
+    def _command(self, name: str, rest: str) -> None:
+        if name == "/set" and rest.split(" ")[0] == "system":  # Ollama's
+            name, rest = "/system", rest.removeprefix("system").strip()
+        do = {"/clear": self._clear, "/system": self._system, "/regen": self._regenerate, "/save": self._save,
+              "/load": self._load, "/help": self._help, "/?": self._help}.get(name)  # fmt: skip
+        if do is None:
+            return self._tell(f"{name} is no command; /help lists the commands")
+        try:
+            do(rest.strip("\"'"))
+        except (ModelError, OptionError, OSError) as error:
+            self._tell(str(error))
+
+    def _clear(self, rest: str) -> None:
+        self._chat.clear()
+
+    def _system(self, rest: str) -> None:
+        self._chat.set_system(rest or None)
+
+    def _regenerate(self, rest: str) -> None:
+        if added := self._chat.undo():
+            self._answer(added)
+        else:
+            self._tell("/regen: there is no answer yet")
+
+    def _save(self, rest: str) -> None:
+        path = _file("/save", rest)
+        if path.exists():
+            _read_messages(path)  # another file is not replaced
+        path.write_text(json.dumps({"messages": self._chat.messages}, ensure_ascii=False, indent=1), encoding="utf-8")
+
+    def _load(self, rest: str) -> None:
+        messages = _read_messages(_file("/load", rest))
+        self._chat.clear()
+        self._chat.messages = messages
+
+    def _help(self, rest: str) -> None:
+        for name, does in COMMANDS.items():
+            print(f"  {name:14}{does}", file=sys.stderr)
+
+
+def _file(command: str, name: str) -> Path:
+    if not name:
+        raise OptionError(f"{command}: expected the name of a file")
+    return Path(name).expanduser()
+
+
+def _read_messages(path: Path) -> list[dict[str, Any]]:
+    """Return the messages of a saved conversation.
+
+    Raises:
+        ModelError: the file is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        messages = found["messages"]
+        if all(isinstance(message["role"], str) and "content" in message for message in messages):
+            return list(messages)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ModelError(f"{path}: expected a conversation that /save wrote")
