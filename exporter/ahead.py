@@ -12,6 +12,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.reading.formats.rounding import PIECE
+from quantmoe.exporter.targets import of_layout
 
 T = TypeVar("T")
 #: bytes that decoded and packed weights take while they are made and written, unless a single expert takes more
@@ -60,7 +61,7 @@ def expert_size(spec: MoESpec) -> int:
     packed = sum(LAYOUTS[spec.w13.layout].row_bytes(spec, projection) for projection in ("w13", "w2"))
     weights = (2 + spec.gated) * spec.hidden_size * spec.intermediate_size
     beside = 0
-    if spec.w13.layout == "marlin" and spec.w13.perm == 2:
+    if of_layout(spec.w13.layout).act_orders_apart and spec.w13.perm == 2:
         columns = 2 * -(-spec.hidden_size // (unit := max(spec.w13.group_size, 64))) * unit
         beside = (2 + spec.w13.zero_points) * columns * spec.intermediate_size
     return 2 * packed + weights * (1 + spec.w2.perm) + beside + 50 * PIECE

@@ -24,7 +24,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
-from quantmoe.exporter.memory import CHUNKS, DRAFTS
+from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.options import UsageError, listed, missing, need, run
 from quantmoe.exporter.report import (
     APART,
@@ -44,6 +44,7 @@ from quantmoe.exporter.report import (
     print_reasons,
     print_survey,
 )
+from quantmoe.exporter.targets import CPU, CUDA, TARGETS, of_device
 from quantmoe.ort_ext import build_info
 
 app = typer.Typer(
@@ -270,7 +271,7 @@ def inspect(
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
 
-        here = gpu.bandwidth() if found["metadata"].get("target") == "cuda" and rate is None else None
+        here = gpu.bandwidth() if TARGETS.get(found["metadata"].get("target"), CPU).on_gpu and rate is None else None
         rates = (rate or here, read, disk)
         fits = fit(found, memory, context or CONTEXT, read_trace(trace) if trace else None, rates, ram, reserve)
         if as_json:
@@ -374,7 +375,7 @@ def generate(
     frequency_penalty: Annotated[float | None, _option("Advanced", "penalize each occurrence", metavar="X")] = None,
     chunk: Annotated[
         int | None,
-        _option("Speed", f"prompt tokens a run: {CHUNKS['cpu']}; {CHUNKS['cuda']}", min=1, metavar="N"),
+        _option("Speed", f"prompt tokens a run: {CPU.chunk}; {CUDA.chunk}", min=1, metavar="N"),
     ] = None,
     prefault: Annotated[bool, _option("Speed", "read all weights first", "--prefault")] = False,
     cuda_graph: Annotated[
@@ -779,7 +780,7 @@ def _check_text(message: str) -> None:
 def _placed(report: dict[str, int], device: str) -> str:
     """Where experts were: a line of what the library reports."""
     if not report.get("slots"):
-        return f"experts: all in {'the mapped file' if device == 'cpu' else 'GPU memory'}"
+        return f"experts: all in {'GPU memory' if of_device(device).on_gpu else 'the mapped file'}"
     uses = report["hits"] + report["misses"]
     missed = report.get("missed_bytes", report["bytes_read"])  # copied, read, or the CPU's
     return (

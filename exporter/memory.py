@@ -12,8 +12,6 @@ from pathlib import Path
 
 from quantmoe.exporter import gpu
 
-#: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt
-CHUNKS = {"cpu": 512, "cuda": 2048}
 #: drafts of a run that speculation verifies, at most, unless the caller says
 DRAFTS = 4
 

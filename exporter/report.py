@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.options import terminal
+from quantmoe.exporter.targets import CPU, TARGETS
 
 if TYPE_CHECKING:
     from quantmoe.benchmarks.evaluate import Evaluation
@@ -76,7 +77,7 @@ def print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
 
 def print_model(found: dict[str, Any]) -> None:
     _print_nodes("layer", found["layers"], ("w13", "w2"))
-    ours = found["metadata"].get("target") != "ort"
+    ours = bool(TARGETS.get(found["metadata"].get("target"), CPU).library)
     _print_nodes("QuantLinear" if ours else "MatMulNBits", found["linears"], ("w",))
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
@@ -100,7 +101,7 @@ def print_model(found: dict[str, Any]) -> None:
 
 def print_fit(fits: Fit, model: Path, rate: str) -> None:
     """Print what fits; rate: where the memory's bytes a second are from."""
-    gpu = fits.target == "cuda"
+    gpu = TARGETS[fits.target].on_gpu
     where, through = ("GPU memory", "the bus") if gpu else ("memory", "the disk")
     rows = {
         "outside the experts": decimal(fits.weights),

@@ -19,9 +19,10 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, activation_format, choose_layer, layer_candidate
+from quantmoe.exporter.choosing.choose import activation_format, choose_layer, layer_candidate
 from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import MoELayer
+from quantmoe.exporter.targets import of_layout
 
 __all__ = ["TINY", "check_headers", "check_layer", "make_checkpoint", "make_float_checkpoint", "make_gptq_checkpoint",
            "make_integer_checkpoint", "same_matrix", "write_checkpoint", "write_safetensors"]  # fmt: skip
@@ -156,8 +157,9 @@ def same_matrix(found: QuantizedMatrix, want: QuantizedMatrix) -> None:
 def check_headers(layer: MoELayer) -> None:
     """Holds what is chosen from headers to what the layouts say of the decoded experts."""
     for name, layout in LAYOUTS.items():
-        formats = [activation_format(scheme, ACTIVATIONS[name]) for scheme in (layer.scheme, layer.down_scheme)]
-        found = layer_candidate(layer, name, ACTIVATIONS[name])
+        wanted = of_layout(name).default_activations
+        formats = [activation_format(scheme, wanted) for scheme in (layer.scheme, layer.down_scheme)]
+        found = layer_candidate(layer, name, wanted)
         if found.spec is None:
             refusals = ((at, _refusal(layout, expert, formats)) for at, expert in enumerate(layer))
             at, refusal = next(pair for pair in refusals if pair[1])

@@ -9,6 +9,7 @@ from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.checkpoint import Checkpoint
 from quantmoe.exporter.reading.formats import kv_cache
+from quantmoe.exporter.targets import CPU, Target
 
 #: values of export's ``cache``
 KINDS = ("auto", "f16", "f32", "bf16", "int8", "fp8")
@@ -35,7 +36,7 @@ def choose_caches(
     plain: Mapping[str, str],
     sources: Mapping[str, str],
     refusal: Callable[[AttentionSpec], str],
-    target: str = "cpu",
+    target: Target = CPU,
 ) -> Caches:
     """Decide them.
 
@@ -45,7 +46,6 @@ def choose_caches(
         specs: CachedAttention nodes by module. plain: modules that are standard nodes, and why.
         sources: module -> its name in the checkpoint.
         refusal: why the target does not run a node; "" when it does.
-        target: "auto" means floats for "cuda", whose files TensorRT reads, too.
 
     Raises:
         CheckpointError: scales of the checkpoint that are used are missing or not what they should be.
@@ -54,17 +54,17 @@ def choose_caches(
     said = kv_cache.find(ckpt)
     if wanted in FLOATS:
         return Caches({}, said.floats("asked for") if said else "")
-    if wanted == "auto" and target == "cuda" and said and said.format:
+    if wanted == "auto" and not target.cache_codes and said and said.format:
         own = "int8" if said.format == "int8" else "fp8"
         return Caches({}, said.floats(f"TensorRT takes no codes, --cache {own} keeps them for ONNX Runtime"))
     stored = said is not None and said.format == {"int8": "int8", "fp8": "fp8_e4m3"}.get(wanted, said.format)
     if wanted == "auto" and not (said and said.format):
         return Caches({}, said.remark if said else "")
     format = said.format if stored and said else {"int8": "int8_token", "fp8": "fp8_e4m3"}[wanted]
-    if format == "int8_token" and target == "cuda":
+    if format == "int8_token" and not target.cache_scales:
         raise OptionError(
-            "cache is int8: for target cuda int8 needs one scale a layer, and the checkpoint has none; cache fp8 needs "
-            "no scales, and target cpu has int8 with a scale of each token"
+            f"cache is int8: for target {target.name} int8 needs one scale a layer, and the checkpoint has none; cache "
+            "fp8 needs no scales, and target cpu has int8 with a scale of each token"
         )
     reason = next((f"{module} is standard nodes: {why}" for module, why in plain.items()), "")
     for module, spec in specs.items():

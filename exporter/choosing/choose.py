@@ -12,31 +12,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
-from quantmoe.custom_ops import cuda, native
+from quantmoe.custom_ops.cuda import FLOATS
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join, qmoe
+from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, cpu_panel, join
 from quantmoe.custom_ops.layouts.panel_rows import panel_rows
 from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer
 from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert, dividing
+from quantmoe.exporter.targets import ACTIVATIONS, Target, of_layout
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
     from quantmoe.exporter.graph.passes.shared import Shared
 
-#: the packed layout that a target's engines read
-LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin", "ort": "qmoe"}
-#: activations of weights-only checkpoints where nobody asks for others; None: as the checkpoint says
-ACTIVATIONS = {"cpu_panel": "int8", "marlin": None, "qmoe": None}
-#: what a user asks of a weights-only checkpoint's activations -> activation_format
-CHOICES = {"int8": "int8_group", "int8-token": "int8_token_asym", "float": "none"}
 #: ends of the names of tensors whose numbers decide what a node has
 DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
 #: linears of one input, whose rows become one matrix: names of the parts -> of the whole
@@ -50,14 +45,12 @@ JOINED = {
 }
 #: activation_format whose scales are those of all features of a token, which the parts of an expert do not know
 WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
-#: linears that layout marlin takes as 16-bit floats, if they have a bias, which would be a kernel of its own
+#: linears that are packed as 16-bit floats of the graph's type, if they have a bias, which would be a kernel of its own
 FLOAT_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: and without one: so few rows that a plain product, which others are on CUDA, waits longer than it reads
 NARROW_LINEARS = ("in_proj_b", "in_proj_a", "in_proj_ba")
 #: why the linear that expands a latent is none in the graph
 ABSORBED = "its halves, one a head, multiply queries and outputs instead of the cache"
-#: of one tensor in TensorRT
-MAX_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -78,12 +71,7 @@ class Candidate:
         """(name, why not on this machine or "") in order of preference; the first without a reason is used."""
         if self.spec is None:
             return []
-        if self.layout == "marlin":
-            return [("cuda", self.reason or cuda.absence(self.spec))]
-        if self.layout == "qmoe":
-            return [("QMoE" if isinstance(self.spec, MoESpec) else "MatMulNBits", self.reason)]
-        missing = "this machine lacks its instructions"
-        return [(name, self.reason or ("" if usable else missing)) for name, usable in native.kernels().items()]
+        return [(name, self.reason or absent) for name, absent in of_layout(self.layout).kernels(self.spec)]
 
 
 @dataclass(frozen=True)
@@ -174,7 +162,7 @@ def check_floats(format: Format, nodes: Mapping[str, Sequence[tuple[MoELayer, Mo
 def _no_parts(parts: Sequence[MoELayer], layout: str) -> str:
     """Why the groups of a layer cannot be a node each; "" where they can, or there is one."""
     own = parts[0].format.slice
-    why = "QMoE routes them itself" if layout == "qmoe" else ""
+    why = "QMoE routes them itself" if of_layout(layout).one_node else ""
     if own is not None and own.own_tokens:
         why = "with --data-parallel tokens are sent to and from one node"
     if len(parts) == 1 or not why:
@@ -197,11 +185,12 @@ def choose(
         experts: of :func:`choose_experts` with the same arguments.
         dense: see export.
     """
+    target = of_layout(layout)
     parts_of = {name: experts[layer.name] for name, layer in skeleton.experts.items()}
     chosen = Choice({}, {}, {}, {}, {}, {}, {}, {})
     for name, shared in skeleton.shared({name: own[0][1] for name, own in parts_of.items()}).items():
         try:
-            if layout == "qmoe":
+            if target.one_node:
                 raise ValueError("QMoE routes every expert")
             parts_of[name] = with_shared(skeleton, shared, parts_of[name], activations, scales)
         except ValueError as reason:
@@ -221,15 +210,15 @@ def choose(
     linears = {name: source for name, source in skeleton.linears.items() if name not in merged}
     for whole, parts in groups(skeleton.format, linears).items():
         sources = {part: skeleton.linears[part] for part in parts}
-        floats = skeleton.type_name if layout == "marlin" else None
+        floats = skeleton.type_name if target.own_floats else None
         candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales, floats)
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
             chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
-            if dense == "ort" and layout == "cpu_panel" and skeleton.format.is_quantized(next(iter(sources.values()))):
+            if dense == "ort" and target.library and skeleton.format.is_quantized(next(iter(sources.values()))):
                 chosen.not_ort[whole] = not_ort(skeleton, [*sources.values()], scales)
             continue
         for source in filter(skeleton.format.is_quantized, sources.values()):
-            if layout == "qmoe" and activation_format(skeleton.format.scheme_of(source), activations) != "none":
+            if not target.library and activation_format(skeleton.format.scheme_of(source), activations) != "none":
                 raise CheckpointError(f"{skeleton.format.ckpt.folder}: {source}: {candidate.reason}")
             chosen.dequantized[f"{source}.weight"] = candidate.reason
     for name in skeleton.absorbed:
@@ -237,31 +226,31 @@ def choose(
         if skeleton.format.is_quantized(source.removesuffix(".weight")):
             weight = skeleton.tensors[f"{name}.weight"]
             chosen.dequantized[source] = f"{ABSORBED}: {weight.numel() * weight.element_size()} bytes"
-    if layout != "marlin" and skeleton.vision is None:  # TensorRT has no BitShift
-        chosen.tables.update(_tables(skeleton, chosen, layout, scales))
+    if skeleton.vision is None:
+        chosen.tables.update(_tables(skeleton, chosen, target, scales))
     return chosen
 
 
 def _tables(
-    skeleton: Skeleton, chosen: Choice, layout: str, scales: str
+    skeleton: Skeleton, chosen: Choice, target: Target, scales: str
 ) -> Iterator[tuple[str, tuple[LinearSpec, str]]]:
     """Yield the embeddings that the checkpoint quantizes and a graph can look up as they are packed; see
     :class:`Choice`."""
     format = skeleton.format
     heads = {part: name for name, parts in chosen.parts.items() for part in parts.values() if len(parts) == 1}
-    for parameter in skeleton.lookups():
+    for parameter in skeleton.lookups() if target.packed_tables != () else ():
         source = skeleton.sources[parameter].removesuffix(".weight")
         if not format.is_quantized(source):
             continue
         m = format.outline().matrix_of(source)
         try:
-            own = LAYOUTS["cpu_panel"].describe_down(m, "none")
+            own = cpu_panel.describe_down(m, "none")
         except ValueError:
             continue
         spec = LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=own)
         if panel_rows(spec) is None or m.shape != tuple(skeleton.tensors[parameter].shape):
             continue
-        if layout == "qmoe" and own.format != "int8":  # ONNX Runtime's CUDA provider has no BitShift
+        if target.packed_tables is not None and own.format not in target.packed_tables:
             continue
         head = heads.get(source, "")
         if head:
@@ -343,7 +332,7 @@ def _shared_like(
         ValueError: they are not.
     """
     layout = LAYOUTS[spec.w13.layout]
-    floats = skeleton.type_name if spec.w13.layout == "marlin" else None
+    floats = skeleton.type_name if of_layout(spec.w13.layout).own_floats else None
     sources = [skeleton.linears.get(path) for path in shared.projections]
     modules = tuple(source for source in sources if source is not None)
     if len(modules) < len(sources):
@@ -440,10 +429,10 @@ def linear_candidate(
     """Return the choice for a linear outside the experts, quantized or in 16 bits, or for a group of linears.
 
     Args:
-        floats: "bf16" or "f16", the graph's, for layout marlin, whose floats are of that type.
+        floats: "bf16" or "f16", the graph's, if the target's packed floats are of that type.
     """
     scheme, m = format.scheme_of(modules[0]), linear_matrix(format.outline(), modules, scales)[0]
-    if floats is not None and m.kind in cuda.FLOATS:
+    if floats is not None and m.kind in FLOATS:
         taken = NARROW_LINEARS if m.bias is None else FLOAT_LINEARS
         if not all(module.rpartition(".")[2] in taken for module in modules):
             return Candidate(layout, None, "a plain product")
@@ -472,7 +461,7 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
             found = [
                 Candidate(layout, None, reason)
                 if (reason := _no_parts(own, layout))
-                else layer_candidate(group, layout, ACTIVATIONS[layout])
+                else layer_candidate(group, layout, of_layout(layout).default_activations)
                 for layout in LAYOUTS
             ]
             yield MoESpec, group.scheme_text, group.title, found
@@ -480,7 +469,9 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
     quantized = {name: name for name in names if format.is_quantized(name)}
     of = {part: parts for parts in groups(format, quantized).values() for part in parts}
     for module in quantized:
-        found = [linear_candidate(format, of[module], layout, ACTIVATIONS[layout]) for layout in LAYOUTS]
+        found = [
+            linear_candidate(format, of[module], layout, of_layout(layout).default_activations) for layout in LAYOUTS
+        ]
         yield LinearSpec, format.scheme_of(module).text, module, found
 
 
@@ -501,33 +492,18 @@ def _candidate(name: str, make: Callable[[ModuleType], MoESpec | LinearSpec]) ->
 
 def refusal(spec: MoESpec | LinearSpec) -> str:
     """Why the library of a layout's kernels does not run nodes with these attributes; "" when it does."""
-    name = spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout
-    if name == "marlin":
-        return cuda.refusal(spec)
-    if name == "qmoe":
-        return qmoe.refusal(spec)
-    layout = LAYOUTS[name]
-    moe = spec if isinstance(spec, MoESpec) else spec.moe
-    names = {"w13": "w13", "w2": "w2"} if isinstance(spec, MoESpec) else {"w": "w2"}
-    words = {name: layout.row_bytes(moe, projection) // 4 for name, projection in names.items()}
-    return native.refusal(spec, words)
-
-
-def kernels_refuse(target: str) -> Callable[[Any], str]:
-    """Why a target's kernels do not run a node of attention with such attributes; "" when they do."""
-    if target == "ort":
-        return lambda spec: f"{spec.OP} is no operator of ONNX Runtime's own (--target ort)"
-    return cuda.refusal if target == "cuda" else lambda spec: native.refusal(spec, {})
+    return of_layout(spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout).refusal(spec)
 
 
 def _too_large(spec: MoESpec) -> str:
-    """Why TensorRT cannot hold the layer's tensors, for layout marlin; else ""."""
-    for projection in ("w13", "w2") if spec.w13.layout == "marlin" else ():
+    """Why TensorRT, if it reads the target's files, cannot hold the layer's tensors; else ""."""
+    most = of_layout(spec.w13.layout).max_elements
+    for projection in ("w13", "w2") if most is not None else ():
         words = LAYOUTS[spec.w13.layout].row_bytes(spec, projection) // 4
-        if words * spec.num_experts > MAX_ELEMENTS:
+        if most is not None and words * spec.num_experts > most:
             return (
                 f"{projection} has {spec.num_experts} experts of {words} int32 words, more than TensorRT's 2^31 "
-                f"elements, in which {MAX_ELEMENTS // words} experts would fit"
+                f"elements, in which {most // words} experts would fit"
             )
     return ""
 
@@ -536,14 +512,14 @@ def activation_format(scheme: ModuleScheme, choice: str | None) -> str:
     """Return the node's activation_format.
 
     Args:
-        scheme: as the checkpoint says. choice: a key of CHOICES, the user's for weights-only checkpoints; None: as the
-            checkpoint says.
+        scheme: as the checkpoint says.
+        choice: a key of ACTIVATIONS, the user's for weights-only checkpoints; None: as the checkpoint says.
     """
     wanted = scheme.activation_format
     if choice == "float":
         return "none"
     whole = scheme.format in ("fp8_e4m3", "bf16", "f16")  # no integer product of these is exact
-    return CHOICES[choice] if choice and wanted == "none" and not whole else wanted
+    return ACTIVATIONS[choice] if choice and wanted == "none" and not whole else wanted
 
 
 def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix) -> str:
@@ -582,7 +558,7 @@ def moe_spec(
         down = divided_format(layer.down_scheme, activations, expert.down)
     if floats is not None:
         parts = (expert.gate, expert.up, expert.down)
-        expert = Expert(*(replace(m, kind=floats) if m and m.kind in cuda.FLOATS else m for m in parts))  # type: ignore[arg-type]
+        expert = Expert(*(replace(m, kind=floats) if m and m.kind in FLOATS else m for m in parts))  # type: ignore[arg-type]
     w13, w2 = layout.describe(expert, up, down)
     first, count = layer.span
     return MoESpec(
@@ -678,7 +654,7 @@ def retyped_matrix(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
     Raises:
         ValueError: values that float16 cannot hold.
     """
-    if m.kind == kind or m.kind not in cuda.FLOATS:
+    if m.kind == kind or m.kind not in FLOATS:
         return m
     of = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
     with np.errstate(over="ignore"):

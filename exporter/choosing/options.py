@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantmoe.exporter.choosing.caches import FLOATS, KINDS
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, CHOICES, LAYOUT
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import Slice
+from quantmoe.exporter.targets import TARGETS, Target, with_option
 
-#: types of the graph outside the experts, the default first
-GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16"), "ort": ("f32", "f16")}
-#: of CHOICES, what a target has no kernels for
-NO_ACTIVATIONS = {"cuda": "int8", "ort": "int8-token"}
 #: bytes of weights in a file
 MAX_FILE_SIZE = 50 * 10**9
 MAX_RANKS = 1024
+#: option that not all targets have -> why
+WHY = {
+    "paged": ": ONNX Runtime has PagedAttention there alone",
+    "experts": ": TensorRT's plug-in reads them",
+    "tensor_parallel": ": ONNX Runtime has no AllReduce of its own",
+}
 
 
 def _apart(option: str, *others: tuple[str, bool]) -> None:
@@ -60,12 +62,14 @@ class Options:
     experts: str = "inputs"
 
     def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise OptionError(f"target is {self.target!r}, expected one of: {', '.join(TARGETS)}")
+        target = self.facts
         for name, known in (
-            ("target", tuple(LAYOUT)),
-            ("activations", (None, *(a for a in CHOICES if a != NO_ACTIVATIONS.get(self.target)))),
+            ("activations", (None, *target.activations)),
             ("scales", ("exact", "bf16")),
-            ("dtype", (None, *GRAPH_TYPES.get(self.target, ()))),
-            ("dense", ("quantmoe",) if self.target == "cuda" else ("quantmoe", "ort")),
+            ("dtype", (None, *target.graph_types)),
+            ("dense", target.dense),
             ("lm_head", (None, *HEAD_GROUPS)),
             ("cache", KINDS),
             ("experts", ("inputs", "external")),
@@ -77,22 +81,26 @@ class Options:
             raise OptionError(f"logits is {self.logits!r}, expected last, all or a number of tokens from 1")
         if not 1 <= self.state_window <= 64:
             raise OptionError(f"state_window is {self.state_window}, expected 1 to 64")
-        if self.target == "ort" and (self.mtp or self.state_window > 1):
-            raise OptionError(f"{'mtp' if self.mtp else 'state_window'} is for the targets cpu and cuda")
+        for name, given, as_given in (
+            ("mtp", self.mtp, "mtp"),
+            ("state_window", self.state_window > 1, "state_window"),
+            ("vision", self.vision, "vision"),
+            ("paged", self.paged, "paged"),
+            ("experts", self.experts == "external", "experts external"),
+            ("tensor_parallel", self.tensor_parallel > 1, "tensor_parallel"),
+        ):
+            if given and name not in target.options:
+                raise OptionError(f"{as_given} is for {with_option(name)}{WHY.get(name, '')}")
         one_plain_graph = (
             ("mtp", self.mtp),
             ("tensor_parallel", self.tensor_parallel > 1),
             ("logits of N tokens", isinstance(self.logits, int)),
         )
         if self.vision:
-            _apart("vision", *one_plain_graph, ("target ort", self.target == "ort"))
+            _apart("vision", *one_plain_graph)
         if self.paged:
-            if self.target != "cuda":
-                raise OptionError("paged is for target cuda: ONNX Runtime has PagedAttention there alone")
             _apart("paged", ("vision", self.vision), *one_plain_graph)
         if self.experts == "external":
-            if self.target != "cuda":
-                raise OptionError("experts external is for target cuda: TensorRT's plug-in reads them")
             _apart("experts external", ("paged", self.paged), ("vision", self.vision))
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
@@ -113,15 +121,13 @@ class Options:
             raise OptionError("expert_map needs expert_parallel: whole experts in a rank")
         if self.data_parallel and not self.expert_parallel:
             raise OptionError("data_parallel needs expert_parallel: whole experts in a rank")
-        if self.target == "ort" and self.tensor_parallel > 1:
-            raise OptionError("target ort has no AllReduce: tensor_parallel is for targets cpu and cuda")
         if self.mtp and self.tensor_parallel > 1:
             raise OptionError("mtp is not divided: leave out mtp or tensor_parallel")
-        floats = ("f16", "f32") if self.target == "cpu" else (self.graph_type,)
+        floats = target.caches or (self.graph_type,)
         if self.cache in FLOATS and self.cache not in floats:
-            why = "the kernels take f16 and f32"
-            if self.target != "cpu":
-                why = f"floats have the graph's type, {self.graph_type}"
+            why = f"floats have the graph's type, {self.graph_type}"
+            if target.caches:
+                why = f"the kernels take {' and '.join(target.caches)}"
             raise OptionError(f"cache is {self.cache}: for target {self.target} {why}")
 
     @property
@@ -133,17 +139,22 @@ class Options:
         return [Slice(rank, world, self.expert_parallel, own_tokens=self.data_parallel) for rank in range(world)]
 
     @property
+    def facts(self) -> Target:
+        """What the target is."""
+        return TARGETS[self.target]
+
+    @property
     def layout(self) -> str:
         """The packed layout of the target."""
-        return LAYOUT[self.target]
+        return self.facts.layout
 
     @property
     def wanted(self) -> str | None:
         """The activations of weights-only checkpoints; None: as the checkpoint says. With ONNX Runtime's own operators
         int8 ones are not of a format, but the operators' affair, which ``accuracy_level`` allows."""
-        if self.target == "ort" and self.activations == "int8":
+        if not self.facts.library and self.activations == "int8":
             return None
-        return self.activations or ACTIVATIONS[self.layout]
+        return self.activations or self.facts.default_activations
 
     @property
     def accuracy_level(self) -> int:
@@ -153,4 +164,4 @@ class Options:
     @property
     def graph_type(self) -> str:
         """The type of the graph outside the experts."""
-        return self.dtype or GRAPH_TYPES[self.target][0]
+        return self.dtype or self.facts.graph_types[0]

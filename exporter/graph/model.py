@@ -23,7 +23,6 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter.choosing.choose import kernels_refuse
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
@@ -41,6 +40,7 @@ from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import MADE_BY, Cut, Slice
+from quantmoe.exporter.targets import CPU, Target
 
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {
@@ -88,7 +88,7 @@ class Skeleton(Stored):
         dtype: str = "f32",
         layers: int | None = None,
         lm_head: str | None = None,
-        target: str = "cpu",
+        target: Target = CPU,
         state_window: int = 1,
         vision: ModuleType | None = None,
     ):
@@ -235,18 +235,18 @@ class Skeleton(Stored):
                 raise CheckpointError(f"{ckpt.where(name)}: other decays than of a model of {layers} layers")
         return found
 
-    def _state_space(self, target: str, window: int) -> dict[str, state_space.StateSpace]:
-        recognise = partial(state_space.recognise, self.model, kernels_refuse(target), window)
+    def _state_space(self, target: Target, window: int) -> dict[str, state_space.StateSpace]:
+        recognise = partial(state_space.recognise, self.model, target.refusal, window)
         found = self._recognised("state spaces", recognise)
         self._check_whole("a state space", found)
         return found
 
-    def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.RecognisedState]:
+    def _linear_attention(self, target: Target, window: int) -> dict[str, linear_attention.RecognisedState]:
         folder, stack = self.format.ckpt.folder, decoder_of(self.model).layers
         others = self.lightning.keys() | self.state_space
         recognise = linear_attention.recognise
         found = self._recognised(
-            "linear attention", partial(recognise, self.model, stack, kernels_refuse(target), window, others)
+            "linear attention", partial(recognise, self.model, stack, target.refusal, window, others)
         )
         attends = {name for name, m in self.model.named_modules() if type(m).__name__.endswith("Attention")}
         with_states = others | found.keys()

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quantmoe.exporter.reading.formats.base import MIMO
+from quantmoe.exporter.reading.families import MIMO
 
 #: names of Qwen's -> those of a model of one layer
 _QWEN = {

@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.exporters import exporter_onnx
-from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
 from transformers.exporters.utils import patch_attribute
 
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -33,12 +32,11 @@ from quantmoe.custom_ops.matrix import gates_first
 from quantmoe.custom_ops.op import AttentionSpec, GatherSpec, LinearSpec, ReduceSpec
 from quantmoe.custom_ops.torch_op import ONNX
 from quantmoe.exporter.choosing.caches import Caches, choose_caches
-from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
+from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
-from quantmoe.exporter.graph.passes.add_norms import add_norms
+from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, run_passes, state_space
 from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
     MASKLESS,
@@ -47,8 +45,6 @@ from quantmoe.exporter.graph.passes.attention import (
     recognise,
     signature,
 )
-from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
-from quantmoe.exporter.graph.passes.fused_norms import spell_norms, type_fused_norms
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
 from quantmoe.exporter.graph.passes.norms import plain_norms
 from quantmoe.exporter.graph.passes.paged import refusal as unpaged
@@ -63,6 +59,7 @@ from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.targets import Target
 
 CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "auto": ir.DataType.FLOAT16}
 
@@ -114,7 +111,7 @@ class Attention:
     kind: str
 
 
-def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -> ir.Model:
+def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Target) -> ir.Model:
     """Return the ONNX graph, with KV cache, dynamic in batch and sequence.
 
     passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
@@ -123,7 +120,6 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     Args:
         chosen: the nodes' attributes; linears that it lacks are float MatMuls.
         attends: of :func:`attention_of` with the same arguments.
-        target: "cpu" and "ort": with the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
@@ -140,7 +136,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
             for i, part in enumerate(chosen.parts[name]):
                 model.set_submodule(part, PartOfLinear(whole, sizes, i))
         model.set_submodule(name, whole)
-    if target == "cuda":
+    if target.joined:
         for path in found:
             skeleton.join(path, PROJECTIONS[:3], "qkv_proj")
         for path in skeleton.linear_attention:
@@ -162,7 +158,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         graph = _trace_layers(skeleton, target)
     if not attends.plain:
         layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
-        set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
+        set_cache_type(graph, CACHES.get(attends.kind) if target.caches else None, layers)
     set_state_type(graph)
     set_logits_type(graph)
     tables = {name: table for name, layer in chosen.experts.items() if (table := layer.table()) is not None}
@@ -196,7 +192,7 @@ def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recogni
     return moved
 
 
-def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, paged: bool = False) -> Attention:
+def attention_of(skeleton: Skeleton, chosen: Choice, target: Target, cache: str, paged: bool = False) -> Attention:
     """Return how the model attends in the graph. Experts, norms and linear attention are what they will be there
     afterwards.
 
@@ -210,7 +206,7 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str, pa
         OptionError: there is no such cache.
     """
     model, decoder = skeleton.model, decoder_of(skeleton.model)
-    refuses: Callable[[AttentionSpec], str] = unpaged if paged else kernels_refuse(target)
+    refuses: Callable[[AttentionSpec], str] = unpaged if paged else target.refusal
     for name in skeleton.with_states if paged else []:
         raise CheckpointError(
             f"{skeleton.format.ckpt.folder}: {name}: --paged has no linear attention: its states are not in blocks"
@@ -260,7 +256,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:
+def _trace_layers(skeleton: Skeleton, target: Target) -> ir.Model:
     """See :func:`trace`."""
     model = skeleton.model
     stack = decoder_of(model).layers
@@ -321,7 +317,7 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     return inputs, dynamic_shapes
 
 
-def _trace(skeleton: Skeleton, target: str) -> ir.Model:
+def _trace(skeleton: Skeleton, target: Target) -> ir.Model:
     model = skeleton.model
     placeholders = {name for name, _ in model.named_parameters()}
     placeholders |= model.state_dict().keys()
@@ -331,14 +327,8 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         with quiet(), keeping(placeholders):
             graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
     hidden = hide(graph, placeholders, skeleton.tied)
-    if target != "cuda":
-        with quiet():
-            fuse_for_onnxruntime(graph, "cpu")
-        type_fused_norms(graph)
-        spell_norms(graph)
-    else:
-        divide_by_roots(graph)
-        add_norms(graph)
+    with quiet():
+        run_passes(graph, target.passes)
     drop_repeated_reshapes(graph)
     narrow_tables(graph)
     # A fusion leaves each norm without weights ones of its own; layers whose constants are others are not alike.

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.reserve import RESERVE, cache_bytes
+from quantmoe.exporter.inspecting.reserve import cache_bytes
 from quantmoe.exporter.inspecting.trace import Trace
+from quantmoe.exporter.targets import CPU, TARGETS, Target
 
-#: bytes a second of what holds everything, and of what experts come through that it does not hold, the nearest first.
-#: cuda: a GPU's memory of 1 TB/s, 16 lanes of PCIe 4, below them an NVMe disk; cpu: two channels of DDR5, such a disk.
-RATES = {"cuda": (1e12, 25e9, 3e9), "cpu": (60e9, 3e9)}
 _PAGE = 4096
 _TOKENS = 200  # of a simulation
 
@@ -68,7 +66,7 @@ class Fit:
     @property
     def ram_budget(self) -> int:
         """Bytes of RAM for experts."""
-        return 0 if self.ram is None else self.ram - RESERVE["cpu"]
+        return 0 if self.ram is None else self.ram - CPU.reserve
 
     @property
     def bounds(self) -> list[float | None]:
@@ -97,30 +95,33 @@ def fit(
         found: of ``inspect``.
         memory: bytes. context: tokens.
         trace: of the same model.
-        rates: bytes a second of the memory, of the bus or disk, and of the disk below a GPU; None, or left out: RATES.
+        rates: bytes a second of the memory, of the bus or disk, and of the disk below a GPU; None, or left out: the
+            target's.
         ram: bytes beside a GPU's memory; None: as many as the model asks for.
-        reserve: bytes of the memory for workspaces and the engine; None: RESERVE.
+        reserve: bytes of the memory for workspaces and the engine; None: the target's.
 
     Raises:
         ModelError: the model has no QuantMoE node, or one that says no top_k; the rest leaves no room for one expert
             of each layer (cuda) or for one (cpu); the trace is of another model; ``ram`` leaves no room for the experts
             of one layer, or the model is for the CPU, whose RAM is the memory.
     """
-    layers, target = found["layers"], found["metadata"].get("target", "cpu")
-    if target not in RESERVE:
-        raise ModelError(f"{found['model']}: expected a model for cpu or cuda, its target is {target}")
+    layers, said = found["layers"], found["metadata"].get("target", CPU.name)
+    target = TARGETS.get(said)
+    if target is None or not target.library:
+        known = " or ".join(one.name for one in TARGETS.values() if one.library)
+        raise ModelError(f"{found['model']}: expected a model for {known}, its target is {said}")
     if not layers or any(layer["top_k"] is None for layer in layers):
         raise ModelError(f"{found['model']}: expected QuantMoE nodes after routers with a top_k")
-    if ram is not None and target != "cuda":
+    if ram is not None and not target.on_gpu:
         raise ModelError(f"{found['model']}: is for the CPU, whose RAM is the memory to fit; expected no other RAM")
-    reserve = RESERVE[target] if reserve is None else reserve
+    reserve = target.reserve if reserve is None else reserve
     attention, cache = found["attention"], cache_bytes(found, context)
     states = sum(node["state_bytes"] for node in found["linear_attention"])  # a token reads one of a window
     weights = sum(item["bytes"] for part in ("linears", "dense") for item in found[part])
     rest = weights + cache + reserve
     counts = [layer["w13"]["shape"][0] for layer in layers]
     sizes = [layer["bytes"] // count for layer, count in zip(layers, counts, strict=True)]
-    budget, least = memory - rest, sum(sizes) if target == "cuda" else file_slot_bytes(layers)
+    budget, least = memory - rest, sum(sizes) if target.on_gpu else file_slot_bytes(layers)
     if budget < least:
         raise ModelError(
             f"{found['model']}: {memory:,} bytes, expected at least {rest + least:,}: {weights:,} of weights outside "
@@ -136,7 +137,7 @@ def fit(
     asked = sum(layer["top_k"] * size * count // held_in[name] for layer, name, count, size in of)
     held, hit_rate, missed, from_disk = sum(counts), 1.0, 0.0, 0.0
     whole = sum(file["bytes"] for file in found["files"])  # to lock experts in RAM is to lock their file
-    in_file = ram is not None and budget < every and ram - RESERVE["cpu"] < whole
+    in_file = ram is not None and budget < every and ram - CPU.reserve < whole
     in_ram = _ram_slots(found, counts, ram) if in_file and ram is not None else held
     if trace is not None and [layer["experts"] for layer in trace.layers] != counts:
         raise ModelError(f"{found['model']}: the trace is of a model with other layers or experts")
@@ -144,7 +145,7 @@ def fit(
         trace = replace(trace, layers=[{"bytes": size} for size in sizes])
     if budget < every:
         slots: int | list[int] = budget // file_slot_bytes(layers)
-        if target == "cuda":
+        if target.on_gpu:
             slots = device_slots(counts, sizes, budget)
         held = min(held, slots) if isinstance(slots, int) else sum(slots)
         if trace is None:
@@ -153,7 +154,7 @@ def fit(
                 for layer, name, n in zip(layers, names, counts, strict=True)
             ]
             # one cache for all layers forgets what a layer had before that layer's next turn
-            hit_rate = held / sum(counts) if target == "cuda" or held >= sum(wanted) else 0.0
+            hit_rate = held / sum(counts) if target.on_gpu or held >= sum(wanted) else 0.0
             missed = asked * (1 - hit_rate)
             if in_file:
                 from_disk = missed * _missed_below(wanted, counts, sizes, slots, in_ram)
@@ -164,9 +165,9 @@ def fit(
     windows = [min(context, node["attributes"]["sliding_window"] or context) for node in attention]
     read = weights - sum(item["bytes"] for item in found["dense"] if item["table"]) + asked + states
     read += sum(n * node["bytes_per_token"] for n, node in zip(windows, attention, strict=True))
-    own = RATES[target]
+    own = target.rates
     return Fit(
-        target=target,
+        target=said,
         memory=memory,
         context=context,
         weights=weights,
@@ -190,7 +191,7 @@ def fit(
     )
 
 
-def _drafting(found: Mapping[str, Any], context: int, target: str) -> int:
+def _drafting(found: Mapping[str, Any], context: int, target: Target) -> int:
     """Return the bytes of the layer that drafts. On the CPU what it shares is there once; sessions on a GPU share
     nothing."""
     if (layer := found.get("mtp")) is None:
@@ -198,7 +199,7 @@ def _drafting(found: Mapping[str, Any], context: int, target: str) -> int:
     kinds = {"layers": "module", "linears": "module", "dense": "name"}
     every = [(kind, item[name], item["bytes"]) for kind, name in kinds.items() for item in layer[kind]]
     there = {
-        (kind, item[name]) for kind, name in kinds.items() for item in found[kind] if item[name] and target == "cpu"
+        (kind, item[name]) for kind, name in kinds.items() for item in found[kind] if item[name] and not target.on_gpu
     }
     return cache_bytes(layer, context) + sum(size for kind, name, size in every if (kind, name) not in there)
 
@@ -230,11 +231,11 @@ def _missed_below(
 
 def _ram_slots(found: Mapping[str, Any], counts: Sequence[int], ram: int) -> int:
     """Return the experts that a cache in RAM holds, below a GPU."""
-    budget, size = ram - RESERVE["cpu"], file_slot_bytes(found["layers"])
+    budget, size = ram - CPU.reserve, file_slot_bytes(found["layers"])
     if budget < max(counts) * size:
         raise ModelError(
-            f"{found['model']}: {ram:,} bytes of RAM, expected at least {RESERVE['cpu'] + max(counts) * size:,}: "
-            f"{RESERVE['cpu']:,} of reserve, {max(counts) * size:,} for the experts of one layer"
+            f"{found['model']}: {ram:,} bytes of RAM, expected at least {CPU.reserve + max(counts) * size:,}: "
+            f"{CPU.reserve:,} of reserve, {max(counts) * size:,} for the experts of one layer"
         )
     return min(budget // size, sum(counts))
 

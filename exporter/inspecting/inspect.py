@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
+from quantmoe.custom_ops.layouts import LAYOUTS, cpu_panel, qmoe
 from quantmoe.custom_ops.op import (
     DOMAIN,
     AttentionSpec,
@@ -34,6 +34,7 @@ from quantmoe.exporter.errors import ModelError, need_path
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.names import is_plain
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, hub_name
+from quantmoe.exporter.targets import CPU, TARGETS
 from quantmoe.exporter.writing.external_data import HASH, new_hash
 from quantmoe.exporter.writing.output import (
     EMBEDDINGS_MODEL,
@@ -103,7 +104,7 @@ def check_alone(path: Path, metadata: Mapping[str, str]) -> None:
 
 def _together(folder: Path, world: int | str, metadata: Mapping[str, str]) -> str:
     """Return the command or program that runs the ranks of a folder."""
-    if metadata.get("target", "cpu") == "cpu":
+    if not TARGETS.get(metadata.get("target", ""), CPU).on_gpu:
         return "a Python program with a Generator and a thread for each rank (docs/guides/several-gpus.md, On the CPU)"
     command = f"torchrun --nproc-per-node {world} --no-python quantmoe generate {folder} --device cuda"
     return f"{command} (docs/guides/several-gpus.md)"
@@ -643,7 +644,7 @@ def _sizes(
                 raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed!r}")
         sizes[name] = {"tensor": value.name, "shape": shape, "bytes": int(tensor.nbytes)}
         metadata = dict(tensor.metadata_props)
-    if moe.w2.layout == "cpu_panel":
+    if moe.w2.layout == cpu_panel.NAME:
         _check_runs(path, node, spec, {name: size["shape"][1] for name, size in sizes.items()})
     return sizes, metadata
 

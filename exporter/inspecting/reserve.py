@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: bytes that the libraries leave beside weights and caches, unless quantmoe.reserve says otherwise
-RESERVE = {"cuda": 1 << 30, "cpu": 512 << 20}
+from quantmoe.exporter.targets import CPU, TARGETS
 
 
 def cache_bytes(found: Mapping[str, Any], length: int) -> int:
@@ -31,7 +30,7 @@ def reserve(found: Mapping[str, Any], length: int, drafts: bool = False, rows: i
         drafts: the model's layer of multi-token prediction has a cache, too.
         rows: sequences at once.
     """
-    target = "cuda" if found["metadata"].get("target") == "cuda" else "cpu"
+    target = TARGETS.get(found["metadata"].get("target"), CPU)
     caches = sum(cache_bytes(part, length) for part in (found, found.get("mtp") if drafts else None) if part)
     others = sum(file["bytes"] for file in found["files"]) - sum(layer["bytes"] for layer in found["layers"])
-    return RESERVE[target] + (max(others, 0) if target == "cpu" else 0) + rows * caches
+    return target.reserve + (0 if target.on_gpu else max(others, 0)) + rows * caches

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.custom_ops.op import ConvSpec
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, check_floats, choose_experts, kernels_refuse
+from quantmoe.exporter.choosing.choose import check_floats, choose_experts
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, is_gguf
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing.output import MODEL, ranks_in
 
 
@@ -49,28 +50,28 @@ def survey(path: str | Path) -> dict[str, Any]:
     except CheckpointError as error:
         if not path.exists():
             raise
-        return found | {"refused": dict.fromkeys(LAYOUT, str(error))}
+        return found | {"refused": dict.fromkeys(TARGETS, str(error))}
     found |= {"model_type": ckpt.text_config.get("model_type"), "tensors": _tensors(ckpt)}
     try:
         format, reason = find_format(ckpt), ""
     except CheckpointError as error:
         if ckpt.quantization:
-            return found | {"refused": dict.fromkeys(LAYOUT, str(error))}
+            return found | {"refused": dict.fromkeys(TARGETS, str(error))}
         format, reason = Unquantized(ckpt, "none"), str(error)
-    found |= {"format": None if reason else format.name, "refused": dict.fromkeys(LAYOUT, reason)}
+    found |= {"format": None if reason else format.name, "refused": dict.fromkeys(TARGETS, reason)}
     try:
         found |= _quantized(format)
     except CheckpointError as error:
-        return found | {"refused": dict.fromkeys(LAYOUT, reason or str(error))}
-    for target, layout in LAYOUT.items() if not reason else ():
+        return found | {"refused": dict.fromkeys(TARGETS, reason or str(error))}
+    for name, target in TARGETS.items() if not reason else ():
         try:
-            nodes = choose_experts(format, layout, ACTIVATIONS[layout], "exact")
-            if target == "ort":
+            nodes = choose_experts(format, target.layout, target.default_activations, "exact")
+            if not target.library:
                 check_floats(format, nodes)  # of the graph that it has by default
+                if module := _short_convolution(format):
+                    raise CheckpointError(f"{ckpt.folder}: {module}: {target.refusal(ConvSpec)}")
         except CheckpointError as error:
-            found["refused"][target] = str(error)
-    if not found["refused"]["ort"] and (module := _short_convolution(format)):
-        found["refused"]["ort"] = f"{ckpt.folder}: {module}: {kernels_refuse('ort')(ConvSpec)}"
+            found["refused"][name] = str(error)
     return found
 
 

@@ -22,6 +22,7 @@ from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import DEFAULT, read_templates
 from quantmoe.exporter.reading.tokenizer import CONFIG, TOKENIZER
+from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.calibration import CALIBRATION, weigh
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
@@ -59,7 +60,7 @@ from quantmoe.exporter.writing.prepare import (
 )
 from quantmoe.exporter.writing.readme import README, readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
-from quantmoe.ort_ext import LIBRARIES, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path, oldest
+from quantmoe.ort_ext import OLDEST_GLIBC, glibc_of
 
 
 # over 80 lines: half say what its options mean
@@ -184,7 +185,7 @@ def export(
     checkpoint, output = need_path("checkpoint", checkpoint), need_path("output", output)
     folders = rank_folders(output, options)
     for folder in folders:
-        check_output(checkpoint, folder, target, force)
+        check_output(checkpoint, folder, options.facts, force)
     stale = stale_folders(output, options, force)
     slices: list[Slice | None] = [*options.slices]
     if options.tensor_parallel > 1:  # a page of each tensor, so once for all ranks
@@ -206,7 +207,7 @@ def _export(
     progress: Callable[[str, int, int], None],
 ) -> Report:
     """Write one folder: the model, or one rank of it."""
-    target = options.target
+    target = options.facts
     with writing(output, force) as partial, doing(f"{checkpoint} to {output}"):
         ready = prepare(checkpoint, options, progress, part_of)
         if options.calibrate is not None:
@@ -247,12 +248,13 @@ def _export(
             report.genai = "no genai_config.json: onnxruntime-genai runs no slices"
         else:
             report.genai = _genai(ready, partial, options)
-        if target != "ort" and not for_tensorrt:
+        if target.library and not for_tensorrt:
             report.library = _library(partial, target, not report.genai)
-        metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
+        metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target.name} | ends
         if part_of:
             metadata |= {"rank": str(part_of.rank), "world": str(part_of.world)}
-        runtime = "" if for_tensorrt else ".".join(map(str, oldest(target, options.accuracy_level, options.paged)))
+        oldest = max([target.runtime, *(v for name, v in target.runtime_with.items() if getattr(options, name))])
+        runtime = "" if for_tensorrt else ".".join(map(str, oldest))
         if runtime:
             metadata["onnxruntime"] = runtime
         if not is_foreign(output, README):
@@ -270,12 +272,12 @@ def _export(
     return report
 
 
-def _beside_weights(ready: Prepared, weights: int, target: str) -> int:
+def _beside_weights(ready: Prepared, weights: int, target: Target) -> int:
     """Return the bytes that an export writes beside its weights, at most: gaps, tables, the library, copied files."""
     tables = [table.array.nbytes for part in ready.parts for table in part.tables]
     tables += [lookup.bytes for part in ready.parts for lookup in part.lookups if not lookup.head]
     with contextlib.suppress(FileNotFoundError):  # an export goes on without it
-        tables.append(Path(library_path() if target == "cpu" else cuda_library_path()).stat().st_size)
+        tables.append(Path(target.library_path()).stat().st_size)
     copied = [path.stat().st_size for path in companion_files(ready.format.ckpt.companions)]
     return sum(tables) + sum(copied) + ALIGNMENT * (weights + len(tables))
 
@@ -304,7 +306,7 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
 
 def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> str:
     """Write the files that onnxruntime-genai reads beside the model; return why if there are none."""
-    ckpt, parts, cuda = ready.format.ckpt, ready.parts, options.target == "cuda"
+    ckpt, parts, target = ready.format.ckpt, ready.parts, options.facts
     layers = parts[0].skeleton.model.config.num_hidden_layers  # which config.json may say as a list of kinds alone
     config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
     inputs = {str(value.name) for value in parts[0].graph.graph.inputs}
@@ -312,7 +314,7 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
     try:
         if any(f"{layer}.conv_state" not in inputs for layer in states):  # it looks for both
             raise KeyError("conv_state")
-        found = genai_config(config, ckpt.generation_config, LIBRARIES.get(options.target, ""), shares, cuda)
+        found = genai_config(config, ckpt.generation_config, target, shares)
         caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))
         heads = 2 if options.paged else 1
         shapes = {(v.shape[heads], v.shape[3]) for v in caches if v.shape is not None}
@@ -324,7 +326,7 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
         if len(parts) > 1 and options.logits == "all":  # which drafts take
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions
-            add_mtp(found, MTP_MODEL, shared_tensors(*values) if cuda else [])
+            add_mtp(found, MTP_MODEL, shared_tensors(*values) if target.on_gpu else [])
         if (short := ready.ends.get(SHORT_CONTEXT)) is not None:  # it reads prompts in pieces, and reads none again
             found["search"]["max_length"] = min(found["search"]["max_length"], int(short))
         if options.paged:
@@ -338,18 +340,15 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
     return ""
 
 
-def _library(partial: Callable[[str], Path], target: str, for_genai: bool) -> str:
+def _library(partial: Callable[[str], Path], target: Target, for_genai: bool) -> str:
     """Copy the operators' library; return a remark if there is none, or if it needs more than OLDEST_GLIBC."""
     try:
-        library = Path(library_path() if target == "cpu" else cuda_library_path())
+        library = Path(target.library_path())
     except FileNotFoundError:
         use = "put it beside the model for onnxruntime-genai" if for_genai else "programs register it to run the model"
-        return f"{LIBRARIES[target]} is not in this installation: {use}"
-    shutil.copyfile(library, partial(LIBRARIES[target]))
+        return f"{target.library} is not in this installation: {use}"
+    shutil.copyfile(library, partial(target.library))
     major, minor = glibc_of(library)
     if (major, minor) <= OLDEST_GLIBC:
         return ""
-    older = "without CXX, `make build` makes one for 2.28"
-    if target == "cuda":
-        older = "`make cuda` on an older system makes one for that system"
-    return f"{library.name} asks for glibc {major}.{minor} or newer ({older})"
+    return f"{library.name} asks for glibc {major}.{minor} or newer ({target.library_rebuild})"

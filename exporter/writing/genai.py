@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, PAGED, text_part
 from quantmoe.exporter.reading.sampling import sampling_of
 from quantmoe.exporter.reading.tokenizer import NAMED, end_tokens, named_token
+from quantmoe.exporter.targets import CUDA, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -49,21 +49,22 @@ def shares_buffer(graph: ir.Graph) -> bool:
 
 
 def genai_config(
-    config: Mapping[str, Any], generation: Mapping[str, Any], library: str, shares: bool = False, cuda: bool = False
+    config: Mapping[str, Any], generation: Mapping[str, Any], target: Target, shares: bool = False
 ) -> dict[str, Any]:
     """Return the contents of genai_config.json.
 
     Args:
         config: config.json. generation: generation_config.json, {} when there is none.
-        library: file name of the custom operators; onnxruntime-genai loads it from the model's own folder only. "":
-            the model has none.
-        shares: whether past and present may be one buffer.
-        cuda: for ONNX Runtime's CUDA provider, with a CUDA graph of a decode step where a cache is one buffer.
+        target: of the model. onnxruntime-genai loads its library from the model's own folder only.
+        shares: whether past and present may be one buffer. On a GPU, a decode step is then a CUDA graph.
 
     Raises:
         KeyError: a field that plain decoders have is not there.
     """
     text = text_part(config)
+    session: dict[str, Any] = {"custom_ops_library": target.library} if target.library else {}
+    if target.provider:
+        session["provider_options"] = [{target.provider: {"enable_cuda_graph": "1" if shares else "0"}}]
     heads, context = text["num_attention_heads"], text["max_position_embeddings"]
     groups, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or text["hidden_size"] // heads
     if "kv_lora_rank" in text:  # latent attention, whose cache is one key in two halves
@@ -86,8 +87,7 @@ def genai_config(
             "context_length": context,
             "decoder": {
                 "filename": "model.onnx",
-                "session_options": ({"custom_ops_library": library} if library else {})
-                | ({"provider_options": [{"cuda": {"enable_cuda_graph": "1" if shares else "0"}}]} if cuda else {}),
+                "session_options": session,
                 "hidden_size": text["hidden_size"],
                 "head_size": width,
                 "num_attention_heads": heads,
@@ -103,7 +103,7 @@ def genai_config(
         | {
             "max_length": min(context, MAX_LENGTH) if shares else context,
             SHARE_BUFFER: shares,
-            "chunk_size": CHUNKS["cuda" if cuda else "cpu"],
+            "chunk_size": target.chunk,
         },
     }
 
@@ -166,7 +166,7 @@ def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
     decoder["inputs"] = {name: name for name in own} | past
     decoder["state_groups"] = [{"kind": "paged_kv", "layer_ids": [*range(decoder["num_hidden_layers"])]}]
     config["search"]["max_length"] = config["model"]["context_length"]  # no request has a cache of its own
-    config["engine"] = {"dynamic_batching": {**ENGINE, "max_scheduled_tokens": CHUNKS["cuda"]}}
+    config["engine"] = {"dynamic_batching": {**ENGINE, "max_scheduled_tokens": CUDA.chunk}}
 
 
 def add_vision(config: dict[str, Any], model: Any, processor: str, filenames: tuple[str, str]) -> None:

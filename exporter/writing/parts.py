@@ -21,7 +21,7 @@ from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, re
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.model import Skeleton
-from quantmoe.exporter.graph.passes.defaults import drop_defaults
+from quantmoe.exporter.graph.passes import run_passes
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
@@ -37,11 +37,11 @@ from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import MTP
 from quantmoe.exporter.reading.formats.rounding import distance
+from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, new_hash
 from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, PAGED_METADATA, SHARE_BUFFER, SHORT_CONTEXT, shares_buffer
 from quantmoe.exporter.writing.output import FILES, PRODUCER
 from quantmoe.exporter.writing.prepare import Beside, Part, Report
-from quantmoe.ort_ext import LIBRARIES
 
 
 def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str]) -> None:
@@ -50,10 +50,10 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
     Args:
         ends: see Prepared; gets how many tokens have logits, where that is neither one nor all.
     """
-    part.graph = graph = trace(part.skeleton, part.chosen, part.attention, options.target)
+    part.graph = graph = trace(part.skeleton, part.chosen, part.attention, options.facts)
     report.untraced = graph.meta.pop("untraced", "") or report.untraced
     part.weights = place_weights(graph)
-    if options.target == "ort":
+    if not options.facts.library:
         try:
             part.weights = to_qmoe(graph, part.weights, part.chosen.layers, options.accuracy_level)
         except ValueError as error:
@@ -84,8 +84,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
     kept = 1 if head or options.logits == "last" else options.logits
     if not options.paged and isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
         ends[LOGITS] = str(kept)
-    if options.target == "cuda":
-        drop_defaults(graph)
+    run_passes(graph, options.facts.final_passes)
 
 
 def write_beside(beside: Beside, data: DataFiles, report: Report) -> Iterator[tuple[str, int]]:
@@ -173,7 +172,7 @@ def _pack(
         expert, error = scaled(layer.expert(e), options.scales)
         rows = {p: native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")}
         try:
-            if spec.w13.layout == "marlin":
+            if options.facts.own_floats:
                 expert = retyped(expert, spec)
             layout.pack(expert, spec, *rows.values())
             return (_tensors(spec, rows, options) if layout is qmoe else rows), error
@@ -224,7 +223,7 @@ def _linear(
     spec, source, parts = chosen.linears[name], chosen.source(name), [*chosen.parts[name].values()]
     scheme = format.scheme_of(parts[0])
     m, error = linear_matrix(format, parts, options.scales)
-    if spec.w.layout == "marlin":
+    if options.facts.own_floats:
         try:
             m = retyped_matrix(m, spec.w.format)
         except ValueError as refusal:
@@ -372,10 +371,11 @@ def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: 
     graph.metadata_props.update(metadata | ({FILES: files} if files else {}))
     if shares_buffer(graph.graph):
         graph.metadata_props[SHARE_BUFFER] = "true"
-    if metadata["target"] == "ort":
+    target = TARGETS[metadata["target"]]
+    if not target.library:
         check_domains(graph)
-    if metadata["target"] == "cpu":
-        graph.doc_string = f"Register {LIBRARIES['cpu']} of the package quantmoe with ONNX Runtime to run this."
+    elif not target.on_gpu:
+        graph.doc_string = f"Register {target.library} of the package quantmoe with ONNX Runtime to run this."
     with doing(str(path)), naming(path):
         model = ir.to_proto(graph).SerializeToString(deterministic=True)
         graph.metadata_props[IDENTITY] = new_hash().update(model).hexdigest()

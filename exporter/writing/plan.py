@@ -100,7 +100,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
     """
     wanted = Options(**options)
     for path in rank_folders(Path(output), wanted):
-        check_output(Path(checkpoint), path, wanted.target, force)
+        check_output(Path(checkpoint), path, wanted.facts, force)
     stale_folders(Path(output), wanted, force)
     layout, folder = LAYOUTS[wanted.layout], Path(output).resolve()
     ready = prepare(checkpoint, wanted, part=wanted.slices[0])

@@ -27,6 +27,7 @@ from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import folder_turns
 from quantmoe.exporter.reading.tokenizer import TOKENIZER, end_tokens
+from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.genai import SHORT_CONTEXT, image_processor
 from quantmoe.exporter.writing.output import (
     DATA,
@@ -39,7 +40,6 @@ from quantmoe.exporter.writing.output import (
     ranks_stated,
     weight_files,
 )
-from quantmoe.ort_ext import LIBRARIES
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -191,7 +191,7 @@ def prepare(
         part = replace(part, placements=placements(Path(options.expert_map), part.world, routed))
     format.slice = part
     formats, layout = formats_of(format, options.mtp), options.layout
-    floats = options.graph_type if layout == "marlin" else None
+    floats = options.graph_type if options.facts.own_floats else None
     experts = [
         choose_experts(one, layout, options.wanted, options.scales, None if one.part else options.layers, floats)
         for one in formats
@@ -206,13 +206,13 @@ def prepare(
     chosen = []
     for one, nodes in zip(formats, experts, strict=True):
         layers, window = (1, 1) if one.part else (options.layers, options.state_window)
-        skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.target, window, family)
+        skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.facts, window, family)
         chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
-        if options.target == "ort" and options.graph_type == "f32":
+        if not options.facts.library and options.graph_type == "f32":
             check_floats(one, nodes)
     ends = stops(chosen[0][0])
     turns, no_turns = folder_turns(format.ckpt.companions)
-    parts = [Part(*pair, attention_of(*pair, options.target, options.cache, options.paged)) for pair in chosen]
+    parts = [Part(*pair, attention_of(*pair, options.facts, options.cache, options.paged)) for pair in chosen]
     if family is None or tower is None:
         return Prepared(format, parts, [], _report(parts, [], options, no_turns), ends, turns)
     from quantmoe.exporter.graph.config import whole
@@ -220,7 +220,7 @@ def prepare(
 
     config = whole(format)
     beside = [
-        Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.target)),
+        Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.facts)),
         Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id)),
     ]
     return Prepared(format, parts, beside, _report(parts, beside, options, no_turns), ends, turns, config)
@@ -285,7 +285,7 @@ def stale_folders(output: Path, options: Options, force: bool) -> list[Path]:
     return found
 
 
-def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:
+def check_output(checkpoint: Path, output: Path, target: Target, force: bool) -> None:
     """Refuse what must not be written to, before any work is done.
 
     Raises:
@@ -298,7 +298,7 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
         raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
     companions = companion_files(checkpoint if checkpoint.is_dir() else output)  # a GGUF file has none beside it
     names = {MODEL, MTP_MODEL, VISION_MODEL, EMBEDDINGS_MODEL, DATA} | weight_files(output)
-    names |= {path.name for path in companions} | {TOKENIZER, GENAI, PROCESSOR, *filter(None, [LIBRARIES.get(target)])}
+    names |= {path.name for path in companions} | {TOKENIZER, GENAI, PROCESSOR, *filter(None, [target.library])}
     check_folder(output, names, force)
 
 
@@ -355,7 +355,7 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
         report.dequantized |= chosen.dequantized
         report.apart |= chosen.apart
         report.not_ort |= {chosen.source(name): reason for name, reason in chosen.not_ort.items() if reason}
-        if options.target != "ort":  # which has no other
+        if options.facts.library:  # the others have standard nodes alone
             report.plain_attention |= part.attention.plain
         report.kv_cache = report.kv_cache or part.attention.caches.remark
         for name, spec in chosen.layers.items():
@@ -380,11 +380,12 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
             )
         if wanted != "none" == used:
             report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
-        if options.target == "cuda" and used != "none" and not used.startswith("fp8"):  # e4m3 is multiplied as such
+        rounded = used != "none" and not used.startswith("fp8")  # e4m3 is multiplied as such
+        if rounded and options.facts.rounding_is_slow:
             before = " on GPUs before Blackwell" if used == "nvfp4" else ""
             report.activations = f"activations are rounded to {used}; --activations float takes less time{before}"
     formats = {p.activation_format for _, spec in report.layers.values() for p in (spec.w13, spec.w2)}
-    if options.target == "ort":
+    if not options.facts.library:
         report.activations = _rounded_activations(report, options) or report.activations
     elif str(options.activations).startswith("int8") and not any(name.startswith("int8") for name in formats):
         report.activations = "no integer product of these weights is exact: activations are not int8 as asked"

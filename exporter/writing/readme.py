@@ -5,21 +5,16 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING
 
-from quantmoe.ort_ext import LIBRARIES
+from quantmoe.exporter.targets import Target
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.slices import Slice
 
 README = "README.md"
-#: target -> what brings its library to the platforms of docs/reference/platforms.md; no registry has them
-PACKAGES = {
-    "cpu": "the wheel quantmoe, the jar quantmoe or the nupkg QuantMoe, for Linux (x86-64, aarch64), Windows and macOS",
-    "cuda": "the wheel quantmoe-cuda, for Linux (x86-64, aarch64)",
-}
 MADE = "`make release` in QuantMoE's sources makes it; no package registry had it when this was written."
 
 
-def readme(target: str, runtime: str, part: Slice | None = None, remark: str = "") -> str:
+def readme(target: Target, runtime: str, part: Slice | None = None, remark: str = "") -> str:
     """Return the file's text, in Markdown.
 
     Args:
@@ -30,8 +25,8 @@ def readme(target: str, runtime: str, part: Slice | None = None, remark: str = "
     return _what_runs(target, runtime, part) + "".join(f"\n{line}\n" for line in remark.splitlines())
 
 
-def _what_runs(target: str, runtime: str, part: Slice | None) -> str:
-    title, command, wrote = "A model", f"quantmoe export --target {target}", "wrote this folder. "
+def _what_runs(target: Target, runtime: str, part: Slice | None) -> str:
+    title, command, wrote = "A model", f"quantmoe export --target {target.name}", "wrote this folder. "
     if part is not None:
         title, command = f"Rank {part.rank} of {part.world} of a model", f"{command} --tensor-parallel {part.world}"
         wrote += "It runs together with those of the other ranks.\n"
@@ -40,14 +35,14 @@ def _what_runs(target: str, runtime: str, part: Slice | None) -> str:
             f"# {title} for TensorRT\n\n`{command} --experts external` {wrote}"
             "Its engines read the experts\nin it where they run: set `QUANTMOE_FOLDER` to it. "
             "The plug-in comes with this package:\n\n"
-            f"{PACKAGES[target]}.\n\n{MADE}\n"
+            f"{target.package}.\n\n{MADE}\n"
         )
     head = f"# {title} for ONNX Runtime {runtime} or newer\n\n`{command}` {wrote}"
-    if target not in LIBRARIES:
+    if not target.library:
         return f"{head}ONNX Runtime has all its operators: no library is needed.\n"
     return (
         f"{head}A program registers the library of its operators\nbefore it opens `model.onnx`. "
-        f"Take the library from this package:\n\n{PACKAGES[target]}.\n\n{MADE}\n\n"
-        f"A `{LIBRARIES[target]}` in this folder is for {platform.system()} {platform.machine()}. "
+        f"Take the library from this package:\n\n{target.package}.\n\n{MADE}\n\n"
+        f"A `{target.library}` in this folder is for {platform.system()} {platform.machine()}. "
         "It is native code: load\nit only if you trust who made this folder. The other files run on every platform.\n"
     )

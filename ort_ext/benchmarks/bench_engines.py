@@ -26,8 +26,8 @@ from numpy.typing import DTypeLike
 from quantmoe.benchmarks.child_processes import how_ended, unheard_interrupts
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
-from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.reading.sampling import read_object
+from quantmoe.exporter.targets import CPU
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
 from quantmoe.ort_ext import cuda_library_path, library_path
 from quantmoe.runtime.cache import Buffer, DecodeStep, present
@@ -120,7 +120,7 @@ class Ours:
 
     def prefill(self, tokens: int) -> float:
         ids, past, total = token_ids(1, tokens), self._cache(1, tokens if self._in_place else 0), 0.0
-        chunk = CHUNKS["cpu"] if self._in_place else tokens
+        chunk = CPU.chunk if self._in_place else tokens
         for at in range(0, tokens, chunk):
             seconds, past = self._run(ids[:, at : at + chunk], past, at)
             total += seconds

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import load, model_path
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
+from quantmoe.exporter.targets import CPU, TARGETS
 from quantmoe.exporter.writing.genai import LOGITS
 from quantmoe.runtime.generate import Generator, need_count
 
@@ -134,7 +135,7 @@ def outputs(
         return
     path = model_path(path)
     with _with_all_logits(path, layers) as (whole, names):
-        device: Literal["cpu", "cuda"] = "cuda" if load(path).metadata_props.get("target") == "cuda" else "cpu"
+        device = TARGETS.get(load(path).metadata_props.get("target", ""), CPU).device
         with Generator(whole, threads, device=device, cuda_graph=False) as generator:
             yield (_of_model(generator, ids, names, tell) for ids in texts)
 

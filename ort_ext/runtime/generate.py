@@ -25,9 +25,10 @@ from quantmoe.exporter import gpu
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import check_alone, inspect, load, model_path
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
-from quantmoe.exporter.memory import CHUNKS, DRAFTS, OnGpu, doing
+from quantmoe.exporter.memory import DRAFTS, OnGpu, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
+from quantmoe.exporter.targets import of_device
 from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, SHORT_CONTEXT
 from quantmoe.exporter.writing.output import MTP_MODEL, check_recorded, is_recorded
 from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
@@ -119,7 +120,7 @@ class Generator:
         threads: threads of the session; 0 is ONNX Runtime's choice.
         prefault: read all packed weights into memory now, not when a token first needs them.
         chunk: prompt tokens that are run at once. Memory beside the cache grows with ``chunk``, not with the prompt.
-            The default is CHUNKS's of the device.
+            The default is that of the device's target.
         capacity: tokens that a cache is allocated for, if the model writes it in place; None: it grows by doubling.
         device: "cpu", or "cuda" for models exported with --target cuda.
         cuda_graph: on cuda, capture a decode step as a CUDA graph and replay it. It needs a model that writes the cache
@@ -197,7 +198,7 @@ class Generator:
             if not (size is None or _is_count(size, 0) or (auto and size == "auto")):
                 raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
         self.path, ort = model_path(path), runtime()
-        chunk = CHUNKS[device] if chunk is None else chunk
+        chunk = of_device(device).chunk if chunk is None else chunk
         self.chunk, self.capacity, self.device, self.group = chunk, capacity, device, group
         #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
         self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler

@@ -104,13 +104,14 @@ def make_graph(
     from quantmoe.exporter.graph.passes.paged import to_paged
     from quantmoe.exporter.graph.passes.weights import place_weights
     from quantmoe.exporter.graph.trace import attention_of, trace
+    from quantmoe.exporter.targets import CUDA
     from quantmoe.exporter.writing.prepare import open_format
 
     write(scratch, CONFIGS[model] | sizes, group_size, data=False)
     format = open_format(scratch, None, None)
     format.slice = part
-    skeleton = Skeleton(format, "f16", lm_head=lm_head, target="cuda")
-    chosen = choose(skeleton, choose_experts(format, "marlin", None, "exact"), "marlin", None, "exact")
+    skeleton = Skeleton(format, "f16", lm_head=lm_head, target=CUDA)
+    chosen = choose(skeleton, choose_experts(format, CUDA.layout, None, "exact"), CUDA.layout, None, "exact")
     if weights in WEIGHTS:
         experts, dense = WEIGHTS[weights]
         for name, spec in chosen.layers.items():
@@ -119,10 +120,10 @@ def make_graph(
             head = chosen.source(name) == skeleton.head
             if linear.w.format == "int4" and not (head and weights == "mxfp4"):
                 chosen.linears[name] = replace(linear, w=replace(linear.w, **(experts if head else dense)))
-    attends = attention_of(skeleton, chosen, "cuda", "auto", paged)
+    attends = attention_of(skeleton, chosen, CUDA, "auto", paged)
     if attends.plain:
         raise SystemExit(f"attention of standard nodes: {attends.plain}")
-    graph = trace(skeleton, chosen, attends, "cuda")
+    graph = trace(skeleton, chosen, attends, CUDA)
     placed = place_weights(graph)
     keep_tables(placed, skeleton.stored_type)
     name_interface(graph)

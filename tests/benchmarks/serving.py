@@ -327,8 +327,8 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
     from ort_cuda_bench import fill
 
     from quantmoe.benchmarks.random_checkpoint import CONFIGS
+    from quantmoe.exporter.targets import CUDA
     from quantmoe.exporter.writing.genai import add_paged, genai_config
-    from quantmoe.ort_ext import LIBRARIES, cuda_library_path
 
     for graph in graphs:
         out = folder / graph.stem
@@ -337,11 +337,11 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
         names = [value.name for value in onnx.load(graph, load_external_data=False).graph.input]
         own = CONFIGS[model] | sizes
         stop = dict.fromkeys(("eos_token_id", "pad_token_id"), own["vocab_size"] - 1)  # what random weights rarely say
-        config = genai_config(own, stop, LIBRARIES["cuda"], shares=True, cuda=True)
+        config = genai_config(own, stop, CUDA, shares=True)
         if names[1] in PAGED:
             add_paged(config, names)
         (out / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
-        shutil.copyfile(cuda_library_path(), out / LIBRARIES["cuda"])
+        shutil.copyfile(CUDA.library_path(), out / CUDA.library)
 
 
 def main() -> None:

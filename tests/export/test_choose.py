@@ -31,13 +31,14 @@ from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate, linear_matrix
+from quantmoe.exporter.choosing.choose import Candidate, layer_candidate, linear_matrix
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.reading import formats
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import KINDS, Unquantized
+from quantmoe.exporter.targets import TARGETS, of_layout
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 
@@ -88,10 +89,10 @@ def refused(call, *args, **options) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("target", LAYOUT)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", every(sorted(path.parent.name for path in FIXTURES.glob("*/config.json")), 16))
 def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypatch):
-    folder, layout = FIXTURES / name, LAYOUT[target]
+    folder, layout = FIXTURES / name, TARGETS[target].layout
     format = find_format(open_checkpoint(folder))
     reasons = [c.reason for entry in explain(folder) for c in entry["candidates"] if c.layout == layout]
     found = chosen(folder, tmp_path / "model", target, monkeypatch)
@@ -162,7 +163,7 @@ def test_contributings_format_is_described_as_it_decodes(tmp_path, monkeypatch):
     case = Case("acme", encode, {"quant_method": "acme"}, "int4", (64,), ("f16",), k_step=2)
     layer = layer_of(tmp_path, case, 64, "f16")
     for layout in LAYOUTS:
-        found = layer_candidate(layer, layout, ACTIVATIONS[layout])
+        found = layer_candidate(layer, layout, of_layout(layout).default_activations)
         if layout == "qmoe":  # 160 features are two and a half groups
             assert found.reason.endswith("QMoE has whole groups of 64, found [96, 160]")
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -31,13 +32,13 @@ from quantmoe.custom_ops.op import (
 )
 from quantmoe.custom_ops.reference import add_norm, conv, delta, linear, quant_moe, route, router, token_rows
 from quantmoe.custom_ops.reference import attention as attend
-from quantmoe.exporter.choosing import choose
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.targets import CUDA, TARGETS
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 
@@ -449,7 +450,7 @@ def test_refusals(checkpoint, tmp_path, monkeypatch):
         export(folder, tmp_path / "a", dtype="bf16")
     with pytest.raises(ValueError, match="dense is 'ort', expected one of: quantmoe"):
         export(folder, tmp_path / "a", target="cuda", dense="ort")
-    monkeypatch.setattr(choose, "MAX_ELEMENTS", 70_000)
+    monkeypatch.setitem(TARGETS, "cuda", dataclasses.replace(CUDA, max_elements=70_000))
     with pytest.raises(CheckpointError, match=r"w13 has 16 experts of \d+ int32 words.* in which 13 experts"):
         export(folder, tmp_path / "a", target="cuda")
     with pytest.raises(CheckpointError, match="in which 13 experts would fit"):

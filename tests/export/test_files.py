@@ -36,6 +36,7 @@ from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, w
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
+from quantmoe.exporter.targets import CPU, CUDA, ORT
 from quantmoe.exporter.writing import convert
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.external_data import ALIGNMENT
@@ -138,8 +139,8 @@ def test_the_folder_says_what_runs_it_elsewhere(exported):
     assert f"A `libquantmoe_ort.so` in this folder is for Linux {platform.machine()}." in text
     assert "It is native code" in text
     assert "the nupkg QuantMoe" in text
-    assert "libquantmoe_ort_cuda.so" in readme("cuda", "1.21")
-    assert "no library is needed" in readme("ort", "1.31")
+    assert "libquantmoe_ort_cuda.so" in readme(CUDA, "1.21")
+    assert "no library is needed" in readme(ORT, "1.31")
 
 
 def test_a_readme_of_somebody_else_stays(checkpoint, tmp_path):
@@ -336,7 +337,7 @@ def test_a_text_config_that_is_null_is_absent(checkpoint, tmp_path):
     ckpt = open_checkpoint(folder)
     cut = convert._config(ckpt, 1)
     assert cut == config | {"text_config": None, "num_hidden_layers": 1}
-    assert genai_config(cut, {}, "library")["model"]["decoder"]["num_hidden_layers"] == 1
+    assert genai_config(cut, {}, CPU)["model"]["decoder"]["num_hidden_layers"] == 1
     assert plan(folder, tmp_path / "out", layers=1).packed
 
 

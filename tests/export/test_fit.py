@@ -14,11 +14,12 @@ import pytest
 
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.fit import RATES, device_slots, file_slot_bytes, fit
+from quantmoe.exporter.inspecting.fit import device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.reserve import RESERVE, reserve
+from quantmoe.exporter.inspecting.reserve import reserve
 from quantmoe.exporter.inspecting.trace import Trace, read_trace
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.targets import CPU, CUDA
 from quantmoe.runtime.generate import Generator
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
@@ -48,8 +49,8 @@ def test_everything_fits(found):
     assert every.weights == sum(item["bytes"] for item in found["linears"]) + sum(dense.values())
     assert every.read == every.weights - table + experts + every.cache
     assert every.cache == CONTEXT * sum(node["bytes_per_token"] for node in found["attention"])
-    assert every.tokens_per_second == pytest.approx(RATES["cpu"][0] / every.read)
-    assert every.bounds == [RATES["cpu"][0] / every.read, None]
+    assert every.tokens_per_second == pytest.approx(CPU.rates[0] / every.read)
+    assert every.bounds == [CPU.rates[0] / every.read, None]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_generate_says_where_experts_were(given, said, exported, capsys):
 def test_a_cache_on_the_cpu(found, exported, tmp_path):
     """Slots, misses and bytes of a session with this budget, to the last."""
     every = fit(found, 1 << 33, CONTEXT)
-    memory = every.weights + every.cache + RESERVE["cpu"] + every.all_experts // 2
+    memory = every.weights + every.cache + CPU.reserve + every.all_experts // 2
     half = fit(found, memory, CONTEXT)
     assert half.budget == every.all_experts // 2
     assert 0 < half.slots < half.experts
@@ -108,14 +109,14 @@ def test_ram_below_a_gpu(on_gpu):
     before = whole.missed
     # as many as one layer has, a few beyond those of the GPU, all but one
     for count in (whole.experts // 2, whole.slots + 5, whole.experts - 1):
-        half = fit(on_gpu, memory, CONTEXT, rates=(None, None, 2e9), ram=RESERVE["cpu"] + count * slot)
+        half = fit(on_gpu, memory, CONTEXT, rates=(None, None, 2e9), ram=CPU.reserve + count * slot)
         assert (half.ram_slots, half.slots, half.missed) == (count, whole.slots, whole.missed)
         assert 0 < half.from_disk < before
         before = half.from_disk
         assert 1 / half.tokens_per_second == pytest.approx(1 / whole.tokens_per_second + half.from_disk / 2e9)
         assert half.bounds == [*whole.bounds[:2], 2e9 / half.from_disk]
-        assert half.bounds[1] == RATES["cuda"][1] / half.missed
-    enough = RESERVE["cpu"] + sum(file["bytes"] for file in on_gpu["files"])
+        assert half.bounds[1] == CUDA.rates[1] / half.missed
+    enough = CPU.reserve + sum(file["bytes"] for file in on_gpu["files"])
     for ram, in_file in ((enough, False), (enough - 1, True)):  # to lock the file takes room for all of it
         all_of_them = fit(on_gpu, memory, CONTEXT, ram=ram)
         assert (all_of_them.ram_slots, all_of_them.in_file) == (whole.experts, in_file)
@@ -170,10 +171,10 @@ def test_a_trace_of_ram_below_a_gpu(on_gpu):
     ]
     runs = [(at, rng.integers(0, n, (1, 2)).astype(np.uint16)) for _ in range(200) for at, n in enumerate(counts)]
     trace = Trace(layers, slot, runs)
-    one = fit(on_gpu, memory, CONTEXT, trace, ram=RESERVE["cpu"] + max(counts) * slot)
+    one = fit(on_gpu, memory, CONTEXT, trace, ram=CPU.reserve + max(counts) * slot)
     other = Trace([layer | {"bytes": 7} for layer in layers], 9, runs)  # of another export: experts are this one's
-    assert fit(on_gpu, memory, CONTEXT, other, ram=RESERVE["cpu"] + max(counts) * slot) == one
-    most = fit(on_gpu, memory, CONTEXT, trace, ram=RESERVE["cpu"] + (sum(counts) - 1) * slot)
+    assert fit(on_gpu, memory, CONTEXT, other, ram=CPU.reserve + max(counts) * slot) == one
+    most = fit(on_gpu, memory, CONTEXT, trace, ram=CPU.reserve + (sum(counts) - 1) * slot)
     assert one.missed == most.missed
     on_device = device_slots(counts, [layer["bytes"] for layer in layers], one.budget)
     assert one.from_disk == trace.lru(on_device, max(counts))[2] / 200
@@ -183,11 +184,11 @@ def test_a_trace_of_ram_below_a_gpu(on_gpu):
 def test_the_command_of_three_tiers(on_gpu, capsys):
     memory, slot = of_half(on_gpu)
     model, experts = on_gpu["model"], sum(layer["w13"]["shape"][0] for layer in on_gpu["layers"])
-    ram = RESERVE["cpu"] + (experts - 2) * slot
+    ram = CPU.reserve + (experts - 2) * slot
     sizes = ["--fit", str(memory), "--context", str(CONTEXT)]
     for given, said in (
         ([], r"--experts host --gpu-memory \d+$"),
-        (["--ram", str(ram)], rf"--experts disk --gpu-memory \d+ --ram {ram - RESERVE['cpu']}$"),
+        (["--ram", str(ram)], rf"--experts disk --gpu-memory \d+ --ram {ram - CPU.reserve}$"),
         (["--ram", "64GB"], r"--experts host --gpu-memory \d+$"),
     ):
         command_line("inspect", model, *sizes, *given)
@@ -196,7 +197,7 @@ def test_the_command_of_three_tiers(on_gpu, capsys):
         assert ("the disk" in out) == (given == ["--ram", str(ram)])
     command_line("inspect", model, *sizes, "--ram", str(ram), "--disk", "1GB", "--json")
     found = json.loads(capsys.readouterr().out)
-    assert (found["ram_slots"], found["rates"]) == (experts - 2, [*RATES["cuda"][:2], 1e9])
+    assert (found["ram_slots"], found["rates"]) == (experts - 2, [*CUDA.rates[:2], 1e9])
 
 
 def test_what_is_refused_of_ram(found, on_gpu):
@@ -204,8 +205,8 @@ def test_what_is_refused_of_ram(found, on_gpu):
     with pytest.raises(ModelError, match="is for the CPU, whose RAM is the memory to fit"):
         fit(found, 1 << 33, CONTEXT, ram=1 << 33)
     most = max(layer["w13"]["shape"][0] for layer in on_gpu["layers"])
-    with pytest.raises(ModelError, match=rf"expected at least {RESERVE['cpu'] + most * slot:,}: .* of one layer"):
-        fit(on_gpu, memory, CONTEXT, ram=RESERVE["cpu"] + most * slot - 1)
+    with pytest.raises(ModelError, match=rf"expected at least {CPU.reserve + most * slot:,}: .* of one layer"):
+        fit(on_gpu, memory, CONTEXT, ram=CPU.reserve + most * slot - 1)
 
 
 def test_what_generate_leaves(exported, monkeypatch, tmp_path):
@@ -218,7 +219,7 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
         return make(self, ort, threads, prefault, entries)
 
     monkeypatch.setattr(Generator, "_open", session)
-    own = RESERVE["cpu"] + found["files"][0]["bytes"] - sum(layer["bytes"] for layer in found["layers"])
+    own = CPU.reserve + found["files"][0]["bytes"] - sum(layer["bytes"] for layer in found["layers"])
     a_token = sum(node["bytes_per_token"] for node in found["attention"])
     length = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]["max_length"]
     Generator(folder, experts="disk")

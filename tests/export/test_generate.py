@@ -16,6 +16,7 @@ from test_model import error, tokens
 import quantmoe
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.targets import CPU
 from quantmoe.exporter.writing.genai import SHARE_BUFFER, genai_config, shares_buffer
 from quantmoe.runtime.generate import Generator
 
@@ -261,15 +262,15 @@ def test_past_and_present_are_one_buffer_where_all_caches_are_cached_attentions(
 def test_what_onnxruntime_genai_is_told(checkpoint):
     config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text(encoding="utf-8"))
     long, short = (config | {"max_position_embeddings": length} for length in (40960, 77))
-    found = genai_config(long, {}, "library")["search"]
+    found = genai_config(long, {}, CPU)["search"]
     assert found == {"do_sample": False, "max_length": 40960, "past_present_share_buffer": False, "chunk_size": 512}
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
-    found = genai_config(long, sampling, "library", shares=True)["search"]
+    found = genai_config(long, sampling, CPU, shares=True)["search"]
     assert found == sampling | {"top_k": 50, "max_length": 4096, "past_present_share_buffer": True, "chunk_size": 512}
-    assert genai_config(short, {}, "library", shares=True)["search"]["max_length"] == 77
-    found = genai_config(long, {"do_sample": True, "top_k": 0, "bos_token_id": None}, "library")
+    assert genai_config(short, {}, CPU, shares=True)["search"]["max_length"] == 77
+    found = genai_config(long, {"do_sample": True, "top_k": 0, "bos_token_id": None}, CPU)
     assert (found["search"]["top_k"], "bos_token_id" in found["model"]) == (0, False)
-    assert genai_config(long, {"do_sample": True, "temperature": 0.0}, "library")["search"]["do_sample"] is False
+    assert genai_config(long, {"do_sample": True, "temperature": 0.0}, CPU)["search"]["do_sample"] is False
 
 
 def test_onnxruntime_genai_goes_on_after_going_back(exported):

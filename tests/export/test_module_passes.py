@@ -24,6 +24,7 @@ from quantmoe.exporter.graph.passes import latent, linear_attention, routers, sh
 from quantmoe.exporter.graph.passes.attention import GROUPED, Called, Unlike, recognise
 from quantmoe.exporter.graph.passes.rows import Rows, attach
 from quantmoe.exporter.graph.passes.sums import meet, meet_before
+from quantmoe.exporter.targets import CPU, CUDA
 
 RNG = torch.Generator().manual_seed(0)
 
@@ -87,7 +88,7 @@ def test_another_router_stays(change: str) -> None:
 def test_for_cuda_a_router_has_its_product(change: str, product: bool) -> None:
     """Logits that are something else than a product stay outside; the node begins after them."""
     model = torch.nn.ModuleDict({"gate": TinyRouter(change)})
-    assert list(routers.replace_routers(model, "cuda")) == ["gate"]
+    assert list(routers.replace_routers(model, CUDA)) == ["gate"]
     assert ("hidden_size" in model["gate"].routing) == product
 
 
@@ -215,7 +216,7 @@ def test_recognised_attention_is_one_node() -> None:
     unseen = torch.ones(3, 3).triu(1).bool() | (mask[:, None, None] == 0)
     want, _ = model.self_attn(x, tables, torch.zeros(2, 1, 3, 3).masked_fill(unseen, torch.finfo(torch.float32).min))
     found, _ = recognise(model, model, lambda spec: "", [GROUPED])
-    rows = Rows(model, "cpu")
+    rows = Rows(model, CPU)
     rows.mask, rows.rows = mask, torch.tensor([[0, 3, 0], [1, 2, 0]], dtype=torch.int32)
     attach(model, found, rows, ())
     kept: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import shutil
@@ -42,6 +43,7 @@ from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
 from quantmoe.exporter.reading.slices import Cut, Slice
+from quantmoe.exporter.targets import CUDA, TARGETS
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.external_data import file_hash
 from quantmoe.exporter.writing.identity import export_id
@@ -740,7 +742,7 @@ def test_slices_for_gpus(checkpoint, tmp_path, monkeypatch):
     def absent() -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr("quantmoe.exporter.writing.convert.cuda_library_path", absent)
+    monkeypatch.setitem(TARGETS, "cuda", dataclasses.replace(CUDA, library_path=absent))
     report = export(checkpoint("gpt_oss"), tmp_path, target="cuda", tensor_parallel=2, layers=1)
     absence = "libquantmoe_ort_cuda.so is not in this installation"
     assert report.library == f"{absence}: programs register it to run the model"
@@ -979,7 +981,7 @@ def test_options():
         ({"tensor_parallel": 0}, "tensor_parallel is 0, expected 1 to 1024"),
         ({"expert_parallel": True}, "expert_parallel needs tensor_parallel"),
         ({"tensor_parallel": 2, "mtp": True}, "mtp is not divided"),
-        ({"tensor_parallel": 2, "target": "ort"}, "target ort has no AllReduce"),
+        ({"tensor_parallel": 2, "target": "ort"}, "is for targets cpu and cuda: ONNX Runtime has no AllReduce"),
     ):
         with pytest.raises(OptionError, match=match):
             Options(**options)

@@ -20,6 +20,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.template import folder_turns, load_template
 from quantmoe.exporter.reading.tokenizer import end_tokens, load_tokenizer, special_tokens, stop_tokens
+from quantmoe.exporter.targets import CPU
 from quantmoe.exporter.writing.readme import readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
 from quantmoe.runtime.chat import Text
@@ -269,7 +270,7 @@ def test_a_rule_that_no_file_can_say_is_named(tmp_path: Path) -> None:
     assert "are the text '" in remark
     assert len(remark.splitlines()) == 1
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    shown = readme("cpu", "1.21", remark=f"{remark}\nanother")
+    shown = readme(CPU, "1.21", remark=f"{remark}\nanother")
     assert shown.endswith(f"\n\n{remark}\n\nanother\n")
 
 

@@ -13,9 +13,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from onnx_ir import tape
+from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
 
 #: the input that has the weights
 WEIGHTS = {"SimplifiedLayerNormalization": 1, "SkipSimplifiedLayerNormalization": 2}
+
+
+def fuse(model: ir.Model) -> None:
+    """Make norms and sums the operators that ONNX Runtime fuses them to."""
+    fuse_for_onnxruntime(model, "cpu")
 
 
 def type_fused_norms(model: ir.Model) -> None:

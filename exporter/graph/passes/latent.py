@@ -268,7 +268,7 @@ class _Trial:
 
 
 def _attach(module: Any) -> None:
-    if module.rows.target != "cuda":
+    if module.rows.target.latent_ups:
         spec = replace(module.found.spec, nope_size=module.qk_nope_head_dim, out_size=module.v_head_dim)
         module.found, module.attention = replace(module.found, spec=spec), json.dumps(spec.attributes())
     module.forward = MethodType(_forward, module)

@@ -21,6 +21,7 @@ from quantmoe.custom_ops.op import RouterSpec, RoutingSpec, enum
 from quantmoe.custom_ops.reference import route
 from quantmoe.exporter.graph.passes.attention import drawing
 from quantmoe.exporter.reading.formats.base import CORRECTION_BIAS
+from quantmoe.exporter.targets import CPU, Target
 
 _TOKENS, _TOLERANCE = 64, 1e-6
 #: below the logarithm of every weight, and a float16
@@ -28,10 +29,11 @@ UNSELECTED = -1e4
 
 
 def replace_routers(
-    model: torch.nn.Module, target: str = "cpu", shared: Mapping[str, tuple[int, int]] | None = None
+    model: torch.nn.Module, target: Target = CPU, shared: Mapping[str, tuple[int, int]] | None = None
 ) -> dict[str, RoutingSpec]:
-    """Make every router that equals a MoERouting one, for target "cuda" a MoERouter where its logits are a product,
-    for "ort" a MoERouting of method topk_softmax and standard nodes; others stay as they are.
+    """Make every router that equals a MoERouting one, or what the target has for it; others stay as they are.
+
+    A MoERouter is for logits that are a product. Nodes of ai.onnx are for routers that equal topk_softmax.
 
     Args:
         shared: router -> its shared experts, and 1 where their gate's row follows those of its weight.
@@ -49,12 +51,12 @@ def replace_routers(
             if shared and name in shared:
                 count, gate = shared[name]
                 spec = replace(spec, shared_experts=count, shared_gate=gate)
-            if target == "ort":
+            if target.router == "ai.onnx":
                 if spec.method == "topk":
                     continue
                 attach_standard(module, spec)
             else:
-                attach(module, spec, dtype if target == "cuda" and product else None)
+                attach(module, spec, dtype if target.router == "MoERouter" and product else None)
             found[name] = spec
     return found
 

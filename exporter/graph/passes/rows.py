@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from quantmoe.exporter.graph.passes.attention import REACH, TABLES, RecognisedAttention, bound
+from quantmoe.exporter.targets import Target
 
 
 class Rows:
     """What all nodes of a model share, made once in a trace: the mask, where each row's tokens are, and the tables."""
 
-    def __init__(self, decoder: torch.nn.Module, target: str):
+    def __init__(self, decoder: torch.nn.Module, target: Target):
         self.mask = self.rows = torch.empty(0)
         self.target = target
         self._tables: list[tuple[torch.Tensor, str, torch.Tensor]] = []
@@ -32,7 +33,7 @@ class Rows:
         layers = cache.layers if cache is not None else []
         past = next((keys for layer in layers if (keys := getattr(layer, "keys", None)) is not None), None)
         self.mask, self._tables = given["attention_mask"], []
-        if self.target == "cuda" and past is not None:
+        if self.target.token_rows and past is not None:
             self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask)
         else:
             self.rows = rows_of(self.mask, new, 0 if past is None else past.shape[2])

@@ -21,6 +21,7 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.formats.base import BESIDE, VISION, reading
+from quantmoe.exporter.targets import Target
 
 #: sizes of the traced examples, distinct, and neither 0 nor 1, which torch.export would take as fixed
 _BATCH, _TOKENS, _IMAGES, _FEATURES = 2, 7, 3, 5
@@ -76,12 +77,13 @@ class Tower(Stored):
 
     Args:
         family: of FAMILIES. format: of the tower. config: transformers' configuration of the whole model.
-        dtype: of the text model's graph. target: with "cpu" the tower computes in f32, its weights stay of 16 bits.
+        dtype: of the text model's graph, in which the tower computes if the target says no other. Weights stay of 16
+            bits.
     """
 
-    def __init__(self, family: ModuleType, format: Format, config: Any, dtype: str, target: str):
-        super().__init__(format, torch.float32 if target == "cpu" else DTYPES[dtype])
-        self.features, self.target, folder = DTYPES[dtype], target, format.ckpt.folder
+    def __init__(self, family: ModuleType, format: Format, config: Any, dtype: str, target: Target):
+        super().__init__(format, DTYPES[target.tower_type or dtype])
+        self.features, folder = DTYPES[dtype], format.ckpt.folder
         making = doing(f"{folder}: making the vision tower without weights")
         with init_empty_weights(), quiet(), making, reading(str(folder / "config.json")):
             self.model = family.tower(config).to(self.dtype).eval().requires_grad_(False)
@@ -131,8 +133,7 @@ class Tower(Stored):
             "image_grid_thw": (grid, {0: "num_images"}),
         }
         graph = _traced(self, inputs, "image_features")
-        cpu = self.target == "cpu"
-        place_attention(graph, ir.DataType.FLOAT if cpu else ir.DataType.FLOAT16)
+        place_attention(graph, ir.DataType.FLOAT if self.dtype == torch.float32 else ir.DataType.FLOAT16)
         drop_shapes(graph.graph)
         if self.features != self.dtype:
             _cast_output(graph.graph, ir.DataType.FLOAT16 if self.features == torch.float16 else ir.DataType.FLOAT)

@@ -18,6 +18,7 @@ import regex
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
+from quantmoe.exporter.reading import families
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.reading.formats import kv_cache
 from quantmoe.exporter.reading.formats.rounding import quantized
@@ -289,10 +290,8 @@ class MoELayer:
 
     @property
     def halves(self) -> tuple[slice, slice]:
-        """Rows of gate and of up where the model keeps the two in one tensor: gpt-oss's alternate."""
-        i = self.intermediate_size
-        alternate = self.format.ckpt.text_config.get("model_type") == "gpt_oss"
-        return (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, i), slice(i, None))
+        """Rows of gate and of up where the model keeps the two in one tensor."""
+        return families.halves(self.format.ckpt.text_config, self.intermediate_size)
 
     def __iter__(self) -> Iterator[Expert]:
         return (self.expert(e) for e in range(self.every))
@@ -329,8 +328,8 @@ class Format(ABC):
         It may be in a file that no index lists: tools that do not quantize it copy it from the source.
         """
         if not self._has(part):
-            after = f"model.layers.{self.ckpt.text_config.get('num_hidden_layers')}."
-            self.unlisted = self.ckpt.adopt(BESIDE[part] + ((MIMO, after) if part == MTP else ()))
+            drafting = families.drafting_prefixes(self.ckpt.text_config) if part == MTP else ()
+            self.unlisted = self.ckpt.adopt(BESIDE[part] + drafting)
             self.__dict__.pop("next_layer", None)
         if not self._has(part):
             return None
@@ -347,18 +346,13 @@ class Format(ABC):
 
     @cached_property
     def next_layer(self) -> str:
-        """The prefix of a layer that drafts: that after the last one, as DeepSeek-V3 and GLM-4.5 have it, or the first
-        of MiMo's; "": none."""
-        after = f"model.layers.{self.ckpt.text_config.get('num_hidden_layers')}."
-        mimo = rf"{re.escape(MIMO)}\d+\.(eh_proj|enorm|hnorm|pre_mlp_layernorm|final_layernorm)\."
-        own = {after: rf"{re.escape(after)}(eh_proj|enorm|hnorm)\.", f"{MIMO}0.": mimo}
-        found = (prefix for prefix, mark in own.items() if any(re.match(mark, name) for name in self.ckpt.names()))
-        return next(found, "")
+        """The prefix of a layer that drafts and is no ``mtp.``; "": none."""
+        return families.drafting_layer(self.ckpt.text_config, self.ckpt.names())
 
     @property
     def without_experts(self) -> bool:
-        """Whether this part has none: MiMo's layer that drafts."""
-        return bool(self.part) and self.next_layer.startswith(MIMO)
+        """This part has no experts."""
+        return bool(self.part) and families.drafts_without_experts(self.next_layer)
 
     def _later_layers(self) -> list[str]:
         """Return the tensors of layers that draft beside the first one."""
@@ -454,22 +448,8 @@ class Format(ABC):
         Args:
             first: of so many layers at the beginning; None: of all.
         """
-        config = self.ckpt.text_config
-        types = config.get("layer_types") or config.get("layers_block_type")
-        if types is None and isinstance(pattern := config.get("hybrid_override_pattern"), str):  # Nemotron's
-            types = [{"M": "linear_attention", "*": "full_attention"}.get(block, "moe") for block in pattern]
-        every, count = config.get("full_attention_interval"), config.get("num_hidden_layers")
-        if types is None and isinstance(listed := config.get("linear_attn_config"), dict):  # Kimi's
-            kinds = {"kda_layers": "linear_attention", "full_attn_layers": "full_attention"}
-            lists = {kind: listed.get(name) for name, kind in kinds.items()}
-            if all(isinstance(layers, list) for layers in lists.values()):
-                numbered = [(i, kind) for kind, layers in lists.items() for i in layers or () if type(i) is int]
-                types = [kind for _, kind in sorted(numbered)]
-        if types is None and type(every) is int and every > 0 and type(count) is int:
-            types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 1 << 16))]
-        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-            return ""
-        types = [kind for kind in types[:first] if kind not in ("moe", "mlp")]  # blocks without attention
+        kinds = families.layer_kinds(self.ckpt.text_config)
+        types = [kind for kind in kinds[:first] if kind not in ("moe", "mlp")]  # blocks without attention
         if len(set(types)) < 2:
             return ""
         return ", ".join(f"{n} layers of {kind.replace('_', ' ')}" for kind, n in Counter(types).items())
@@ -514,7 +494,7 @@ class Format(ABC):
         names: dict[str, None] = {}
         for name in self.ckpt.names():
             module, _, leaf = name.rpartition(".")
-            router = leaf == CORRECTION_BIAS  # which Laguna stores among the experts
+            router = leaf == CORRECTION_BIAS  # which may be stored among the experts
             if not self.has(name) or (not router and re.search(r"\.experts(\.\d+\.\w+)?$", module)):
                 continue
             quantized = leaf != "bias" and not router and self.is_quantized(module)
@@ -613,8 +593,6 @@ FLOATS = ("BF16", "F16", "F32")
 MTP = "multi-token prediction"
 VISION = "a vision tower"
 SOUND = "parts that hear and speak"
-#: of the layers of MiMo's
-MIMO = "model.mtp.layers."
 #: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
 BESIDE = {
     VISION: tuple(

@@ -16,6 +16,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.families import is_transposed
 from quantmoe.exporter.reading.formats.base import (
     FLOAT_KINDS,
     FLOATS,
@@ -40,10 +41,6 @@ MIXTURES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 _FEED_FORWARD, _DOWN = ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "experts", ""), ("down_proj", "w2")
 #: kind -> the usual group size, where checkpoints of the scheme have another
 USUAL = {"int4": 32, "none": -1}
-#: model_type whose fused experts are [E, in, out]
-TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text")
-#: model_type whose fused experts are [E, in, out] unless their shape says otherwise, as transformers reads them
-EITHER = ("qwen3_vl_moe_text",)
 #: but decays and betas, and what latent attention keeps in floats (passes/latent.py)
 _LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$|kv_b_proj$)(\w+_proj\w*|w[123])")
 
@@ -124,7 +121,6 @@ class Unquantized(Format):
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
         dtypes = tuple(FLOAT_KINDS) if self.kind == "none" else FLOATS
-        family = self.ckpt.text_config.get("model_type")
         if f"{layer.name}.gate_up_proj" in self.ckpt or f"{layer.name}.gate_proj" not in self.ckpt:
             shapes = {"gate_up_proj": (num, 2 * i, h), "down_proj": (num, h, i)}
             inputs = {"gate_up_proj": layer.halves}
@@ -132,7 +128,7 @@ class Unquantized(Format):
             shapes = {"gate_proj": (num, i, h), "up_proj": (num, i, h), "down_proj": (num, h, i)}
             inputs = {"gate_proj": (slice(None),), "up_proj": (slice(None),)}
         transposed = {
-            name: family in TRANSPOSED or (family in EITHER and self.ckpt.shape(f"{layer.name}.{name}") != shape)
+            name: is_transposed(self.ckpt.text_config, self.ckpt.shape(f"{layer.name}.{name}") != shape)
             for name, shape in shapes.items()
         }
         declared = []

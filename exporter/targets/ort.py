@@ -1,0 +1,45 @@
+"""ONNX Runtime's own operators: QMoE and MatMulNBits, without a library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantmoe.exporter.targets.base import ACTIVATIONS, Target
+from quantmoe.exporter.targets.cpu import CPU
+from quantmoe.ort_ext import OLDEST_ACCURACY, OLDEST_QMOE
+
+
+def _refusal(spec: Any) -> str:
+    from quantmoe.custom_ops.layouts import qmoe
+    from quantmoe.custom_ops.op import LinearSpec, MoESpec
+
+    if isinstance(spec, MoESpec | LinearSpec):
+        return qmoe.refusal(spec)
+    return f"{spec.OP} is no operator of ONNX Runtime's own (--target ort)"
+
+
+def _kernels(spec: Any) -> list[tuple[str, str]]:
+    from quantmoe.custom_ops.op import MoESpec
+
+    return [("QMoE" if isinstance(spec, MoESpec) else "MatMulNBits", "")]
+
+
+ORT = Target(
+    name="ort",
+    help="ONNX Runtime without the library",
+    device="cpu",
+    layout="qmoe",
+    kernels=_kernels,
+    refusal=_refusal,
+    runtime=OLDEST_QMOE,
+    runtime_with={"accuracy_level": OLDEST_ACCURACY},
+    graph_types=("f32", "f16"),
+    activations=tuple(name for name in ACTIVATIONS if name != "int8-token"),
+    passes=CPU.passes,
+    router="ai.onnx",
+    one_node=True,
+    packed_tables=("int8",),  # ONNX Runtime's CUDA provider has no BitShift
+    chunk=CPU.chunk,
+    reserve=CPU.reserve,
+    rates=CPU.rates,
+)
