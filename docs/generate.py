@@ -54,7 +54,9 @@ def option(parameter: Any) -> list[str]:
         said.append("Values: " + ", ".join(f"`{value}`" for value in get_args(kind)) + ".")
     else:
         names += f" `{parameter.metavar or kind.__name__.upper()}`"
-    if parameter.default not in (None, "", ()):
+    if isinstance(shown := parameter.show_default, str):
+        said.append(f"Default: {code(shown)}.")
+    elif parameter.default not in (None, "", ()):
         said.append(f"Default: `{parameter.default}`.")
     return [
         names,

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.memory import DRAFTS
-from quantmoe.exporter.options import UsageError, listed, missing, need, run
+from quantmoe.exporter.options import UsageError, listed, missing, need, run, with_options
 from quantmoe.exporter.report import (
     APART,
     FLOAT_HERE,
@@ -112,80 +113,22 @@ def options(
     pass
 
 
-# over 80 lines: most are its options
 @app.command()
+@with_options(Options, {"SIZE": _bytes, "last|all|N": _logits})
 def export(
     checkpoint: Checkpoint,
     outdir: Annotated[Path, typer.Argument(help="folder for model.onnx and its weights")],
-    target: Annotated[
-        Literal["cpu", "cuda", "ort"], _option("Export", "hardware; cuda: also TensorRT; ort: without the library")
-    ] = "cpu",
-    logits: Annotated[Any, _option("Export", "positions with logits", parser=_logits, metavar="last|all|N")] = "last",
-    mtp: Annotated[bool, _option("Export", "also export the drafting layer", "--mtp")] = False,
-    vision: Annotated[bool, _option("Export", "also export the vision tower", "--vision")] = False,
-    paged: Annotated[bool, _option("Export", "export for onnxruntime-genai's Engine", "--paged")] = False,
+    options: Options,
     force: Annotated[bool, _option("Export", "replace an earlier export", "--force")] = False,
     dry_run: Annotated[bool, _option("Export", "show sizes, time and refusals only", "--dry-run")] = False,
-    quantize: Annotated[
-        Literal["int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m", "none"] | None,
-        _option("Numbers", "int4, int8, q4_k_m, nvfp4, ..; none: 16 bits", metavar="FORMAT"),
-    ] = None,
-    group_size: Annotated[
-        int | None, _option("Numbers", "group size of --quantize; -1: whole rows", metavar="N")
-    ] = None,
-    symmetric: Annotated[bool, _option("Numbers", "--quantize int4 without zero points", "--symmetric")] = False,
-    calibrate: Annotated[
-        Path | None, _option("Numbers", "text that weighs errors of --quantize", metavar="FILE")
-    ] = None,
-    lm_head: Annotated[Literal["int4", "int8"] | None, _option("Numbers", "quantize the LM head")] = None,
-    activations: Annotated[
-        Literal["int8", "int8-token", "float"] | None,
-        _option("Numbers", "int8, int8-token, float; default: int8 on cpu", metavar="TYPE"),
-    ] = None,
-    cache: Annotated[
-        Literal["auto", "f16", "f32", "bf16", "int8", "fp8"],
-        _option("Numbers", "KV cache: auto, f16, f32, bf16, int8, fp8", metavar="TYPE"),
-    ] = "auto",
-    dtype: Annotated[
-        Literal["f32", "f16", "bf16"] | None, _option("Numbers", "outside experts: f32, f16 or bf16", metavar="TYPE")
-    ] = None,
-    tensor_parallel: Annotated[
-        int, _option("Several GPUs or processes", "split the model over N ranks", min=1, metavar="N")
-    ] = 1,
-    expert_parallel: Annotated[
-        bool, _option("Several GPUs or processes", "give each rank whole experts", "--expert-parallel")
-    ] = False,
-    expert_map: Annotated[
-        Path | None, _option("Several GPUs or processes", "place experts by this file", metavar="FILE")
-    ] = None,
-    data_parallel: Annotated[
-        bool, _option("Several GPUs or processes", "split experts only, not tokens", "--data-parallel")
-    ] = False,
-    experts: Annotated[
-        Literal["inputs", "external"], _option("Advanced", "external: outside TensorRT's engine")
-    ] = "inputs",
-    state_window: Annotated[int, _option("Advanced", "states kept for drafts (hybrids)", metavar="N")] = 1,
-    dense: Annotated[Literal["quantmoe", "ort"], _option("Advanced", "operator of other linears")] = "quantmoe",
-    scales: Annotated[Literal["exact", "bf16"], _option("Advanced", "bf16: round, for KleidiAI")] = "exact",
-    layers: Annotated[int | None, _option("Advanced", "only the first N layers", min=1, metavar="N")] = None,
-    max_file_gb: Annotated[
-        float, _option("Advanced", "largest weight file, GB", min=0.001, max=1e6, metavar="GB")
-    ] = 50,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
-    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
-               "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
-               "symmetric": symmetric, "calibrate": calibrate,
-               "state_window": state_window, "mtp": mtp, "vision": vision, "layers": layers, "force": force,
-               "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
-               "expert_parallel": expert_parallel, "expert_map": expert_map,
-               "data_parallel": data_parallel, "paged": paged, "experts": experts}  # fmt: skip
-    if tensor_parallel > 1:
-        console.print(f"what follows is of rank 0 of {tensor_parallel}", style="yellow")
+    if options.tensor_parallel > 1:
+        console.print(f"what follows is of rank 0 of {options.tensor_parallel}", style="yellow")
     if dry_run:
-        return _plan(checkpoint, outdir, **options)
-    report = _export(checkpoint, outdir, **options)
+        return _plan(checkpoint, outdir, options, force=force)
+    report = _export(checkpoint, outdir, options, force=force)
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
@@ -196,7 +139,9 @@ def export(
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
     if report.head_error is not None:
-        console.print(f"lm_head quantized to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
+        console.print(
+            f"lm_head quantized to {options.lm_head}: root mean square error {report.head_error:.2%}", style="yellow"
+        )
     print_reasons(FLOAT_HERE, report.dequantized)
     print_reasons(APART, report.apart)
     print_reasons(NOT_ORT, report.not_ort)
@@ -211,7 +156,7 @@ def export(
         f"experts {decimal(report.packed_bytes)}, other weights {decimal(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {peak_memory()}"
     )
-    if quantize not in (None, "none"):
+    if options.quantize not in (None, "none"):
         console.print(_lost(checkpoint, outdir, seconds, options), highlight=False)
 
 
@@ -815,7 +760,7 @@ def demo(
     from quantmoe.benchmarks.pytorch_comparison import compare
     from quantmoe.exporter.reading.tokenizer import load_tokenizer
 
-    report = _export(checkpoint, output, force=force)
+    report = _export(checkpoint, output, Options(), force=force)
     tokenizer = load_tokenizer(output) if (output / "tokenizer.json").exists() else None
     ids = tokenizer.encode(prompt).ids if tokenizer else None
     found = compare(checkpoint, output, max_new_tokens, ids)
@@ -934,10 +879,10 @@ def _line(text: str) -> str:
     return text if len(text) <= 2000 else f"{text[:1600]} ... {text[-300:]}"
 
 
-def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
+def _plan(checkpoint: Path, outdir: Path, options: Options, *, force: bool) -> None:
     from quantmoe.exporter.writing.plan import plan
 
-    found = plan(checkpoint, outdir, **options)
+    found = plan(checkpoint, outdir, force=force, **vars(options))
     console.print(f"{outdir} (dry run)", highlight=False)
     print_layers((scheme, spec, found.shared[name], size) for name, (scheme, spec, size) in found.layers.items())
     if found.attention:
@@ -950,7 +895,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     )
     if text := found.calibration:
         console.print(
-            f"the model reads {text.tokens} tokens of {options['calibrate']} first: about {minutes(text.seconds)} "
+            f"the model reads {text.tokens} tokens of {options.calibrate} first: about {minutes(text.seconds)} "
             f"of these, with {decimal(round(text.memory))}"
         )
     print_reasons(FLOAT_HERE, found.dequantized)
@@ -964,7 +909,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         console.print(f"only {decimal(found.free)} of disk are free there", style="red")
 
 
-def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
+def _export(checkpoint: Path, outdir: Path, options: Options, *, force: bool) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
@@ -972,33 +917,33 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
         from quantmoe.exporter.writing.calibration import CALIBRATION
-        from quantmoe.exporter.writing.convert import export as convert
+        from quantmoe.exporter.writing.convert import write
 
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
         try:
-            return convert(checkpoint, outdir, **options, progress=progress)
+            return write(checkpoint, outdir, options, force=force, progress=progress)
         except KeyboardInterrupt:
             if (kept := outdir / CALIBRATION).exists():
-                said = f"{kept} keeps what was read of {options['calibrate']}: this command goes on from there"
+                said = f"{kept} keeps what was read of {options.calibrate}: this command goes on from there"
                 stderr.print(said, soft_wrap=True, highlight=False)
             raise
 
 
-def _lost(checkpoint: Path, outdir: Path, seconds: float, options: dict[str, Any]) -> str:
+def _lost(checkpoint: Path, outdir: Path, seconds: float, options: Options) -> str:
     """Return what the quantization of an export lost, or why that is not measured."""
     for option, given in (
-        ("--tensor-parallel", options["tensor_parallel"] > 1),
-        ("--vision", options["vision"]),
-        ("--paged", options["paged"]),
-        ("--experts external", options["experts"] == "external"),
+        ("--tensor-parallel", options.tensor_parallel > 1),
+        ("--vision", options.vision),
+        ("--paged", options.paged),
+        ("--external-experts", options.external_experts),
     ):
         if given:
             return f"what was lost is not measured: {option} exports no model that takes one text"
     from quantmoe.benchmarks.quantization_loss import lost
 
-    return lost(checkpoint, outdir, seconds, options["layers"])
+    return lost(checkpoint, outdir, seconds, options.layers)
 
 
 def _explain(path: Path, as_json: bool) -> None:

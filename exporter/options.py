@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -77,6 +80,46 @@ def listed(kind: type = str, least: int | None = None, ranges: bool = False) -> 
         return [item for value in values for item in value] if values else None
 
     return {"parser": parse, "callback": joined, "metavar": "A,B,.."}
+
+
+def with_options(kind: Any, parsers: Mapping[str, Callable[[str], Any]]) -> Callable[[Any], Any]:
+    """Return what gives a command the fields of a dataclass as options; its argument ``options`` is then the object.
+
+    Args:
+        kind: each field has ``help``, ``group`` and maybe more as metadata (choosing/options.py).
+        parsers: metavar -> what reads such a value.
+    """
+
+    def one(field: Any, hint: Any) -> inspect.Parameter:
+        said = field.metadata
+        settings: dict[str, Any] = {"help": said["help"], "rich_help_panel": said["group"]}
+        settings["show_default"] = said.get("shown", field.default not in (None, False))
+        settings |= {"metavar": said["metavar"]} if "metavar" in said else {}
+        types = [one for one in (get_args(hint) or (hint,)) if one is not type(None)]
+        of: Any = said.get("kind", types[0])
+        if "values" in said:
+            of = Literal[tuple(said["values"])]
+        elif said.get("metavar") in parsers:
+            of, settings["parser"] = Any, parsers[said["metavar"]]
+        names = [f"--{field.name.replace('_', '-')}"] if of is bool else []
+        typed: Any = Annotated[of if field.default is not None else of | None, typer.Option(*names, **settings)]
+        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=typed)
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints, signature = get_type_hints(kind), inspect.signature(command, eval_str=True)
+        made = [one(field, hints[field.name]) for field in fields(kind)]
+        own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+
+        @wraps(command)
+        def with_them(**given: Any) -> Any:
+            return command(**given, options=kind(**{option.name: given.pop(option.name) for option in made}))
+
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        with_them.__signature__ = signature.replace(parameters=[*parameters, *made])  # type: ignore[attr-defined]
+        with_them.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *made]}
+        return with_them
+
+    return decorate
 
 
 def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:

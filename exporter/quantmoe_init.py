@@ -10,6 +10,7 @@ from quantmoe.trt_plugins import library_path as trt_library_path
 if TYPE_CHECKING:
     from quantmoe.benchmarks.bench import bench
     from quantmoe.benchmarks.evaluate import evaluate
+    from quantmoe.exporter.choosing.options import Options
     from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
     from quantmoe.exporter.inspecting.inspect import inspect
     from quantmoe.exporter.inspecting.unpack import unpack
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
 #: where each name is: imported when asked for, since each command needs other packages
 _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
          "ContextError": "exporter.errors", "Generated": "runtime.generate", "Generator": "runtime.generate",
-         "ModelError": "exporter.errors", "OptionError": "exporter.errors", "Sampling": "exporter.reading.sampling",
+         "ModelError": "exporter.errors", "OptionError": "exporter.errors",
+         "Options": "exporter.choosing.options", "Sampling": "exporter.reading.sampling",
          "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
          "evaluate": "benchmarks.evaluate",
          "export": "exporter.writing.convert", "inspect": "exporter.inspecting.inspect",
          "unpack": "exporter.inspecting.unpack"}  # fmt: skip
 __all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "ModelError", "OptionError",
-           "Sampling", "TemplateArguments", "Text", "bench", "evaluate", "export", "inspect", "ort_cuda_library_path",
-           "ort_library_path", "trt_library_path", "unpack"]  # fmt: skip
+           "Options", "Sampling", "TemplateArguments", "Text", "bench", "evaluate", "export", "inspect",
+           "ort_cuda_library_path", "ort_library_path", "trt_library_path", "unpack"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -6,14 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.exporter.choosing.options import FLOATS
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.checkpoint import Checkpoint
 from quantmoe.exporter.reading.formats import kv_cache
 from quantmoe.exporter.targets import CPU, Target
-
-#: values of export's ``cache``
-KINDS = ("auto", "f16", "f32", "bf16", "int8", "fp8")
-FLOATS = KINDS[1:4]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +38,8 @@ def choose_caches(
     """Decide them.
 
     Args:
-        wanted: of KINDS, of floats any. Without the checkpoint's scales "int8" has those of each token, "fp8" the scale
-            1.
+        wanted: of CACHES, of floats any. Without the checkpoint's scales, "int8" has scales of each token and "fp8"
+            has the scale 1.
         specs: CachedAttention nodes by module. plain: modules that are standard nodes, and why.
         sources: module -> its name in the checkpoint.
         refusal: why the target does not run a node; "" when it does.

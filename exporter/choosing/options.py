@@ -1,25 +1,46 @@
-"""What an export is asked for: checked before anything is read, with what is not said as it is by default."""
+"""Options of an export: declared once, for Python and the command line, and checked before anything is read.
+
+The command line makes its options from the fields (:func:`quantmoe.exporter.options.with_options`). It imports this
+for its help: what needs NumPy is imported in functions.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from quantmoe.exporter.choosing.caches import FLOATS, KINDS
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
-from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.targets import TARGETS, Target, with_option
+from quantmoe.exporter.memory import DRAFTS
+from quantmoe.exporter.targets import ACTIVATIONS, TARGETS, Target, with_option
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.reading.slices import Slice
 
 #: bytes of weights in a file
 MAX_FILE_SIZE = 50 * 10**9
-MAX_RANKS = 1024
+MAX_RANKS, MAX_WINDOW = 1024, 64
+#: types of a KV cache
+CACHES = ("auto", "f16", "f32", "bf16", "int8", "fp8")
+FLOATS = CACHES[1:4]
+#: formats that weights are quantized to; "none": 16 bits
+QUANTIZE = ("int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m", "none")
 #: option that not all targets have -> why
 WHY = {
     "paged": ": ONNX Runtime has PagedAttention there alone",
-    "experts": ": TensorRT's plug-in reads them",
+    "external_experts": ": TensorRT's plug-in reads them",
     "tensor_parallel": ": ONNX Runtime has no AllReduce of its own",
 }
+
+
+def option(default: Any, help: str, group: str = "Export", **settings: Any) -> Any:
+    """Return a field that is an option of ``export``.
+
+    Args:
+        help: a verb phrase of at most 12 words. group: its panel of ``--help``.
+        settings: values, metavar, shown (a default that depends on others), kind (of a value that is no str).
+    """
+    return field(default=default, metadata={"help": help, "group": group, **settings})
 
 
 def _apart(option: str, *others: tuple[str, bool]) -> None:
@@ -29,79 +50,162 @@ def _apart(option: str, *others: tuple[str, bool]) -> None:
             raise OptionError(f"{option} does not go with {name}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """See :func:`quantmoe.exporter.writing.convert.export`, which has the same defaults.
+    """Options of :func:`quantmoe.export`, checked against each other.
+
+    Attributes:
+        target: "cpu": ONNX Runtime on x86-64 and Arm. "cuda": ONNX Runtime and TensorRT on NVIDIA GPUs. "ort": ONNX
+            Runtime's own operators, without a library (docs/guides/without-library.md).
+        quantize: format for the experts and other ``*_proj`` linears of a bf16 or f16 checkpoint. "none" keeps 16 bits.
+        group_size: input features that share a scale of ``quantize``; -1: a whole row; None: the format's default.
+        symmetric: "int4" has no zero points.
+        calibrate: UTF-8 text, or llama.cpp's importance matrix in GGUF. Transformers' model reads a text, one decoder
+            layer at a time. Squared errors of weights are weighed by the squares of their inputs. Experts that no token
+            reaches are quantized without it; see Report.calibration.
+        lm_head: quantizes the LM head; see Report.head_error. None: it stays as it is.
+        activations: activation quantization of weights-only checkpoints. "int8": groups of 32 or 64 features
+            (int8_group), the default for the CPU. "int8-token": whole tokens (int8_token_asym). "float": none. For CUDA
+            the default is the checkpoint's format, and "int8" is refused.
+        cache: type of the KV cache. "auto" for the CPU: int8 or e4m3 codes if the checkpoint has scales for them, else
+            f16. "auto" for CUDA: floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3 codes, by
+            the checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one scale for each
+            token and head. If some attention is standard nodes (Report.plain_attention), the cache has the graph's
+            type.
+        dtype: type of the graph outside the experts. CPU: "f32" (default) or "f16". CUDA: "bf16" (default) or "f16".
+        logits: "last": each sequence's last token, [B, 1, V]. N: its last N tokens, [B, min(S, N), V], so that N - 1
+            draft tokens can be verified. "all": all tokens. None: "last", and with ``mtp`` as many as it drafts.
+        state_window: number of last tokens, 1 to 64, whose states of linear attention are kept. N states let N - 1
+            draft tokens be verified. None: 1, and with ``mtp`` as many as it drafts.
+        mtp: also export the layer of multi-token prediction as mtp.onnx. It shares the weight files. The model gets an
+            output hidden_states [B, S, H].
+        vision: also export the vision tower as vision.onnx, and embeddings.onnx, which puts the tower's features in the
+            places of image tokens. model.onnx then takes inputs_embeds [B, S, H] instead of input_ids, and position_ids
+            [3, B, S] (docs/guides/vision.md).
+        paged: export for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
+            Runtime's PagedAttention. input_ids [num_tokens] holds the tokens of all requests. logits [num_logits, V]
+            holds the tokens that the input logits_indices names, or all.
+        tensor_parallel: number of ranks. The output gets a folder for each, rank0 and so on. The Report is of rank 0
+            (docs/guides/several-gpus.md).
+        expert_parallel: give each rank whole experts, not a slice of each expert.
+        expert_map: file that places experts on ranks (exporter/reading/expert_map.py). By default each rank has as many
+            experts, in order.
+        data_parallel: give each rank the whole model except the other ranks' experts. Each rank runs its own batch, and
+            the batches have one shape.
+        external_experts: for TensorRT only: nodes name the experts' place in the data files. Engines then hold no
+            experts, and the plug-in keeps in GPU memory what fits.
+        dense: operator of quantized linears outside the experts. "quantmoe": QuantLinear. "ort": MatMulNBits of
+            com.microsoft where both mean the same result; see Report.not_ort. CUDA takes only "quantmoe".
+        scales: "bf16" rounds scales, for KleidiAI's kernels; see Report.scale_error.
+        layers: export only the first decoder layers.
+        max_file_size: bytes of weights in a file. Further weights go to model.onnx.data.1 and so on. The default is the
+            Hugging Face hub's limit.
 
     Raises:
-        OptionError: an option that does not exist, or not with the others.
+        OptionError: an option does not exist, or cannot be combined with another.
     """
 
-    target: str = "cpu"
-    activations: str | None = None
-    scales: str = "exact"
-    dtype: str | None = None
-    dense: str = "quantmoe"
-    logits: str | int = "last"
-    lm_head: str | None = None
-    cache: str = "auto"
-    state_window: int = 1
-    mtp: bool = False
-    vision: bool = False
-    layers: int | None = None
-    quantize: str | None = None
-    group_size: int | None = None
-    symmetric: bool = False
-    calibrate: str | Path | None = None
-    max_file_size: int = MAX_FILE_SIZE
-    tensor_parallel: int = 1
-    expert_parallel: bool = False
-    expert_map: str | Path | None = None
-    data_parallel: bool = False
-    paged: bool = False
-    experts: str = "inputs"
+    target: str = option("cpu", "choose what runs the files", values=TARGETS)
+    mtp: bool = option(False, "also export the layer that drafts tokens")
+    vision: bool = option(False, "also export the vision tower")
+    paged: bool = option(False, "export for onnxruntime-genai's Engine")
+    quantize: str | None = option(
+        None, "quantize to int4, int8, q4_k_m, nvfp4, ..; none: 16 bits", "Numbers", values=QUANTIZE, metavar="FORMAT"
+    )
+    group_size: int | None = option(
+        None, "share a scale among N weights; -1: a row", "Numbers", metavar="N", shown="the format's"
+    )
+    symmetric: bool = option(False, "quantize to int4 without zero points", "Numbers")
+    calibrate: str | Path | None = option(  # noqa: RUF009
+        None, "weigh errors of --quantize by this text", "Numbers", metavar="FILE", kind=Path
+    )
+    lm_head: str | None = option(None, "quantize the LM head", "Numbers", values=("int4", "int8"))
+    activations: str | None = option(
+        None, "quantize activations", "Numbers", values=ACTIVATIONS, shown="int8 on cpu, else the checkpoint's"
+    )
+    cache: str = option("auto", "choose the type of the KV cache", "Numbers", values=CACHES)
+    dtype: str | None = option(
+        None, "choose the type outside experts", "Numbers", values=("f32", "f16", "bf16"), shown="f32, cuda: bf16"
+    )
+    tensor_parallel: int = option(1, "split the model over N ranks", "Several GPUs or processes", metavar="N")
+    expert_parallel: bool = option(False, "give each rank whole experts", "Several GPUs or processes")
+    expert_map: str | Path | None = option(  # noqa: RUF009
+        None, "place experts by this file", "Several GPUs or processes", metavar="FILE", kind=Path
+    )
+    data_parallel: bool = option(False, "split experts only, not tokens", "Several GPUs or processes")
+    logits: str | int | None = option(
+        None, "give logits of the last token, all, or N", "Advanced", metavar="last|all|N", shown="last, --mtp: 5"
+    )
+    state_window: int | None = option(
+        None, "keep states of N tokens, to verify drafts", "Advanced", metavar="N", shown="1, --mtp: 5"
+    )
+    external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
+    dense: str = option("quantmoe", "choose the operator of other linears", "Advanced", values=("quantmoe", "ort"))
+    scales: str = option("exact", "keep scales, or round them for KleidiAI", "Advanced", values=("exact", "bf16"))
+    layers: int | None = option(None, "export only the first N layers", "Advanced", metavar="N")
+    max_file_size: int = option(
+        MAX_FILE_SIZE, "start another weight file at this size", "Advanced", metavar="SIZE", shown="50GB"
+    )
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise OptionError(f"target is {self.target!r}, expected one of: {', '.join(TARGETS)}")
+        self._check_values()
+        self._check_numbers()
+        self._check_target()
+        self._check_together()
+
+    def _check_values(self) -> None:
         target = self.facts
-        for name, known in (
-            ("activations", (None, *target.activations)),
-            ("scales", ("exact", "bf16")),
-            ("dtype", (None, *target.graph_types)),
-            ("dense", target.dense),
-            ("lm_head", (None, *HEAD_GROUPS)),
-            ("cache", KINDS),
-            ("experts", ("inputs", "external")),
+        for name, known, of in (
+            ("activations", target.activations, f" (target {self.target})"),
+            ("dtype", target.graph_types, f" (target {self.target})"),
+            ("dense", target.dense, f" (target {self.target})"),
+            ("quantize", QUANTIZE, ""),
+            ("lm_head", ("int4", "int8"), ""),
+            ("cache", CACHES, ""),
+            ("scales", ("exact", "bf16"), ""),
         ):
-            if (value := getattr(self, name)) not in known:
-                of = f" (target {self.target})" if name in ("activations", "dtype", "dense") else ""
-                raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
-        if self.logits not in ("last", "all") and not (type(self.logits) is int and self.logits > 0):
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(known)}{of}")
+        floats = target.caches or (self.graph_type,)
+        if self.cache in FLOATS and self.cache not in floats:
+            why = f"floats have the graph's type, {self.graph_type}"
+            if target.caches:
+                why = f"the kernels take {' and '.join(target.caches)}"
+            raise OptionError(f"cache is {self.cache}: for target {self.target} {why}")
+
+    def _check_numbers(self) -> None:
+        if self.logits not in (None, "last", "all") and not (type(self.logits) is int and self.logits > 0):
             raise OptionError(f"logits is {self.logits!r}, expected last, all or a number of tokens from 1")
-        if not 1 <= self.state_window <= 64:
-            raise OptionError(f"state_window is {self.state_window}, expected 1 to 64")
-        for name, given, as_given in (
-            ("mtp", self.mtp, "mtp"),
-            ("state_window", self.state_window > 1, "state_window"),
-            ("vision", self.vision, "vision"),
-            ("paged", self.paged, "paged"),
-            ("experts", self.experts == "external", "experts external"),
-            ("tensor_parallel", self.tensor_parallel > 1, "tensor_parallel"),
-        ):
-            if given and name not in target.options:
-                raise OptionError(f"{as_given} is for {with_option(name)}{WHY.get(name, '')}")
-        one_plain_graph = (
-            ("mtp", self.mtp),
-            ("tensor_parallel", self.tensor_parallel > 1),
-            ("logits of N tokens", isinstance(self.logits, int)),
-        )
+        for name, most in (("state_window", MAX_WINDOW), ("tensor_parallel", MAX_RANKS)):
+            if (number := getattr(self, name)) is not None and not 1 <= number <= most:
+                raise OptionError(f"{name} is {number}, expected 1 to {most}")
+        if self.max_file_size < 1:
+            raise OptionError(f"max_file_size is {self.max_file_size}, expected a number of bytes")
+
+    def _check_target(self) -> None:
+        given = {
+            "mtp": self.mtp,
+            "state_window": (self.state_window or 1) > 1,
+            "vision": self.vision,
+            "paged": self.paged,
+            "external_experts": self.external_experts,
+            "tensor_parallel": self.tensor_parallel > 1,
+        }
+        for name in (name for name, asked in given.items() if asked):
+            if name not in self.facts.options:
+                raise OptionError(f"{name} is for {with_option(name)}{WHY.get(name, '')}")
+
+    def _check_together(self) -> None:
+        ranks = ("tensor_parallel", self.tensor_parallel > 1)
+        one_plain_graph = (("mtp", self.mtp), ranks, ("logits of N tokens", isinstance(self.logits, int)))
         if self.vision:
             _apart("vision", *one_plain_graph)
         if self.paged:
             _apart("paged", ("vision", self.vision), *one_plain_graph)
-        if self.experts == "external":
-            _apart("experts external", ("paged", self.paged), ("vision", self.vision))
+        if self.external_experts:
+            _apart("external_experts", ("paged", self.paged), ("vision", self.vision))
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")
@@ -110,29 +214,30 @@ class Options:
         if self.calibrate is not None:
             if self.quantize in (None, "none"):
                 raise OptionError("calibrate is an option of quantize: what is not quantized needs no text")
-            _apart("calibrate", ("tensor_parallel", self.tensor_parallel > 1), ("vision", self.vision))
-        if self.max_file_size < 1:
-            raise OptionError(f"max_file_size is {self.max_file_size}, expected a number of bytes")
-        if not 1 <= self.tensor_parallel <= MAX_RANKS:
-            raise OptionError(f"tensor_parallel is {self.tensor_parallel}, expected 1 to {MAX_RANKS}")
+            _apart("calibrate", ranks, ("vision", self.vision))
         if self.expert_parallel and self.tensor_parallel == 1:
             raise OptionError("expert_parallel needs tensor_parallel: the number of ranks")
-        if self.expert_map is not None and not self.expert_parallel:
-            raise OptionError("expert_map needs expert_parallel: whole experts in a rank")
-        if self.data_parallel and not self.expert_parallel:
-            raise OptionError("data_parallel needs expert_parallel: whole experts in a rank")
+        for name in ("expert_map", "data_parallel"):
+            if getattr(self, name) and not self.expert_parallel:
+                raise OptionError(f"{name} needs expert_parallel: whole experts in a rank")
         if self.mtp and self.tensor_parallel > 1:
             raise OptionError("mtp is not divided: leave out mtp or tensor_parallel")
-        floats = target.caches or (self.graph_type,)
-        if self.cache in FLOATS and self.cache not in floats:
-            why = f"floats have the graph's type, {self.graph_type}"
-            if target.caches:
-                why = f"the kernels take {' and '.join(target.caches)}"
-            raise OptionError(f"cache is {self.cache}: for target {self.target} {why}")
+
+    @property
+    def kept_logits(self) -> str | int:
+        """How many tokens' logits the model gives: "last", "all" or a number."""
+        return self.logits or (DRAFTS + 1 if self.mtp else "last")
+
+    @property
+    def kept_states(self) -> int:
+        """How many tokens' states are kept, if the model has any."""
+        return self.state_window or (DRAFTS + 1 if self.mtp else 1)
 
     @property
     def slices(self) -> list[Slice | None]:
         """What each rank has; of one rank all, None."""
+        from quantmoe.exporter.reading.slices import Slice
+
         world = self.tensor_parallel
         if world == 1:
             return [None]
@@ -150,15 +255,17 @@ class Options:
 
     @property
     def wanted(self) -> str | None:
-        """The activations of weights-only checkpoints; None: as the checkpoint says. With ONNX Runtime's own operators
-        int8 ones are not of a format, but the operators' affair, which ``accuracy_level`` allows."""
+        """Activations of weights-only checkpoints; None: as the checkpoint says.
+
+        With ONNX Runtime's own operators "int8" is no format of a node. ``accuracy_level`` allows it.
+        """
         if not self.facts.library and self.activations == "int8":
             return None
         return self.activations or self.facts.default_activations
 
     @property
     def accuracy_level(self) -> int:
-        """Of ONNX Runtime's own operators: 4 allows int8 activations, by blocks; 0 is of floats."""
+        """The attribute of ONNX Runtime's own operators: 4 allows int8 activations in blocks, 0 does not."""
         return 4 if self.activations == "int8" else 0
 
     @property

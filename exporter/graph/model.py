@@ -23,7 +23,6 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration
@@ -127,8 +126,6 @@ class Skeleton(Stored):
         self.lightning = self._lightning(state_window)
         self.state_space = self._state_space(target, state_window)
         self.linear_attention = self._linear_attention(target, state_window)
-        if state_window > 1 and not self.with_states:
-            raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
         self.experts = self._experts(layers)
         self._find_sources()
         self.head = self._round_head(lm_head) if lm_head else None

@@ -43,7 +43,7 @@ class Target:
         cache_codes: ``--cache auto`` keeps the codes that the checkpoint says.
         cache_scales: a KV cache of int8 may have a scale for each token.
         options: options of Options that not all targets have: mtp, state_window, vision, tensor_parallel, paged,
-            experts.
+            external_experts.
         passes: of exporter/graph/passes, "<module>.<function>" in order: after torch.export.
         final_passes: passes that run once inputs and outputs have their names.
         router: what a router becomes: a MoERouter with its product, a MoERouting, or nodes of ai.onnx.

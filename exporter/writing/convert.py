@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
+from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.names import text_part
@@ -63,36 +63,13 @@ from quantmoe.exporter.writing.tokenizer import write_tokenizer
 from quantmoe.ort_ext import OLDEST_GLIBC, glibc_of
 
 
-# over 80 lines: half say what its options mean
 def export(
     checkpoint: str | Path,
     output: str | Path,
     *,
-    target: Literal["cpu", "cuda", "ort"] = "cpu",
-    activations: Literal["int8", "int8-token", "float"] | None = None,
-    scales: Literal["exact", "bf16"] = "exact",
-    dtype: Literal["f32", "f16", "bf16"] | None = None,
-    dense: Literal["quantmoe", "ort"] = "quantmoe",
-    logits: Literal["last", "all"] | int = "last",
-    lm_head: Literal["int4", "int8"] | None = None,
-    cache: Literal["auto", "f16", "f32", "bf16", "int8", "fp8"] = "auto",
-    state_window: int = 1,
-    mtp: bool = False,
-    vision: bool = False,
-    layers: int | None = None,
-    quantize: str | None = None,
-    group_size: int | None = None,
-    symmetric: bool = False,
-    calibrate: str | Path | None = None,
-    max_file_size: int = MAX_FILE_SIZE,
-    tensor_parallel: int = 1,
-    expert_parallel: bool = False,
-    expert_map: str | Path | None = None,
-    data_parallel: bool = False,
-    paged: bool = False,
-    experts: Literal["inputs", "external"] = "inputs",
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    **options: Any,
 ) -> Report:
     """Export a quantized mixture-of-experts checkpoint as an ONNX model.
 
@@ -100,88 +77,31 @@ def export(
         checkpoint: Hugging Face folder or GGUF file.
         output: folder for model.onnx, model.onnx.data, configuration, tokenizer, genai_config.json and the target's
             library; created if missing.
-        target: "cpu": ONNX Runtime on x86-64 and Arm. "cuda": ONNX Runtime and TensorRT on NVIDIA GPUs. "ort": ONNX
-            Runtime's own operators, without a library (docs/guides/without-library.md).
-        activations: activation quantization of weights-only checkpoints. "int8": groups of 32 or 64 features
-            (int8_group), the default for the CPU. "int8-token": whole tokens (int8_token_asym). "float": none. For CUDA
-            the default is the checkpoint's format, and "int8" is refused.
-        scales: "bf16" rounds scales, for KleidiAI's kernels; see Report.scale_error.
-        dtype: type of the graph outside the experts. CPU: "f32" (default) or "f16". CUDA: "bf16" (default) or "f16".
-        dense: operator of quantized linears outside the experts. "quantmoe": QuantLinear. "ort": MatMulNBits of
-            com.microsoft where both mean the same result; see Report.not_ort. CUDA takes only "quantmoe".
-        logits: "last": each sequence's last token, [B, 1, V]. N: its last N tokens, [B, min(S, N), V], so that N - 1
-            draft tokens can be verified. "all": all tokens.
-        lm_head: quantizes the LM head; see Report.head_error. None: it stays as it is.
-        cache: type of the KV cache. "auto" for the CPU: int8 or e4m3 codes if the checkpoint has scales for them, else
-            f16. "auto" for CUDA: floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3 codes, by
-            the checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one scale for each
-            token and head. If some attention is standard nodes (Report.plain_attention), the cache has the graph's
-            type.
-        state_window: number of last tokens, 1 to 64, whose states of linear attention are kept. N states let N - 1
-            draft tokens be verified.
-        mtp: also export the layer of multi-token prediction as mtp.onnx. It shares the weight files. The model gets an
-            output hidden_states [B, S, H].
-        vision: also export the vision tower as vision.onnx, and embeddings.onnx, which puts the tower's features in the
-            places of image tokens. model.onnx then takes inputs_embeds [B, S, H] instead of input_ids, and position_ids
-            [3, B, S] (docs/guides/vision.md).
-        layers: export only the first decoder layers.
-        quantize: format for the experts and other ``*_proj`` linears of a bf16 or f16 checkpoint: "int4", "int8",
-            "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m" or "q5_k_m". "none" keeps 16 bits.
-        group_size: input features that share a scale of ``quantize``; -1: a whole row; None: the format's default.
-        symmetric: "int4" has no zero points.
-        calibrate: UTF-8 text, or llama.cpp's importance matrix in GGUF. Transformers' model reads a text, one decoder
-            layer at a time. Squared errors of weights are weighed by the squares of their inputs. Experts that no token
-            reaches are quantized without it; see Report.calibration.
-        max_file_size: bytes of weights in a file. Further weights go to model.onnx.data.1 and so on. The default is the
-            Hugging Face hub's limit.
-        tensor_parallel: number of ranks. ``output`` gets a folder for each, rank0 and so on. The Report is of rank 0
-            (docs/guides/several-gpus.md).
-        expert_parallel: give each rank whole experts, not a slice of each expert.
-        expert_map: file that places experts on ranks (exporter/reading/expert_map.py). By default each rank has as many
-            experts, in order.
-        data_parallel: give each rank the whole model except the other ranks' experts. Each rank runs its own batch, and
-            the batches have one shape.
-        paged: export for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. Attention is ONNX
-            Runtime's PagedAttention. input_ids [num_tokens] holds the tokens of all requests. logits [num_logits, V]
-            holds the tokens that the input logits_indices names, or all.
-        experts: "inputs": experts are weights of the nodes. "external", for TensorRT only: nodes name the experts'
-            place in the data files. Engines then hold no experts, and the plug-in keeps in GPU memory what fits.
         force: replace an earlier export in ``output``, also an edited one. Files that no export wrote are kept or
             refused. Folders of an earlier export with another number of ranks are removed, except edited files.
         progress: called with stage, bytes done, bytes in all.
+        options: fields of :class:`quantmoe.Options`, which says what they mean: ``target="cuda"``.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or something in it is not supported; the message says what.
         OSError: ``output`` cannot be written, or holds a checkpoint. It has a file that would be overwritten, and the
             file is not of an earlier export or ``force`` is False.
-        OptionError: an option does not exist, or cannot be combined with another.
+        OptionError: an option has a wrong value, or cannot be combined with another.
+        TypeError: there is no such option.
         OutOfMemoryError: memory ran out; the message says for what.
     """
-    options = Options(
-        target,
-        activations,
-        scales,
-        dtype,
-        dense,
-        logits,
-        lm_head,
-        cache,
-        state_window,
-        mtp,
-        vision,
-        layers,
-        quantize,
-        group_size,
-        symmetric,
-        calibrate,
-        max_file_size,
-        tensor_parallel,
-        expert_parallel,
-        expert_map,
-        data_parallel,
-        paged,
-        experts,
-    )
+    return write(checkpoint, output, Options(**options), force=force, progress=progress)
+
+
+def write(
+    checkpoint: str | Path,
+    output: str | Path,
+    options: Options,
+    *,
+    force: bool = False,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Report:
+    """Write what :func:`export` describes."""
     checkpoint, output = need_path("checkpoint", checkpoint), need_path("output", output)
     folders = rank_folders(output, options)
     for folder in folders:
@@ -239,11 +159,11 @@ def _export(
         if not report.tokenizer:
             report.tokenizer = write_tokenizer(ckpt.companions, partial, gguf=ckpt.companions != ckpt.folder)
         ckpt.check_unchanged()
-        for_tensorrt = options.experts == "external"
+        for_tensorrt = options.external_experts
         if for_tensorrt:
             report.genai = "no genai_config.json: with its experts in the data files TensorRT alone runs it"
         elif LOGITS in ends:
-            report.genai = "no genai_config.json: onnxruntime-genai takes the logits of the last token, or of all"
+            report.genai = "no genai_config.json: onnxruntime-genai takes --logits last or --logits all"
         elif part_of is not None:
             report.genai = "no genai_config.json: onnxruntime-genai runs no slices"
         else:
@@ -323,7 +243,7 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
         _, width = shapes.pop()
         if isinstance(width, int):  # codes may have their scales behind them
             found["model"]["decoder"]["head_size"] = width
-        if len(parts) > 1 and options.logits == "all":  # which drafts take
+        if len(parts) > 1 and options.kept_logits == "all":  # which drafts take
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions
             add_mtp(found, MTP_MODEL, shared_tensors(*values) if target.on_gpu else [])

@@ -71,7 +71,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         )
     if options.paged:
         try:
-            part.tables = to_paged(graph, part.weights, int(ends["context_length"]), options.logits == "all")
+            part.tables = to_paged(graph, part.weights, int(ends["context_length"]), options.kept_logits == "all")
         except KeyError:
             raise CheckpointError(
                 f"{part.skeleton.format.ckpt.folder / 'config.json'}: no max_position_embeddings, a number of tokens: "
@@ -81,7 +81,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
             raise CheckpointError(f"{part.skeleton.format.ckpt.folder}: --paged: {error}") from None
         ends[PAGED_METADATA] = "true"
         ends.pop(SHORT_CONTEXT, None)  # its tables are those of the whole context
-    kept = 1 if head or options.logits == "last" else options.logits
+    kept = 1 if head or options.kept_logits == "last" else options.kept_logits
     if not options.paged and isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
         ends[LOGITS] = str(kept)
     run_passes(graph, options.facts.final_passes)
@@ -201,7 +201,7 @@ def _pack(
         if not isinstance(layer.ids, range):
             metadata["experts"] = json.dumps({"ids": list(layer.ids), "routed": layer.num_experts})
         region.finish(metadata)
-        if options.experts == "external":
+        if options.external_experts:
             _leave_in_file(region)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.expert_map import placements
@@ -205,12 +205,15 @@ def prepare(
     family, tower = _vision(format) if options.vision else (None, None)
     chosen = []
     for one, nodes in zip(formats, experts, strict=True):
-        layers, window = (1, 1) if one.part else (options.layers, options.state_window)
+        layers, window = (1, 1) if one.part else (options.layers, options.kept_states)
         skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.facts, window, family)
         chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
         if not options.facts.library and options.graph_type == "f32":
             check_floats(one, nodes)
-    ends = stops(chosen[0][0])
+    text_model = chosen[0][0]
+    if (options.state_window or 1) > 1 and not text_model.with_states:
+        raise OptionError(f"state_window is {options.state_window}: {format.ckpt.folder} has no linear attention")
+    ends = stops(text_model)
     turns, no_turns = folder_turns(format.ckpt.companions)
     parts = [Part(*pair, attention_of(*pair, options.facts, options.cache, options.paged)) for pair in chosen]
     if family is None or tower is None:
@@ -397,8 +400,8 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
 
 def _drafting(states: bool, options: Options) -> str:
     """Return which options let ``generate`` verify a draft; "" where they are there, or it runs no such model."""
-    rows = {"last": 1, "all": sys.maxsize}.get(str(options.logits)) or int(options.logits)
-    window = options.state_window if states else sys.maxsize
+    rows = {"last": 1, "all": sys.maxsize}.get(str(options.kept_logits)) or int(options.kept_logits)
+    window = options.kept_states if states else sys.maxsize
     if not options.mtp or options.vision or min(rows, window) > 1:
         return ""
     most = min([DRAFTS + 1, *(n for n in (rows, window) if n > 1)])

@@ -32,7 +32,7 @@ def _what_runs(target: Target, runtime: str, part: Slice | None) -> str:
         wrote += "It runs together with those of the other ranks.\n"
     if not runtime:
         return (
-            f"# {title} for TensorRT\n\n`{command} --experts external` {wrote}"
+            f"# {title} for TensorRT\n\n`{command} --external-experts` {wrote}"
             "Its engines read the experts\nin it where they run: set `QUANTMOE_FOLDER` to it. "
             "The plug-in comes with this package:\n\n"
             f"{target.package}.\n\n{MADE}\n"

@@ -77,13 +77,13 @@ def test_engine(folder, tmp_path, dtype):
 
 
 def test_engine_without_its_experts(tmp_path_factory, tmp_path):
-    """--experts external: the plan is smaller by all of them, and says where they are."""
+    """--external-experts: the plan is smaller by all of them, and says where they are."""
     from tiny import make_checkpoint
 
     made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", **SIZES | {"moe_intermediate_size": 768})
     sizes = {}
     for kind in ("inputs", "external"):
-        quantmoe.export(made, tmp_path / kind, target="cuda", experts=kind)
+        quantmoe.export(made, tmp_path / kind, target="cuda", external_experts=kind == "external")
         (tmp_path / f"of_{kind}").mkdir()
         done = build(tmp_path / kind, tmp_path / f"plan_{kind}", tmp_path / f"of_{kind}")
         assert done.returncode == 0, done.stdout + done.stderr

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tiny import make_checkpoint
 from torch.onnx._internal.exporter import _registration, _schemas
 from transformers import PreTrainedModel
 
+from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.writing.convert import export
@@ -100,7 +101,7 @@ def exported(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     """exported(architecture, scheme="W4A16", **options of export) -> folder; with the logits of all tokens and, on
     the CPU, a cache of float32."""
 
-    defaults = {name: parameter.default for name, parameter in inspect.signature(export).parameters.items()}
+    defaults = {field.name: field.default for field in fields(Options)}
 
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **options: object) -> Path:

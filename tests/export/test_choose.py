@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import json
 import re
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from checkpoints import (
     TINY,
     check_headers,
@@ -33,10 +33,13 @@ from quantmoe.custom_ops.matrix import parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Candidate, layer_candidate, linear_matrix
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.cli import app
+from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.reading import formats
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.formats.unquantized import KINDS, Unquantized
 from quantmoe.exporter.targets import TARGETS, of_layout
 from quantmoe.exporter.writing.convert import export
@@ -298,7 +301,20 @@ def test_choosing_needs_no_torch():
     assert done.stdout == "set()\n"
 
 
-def test_options_are_those_of_export_and_its_dry_run():
-    given = {name: p.default for name, p in inspect.signature(export).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    del given["force"], given["progress"]
-    assert given == {field.name: field.default for field in dataclasses.fields(Options)}
+def test_the_command_line_is_made_of_the_fields_of_options():
+    """In their order, with their defaults; every value that the code knows is one of an option."""
+    parameters = typer.main.get_command(app).commands["export"].params
+    own = [p for p in parameters if p.name not in ("checkpoint", "outdir", "force", "dry_run")]
+    assert {p.name: p.default for p in own} == {field.name: field.default for field in dataclasses.fields(Options)}
+    values = {field.name: field.metadata.get("values") for field in dataclasses.fields(Options)}
+    assert tuple(values["quantize"]) == tuple(KINDS)
+    assert tuple(values["lm_head"]) == tuple(HEAD_GROUPS)
+    assert {*values["dtype"]} == {kind for target in TARGETS.values() for kind in target.graph_types}
+
+
+@pytest.mark.parametrize("call", [export, plan])
+def test_an_unknown_option_is_an_error(call, tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'activation'"):
+        call(tmp_path, tmp_path / "out", activation="int8")
+    with pytest.raises(OptionError, match="quantize is 'int5', expected one of: int4, int8, "):
+        call(tmp_path, tmp_path / "out", quantize="int5")

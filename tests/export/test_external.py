@@ -1,4 +1,4 @@
-"""export --experts external: the nodes say where their experts are; everything else is as it is without."""
+"""export --external-experts: the nodes say where their experts are; everything else is as it is without."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("exported")
-    for experts in ("inputs", "external"):  # each projection in a file of its own
-        quantmoe.export(checkpoint, out / experts, target="cuda", experts=experts, max_file_size=100_000)
+    for name in ("inputs", "external"):  # each projection in a file of its own
+        outside = name == "external"
+        quantmoe.export(checkpoint, out / name, target="cuda", external_experts=outside, max_file_size=100_000)
     return {path.name: path for path in out.iterdir()}
 
 
@@ -104,16 +105,16 @@ def test_a_node_that_is_wrong(folders, tmp_path, value, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "experts external is for target cuda"),
-        ({"target": "ort"}, "experts external is for target cuda"),
-        ({"target": "cuda", "paged": True}, "experts external does not go with paged"),
-        ({"target": "cuda", "vision": True}, "experts external does not go with vision"),
+        ({}, "external_experts is for target cuda"),
+        ({"target": "ort"}, "external_experts is for target cuda"),
+        ({"target": "cuda", "paged": True}, "external_experts does not go with paged"),
+        ({"target": "cuda", "vision": True}, "external_experts does not go with vision"),
     ],
     ids=str,
 )
 def test_what_it_does_not_go_with(checkpoint, tmp_path, options, message):
     with pytest.raises(OptionError, match=message):
-        quantmoe.export(checkpoint, tmp_path / "out", experts="external", **options)
+        quantmoe.export(checkpoint, tmp_path / "out", external_experts=True, **options)
 
 
 def test_what_fits(folders, capsys):

@@ -192,7 +192,7 @@ def prepare(name: str, folder: Path) -> None:
         noise = reference(dequantized(Skeleton(format)), folder, drafts)
         options = {"activations": "float", "logits": "all", "mtp": drafts, "force": True} | slices
         if part == EXTERNAL:
-            options["experts"] = "external"
+            options["external_experts"] = True
         for dtype in ("bf16", "f16"):
             export(checkpoint, folder / dtype, target="cuda", dtype=dtype, **options)
     facts = {"files": files, "in_place": in_place(folder / "bf16" / files[0])}

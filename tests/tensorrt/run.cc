@@ -95,7 +95,7 @@ class Session {
     while (words >> profile) config->addOptimizationProfile(make_profile(*network, profile));
     const std::unique_ptr<IHostMemory> plan(builder_->buildSerializedNetwork(*network, *config));
     need(plan != nullptr, "no engine is built");
-    setenv("QUANTMOE_FOLDER", std::filesystem::path(model).parent_path().c_str(), 1);  // of --experts external
+    setenv("QUANTMOE_FOLDER", std::filesystem::path(model).parent_path().c_str(), 1);  // of --external-experts
     return deserialize(name, plan->data(), plan->size());
   }
 

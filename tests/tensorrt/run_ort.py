@@ -27,7 +27,7 @@ def shapes(model: Path, new: int, past: int) -> dict[str, list[int]]:
 
 
 def session(model: Path, trt_library: str, ort_library: str) -> ort.InferenceSession:
-    os.environ["QUANTMOE_FOLDER"] = str(model.parent)  # of --experts external
+    os.environ["QUANTMOE_FOLDER"] = str(model.parent)  # of --external-experts
     options = ort.SessionOptions()
     options.register_custom_ops_library(ort_library)  # ONNX Runtime itself asks what the operators are
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")  # an error instead of a slow session

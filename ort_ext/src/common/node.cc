@@ -123,7 +123,7 @@ const OrtValue* Node::get_weight(const OrtKernelInfo* info, size_t input, Shape&
   const std::string name = op_.inputs.first[input].name;
   if (find_string(info, name + "_external"))
     fail(name + " is in a data file that TensorRT's plug-in reads (" + name +
-         "_external); for ONNX Runtime export without --experts external");
+         "_external); for ONNX Runtime export without --external-experts");
   if (shape.size() != 2)
     fail(name + " has shape " + text_of(shape) + ", expected [experts, int32 words of a packed expert]");
   return value;

@@ -63,7 +63,7 @@ def test_experts_that_are_for_tensorrt_are_refused(driver, fake, layer):
     assert driver.create(op, attributes, [value(())] * 3 + empty) is None
     assert driver.error == (
         'QuantMoE node "moe": w13 is in a data file that TensorRT\'s plug-in reads (w13_external); for ONNX Runtime '
-        "export without --experts external"
+        "export without --external-experts"
     )
 
 
