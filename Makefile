@@ -38,7 +38,7 @@ CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
 venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml packages/locked/main.txt | $(BIN)/uv
-	$(INSTALL) --requirements pyproject.toml --extra demo --extra bench
+	$(INSTALL) --requirements pyproject.toml --extra demo --extra bench --extra serve
 	touch $@
 
 $(BIN)/uv:

@@ -61,6 +61,8 @@ BATCH = 8
 NEW_TOKENS = 512
 #: of inspect --fit
 CONTEXT = 4096
+#: of serve: tokens of a prompt and its answer, requests that wait, and bytes for beginnings of prompts
+SERVED, QUEUE, PREFIXES = 8192, 64, 1_000_000_000
 #: what inspect finds beside a model
 BESIDE = {
     "mtp": "the layer that drafts for it",
@@ -465,6 +467,59 @@ def generate(
     end(model, cache)
     if not answered:
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    outdir: Model,
+    host: Annotated[str, _option("Server", "address to listen on")] = "127.0.0.1",
+    port: Annotated[int, _option("Server", "port; 0: any free one", min=0, max=65535, metavar="N")] = 8000,
+    api_key: Annotated[
+        str | None, _option("Server", "key that clients must send", envvar="QUANTMOE_API_KEY", metavar="KEY")
+    ] = None,
+    batch: Annotated[int, _option("Server", "requests that run together", min=1, max=1024, metavar="N")] = BATCH,
+    queue: Annotated[int, _option("Server", "requests that wait; more are refused", min=0, metavar="N")] = QUEUE,
+    max_length: Annotated[
+        int | None, _option("Server", f"tokens of prompt and answer; default: {SERVED}", min=2, metavar="N")
+    ] = None,
+    prefix_cache: Annotated[
+        int | None, _option("Server", "memory for earlier prompts; 0: none; default: 1GB", **SIZE)
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], _option("Hardware", "cuda: exports of --target cuda")] = "cpu",
+    threads: Annotated[
+        int,
+        _option("Hardware", "CPU threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N"),
+    ] = 0,
+    experts: Annotated[
+        Literal["gpu", "host", "disk", "auto"] | None,
+        _option("Hardware", "place experts: gpu, host, disk, auto", metavar="WHERE"),
+    ] = None,
+    ram: Annotated[Any, _option("Hardware", "RAM for experts, as 12GB", **ROOM)] = None,
+    gpu_memory: Annotated[Any, _option("Hardware", "GPU memory for experts", **ROOM)] = None,
+    chunk: Annotated[
+        int | None,
+        _option("Speed", f"prompt tokens a run: {CHUNKS['cpu']}; {CHUNKS['cuda']}", min=1, metavar="N"),
+    ] = None,
+) -> None:
+    """Answer requests of OpenAI's interface over HTTP, many at a time."""
+    from quantmoe.exporter.inspecting.inspect import model_path
+    from quantmoe.exporter.terminal import progress
+    from quantmoe.runtime.generate import Generator
+    from quantmoe.serving.app import Server
+    from quantmoe.serving.command import listen, run
+
+    if api_key == "":
+        raise typer.BadParameter("is empty", param_hint="--api-key")
+    path = model_path(outdir)
+    with listen(host, port) as listening:
+        with progress(f"loading {outdir}"):
+            model = Generator(path, threads, chunk=chunk, device=device, experts=experts, ram=ram,
+                              gpu_memory=gpu_memory, max_length=max_length or SERVED, batch=batch)  # fmt: skip
+            length = min(model.context, model.short_context, max_length or SERVED)
+            if max_length is not None and max_length > length:
+                raise typer.BadParameter(f"is {max_length}, this model has {length}", param_hint="--max-length")
+            server = Server(model, batch, length, queue, PREFIXES if prefix_cache is None else prefix_cache)
+        run(server, listening, api_key)
 
 
 @app.command()

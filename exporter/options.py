@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 #: command -> the extra of pyproject.toml with the packages that it needs beyond the package's own
-EXTRAS = {"export": "export", "generate": "run", "demo": "demo", "bench": "bench", "evaluate": "demo"}
+EXTRAS = {"export": "export", "generate": "run", "serve": "serve", "demo": "demo", "bench": "bench", "evaluate": "demo"}
 #: of a wrong argument; typer exports only some of the classes below it
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 

@@ -352,6 +352,7 @@ MODULES = {
     "inspect": ["exporter.inspecting.inspect", "exporter.inspecting.explain", "exporter.inspecting.survey"],
     "unpack": ["exporter.inspecting.unpack"],
     "generate": ["runtime.generate", "runtime.chat"],
+    "serve": ["serving.command"],
     "trace": ["exporter.inspecting.trace"],
     "demo": ["exporter.writing.convert", "benchmarks.pytorch_comparison"],
     "bench": ["benchmarks.bench"],

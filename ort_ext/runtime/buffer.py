@@ -67,6 +67,12 @@ class Buffer:
         """Return where it begins; slot: as :meth:`bind`."""
         return self._place(slot)[1]
 
+    def rows(self, begin: int, end: int) -> Buffer:
+        """Return a part of the first dimension, in the same memory, which lasts as long as this buffer."""
+        if self.value.device_name() == "cpu":
+            return Buffer.of(self.here()[begin:end], "cpu")
+        return Buffer(self.value.rows(begin, end), self.dtype)
+
     def row_bytes(self) -> int:
         """Return how many bytes its last dimension has."""
         return int(self.value.shape()[-1]) * self.dtype.itemsize

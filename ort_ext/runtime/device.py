@@ -112,6 +112,11 @@ class Tensor:
     def __init__(self, block: Block, at: int, shape: Sequence[int], dtype: np.dtype):
         self._block, self._at, self._shape, self._dtype = block, at, list(shape), dtype
 
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Return a part of the first dimension."""
+        row = math.prod(self._shape[1:]) * self._dtype.itemsize
+        return Tensor(self._block, self._at + begin * row, [end - begin, *self._shape[1:]], self._dtype)
+
     def shape(self) -> list[int]:
         return self._shape
 

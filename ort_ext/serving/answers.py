@@ -1,0 +1,124 @@
+"""OpenAI's objects for the events of a request: one at the end, or one for each part of the answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from quantmoe.serving.protocol import finite
+from quantmoe.serving.scheduler import Event, Request
+
+
+class Answers:
+    """The answers to one HTTP request.
+
+    Args:
+        model: its name. tokenizer: of the folder. prompts: token ids of each prompt.
+        requests: one for each answer; the same number for each prompt.
+    """
+
+    kind = chunk = prefix = ""
+
+    def __init__(self, model: str, tokenizer: Any, prompts: Sequence[Sequence[int]], requests: Sequence[Request]):
+        self._tokenizer, self._prompts, self._requests = tokenizer, prompts, requests
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._events: list[list[Event]] = [[] for _ in requests]
+        self._texts, self._counts = [""] * len(requests), [0] * len(requests)
+
+    def add(self, index: int, event: Event) -> None:
+        """Take an event of an answer for :meth:`whole`."""
+        self._events[index].append(event)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the object with all answers, after their last events."""
+        choices = [self._choice(index, events, False) for index, events in enumerate(self._events)]
+        return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def part(self, index: int, event: Event, usage: bool) -> dict[str, Any]:
+        """Return the object with one more token of an answer.
+
+        Args:
+            usage: the last object has :meth:`usage`.
+        """
+        choice = self._choice(index, [event], True)
+        return self._head | {"object": self.chunk, "choices": [choice]} | ({"usage": None} if usage else {})
+
+    def last(self) -> dict[str, Any]:
+        """Return the object that says :meth:`usage`."""
+        return self._head | {"object": self.chunk, "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Return numbers of tokens. A prompt with several answers counts once."""
+        read, each = sum(map(len, self._prompts)), len(self._requests) // len(self._prompts)
+        written, cached = sum(self._counts), sum(request.cached for request in self._requests[::each])
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _choice(self, index: int, events: Sequence[Event], streamed: bool) -> dict[str, Any]:
+        text, first = "".join(event.text for event in events), self._counts[index] == 0
+        chosen = [event for event in events if event.chances is not None]
+        logprobs = self._logprobs(chosen, len(self._texts[index])) if chosen else None
+        self._counts[index] += len(events)
+        self._texts[index] += text
+        message = self._message(text, first, streamed)
+        return {"index": index} | message | {"logprobs": logprobs, "finish_reason": events[-1].reason}
+
+    def _message(self, text: str, first: bool, streamed: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _token(self, id: int | None) -> str:
+        return str(self._tokenizer.decode([id], skip_special_tokens=False))
+
+
+class TextAnswers(Answers):
+    """Answers of /v1/completions."""
+
+    kind = chunk = "text_completion"
+    prefix = "cmpl"
+
+    def _message(self, text: str, first: bool, streamed: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any]:
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for event in events:
+            assert event.chances is not None
+            token = self._token(event.token)
+            found["tokens"].append(token)
+            found["token_logprobs"].append(finite(event.chances.chosen))
+            found["top_logprobs"].append({self._token(id): finite(by) for id, by in event.chances.top})
+            found["text_offset"].append(offset)
+            offset += len(event.text)
+        return found
+
+
+class ChatAnswers(Answers):
+    """Answers of /v1/chat/completions."""
+
+    kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def _message(self, text: str, first: bool, streamed: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if first else {}
+        return {"delta" if streamed else "message": role | {"content": text}}
+
+    def _logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any]:
+        return {"content": [self._chances(event) for event in events]}
+
+    def _chances(self, event: Event) -> dict[str, Any]:
+        assert event.chances is not None
+        top = [self._entry(id, by) for id, by in event.chances.top]
+        return self._entry(event.token, event.chances.chosen) | {"top_logprobs": top}
+
+    def _entry(self, id: int | None, logprob: float) -> dict[str, Any]:
+        token = self._token(id)
+        whole = "\ufffd" not in token  # else it has a part of a character
+        return {"token": token, "logprob": finite(logprob), "bytes": list(token.encode()) if whole else None}

@@ -1,0 +1,341 @@
+"""The application: OpenAI's interface over a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from quantmoe.exporter.errors import ContextError, ModelError, OptionError
+from quantmoe.exporter.reading.sampling import read_object, sampling_of, vocabulary_of
+from quantmoe.runtime.chat import Text
+from quantmoe.runtime.generate import Generator
+from quantmoe.serving import protocol
+from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
+from quantmoe.serving.metrics import Metrics
+from quantmoe.serving.protocol import Ask, AskChat, AskText
+from quantmoe.serving.scheduler import BusyError, ClosedError, Event, Request, Scheduler
+
+#: bytes of a request's body at most
+BODY = 4 << 20
+#: tokens of an answer of /v1/completions, as OpenAI's
+TOKENS = 16
+#: path that needs no key, and all paths that are counted by name
+HEALTH = "/health"
+PATHS = (HEALTH, "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+#: OpenAI's types of errors; of other statuses below 500 invalid_request_error, above server_error
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": protocol.Error} for status in (400, 401, 404, 413, 429, 500, 503)
+}
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+class Refused(Exception):  # noqa: N818
+    """A request that is answered with OpenAI's error object.
+
+    Args:
+        param: the field at fault. code: OpenAI's word for it.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> Response:
+        headers = {"retry-after": "1"} if self.status in (429, 503) else None
+        # in ASCII: a message may have half of a surrogate pair of what was sent
+        return Response(json.dumps(self.body), self.status, headers, "application/json")
+
+
+class Gone(Exception):  # noqa: N818
+    """The client has gone, so nobody reads the answer."""
+
+
+class Door:
+    """Checks of each request: it is counted, needs the key, and has a limited body.
+
+    Args:
+        key: clients send ``Authorization: Bearer KEY``; None: they send nothing.
+        paths: those that are counted by name.
+    """
+
+    def __init__(self, app: Any, metrics: Metrics, key: str | None, paths: Sequence[str]):
+        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+        self._key = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, read = scope["path"], 0
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                known = path if path in self._paths else "other"
+                self._metrics.requests.labels(known, str(message["status"])).inc()
+            await send(message)
+
+        async def limited() -> Any:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > BODY:
+                raise HTTPException(413, f"the body has more than {BODY} bytes, expected at most so many")
+            return message
+
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if self._key is None or path == HEALTH or hmac.compare_digest(given, self._key):
+            await self._app(scope, limited, counted)
+            return
+        refused = Refused(401, "no valid API key; send the header Authorization: Bearer KEY", None, "invalid_api_key")
+        await refused.response()(scope, receive, counted)
+
+
+class Server:
+    """A model and its scheduler. Arguments are as of :class:`Scheduler`."""
+
+    def __init__(self, model: Generator, rows: int, capacity: int, queue: int, prefix_bytes: int):
+        folder = model.path.parent
+        self.model, self.text, self.name, self.began = model, Text(folder), folder.resolve().name, int(time.time())
+        self.metrics, self.most = Metrics(), rows + queue
+        self._file = folder / "generation_config.json"
+        self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
+        sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
+        self.scheduler = Scheduler(model, self.text, self.metrics, rows, capacity, queue, prefix_bytes)
+
+    async def complete(self, ask: AskText, http: HttpRequest) -> Response:
+        """Answer a request to /v1/completions."""
+        given = ask.prompt if isinstance(ask.prompt, list) else [ask.prompt]
+        if isinstance(given[0], int):
+            given = [given]
+        with _refusing("prompt"):
+            prompts = [await _apart(self.text.ids, p, True) if isinstance(p, str) else p for p in given]
+        return await self._answer(ask, http, prompts, TextAnswers)
+
+    async def chat(self, ask: AskChat, http: HttpRequest) -> Response:
+        """Answer a request to /v1/chat/completions."""
+        if self.text.template is None:
+            raise Refused(400, f"{self.name} has no chat template; use /v1/completions", "messages")
+        with _refusing("messages"):
+            ids = await _apart(self.text.encode, [message.given() for message in ask.messages])
+        return await self._answer(ask, http, [ids], ChatAnswers)
+
+    async def _answer(
+        self, ask: Ask, http: HttpRequest, prompts: Sequence[Sequence[int]], kind: type[Answers]
+    ) -> Response:
+        """Return one object, or a stream of them."""
+        if ask.model not in (None, self.name):
+            raise Refused(404, f"model is {ask.model!r}, expected {self.name!r}", "model", "model_not_found")
+        heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
+        requests = self._requests(ask, prompts, heard, kind)
+        with _refusing("prompt" if kind is TextAnswers else "messages"):
+            self.scheduler.submit(requests)
+        answers = kind(self.name, self.text.tokenizer, prompts, requests)
+        events = _events(http, requests, heard)
+        if ask.stream:
+            usage = bool(ask.stream_options and ask.stream_options.include_usage)
+            with _refusing():
+                first = await anext(events)  # an error before it has a status
+            return StreamingResponse(_lines(answers, first, events, usage), media_type="text/event-stream")
+        with _refusing():
+            async for found in events:
+                for index, event in found:
+                    answers.add(index, event)
+        return JSONResponse(answers.whole())
+
+    def _requests(
+        self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any], kind: type[Answers]
+    ) -> list[Request]:
+        each = ask.n or 1
+        if len(prompts) * each > self.most:
+            raise Refused(
+                400, f"n is {each} for {len(prompts)} prompts, expected at most {self.most} answers together", "n"
+            )
+        text, loop = kind is TextAnswers, asyncio.get_running_loop()
+        most = ask.most or (TOKENS if text else self.scheduler.capacity)
+        requests = []
+        for number in range(len(prompts) * each):
+            seed = None if ask.seed is None else (ask.seed + number % each) % 2**64
+            with _refusing():
+                sampling = sampling_of(self._config, self._file, self._vocabulary, **ask.sampling(), seed=seed)
+
+            def tell(event: Event, number: int = number) -> None:
+                loop.call_soon_threadsafe(heard.put_nowait, (number, event))
+
+            ids = list(prompts[number // each])
+            requests.append(Request(ids, most, tell, text, ask.stops, sampling, ask.top, not ask.ignore_eos))
+        return requests
+
+
+async def _apart(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returns that may take long."""
+    return await asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
+
+
+@contextlib.contextmanager
+def _refusing(param: str | None = None) -> Iterator[None]:
+    """Make errors of a request answers."""
+    try:
+        yield
+    except ContextError as error:
+        raise Refused(400, str(error), param, "context_length_exceeded") from None
+    except OptionError as error:
+        raise Refused(400, str(error), param) from None
+    except ModelError as error:
+        raise Refused(400 if param else 500, str(error), param) from None
+    except MemoryError as error:
+        raise Refused(500, str(error) or "out of memory") from None
+    except ClosedError as error:
+        raise Refused(503, str(error)) from None
+    except BusyError:
+        raise Refused(429, "too many requests wait; send this one again later", None, "rate_limit_exceeded") from None
+
+
+async def _events(
+    http: HttpRequest, requests: Sequence[Request], heard: asyncio.Queue[tuple[int, Event] | None]
+) -> AsyncIterator[list[tuple[int, Event]]]:
+    """Yield what all answers hear, with the number of the answer, until the last of them ends.
+
+    Raises:
+        Gone: the client has gone. Exception: that of an event.
+    """
+
+    async def watch() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        heard.put_nowait(None)
+
+    watching, left = asyncio.ensure_future(watch()), len(requests)
+    try:
+        while left:
+            items = [await heard.get()]
+            while not heard.empty():
+                items.append(heard.get_nowait())
+            found = []
+            for item in items:
+                if item is None:
+                    raise Gone
+                if item[1].error is not None:
+                    raise item[1].error
+                left -= item[1].reason is not None
+                found.append(item)
+            yield found
+    finally:
+        watching.cancel()
+        for request in requests:
+            request.gone = True
+
+
+async def _lines(
+    answers: Answers, found: list[tuple[int, Event]], events: AsyncIterator[list[tuple[int, Event]]], usage: bool
+) -> AsyncIterator[str]:
+    """Yield the lines of server-sent events."""
+
+    def line(content: Any) -> str:
+        return f"data: {json.dumps(content)}\n\n"
+
+    try:
+        while found:
+            yield "".join(line(answers.part(index, event, usage)) for index, event in found)
+            with _refusing():
+                found = await anext(events, [])
+    except Gone:
+        return
+    except Refused as error:
+        yield line(error.body)
+        return
+    if usage:
+        yield line(answers.last())
+    yield "data: [DONE]\n\n"
+
+
+def application(server: Server, key: str | None = None) -> FastAPI:
+    """Return the application of a server.
+
+    Args:
+        key: the API key that clients send; None: they need none.
+    """
+
+    @contextlib.asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await _apart(server.scheduler.close)
+
+    app = FastAPI(
+        title="QuantMoE",
+        summary="An exported model with OpenAI's interface",
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+    )
+    post = partial(app.post, response_model_exclude_none=False, responses=_ERRORS | _STREAM)
+
+    @app.get(HEALTH, response_model=protocol.Health, responses=_ERRORS)
+    async def health() -> Response:
+        if server.scheduler.failed is not None:
+            raise Refused(503, f"the server has failed: {server.scheduler.failed}")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_ERRORS)
+    async def metrics() -> Response:
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models", response_model=protocol.Models, responses=_ERRORS)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(server)]})
+
+    @app.get("/v1/models/{name}", response_model=protocol.Model, responses=_ERRORS)
+    async def model(name: str) -> Response:
+        if name != server.name:
+            raise Refused(404, f"model is {name!r}, expected {server.name!r}", "model", "model_not_found")
+        return JSONResponse(_model(server))
+
+    @post("/v1/completions", response_model=protocol.TextAnswer)
+    async def completions(ask: AskText, http: HttpRequest) -> Response:
+        return await server.complete(ask, http)
+
+    @post("/v1/chat/completions", response_model=protocol.ChatAnswer)
+    async def chat(ask: AskChat, http: HttpRequest) -> Response:
+        return await server.chat(ask, http)
+
+    @app.exception_handler(Refused)
+    async def refused(_: HttpRequest, error: Refused) -> Response:
+        return error.response()
+
+    @app.exception_handler(Gone)
+    async def gone(_: HttpRequest, error: Gone) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: HttpRequest, error: HTTPException) -> Response:
+        response = Refused(error.status_code, str(error.detail)).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        names = [str(name) for name in first["loc"][1:]]
+        where = ".".join(names) or "the body"
+        return Refused(400, f"{where}: {first['msg']}", names[0] if names else None).response()
+
+    app.add_middleware(Door, metrics=server.metrics, key=key, paths=PATHS)
+    return app
+
+
+def _model(server: Server) -> dict[str, Any]:
+    return {"id": server.name, "object": "model", "created": server.began, "owned_by": "quantmoe"}

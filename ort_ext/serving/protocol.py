@@ -1,0 +1,227 @@
+"""Fields of OpenAI's requests and answers. FastAPI describes the interface with them."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+#: answers to one request at most
+ANSWERS = 128
+Whole = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+Number = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+Id = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+Text = Annotated[StrictStr, Field(min_length=1)]
+
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Options):
+    include_usage: StrictBool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Ask(Options):
+    """Fields of both kinds of requests. Without a value, sampling is as in generation_config.json."""
+
+    model: StrictStr | None = Field(None, description="the name in /v1/models")
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=0)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Number] | None = None
+    seed: Whole | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    ignore_eos: StrictBool | None = Field(None, description="go on after the model's end tokens")
+    n: Annotated[Whole, Field(ge=1, le=ANSWERS)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = Field(None, description="has no effect")
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def most(self) -> int | None:
+        """The most tokens of an answer; None: the default."""
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Number of the likeliest tokens that are asked for; None: no probabilities."""
+        raise NotImplementedError
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields of quantmoe.Sampling; None where they are not given."""
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+        bias = None if self.logit_bias is None else {int(id): by for id, by in self.logit_bias.items()}
+        return {name: getattr(self, name) for name in names} | {
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": bias,
+        }
+
+
+class AskText(Ask):
+    """A request to /v1/completions."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=ANSWERS)]
+        | Annotated[list[Id], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=ANSWERS)]
+    )
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+class Part(Options):
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(Options):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: StrictStr | Annotated[list[Part], Field(min_length=1)]
+    name: StrictStr | None = None
+
+    def given(self) -> dict[str, str]:
+        """Return it as chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content} | name
+
+
+class TextFormat(Options):
+    type: Literal["text"]
+
+
+class AskChat(Ask):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    response_format: TextFormat | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class TextLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class Reply(BaseModel):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Reply
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Head(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatAnswer(Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextAnswer(Head):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class Models(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetail
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+def finite(logprob: float) -> float:
+    """Return a number that JSON has: OpenAI writes -9999 for a token that cannot come."""
+    return logprob if math.isfinite(logprob) else -9999.0

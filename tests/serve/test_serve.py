@@ -1,0 +1,472 @@
+"""quantmoe serve with the demo model: OpenAI's client, many requests at once, and whatever else may be sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from once import made_once
+
+from quantmoe import Generator, ModelError, Text, export
+from quantmoe.serving.app import BODY, Server, application
+from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+
+DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
+PROMPTS = ["The sea was", "Then said the captain", "In the beginning", "And the king", "The old house", "Let us go up",
+           "He that hath", "Behold, the day"]  # fmt: skip
+CAPACITY, QUEUE = 512, 16
+
+
+def make(folder: Path, checkpoint: str) -> None:
+    export(DEMO / checkpoint, folder)
+    tokenizer = folder / "tokenizer_config.json"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    fields = json.loads(tokenizer.read_text(encoding="utf-8")) | {"chat_template": template}
+    tokenizer.write_text(json.dumps(fields), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, lambda to: make(to, "checkpoint"), "served")
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, rows: int = 4, key: str | None = None, prefixes: int = 1 << 28
+) -> Iterator[tuple[Server, int]]:
+    """A server in this process, and its port."""
+    with Generator(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
+        server = Server(model, rows, CAPACITY, QUEUE, prefixes)
+        web = uvicorn.Server(uvicorn.Config(application(server, key), log_level="warning", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=asyncio.run, args=[web.serve([listening])])
+        thread.start()
+        try:
+            yield server, listening.getsockname()[1]
+        finally:
+            web.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[Server, int]]:
+    with running(folder) as found:
+        yield found
+
+
+@pytest.fixture
+def client(served: tuple[Server, int]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{served[1]}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[Callable[[str, int], str]]:
+    """The likeliest answer of the Generator, which runs one prompt alone."""
+    with Generator(folder) as model:
+        text = Text(folder)
+
+        def answer(prompt: str, count: int) -> str:
+            ids = text.ids(prompt, begins=True)
+            found = [id for id in model.generate(ids, count, text.stop).tokens if id not in text.stop]
+            return text.decode([*ids, *found]).removeprefix(text.decode(ids))
+
+        yield answer
+
+
+def send(port: int, path: str, body: bytes | str, method: str = "POST", **headers: str) -> tuple[int, Any, Any]:
+    """The status, headers and object that answer a body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(method, path, body, {"content-type": "application/json"} | headers)
+    answer = connection.getresponse()
+    return answer.status, answer.headers, json.loads(answer.read())
+
+
+def complete(client: openai.OpenAI, prompt: Any, count: int = 16, **options: Any) -> Any:
+    return client.completions.create(model="served", prompt=prompt, max_tokens=count, **{"temperature": 0} | options)
+
+
+def count(server: Server, name: str) -> float:
+    """One of the server's metrics."""
+    return server.metrics.registry.get_sample_value(f"quantmoe_{name}") or 0.0
+
+
+def settled(server: Server, seconds: float = 30) -> bool:
+    """Wait until no request runs or waits."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not count(server, "requests_running") and not count(server, "requests_waiting"):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_an_answer_is_the_generators(client: openai.OpenAI, alone: Callable[[str, int], str]) -> None:
+    found = complete(client, PROMPTS[0], 20)
+    assert found.choices[0].text == alone(PROMPTS[0], 20)
+    assert found.choices[0].finish_reason == "length"
+    assert (found.model, found.object, found.usage.completion_tokens) == ("served", "text_completion", 20)
+    chat = client.chat.completions.create(
+        model="served", messages=[{"role": "user", "content": PROMPTS[0]}], max_completion_tokens=20, temperature=0
+    )
+    assert chat.choices[0].message.content == alone(PROMPTS[0], 20)
+    assert chat.choices[0].message.role == "assistant"
+
+
+def test_a_stream_has_the_same_text(client: openai.OpenAI) -> None:
+    whole = complete(client, PROMPTS[1], 30)
+    parts = [*complete(client, PROMPTS[1], 30, stream=True, stream_options={"include_usage": True})]
+    assert "".join(part.choices[0].text for part in parts[:-1]) == whole.choices[0].text
+    assert [part.choices[0].finish_reason for part in parts[:-1]] == [None] * 29 + ["length"]
+    assert parts[-1].choices == []
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens == 30
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": PROMPTS[1]}]}]
+    chunks = client.chat.completions.create(
+        model="served", messages=messages, max_tokens=30, temperature=0, stream=True
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].text
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * 29
+
+
+def test_requests_that_run_together_have_their_own_answers(
+    served: tuple[Server, int], client: openai.OpenAI, alone: Callable[[str, int], str]
+) -> None:
+    counts = [10 + 7 * number for number in range(len(PROMPTS))]
+    expected = [alone(prompt, most) for prompt, most in zip(PROMPTS, counts, strict=True)]
+    before = count(served[0], "step_seconds_count")
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda prompt, most: complete(client, prompt, most).choices[0].text, PROMPTS, counts)]
+    assert found == expected
+    assert count(served[0], "step_seconds_count") - before < 0.9 * sum(counts)
+
+
+def test_a_request_joins_while_another_runs(served: tuple[Server, int], client: openai.OpenAI) -> None:
+    long = complete(client, PROMPTS[2], 300, stream=True)
+    next(iter(long))
+    assert complete(client, PROMPTS[3], 5).choices[0].finish_reason == "length"
+    assert count(served[0], "requests_running") == 1  # the long one still does
+    assert sum(1 for _ in long) == 299
+
+
+def test_stop_seed_n_and_bias(client: openai.OpenAI) -> None:
+    text = complete(client, PROMPTS[0], 20).choices[0].text
+    stopped = complete(client, PROMPTS[0], 20, stop=[text[8:12], "nowhere"]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[8:12])], "stop")
+    drawn = [
+        [choice.text for choice in complete(client, PROMPTS[0], 12, temperature=1.0, seed=seed, n=3).choices]
+        for seed in (5, 5, -6)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 3
+    several = complete(client, [PROMPTS[0], PROMPTS[1]], 6, n=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == several.choices[1].text == complete(client, PROMPTS[0], 6).choices[0].text
+    assert several.choices[2].text == complete(client, PROMPTS[1], 6).choices[0].text
+    biased = complete(client, PROMPTS[0], 4, logit_bias={"17": 100}, logprobs=1).choices[0]
+    assert len(set(biased.logprobs.tokens)) == 1
+
+
+def test_logprobs_are_of_the_models_logits(client: openai.OpenAI, folder: Path) -> None:
+    chat = client.chat.completions.create(
+        model="served",
+        messages=[{"role": "user", "content": PROMPTS[4]}],
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    content = chat.choices[0].logprobs.content
+    with Generator(folder) as model:
+        found = model.greedy(Text(folder).ids(PROMPTS[4]), 5).logits
+    for entry, logits in zip(content, found, strict=True):
+        chances = np.sort(logits - np.log(np.exp(logits.astype(np.float64)).sum()))[::-1]
+        assert entry.logprob == entry.top_logprobs[0].logprob == pytest.approx(chances[0], abs=1e-5)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(chances[:3].tolist(), abs=1e-5)
+        assert bytes(entry.bytes).decode() == entry.token
+    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+
+
+def test_models_health_and_metrics(served: tuple[Server, int], client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["served"]
+    assert client.models.retrieve("served").owned_by == "quantmoe"
+    assert send(served[1], "/health", "", "GET")[::2] == (200, {"status": "ok"})
+    connection = http.client.HTTPConnection("127.0.0.1", served[1])
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    assert any(line.startswith("quantmoe_generated_tokens_total ") for line in lines)
+    assert any(line.startswith('quantmoe_requests_total{path="/health",status="200"}') for line in lines)
+    with pytest.raises(openai.NotFoundError, match="model is 'gpt', expected 'served'"):
+        client.completions.create(model="gpt", prompt="a")
+
+
+def test_the_begin_of_a_prompt_is_computed_once(served: tuple[Server, int], client: openai.OpenAI) -> None:
+    server, words = served[0], "And it came to pass in those days that the king went up. " * 12
+    ids = server.text.ids(words, begins=True)
+    first = complete(client, words, 40)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    again = complete(client, words, 40)
+    assert again.choices[0].text == first.choices[0].text
+    whole = (len(ids) - 1) // BLOCK * BLOCK
+    assert again.usage.prompt_tokens_details.cached_tokens == whole > 2 * BLOCK
+    # another prompt shares the front only, and a conversation goes on after its answer
+    other = complete(client, [*ids[:70], *ids[:9]], 5)
+    assert other.usage.prompt_tokens_details.cached_tokens == 64
+    answered = server.text.ids(words + first.choices[0].text, begins=True)
+    following = complete(client, [*answered[: len(ids) + 38], 5, 6, 7], 5)
+    assert following.usage.prompt_tokens_details.cached_tokens == (len(ids) + 38) // BLOCK * BLOCK
+    before = count(server, "cached_tokens_total")
+    shared = complete(client, [*ids[:-3], 9, 9], 3, n=3)  # the first computes what the others take
+    assert len({choice.text for choice in shared.choices}) == 1
+    assert count(server, "cached_tokens_total") - before == 3 * ((len(ids) - 2) // BLOCK * BLOCK)
+
+
+def test_states_of_a_hybrid_are_kept_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = made_once(tmp_path_factory, lambda to: make(to, "hybrid"), "served-hybrid")
+    words = "And it came to pass in those days that the king went up. " * 12
+    with running(folder) as (server, port), Generator(folder) as model:
+        asked = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+        def ask(ids: list[int]) -> tuple[int, str]:
+            found = asked.completions.create(model=folder.name, prompt=ids, max_tokens=12, temperature=0)
+            return found.usage.prompt_tokens_details.cached_tokens, found.choices[0].text
+
+        def expected(ids: list[int]) -> str:
+            tokens = [id for id in model.generate(ids, 12, server.text.stop).tokens if id not in server.text.stop]
+            return server.text.decode([*ids, *tokens]).removeprefix(server.text.decode(ids))
+
+        ids = server.text.ids(words, begins=True)
+        last = (len(ids) - 8) // BLOCK * BLOCK
+        assert ask(ids) == (0, expected(ids))
+        assert ask(ids) == (last, expected(ids))
+        branch = [*ids[:100], *ids[:40]]
+        assert ask(branch) == (0, expected(branch))  # states are of the first prompt's end; now also of the branch
+        assert ask([*ids[:100], *ids[50:80]]) == (96, expected([*ids[:100], *ids[50:80]]))
+        with ThreadPoolExecutor(3) as pool:
+            prompts = [ids, branch, ids[50:]]
+            assert [text for _, text in pool.map(ask, prompts)] == [*map(expected, prompts)]
+
+
+def test_the_memory_for_prompts_is_limited() -> None:
+    def block() -> Block:
+        return Block({"key": np.zeros(100, np.uint8)})
+
+    kept = Prefixes(350, stateful=False)
+    one, two = Prefixes.names(range(3 * BLOCK)), Prefixes.names(range(1, 1 + 2 * BLOCK))
+    for name in one:
+        kept.add(name, block())
+    kept.use(one)
+    for name in two:
+        kept.add(name, block())
+    assert [len(kept.find(names)[0]) for names in (one, two)] == [1, 2]  # the ends of the older prompt have gone
+    none = Prefixes(0, stateful=False)
+    none.add(one[0], block())
+    assert none.find(one) == ([], 0)
+
+
+def test_more_requests_than_the_queue_takes_are_refused(served: tuple[Server, int], client: openai.OpenAI) -> None:
+    assert settled(served[0])
+    streams = [complete(client, PROMPTS[0], 400, stream=True) for _ in range(4)]
+    waiting = [threading.Thread(target=complete, args=[client, PROMPTS[0], 1]) for _ in range(QUEUE)]
+    for thread in waiting:
+        thread.start()
+    end = time.monotonic() + 30
+    while count(served[0], "requests_waiting") < QUEUE and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(openai.RateLimitError, match="too many requests wait") as refused:
+        complete(client, PROMPTS[0])
+    assert refused.value.response.headers["retry-after"] == "1"
+    assert refused.value.code == "rate_limit_exceeded"
+    for stream in streams:
+        stream.close()
+    for thread in waiting:
+        thread.join()
+    assert complete(client, PROMPTS[0], 3).usage.completion_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="n is 21 for 1 prompts, expected at most 20"):
+        complete(client, PROMPTS[0], n=21)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_row(served: tuple[Server, int], stream: bool) -> None:
+    server, port = served
+    assert settled(server)
+    before = count(server, "generated_tokens_total")
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": CAPACITY, "ignore_eos": True, "stream": stream})
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        end = time.monotonic() + 30
+        while count(server, "generated_tokens_total") < before + 3 and time.monotonic() < end:
+            time.sleep(0.005)
+    assert settled(server)
+    assert 3 <= count(server, "generated_tokens_total") - before < CAPACITY - 8
+
+
+BAD = {
+    "not JSON": ("{", 400, "JSON decode error"),
+    "empty": ("", 400, "the body: Field required"),
+    "no object": ("[1, 2]", 400, "the body: Input should be"),
+    "bytes": (b"\xff\x00\x80", 400, "error parsing the body"),
+    "nested": ("[" * 100_000, 400, "error parsing the body"),
+    "nested objects": ('{"prompt": ' * 100_000, 400, "error parsing the body"),
+    "a large number": (json.dumps({"prompt": "a", "seed": 2**64}), 400, "seed: Input should be less than"),
+    "many digits": ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", 400, "error parsing the body"),
+    "infinity": ('{"prompt": "a", "temperature": Infinity}', 400, "temperature: Input should be a finite number"),
+    "a surrogate": ('{"prompt": "\\ud800"}', 400, "prompt"),
+    "a text as number": (json.dumps({"prompt": "a", "n": "2"}), 400, "n: Input should be a valid integer"),
+    "unknown": (json.dumps({"prompt": "a", "sufix": "b"}), 400, "sufix: Extra inputs are not permitted"),
+    "not supported": (json.dumps({"prompt": "a", "suffix": "b"}), 400, "suffix: Input should be None"),
+    "no tokens": (json.dumps({"prompt": []}), 400, "prompt"),
+    "a wrong token": (json.dumps({"prompt": [5, 10**6]}), 400, "token id 1000000 is outside the vocabulary"),
+    "a wrong bias": (json.dumps({"prompt": "a", "logit_bias": {"999999": 1}}), 400, "logit_bias has token id 999999"),
+    "a long prompt": (json.dumps({"prompt": "the " * 600}), 400, "expected at most 511"),
+    "a large body": (json.dumps({"prompt": "the " * (BODY // 4)}), 413, f"more than {BODY} bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_wrong_is_refused(served: tuple[Server, int], kind: str) -> None:
+    body, status, words = BAD[kind]
+    found, _, answer = send(served[1], "/v1/completions", body)
+    assert found == status, answer
+    assert words in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_errors_name_the_field(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, PROMPTS[0], temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, "the " * 600)
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+    for path, method, status in (("/v1/nothing", "GET", 404), ("/v1/completions", "GET", 405)):
+        assert "message" in send(client.base_url.port, path, "", method)[2]["error"], status
+
+
+def test_a_key_is_asked_for(folder: Path) -> None:
+    with running(folder, key="secret", rows=1) as (_, port):
+        body = json.dumps({"prompt": "a", "max_tokens": 1})
+        status, _, answer = send(port, "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert send(port, "/v1/completions", body, authorization="Bearer secre")[0] == 401
+        assert send(port, "/metrics", "", "GET")[0] == 401
+        assert send(port, "/v1/completions", body, authorization="Bearer secret")[0] == 200
+        assert send(port, "/health", "", "GET")[0] == 200
+
+
+def test_a_failure_ends_all_requests_and_is_in_health(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(folder, rows=2) as (server, port):
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("broken by the test")
+
+        monkeypatch.setattr(server.scheduler._rows, "step", fail)
+        body = json.dumps({"prompt": "a", "max_tokens": 5})
+        status, _, answer = send(port, "/v1/completions", body)
+        assert (status, answer["error"]["type"]) == (503, "server_error")
+        assert answer["error"]["message"] == "the server has failed: broken by the test"
+        assert send(port, "/health", "", "GET")[0] == 503
+        assert send(port, "/v1/completions", body)[0] == 503
+
+
+def test_an_error_of_a_step_ends_only_its_requests(
+    served: tuple[Server, int], client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = served[0].scheduler._rows
+
+    def fail(*_: Any) -> None:
+        raise ModelError("broken by the test")
+
+    with monkeypatch.context() as context:
+        context.setattr(rows, "step", fail)
+        with pytest.raises(openai.InternalServerError, match="broken by the test"):
+            complete(client, PROMPTS[0], 5)
+    assert settled(served[0])
+    assert complete(client, PROMPTS[0], 5).usage.completion_tokens == 5
+
+
+def test_random_clients_that_leave(served: tuple[Server, int], alone: Callable[[str, int], str]) -> None:
+    """64 clients for QUANTMOE_SERVE_SECONDS, of which some leave at any time; the others have their whole answers."""
+    server, port = served
+    seconds, draw = float(os.environ.get("QUANTMOE_SERVE_SECONDS", 4)), random.Random(1)
+    expected, end = {prompt: alone(prompt, 40) for prompt in PROMPTS}, time.monotonic() + seconds
+    assert settled(server)
+
+    def run(client: int) -> dict[str, int]:
+        found, draw = {"whole": 0, "left": 0, "refused": 0}, random.Random(client)
+        while time.monotonic() < end:
+            prompt, stream = draw.choice(PROMPTS), draw.random() < 0.5
+            fields = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": stream}
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json"})
+                if draw.random() < 0.4:
+                    connection.sock.settimeout(draw.random() * 0.2)
+                    with contextlib.suppress(OSError, http.client.HTTPException):
+                        connection.getresponse().read(draw.randrange(1, 2000))
+                    found["left"] += 1
+                    continue
+                answer = connection.getresponse()
+                body = answer.read().decode()
+                if answer.status == 429:
+                    found["refused"] += 1
+                    time.sleep(0.05)
+                    continue
+                assert answer.status == 200, body
+                if stream:
+                    lines = [line.removeprefix("data: ") for line in body.split("\n\n")[:-1]]
+                    assert lines.pop() == "[DONE]"
+                    text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+                else:
+                    text = json.loads(body)["choices"][0]["text"]
+                assert text == expected[prompt]
+                found["whole"] += 1
+            finally:
+                connection.close()
+        return found
+
+    with ThreadPoolExecutor(64) as pool:
+        results = [*pool.map(run, [draw.randrange(1 << 30) for _ in range(64)])]
+    total = {name: sum(result[name] for result in results) for name in results[0]}
+    assert total["whole"] > 0, total
+    assert total["left"] > 0, total
+    assert settled(server), total
+    assert len(server.scheduler._free) == 4
+
+
+def test_the_command(folder: Path) -> None:
+    command = [sys.executable, "-m", "quantmoe.exporter.command", "serve", str(folder), "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = subprocess.run([*command, str(port)], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert f"quantmoe: --port is {port}, 127.0.0.1 cannot listen there: " in refused.stderr
+    with subprocess.Popen([*command, "0", "--batch", "2"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("served at http://127.0.0.1:"), line
+            port = int(line.partition("/v1")[0].rpartition(":")[2])
+            body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 3})
+            assert send(port, "/v1/completions", body)[2]["usage"]["completion_tokens"] == 3
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
