@@ -430,6 +430,7 @@ PUBLISHED: dict[str, Published] = {
         },
     ),
     "aria_text": Published("rhymes-ai/Aria", _KNOWN, {"moe_num_shared_experts": 2, "rope_parameters": _rope()}),
+    "aria": Published("rhymes-ai/Aria", _KNOWN, {"moe_num_shared_experts": 2, "rope_parameters": _rope()}),
     "flint": Published(
         "RecursiveSI/flint",
         _DEFAULTS,
@@ -513,6 +514,18 @@ PUBLISHED: dict[str, Published] = {
             "n_shared_experts": 1,
             "rope_parameters": _rope(partial_rotary_factor=0.5),
         },
+    ),
+    "kimi_k25": Published(
+        "moonshotai/Kimi-K2.5",
+        _KNOWN,
+        _MLA
+        | {"rope_parameters": _yarn(64.0, 4096, mscale=1.0, mscale_all_dim=1.0)}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827},
+    ),
+    "deepseek_ocr2": Published(
+        "deepseek-ai/DeepSeek-OCR-2",
+        _DEFAULTS,
+        {"topk_method": "greedy", "norm_topk_prob": False, "n_shared_experts": 2, "rope_parameters": _rope()},
     ),
     "ernie4_5_vl_moe": Published(
         "baidu/ERNIE-4.5-VL-28B-A3B-PT",

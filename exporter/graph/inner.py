@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 #: config.model_type of a text model -> folder of transformers.models and class
 CLASSES = {
+    "deepseek_ocr2_text": ("deepseek_ocr2", "DeepseekOcr2TextModel"),
     "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
     "glm4v_moe_text": ("glm4v_moe", "Glm4vMoeTextModel"),
     "mistral4": ("mistral4", "Mistral4Model"),

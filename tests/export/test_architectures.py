@@ -92,6 +92,25 @@ OUTER: dict[str, dict[str, Any]] = {
         "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "in_channels": 3}
     },
     "glm4v_moe": {"vision_config": QWEN_TOWER | {"image_size": 56, "patch_size": 14}},
+    "kimi_k25": {
+        "tie_word_embeddings": False,
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+        | {"patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2}
+        | {"mm_hidden_size": 32, "text_hidden_size": 64, "projection_hidden_size": 128, "merge_kernel_size": [2, 2]},
+    },
+    "aria": {
+        "vision_config": {"model_type": "idefics3_vision", "hidden_size": 32, "intermediate_size": 32}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14},
+        "projector_patch_to_query_dict": {"16": 4},
+    },
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            | {"image_size": 64, "global_attn_indexes": [0], "downsample_channels": [16, 32], "mlp_dim": 32},
+            "encoder_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+        }
+    },
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
         | {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -127,12 +146,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {},
     "hy_v3": {},
     "kolibri1": {},
+    "aria": {},
     "aria_text": {},
     "beam": SIXTEEN,
     "axk1": {"num_key_value_heads": 4} | SIXTEEN,
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v2 group_limited_greedy": {"num_key_value_heads": 4, "num_experts_per_tok": 2} | SIXTEEN,
     "deepseek_v3": {"num_key_value_heads": 4} | SIXTEEN,
+    "deepseek_ocr2": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -144,6 +165,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 16},
     "granitemoeshared": {"shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+    "kimi_k25": {"num_key_value_heads": 4} | SIXTEEN,
     "kimi_linear": {"num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 16},
     "lfm2_moe": {},
     "llama4_text": LLAMA4,
@@ -300,6 +322,11 @@ def make_checkpoint(folder: Path, name: str, **sizes: Any) -> None:
                 tensor.copy_(own * (0.1 if "bias" in name else tensor.shape[-1] ** -0.5))
     state = {name: tensor for name, tensor in model.bfloat16().state_dict().items() if not name.endswith(TABLES)}
     model.save_pretrained(folder, state_dict=state)
+    if config.model_type == "kimi_k25":  # transformers 5.24 saves the text model with the tower's names
+        tensors = load_file(folder / "model.safetensors")
+        published = {name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+                     for name, tensor in tensors.items()}  # fmt: skip
+        save_file(published, folder / "model.safetensors", {"format": "pt"})
 
 
 def difference(model_type: str, quantize: str, folder: Path) -> float:

@@ -598,7 +598,7 @@ BESIDE = {
     VISION: tuple(
         f"{wrapper}{tower}."
         for wrapper in ("", "model.", "thinker.")
-        for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+        for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "mm_projector")
     ),
     SOUND: ("thinker.audio_tower.", "talker.", "code2wav."),
     MTP: ("mtp.", "model.mtp."),
