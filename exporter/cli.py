@@ -498,7 +498,7 @@ def serve(
     gpu_memory: Annotated[Any, _option("Hardware", "GPU memory for experts", **ROOM)] = None,
     chunk: Annotated[
         int | None,
-        _option("Speed", f"prompt tokens a run: {CHUNKS['cpu']}; {CHUNKS['cuda']}", min=1, metavar="N"),
+        _option("Speed", f"prompt tokens a run: {CPU.chunk}; {CUDA.chunk}", min=1, metavar="N"),
     ] = None,
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at a time."""
