@@ -296,7 +296,7 @@ lint: build
 	ruff format --check .
 	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 	mypy
-	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.writing.output import MODEL; MODEL.upper()'
+	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.folder.files import MODEL; MODEL.upper()'
 
 # The pages of docs/ as HTML; every link between the repository's pages is checked.
 docs: build

@@ -336,7 +336,7 @@ def generate(
     warm: Annotated[Path | None, _option("Advanced", "load a trace's experts first", metavar="FILE")] = None,
 ) -> None:
     """Answer a prompt or hold a conversation; tokens per second go to standard error."""
-    from quantmoe.exporter.inspecting.inspect import model_path
+    from quantmoe.exporter.folder.model_file import model_path
     from quantmoe.exporter.reading.sampling import folder_sampling, not_applied
     from quantmoe.exporter.reading.tokenizer import stop_tokens
     from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
@@ -502,7 +502,7 @@ def serve(
     ] = None,
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at a time."""
-    from quantmoe.exporter.inspecting.inspect import model_path
+    from quantmoe.exporter.folder.model_file import model_path
     from quantmoe.exporter.terminal import progress
     from quantmoe.runtime.generate import Generator
     from quantmoe.serving.app import Server
@@ -809,7 +809,8 @@ def demo(
 ) -> None:
     """Export a checkpoint, run it, and compare with PyTorch."""
     need("torch", "transformers", "onnxscript", "onnxruntime", "tokenizers")
-    from quantmoe.exporter.writing.output import MODEL, check_folder
+    from quantmoe.exporter.folder.files import MODEL
+    from quantmoe.exporter.writing.output import check_folder
 
     check_folder(output, [MODEL], force)
     from quantmoe.benchmarks.pytorch_comparison import compare

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.filesize import decimal
 from rich.table import Table
 
+from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.options import terminal
 from quantmoe.exporter.targets import CPU, TARGETS
 
@@ -77,7 +78,7 @@ def print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
 
 def print_model(found: dict[str, Any]) -> None:
     _print_nodes("layer", found["layers"], ("w13", "w2"))
-    ours = bool(TARGETS.get(found["metadata"].get("target"), CPU).library)
+    ours = bool(TARGETS.get(found["metadata"].get(TARGET), CPU).library)
     _print_nodes("QuantLinear" if ours else "MatMulNBits", found["linears"], ("w",))
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(

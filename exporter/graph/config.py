@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantmoe.exporter.graph.inner import CLASSES
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.names import text_part
 from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.formats.experts import check_sizes
 

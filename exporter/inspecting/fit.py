@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.inspecting.reserve import cache_bytes
 from quantmoe.exporter.inspecting.trace import Trace
 from quantmoe.exporter.targets import CPU, TARGETS, Target
@@ -105,7 +106,7 @@ def fit(
             of each layer (cuda) or for one (cpu); the trace is of another model; ``ram`` leaves no room for the experts
             of one layer, or the model is for the CPU, whose RAM is the memory.
     """
-    layers, said = found["layers"], found["metadata"].get("target", CPU.name)
+    layers, said = found["layers"], found["metadata"].get(TARGET, CPU.name)
     target = TARGETS.get(said)
     if target is None or not target.library:
         known = " or ".join(one.name for one in TARGETS.values() if one.library)

@@ -6,7 +6,6 @@ import ctypes
 import json
 import mmap
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -30,22 +29,12 @@ from quantmoe.custom_ops.op import (
     Spec,
     inputs,
 )
-from quantmoe.exporter.errors import ModelError, need_path
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.files import EMBEDDINGS_MODEL, MODEL, MTP_MODEL, VISION_MODEL
+from quantmoe.exporter.folder.metadata import FILES, PLAIN_ATTENTION
+from quantmoe.exporter.folder.model_file import attribute_value, load, model_path
+from quantmoe.exporter.folder.record import HASH, check_recorded, is_recorded, new_hash
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.names import is_plain
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, hub_name
-from quantmoe.exporter.targets import CPU, TARGETS
-from quantmoe.exporter.writing.external_data import HASH, new_hash
-from quantmoe.exporter.writing.output import (
-    EMBEDDINGS_MODEL,
-    FILES,
-    MODEL,
-    MTP_MODEL,
-    VISION_MODEL,
-    check_recorded,
-    is_recorded,
-    ranks_in,
-)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -57,57 +46,6 @@ SpecType = TypeVar("SpecType", bound=Spec)
 #: operators of ONNX Runtime's own whose weights an export packs
 OTHERS = {("com.microsoft", "QMoE"), ("com.microsoft", "MatMulNBits")}
 PAGED_ATTENTION = ("com.microsoft", "PagedAttention")
-
-
-def model_path(path: str | Path) -> Path:
-    """Return the .onnx file of a folder or file argument.
-
-    Raises:
-        ModelError: there is none; a folder of slices is named as that.
-        OptionError: it is no path.
-    """
-    given = need_path("path", path)
-    path = given / MODEL if given.is_dir() else given
-    expected = "expected an exported model or its folder"
-    if path.is_file() and path.suffix not in (".onnx", ".ort"):
-        advice = {
-            ".gguf": "; this is a checkpoint: quantmoe export it first",
-            ".safetensors": "; quantmoe export its folder",
-        }
-        other = "; unpack the archive first" if path.suffix in (".zip", ".tar", ".gz", ".xz", ".zst", ".7z") else ""
-        raise ModelError(f"{path}: no .onnx file; {expected}{advice.get(path.suffix, other)}")
-    if not path.is_file():
-        if not given.exists() and (model := hub_name(given)):
-            fetch = f"hf download {model} --local-dir CHECKPOINT, then quantmoe export CHECKPOINT OUTDIR"
-            raise ModelError(f"{given}: no such folder; {expected}. Of a model on the Hugging Face hub: {fetch}")
-        if there := ranks_in(given):
-            first = next(iter(there.values()))
-            how = _together(given, len(there), load(first / MODEL).metadata_props)
-            raise ModelError(
-                f"{given}: has slices of {len(there)} ranks, expected one model, as {first} is. All together: {how}"
-            )
-        own = "; this is a checkpoint: quantmoe export it first" if any(given.glob("*.safetensors")) else ""
-        raise ModelError(f"{path}: missing; {expected}{own}")
-    return path
-
-
-def check_alone(path: Path, metadata: Mapping[str, str]) -> None:
-    """Refuse a rank of a sliced model, which does not run by itself.
-
-    Raises:
-        ModelError: saying how the ranks run.
-    """
-    if world := metadata.get("world"):
-        how = _together(path.absolute().parent.parent, world, metadata)
-        raise ModelError(f"{path}: is rank {metadata.get('rank')} of {world}, which run together: {how}")
-
-
-def _together(folder: Path, world: int | str, metadata: Mapping[str, str]) -> str:
-    """Return the command or program that runs the ranks of a folder."""
-    if not TARGETS.get(metadata.get("target", ""), CPU).on_gpu:
-        return "a Python program with a Generator and a thread for each rank (docs/guides/several-gpus.md, On the CPU)"
-    command = f"torchrun --nproc-per-node {world} --no-python quantmoe generate {folder} --device cuda"
-    return f"{command} (docs/guides/several-gpus.md)"
 
 
 def inspect(
@@ -181,7 +119,7 @@ def inspect(
         "model": str(path),
         "metadata": dict(model.metadata_props),
         **nodes,
-        "plain_attention": _reasons(path, model.metadata_props.get("plain_attention", "{}")),
+        "plain_attention": _reasons(path, model.metadata_props.get(PLAIN_ATTENTION, "{}")),
         "dense": dense,
     }
     found["files"] = [
@@ -250,98 +188,6 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
     return found, packed
 
 
-def load(path: Path) -> ir.Model:
-    """Return the graph of a .onnx file, after checking that its data files hold its tensors.
-
-    Raises:
-        ModelError: it is no model; a tensor is not in a file beside it, or not all of it.
-    """
-    import onnx_ir as ir  # it imports sympy, half a second
-
-    if (size := path.stat().st_size) >= 1 << 31:
-        raise ModelError(f"{path}: {size} bytes, expected less than protobuf's 2 GiB")
-    try:
-        with doing(str(path)):
-            model = ir.load(path)
-    except MemoryError:
-        raise
-    except Exception as error:  # protobuf's own, by backend
-        raise ModelError(f"{path}: not an ONNX model: {_pointer(path) or error}") from None
-    if not model.ir_version:  # an empty file is a message without fields
-        raise ModelError(f"{path}: not an ONNX model: it has no ir_version")
-    _find_external(path, model)
-    for name, value in model.graph.initializers.items():
-        tensor = value.const_value
-        if not isinstance(tensor, ir.ExternalTensor):
-            continue
-        location = str(tensor.location)
-        if not is_plain(location):
-            raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
-        file = path.parent / location
-        try:
-            needed = int(tensor.nbytes)
-        except (TypeError, ValueError) as error:  # of a type without a size
-            raise ModelError(f"{path}: {name}: {error}") from None
-        begin, length = tensor.offset or 0, tensor.length or needed  # a length may be left out
-        end = begin + length
-        if begin < 0 or length != needed:
-            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {needed}")
-        if not file.is_file():
-            raise ModelError(f"{file}: missing; {path.name} keeps {name} there")
-        if file.resolve().parent not in (path.parent.resolve(), path.resolve().parent):
-            raise ModelError(
-                f"{file}: a link to {file.resolve()}, expected a file beside the model: ONNX Runtime follows no other"
-            )
-        if file.stat().st_size < end:
-            reason = _pointer(file) or "truncated?"
-            raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} ({reason})")
-    return model
-
-
-def _find_external(path: Path, model: ir.Model) -> None:
-    """Give nodes with external rows (FORMAT.md 1.2) the tensors that they name."""
-    import onnx_ir as ir
-
-    for node in model.graph:
-        if (node.domain, node.op_type) != (DOMAIN, "QuantMoE"):
-            continue
-        for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=False):
-            attribute = node.attributes.get(f"{name}_external")
-            if attribute is None or value is None or (tensor := value.const_value) is None:
-                continue
-            where, text = f"{path}: node {node.name}: {name}_external", str(_attribute(attribute))
-            found = re.fullmatch(r"(\d{1,18}) (\d{1,18}) (.+)", text)
-            if found is None:
-                raise ModelError(f"{where} is {text[:80]!r}, expected first byte, bytes, and the name of a file")
-            if list(tensor.shape) != [0]:
-                raise ModelError(f"{where}: {name} has shape {list(tensor.shape)}, expected [0]")
-            spec, begin, length = _spec(path, node, MoESpec), int(found[1]), int(found[2])
-            try:
-                row = LAYOUTS[getattr(spec, name).layout].row_bytes(spec, name)
-            except (KeyError, ValueError, ZeroDivisionError):
-                continue  # what else reads the node says what is wrong with it
-            if length % row:
-                raise ModelError(f"{where} has {length} bytes, expected a multiple of the {row} of an expert")
-            value.shape = ir.Shape((length // row, row // 4))
-            value.const_value = ir.ExternalTensor(
-                found[3],
-                begin,
-                length,
-                ir.DataType.INT32,
-                shape=value.shape,
-                name=value.name or "",
-                metadata_props=dict(tensor.metadata_props),
-                base_dir=path.parent,
-            )
-
-
-def _pointer(path: Path) -> str:
-    """Return what to do about a Git LFS pointer; "" for other files."""
-    with open(path, "rb") as start:
-        pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
-    return f"a Git LFS pointer; to fetch the file: git -C {path.parent} lfs pull" if pointer else ""
-
-
 def resident(path: Path) -> int | None:
     """Return how many bytes of a file are in memory, whoever read them; None if the system does not say.
 
@@ -402,7 +248,7 @@ def _packed(path: Path, node: ir.Node) -> dict[str, Any] | None:
 
 
 def _qmoe(path: Path, node: ir.Node, values: Mapping[int, ir.Value], metadata: dict[str, str]) -> dict[str, Any]:
-    own = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
+    own = {name: attribute_value(attribute) for name, attribute in node.attributes.items()}
     types = {p: _metadata(values[qmoe.INPUTS[p, "scales"]])["scale_type"] for p in ("w13", "w2")}
     spec = qmoe.moe_spec(own, {i: _shape(v) for i, v in values.items()}, types)
     parts: dict[str, dict[str, ir.Value]] = {"w13": {}, "w2": {}}
@@ -427,7 +273,7 @@ def _matmul_nbits(
     added = [value for use in node.outputs[0].uses() if use.node.op_type == "Add" for value in use.node.inputs]
     if (found := next((value for value in added if value is not None and value.name == bias), None)) is not None:
         parts["bias"] = found
-    own = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
+    own = {name: attribute_value(attribute) for name, attribute in node.attributes.items()}
     spec = qmoe.linear_spec(own, metadata["scale_type"], "zero_points" in parts, "bias" in parts)
     sizes = {"w": _tensors(spec.moe, "w2", parts)}
     description = _description(node, spec, sizes, metadata, spec.in_features * spec.out_features)
@@ -591,7 +437,7 @@ def _reasons(path: Path, text: str) -> dict[str, str]:
 
 def _spec(path: Path, node: ir.Node, kind: type[SpecType]) -> SpecType:
     try:
-        return kind.from_attributes({name: _attribute(attribute) for name, attribute in node.attributes.items()})
+        return kind.from_attributes({name: attribute_value(attribute) for name, attribute in node.attributes.items()})
     except ValueError as error:
         raise ModelError(f"{path}: node {node.name}: {error}") from None
 
@@ -662,10 +508,6 @@ def _description(
         "bytes": size,
         "bits_per_weight": 8 * size / weights,
     }
-
-
-def _attribute(attribute: ir.Attr) -> Any:
-    return attribute.as_string() if attribute.type.name == "STRING" else attribute.value
 
 
 def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:

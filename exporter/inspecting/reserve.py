@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.targets import CPU, TARGETS
 
 
@@ -30,7 +31,7 @@ def reserve(found: Mapping[str, Any], length: int, drafts: bool = False, rows: i
         drafts: the model's layer of multi-token prediction has a cache, too.
         rows: sequences at once.
     """
-    target = TARGETS.get(found["metadata"].get("target"), CPU)
+    target = TARGETS.get(found["metadata"].get(TARGET), CPU)
     caches = sum(cache_bytes(part, length) for part in (found, found.get("mtp") if drafts else None) if part)
     others = sum(file["bytes"] for file in found["files"]) - sum(layer["bytes"] for layer in found["layers"])
     return target.reserve + (0 if target.on_gpu else max(others, 0)) + rows * caches

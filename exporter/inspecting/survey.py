@@ -13,12 +13,12 @@ from typing import Any
 from quantmoe.custom_ops.op import ConvSpec
 from quantmoe.exporter.choosing.choose import check_floats, choose_experts
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, is_gguf
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.targets import TARGETS
-from quantmoe.exporter.writing.output import MODEL, ranks_in
 
 
 def is_model(path: Path) -> bool:

@@ -13,10 +13,11 @@ import numpy as np
 from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
 from quantmoe.custom_ops.matrix import QuantizedMatrix, gates_first, parted, reordered
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
+from quantmoe.exporter.durable_files import replace
+from quantmoe.exporter.folder.model_file import load, model_path
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.memory import doing, naming
 from quantmoe.exporter.reading.checkpoint import write_safetensors
-from quantmoe.exporter.writing.output import replace
 
 #: fields of QuantizedMatrix that are stored, where a matrix has them
 FIELDS = ("codes", "scales", "zero_points", "global_scale", "input_scale", "pre_scale", "bias", "perm")

@@ -25,7 +25,7 @@ import numpy as np
 
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import check_space, doing
-from quantmoe.exporter.names import is_plain, text_part
+from quantmoe.exporter.reading.config_fields import text_part
 
 #: safetensors dtype name -> NumPy dtype
 DTYPES: dict[str, np.dtype] = {
@@ -533,6 +533,11 @@ def _no_folder(path: Path) -> str:
         folder = model.partition("/")[2]
         return f"no such folder; to fetch it from the Hugging Face hub: hf download {model} --local-dir {folder}"
     return f"no such folder; {expected}"
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name in a stranger's file names a file in its own folder, on every system."""
+    return name not in ("", ".", "..") and not any(mark in name for mark in "/\\\0")
 
 
 def hub_name(path: Path) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.names import text_part
+from quantmoe.exporter.reading.config_fields import text_part
 
 
 def _finite(value: Any) -> bool:

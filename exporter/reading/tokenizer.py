@@ -13,7 +13,7 @@ from typing import Any
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.names import text_part
+from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.sampling import is_there, read_object, vocabulary_of
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"

@@ -11,12 +11,12 @@ import numpy as np
 
 from quantmoe.custom_ops import native
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.folder.record import new_hash
 from quantmoe.exporter.reading.checkpoint import is_gguf
 from quantmoe.exporter.reading.formats.rounding import weighed
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
-from quantmoe.exporter.writing.external_data import new_hash
 from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.prepare import Prepared, open_format
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import need_path
+from quantmoe.exporter.folder.files import DATA, EMBEDDINGS_MODEL, GENAI, MODEL, MTP_MODEL, PROCESSOR, VISION_MODEL
+from quantmoe.exporter.folder.metadata import LOGITS, PLAIN_ATTENTION, RANK, SHORT_CONTEXT, TARGET, WORLD
 from quantmoe.exporter.memory import check_space, doing
-from quantmoe.exporter.names import text_part
 from quantmoe.exporter.reading.companions import companion_files
+from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.slices import Slice
@@ -26,8 +28,6 @@ from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.calibration import CALIBRATION, weigh
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
-    LOGITS,
-    SHORT_CONTEXT,
     add_mtp,
     add_paged,
     add_vision,
@@ -37,27 +37,8 @@ from quantmoe.exporter.writing.genai import (
     shares_buffer,
 )
 from quantmoe.exporter.writing.identity import export_id
-from quantmoe.exporter.writing.output import (
-    DATA,
-    EMBEDDINGS_MODEL,
-    MODEL,
-    MTP_MODEL,
-    VISION_MODEL,
-    is_foreign,
-    record,
-    remove,
-    writing,
-)
-from quantmoe.exporter.writing.prepare import (
-    GENAI,
-    PROCESSOR,
-    Prepared,
-    Report,
-    check_output,
-    prepare,
-    rank_folders,
-    stale_folders,
-)
+from quantmoe.exporter.writing.output import is_foreign, record, remove, writing
+from quantmoe.exporter.writing.prepare import Prepared, Report, check_output, prepare, rank_folders, stale_folders
 from quantmoe.exporter.writing.readme import README, readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
 from quantmoe.ort_ext import OLDEST_GLIBC, glibc_of
@@ -170,9 +151,9 @@ def _export(
             report.genai = _genai(ready, partial, options)
         if target.library and not for_tensorrt:
             report.library = _library(partial, target, not report.genai)
-        metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target.name} | ends
+        metadata = {"checkpoint": ckpt.folder.resolve().name, TARGET: target.name} | ends
         if part_of:
-            metadata |= {"rank": str(part_of.rank), "world": str(part_of.world)}
+            metadata |= {RANK: str(part_of.rank), WORLD: str(part_of.world)}
         oldest = max([target.runtime, *(v for name, v in target.runtime_with.items() if getattr(options, name))])
         runtime = "" if for_tensorrt else ".".join(map(str, oldest))
         if runtime:
@@ -182,7 +163,7 @@ def _export(
         if report.chat:
             metadata["no_chat"] = report.chat.replace(f"{ckpt.companions}{os.sep}", "")
         if report.plain_attention:
-            metadata["plain_attention"] = json.dumps(report.plain_attention)
+            metadata[PLAIN_ATTENTION] = json.dumps(report.plain_attention)
         for part in parts[1:]:
             save_part(part, partial(MTP_MODEL), {name: text for name, text in metadata.items() if name != LOGITS})
         for one in ready.beside:

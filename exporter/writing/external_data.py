@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from blake3 import blake3
 
+from quantmoe.exporter.folder.record import HASH, new_hash
 from quantmoe.exporter.memory import naming
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 #: Windows maps files at multiples of 64 KiB, Linux of a page
 ALIGNMENT = 65536
-HASH = "blake3"
 #: lines of 64 bytes of a packed weight that engines always compare (FORMAT.md 1.1)
 SAMPLES, LINE = 8, 64
 #: tensors of up to this many bytes stay in the model file
@@ -29,15 +28,6 @@ def byte_size(value: ir.Value) -> int:
     assert value.shape is not None
     assert value.dtype is not None
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)  # itemsize is a float: 4-bit types exist
-
-
-def new_hash() -> blake3:
-    return blake3()
-
-
-def file_hash(path: Path) -> str:
-    """Return a file's hash as models record it."""
-    return f"{HASH}:{new_hash().update_mmap(path).hexdigest()}"
 
 
 class DataFiles:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, PAGED, text_part
+from quantmoe.exporter.folder.files import MODEL
+from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAGED, PAST, present
+from quantmoe.exporter.folder.metadata import SHARE_BUFFER
+from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.sampling import sampling_of
 from quantmoe.exporter.reading.tokenizer import NAMED, end_tokens, named_token
 from quantmoe.exporter.targets import CUDA, Target
@@ -19,16 +22,6 @@ TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_m
 #: operators that write a cache in place
 IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta", "StateSpace")}
 IN_PLACE.add(("com.microsoft", "PagedAttention"))
-#: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
-SHARE_BUFFER = "past_present_share_buffer"
-#: metadata of every model: BLAKE3 of the rest of it, in which are the hashes of its weights; 64 hexadecimal digits
-IDENTITY = "identity"
-#: metadata of a model that gives the logits of each row's last tokens: how many, at most; absent: of the last or of all
-LOGITS = "logits"
-#: metadata of a model whose rotary embedding is ``longrope``: the most tokens that have the frequencies of short texts
-SHORT_CONTEXT = "short_context"
-#: metadata of a model of --paged: its runs are of many requests
-PAGED_METADATA = "paged"
 #: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory
 #: that the cache takes. FlashAttention reads blocks of 256 of any size of head.
 ENGINE = {"block_size": 256, "max_batch_size": 128, "gpu_utilization_factor": 0.6}
@@ -42,7 +35,7 @@ _PIXELS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 def shares_buffer(graph: ir.Graph) -> bool:
     """Return whether past and present may be one buffer: no node reads a cache but one of IN_PLACE; others read its
     shape."""
-    past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
+    past = [value for value in graph.inputs if str(value.name).startswith(f"{PAST}.")]
     shape = {("", "Shape"), ("quantmoe", "TokenRows")}
     nodes = [{(use.node.domain, use.node.op_type) for use in value.uses()} - shape for value in past]
     return bool(past) and all(len(found) == 1 and found <= IN_PLACE for found in nodes)
@@ -77,7 +70,7 @@ def genai_config(
     if ends := end_tokens(generation, config):
         tokens["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     cache = {f"{way}_{kind}_names": f"{prefix}.%d.{kind}"
-             for way, prefix in (("past", "past_key_values"), ("present", "present"))
+             for way, prefix in (("past", PAST), ("present", present(PAST)))
              for kind in ("key", "value")}  # fmt: skip
     return {
         "model": tokens
@@ -86,7 +79,7 @@ def genai_config(
             "vocab_size": text["vocab_size"],
             "context_length": context,
             "decoder": {
-                "filename": "model.onnx",
+                "filename": MODEL,
                 "session_options": session,
                 "hidden_size": text["hidden_size"],
                 "head_size": width,

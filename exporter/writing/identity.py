@@ -8,9 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.folder.record import new_hash
 from quantmoe.exporter.reading.checkpoint import Checkpoint
 from quantmoe.exporter.reading.expert_map import read_text
-from quantmoe.exporter.writing.external_data import LINE, new_hash
+from quantmoe.exporter.writing.external_data import LINE
 
 
 def export_id(ckpt: Checkpoint, options: Options) -> int:

@@ -11,49 +11,31 @@ export wrote is recorded in its model: ``force`` replaces these files, also thos
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.durable_files import sync
+from quantmoe.exporter.folder.files import MODEL, is_weights, weight_files
+from quantmoe.exporter.folder.metadata import FILES
+from quantmoe.exporter.folder.model_file import load_own
+from quantmoe.exporter.folder.record import file_hash
 from quantmoe.exporter.memory import naming
-from quantmoe.exporter.names import is_plain
-from quantmoe.exporter.writing.external_data import file_hash
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from quantmoe.exporter.reading.checkpoint import is_plain
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MODEL, DATA = "model.onnx", "model.onnx.data"
-#: what drafts for it, with weights in the same files
-MTP_MODEL = "mtp.onnx"
-#: what makes its inputs of images and tokens, with weights in the same files
-VISION_MODEL, EMBEDDINGS_MODEL = "vision.onnx", "embeddings.onnx"
-#: name in the model's metadata of the other files that an export wrote: a JSON object of name -> hash
-FILES = "files"
-PRODUCER = "quantmoe"
 STAGE = "quantmoe.partial"
 #: in ``STAGE``: the new model with its weights under second names, and the record of the model that it replaces
 _INTERIM, _REPLACED = "interim.onnx", "replaced.onnx"
 #: in ``STAGE``: names of what an export wrote there, each followed by a NUL; its own is the first
 _NAMES = "names"
 _SECOND = ".partial"
-_WEIGHTS = re.compile(r"model\.onnx\.data(\.\d+)?(\.partial)?")
-_RANK = re.compile(r"rank(0|[1-9][0-9]*)")
-
-
-def weight_files(folder: Path) -> set[str]:
-    """Return the names of files in the folder that an export may write weights to."""
-    return {path.name for path in folder.glob(f"{DATA}*") if _WEIGHTS.fullmatch(path.name)}
 
 
 def check_folder(folder: Path, names: Iterable[str], force: bool) -> None:
@@ -79,20 +61,6 @@ def _check_names(folder: Path, names: Iterable[str], force: bool) -> None:
             raise FileExistsError(f"{path} exists; --force replaces an earlier export")
 
 
-def ranks_in(folder: Path) -> dict[int, Path]:
-    """Rank -> the folder in this one that has its model."""
-    found = ((_RANK.fullmatch(path.name), path) for path in folder.glob("rank*") if (path / MODEL).is_file())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-def ranks_stated(model: Path) -> int:
-    """Among how many ranks the export that wrote a model divided it, 1: it is whole; 0: no export wrote it."""
-    if (found := _load(model)) is None:
-        return 0
-    world = found.metadata_props.get("world", "1")
-    return int(world) if world.isdecimal() else 0
-
-
 def remove(folder: Path) -> None:
     """Remove the model in a folder, with what its export wrote and is as it was; the folder, if it is then empty.
 
@@ -100,7 +68,7 @@ def remove(folder: Path) -> None:
     """
     files = _recorded(folder / MODEL)
     for name in sorted(files, key=lambda name: name == MODEL):
-        path, own = folder / name, name == MODEL or _WEIGHTS.fullmatch(name)
+        path, own = folder / name, name == MODEL or is_weights(name)
         if path.is_file() and (own or file_hash(path) == files[name]):
             path.unlink()
     if not folder.is_symlink() and not any(folder.iterdir()):
@@ -153,62 +121,8 @@ def is_foreign(folder: Path, name: str) -> bool:
 
 def record(stage: Path) -> str:
     """``FILES`` of a model whose other files are all in the folder."""
-    names = [path.name for path in _files(stage) if not _WEIGHTS.fullmatch(path.name)]
+    names = [path.name for path in _files(stage) if not is_weights(path.name)]
     return json.dumps({name: file_hash(stage / name) for name in names if name not in (MODEL, _NAMES)})
-
-
-def is_recorded(metadata: Mapping[str, str], name: str) -> bool:
-    """Return whether a model's export wrote a file of the name with it, as the model's metadata says."""
-    return _stated(metadata, name) is not None
-
-
-def _stated(metadata: Mapping[str, str], name: str) -> Any:
-    """Return the recorded hash of a file; None: there is none."""
-    try:
-        return json.loads(metadata.get(FILES, "{}"))[name]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return None
-
-
-def check_recorded(model: Path, metadata: Mapping[str, str], path: Path) -> None:
-    """Refuse a file that a model's export did not write with it, as the model's metadata says.
-
-    Raises:
-        ModelError: it is of another export, was altered, or is missing.
-    """
-    stated = _stated(metadata, path.name)
-    if not path.is_file():
-        raise ModelError(f"{path}: is missing, and {model.name} was exported with it: copy the whole folder")
-    if stated != file_hash(path):
-        raise ModelError(
-            f"{path}: is not the one that {model.name} was exported with: put both of one export there, as a whole "
-            "folder"
-        )
-
-
-def sync(path: Path) -> None:
-    """Return when a file's bytes, or a folder's names, are on the disk.
-
-    Raises:
-        OSError: with the file's name.
-    """
-    if path.is_dir() and fcntl is None:  # Windows opens no folder
-        return
-    descriptor = os.open(path, os.O_RDONLY if fcntl else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
-            raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(descriptor)
-
-
-def replace(source: Path, target: Path) -> None:
-    """Give a written file its final name; both are on the disk when this returns."""
-    sync(source)
-    source.replace(target)
-    sync(target.absolute().parent)
 
 
 def _commit(folder: Path, force: bool) -> None:
@@ -217,7 +131,7 @@ def _commit(folder: Path, force: bool) -> None:
     names = [path.name for path in _files(stage) if path.name != _NAMES]
     _check_names(folder, names, force)
     before = _recorded(folder / MODEL)
-    data = [name for name in names if _WEIGHTS.fullmatch(name)]
+    data = [name for name in names if is_weights(name)]
     taken = not before.keys().isdisjoint(data)
     if before:
         shutil.copyfile(folder / MODEL, _own(stage, _REPLACED))
@@ -304,7 +218,7 @@ def _recorded(model: Path) -> dict[str, str]:
     A stranger's file is read here: no name leads out of its folder, and what is removed must have the hash, or a name
     that only exports use.
     """
-    if (graph := _load(model)) is None:
+    if (graph := load_own(model)) is None:
         return {}
     import onnx_ir as ir  # it imports sympy, half a second
 
@@ -317,22 +231,7 @@ def _recorded(model: Path) -> dict[str, str]:
         raise
     except Exception:  # fields of another type
         return {}
-    return found | {name: "" for name in locations if _WEIGHTS.fullmatch(name)} | {MODEL: ""}
-
-
-def _load(model: Path) -> ir.Model | None:
-    """Return what an export wrote; None: another model, or none."""
-    if not model.is_file():
-        return None
-    import onnx_ir as ir  # it imports sympy, half a second
-
-    try:
-        found = ir.load(model)
-    except MemoryError:
-        raise
-    except Exception:  # protobuf's own, by backend
-        return None
-    return found if found.producer_name == PRODUCER else None
+    return found | {name: "" for name in locations if is_weights(name)} | {MODEL: ""}
 
 
 def _left(folder: Path) -> dict[str, Path]:
@@ -344,7 +243,7 @@ def _left(folder: Path) -> dict[str, Path]:
     return {
         name: path
         for name, path in paths.items()
-        if path.is_file() and (_WEIGHTS.fullmatch(name) or file_hash(path) == found[name])
+        if path.is_file() and (is_weights(name) or file_hash(path) == found[name])
     }
 
 

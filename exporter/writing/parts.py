@@ -20,6 +20,19 @@ from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
 from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, retyped_matrix, scaled
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT
+from quantmoe.exporter.folder.metadata import (
+    CONTEXT_LENGTH,
+    FILES,
+    IDENTITY,
+    LOGITS,
+    PAGED_METADATA,
+    PRODUCER,
+    SHARE_BUFFER,
+    SHORT_CONTEXT,
+    TARGET,
+)
+from quantmoe.exporter.folder.record import new_hash
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.graph.passes import run_passes
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
@@ -33,14 +46,12 @@ from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.stored import Stored
 from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing, naming
-from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import MTP
 from quantmoe.exporter.reading.formats.rounding import distance
 from quantmoe.exporter.targets import TARGETS
-from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, new_hash
-from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, PAGED_METADATA, SHARE_BUFFER, SHORT_CONTEXT, shares_buffer
-from quantmoe.exporter.writing.output import FILES, PRODUCER
+from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size
+from quantmoe.exporter.writing.genai import shares_buffer
 from quantmoe.exporter.writing.prepare import Beside, Part, Report
 
 
@@ -71,7 +82,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         )
     if options.paged:
         try:
-            part.tables = to_paged(graph, part.weights, int(ends["context_length"]), options.kept_logits == "all")
+            part.tables = to_paged(graph, part.weights, int(ends[CONTEXT_LENGTH]), options.kept_logits == "all")
         except KeyError:
             raise CheckpointError(
                 f"{part.skeleton.format.ckpt.folder / 'config.json'}: no max_position_embeddings, a number of tokens: "
@@ -371,7 +382,7 @@ def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: 
     graph.metadata_props.update(metadata | ({FILES: files} if files else {}))
     if shares_buffer(graph.graph):
         graph.metadata_props[SHARE_BUFFER] = "true"
-    target = TARGETS[metadata["target"]]
+    target = TARGETS[metadata[TARGET]]
     if not target.library:
         check_domains(graph)
     elif not target.on_gpu:

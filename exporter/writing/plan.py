@@ -17,6 +17,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH
 from quantmoe.exporter.writing.calibration import Cost, cost
 from quantmoe.exporter.writing.prepare import Prepared, check_output, prepare, rank_folders, stale_folders
 
@@ -132,7 +133,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         written |= mine.keys()
         others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
         memory = max(memory, _working_set(skeleton, chosen, left, layout))
-        if wanted.paged and (context := ready.ends.get("context_length")):  # tables of cosines and sines, f16 or bf16
+        if wanted.paged and (context := ready.ends.get(CONTEXT_LENGTH)):  # tables of cosines and sines, f16 or bf16
             turning = {(found.spec.rotary_size, found.table) for found in part.attention.found.values()}
             others += sum(2 * int(context) * size for size, _ in turning)
     for stored in (one.stored for one in ready.beside):

@@ -18,6 +18,19 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.folder.files import (
+    DATA,
+    EMBEDDINGS_MODEL,
+    GENAI,
+    MODEL,
+    MTP_MODEL,
+    PROCESSOR,
+    VISION_MODEL,
+    ranks_in,
+    weight_files,
+)
+from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH, SHORT_CONTEXT
+from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.expert_map import placements
@@ -28,18 +41,8 @@ from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import folder_turns
 from quantmoe.exporter.reading.tokenizer import TOKENIZER, end_tokens
 from quantmoe.exporter.targets import Target
-from quantmoe.exporter.writing.genai import SHORT_CONTEXT, image_processor
-from quantmoe.exporter.writing.output import (
-    DATA,
-    EMBEDDINGS_MODEL,
-    MODEL,
-    MTP_MODEL,
-    VISION_MODEL,
-    check_folder,
-    ranks_in,
-    ranks_stated,
-    weight_files,
-)
+from quantmoe.exporter.writing.genai import image_processor
+from quantmoe.exporter.writing.output import check_folder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -50,10 +53,6 @@ if TYPE_CHECKING:
     from quantmoe.exporter.graph.passes.weights import Weight
     from quantmoe.exporter.graph.trace import Attention
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
-
-GENAI = "genai_config.json"
-#: how images become patches, as onnxruntime-genai reads it
-PROCESSOR = "vision_processor.json"
 
 
 @dataclasses.dataclass
@@ -332,7 +331,7 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
     if ends := end_tokens(ckpt.generation_config, ckpt.config, ckpt.folder):
         found["eos_token_id"] = ",".join(map(str, ends))
     if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
-        found["context_length"] = str(length)
+        found[CONTEXT_LENGTH] = str(length)
     if (short := skeleton.short_context) is not None:
         found[SHORT_CONTEXT] = str(short)
     return found

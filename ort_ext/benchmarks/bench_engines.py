@@ -25,13 +25,15 @@ from numpy.typing import DTypeLike
 
 from quantmoe.benchmarks.child_processes import how_ended, unheard_interrupts
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.inspect import model_path
+from quantmoe.exporter.folder.files import GENAI
+from quantmoe.exporter.folder.interface import PAST, STATES, present
+from quantmoe.exporter.folder.metadata import SHARE_BUFFER
+from quantmoe.exporter.folder.model_file import model_path
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.targets import CPU
-from quantmoe.exporter.writing.genai import SHARE_BUFFER
 from quantmoe.ort_ext import cuda_library_path, library_path
-from quantmoe.runtime.cache import Buffer, DecodeStep, present
-from quantmoe.runtime.generate import STATES, Generator, check_takes_tokens, runtime
+from quantmoe.runtime.cache import Buffer, DecodeStep
+from quantmoe.runtime.generate import Generator, check_takes_tokens, runtime
 
 #: onnxruntime's names of types -> NumPy's
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
@@ -77,7 +79,7 @@ class Ours:
         self.session = self._ort.InferenceSession(str(model_path(path)), options, providers=["CPUExecutionProvider"])
         check_takes_tokens(model_path(path), self.session)
         self._inputs = {i.name: i for i in self.session.get_inputs()}
-        self._past = [name for name in self._inputs if name.startswith("past_key_values.")]
+        self._past = [name for name in self._inputs if name.startswith(f"{PAST}.")]
         self._in_place = self.session.get_modelmeta().custom_metadata_map.get(SHARE_BUFFER) == "true"
         self._runs = 0
 
@@ -96,16 +98,16 @@ class Ours:
             binding.bind_ortvalue_input(name, value)
         binding.bind_output("logits")
         for name, value in past.items():
-            present = name.replace("past_key_values", "present")
-            binding.bind_ortvalue_output(present, value) if self._in_place else binding.bind_output(present)
+            output = present(name)
+            binding.bind_ortvalue_output(output, value) if self._in_place else binding.bind_output(output)
         start = clock()
         self.session.run_with_iobinding(binding)
         seconds = clock() - start
         self._runs += 1
-        logits, *present = binding.get_outputs()
+        logits, *outputs = binding.get_outputs()
         self.logits = logits.numpy()
-        # In place the OrtValues of past stay: they alone keep NumPy's memory, which present's only point to.
-        return seconds, past if self._in_place else dict(zip(past, present, strict=True))
+        # In place the OrtValues of past stay: they alone keep NumPy's memory, which outputs only point to.
+        return seconds, past if self._in_place else dict(zip(past, outputs, strict=True))
 
     def _cache(self, batch: int, length: int) -> dict[str, Any]:
         """Random keys and values of so many tokens a row, and states."""
@@ -234,11 +236,11 @@ class Genai:
         import onnxruntime_genai as og
 
         folder = model_path(path).parent
-        if not (folder / "genai_config.json").is_file():
-            raise ModelError(f"{folder / 'genai_config.json'}: missing")
+        if not (folder / GENAI).is_file():
+            raise ModelError(f"{folder / GENAI}: missing")
         config = og.Config(str(folder.resolve()))
         options: dict[str, Any] = {"intra_op_num_threads": threads}
-        stated = read_object(folder / "genai_config.json")["model"]["decoder"].get("session_options", {})
+        stated = read_object(folder / GENAI)["model"]["decoder"].get("session_options", {})
         name = stated.get("custom_ops_library", "")
         library = Path(cuda_library_path() if "cuda" in name else library_path()).resolve()
         if name:  # the folder's is native code of whoever exported it

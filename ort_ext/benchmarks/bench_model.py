@@ -40,7 +40,9 @@ from quantmoe.benchmarks.random_checkpoint import CONFIGS
 from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops import native
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.inspect import check_alone, inspect, model_path
+from quantmoe.exporter.folder.files import GENAI
+from quantmoe.exporter.folder.model_file import check_alone, model_path
+from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.options import listed, need, terminal
 from quantmoe.runtime.generate import runtime
 
@@ -50,7 +52,6 @@ PEERS = {
     "genai": ("onnxruntime-genai", ("onnxruntime_genai",)),
 }
 COMPILED = {"llama.cpp": "; that is compiled, for minutes"}
-OTHER = "genai_config.json"  # of a folder after --against: another model, which onnxruntime-genai runs
 MIN_RUNS, CELL_SECONDS = 3, 30.0
 ROOM = 64  # tokens after the deepest depth, of runs of 8 steps
 PROFILE_LINES = 10
@@ -318,8 +319,8 @@ def _check(
         shapes: layers, lm_head, weights, keep. files: json_file, plot.
     """
     layers, lm_head, weights, keep = shapes
-    if wrong := [name for name in against if name not in PEERS and not (Path(name) / OTHER).is_file()]:
-        expected = f"expected {', '.join(PEERS)} or a folder with {OTHER}"
+    if wrong := [name for name in against if name not in PEERS and not (Path(name) / GENAI).is_file()]:
+        expected = f"expected {', '.join(PEERS)} or a folder with {GENAI}"
         raise typer.BadParameter(f"{', '.join(wrong)}; {expected}", param_hint="--against")
     shape = not Path(model).exists()
     if shape and model not in CONFIGS:

@@ -14,6 +14,7 @@ from quantmoe.benchmarks.child_processes import in_process
 from quantmoe.benchmarks.random_checkpoint import CONFIGS, GROUP_SIZE, cut, parameters, quantized, write
 from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.files import MODEL
 
 SPARE = 2e9  # bytes beside the weights
 SHARE = 0.7  # of the memory that is available, for the layers that a shape is cut to
@@ -116,7 +117,7 @@ def of_shape(
     """Return the exported folder of a shape."""
     layers = _layers(name, layers, against, root)
     folder = root / "-".join(filter(None, [name, str(layers), lm_head, device.removeprefix("cpu")]))
-    if (folder / "model.onnx").is_file():
+    if (folder / MODEL).is_file():
         return folder
     with console.status(f"making {layers} layers of {name} and exporting them"):
         in_process(name, make_model, folder, cut(CONFIGS[name], layers), lm_head, device)
@@ -144,7 +145,7 @@ def export_file(file: Path, folder: Path, device: Literal["cpu", "cuda"]) -> Non
 def exported(console: Console, file: Path, device: Literal["cpu", "cuda"], root: Path) -> Path:
     """Return the exported folder of a GGUF file."""
     folder = root / "-".join(filter(None, [file.stem, device.removeprefix("cpu")]))
-    if not (folder / "model.onnx").is_file():
+    if not (folder / MODEL).is_file():
         with console.status(f"exporting {file.name}"):
             in_process(file.name, export_file, file, folder, device)
     return folder

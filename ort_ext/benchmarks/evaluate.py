@@ -17,11 +17,12 @@ import numpy as np
 
 from quantmoe.benchmarks.divergence import Figures, Positions
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.inspecting.inspect import load, model_path
+from quantmoe.exporter.folder.interface import present
+from quantmoe.exporter.folder.metadata import LOGITS, TARGET
+from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
 from quantmoe.exporter.targets import CPU, TARGETS
-from quantmoe.exporter.writing.genai import LOGITS
 from quantmoe.runtime.generate import Generator, need_count
 
 #: windows that read a checkpoint's layers together
@@ -135,7 +136,7 @@ def outputs(
         return
     path = model_path(path)
     with _with_all_logits(path, layers) as (whole, names):
-        device = TARGETS.get(load(path).metadata_props.get("target", ""), CPU).device
+        device = TARGETS.get(load(path).metadata_props.get(TARGET, ""), CPU).device
         with Generator(whole, threads, device=device, cuda_graph=False) as generator:
             yield (_of_model(generator, ids, names, tell) for ids in texts)
 
@@ -146,7 +147,7 @@ def _of_model(generator: Generator, ids: Sequence[int], names: Sequence[str], te
     for at in range(0, len(ids), size):
         piece = np.array([ids[at : at + size]], np.int64)
         found = generator.run(generator.feed(piece, at) | past, piece.shape[1], at)
-        past = {name: found[name.replace("past_key_values", "present")] for name in past}
+        past = {name: found[present(name)] for name in past}
         parts.append([found[name][0].astype(np.float32) for name in ("logits", *names)])
         tell(piece.shape[1])
     logits, *hidden = (np.concatenate(same) for same in zip(*parts, strict=True))

@@ -14,8 +14,9 @@ import onnx_ir as ir
 from quantmoe.benchmarks.divergence import log_softmax
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.folder.model_file import model_path
 from quantmoe.exporter.graph.passes.interface import set_cache_type
-from quantmoe.exporter.inspecting.inspect import inspect, model_path
+from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.writing.external_data import DataFiles
 from quantmoe.runtime.generate import Generator

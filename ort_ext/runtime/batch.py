@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.folder.interface import present
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.cache import present
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.sampling import Sampling

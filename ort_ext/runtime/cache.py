@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.interface import HIDDEN, present
 from quantmoe.exporter.memory import OutOfMemoryError
-from quantmoe.exporter.names import HIDDEN
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.session_thread import SESSION_THREAD
@@ -649,8 +649,3 @@ class DecodeStep:
     def hidden_states(self) -> np.ndarray | None:
         """Of the last run's tokens [``tokens``, H]; None where nobody wants them."""
         return None if self._hidden is None else self._hidden.numpy()[0]
-
-
-def present(name: str) -> str:
-    """Return the output of a cache's input."""
-    return name.replace("past_key_values", "present")

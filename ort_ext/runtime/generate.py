@@ -23,18 +23,28 @@ import numpy as np
 
 from quantmoe.exporter import gpu
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.inspecting.inspect import check_alone, inspect, load, model_path
+from quantmoe.exporter.folder.files import GENAI, MTP_MODEL
+from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAST, RANKS, STATES, present
+from quantmoe.exporter.folder.metadata import (
+    CONTEXT_LENGTH,
+    IDENTITY,
+    LOGITS,
+    SHARE_BUFFER,
+    SHORT_CONTEXT,
+    TARGET,
+    WORLD,
+)
+from quantmoe.exporter.folder.model_file import check_alone, load, model_path
+from quantmoe.exporter.folder.record import check_recorded, is_recorded
+from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import DRAFTS, OnGpu, doing
-from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.targets import of_device
-from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, SHORT_CONTEXT
-from quantmoe.exporter.writing.output import MTP_MODEL, check_recorded, is_recorded
 from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.cache import Cache, DecodeStep, Rooms, SharedCache, present
+from quantmoe.runtime.cache import Cache, DecodeStep, Rooms, SharedCache
 from quantmoe.runtime.device import stream
 from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
 from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler
@@ -44,8 +54,6 @@ from quantmoe.runtime.session_thread import SESSION_THREAD
 from quantmoe.runtime.speculate import Head, Lookup, Speculation
 
 T = TypeVar("T")
-#: ends of the names of what a cache has of linear attention: of one size however many tokens there were
-STATES = (".conv_state", ".recurrent_state")
 #: ONNX Runtime's entry of sessions: whether threads without work spin
 SPINNING = "session.intra_op.allow_spinning"
 
@@ -303,14 +311,14 @@ class Generator:
             model = load(self.path)  # says which file is at fault
             if self.group is None:
                 check_alone(self.path, model.metadata_props)
-            target = model.metadata_props.get("target", "cpu")
+            target = model.metadata_props.get(TARGET, "cpu")
             other = f"exported with --target {target}, which this provider does not run: "
             raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
 
     def _reserve(self, length: int | None, batch: int) -> int | None:
         """Return the bytes that experts leave free for texts of this length; None if no length is known."""
         if length is None:
-            config = self.path.with_name("genai_config.json")
+            config = self.path.with_name(GENAI)
             search = read_object(config).get("search")
             if not isinstance(search, dict) or "max_length" not in search:
                 return None
@@ -322,9 +330,9 @@ class Generator:
     def _read_interface(self, speculate: str | None) -> None:
         """Read logits, cache and states from the session's inputs, outputs and metadata."""
         metadata = self.session.get_modelmeta().custom_metadata_map
-        if self.group is not None and "world" not in metadata:
+        if self.group is not None and WORLD not in metadata:
             raise ModelError(f"{self.path}: is a whole model, expected a rank of a sliced one: group was given")
-        self.context = self._tokens_of(metadata, "context_length")
+        self.context = self._tokens_of(metadata, CONTEXT_LENGTH)
         #: a longer text has other rotary frequencies: all of its tokens are run again
         self.short_context = self._tokens_of(metadata, SHORT_CONTEXT)
         if speculate == "mtp" and SHORT_CONTEXT in metadata:
@@ -337,7 +345,7 @@ class Generator:
         check_takes_tokens(self.path, self.session)
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o for o in self.session.get_outputs() if o.name == "logits"]
-        past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
+        past = {i.name: i for i in self.session.get_inputs() if i.name.startswith(f"{PAST}.")}
         floats = {
             "tensor(float)": np.dtype(np.float32),
             "tensor(float16)": np.dtype(np.float16),

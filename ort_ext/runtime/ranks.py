@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.files import MODEL, ranks_in
+from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.writing.output import MODEL, ranks_in, ranks_stated
 from quantmoe.runtime.sampling import Choose, Sampler
 
 #: what torchrun says to each process

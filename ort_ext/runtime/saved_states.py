@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantmoe.exporter.durable_files import replace
 from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.folder.metadata import IDENTITY
 from quantmoe.exporter.memory import doing, naming
 from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
-from quantmoe.exporter.writing.genai import IDENTITY
-from quantmoe.exporter.writing.output import replace
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantmoe.exporter.names import HIDDEN
+from quantmoe.exporter.folder.interface import HIDDEN
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.exporter.folder.interface import present
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.cache import DecodeStep, Room, States, present
+from quantmoe.runtime.cache import DecodeStep, Room, States
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.session_thread import SESSION_THREAD
 

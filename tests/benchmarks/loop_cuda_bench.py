@@ -20,8 +20,8 @@ import numpy as np
 import onnx
 from ort_cuda_bench import fill
 
+from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.writing.genai import SHARE_BUFFER
 from quantmoe.runtime.cache import DecodeStep, SharedCache
 from quantmoe.runtime.generate import Generator
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from quantmoe.exporter.names import PAGED
+from quantmoe.exporter.folder.interface import PAGED
 
 #: tokens of prompts and of answers, each request's at random
 PROMPTS, ANSWERS = (32, 128, 512, 1024), (32, 64, 128, 256)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from quantmoe.exporter.writing.output import ranks_in
+from quantmoe.exporter.folder.files import ranks_in
 from quantmoe.runtime import ranks
 from quantmoe.runtime.generate import Generator
 

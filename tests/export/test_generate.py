@@ -15,9 +15,10 @@ from test_model import error, tokens
 
 import quantmoe
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.targets import CPU
-from quantmoe.exporter.writing.genai import SHARE_BUFFER, genai_config, shares_buffer
+from quantmoe.exporter.writing.genai import genai_config, shares_buffer
 from quantmoe.runtime.generate import Generator
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"]  # full, sliding, latent and chunked attention

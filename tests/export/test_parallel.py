@@ -37,6 +37,8 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.folder.files import ranks_in
+from quantmoe.exporter.folder.record import file_hash
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model
@@ -45,9 +47,7 @@ from quantmoe.exporter.reading.expert_map import balance, in_order, placements, 
 from quantmoe.exporter.reading.slices import Cut, Slice
 from quantmoe.exporter.targets import CUDA, TARGETS
 from quantmoe.exporter.writing.convert import export
-from quantmoe.exporter.writing.external_data import file_hash
 from quantmoe.exporter.writing.identity import export_id
-from quantmoe.exporter.writing.output import ranks_in
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
 from quantmoe.runtime.generate import Generator, ModelError

@@ -14,7 +14,7 @@ from sweeps import every
 from test_generate import PROMPT
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.writing.genai import SHARE_BUFFER
+from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.runtime.cache import ROOM, Buffer, Cache, SharedCache
 from quantmoe.runtime.generate import Generator
 

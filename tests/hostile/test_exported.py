@@ -17,10 +17,10 @@ from cases import Case
 from engines.one_layer import NODE, run, session, write_model
 from onnx import TensorProto, helper
 
+from quantmoe.exporter.folder.record import HASH, new_hash
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import read_header
-from quantmoe.exporter.writing.external_data import HASH, new_hash
 from quantmoe.runtime.generate import Generator
 
 DATA = "model.bin"

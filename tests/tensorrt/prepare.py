@@ -31,10 +31,10 @@ from test_mtp import KINDS, REWRITE
 from tiny import SIZES, make_checkpoint
 from transformers import PreTrainedModel
 
+from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.graph.model import DTYPES, Skeleton, dequantized
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.writing.convert import export
-from quantmoe.exporter.writing.genai import SHARE_BUFFER
 from quantmoe.exporter.writing.prepare import formats_of
 
 SCHEMES = ("W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from quantmoe.custom_ops.op import AttentionSpec
-from quantmoe.exporter.names import RANKS
+from quantmoe.exporter.folder.interface import PAST, RANKS, present
 
 _KV = re.compile(r"(?:input|output)\.cache\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
 
@@ -34,8 +34,8 @@ def name_interface(model: ir.Model) -> None:
         "logits": ("batch_size", "sequence_length"),
     }
     for values, prefix, length in (
-        (graph.inputs, "past_key_values", "past_sequence_length"),
-        (graph.outputs, "present", "total_sequence_length"),
+        (graph.inputs, PAST, "past_sequence_length"),
+        (graph.outputs, present(PAST), "total_sequence_length"),
     ):
         for value in values:
             assert value.name is not None

@@ -22,9 +22,9 @@ from onnx_ir import tape
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.exporter.folder.interface import PAGED
 from quantmoe.exporter.graph.passes.last_logits import head_of
 from quantmoe.exporter.graph.passes.weights import Weight
-from quantmoe.exporter.names import PAGED
 
 #: of a head, at most: FlashAttention's kernels
 LARGEST_HEAD = 256
