@@ -22,6 +22,7 @@ from quantmoe.runtime.buffer import Buffer
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.sampling import Sampling
     from quantmoe.runtime.cache import DecodeStep
+    from quantmoe.runtime.constraint import Constraint
     from quantmoe.runtime.device_sampling import Choice
     from quantmoe.runtime.generate import Generator
     from quantmoe.runtime.sampling import Choose
@@ -49,6 +50,7 @@ class Batch(Iterator[tuple[int, int]]):
         max_new_tokens: int,
         stop: Sequence[int],
         sampling: Sampling | None,
+        constraints: Sequence[Constraint | None] = (),
     ):
         if not model.shares_buffer:
             raise ModelError(
@@ -65,6 +67,10 @@ class Batch(Iterator[tuple[int, int]]):
                 raise type(error)(f"prompt {number}: {error}") from None
         if not rows:
             raise ModelError("there are no prompts")
+        if constraints and len(constraints) != len(rows):
+            raise OptionError(
+                f"constraints has {len(constraints)} entries, expected one for each of {len(rows)} prompts"
+            )
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * len(rows)
         self.prompt, self.prefill, self.decode = sum(map(len, rows)), 0.0, 0.0
@@ -90,9 +96,12 @@ class Batch(Iterator[tuple[int, int]]):
         self._choice: Choice | None = None
         self._samples: list[Choose] = []
         if model.chooses_there:
-            self._choice = model.in_turn(lambda: model.choose(rows, self._capacity, sampling))
+            self._choice = model.in_turn(lambda: model.choose(rows, self._capacity, sampling, constraints))
         else:
             self._samples = [model.sampler(sampling, ids) for ids in rows]
+            for row, constraint in enumerate(constraints):
+                if constraint is not None:
+                    self._samples[row] = constraint.sampler(self._samples[row])
         self._steps = self._generate()
 
     def __next__(self) -> tuple[int, int]:

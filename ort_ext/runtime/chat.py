@@ -15,6 +15,7 @@ from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.cache import TAIL, Cache
+from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
 from quantmoe.runtime.generate import Generated, Generator, need_count
 from quantmoe.runtime.reply_parser import Delta, ReplyParser
 
@@ -80,6 +81,9 @@ class Text:
         folder = need_path("folder", folder)
         self.tokenizer, self.stop = load_tokenizer(folder), stop_tokens(folder)
         self.template = None if raw else load_template(folder)
+        #: how replies are written
+        self.format = FORMATS[-1] if self.template is None else self.template.format
+        self._vocabulary: Vocabulary | None = None
 
     def encode(
         self, messages: Sequence[dict[str, Any]], before: Sequence[int] = (), arguments: TemplateArguments | None = None
@@ -121,8 +125,21 @@ class Text:
 
     def parser(self, ids: Sequence[int], arguments: TemplateArguments | None = None) -> ReplyParser:
         """Return what divides the reply to a prompt of these token ids into its parts."""
-        format = FORMATS[-1] if self.template is None else self.template.format
-        return ReplyParser(format, self.decode(ids[-PROMPT_END:]), (arguments or TemplateArguments()).tools)
+        return ReplyParser(self.format, self.decode(ids[-PROMPT_END:]), (arguments or TemplateArguments()).tools)
+
+    def constraint(self, grammar: Grammar, ids: Sequence[int], vocabulary: int | None = None) -> Constraint:
+        """Return which tokens may follow a prompt of these token ids, if the answer follows a grammar.
+
+        Args:
+            vocabulary: tokens that have logits, as ``Generator.vocabulary``; None: all of the tokenizer.
+
+        Raises:
+            OptionError: no token ends an answer.
+        """
+        size = vocabulary or self.tokenizer.get_vocab_size()
+        if self._vocabulary is None or self._vocabulary.size != size:
+            self._vocabulary = Vocabulary(self.tokenizer, size, self.stop)
+        return Constraint(grammar, self._vocabulary, self.format, self.decode(ids[-PROMPT_END:]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens."""
@@ -183,6 +200,7 @@ class Chat:
         max_new_tokens: int = 512,
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[str]:
         """Yield the text of the model's answer in pieces, as they come, with reasoning, calls and special tokens.
 
@@ -194,13 +212,16 @@ class Chat:
                 for a quarter of the context.
             stop: strings that end the answer; they are not part of it.
             sampling: None takes the likeliest token.
+            grammar: the rule that the answer follows, after its reasoning.
 
         Raises:
             OptionError: the message is no text, or another argument has a wrong type or value.
             ContextError: the message alone is too long; the conversation does not change.
             ModelError: the template refuses the messages, or Generator.stream fails.
         """
-        return self._answer(message, max_new_tokens, stop, sampling, lambda piece, deltas: [piece] if piece else [])
+        return self._answer(
+            message, max_new_tokens, stop, sampling, grammar, lambda piece, deltas: [piece] if piece else []
+        )
 
     def deltas(
         self,
@@ -208,12 +229,13 @@ class Chat:
         max_new_tokens: int = 512,
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
+        grammar: Grammar | None = None,
     ) -> Iterator[Delta]:
         """Yield reasoning, content and tool calls of the model's answer, as they come.
 
         Arguments and errors are :meth:`reply`'s.
         """
-        return self._answer(message, max_new_tokens, stop, sampling, lambda piece, deltas: deltas)
+        return self._answer(message, max_new_tokens, stop, sampling, grammar, lambda piece, deltas: deltas)
 
     def clear(self) -> None:
         """Begin a new conversation. System prompts stay."""
@@ -258,6 +280,7 @@ class Chat:
         max_new_tokens: int,
         stop: Sequence[str],
         sampling: Sampling | None,
+        grammar: Grammar | None,
         give: Callable[[str, list[Delta]], list[T]],
     ) -> Iterator[T]:
         added = [{"role": "user", "content": message}] if isinstance(message, str) else message
@@ -269,7 +292,10 @@ class Chat:
         asked, ids, rendered = self._fit([*self.messages, *added], max_new_tokens)
         self._before = before
         self.kept = self.cache.keep(ids)
-        self.last = found = self.model.stream(ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache)
+        rule = None if grammar is None else own.constraint(grammar, ids, self.model.vocabulary)
+        self.last = found = self.model.stream(
+            ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache, constraint=rule
+        )
         text = TextStream(own.tokenizer, stop, () if own.template else ids, special=True)
         return self._pieces(asked, ids, rendered, found, text, give)
 
@@ -378,6 +404,7 @@ def answers(
     max_new_tokens: int = 512,
     stop: Sequence[str] = (),
     sampling: Sampling | None = None,
+    grammar: Grammar | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[str], Batch]:
     """Return replies to prompts that run together in one batch.
@@ -385,6 +412,7 @@ def answers(
     Args:
         prompts: token ids of each, from :meth:`Text.encode`.
         stop: strings that end a reply, for each reply on its own.
+        grammar: the rule that each reply follows.
         progress: called as ``Batch.progress``.
 
     Returns:
@@ -394,7 +422,8 @@ def answers(
         ModelError: as Generator.stream_batch.
     """
     streams = [TextStream(text.tokenizer, stop, () if text.template else ids, special=True) for ids in prompts]
-    said, batch = [""] * len(prompts), model.stream_batch(prompts, max_new_tokens, text.stop, sampling)
+    rules = [] if grammar is None else [text.constraint(grammar, ids, model.vocabulary) for ids in prompts]
+    said, batch = [""] * len(prompts), model.stream_batch(prompts, max_new_tokens, text.stop, sampling, rules)
     batch.progress = progress
     for row, token in batch:
         said[row] += "" if token in text.stop else streams[row].push(token)

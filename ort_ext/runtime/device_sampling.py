@@ -12,11 +12,12 @@ import numpy as np
 from quantmoe.custom_ops.structs import checked
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.device import Pages, library, stream, wait
+from quantmoe.runtime.device import Pages, copy, library, stream, wait
 from quantmoe.runtime.sampling import check_sampling
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import DecodeStep
+    from quantmoe.runtime.constraint import Constraint
 
 #: qm_type
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
@@ -41,7 +42,7 @@ class Tensors(ctypes.Structure):
     _fields_ = [
         (name, _PTR)
         for name in (
-            *("logits", "uniform", "past", "bias", "counts", "history"),
+            *("logits", "uniform", "past", "bias", "allowed", "counts", "history"),
             *("ids", "positions", "mask", "chosen", "workspace"),
         )
     ]
@@ -54,6 +55,7 @@ class Choice:
         texts: the tokens of each row so far, all of them in the cache when the first token is chosen.
         longest: tokens that a text has at most.
         vocabulary: tokens that have logits. dtype: of the logits.
+        constraints: which tokens may come next, of each row; (): all may.
 
     Raises:
         OptionError: sampling is of another type, or has a bias of a token outside the vocabulary.
@@ -66,6 +68,7 @@ class Choice:
         vocabulary: int,
         dtype: np.dtype,
         sampling: Sampling | None,
+        constraints: Sequence[Constraint | None] = (),
     ):
         check_sampling(sampling, vocabulary)
         how = sampling or Sampling(temperature=0)
@@ -77,10 +80,17 @@ class Choice:
         )  # fmt: skip
         self._random = [np.random.Generator(np.random.PCG64(how.seed)) for _ in texts if how.temperature]
         wait()  # what a choice or a run before still reads or writes may be taken from here on
-        self._pages = Pages(16 * batch)
+        self._constraints = {row: rule for row, rule in enumerate(constraints) if rule is not None}
+        words = -(-vocabulary // 32) if self._constraints else 0
+        self._pages = Pages(16 * batch + 4 * words * batch)
         self._uniform = np.frombuffer(self._pages.memory, np.float64, batch)
         self._past, self._chosen = np.frombuffer(self._pages.memory, np.int32, 2 * batch, 8 * batch).reshape(2, batch)
+        #: bits of the tokens that may come next, copied to the GPU before each choice
+        self._allowed = np.frombuffer(self._pages.memory, np.uint32, words * batch, 16 * batch).reshape(batch, words)
+        self._allowed[:] = 2**32 - 1
         size, held = library().qm_cuda_choice_bytes(ctypes.byref(self._problem)), dict[str, np.ndarray]()
+        if self._constraints:
+            held["allowed"] = self._allowed
         if how.logit_bias:
             held["bias"] = np.zeros(vocabulary)
             held["bias"][list(how.logit_bias)] = list(how.logit_bias.values())
@@ -110,6 +120,12 @@ class Choice:
         if self._random:
             self._uniform[:] = [0 if n < 0 else random.random() for n, random in zip(past, self._random, strict=True)]
         self._past[:] = past
+        for row, rule in self._constraints.items():
+            if past[row] >= 0:
+                words = rule.allowed()
+                self._allowed[row] = 2**32 - 1 if words is None else words
+        if self._constraints:
+            copy(self._held["allowed"].address(), self._allowed.ctypes.data, self._allowed.nbytes)
         if step is not None:
             self._problem.capacity, self._problem.column_before, self._problem.column = step.expect(past)
         self._logits = logits  # is not freed before it is read
@@ -123,4 +139,8 @@ class Choice:
     def take(self) -> list[int]:
         """Wait for the tokens that were chosen last, or NOT_FINITE or NO_TOKEN; older ones of rows that have ended."""
         wait()
-        return list(map(int, self._chosen))
+        chosen = list(map(int, self._chosen))
+        for row, rule in self._constraints.items():
+            if self._past[row] >= 0 and chosen[row] >= 0:
+                rule.add(chosen[row])
+        return chosen

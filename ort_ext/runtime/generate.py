@@ -45,6 +45,7 @@ from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache import Cache, DecodeStep, Rooms, SharedCache
+from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.device import stream
 from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
 from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler
@@ -616,6 +617,7 @@ class Generator:
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
+        constraint: Constraint | None = None,
     ) -> Generated:
         """Return an iterator over the new tokens after a prompt. Each token is computed when it is asked for.
 
@@ -627,6 +629,7 @@ class Generator:
             cache: a conversation's cache, from :meth:`cache`. Afterwards it has the prompt and the new tokens, except
                 the last one, which was not run. None: a new cache.
             logits: keep the logits from which each token was chosen.
+            constraint: which tokens may come, from :meth:`Text.constraint` for this prompt.
 
         Raises:
             OptionError: an argument has a wrong type, or is outside its range.
@@ -645,15 +648,18 @@ class Generator:
         count = min(max_new_tokens, self.context - past - len(ids))
         cache = cache or self.cache()
         if self.chooses_there and self.speculate is None and not logits and isinstance(cache, SharedCache):
-            choice = self.in_turn(lambda: self.choose([[*cache.tokens, *ids]], past + len(ids) + count, sampling))
+            text, longest = [*cache.tokens, *ids], past + len(ids) + count
+            choice = self.in_turn(lambda: self.choose([text], longest, sampling, [constraint]))
             steps = self._steps_there(ids, count, stop, choice, cache)
             cache.generation = weakref.ref(steps)
             return Generated(steps, len(ids), count, stop)
         sample = self.sampler(sampling, [*cache.tokens, *ids])
+        if constraint is not None:
+            sample = constraint.sampler(sample)
         if self.speculate is None:
             return Generated(self._steps(ids, count, stop, sample, cache), len(ids), count, stop, logits)
         speculation = Speculation(Lookup() if self.head is None else Head(self.head, cache), self.drafts)
-        drafted = speculation.steps(cache, ids, count, stop, sample)
+        drafted = speculation.steps(cache, ids, count, stop, sample, constraint)
         cache.generation = weakref.ref(drafted)
         return Generated(drafted, len(ids), count, stop, logits, speculation)
 
@@ -665,9 +671,10 @@ class Generator:
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
+        constraint: Constraint | None = None,
     ) -> Generated:
         """Return :meth:`stream`'s tokens, all at once."""
-        found = self.stream(ids, max_new_tokens, stop, sampling, cache, logits)
+        found = self.stream(ids, max_new_tokens, stop, sampling, cache, logits, constraint)
         for _ in found:
             pass
         return found
@@ -682,6 +689,7 @@ class Generator:
         max_new_tokens: int = 512,
         stop: Iterable[int] = (),
         sampling: Sampling | None = None,
+        constraints: Sequence[Constraint | None] = (),
     ) -> Batch:
         """Return an iterator over the new tokens of several prompts that run together.
 
@@ -692,13 +700,14 @@ class Generator:
             max_new_tokens: most new tokens of each prompt.
             stop: token ids that end one answer; the others go on.
             sampling: None takes the likeliest token. With a seed each prompt gets the tokens that it gets alone.
+            constraints: which tokens may come, of each prompt; (): all may.
 
         Raises:
             ModelError: the prompts cannot run together (see Batch), or the model is a layer of multi-token prediction.
         """
         self._check_kind()
         need_count("max_new_tokens", max_new_tokens)
-        return Batch(self, prompts, max_new_tokens, token_ids("stop", stop), sampling)
+        return Batch(self, prompts, max_new_tokens, token_ids("stop", stop), sampling, constraints)
 
     def generate_batch(
         self,
@@ -800,7 +809,13 @@ class Generator:
         """Whether tokens are chosen where logits are; another sampler than Sampler takes them on the host."""
         return self.choice is not None and self.sampler is Sampler
 
-    def choose(self, texts: Sequence[Sequence[int]], longest: int, sampling: Sampling | None) -> Choice:
+    def choose(
+        self,
+        texts: Sequence[Sequence[int]],
+        longest: int,
+        sampling: Sampling | None,
+        constraints: Sequence[Constraint | None] = (),
+    ) -> Choice:
         """Return what chooses tokens after texts of at most ``longest`` tokens, on the GPU.
 
         Raises:
@@ -808,7 +823,7 @@ class Generator:
         """
         assert self.choice is not None
         assert self.vocabulary is not None  # where caches are shared
-        return self.choice(texts, longest, self.vocabulary, self._logits, sampling)
+        return self.choice(texts, longest, self.vocabulary, self._logits, sampling, constraints)
 
     def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
         """Return logits after checking that they are finite; ``length`` is for the message.

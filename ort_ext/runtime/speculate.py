@@ -19,6 +19,7 @@ from quantmoe.exporter.folder.interface import HIDDEN
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache
+    from quantmoe.runtime.constraint import Constraint
     from quantmoe.runtime.generate import Generator
     from quantmoe.runtime.sampling import Choose
 
@@ -130,7 +131,13 @@ class Speculation:
         self.drafted = self.accepted = self.runs = 0
 
     def steps(
-        self, cache: Cache, ids: list[int], count: int, stop: Sequence[int], sample: Choose
+        self,
+        cache: Cache,
+        ids: list[int],
+        count: int,
+        stop: Sequence[int],
+        sample: Choose,
+        constraint: Constraint | None = None,
     ) -> Generation[tuple[int, np.ndarray], None, None]:
         """At most ``count`` tokens after those of a cache and ``ids``, until one of ``stop``, each with its logits.
 
@@ -160,6 +167,8 @@ class Speculation:
                     maker.hear(kept, None if cache.hidden is None else cache.hidden[: len(kept)])
                 cache.rewind(given)
                 drafts = maker([*cache.tokens, token], min(most, count - 1, cache.room - 1))
+                if constraint is not None:  # others would not be chosen
+                    drafts = constraint.valid(drafts)
                 run = [token, *drafts]
                 rows = cache.verify(run)
                 given, self.drafted, self.runs = given + 1, self.drafted + len(drafts), self.runs + 1

@@ -14,6 +14,7 @@ from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime import cache as caches
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache import DecodeStep
+from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.generate import Generator, ModelError, OptionError
 from quantmoe.runtime.sampling import Sampler
 
@@ -36,8 +37,12 @@ class Choice:
         vocabulary: int,
         dtype: np.dtype,
         sampling: Sampling | None,
+        constraints: Sequence[Constraint | None] = (),
     ):
         self._samplers = [Sampler(sampling, text) for text in texts]
+        for row, constraint in enumerate(constraints):
+            if constraint is not None:
+                self._samplers[row] = constraint.sampler(self._samplers[row])
         self._lengths, self._longest = [*map(len, texts)], longest
         self._tokens = [0] * len(texts)
         self.runs: list[list[int]] = []

@@ -402,6 +402,7 @@ typedef struct {
   const double* uniform;     // [batch], from 0 to below 1; the host may own this, past and chosen
   const int32_t* past;       // [batch]: tokens of the text so far, all of which are in the cache; -1: the row has ended
   const double* bias;        // [vocabulary], added to logits; NULL: none
+  const uint32_t* allowed;   // [batch, (vocabulary + 31) / 32]: bits of tokens that may come; NULL: all may
   int32_t* counts;           // [batch, vocabulary]: twice how often a token was chosen, and 1 if the text has it; NULL
   int32_t* history;          // [batch, longest]: the text, for ngram; NULL
   int64_t *ids, *positions;  // [batch]: inputs of the next run

@@ -53,7 +53,7 @@ int qm_cuda_launch_choice(const qm_cuda_choice_problem* problem, const qm_cuda_c
   const auto queue = static_cast<cudaStream_t>(stream);
   const Places places = places_of(*problem);
   const auto at = static_cast<char*>(tensors->workspace);
-  const bool adjusts = tensors->bias || tensors->counts || tensors->history;
+  const bool adjusts = tensors->bias || tensors->allowed || tensors->counts || tensors->history;
   ChoiceParams params{*problem,
                       *tensors,
                       reinterpret_cast<ChoiceRow*>(at),

@@ -122,6 +122,8 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
   bool finite = true;
   if (scores) {
     const int32_t* const counts = tensors.counts ? tensors.counts + int64_t{number} * vocabulary : nullptr;
+    const uint32_t* const allowed =
+        tensors.allowed ? tensors.allowed + int64_t{number} * ((vocabulary + 31) / 32) : nullptr;
     for (int i = begin + thread; i < end; i += kChoiceThreads) {
       const float x = to_f32(logits[i]);
       finite &= isfinite(x);
@@ -130,6 +132,7 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
       const int count = counts ? counts[i] : 0;
       if (count && problem.repetition != 1) score = score < 0 ? score * problem.repetition : score / problem.repetition;
       if (count > 1) score -= problem.presence + problem.frequency * (count >> 1);
+      if (allowed && !(allowed[i / 32] >> i % 32 & 1)) score = -INFINITY;
       scores[i] = static_cast<float>(score);
     }
     if (tensors.history) {  // what followed the text's last tokens before
