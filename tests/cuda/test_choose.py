@@ -44,6 +44,7 @@ class Call:
     past: list[int] | None = None
     mask: int = 0  # columns; 0: no inputs are written
     before: int = -1
+    allowed: Any = None  # bool [rows, vocabulary]: tokens that may come
 
     def run(self) -> list[int]:
         how, batch = self.sampling or Sampling(temperature=0), len(self.numbers)
@@ -66,6 +67,9 @@ class Call:
         if how.logit_bias:
             held["bias"] = torch.zeros(vocabulary, dtype=torch.float64)
             held["bias"][list(how.logit_bias)] = torch.tensor([*how.logit_bias.values()], dtype=torch.float64)
+        if self.allowed is not None:
+            bits = np.packbits(np.pad(self.allowed, [(0, 0), (0, -vocabulary % 32)]), axis=1, bitorder="little")
+            held["allowed"] = torch.from_numpy(bits.view(np.int32).copy())
         if how.repetition_penalty != 1 or how.presence_penalty or how.frequency_penalty:
             held["counts"] = torch.zeros(batch, vocabulary, dtype=torch.int32)
             for at, token in enumerate(self.text):
@@ -282,3 +286,25 @@ def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sam
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_sampling, "Buffer", Held)
         return device_sampling.Choice(texts, longest, vocabulary, np.dtype(np.float32), sampling)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [100, 4096, 151_936])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0), Sampling(1.0, 0), Sampling(0.7, 20, 0.8), Sampling(1.0, 0, 0.95, repetition_penalty=1.3)],
+)
+def test_tokens_that_may_come(dtype: str, vocabulary: int, sampling: Sampling) -> None:
+    """Bits of a row have the effect of a bias of -inf, for few tokens and for many."""
+    rng, logits = np.random.default_rng(vocabulary), normal(vocabulary, dtype)
+    numbers = [0.0, 0.3, 0.7, 1 - 2.0**-53]
+    for share in (3 / vocabulary, 0.5, 1.0):
+        allowed = rng.random(vocabulary) < share
+        allowed[rng.integers(vocabulary)] = True
+        banned = {int(id): -np.inf for id in np.flatnonzero(~allowed)}
+        expected = Call(logits, numbers, replace(sampling, logit_bias=banned)).run()
+        assert all(allowed[expected])
+        assert Call(logits, numbers, sampling, allowed=np.tile(allowed, (4, 1))).run() == expected
+    rows = np.eye(vocabulary, dtype=bool)[[5, 7]]
+    assert Call(logits, [0.5, 0.5], sampling, allowed=rows).run() == [5, 7]
+    assert Call(logits, [0.5, 0.5], sampling, allowed=np.zeros((2, vocabulary), bool)).run() == [-2, -2]
