@@ -25,7 +25,7 @@ from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
-from quantmoe.exporter.graph.config import configuration
+from quantmoe.exporter.graph.config import configuration, whole
 from quantmoe.exporter.graph.experts import check_experts
 from quantmoe.exporter.graph.inner import causal_model, renamings
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
@@ -69,6 +69,7 @@ class Skeleton(Stored):
         experts: experts module name -> MoELayer, in the model's order.
         linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes or has in a
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
+        embedding_width: of the embeddings that the graph takes in the place of tokens, with ``vision``.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         tied: parameter name -> the first of the names of the same parameter.
         linear_attention, lightning, state_space: module name -> what it computes, of those that keep a state.
@@ -95,6 +96,7 @@ class Skeleton(Stored):
         super().__init__(format, DTYPES[dtype])
         folder = format.ckpt.folder
         config = configuration(format, layers)
+        self.embedding_width = config.hidden_size * (vision.parts(whole(format)) if vision else 1)
         if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
             config.tie_word_embeddings = False
         if format.part:

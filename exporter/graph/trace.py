@@ -306,7 +306,8 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     size = skeleton.model.config.hidden_size
     if skeleton.vision is not None:
         del inputs["input_ids"]
-        inputs = {"inputs_embeds": torch.zeros(batch, new, size, dtype=skeleton.dtype)} | inputs
+        width = skeleton.embedding_width
+        inputs = {"inputs_embeds": torch.zeros(batch, new, width, dtype=skeleton.dtype)} | inputs
         inputs["position_ids"] = inputs["position_ids"].repeat(3, 1, 1)
     if skeleton.format.part:
         inputs = {"hidden_states": torch.zeros(batch, new, size, dtype=skeleton.dtype)} | inputs

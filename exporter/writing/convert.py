@@ -233,7 +233,9 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
         if options.paged:
             add_paged(found, (str(v.name) for v in parts[0].graph.graph.inputs))
         if ready.whole is not None:
-            add_vision(found, ready.whole, PROCESSOR, (VISION_MODEL, EMBEDDINGS_MODEL))
+            skeleton = ready.parts[0].skeleton
+            names = VISION_MODEL, EMBEDDINGS_MODEL
+            add_vision(found, skeleton.vision.NAME, skeleton.embedding_width, ready.whole, PROCESSOR, names)
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2), encoding="utf-8")
         partial(GENAI).write_text(json.dumps(found, indent=2), encoding="utf-8")
     except KeyError:

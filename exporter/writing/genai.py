@@ -162,18 +162,22 @@ def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
     config["engine"] = {"dynamic_batching": {**ENGINE, "max_scheduled_tokens": CUDA.chunk}}
 
 
-def add_vision(config: dict[str, Any], model: Any, processor: str, filenames: tuple[str, str]) -> None:
+def add_vision(
+    config: dict[str, Any], name: str, width: int, model: Any, processor: str, filenames: tuple[str, str]
+) -> None:
     """Add a vision tower to genai_config.json: the decoder takes embeddings, and positions of three axes.
 
     Args:
+        name: of the pipeline. width: of the embeddings.
         model: transformers' configuration of the whole model. processor: file name of :func:`image_processor`.
         filenames: of the tower, and of what puts its features in the places of image tokens.
     """
     found, vision, (tower, embeddings) = config["model"], model.vision_config, filenames
-    found["type"] = model.model_type
+    found["type"] = name
     for name in ("image_token_id", "video_token_id", "vision_start_token_id"):
         found[name] = getattr(model, name)
     decoder = found["decoder"]
+    decoder["hidden_size"] = width  # which onnxruntime-genai 0.18 reads for features and embeddings alone
     del decoder["inputs"]["input_ids"]
     decoder["inputs"] = {"inputs_embeds": "inputs_embeds"} | decoder["inputs"]
     del config["search"]["chunk_size"]  # a prompt is one run

@@ -223,7 +223,7 @@ def prepare(
     config = whole(format)
     beside = [
         Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.facts)),
-        Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id)),
+        Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id, family.parts(config))),
     ]
     return Prepared(format, parts, beside, _report(parts, beside, options, no_turns), ends, turns, config)
 

@@ -386,7 +386,6 @@ def test_half_a_tower_is_named(source, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("qwen3_vl_moe", "add features of the tower's inner layers"),
         ("llama4", "onnxruntime-genai 0.18 has no multimodal pipeline for it"),
         ("gemma4", "wants embeddings of each layer"),
     ],

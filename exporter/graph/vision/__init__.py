@@ -9,6 +9,8 @@ positions of three axes. A module provides
   ``image_features`` [patches / merged, hidden size]. Raises ValueError of a configuration that makes none.
 - ``derived(tower)``: parameters of it that are functions of the checkpoint's tensors: name -> (that tensor's shape,
   the function).
+- ``NAME``: onnxruntime-genai's name of the pipeline.
+- ``parts(config)``: how many times the hidden size the features of an image token are wide.
 - ``prepare(model)``: makes a text model's rotary tables take positions int64 [3, batch, sequence].
 """
 
@@ -16,17 +18,15 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.graph.vision import qwen3_5_moe
+from quantmoe.exporter.graph.vision import qwen3_5_moe, qwen3_vl_moe
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.formats.base import BESIDE, VISION
 
 #: model_type of config.json -> module
-FAMILIES: dict[str, ModuleType] = {"qwen3_5_moe": qwen3_5_moe}
+FAMILIES: dict[str, ModuleType] = {"qwen3_5_moe": qwen3_5_moe, "qwen3_vl_moe": qwen3_vl_moe}
 #: model_type -> why its tower is not exported
 REFUSED = {
-    "qwen3_vl_moe": "its first decoder layers add features of the tower's inner layers, for which onnxruntime-genai's "
-    "pipeline has no input",
     "gemma4": "onnxruntime-genai's pipeline wants embeddings of each layer beside the tokens', which this exporter's "
     "decoder does not take",
 }

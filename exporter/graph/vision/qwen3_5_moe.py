@@ -14,6 +14,12 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen
 from quantmoe.exporter.graph.architectures.mrope import turn_by
 from quantmoe.exporter.graph.vision.attention import attend_in_frames
 
+NAME = "qwen3_5_moe"
+
+
+def parts(config: Any) -> int:
+    return 1
+
 
 def prepare(model: PreTrainedModel) -> None:
     turn_by(model, _positions_of)
@@ -27,8 +33,11 @@ def _positions_of(rotary: Any, position_ids: torch.Tensor) -> torch.Tensor:
     return position_ids.expand(3, *position_ids.shape[-2:])[axes].permute(1, 2, 0)
 
 
-def tower(config: Any) -> torch.nn.Module:
-    """Qwen3_5MoeVisionModel of the configuration; the convolution of patches, which do not overlap, is a product.
+def tower(config: Any, kind: Any = qwen.Qwen3_5MoeVisionModel) -> torch.nn.Module:
+    """Return the tower of the configuration; the convolution of patches, which do not overlap, is a product.
+
+    Args:
+        kind: transformers' class of it.
 
     Raises:
         ValueError: heads of a width that cannot be turned by rows and columns.
@@ -36,7 +45,7 @@ def tower(config: Any) -> torch.nn.Module:
     size, heads = config.vision_config.hidden_size, config.vision_config.num_heads
     if heads < 1 or size % (4 * heads):
         raise ValueError(f"vision_config.num_heads is {heads}, expected a divisor of hidden_size / 4, {size} / 4")
-    made: Any = qwen.Qwen3_5MoeVisionModel._from_config(config.vision_config)
+    made: Any = kind._from_config(config.vision_config)
     convolution = made.patch_embed.proj
     made.patch_embed.proj = torch.nn.Linear(convolution.weight[0].numel(), convolution.out_channels)
     made.forward = MethodType(_forward, made)
@@ -61,12 +70,20 @@ def _forward(self: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
     tables = [torch.cat((table, table), -1)[:, None] for table in (angles.cos(), angles.sin())]
     count, frames = image_grid_thw[:, 0].sum(), image_grid_thw[:, 1] * image_grid_thw[:, 2]
     frames = torch.stack((count, frames.amax(0)))  # of frames that differ, the product is not that of the patches
-    for block in self.blocks:
+    inner, features = list(getattr(self, "deepstack_visual_indexes", ())), []
+    for layer, block in enumerate(self.blocks):
         x = x + _attention(block.attn, block.norm1(x), tables, frames)
         x = x + _mlp(block.mlp, block.norm2(x))
-    merger = self.merger
-    x = merger.norm(x).reshape(-1, merger.hidden_size)
-    return _mlp(merger, x)
+        if layer in inner:
+            features.append(_merged(self.deepstack_merger_list[inner.index(layer)], x))
+    return torch.cat((_merged(self.merger, x), *features), -1)
+
+
+def _merged(merger: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return features of image tokens [patches / merged, hidden size] from [patches, width]."""
+    if merger.use_postshuffle_norm:
+        return _mlp(merger, merger.norm(x.reshape(-1, merger.hidden_size)))
+    return _mlp(merger, merger.norm(x).reshape(-1, merger.hidden_size))
 
 
 def _places(pixels: torch.Tensor, grid: torch.Tensor, merged: int) -> tuple[torch.Tensor, ...]:

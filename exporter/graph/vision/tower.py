@@ -32,19 +32,20 @@ class Embeddings(Stored):
 
     Args:
         text: the text model. image_token: id of those tokens.
+        parts: how many times the hidden size a feature is wide. Behind the rows of the table are zeros.
     """
 
-    def __init__(self, text: Skeleton, image_token: int):
+    def __init__(self, text: Skeleton, image_token: int, parts: int):
         super().__init__(text.format, text.dtype)
-        self.model = _Embeddings(text.model.get_input_embeddings(), image_token)
+        self.model = _Embeddings(text.model.get_input_embeddings(), image_token, parts)
         name, own = "table.weight", next(n for n, m in text.model.named_modules() if m is self.model.table)
         self.tensors = {name: self.model.table.weight}
         self.sources = {name: text.sources[f"{own}.weight"]}
 
     def trace(self) -> tuple[ir.Model, list[Weight]]:
-        """Return the graph: input_ids int64 [B, S], image_features [n, hidden size] of all images in order ->
-        inputs_embeds [B, S, hidden size], of the text model's type."""
-        width = self.model.table.embedding_dim
+        """Return the graph: input_ids int64 [B, S], image_features [n, width] of all images in order ->
+        inputs_embeds [B, S, width], of the text model's type."""
+        width = self.model.width
         inputs = {
             "input_ids": (torch.zeros(_BATCH, _TOKENS, dtype=torch.int64), {0: "batch_size", 1: "sequence_length"}),
             "image_features": (torch.zeros(_FEATURES, width, dtype=self.dtype), {0: "num_image_tokens"}),
@@ -57,13 +58,15 @@ class Embeddings(Stored):
 
 
 class _Embeddings(torch.nn.Module):
-    def __init__(self, table: torch.nn.Module, image_token: int):
+    def __init__(self, table: Any, image_token: int, parts: int):
         super().__init__()
-        self.table: Any = table
-        self.image_token = image_token
+        self.table = table
+        self.image_token, self.width = image_token, parts * table.embedding_dim
 
     def forward(self, input_ids: torch.Tensor, image_features: torch.Tensor) -> torch.Tensor:
         rows = self.table(input_ids)
+        if behind := self.width - self.table.embedding_dim:
+            rows = torch.nn.functional.pad(rows, (0, behind))
         own = input_ids.flatten() == self.image_token
         features = torch.cat((image_features.new_zeros(1, image_features.shape[1]), image_features))
         # 0: a row of the table. Without features all are, as in transformers; of too few the lookup fails
