@@ -310,6 +310,7 @@ LACKING = {
     "export --dry-run": (["export", QWEN, "out", "--dry-run"], "torch"),
     "generate": (["generate", "model", "--ids", "1"], "onnxruntime"),
     "generate --prompt": (["generate", "model", "--prompt", "a"], "tokenizers"),
+    "serve": (["serve", "model"], "fastapi"),
     "demo": (["demo", "--checkpoint", QWEN], "onnxruntime"),
     "bench": (["bench"], "onnxruntime"),
     "evaluate": (["evaluate", "model", "--text", "text"], "onnxruntime"),

@@ -312,6 +312,12 @@ def test_the_least_temperatures_take_the_likeliest(temperature: float) -> None:
     assert Sampler(Sampling(temperature))(logits) == 1
 
 
+@pytest.mark.parametrize("changed", [{"logit_bias": {1: 1e300, 2: 1e300}}, {"repetition_penalty": 1e-300}], ids=str)
+def test_penalties_that_overflow_leave_the_likeliest(changed: dict) -> None:
+    choose = Sampler(Sampling(seed=1, **changed), [1, 2])
+    assert {choose(np.array([1.0, 2.0, 3.0, 4.0], np.float32)) for _ in range(50)} == {1, 2}
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_no_token_left_is_named(temperature: float) -> None:
     sampling = Sampling(temperature, logit_bias=dict.fromkeys(range(4), -np.inf))

@@ -152,6 +152,7 @@ class Sampler:
         if self._penalties:
             with np.errstate(over="ignore"):
                 logits = self._penalties(logits).astype(np.float32)  # as CUDA's kernel has them
+            logits = np.minimum(logits, np.finfo(np.float32).max)  # else a penalty that overflows gives inf - inf
             if logits.max() == -np.inf:
                 raise OptionError(NOTHING_LEFT)
         if self.sampling is None or not self.sampling.temperature:

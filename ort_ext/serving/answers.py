@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from quantmoe.runtime.reply_parser import Delta, ReplyParser
 from quantmoe.serving.protocol import finite
 from quantmoe.serving.scheduler import Event, Request
 
@@ -61,15 +62,16 @@ class Answers:
         }
 
     def _choice(self, index: int, events: Sequence[Event], streamed: bool) -> dict[str, Any]:
-        text, first = "".join(event.text for event in events), self._counts[index] == 0
+        text = "".join(event.text for event in events)
         chosen = [event for event in events if event.chances is not None]
         logprobs = self._logprobs(chosen, len(self._texts[index])) if chosen else None
         self._counts[index] += len(events)
         self._texts[index] += text
-        message = self._message(text, first, streamed)
-        return {"index": index} | message | {"logprobs": logprobs, "finish_reason": events[-1].reason}
+        ends = events[-1].reason
+        return {"index": index, "logprobs": logprobs, "finish_reason": ends} | self._said(index, text, ends, streamed)
 
-    def _message(self, text: str, first: bool, streamed: bool) -> dict[str, Any]:
+    def _said(self, index: int, text: str, ends: str | None, streamed: bool) -> dict[str, Any]:
+        """Return more of an answer, or with ``streamed`` False all of it."""
         raise NotImplementedError
 
     def _logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any]:
@@ -79,13 +81,29 @@ class Answers:
         return str(self._tokenizer.decode([id], skip_special_tokens=False))
 
 
+def _delta(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Return OpenAI's object for more of a reply."""
+    found: dict[str, Any] = {"content": "".join(delta.content for delta in deltas)}
+    if reasoning := "".join(delta.reasoning for delta in deltas):
+        found["reasoning_content"] = reasoning
+    if calls := [delta for delta in deltas if delta.call is not None]:
+        found["tool_calls"] = [
+            {"index": delta.call, "function": {"arguments": delta.arguments}}
+            | ({"id": delta.id, "type": "function"} if delta.id else {})
+            for delta in calls
+        ]
+        for entry, delta in zip(found["tool_calls"], calls, strict=True):
+            entry["function"] |= {"name": delta.name} if delta.name else {}
+    return found
+
+
 class TextAnswers(Answers):
     """Answers of /v1/completions."""
 
     kind = chunk = "text_completion"
     prefix = "cmpl"
 
-    def _message(self, text: str, first: bool, streamed: bool) -> dict[str, Any]:
+    def _said(self, index: int, text: str, ends: str | None, streamed: bool) -> dict[str, Any]:
         return {"text": text}
 
     def _logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any]:
@@ -102,13 +120,30 @@ class TextAnswers(Answers):
 
 
 class ChatAnswers(Answers):
-    """Answers of /v1/chat/completions."""
+    """Answers of /v1/chat/completions.
+
+    Args:
+        parser: makes what divides an answer into reasoning, content and tool calls.
+    """
 
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _message(self, text: str, first: bool, streamed: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if first else {}
-        return {"delta" if streamed else "message": role | {"content": text}}
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        prompts: Sequence[Sequence[int]],
+        requests: Sequence[Request],
+        parser: Callable[[], ReplyParser],
+    ):
+        super().__init__(model, tokenizer, prompts, requests)
+        self._parsers = [parser() for _ in requests]
+
+    def _said(self, index: int, text: str, ends: str | None, streamed: bool) -> dict[str, Any]:
+        parser, role = self._parsers[index], {} if self._counts[index] > 1 else {"role": "assistant"}
+        deltas = parser.push(text) + (parser.end() if ends else [])
+        said = {"delta": role | _delta(deltas)} if streamed else {"message": parser.reply.message()}
+        return said | ({"finish_reason": "tool_calls"} if ends == "stop" and parser.reply.calls else {})
 
     def _logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any]:
         return {"content": [self._chances(event) for event in events]}

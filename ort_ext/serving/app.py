@@ -131,18 +131,20 @@ class Server:
         if self.text.template is None:
             raise Refused(400, f"{self.name} has no chat template; use /v1/completions", "messages")
         with _refusing("messages"):
-            ids = await _apart(self.text.encode, [message.given() for message in ask.messages])
-        return await self._answer(ask, http, [ids], ChatAnswers)
+            arguments, messages = ask.arguments(), [message.given() for message in ask.messages]
+            ids = await _apart(self.text.encode, messages, (), arguments)
+        kind = partial(ChatAnswers, parser=partial(self.text.parser, ids, arguments))
+        return await self._answer(ask, http, [ids], kind)
 
     async def _answer(
-        self, ask: Ask, http: HttpRequest, prompts: Sequence[Sequence[int]], kind: type[Answers]
+        self, ask: Ask, http: HttpRequest, prompts: Sequence[Sequence[int]], kind: Callable[..., Answers]
     ) -> Response:
         """Return one object, or a stream of them."""
         if ask.model not in (None, self.name):
             raise Refused(404, f"model is {ask.model!r}, expected {self.name!r}", "model", "model_not_found")
         heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
-        requests = self._requests(ask, prompts, heard, kind)
-        with _refusing("prompt" if kind is TextAnswers else "messages"):
+        requests = self._requests(ask, prompts, heard)
+        with _refusing("prompt" if isinstance(ask, AskText) else "messages"):
             self.scheduler.submit(requests)
         answers = kind(self.name, self.text.tokenizer, prompts, requests)
         events = _events(http, requests, heard)
@@ -157,15 +159,13 @@ class Server:
                     answers.add(index, event)
         return JSONResponse(answers.whole())
 
-    def _requests(
-        self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any], kind: type[Answers]
-    ) -> list[Request]:
+    def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any]) -> list[Request]:
         each = ask.n or 1
         if len(prompts) * each > self.most:
             raise Refused(
                 400, f"n is {each} for {len(prompts)} prompts, expected at most {self.most} answers together", "n"
             )
-        text, loop = kind is TextAnswers, asyncio.get_running_loop()
+        text, loop = isinstance(ask, AskText), asyncio.get_running_loop()
         most = ask.most or (TOKENS if text else self.scheduler.capacity)
         requests = []
         for number in range(len(prompts) * each):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic_core import PydanticCustomError
+
+from quantmoe.runtime.chat import TemplateArguments
 
 #: answers to one request at most
 ANSWERS = 128
 Whole = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
 Id = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Text = Annotated[StrictStr, Field(min_length=1)]
 
@@ -33,10 +38,10 @@ class Ask(Options):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=0)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Number] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = None
     seed: Whole | None = None
     stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
     ignore_eos: StrictBool | None = Field(None, description="go on after the model's end tokens")
@@ -93,16 +98,51 @@ class Part(Options):
     text: StrictStr
 
 
-class Message(Options):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[Part], Field(min_length=1)]
-    name: StrictStr | None = None
+class Called(Options):
+    name: Text
+    arguments: StrictStr
 
-    def given(self) -> dict[str, str]:
+
+class ToolCall(Options):
+    """A function that the model calls."""
+
+    id: StrictStr
+    type: Literal["function"]
+    function: Called
+
+
+class Message(Options):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | Annotated[list[Part], Field(min_length=1)] | None = None
+    name: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: StrictStr | None = None
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "a message without tool_calls needs a content")
+        return self
+
+    def given(self) -> dict[str, Any]:
         """Return it as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content} | name
+        parts = isinstance(self.content, list)
+        content = "".join(part.text for part in self.content) if parts else self.content  # type: ignore[union-attr]
+        return self.model_dump(exclude_none=True) | {"content": content}
+
+
+class Function(Options):
+    name: Text
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Options):
+    type: Literal["function"]
+    function: Function
 
 
 class TextFormat(Options):
@@ -116,11 +156,22 @@ class AskChat(Ask):
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    reasoning_effort: StrictStr | None = Field(None, description="for chat templates that read it")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template reads")
     response_format: TextFormat | None = None
 
     @property
     def most(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def arguments(self) -> TemplateArguments:
+        """Return what the chat template is rendered with."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return TemplateArguments(tools or None, self.tool_choice or "auto", effort | (self.chat_template_kwargs or {}))
 
     @property
     def top(self) -> int | None:
@@ -161,14 +212,16 @@ class TextLogprobs(BaseModel):
 
 class Reply(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: Reply
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class TextChoice(BaseModel):

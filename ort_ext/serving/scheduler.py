@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -71,7 +72,7 @@ class Request:
 
     Attributes:
         ids: token ids of the prompt.
-        after: the text continues the prompt's text; False: it follows a chat template.
+        after: the text continues the prompt's text. False: it follows a chat template, and has special tokens, too.
         stop: texts that end the answer.
         top: how many of the likeliest tokens :class:`Chances` has; None: there are no Chances.
         ends: the model's end tokens end the answer.
@@ -104,7 +105,7 @@ class Answer:
     def __init__(self, request: Request, row: int, text: Text):
         self.request, self.row = request, row
         self.sample = Sampler(request.sampling, request.ids)
-        self.text = TextStream(text.tokenizer, request.stop, request.ids if request.after else ())
+        self.text = TextStream(text.tokenizer, request.stop, request.ids if request.after else (), not request.after)
         self.token, self.count = -1, 0
         self.keep: set[int] = set()
         self._stop = text.stop if request.ends else ()
@@ -247,11 +248,19 @@ class Scheduler:
         return [*self._answers.values(), *([self._reading] if self._reading else [])]
 
     @contextlib.contextmanager
-    def _failing(self, answers: Sequence[Answer]) -> Iterator[None]:
-        """Tell these requests an error, and end them."""
+    def _failing(self, answers: Sequence[Answer], *kinds: type[Exception]) -> Iterator[None]:
+        """Tell these requests an error, and end them.
+
+        Args:
+            kinds: errors beside those that have a known reason.
+        """
+        known = (ModelError, OptionError, MemoryError)
         try:
             yield
-        except (ModelError, OptionError, MemoryError) as error:
+        except (*known, *kinds) as error:
+            if not isinstance(error, known):
+                logging.getLogger(__name__).exception("a request has failed")
+                error = ModelError(f"{type(error).__name__}: {error}")
             for answer in answers:
                 self._leave(answer)
                 answer.request.tell(Event(error=error))
@@ -299,7 +308,7 @@ class Scheduler:
             self._choose(answer, logits)
 
     def _choose(self, answer: Answer, logits: np.ndarray) -> None:
-        with self._failing([answer]):
+        with self._failing([answer], Exception):
             event = answer.choose(self.model.finite(logits, len(self._rows.tokens[answer.row])))
             self._metrics.generated.inc()
             if event.reason is not None:

@@ -16,14 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+import schemathesis
 import uvicorn
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
 from once import made_once
+from schemathesis import GenerationMode
+from schemathesis.checks import positive_data_acceptance
 
 from quantmoe import Generator, ModelError, Text, export
 from quantmoe.serving.app import BODY, Server, application
@@ -33,13 +39,20 @@ DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
 PROMPTS = ["The sea was", "Then said the captain", "In the beginning", "And the king", "The old house", "Let us go up",
            "He that hath", "Behold, the day"]  # fmt: skip
 CAPACITY, QUEUE = 512, 16
+#: as Hermes' and Qwen's: calls are JSON in tags, and a prompt may open reasoning
+TEMPLATE = """
+{%- for tool in tools or [] %}<tool_call>{"name": {{ tool.function.name }}, "arguments": ..}</tool_call> {% endfor %}
+{%- for message in messages %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}{% endfor %}
+{%- if enable_thinking %}<think>{% endif %}
+{%- if false %}</think>{% endif %}"""
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
 def make(folder: Path, checkpoint: str) -> None:
     export(DEMO / checkpoint, folder)
     tokenizer = folder / "tokenizer_config.json"
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    fields = json.loads(tokenizer.read_text(encoding="utf-8")) | {"chat_template": template}
+    fields = json.loads(tokenizer.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
     tokenizer.write_text(json.dumps(fields), encoding="utf-8")
 
 
@@ -50,11 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, rows: int = 4, key: str | None = None, prefixes: int = 1 << 28
+    folder: Path, rows: int = 4, key: str | None = None, capacity: int = CAPACITY, queue: int = QUEUE
 ) -> Iterator[tuple[Server, int]]:
     """A server in this process, and its port."""
     with Generator(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
-        server = Server(model, rows, CAPACITY, QUEUE, prefixes)
+        server = Server(model, rows, capacity, queue, 1 << 28)
         web = uvicorn.Server(uvicorn.Config(application(server, key), log_level="warning", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=asyncio.run, args=[web.serve([listening])])
         thread.start()
@@ -201,6 +214,59 @@ def test_logprobs_are_of_the_models_logits(client: openai.OpenAI, folder: Path) 
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx(chances[:3].tolist(), abs=1e-5)
         assert bytes(entry.bytes).decode() == entry.token
     assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+
+
+@contextlib.contextmanager
+def saying(server: Server, text: str) -> Iterator[None]:
+    """The model gives this text."""
+    ids = [*server.text.ids(text), *server.text.stop]
+
+    class Said:
+        def __init__(self, *_: Any):
+            self.left = iter(ids)
+
+        def __call__(self, _: np.ndarray) -> int:
+            return next(self.left)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantmoe.serving.scheduler.Sampler", Said)
+        yield
+
+
+def test_tools_and_reasoning(served: tuple[Server, int], client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "How is the weather?"}]
+    ask = partial(client.chat.completions.create, model="served", messages=messages, tools=TOOLS, max_tokens=200)
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ur"}}</tool_call>'
+    with saying(served[0], "I look.</think>See: " + call):
+        whole = ask(extra_body=thinking).choices[0]
+        chunks = [chunk.choices[0] for chunk in ask(extra_body=thinking, stream=True)]
+    message = whole.message
+    assert (message.content, message.reasoning_content, whole.finish_reason) == ("See:", "I look.", "tool_calls")
+    (called,) = message.tool_calls
+    assert (called.type, called.function.name, json.loads(called.function.arguments)) == (
+        "function", "weather", {"city": "Ur"},
+    )  # fmt: skip
+    assert chunks[-1].finish_reason == "tool_calls"
+    deltas = [chunk.delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "See:"
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "I look."
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [call.function.name for call in calls if call.function.name] == ["weather"]
+    assert "".join(call.function.arguments or "" for call in calls) == called.function.arguments
+    assert {call.index for call in calls} == {0}
+    # the call and its result are part of the next prompt
+    messages += [message, {"role": "tool", "tool_call_id": called.id, "content": "Sunny."}]
+    answer = ask()
+    text = served[0].text
+    rendered = text.template.render([m if isinstance(m, dict) else m.model_dump() for m in messages], TOOLS)
+    assert answer.usage.prompt_tokens == len(text.ids(rendered))
+    assert "(weather)Sunny." in rendered
+    assert ask(tool_choice="none").usage.prompt_tokens < answer.usage.prompt_tokens
+    for refused in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(openai.BadRequestError) as error:
+            ask(**refused)
+        assert error.value.param == next(iter(refused))
 
 
 def test_models_health_and_metrics(served: tuple[Server, int], client: openai.OpenAI) -> None:
@@ -402,6 +468,24 @@ def test_an_error_of_a_step_ends_only_its_requests(
             complete(client, PROMPTS[0], 5)
     assert settled(served[0])
     assert complete(client, PROMPTS[0], 5).usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_answers_are_as_described(folder: Path, mode: GenerationMode) -> None:
+    """Requests that the description allows and others: answers have a described status, type and schema."""
+    with running(folder, capacity=24, queue=512) as (_, port):
+        described = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
+        for operation in described.get_all_operations():
+            strategy = operation.ok().as_strategy(generation_mode=mode)
+
+            @given(case=strategy)
+            @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+            def check(case: schemathesis.Case) -> None:
+                # a prompt may be too long, and a token outside the vocabulary: the description cannot say so
+                case.call_and_validate(excluded_checks=[positive_data_acceptance])
+
+            with contextlib.suppress(Unsatisfiable):  # nothing in it can be wrong
+                check()
 
 
 def test_random_clients_that_leave(served: tuple[Server, int], alone: Callable[[str, int], str]) -> None:
