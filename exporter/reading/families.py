@@ -44,7 +44,7 @@ def halves(config: Mapping[str, Any], size: int) -> tuple[slice, slice]:
 
 
 def is_transposed(config: Mapping[str, Any], differs: bool) -> bool:
-    """Return whether a fused tensor of experts is [E, in, out]; differs: its shape is not that of [E, out, in]."""
+    """Return whether a fused tensor of experts is [E, in, out]; differs: its shape is not [E, out, in]."""
     family = config.get("model_type")
     return family in _TRANSPOSED or (family in _EITHER and differs)
 
