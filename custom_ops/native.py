@@ -113,7 +113,7 @@ _AttentionCall = _call(
     "_AttentionCall",
     "CachedAttention",
     ("cache_type", ctypes.c_int),
-    *_sizes("batch", "tokens", "past_slots", "slots"),
+    *_sizes("batch", "tokens", "past_slots", "slots", "blocks", "positions"),
 )
 _ConvCall = _call("_ConvCall", "CausalConv", *_sizes("batch", "tokens"))
 _DeltaCall = _call("_DeltaCall", "GatedDelta", *_sizes("batch", "tokens"))
@@ -455,6 +455,7 @@ def attention(
     k_norm: np.ndarray,
     sinks: np.ndarray,
     ups: tuple[np.ndarray, np.ndarray] | None = None,
+    block_table: np.ndarray | None = None,
     lanes: int = 1,
     present: tuple[np.ndarray, np.ndarray] | None = None,
     buffer: Callable[[int], np.ndarray] | None = None,
@@ -465,7 +466,9 @@ def attention(
         qkv: [B, S, ..] f32, f16 or bf16. length: L, attention_mask's.
         past: keys and values [B, kv_num_heads, P, ..], f32 or f16, or codes by the spec's cache_format.
         ups: k_up and v_up of qkv's type, where the spec has a nope_size.
-        present: where keys and values go, of max(P, L) slots; past itself: in place. buffer: as NativeMoE's.
+        block_table: int32 [R, M], where the spec has a block_size; past is then [N, block_size, kv_num_heads, ..].
+        present: where keys and values go, of max(P, L) slots or past's blocks; past itself: in place.
+        buffer: as NativeMoE's.
 
     Returns:
         output of qkv's type, present_key and present_value of past's.
@@ -478,23 +481,29 @@ def attention(
     attention = ctypes.byref(node(lib, spec))
     checked(lib.qm_attention_validate, attention)
     batch, tokens, _ = qkv.shape
-    slots = max(past[0].shape[2], length)
+    blocks, columns = (0, 0) if block_table is None else (past[0].shape[0], block_table.shape[1])
+    before = past[0].shape[2] if block_table is None else columns * spec.block_size
+    slots = max(before, length) if block_table is None else before
+    shapes = [(*c.shape[:2], slots, c.shape[3]) if block_table is None else c.shape for c in past]
 
     def empty(like: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return buffer(math.prod(shape) * like.itemsize).view(like.dtype).reshape(shape)
 
     output = empty(qkv, (batch, tokens, spec.num_heads * spec.output_size))
-    key, value = present or (empty(c, (*c.shape[:2], slots, c.shape[3])) for c in past)
+    key, value = present or map(empty, past, shapes)
     floats = (np.ascontiguousarray(a, np.float32) for a in (cos, sin, q_norm, k_norm, sinks))
     given = [*(np.ascontiguousarray(a) for a in (qkv, *past)), np.ascontiguousarray(rows, np.int32), *floats]
     given += [np.ascontiguousarray(a, qkv.dtype) for a in ups or (qkv[:0], qkv[:0])]
+    given.append(np.ascontiguousarray(rows[:0] if block_table is None else block_table, np.int32))
     call = _AttentionCall(
         _TYPES[qkv.dtype],
         _TYPES.get(past[0].dtype, 0),
-        batch,
+        batch if block_table is None else len(block_table),
         tokens,
-        past[0].shape[2],
+        before,
         slots,
+        blocks,
+        cos.shape[0],
         *(a.ctypes.data for a in [*given, output, key, value]),
         None,
         *_threads(lanes),

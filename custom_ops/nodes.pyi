@@ -126,6 +126,7 @@ class CachedAttention(Spec):
     nope_size: int = ...  # features of a query that k_up multiplies; 0: queries are of latents
     out_size: int = ...  # features of a head's output, of v_up; 0: v_head_size
     gated: int = ...  # 1: qkv begins with gates [num_heads, v_head_size], whose sigmoid multiplies the output
+    block_size: int = ...  # slots of a block, a multiple of 256; 0: a row's slots lie one after the other
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Spec):

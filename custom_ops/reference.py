@@ -383,20 +383,24 @@ def attention(
     sinks: np.ndarray,
     k_up: np.ndarray | None = None,
     v_up: np.ndarray | None = None,
+    block_table: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """CachedAttention.
 
     Args:
         spec: the node's attributes. length: L, attention_mask's. The others: inputs of op.def's shapes, any float type;
-            caches of codes int8 or uint8; k_up and v_up where the spec has a nope_size.
+            caches of codes int8 or uint8; k_up and v_up where the spec has a nope_size; block_table where it has a
+            block_size.
 
     Returns:
         output float64 [B, S, num_heads * V], or out_size for V, zero for tokens that do not count; present_key and
-        present_value of past's types and widths, with max(P, L) slots, zero after the last token.
+        present_value of past's types and widths, with max(P, L) slots, zero after the last token, or past's blocks.
 
     Raises:
         ValueError: ``rows`` asks for tokens or slots that are not there.
     """
+    if block_table is not None:
+        return _paged_attention(spec, qkv, (past_key, past_value), rows, (cos, sin, q_norm, k_norm, sinks), block_table)
     batch, tokens, _ = qkv.shape
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
     gates, qkv = np.split(qkv, [spec.gates_size], axis=2)
@@ -450,6 +454,42 @@ def attention(
         with np.errstate(invalid="ignore"):
             output = np.einsum("bshr,hrv->bshv", output, v_up.astype(np.float64))
     return output.reshape(batch, tokens, heads * spec.output_size), present[0], present[1]
+
+
+def _paged_attention(
+    spec: AttentionSpec,
+    qkv: np.ndarray,
+    past: tuple[np.ndarray, np.ndarray],
+    rows: np.ndarray,
+    others: Sequence[np.ndarray],
+    block_table: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """CachedAttention with a block_size: each request alone, its slots taken out of the blocks and put back."""
+    alone, (cos, sin, *weights) = dataclasses.replace(spec, block_size=0), others
+    output = np.zeros((1, qkv.shape[1], spec.num_heads * spec.output_size))
+    present = [cache.copy() for cache in past]
+    first = 0
+    for (begin, count, before), blocks in zip(rows.tolist(), block_table, strict=True):
+        end = before + count
+        used = blocks[: -(-end // spec.block_size)]
+        if begin != first or count < 1 or (spec.rotary_size and end > len(cos)) or end > len(used) * spec.block_size:
+            raise ValueError(f"rows have {begin}, {count}, {before} (begin, count, past), expected to begin at {first}")
+        if ((used < 0) | (used >= len(past[0]))).any():
+            raise ValueError(f"block_table has {used.tolist()}, the caches have {len(past[0])} blocks")
+        mine = slice(begin, begin + count)
+        held = [cache[used].reshape(1, -1, *cache.shape[2:]).swapaxes(1, 2)[:, :, :end] for cache in present]
+        turns = [table[None, before:end] if spec.rotary_size else np.zeros((1, count, 0)) for table in (cos, sin)]
+        found, *new = attention(
+            alone, qkv[:, mine], *held, np.array([[0, count, before]], np.int32), end, *turns, *weights
+        )
+        output[:, mine] = found
+        for cache, slots in zip(present, new, strict=True):
+            for slot in range(before, end):
+                cache[used[slot // spec.block_size], slot % spec.block_size] = slots[0, :, slot]
+        first += count
+    if first != qkv.shape[1]:
+        raise ValueError(f"rows have {first} tokens, qkv has {qkv.shape[1]}")
+    return output, present[0], present[1]
 
 
 def check_rows(rows: np.ndarray, tokens: int) -> None:

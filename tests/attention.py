@@ -74,6 +74,7 @@ class Inputs:
     k_norm: np.ndarray
     sinks: np.ndarray
     ups: tuple[np.ndarray, ...] = ()
+    block_table: np.ndarray | None = None
 
     @property
     def others(self) -> tuple[np.ndarray, ...]:
@@ -81,11 +82,12 @@ class Inputs:
 
     def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return native.attention(
-            self.spec, self.qkv, self.past, self.rows, self.length, *self.others, self.ups, **options
+            self.spec, self.qkv, self.past, self.rows, self.length, *self.others, self.ups, self.block_table, **options
         )
 
     def reference(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return reference.attention(self.spec, self.qkv, *self.past, self.rows, self.length, *self.others, *self.ups)
+        given = (self.rows, self.length, *self.others, *self.ups)
+        return reference.attention(self.spec, self.qkv, *self.past, *given, block_table=self.block_table)
 
     def tokens(self, at: slice, rows: list[list[int]]) -> Inputs:
         """Only some of the new tokens."""
@@ -358,3 +360,44 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
 def assert_bytes(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> None:
     for x, y in zip(a, b, strict=True):
         assert x.tobytes() == y.tobytes()
+
+
+def in_blocks(
+    spec: AttentionSpec, lengths: list[tuple[int, int]], columns: int, blocks: int, positions: int = 0, **types: Any
+) -> Inputs:
+    """Requests of (tokens, slots before) in a row, whose slots are in blocks of 256 in random order. Slots of no token
+    hold ones of bits: NaN of every type but int8."""
+    a = inputs(replace(spec, block_size=0), [[0, 0, 0]], sum(count for count, _ in lengths), 0, 0, **types)
+    spec, rng = replace(a.spec, block_size=256), np.random.default_rng(5)
+    positions = positions or max(sum(length) for length in lengths)
+    table = rng.permutation(blocks)[: len(lengths) * columns].reshape(len(lengths), columns).astype(np.int32)
+    caches = []
+    for cache, scale in zip(a.past, (spec.k_scale, spec.v_scale), strict=True):
+        held = np.full((blocks, 256, spec.kv_num_heads, cache.shape[3]), 0, cache.dtype)
+        held.view(np.uint8)[:] = 0xFF
+        width = cache.shape[3] - (4 if spec.cache_format == "int8_token" else 0)
+        for row, (_, before) in zip(table, lengths, strict=True):
+            numbers = rng.standard_normal((before, spec.kv_num_heads, width)).astype(np.float32)
+            encoded = reference.encode_cache(spec, numbers, scale, None if spec.cache_format != "none" else cache.dtype)
+            for slot in range(before):
+                held[row[slot // 256], slot % 256] = encoded[slot]
+        caches.append(held)
+    begins = np.cumsum([0, *(count for count, _ in lengths)])
+    rows = [[begin, *length] for begin, length in zip(begins, lengths, strict=False)]
+    cos, sin = (rng.standard_normal((positions, spec.rotary_size // 2)).astype(np.float32) for _ in range(2))
+    return replace(
+        a, spec=spec, past=tuple(caches), rows=np.array(rows, np.int32), cos=cos, sin=sin, block_table=table, length=0
+    )
+
+
+def alone(a: Inputs, b: int) -> Inputs:
+    """Request b of :func:`in_blocks`, in a cache of its own."""
+    begin, count, before = a.rows[b].tolist()
+    past = tuple(
+        np.ascontiguousarray(cache[a.block_table[b]].reshape(1, -1, *cache.shape[2:]).swapaxes(1, 2)[:, :, :before])
+        for cache in a.past
+    )
+    turns = {name: getattr(a, name)[None, before : before + count] for name in ("cos", "sin")}
+    own = {"spec": replace(a.spec, block_size=0), "block_table": None, "length": before + count}
+    rows = np.array([[0, count, before]], np.int32)
+    return replace(a, qkv=a.qkv[:, begin : begin + count], past=past, rows=rows, **turns, **own)

@@ -85,6 +85,11 @@ IPluginV3* make_plugin(const SharedLayer& layer, const qm_attention& node, char*
          enum_name("cache_format", node.cache_format));
     return nullptr;
   }
+  if (node.block_size) {
+    fail(error, QM_INVALID, "block_size is %d, the plug-in's caches are not in blocks: export without --paged",
+         node.block_size);
+    return nullptr;
+  }
   const qm_cuda_attention_problem problem{node, QM_F16, 1, 1, 0, 1};
   return Attention::takes(problem, error) ? new Attention(layer, node) : nullptr;
 }

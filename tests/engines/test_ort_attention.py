@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from attention import CACHES, CODES, Inputs, assert_bytes, inputs
+from attention import CACHES, CODES, Inputs, assert_bytes, in_blocks, inputs
 from engines.one_layer import session
 from specs import attention_spec
 
@@ -30,6 +30,8 @@ SPECS = {cache: inputs(SPEC, [], 0, 0, 0, cache=cache).spec for cache in CACHES}
 def feeds(a: Inputs) -> dict[str, np.ndarray]:
     mask = np.ones((len(a.rows), a.length), np.int64)
     given = dict(zip(NAMES, (a.qkv, *a.past, a.rows, mask, *a.others), strict=True))
+    if a.block_table is not None:
+        given |= {"attention_mask": np.ones((1, 0), np.int64), "block_table": a.block_table}
     return given | dict(zip(("k_up", "v_up"), a.ups, strict=False))
 
 
@@ -60,7 +62,12 @@ def write(
         "sinks": [heads],
         "k_up": [heads, spec.nope_size, v],
         "v_up": [heads, v, spec.out_size],
+        "block_table": ["R", "M"],
     }
+    if spec.block_size:
+        for name, width in zip(("past_key", "past_value"), widths, strict=True):
+            shapes[name] = ["N", spec.block_size, groups, width]
+        shapes |= {"rows": ["R", 3], "cos": ["K", spec.rotary_size // 2], "sin": ["K", spec.rotary_size // 2]}
     kinds = {
         "T": "FLOAT",
         "C": (SPECS[cache].cache_dtype or TYPES.get(cache)).upper(),
@@ -73,7 +80,8 @@ def write(
         shape = ir.Shape(shapes[name]) if name in shapes else None
         return ir.Value(name=name, type=ir.TensorType(ir.DataType[kinds[kind]]), shape=shape)
 
-    named = (*inputs_of("CachedAttention"), *(optional_inputs("CachedAttention") if spec.nope_size else ()))
+    used = {"k_up", "v_up"} if spec.nope_size else {"block_table"} if spec.block_size else set()
+    named = (*inputs_of("CachedAttention"), *(i for i in optional_inputs("CachedAttention") if i[0] in used))
     given = [value(name, kind) for name, kind in named]
     casts = [
         ir.node("Cast", [x], {"to": int(ir.DataType[TYPES[dtype]])})
@@ -84,7 +92,9 @@ def write(
     results = [value(name, kind) for name, kind in outputs_of("CachedAttention")]
     node = ir.node(
         "CachedAttention",
-        [typed.get(x, x) for x in given],
+        [typed.get(x, x) for x in given[:10]]
+        + [None, None] * bool(spec.block_size)
+        + [typed.get(x, x) for x in given[10:]],
         spec.attributes(),
         domain=DOMAIN,
         name=NODE,
@@ -114,6 +124,41 @@ def test_types(tmp_path: Path, dtype: Any, cache: Any) -> None:
     for threads in (1, 2):
         got = session(write(tmp_path, dtype, cache), threads).run(None, feeds(a))
         assert_bytes(got, (output.astype(np.float32), *present))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_caches_in_blocks(tmp_path: Path, cache: Any) -> None:
+    """The C ABI's bytes, into other memory and in place; a graph's shapes follow from op.def."""
+    a = in_blocks(SPEC, [(1, 40), (3, 255), (1, 0)], columns=2, blocks=7, cache=cache)
+    want = a.run()
+    opened = session(write(tmp_path, cache=cache, spec=a.spec), 2)
+    assert opened.get_outputs()[1].shape == ["N", 256, 2, want[1].shape[3]]
+    assert_bytes(opened.run(None, feeds(a)), want)
+    binding, past = opened.io_binding(), [ort.OrtValue.ortvalue_from_numpy(x.copy()) for x in a.past]
+    for name, value in feeds(a).items():
+        if not name.startswith("past"):
+            binding.bind_cpu_input(name, value)
+    for kind, value in zip(("key", "value"), past, strict=True):
+        binding.bind_ortvalue_input(f"past_{kind}", value)
+        binding.bind_ortvalue_output(f"present_{kind}", value)
+    binding.bind_output("output")
+    opened.run_with_iobinding(binding)
+    assert_bytes(tuple(value.numpy() for value in past), want[1:])
+
+
+def test_a_table_that_is_missing_or_wrong(tmp_path: Path) -> None:
+    a = in_blocks(SPEC, [(1, 40)], columns=2, blocks=2)
+    opened = session(write(tmp_path, cache=np.float32, spec=a.spec), 1)
+    with pytest.raises(Exception, match=rf"{NODE}.*block_table\[0\]\[0\] is 5: the caches have 2 blocks"):
+        opened.run(None, feeds(dataclasses.replace(a, block_table=np.array([[5, 0]], np.int32))))
+    with pytest.raises(Exception, match=rf"{NODE}.*block_table has shape \[2, 1\], expected \[1, M\]"):
+        opened.run(None, feeds(dataclasses.replace(a, block_table=a.block_table.reshape(2, 1))))
+    model = ir.load(tmp_path / "model.onnx")
+    node = next(n for n in model.graph if n.op_type == "CachedAttention")
+    node.resize_inputs(10)
+    ir.save(model, tmp_path / "model.onnx")
+    with pytest.raises(Exception, match=rf"{NODE}.*it has 10 inputs, expected 13, block_table too"):
+        session(tmp_path / "model.onnx", 1).run(None, feeds(a))
 
 
 @pytest.mark.parametrize("cache", CACHES[1:])

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from attention import CACHES, CODES, SPECS, Inputs, assert_bytes, check, inputs, ragged
+from attention import CACHES, CODES, SPECS, Inputs, alone, assert_bytes, check, in_blocks, inputs, ragged
 from specs import attention_spec
 from sweeps import every
 
@@ -74,6 +74,69 @@ def test_a_row_has_the_bytes_that_it_has_alone(spec: AttentionSpec, cache: Any) 
         assert_bytes([x[b, :, : past + count] for x in present], [x[0] for x in caches])
         assert not np.delete(output[b], np.s_[begin : begin + count], 0).any()
         assert not any(x[b, :, past + count :].any() for x in present)
+
+
+#: new tokens and slots before, of requests: a block's borders, decode, prompts from the start and after others
+LENGTHS = [(1, 255), (1, 256), (5, 0), (300, 211), (1, 0), (2, 511)]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("name", "spec"), [(n, s) for n, s in SPECS.items() if not s.nope_size])
+def test_requests_in_blocks_have_the_bytes_that_they_have_alone(name: str, spec: AttentionSpec, cache: Any) -> None:
+    a = in_blocks(spec, LENGTHS, columns=3, blocks=21, cache=cache)
+    before = [cache.copy() for cache in a.past]
+    output, *present = a.run(lanes=2)
+    assert_bytes(a.past, before)
+    for b, (begin, count, past) in enumerate(a.rows.tolist()):
+        want, *caches = alone(a, b).run()
+        assert_bytes((output[:, begin : begin + count],), (want,))
+        for found, own, old in zip(present, caches, before, strict=True):
+            slots = found[a.block_table[b]].reshape(-1, *found.shape[2:])
+            assert_bytes((slots[: past + count],), (np.ascontiguousarray(own[0].swapaxes(0, 1)),))
+            assert_bytes((slots[past + count :],), (old[a.block_table[b]].reshape(slots.shape)[past + count :],))
+    again, *_ = a.run(present=a.past)
+    assert_bytes((again, *a.past), (output, *present))
+
+
+def test_the_reference_takes_blocks() -> None:
+    for name in ("rotary", "window", "norm-row"):
+        a = in_blocks(SPECS[name], LENGTHS, columns=3, blocks=21, cache=np.float16)
+        output, *present = a.reference()
+        for b, (begin, count, past) in enumerate(a.rows.tolist()):
+            want, *caches = alone(a, b).reference()
+            np.testing.assert_array_equal(output[:, begin : begin + count], want)
+            for found, own in zip(present, caches, strict=True):
+                slots = found[a.block_table[b]].reshape(-1, *found.shape[2:])[: past + count]
+                np.testing.assert_array_equal(slots, own[0].swapaxes(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": [[0, 1, 5], [2, 1, 0]]}, r"rows\[1\] is \[2, 1, 0\].*expected as the first token 1"),
+        ({"rows": [[0, 3, 5], [3, 0, 0]]}, r"rows\[1\] is \[3, 0, 0\].*expected tokens of at least 1"),
+        ({"rows": [[0, 1, 5], [1, 1, 0]]}, r"rows have 2 tokens: the call's tokens are 3"),
+        ({"rows": [[0, 1, 512], [1, 2, 0]]}, r"rows\[0\] is \[0, 1, 512\].*the cache has slots 512"),
+        ({"block_table": [[4, 0], [1, 2]]}, r"block_table\[0\]\[0\] is 4: the caches have 4 blocks"),
+        ({"block_table": [[0, 3], [-1, 2]]}, r"block_table\[1\]\[0\] is -1: the caches have 4 blocks"),
+        ({"cos": np.zeros((4, 16))}, r"rows\[0\] is \[0, 1, 5\].*cos and sin have slots 4"),
+    ],
+)
+def test_requests_that_blocks_do_not_hold_are_refused(change: dict[str, Any], message: str) -> None:
+    a = in_blocks(SPECS["rotary"], [(1, 5), (2, 0)], columns=2, blocks=4, positions=512)
+    arrays = {name: np.array(value, getattr(a, name).dtype) for name, value in change.items()}
+    bad = dataclasses.replace(a, **arrays)
+    with pytest.raises(ValueError, match=message):
+        bad.run()
+    with pytest.raises((ValueError, IndexError)):
+        bad.reference()
+
+
+def test_sizes_of_blocks() -> None:
+    a = in_blocks(SPECS["plain"], [(1, 5)], columns=1, blocks=1)
+    for size in (128, -256, 255):
+        with pytest.raises(ValueError, match="block_size is"):
+            dataclasses.replace(a, spec=dataclasses.replace(a.spec, block_size=size)).run()
 
 
 def ones(like: np.ndarray) -> np.ndarray:

@@ -149,12 +149,14 @@ QM_API size_t qm_routing_workspace(const qm_routing*, const qm_routing_call*);
 QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
 
 // CachedAttention. D: head_size, V: v_head_size. With a key_split or a nope_size, of latent attention, see op.def.
+// With a block_size a row is a request: past_slots and slots are those of its blocks.
 QM_API int qm_attention_validate(const qm_attention*, char* err);
 typedef struct {
   qm_type type;               // of qkv and output
   qm_type cache_type;         // QM_F32 or QM_F16
-  int64_t batch, tokens;      // B, S
-  int64_t past_slots, slots;  // P, and those of present, at least P
+  int64_t batch, tokens;      // B, S; with a block_size R, S
+  int64_t past_slots, slots;  // P, and those of present, at least P; with a block_size M * block_size
+  int64_t blocks, positions;  // with a block_size: N, K
   const void* qkv;            // [B, S, (num_heads + kv_num_heads) D + kv_num_heads V]; gated: num_heads V more before
   const void* past_key;       // [B, kv_num_heads, past_slots, D]
   const void* past_value;     // [B, kv_num_heads, past_slots, V]
@@ -163,6 +165,7 @@ typedef struct {
   const float *q_norm, *k_norm;  // by qk_norm
   const float* sinks;            // [num_heads]
   const void *k_up, *v_up;       // with a nope_size, of `type`: [num_heads, nope_size, V], [num_heads, V, out_size]
+  const int32_t* block_table;    // with a block_size: [R, M]
   void* output;                  // [B, S, num_heads V]; with a nope_size out_size for V
   void *present_key, *present_value;  // [B, kv_num_heads, slots, D or V]; past's memory: appended to in place
   void* workspace;                    // qm_attention_workspace bytes, 64-byte aligned

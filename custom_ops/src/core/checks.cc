@@ -82,6 +82,11 @@ int check_attention(const qm_attention& attention, char* err) {
   QM_TRY(check_range("out_size", attention.out_size, attention.nope_size ? 1 : 0, attention.nope_size ? kMaxSize : 0,
                      err));
   QM_TRY(check_range("gated", attention.gated, 0, 1, err));
+  QM_TRY(check_range("block_size", attention.block_size, 0, kMaxSize, err));
+  if (attention.block_size % 256)
+    return fail(err, QM_INVALID, "block_size is %d, expected a multiple of 256", attention.block_size);
+  if (attention.block_size && attention.nope_size)
+    return fail(err, QM_INVALID, "block_size is %d, expected 0 with a nope_size", attention.block_size);
   if (attention.gated && attention.key_split) return fail(err, QM_INVALID, "gated is 1, expected 0 with a key_split");
   if (attention.nope_size && attention.qk_norm != k_qk_norm_none)
     return fail(err, QM_INVALID, "qk_norm is %s, expected none with a nope_size",

@@ -70,6 +70,7 @@ class AttentionRun {
   }
   int64_t count_of(int64_t b) const { return a_.call.rows[3 * b + 1]; }
   void copy(const void* past, void* present, int64_t width, int64_t task) const;
+  void copy_block(const void* past, void* present, int64_t width, int64_t block) const;
   void append_tokens(int64_t batch_row, int64_t first, float* scratch) const;
   AttentionTile tile_at(int64_t index) const;
   void whole(const AttentionTile& tile, float* scratch) const;
@@ -99,14 +100,22 @@ void AttentionRun::copy(const void* past, void* present, int64_t width, int64_t 
   std::memset(to + used * slot, 0, static_cast<size_t>((a_.call.slots - used) * slot));
 }
 
-// New tokens first .. of row b into the cache; zeros are the output of those that do not count.
+// A block of a cache that is not in place.
+void AttentionRun::copy_block(const void* past, void* present, int64_t width, int64_t block) const {
+  const int64_t bytes = int64_t{a_.node.block_size} * a_.node.kv_num_heads * a_.slot_bytes(width);
+  std::memcpy(static_cast<uint8_t*>(present) + block * bytes, static_cast<const uint8_t*>(past) + block * bytes,
+              static_cast<size_t>(bytes));
+}
+
+// New tokens first .. of row b into the cache; zeros are the output of those that do not count. Without padding, where
+// caches are in blocks, they are other requests' tokens.
 void AttentionRun::append_tokens(int64_t batch_row, int64_t first, float* scratch) const {
   const int64_t width = int64_t{a_.node.num_heads} * output_size(a_.node) * a_.element();
   for (int64_t index = first; index < std::min(first + kTokensPerTask, a_.call.tokens); ++index) {
     const int64_t token = index - a_.call.rows[3 * batch_row];
     if (token >= 0 && token < count_of(batch_row))
       kernel_.append(a_, batch_row, token, scratch);
-    else
+    else if (!a_.node.block_size)
       std::memset(static_cast<uint8_t*>(a_.call.output) + (batch_row * a_.call.tokens + index) * width, 0,
                   static_cast<size_t>(width));
   }
@@ -115,8 +124,15 @@ void AttentionRun::append_tokens(int64_t batch_row, int64_t first, float* scratc
 void AttentionRun::store() const {
   const qm_attention_call& call = a_.call;
   const int64_t groups = call.batch * a_.node.kv_num_heads, pieces = ceil_div(call.tokens, kTokensPerTask);
-  const int64_t keys = in_place(call, call.past_key, call.present_key) ? 0 : groups;
-  const int64_t values = in_place(call, call.past_value, call.present_value) ? 0 : groups;
+  int64_t keys = in_place(call, call.past_key, call.present_key) ? 0 : groups;
+  int64_t values = in_place(call, call.past_value, call.present_value) ? 0 : groups;
+  if (a_.node.block_size) {
+    each_task(call.blocks, [&](float*, int64_t block) {
+      if (keys) copy_block(call.past_key, call.present_key, a_.key_width(), block);
+      if (values) copy_block(call.past_value, call.present_value, a_.value_width(), block);
+    });
+    keys = values = 0;
+  }
   each_task(keys + values + call.batch * pieces, [&](float* scratch, int64_t task) {
     if (task < keys) return copy(call.past_key, call.present_key, a_.key_width(), task);
     task -= keys;
@@ -292,7 +308,18 @@ void LatentRun::expanded(int64_t batch_row) const {
   });
 }
 
-int check_rows(const qm_attention_call& call, char* err) {
+// Of a row's slots that are used, whether their blocks are there.
+int check_blocks(const qm_attention& node, const qm_attention_call& call, int64_t batch_row, int64_t used, char* err) {
+  const int64_t columns = call.slots / node.block_size;
+  for (int64_t i = 0; i < ceil_div(used, int64_t{node.block_size}); ++i)
+    if (const int32_t block = call.block_table[batch_row * columns + i]; block < 0 || block >= call.blocks)
+      return fail(err, QM_INVALID, "block_table[%lld][%lld] is %d: the caches have %lld blocks", (long long)batch_row,
+                  (long long)i, block, (long long)call.blocks);
+  return QM_OK;
+}
+
+int check_rows(const qm_attention& node, const qm_attention_call& call, char* err) {
+  int64_t first = 0;
   for (int64_t batch_row = 0; batch_row < call.batch; ++batch_row) {
     const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
                   past = call.rows[3 * batch_row + 2];
@@ -304,7 +331,16 @@ int check_rows(const qm_attention_call& call, char* err) {
     if (begin + count > call.tokens) return refuse("the call's tokens are", call.tokens);
     if (past > call.past_slots) return refuse("the cache before the call has slots", call.past_slots);
     if (past + count > call.slots) return refuse("the cache has slots", call.slots);
+    if (!node.block_size) continue;
+    if (begin != first) return refuse("expected as the first token", first);
+    if (!count) return refuse("expected tokens of at least", 1);
+    if (node.rotary_size && past + count > call.positions) return refuse("cos and sin have slots", call.positions);
+    QM_TRY(check_blocks(node, call, batch_row, past + count, err));
+    first += count;
   }
+  if (node.block_size && first != call.tokens)
+    return fail(err, QM_INVALID, "rows have %lld tokens: the call's tokens are %lld", (long long)first,
+                (long long)call.tokens);
   return QM_OK;
 }
 
@@ -323,7 +359,7 @@ int qm_attention_run(const qm_attention* node, const qm_attention_call* call, ch
   if (!kernel) return QM_UNSUPPORTED;
   if (node->cache_format == k_cache_format_none && call->cache_type != QM_F32 && call->cache_type != QM_F16)
     return fail(err, QM_UNSUPPORTED, "the cache's type is bfloat16, the CPU kernels take float and float16");
-  if (int status = check_rows(*call, err)) return status;
+  QM_TRY(check_rows(*node, *call, err));
   const bool appends =
       in_place(*call, call->past_key, call->present_key) || in_place(*call, call->past_value, call->present_value);
   if (appends && call->slots != call->past_slots)

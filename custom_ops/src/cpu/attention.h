@@ -70,10 +70,10 @@ float inverse_norm(const qm_attention& node, qm_type type, const uint8_t* x, int
   return 1.0f / std::sqrt(sum_lanes(lanes) / static_cast<float>(features) + node.norm_epsilon);
 }
 
-// Turns the first features of y, of that token in cos and sin.
-void rotate(const qm_attention& node, const qm_attention_call& call, int64_t token, float* y) {
+// Turns the first features of y by that row of cos and sin.
+void rotate(const qm_attention& node, const qm_attention_call& call, int64_t row, float* y) {
   const int64_t half = node.rotary_size / 2;
-  const float *cos = call.cos + token * half, *sin = call.sin + token * half;
+  const float *cos = call.cos + row * half, *sin = call.sin + row * half;
   const auto pair = [&](float& x, float& other, int64_t i) {
     const float first = x, second = other;
     x = first * cos[i] - second * sin[i];
@@ -85,8 +85,9 @@ void rotate(const qm_attention& node, const qm_attention_call& call, int64_t tok
     for (int64_t i = 0; i < half; ++i) pair(y[i], y[i + half], i);
 }
 
-// One head's query or key, normed and turned, to y [D]. row_scale: of qk_norm row; weights: of this head.
-void turn(const AttentionContext& context, const uint8_t* x, int64_t token, const float* weights, float row_scale,
+// One head's query or key, normed and turned, to y [D]. row: of cos and sin; row_scale: of qk_norm row; weights: of
+// this head.
+void turn(const AttentionContext& context, const uint8_t* x, int64_t row, const float* weights, float row_scale,
           float* y) {
   const qm_attention& node = context.node;
   static_assert(count_values("qk_norm") == 3, "the ifs below");
@@ -96,7 +97,7 @@ void turn(const AttentionContext& context, const uint8_t* x, int64_t token, cons
         node.qk_norm == k_qk_norm_row ? row_scale : inverse_norm(node, context.call.type, x, node.head_size);
     for (int64_t i = 0; i < node.head_size; ++i) y[i] = y[i] * scale * weights[i];
   }
-  rotate(node, context.call, token, y);
+  rotate(node, context.call, row, y);
 }
 
 // The norm's weights of a head.
@@ -147,7 +148,7 @@ void append(const AttentionContext& context, int64_t batch_row, int64_t token, f
   const int64_t head_size = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
   const int64_t element = context.element();
   const int64_t key_width = context.key_width(), value_width = context.value_width();
-  const int64_t position = batch_row * call.tokens + call.rows[3 * batch_row] + token,
+  const int64_t position = context.position(batch_row, token), angles = context.turn(batch_row, token),
                 slot = context.slot(batch_row, token);
   const uint8_t* const q = context.queries_of(position);
   const uint8_t* const k = q + int64_t{node.num_heads} * query_size(node) * element;
@@ -158,8 +159,8 @@ void append(const AttentionContext& context, int64_t batch_row, int64_t token, f
     row_scale = inverse_norm(node, call.type, k, groups * head_size);
   }
   for (int64_t group = 0; group < groups; ++group) {
-    turn(context, k + group * head_size * element, position, weights_of(node, call.k_norm, group), row_scale, y);
-    const int64_t row = (batch_row * groups + group) * call.slots + slot;
+    turn(context, k + group * head_size * element, angles, weights_of(node, call.k_norm, group), row_scale, y);
+    const int64_t row = context.place(batch_row, group, slot);
     store_head(context, node.k_scale, y, key_width,
                static_cast<uint8_t*>(call.present_key) + row * context.slot_bytes(key_width));
     if (!node.key_split) to_float(call.type, values + group * v * element, v, y);
@@ -178,10 +179,10 @@ void queries(const AttentionContext& context, const AttentionTile& tile, float* 
     for (int64_t i = 0; i < count; ++i) {
       const int64_t head = tile.group * context.heads() + (first + i) % context.heads();
       const int64_t token = tile.token + (first + i) / context.heads();
-      const int64_t position = tile.b * context.call.tokens + context.call.rows[3 * tile.b] + token;
+      const int64_t position = context.position(tile.b, token);
       const uint8_t* const x = context.queries_of(position) + head * head_size * element;
       const float row_scale = node.qk_norm == k_qk_norm_row ? context.q_scales[position] : 1.0f;
-      turn(context, x, position, weights_of(node, context.call.q_norm, head), row_scale, y);
+      turn(context, x, context.turn(tile.b, token), weights_of(node, context.call.q_norm, head), row_scale, y);
       float* const panels = scratch + context.queries_at() + first * head_size;
       for (int64_t f = 0; f < head_size; ++f) panels[f * count + i] = y[f];
     }
@@ -417,18 +418,18 @@ void widen_value(const AttentionContext& context, const Block<C>& cache, int64_t
   const int64_t v_head_size = context.node.v_head_size, split = context.node.key_split;
   const int64_t in_keys = split ? std::max<int64_t>(0, split - (context.node.head_size - v_head_size)) : 0;
   const int64_t begin = split ? context.value_width() - (v_head_size - in_keys) : 0;
-  widen_all<Isa>(cache.keys + (slot + 1) * cache.key_pitch - in_keys, in_keys, out);
+  widen_all<Isa>(cache.keys + slot * cache.key_pitch + context.key_width() - in_keys, in_keys, out);
   widen_all<Isa>(cache.values + slot * cache.pitch + begin, v_head_size - in_keys, out + in_keys);
 }
 
 // A block of a row's and a group's caches.
 template <class C>
 Block<C> block_at(const AttentionContext& context, int64_t batch_row, int64_t group, int64_t block) {
-  const int64_t first = (batch_row * context.node.kv_num_heads + group) * context.call.slots + block * kAttentionBlock;
-  const int64_t element = sizeof(C), key_pitch = context.slot_bytes(context.key_width()) / element;
-  const int64_t pitch = context.slot_bytes(context.value_width()) / element;
-  return {static_cast<const C*>(context.call.present_key) + first * key_pitch,
-          static_cast<const C*>(context.call.present_value) + first * pitch, key_pitch, pitch};
+  const int64_t first = context.place(batch_row, group, block * kAttentionBlock), step = context.step();
+  const int64_t element = sizeof(C), key_width = context.slot_bytes(context.key_width()) / element;
+  const int64_t width = context.slot_bytes(context.value_width()) / element;
+  return {static_cast<const C*>(context.call.present_key) + first * key_width,
+          static_cast<const C*>(context.call.present_value) + first * width, key_width * step, width * step};
 }
 
 // What any of the tile's tokens sees of a block.
@@ -517,8 +518,7 @@ void finish(const AttentionContext& context, const AttentionTile& tile, float* p
   const float factor = value_factor(context.node);
   for (int64_t row = 0; row < tile.tokens * context.heads(); ++row, parts += context.part_floats()) {
     scale(1.0f / parts[1] * factor, parts + 16, v);
-    const int64_t token =
-        tile.b * context.call.tokens + context.call.rows[3 * tile.b] + tile.token + row / context.heads();
+    const int64_t token = context.position(tile.b, tile.token + row / context.heads());
     const int64_t head = tile.group * context.heads() + row % context.heads();
     if (context.node.gated) gate_output(context, context.gates_of(token) + head * v * element, v, parts + 16);
     from_float(context.call.type, parts + 16, v,

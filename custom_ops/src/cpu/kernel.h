@@ -111,6 +111,18 @@ struct AttentionContext {
   int64_t scratch_floats() const { return parts_at() + 2 * tile_rows() * part_floats(); }
 
   int64_t slot(int64_t b, int64_t token) const { return call.rows[3 * b + 2] + token; }  // of its token-th that counts
+  // Where that token is in qkv and the output, and in cos and sin.
+  int64_t position(int64_t b, int64_t token) const {
+    return (node.block_size ? 0 : b * call.tokens) + call.rows[3 * b] + token;
+  }
+  int64_t turn(int64_t b, int64_t token) const { return node.block_size ? slot(b, token) : position(b, token); }
+  // Where a slot of a row and group is in the caches, in slots of one head, and from there to the next slot.
+  int64_t place(int64_t b, int64_t group, int64_t slot) const {
+    if (!node.block_size) return (b * node.kv_num_heads + group) * call.slots + slot;
+    const int64_t block = call.block_table[b * (call.slots / node.block_size) + slot / node.block_size];
+    return (block * node.block_size + slot % node.block_size) * node.kv_num_heads + group;
+  }
+  int64_t step() const { return node.block_size ? node.kv_num_heads : 1; }
   // The first slot that the token in slot p sees.
   int64_t first_slot(int64_t p) const {
     const int64_t chunk = node.chunk_size ? p / node.chunk_size * node.chunk_size : 0;

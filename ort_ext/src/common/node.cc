@@ -139,7 +139,7 @@ FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context) const {
   FreeSizes<int64_t> sizes;
   const size_t count = std::max(static_cast<size_t>(op_.inputs.count), input_names_.size());  // with optional ones
   for (size_t i = 0; i < count; ++i) {
-    if (shapes_.input(i).packed) continue;
+    if (shapes_.input(i).packed || (i < input_names_.size() && input_names_[i].empty())) continue;  // "": left out
     const Shape found = shape_of(get_input(context, i));
     if (!shapes_.match(i, found, sizes, MakeNumbers{}))
       fail(std::string(op_.inputs.first[i].name) + " has shape " + text_of(found) + ", expected " +
@@ -152,7 +152,7 @@ OrtValue* Node::get_present(OrtKernelContext* context, size_t index, const FreeS
   const Shape shape = shapes_.output(index, sizes, MakeNumbers{});
   OrtValue* value;
   OrtStatus* const status = api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value);
-  if (status && shape[2] > sizes.at('P')) {  // what is bound cannot grow
+  if (status && sizes.find('P') && shape[2] > sizes.at('P')) {  // what is bound cannot grow
     api_->ReleaseStatus(status);
     fail_slots(sizes, shape[2]);
   }

@@ -2,6 +2,7 @@
 //
 // Failures are exceptions in here; guard turns them into an OrtStatus, so that none leaves the library.
 #pragma once
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -79,6 +80,22 @@ class Node {
   OrtValue* get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const;
   // Throws: a run needs so many slots of a cache that has fewer.
   [[noreturn]] void fail_slots(const FreeSizes<int64_t>& sizes, int64_t needed) const;
+  // Throws where a node with a block_size lacks its block_table.
+  void check_table(const qm_attention& node) const {
+    if (size_t count = CachedAttention_block_table + 1; node.block_size && input_count() < count)
+      fail("it has " + std::to_string(input_count()) + " inputs, expected " + std::to_string(count) +
+           ", block_table too, where block_size is " + std::to_string(node.block_size));
+  }
+  // CachedAttention's sizes into the C ABI's struct.
+  template <class Sizes>
+  static void read_attention(const FreeSizes<int64_t>& sizes, const qm_attention& node, Sizes& run) {
+    run.batch = sizes.at(node.block_size ? 'R' : 'B');
+    run.tokens = sizes.at('S');
+    run.past_slots = node.block_size ? sizes.at('M') * node.block_size : sizes.at('P');
+    run.slots = node.block_size ? run.past_slots : std::max(run.past_slots, sizes.at('L'));
+    run.blocks = sizes.at('N');
+    run.positions = sizes.at('K');
+  }
   // Throws unless the caches' type is that of cache_format.
   void check_caches(const qm_attention& attention) const;
 

@@ -98,18 +98,16 @@ class AttentionNode : public CpuNode {
 };
 
 void AttentionNode::run(OrtKernelContext* context) const {
-  if (size_t count = op_.inputs.most; attention_.nope_size && input_count() != count)
+  if (size_t count = CachedAttention_v_up + 1; attention_.nope_size && input_count() < count)
     fail("it has " + std::to_string(input_count()) + " inputs, expected " + std::to_string(count) +
          ", k_up and v_up too, where nope_size is " + std::to_string(attention_.nope_size));
+  check_table(attention_);
   const FreeSizes<int64_t> sizes = check_inputs(context);
   const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
   qm_attention_call call{};
   call.type = op_.type();
   call.cache_type = op_.cache_type();
-  call.batch = sizes.at('B');
-  call.tokens = sizes.at('S');
-  call.past_slots = sizes.at('P');
-  call.slots = std::max(call.past_slots, sizes.at('L'));
+  read_attention(sizes, attention_, call);
   call.qkv = input(CachedAttention_qkv);
   call.past_key = input(CachedAttention_past_key);
   call.past_value = input(CachedAttention_past_value);
@@ -123,9 +121,10 @@ void AttentionNode::run(OrtKernelContext* context) const {
     call.k_up = input(CachedAttention_k_up);
     call.v_up = input(CachedAttention_v_up);
   }
+  if (attention_.block_size) call.block_table = static_cast<const int32_t*>(input(CachedAttention_block_table));
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t count = call.rows[3 * b + 1], before = call.rows[3 * b + 2];
-    if (before >= 0 && before + count > call.slots) fail_slots(sizes, before + count);
+    if (!attention_.block_size && before >= 0 && before + count > call.slots) fail_slots(sizes, before + count);
   }
   call.output = data_of(get_output(context, CachedAttention_output, sizes));
   call.present_key = data_of(get_present(context, CachedAttention_present_key, sizes));

@@ -37,6 +37,8 @@ int validate_attributes(const qm_attention& attention, char* err) {
   if (attention.nope_size)
     return fail(err, QM_UNSUPPORTED, "nope_size is %d, the CUDA kernels take queries of latents (0)",
                 attention.nope_size);
+  if (attention.block_size)
+    return fail(err, QM_UNSUPPORTED, "block_size is %d, the CUDA kernels take 0", attention.block_size);
   if (attention.key_split) return validate_latent(attention, err);
 #define QM_SIZES(keys, values) \
   if (attention.head_size == keys && attention.v_head_size == values) return QM_OK;
