@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
@@ -120,6 +121,21 @@ def with_options(kind: Any, parsers: Mapping[str, Callable[[str], Any]]) -> Call
         return with_them
 
     return decorate
+
+
+def check_files(json_file: Path | None, plot: Path | None) -> None:
+    """Say now, not after minutes, what could not be written.
+
+    Raises:
+        typer.BadParameter: no folder, or no type of picture. ModuleNotFoundError: matplotlib, to plot.
+    """
+    for file in filter(None, (json_file, plot)):
+        if not file.resolve().parent.is_dir():
+            raise typer.BadParameter(f"{file}: no such folder", param_hint="--json or --plot")
+    if plot:
+        if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")
+        need("matplotlib")
 
 
 def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -23,14 +22,11 @@ from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, cpu_panel, join
 from quantmoe.custom_ops.layouts.panel_rows import panel_rows
 from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.exporter.choosing.described_model import DescribedModel, Shared
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer
+from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, moe_layers
 from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert, dividing
 from quantmoe.exporter.targets import ACTIVATIONS, Target, of_layout
-
-if TYPE_CHECKING:
-    from quantmoe.exporter.graph.model import Skeleton
-    from quantmoe.exporter.graph.passes.shared import Shared
 
 #: ends of the names of tensors whose numbers decide what a node has
 DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
@@ -134,7 +130,7 @@ def choose_experts(
     Raises:
         CheckpointError: fewer layers than that; the layout does not carry a layer's experts, or no kernel takes them.
     """
-    found = format.moe_layers()
+    found = moe_layers(format)
     last = format.ckpt.text_config.get("num_hidden_layers") or found[-1].index + 1
     if layers is not None and not 1 <= layers <= last:
         raise CheckpointError(f"{format.ckpt.folder}: --layers {layers}; the model has 1 to {last}")
@@ -172,7 +168,7 @@ def _no_parts(parts: Sequence[MoELayer], layout: str) -> str:
 
 
 def choose(
-    skeleton: Skeleton,
+    skeleton: DescribedModel,
     experts: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]],
     layout: str,
     activations: str | None,
@@ -232,7 +228,7 @@ def choose(
 
 
 def _tables(
-    skeleton: Skeleton, chosen: Choice, target: Target, scales: str
+    skeleton: DescribedModel, chosen: Choice, target: Target, scales: str
 ) -> Iterator[tuple[str, tuple[LinearSpec, str]]]:
     """Yield the embeddings that the checkpoint quantizes and a graph can look up as they are packed; see
     :class:`Choice`."""
@@ -260,7 +256,7 @@ def _tables(
         yield parameter, (spec, head)
 
 
-def not_ort(skeleton: Skeleton, modules: Sequence[str], scales: str) -> str:
+def not_ort(skeleton: DescribedModel, modules: Sequence[str], scales: str) -> str:
     """Why MatMulNBits cannot stand for a quantized linear, or a group of them; "" when it can.
 
     Its scales are read only in a float16 model, where the checkpoint has others than float16, which may not be exact.
@@ -287,7 +283,7 @@ def not_ort(skeleton: Skeleton, modules: Sequence[str], scales: str) -> str:
 
 
 def with_shared(
-    skeleton: Skeleton,
+    skeleton: DescribedModel,
     shared: Shared,
     parts: Sequence[tuple[MoELayer, MoESpec]],
     activations: str | None,
@@ -324,7 +320,7 @@ def with_shared(
 
 
 def _shared_like(
-    skeleton: Skeleton, shared: Shared, layer: MoELayer, spec: MoESpec, activations: str | None, scales: str
+    skeleton: DescribedModel, shared: Shared, layer: MoELayer, spec: MoESpec, activations: str | None, scales: str
 ) -> MoELayer:
     """Return a layer or group with its shared expert, of whose kind its experts are.
 
@@ -455,7 +451,7 @@ def linear_matrix(format: Format, modules: Sequence[str], scales: str) -> tuple[
 def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]]]:
     """Of every layer and every quantized linear: the kind of its node's attributes, its scheme in the tool's words, its
     module, and every layout's verdict with the activations that it has by default."""
-    for layer in format.moe_layers():
+    for layer in moe_layers(format):
         own = layer.groups()
         for group in own:
             found = [

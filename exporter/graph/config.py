@@ -17,9 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quantmoe.exporter.graph.inner import CLASSES
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.config_fields import text_part
+from quantmoe.exporter.reading.config_fields import check_sizes, text_part
 from quantmoe.exporter.reading.formats import Format
-from quantmoe.exporter.reading.formats.experts import check_sizes
 
 #: fields that choose code for attention or experts, under their public and inner names
 _IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(?:_internal)?")
@@ -37,7 +36,7 @@ def configuration(format: Format, layers: int | None) -> Any:
     folder, raw = format.ckpt.folder, format.ckpt.config
     for part in (raw, text_part(raw)):
         if isinstance(part, dict):
-            check_sizes(format.ckpt, part)
+            check_sizes(format.ckpt.folder, part)
     with _validating(folder):
         outer = whole(format)
         config = outer.get_text_config()
@@ -45,7 +44,7 @@ def configuration(format: Format, layers: int | None) -> Any:
             format.slice.narrow(config, str(folder / "config.json"))
     if not isinstance(config, PreTrainedConfig):
         raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
-    check_sizes(format.ckpt, vars(config))
+    check_sizes(format.ckpt.folder, vars(config))
     _check_layers(format, config.num_hidden_layers)
     _check_linear_heads(format, config)
     _check_rope(format, config)

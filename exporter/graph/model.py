@@ -23,6 +23,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter.choosing.described_model import Shared
 from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration, whole
@@ -30,12 +31,11 @@ from quantmoe.exporter.graph.experts import check_experts
 from quantmoe.exporter.graph.inner import causal_model, renamings
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
 from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
-from quantmoe.exporter.graph.passes.shared import Shared
 from quantmoe.exporter.graph.passes.shared import recognise as recognise_shared
 from quantmoe.exporter.graph.stored import DTYPES, Stored, placeholder
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats import Format, MoELayer
+from quantmoe.exporter.reading.formats import Format, MoELayer, moe_layers
 from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import MADE_BY, Cut, Slice
@@ -71,7 +71,6 @@ class Skeleton(Stored):
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
         embedding_width: of the embeddings that the graph takes in the place of tokens, with ``vision``.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
-        tied: parameter name -> the first of the names of the same parameter.
         linear_attention, lightning, state_space: module name -> what it computes, of those that keep a state.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
         stored_as: parameter name -> the shape of its tensor, and the function of that, where they are not alike.
@@ -148,7 +147,7 @@ class Skeleton(Stored):
                 f"{folder}: {type(model).__name__} has no layer on transformers' experts interface "
                 f"(transformers {transformers.__version__}); supported are architectures like qwen3_moe, mixtral, olmoe"
             )
-        by_name = {self._rename(layer.name + ".").removesuffix("."): layer for layer in format.moe_layers()}
+        by_name = {self._rename(layer.name + ".").removesuffix("."): layer for layer in moe_layers(format)}
         if missing := modules.keys() - by_name.keys():
             raise CheckpointError(
                 f"{folder}: no quantized experts for {sorted(missing)[0]}; found {sorted(by_name)[:4]}"
@@ -299,18 +298,6 @@ class Skeleton(Stored):
                 return np.concatenate([functions[i](piece) if i in functions else piece for i, piece in pieces])
 
             self.derived[name] = derived
-
-    def fill(self, name: str, values: np.ndarray, beside: str) -> None:
-        """Add a parameter, f32, of which the checkpoint has no tensor.
-
-        Args:
-            beside: another parameter, whose tensor stands for its own.
-        """
-        path, _, leaf = name.rpartition(".")
-        made = torch.nn.Parameter(placeholder(values.shape, torch.float32), requires_grad=False)
-        self.model.get_submodule(path)._parameters[leaf] = made
-        self.sources[name] = self.sources[beside]
-        self.tensors[name], self.derived[name] = made, lambda _: values
 
     def _narrow_head(self, world: int) -> None:
         """Of a rank: its part of the vocabulary; all of it where the embeddings are the same tensor, or the ranks do

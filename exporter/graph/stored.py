@@ -33,6 +33,7 @@ class Stored:
         tensors: parameter name -> its placeholder, of those that have a source.
         derived: parameter name -> what the graph has instead of its tensor, a function of that.
         joined: parameter name -> the checkpoint's tensors whose rows it has.
+        tied: parameter name -> the first of the names of the same parameter.
     """
 
     model: Any
@@ -43,6 +44,19 @@ class Stored:
         self.tensors: dict[str, torch.Tensor] = {}
         self.derived: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
         self.joined: dict[str, list[str]] = {}
+        self.tied: dict[str, str] = {}
+
+    def fill(self, name: str, values: np.ndarray, beside: str) -> None:
+        """Add a parameter, f32, of which the checkpoint has no tensor.
+
+        Args:
+            beside: another parameter, whose tensor stands for its own.
+        """
+        path, _, leaf = name.rpartition(".")
+        made = torch.nn.Parameter(placeholder(values.shape, torch.float32), requires_grad=False)
+        self.model.get_submodule(path)._parameters[leaf] = made
+        self.sources[name] = self.sources[beside]
+        self.tensors[name], self.derived[name] = made, lambda _: values
 
     def derive(self, names: Iterable[str], function: Callable[[np.ndarray], np.ndarray]) -> None:
         """Note parameters that were changed to be functions of their tensors."""

@@ -227,7 +227,7 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: Target, cache: str,
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     changed += state_space.attach(model, skeleton.state_space, rows)
     skeleton.derive(changed, linear_attention.as_taken)
-    skeleton.derive(lightning.attach(skeleton, rows), np.asarray)
+    skeleton.derive(lightning.attach(skeleton, skeleton.lightning, rows), np.asarray)
     with _exporting(skeleton, "recognising attention"):
         own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]

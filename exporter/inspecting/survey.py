@@ -16,7 +16,7 @@ from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, is_gguf
 from quantmoe.exporter.reading.companions import check_companions
-from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import Format, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.targets import TARGETS
 
@@ -115,7 +115,7 @@ def _shared_size(format: Format, experts: str) -> int:
 
 def _quantized(format: Format) -> dict[str, Any]:
     layers = []
-    for layer in format.moe_layers():
+    for layer in moe_layers(format):
         shared_size = _shared_size(format, layer.name)
         for group in layer.groups():
             sizes = {name: getattr(group, name) for name in ("hidden_size", "intermediate_size")}

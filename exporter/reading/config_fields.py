@@ -1,7 +1,17 @@
 """Fields of transformers' configuration, config.json."""
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import regex
+
+from quantmoe.exporter.errors import CheckpointError
+
+#: of anything that config.json counts
+MAX_SIZE = 1 << 24
 
 
 def text_part(config: Mapping[str, Any]) -> Any:
@@ -9,3 +19,22 @@ def text_part(config: Mapping[str, Any]) -> Any:
     thinker = config.get("thinker_config")
     config = thinker if isinstance(thinker, dict) else config
     return config.get("text_config") or config
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Make what fields of another type, or infinite numbers, raise a CheckpointError: ``where`` and the reason."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError, regex.error) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def check_sizes(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse sizes that would take hours or terabytes to build a model of."""
+    for key, value in config.items():
+        limit = 1 << 16 if key == "num_labels" else MAX_SIZE  # transformers names every label
+        if re.search("(size|dim|heads|experts|layers|rank|labels)$", key) and type(value) is int and value > limit:
+            raise CheckpointError(f"{folder / 'config.json'}: {key} is {value}, expected at most {limit}")

@@ -34,7 +34,7 @@ from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.expert_map import placements
-from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
@@ -186,7 +186,7 @@ def prepare(
     progress("reading", 0, 1)
     format = open_format(checkpoint, options.quantize, options.group_size, options.wanted, options.symmetric)
     if part is not None and options.expert_map is not None:
-        routed = {layer.index: layer.num_experts for layer in format.moe_layers()}
+        routed = {layer.index: layer.num_experts for layer in moe_layers(format)}
         part = replace(part, placements=placements(Path(options.expert_map), part.world, routed))
     format.slice = part
     formats, layout = formats_of(format, options.mtp), options.layout

@@ -20,10 +20,8 @@ Method:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
-import mmap
 import os
 import statistics
 import sys
@@ -45,11 +43,12 @@ from quantmoe.benchmarks.bench_layer import FORMATS, Layer
 from quantmoe.benchmarks.child_processes import in_process
 from quantmoe.benchmarks.ggml_layer import Ggml
 from quantmoe.benchmarks.ggml_layer import library as ggml_library
+from quantmoe.benchmarks.machine_limits import cache_bytes, probe_int8, probe_read
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.exporter.errors import CheckpointError, ModelError
-from quantmoe.exporter.options import listed, missing, need, run, terminal
+from quantmoe.exporter.options import check_files, listed, missing, run, terminal
 from quantmoe.ort_ext import library_path
 from quantmoe.runtime.generate import runtime
 
@@ -250,50 +249,6 @@ def touch_all(sides: Iterable[Side | Ggml], shape: Shape) -> None:
         side.bind(x, ids, weights)[0]()
 
 
-# --- the machine ---
-
-
-def cache_bytes() -> int:
-    """Last-level caches of this process's CPUs together; 64 MiB where the kernel does not say."""
-    found = {}
-    for cpu in os.sched_getaffinity(0):
-        for index in Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
-            level, size, shared = (
-                (index / f).read_text(encoding="utf-8").strip() for f in ("level", "size", "shared_cpu_list")
-            )
-            found[int(level), shared] = int(size.removesuffix("K")) * 1024
-    last = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == last) or 64 << 20
-
-
-def probe_read(threads: int, folder: Path, passes: int = 5, window: int = 64 << 20) -> float:
-    """Best bytes/s of any ``window`` in ``passes`` passes over a mapping of a file that is larger than the caches."""
-    path, chunk = folder / "read.bin", np.random.default_rng(0).bytes(window)
-    windows = max(4, -(-4 * cache_bytes() // window))
-    with path.open("wb") as file:
-        for _ in range(windows):
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    probe = native.library().qm_probe_read
-    with path.open("rb") as mapped, mmap.mmap(mapped.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-        data = np.frombuffer(mapping, np.uint8)
-        parts = [ctypes.c_void_p(data.ctypes.data + i * window) for i in range(windows)]
-        # the first pass maps the pages
-        best = max(probe(part, ctypes.c_size_t(window), threads) for _ in range(passes + 1) for part in parts)
-        del data
-    path.unlink()
-    return best
-
-
-def probe_int8(threads: int, runs: int = 20) -> float:
-    """Best int8 operations/s of ``runs`` runs of the selected kernel's instructions, 10 ms each."""
-    best = max(native.library().qm_probe_int8(threads) for _ in range(runs))
-    if not best:
-        raise RuntimeError("no kernel for this machine (is QUANTMOE_FORCE_KERNEL set?)")
-    return best
-
-
 @dataclass(frozen=True)
 class SessionCost:
     seconds: float
@@ -389,21 +344,6 @@ def bench(
     if plot:
         draw(cells, plot)
     return cells
-
-
-def check_files(json_file: Path | None, plot: Path | None) -> None:
-    """Say now, not after minutes, what could not be written.
-
-    Raises:
-        typer.BadParameter: no folder, or no type of picture. ModuleNotFoundError: matplotlib, to plot.
-    """
-    for file in filter(None, (json_file, plot)):
-        if not file.resolve().parent.is_dir():
-            raise typer.BadParameter(f"{file}: no such folder", param_hint="--json or --plot")
-    if plot:
-        if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-            raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")
-        need("matplotlib")
 
 
 Chosen = tuple[str, Shape, str, int]  # a layer: name, shape, weight format, group size

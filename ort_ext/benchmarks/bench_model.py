@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from quantmoe.benchmarks.bench import check_files, probe_read
 from quantmoe.benchmarks.bench_engines import Genai, LlamaCpp, OnCuda, Ours, Process
 from quantmoe.benchmarks.bench_models import available_memory, exported, gguf_of_shape, gguf_types, of_shape
 from quantmoe.benchmarks.child_processes import in_process
+from quantmoe.benchmarks.machine_limits import probe_read
 from quantmoe.benchmarks.random_checkpoint import CONFIGS
 from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops import native
@@ -43,7 +43,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import GENAI
 from quantmoe.exporter.folder.model_file import check_alone, model_path
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.options import listed, need, terminal
+from quantmoe.exporter.options import check_files, listed, need, terminal
 from quantmoe.runtime.generate import runtime
 
 #: --against -> what pip installs for it, and its modules

@@ -38,7 +38,7 @@ from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.reading import formats
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import MoELayer, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.formats.unquantized import KINDS, Unquantized
 from quantmoe.exporter.targets import TARGETS, of_layout
@@ -150,7 +150,7 @@ def test_headers_describe_what_an_encoder_wrote(case: Case, tmp_path):
 def test_headers_describe_what_is_quantized_while_it_is_read(architecture, tmp_path):
     folder = make_float_checkpoint(tmp_path, architecture, **TINY | {"num_hidden_layers": 1, "num_experts": 4})
     for kind in KINDS:
-        (layer,) = Unquantized(open_checkpoint(folder), kind).moe_layers()
+        (layer,) = moe_layers(Unquantized(open_checkpoint(folder), kind))
         check_headers(layer)
 
 
@@ -242,14 +242,14 @@ def test_zero_points_and_orders_are_read_and_not_guessed(target, tmp_path, monke
     folder = damage(sound, tmp_path / "odd", tensors)
     layers, *_ = chosen(folder, tmp_path / "model", target, monkeypatch)
     assert (layers[EXPERTS].w2.perm, layers[EXPERTS].w2.zero_points) == (1, 1)
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
     assert packed(layer, layers[EXPERTS]) == plan(folder, tmp_path / "model", target=target).layers[EXPERTS][2]
 
 
 def test_headers_take_no_memory(tmp_path):
     """An outline is no larger than its vectors, whatever the checkpoint's size."""
     folder = make_gptq_checkpoint(tmp_path, desc_act=True, num_hidden_layers=1, num_experts=4)
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
     whole, outline = layer.expert(1), layer.outline().expert(1)
     for a, b in ((whole.gate, outline.gate), (whole.up, outline.up), (whole.down, outline.down)):
         assert b.codes.strides == (0, 0)

@@ -19,7 +19,7 @@ from quantmoe.exporter import cli
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
@@ -34,7 +34,7 @@ def fixtures() -> Sequence[object]:
     seen = set()
     for path in sorted(FIXTURES.glob("*/config.json")):
         format = find_format(open_checkpoint(path.parent))
-        schemes = [s for layer in format.moe_layers() for s in (layer.scheme, layer.down_scheme)]
+        schemes = [s for layer in moe_layers(format) for s in (layer.scheme, layer.down_scheme)]
         kinds = {format.ckpt.config["model_type"], *(s.format for s in schemes)}
         found[kinds <= seen].append(path.parent)
         seen |= kinds

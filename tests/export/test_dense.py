@@ -36,7 +36,7 @@ from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -155,7 +155,7 @@ def test_experts_of_other_bits_are_a_group(tmp_path):
         quantization["dynamic"] = {rf"+:{re.escape(module)}": {"bits": 8}}
 
     folder = rewritten("gptqmodel-gptq-desc_act", tmp_path, widen)
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
     found = {g.title.removeprefix(layer.name): choose_layer(g, "cpu_panel", "float") for g in layer.groups()}
     formats = {title: (spec.w13.format, spec.w2.format) for title, spec in found.items()}
     assert formats == {" (0)": ("int4", "int4"), " (1)": ("int4", "int8")}
@@ -170,7 +170,7 @@ def test_an_expert_that_no_token_reached_has_no_order(tmp_path):
                 tensors[name] = np.sort(tensors[name])
 
     folder = rewritten("gptqmodel-gptq-desc_act", tmp_path, sort)
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
     assert layer.expert(0).down.perm is None
     assert layer_spec(layer, cpu_panel, "float").w2.perm
     check_layer(layer, "float")
@@ -184,7 +184,7 @@ def test_zero_points_of_one_expert_are_carried(tmp_path, layout):
                 tensors[name] = np.full_like(tensors[name], ".experts.1.up_proj" in name)
 
     folder = rewritten("quark-int8", tmp_path, move)
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
     spec = layer_spec(layer, layout, "float")
     assert spec.w13.zero_points == 1
     for expert in layer:
@@ -211,7 +211,7 @@ def expert_group(number: int, **weights):
 def test_an_expert_configured_otherwise_is_a_group(tmp_path, layout):
     """Its tensors have the names, types and shapes of the others'."""
     folder = rewritten("llmcompressor-w8a8", tmp_path, expert_group(1, num_bits=4))
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
     found = {g.members: choose_layer(g, layout, "float").w13.format for g in layer.groups()}
     assert found == {(0,): "int8", (1,): "int4"}
 
@@ -219,7 +219,7 @@ def test_an_expert_configured_otherwise_is_a_group(tmp_path, layout):
 @pytest.mark.parametrize("layout", [cpu_panel, marlin])
 def test_a_symmetric_expert_beside_asymmetric_ones_is_carried(tmp_path, layout):
     folder = rewritten("llmcompressor-w4a16-asym", tmp_path, expert_group(0, symmetric=True))
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
     assert layer.expert(0).up.zero_points is None
     spec = layer_spec(layer, layout, "float")
     assert spec.w13.zero_points == spec.w2.zero_points == 1
@@ -240,8 +240,8 @@ def test_scales_of_gates_and_ups_inputs_differ_in_one_expert(tmp_path, fixture, 
     folder = rewritten(fixture, tmp_path / "checkpoint", double)
     with pytest.raises(CheckpointError, match=r"experts\.1: gate and up have different (input|pre-)") as refused:
         plan(folder, tmp_path / "model", target="cuda")
-    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
-    spec = layer_spec(find_format(open_checkpoint(FIXTURES / fixture)).moe_layers()[0], marlin, None)
+    (layer,) = moe_layers(find_format(open_checkpoint(folder)))
+    spec = layer_spec(moe_layers(find_format(open_checkpoint(FIXTURES / fixture)))[0], marlin, None)
     with pytest.raises(ValueError, match="gate and up have") as packing:
         marlin.describe(layer.expert(1), spec.w13.activation_format)
     assert str(refused.value) == f"{folder}: {layer.name}.1: {packing.value}"
@@ -321,7 +321,7 @@ def test_unpack_gives_the_checkpoints_codes(exported, checkpoint, tmp_path):
     format = find_format(open_checkpoint(checkpoint("qwen3_moe")))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     stored = Checkpoint(tmp_path)
-    experts = next(layer for layer in format.moe_layers() if layer.index == 1)
+    experts = next(layer for layer in moe_layers(format) if layer.index == 1)
     assert len(modules) == 3 * experts.num_experts + 4
 
     def read(module: str, like: QuantizedMatrix) -> QuantizedMatrix:
@@ -388,7 +388,7 @@ def test_quantize_fused_experts(checkpoint, tmp_path, architecture):
     }
     folder = make_float_checkpoint(tmp_path / "float", architecture, intermediate_size=96, **sizes)
     format = Unquantized(open_checkpoint(folder), "int8", 32)
-    layer = format.moe_layers()[0]
+    layer = moe_layers(format)[0]
     tensor = format.ckpt.tensor(f"{layer.name}.gate_up_proj")[3].astype(np.float64)
     expert = layer.expert(3)
     halves = (tensor[:, ::2], tensor[:, 1::2]) if architecture == "gpt_oss" else np.split(tensor, 2, axis=1)

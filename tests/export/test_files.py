@@ -33,7 +33,7 @@ from quantmoe.exporter.cli import main
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.exporter.targets import CPU, CUDA, ORT
@@ -81,7 +81,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_packed_bytes_are_the_checkpoints(exported, checkpoint):
     folder = exported("qwen3_moe", activations="float")
     nodes = [node for node in ir.load(folder / "model.onnx").graph if node.op_type == "QuantMoE"]
-    layers = find_format(open_checkpoint(checkpoint("qwen3_moe"))).moe_layers()
+    layers = moe_layers(find_format(open_checkpoint(checkpoint("qwen3_moe"))))
     assert len(nodes) == len(layers)
     for node, layer in zip(nodes, layers, strict=True):
         tensors = [value.const_value for value in node.inputs[3:5]]

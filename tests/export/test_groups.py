@@ -26,7 +26,7 @@ from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.expert_map import balance, write_map
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator
@@ -110,7 +110,7 @@ def test_what_is_unpacked(source, exported, tmp_path):
     """Codes and scales of all experts under their own numbers, bit for bit."""
     unpack(exported, 0, tmp_path / "layer")
     found = load_file(tmp_path / "layer")
-    (layer, _) = find_format(open_checkpoint(source())).moe_layers()
+    (layer, _) = moe_layers(find_format(open_checkpoint(source())))
     for e, expert in enumerate(layer):
         for role in ("gate", "up", "down"):
             want = getattr(expert, role)
@@ -138,7 +138,7 @@ def test_ranks(source, tmp_path, whole_experts, mapped):
     """A rank has its experts of each group, of some groups none."""
     folder, options = source(), {"tensor_parallel": 2, "expert_parallel": bool(whole_experts)}
     if mapped:
-        layers = find_format(open_checkpoint(folder)).moe_layers()
+        layers = moe_layers(find_format(open_checkpoint(folder)))
         write_map(tmp_path / "map.json", [balance([9, *[1] * 15], 2, 2) for _ in layers])
         options["expert_map"] = tmp_path / "map.json"
     export(folder, tmp_path / "slices", **EVERY_LOGIT, **options)

@@ -12,7 +12,7 @@ from checkpoints import check_layer, write_checkpoint
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.exporter.choosing.choose import choose_layer
-from quantmoe.exporter.reading.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import MoELayer, find_format, moe_layers, open_checkpoint
 
 HIDDEN, INTERMEDIATE, EXPERTS = 160, 96, 3  # 160: no multiple of 64 or 128
 CONFIG = {
@@ -47,7 +47,7 @@ def layer_of(folder: Path, case: encoders.Case, group_size: int, scale: str) -> 
             for suffix, tensor in case.encode(usable(matrix)).items():
                 tensors[f"model.layers.0.mlp.experts.{e}.{name}.{suffix}"] = tensor
     write_checkpoint(folder, tensors, case.config(group_size), **CONFIG)
-    return find_format(open_checkpoint(folder)).moe_layers()[0]
+    return moe_layers(find_format(open_checkpoint(folder)))[0]
 
 
 @pytest.mark.parametrize("activations", ["int8", "int8-token", "float"])
@@ -68,7 +68,7 @@ def test_gpt_oss(activations: str, tmp_path: Path) -> None:
         tensors[f"{prefix}{name}_bias"] = rng.normal(0, 1, (EXPERTS, n)).astype(np.float32)
     config = CONFIG | {"model_type": "gpt_oss", "intermediate_size": INTERMEDIATE, "swiglu_limit": 7.0}
     write_checkpoint(tmp_path, tensors, {"quant_method": "mxfp4"}, **config)
-    layer = find_format(open_checkpoint(tmp_path)).moe_layers()[0]
+    layer = moe_layers(find_format(open_checkpoint(tmp_path)))[0]
     check_layer(layer, activations)
     spec = choose_layer(layer, "cpu_panel", activations)
     assert (spec.activation, spec.w13.format, spec.w13.bias, spec.w2.bias) == ("swiglu_oai", "mxfp4", 1, 1)
@@ -96,7 +96,7 @@ def test_an_expert_without_zero_points_of_its_own(middle: int, tmp_path: Path) -
         if f".{middle}." in name.removeprefix(layer.name) and name.endswith("qzeros"):
             tensors[name][:] = 0x77777777  # 8, stored less one
     write_checkpoint(tmp_path / "changed", tensors, case.config(32), **CONFIG)
-    check_layer(find_format(open_checkpoint(tmp_path / "changed")).moe_layers()[0], "int8")
+    check_layer(moe_layers(find_format(open_checkpoint(tmp_path / "changed")))[0], "int8")
 
 
 def test_widths_that_no_layout_carries_are_refused(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_widths_that_no_layout_carries_are_refused(tmp_path: Path) -> None:
     tensors = {f"model.layers.0.mlp.experts.{name}": np.zeros((5, 8), np.int32) for name in names}
     write_checkpoint(tmp_path, tensors, config, **CONFIG)
     with pytest.raises(ValueError, match=r"unsupported GPTQ bits=5.*supported: 2, 3, 4 and 8 bits"):
-        find_format(open_checkpoint(tmp_path)).moe_layers()
+        moe_layers(find_format(open_checkpoint(tmp_path)))

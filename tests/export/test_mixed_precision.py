@@ -20,7 +20,7 @@ from tiny import make_float_checkpoint
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.unpack import unpack
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import formats_of
@@ -141,7 +141,7 @@ def test_for_cuda(source, reference, tmp_path):
 @pytest.mark.every
 def test_the_layer_that_drafts_for_cuda(source, tmp_path):
     """Its experts stay in their 16 bits, of the graph's type: the bytes that the checkpoint has, or those rounded."""
-    (layer,) = formats_of(find_format(open_checkpoint(source)), True)[-1].moe_layers()
+    (layer,) = moe_layers(formats_of(find_format(open_checkpoint(source)), True)[-1])
     for dtype, kind in (("bf16", torch.bfloat16), ("f16", torch.float16)):
         report = export(source, tmp_path / dtype, target="cuda", dtype=dtype, mtp=True)
         assert report.layers[layer.name][0] == "bf16, not quantized"

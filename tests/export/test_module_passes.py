@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
+from quantmoe.exporter.choosing.described_model import Shared
 from quantmoe.exporter.graph.attention import NAME
 from quantmoe.exporter.graph.passes import latent, linear_attention, routers, shared
 from quantmoe.exporter.graph.passes.attention import GROUPED, Called, Unlike, recognise
@@ -126,7 +127,7 @@ EXPERTS = moe_spec(4, 8, 16, W, W)
 def test_a_shared_expert() -> None:
     model = torch.nn.ModuleDict({"mlp": TinyMixture()})
     assert shared.recognise(model, {"mlp.experts": EXPERTS}) == {
-        "mlp.experts": shared.Shared(
+        "mlp.experts": Shared(
             "mlp", "mlp.gate", tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
             "mlp.shared_expert_gate", count=2, flat=False, logits=False,
         )

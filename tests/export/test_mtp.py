@@ -36,7 +36,7 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.fit import _drafting, fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import print_fit
 from quantmoe.exporter.writing.convert import export
@@ -346,7 +346,7 @@ def test_an_mtp_that_its_quantizer_left_fused_in_floats(sources, tmp_path):
     rewritten(sources["qwen3_5_moe_text"], source, lambda *named: [named], lambda config: config)
     path = source / "model.safetensors"
     head = formats_of(find_format(open_checkpoint(source)), True)[1]
-    experts = head.moe_layers()[0]
+    experts = moe_layers(head)[0]
     tensors = {
         name: tensor for name, tensor in load_file(path).items() if not name.startswith("mtp.layers.0.mlp.experts")
     }

@@ -44,6 +44,7 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
+from quantmoe.exporter.reading.formats import moe_layers
 from quantmoe.exporter.reading.slices import Cut, Slice
 from quantmoe.exporter.targets import CUDA, TARGETS
 from quantmoe.exporter.writing.convert import export
@@ -519,7 +520,7 @@ def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architectur
     """Each rank gives the whole model's logits of its own tokens."""
     options = {"tensor_parallel": 2, "expert_parallel": True, "data_parallel": True}
     if mapped:
-        layers = open_format(checkpoint(architecture), None, None, None).moe_layers()
+        layers = moe_layers(open_format(checkpoint(architecture), None, None, None))
         write_map(tmp_path / "map.json", [balance([9, *[1] * (layer.num_experts - 1)], 2, 2) for layer in layers])
         options["expert_map"] = tmp_path / "map.json"
     export(checkpoint(architecture), tmp_path / "slices", **EVERY_LOGIT, **options)
@@ -538,7 +539,7 @@ def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architectur
 @pytest.mark.every
 def test_ranks_with_experts_as_a_map_says(checkpoint, whole, tmp_path, architecture):
     """Any experts in any rank, some several times: each pair is computed once, by a rank that all agree on."""
-    layers = open_format(checkpoint(architecture), None, None, None).moe_layers()
+    layers = moe_layers(open_format(checkpoint(architecture), None, None, None))
     rng = np.random.default_rng(1)
     found = [balance(rng.zipf(1.5, layer.num_experts), 4, 4) for layer in layers]
     assert all(placement.copies > 1 for placement in found)

@@ -25,7 +25,7 @@ from quantmoe.exporter.graph.calibrating import calibrate
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import write_safetensors
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.rounding import weighed
 from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
@@ -44,7 +44,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def write(folder: Path) -> None:
         format, rng = find_format(open_checkpoint(DEMO)), np.random.default_rng(0)
         tensors = {name: format.parameter(name) for name in format.parameters()}
-        for layer in format.moe_layers():
+        for layer in moe_layers(format):
             for e in range(layer.num_experts):
                 expert = layer.expert(e)
                 for name, m in zip(layer.projections, (expert.gate, expert.up, expert.down), strict=True):
@@ -250,7 +250,7 @@ def test_a_dry_run_says_what_calibration_takes(floats: Path, tmp_path: Path) -> 
     # the embeddings, twice a layer, and a window's scores of attention
     config = json.loads((floats / "config.json").read_text(encoding="utf-8"))
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    experts = next(iter(open_format(floats, "none", None).moe_layers()))
+    experts = next(iter(moe_layers(open_format(floats, "none", None))))
     least = config["vocab_size"] * width + 2 * 3 * experts.num_experts * width * experts.intermediate_size
     assert found.calibration.memory > 4 * (least + len(windows) * heads * len(windows[0]) ** 2)
     assert found.memory >= found.calibration.memory > found.memory / 100
@@ -314,7 +314,7 @@ def test_a_mixture_has_more_bits_where_they_gain_most(floats: Path) -> None:
     for i in range(6):
         for leaf in ("q_proj", "k_proj", "v_proj", "o_proj"):
             assert format.scheme_of(f"model.layers.{i}.self_attn.{leaf}").format == "q6_k"
-    for layer in format.moe_layers():
+    for layer in moe_layers(format):
         expert = layer.expert(3)
         assert (expert.gate.kind, expert.up.kind) == ("q4_k", "q4_k")
         assert expert.down.kind == ("q6_k" if layer.index in (2, 5) else "q4_k")

@@ -31,7 +31,7 @@ from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator
@@ -76,7 +76,7 @@ def check_unpacked(checkpoint: Path, folder: Path, to: Path) -> None:
     format = find_format(open_checkpoint(checkpoint))
     to.mkdir()
     (to / "config.json").write_text("{}", encoding="utf-8")
-    for layer in format.moe_layers():
+    for layer in moe_layers(format):
         modules = unpack(folder, layer.index, to / "layer.safetensors", force=True)
         stored = Checkpoint(to)
         experts = {f"{layer.name}.{e}": layer.expert(e) for e in range(layer.num_experts)}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.inspecting.survey import survey
-from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.writing.prepare import open_format
 
 BY_ID = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -504,5 +504,5 @@ def test_dense_models_are_named_at_once(other: str, quantization: dict, quantize
     }
     folder = write_checkpoint(tmp_path, tensors, quantization, model_type="qwen3", num_experts=None)
     with pytest.raises(CheckpointError, match=r": a dense model \(qwen3\): no experts; expected a mixture of experts"):
-        open_format(folder, quantize, None).moe_layers()
+        moe_layers(open_format(folder, quantize, None))
     assert all("a dense model (qwen3): no experts" in text for text in survey(folder)["refused"].values())

@@ -27,8 +27,8 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.survey import is_model, survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.reading.formats.gguf import CARRIED
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
+from quantmoe.exporter.reading.gguf.blocks import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.writing.battery import texts
@@ -206,13 +206,13 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
     """Codes times scales are gguf-py's numbers, bit for bit."""
     blocks = random_blocks(kind, 2, 256)
     format = find_format(open_checkpoint(small_file(tmp_path / "model.gguf", kind, blocks)))
-    (layer,) = format.moe_layers()
+    (layer,) = moe_layers(format)
     for e in range(2):
         expert = layer.expert(e)
         want = gguf.dequantize(blocks[e], gguf.GGMLQuantizationType[kind])
         for matrix in (expert.gate, expert.up, expert.down):
             np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
-    outline = format.outline().moe_layers()[0].expert(0).up
+    outline = moe_layers(format.outline())[0].expert(0).up
     assert (outline.kind, outline.group_size, outline.scale_type) == (
         expert.up.kind,
         expert.up.group_size,
@@ -232,7 +232,7 @@ def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
         return
     (((_, spec),),) = choose_experts(format, "marlin", None, "exact").values()
     rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
-    marlin.pack(format.moe_layers()[0].expert(1), spec, *rows)
+    marlin.pack(moe_layers(format)[0].expert(1), spec, *rows)
     found, want = marlin.unpack(spec, *rows), gguf.dequantize(blocks[1], gguf.GGMLQuantizationType[kind])
     for matrix in (found.gate, found.up, found.down):
         np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
@@ -245,7 +245,7 @@ def test_refused_blocks(kind: str, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=rf"blk.0.ffn_gate_exps.weight is {kind}, which (has|is) .*supported: Q4_0"
     ):
-        find_format(open_checkpoint(path)).moe_layers()
+        moe_layers(find_format(open_checkpoint(path)))
 
 
 def test_types() -> None:
@@ -618,7 +618,7 @@ def test_any_bytes(data: st.DataObject, tmp_path: Path) -> None:
     path.write_bytes(octets[: data.draw(st.sampled_from([len(octets), 9000, 20000]))])
     try:
         format = find_format(open_checkpoint(path))
-        for layer in format.moe_layers():
+        for layer in moe_layers(format):
             layer.expert(0)
     except CheckpointError as error:
         assert str(path) in str(error)  # noqa: PT017

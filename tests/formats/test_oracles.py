@@ -21,7 +21,7 @@ from tiny import make_float_checkpoint, make_scheme, qparams
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 
 # preset, group size (None: the preset's), symmetric
 PRESETS = [
@@ -91,7 +91,7 @@ def test_whole_model(architecture: str, writer: str, tmp_path: Path) -> None:
     make_float_checkpoint(tmp_path / "f", architecture, **TINY)
     original = open_checkpoint(tmp_path / "f")
     format = find_format(open_checkpoint(tmp_path / "q"))
-    layers = format.moe_layers()
+    layers = moe_layers(format)
     assert [layer.index for layer in layers] == [0, 1]
     names = set(original.names())
     for name in format.parameters():
@@ -186,7 +186,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
         hidden_act="silu",
         swiglu_limit=7.0,
     )
-    (layer,) = find_format(open_checkpoint(tmp_path)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(tmp_path)))
     assert (layer.index, layer.activation, layer.swiglu_alpha, layer.swiglu_limit) == (4, "swiglu_oai", 1.702, 7.0)
 
     check_headers(layer)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import check_layer, write_checkpoint
 
-from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.writing.plan import plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -80,7 +80,7 @@ def test_every_fixture_has_a_row() -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_tool(name: str) -> None:
     format = find_format(open_checkpoint(FIXTURES / name))
-    (layer,) = format.moe_layers()
+    (layer,) = moe_layers(format)
     assert (layer.scheme.format, layer.scheme.group_size, layer.scheme.activation_format) == TABLE[name]
     # Where there is one product the tool and dequantize() both round it once; else (global scales, division by a
     # scale) each product, quotient or reciprocal adds half a unit in the last place.
@@ -116,7 +116,7 @@ def test_damage_of_fused_experts_is_named(name: str, tmp_path: Path) -> None:
             kept = {k: v for k, v in (tensors | {damaged: changed}).items() if v is not None}
             folder = write_checkpoint(tmp_path / f"{change}-{damaged}", kept, ckpt.quantization, **config)
             with pytest.raises(CheckpointError, match=f"{damaged}.*expected"):
-                find_format(open_checkpoint(folder)).moe_layers()[0].expert(0)
+                moe_layers(find_format(open_checkpoint(folder)))[0].expert(0)
 
 
 @pytest.mark.parametrize("algorithm", ["mxfp4", "W4A8_NVFP4_FP8"])
@@ -132,7 +132,7 @@ def test_fused_experts_grouped_along_their_outputs(algorithm: str, tmp_path: Pat
     tensors = {f"{name}.{leaf}": np.zeros(shape, np.uint8) for leaf, shape in shapes.items()}
     write_checkpoint(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": algorithm}, **config)
     with pytest.raises(CheckpointError) as refused:
-        find_format(open_checkpoint(tmp_path)).moe_layers()
+        moe_layers(find_format(open_checkpoint(tmp_path)))
     for part in (
         f"{name}: ModelOpt {algorithm.upper()} of fused experts",
         f"{name}.gate_up_proj U8 [2, 64, 96] and {name}.gate_up_proj_weight_scale U8 [2, 64, 6]: groups of output",
@@ -147,7 +147,7 @@ def test_fused_experts_left_alone(name: str, tmp_path: Path) -> None:
     gate_up, down = (rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in ((2, 64, 192), (2, 96, 64)))
     tensors = {"model.layers.0.mlp.experts.gate_up_proj": gate_up, "model.layers.0.mlp.experts.down_proj": down}
     write_checkpoint(tmp_path, tensors, ckpt.quantization, **config)
-    (layer,) = find_format(open_checkpoint(tmp_path)).moe_layers()
+    (layer,) = moe_layers(find_format(open_checkpoint(tmp_path)))
     assert layer.scheme.format == layer.down_scheme.format == "bf16"
     for e, expert in enumerate(layer):
         columns = [gate_up[e, :, ::2], gate_up[e, :, 1::2]] if "gpt_oss" in name else np.split(gate_up[e], 2, axis=1)

@@ -34,7 +34,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter.choosing.choose import choose_layer
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
-from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, moe_layers, open_checkpoint
 
 GGUF = [Path(__file__).parents[1] / "fixtures" / "gguf" / f"qwen3moe-{name}.gguf" for name in ("Q4_0", "Q5_K_M")]
 VALUES = st.recursive(
@@ -81,7 +81,7 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
 def read(folder: Path) -> None:
     """What export reads and computes before it traces."""
     format = find_format(open_checkpoint(folder))
-    layers = format.moe_layers()
+    layers = moe_layers(format)
     for layer in layers:
         spec = choose_layer(layer, "cpu_panel", "int8")
         rows = [native.aligned(LAYOUTS["cpu_panel"].row_bytes(spec, p)) for p in ("w13", "w2")]

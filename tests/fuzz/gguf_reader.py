@@ -18,7 +18,7 @@ import numpy as np
 
 with atheris.instrument_imports(include=["quantmoe.exporter.reading"]):
     from quantmoe.exporter.reading.checkpoint import CheckpointError
-    from quantmoe.exporter.reading.formats import find_format
+    from quantmoe.exporter.reading.formats import find_format, moe_layers
     from quantmoe.exporter.reading.gguf import GGUF
 
 #: architecture, ggml type of the experts, whether gate and up are one tensor, whether each expert has a tensor
@@ -67,7 +67,7 @@ def main(corpus: Path) -> None:
             path.write_bytes(data)
             with suppress(CheckpointError):
                 ckpt = GGUF(path)
-                for layer in find_format(ckpt).moe_layers():
+                for layer in moe_layers(find_format(ckpt)):
                     layer.expert(0).down.dequantize()
 
         atheris.Setup(sys.argv, one)

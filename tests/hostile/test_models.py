@@ -17,7 +17,7 @@ from specs import moe_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, moe_layers, open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +138,10 @@ def test_model(name: str, model: Path, tmp_path: Path) -> None:
     edit, text = EDITS[name]
     folder = edited(model, tmp_path, edit)
     if text is None:  # no such expert: not one of the model's tensors
-        assert len(find_format(open_checkpoint(folder)).moe_layers()) == 2
+        assert len(moe_layers(find_format(open_checkpoint(folder)))) == 2
         return
     with pytest.raises(CheckpointError) as error:
-        [list(layer) for layer in find_format(open_checkpoint(folder)).moe_layers()]
+        [list(layer) for layer in moe_layers(find_format(open_checkpoint(folder)))]
     assert text in str(error.value)
     assert str(folder) in str(error.value)
 
@@ -198,7 +198,7 @@ def test_scales_that_are_no_numbers(projection: str, value: float, model: Path, 
     """Refused before a byte of that expert is written."""
     name = f"{E1}.{projection}.weight_scale"
     folder = edited(model, tmp_path, lambda c, t: t[name].flat.__setitem__(5, value))
-    layer = find_format(open_checkpoint(folder)).moe_layers()[1]
+    layer = moe_layers(find_format(open_checkpoint(folder)))[1]
     layout = LAYOUTS["cpu_panel"]
     w13, w2 = layout.describe(layer.expert(0), "none")
     spec = moe_spec(4, layer.hidden_size, layer.intermediate_size, w13, w2)
@@ -227,7 +227,7 @@ def test_negative_scales_are_kept(model: Path, tmp_path: Path) -> None:
     name = f"{E1}.up_proj.weight_scale"
     folder = edited(model, tmp_path, lambda c, t: t.update({name: -t[name]}))
     whole, flipped = (
-        find_format(open_checkpoint(path)).moe_layers()[1].expert(1).up.dequantize() for path in (model, folder)
+        moe_layers(find_format(open_checkpoint(path)))[1].expert(1).up.dequantize() for path in (model, folder)
     )
     np.testing.assert_array_equal(flipped, -whole)
 
@@ -292,7 +292,7 @@ def test_a_gguf_file_without_gates(tmp_path: Path) -> None:
     text = whole.read_bytes()
     path = tmp_path / "model.gguf"
     # tensors of layers beyond the last are left out
-    layers = find_format(open_checkpoint(whole)).moe_layers()
+    layers = moe_layers(find_format(open_checkpoint(whole)))
     for layer in layers:
         name = f"blk.{layer.index}.ffn_gate_exps.weight".encode()
         assert text.count(name) == 1

@@ -43,7 +43,7 @@ from quantmoe.exporter.graph.passes.attention import (
 from quantmoe.exporter.graph.stored import placeholder
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.stored import Stored
 
 
 def is_latent(module: torch.nn.Module) -> bool:
@@ -103,10 +103,10 @@ def _inside(module: Any) -> bool:
     return found is not None and found.spec.nope_size > 0
 
 
-def absorb(skeleton: Skeleton) -> None:
+def absorb(stored: Stored) -> None:
     """Give latent modules their :class:`Absorbed` in kv_b_proj's place, and those that still run transformers' forward
     an ``expand_kv`` that expands nothing; exporter/graph/attention.py then absorbs."""
-    for path, found in list(skeleton.model.named_modules()):
+    for path, found in list(stored.model.named_modules()):
         if not is_latent(found):
             continue
         module: Any = found
@@ -116,12 +116,12 @@ def absorb(skeleton: Skeleton) -> None:
         shapes = {"k_up": (rank, nope), "v_up": (value, rank)}
         orders = (shape[::-1] if inside else shape for shape in shapes.values())
         module.absorbed = Absorbed(*(placeholder((heads, *order), dtype) for order in orders))
-        source = skeleton.sources[skeleton.tied[f"{path}.kv_b_proj.weight"]]
+        source = stored.sources[stored.tied[f"{path}.kv_b_proj.weight"]]
         del module.kv_b_proj
         for i, name in enumerate(shapes):
             full = f"{path}.absorbed.{name}"
-            skeleton.sources[full] = source
-            skeleton.derive([full], partial(_half, i=i, nope=nope, value=value, inside=inside))
+            stored.sources[full] = source
+            stored.derive([full], partial(_half, i=i, nope=nope, value=value, inside=inside))
         module.expand_kv = MethodType(_expand_kv, module)
 
 

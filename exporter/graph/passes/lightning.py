@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from quantmoe.exporter.graph.passes.linear_attention import recurrent_state
 from quantmoe.exporter.graph.passes.rows import Rows
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.stored import Stored
 
 LINEARS = ("qkv_proj", "output_gate", "out_proj")
 #: sums in f32 in another order, of chunks of 70 tokens
@@ -118,16 +119,16 @@ def _compare(module: Any, found: Lightning) -> None:
         raise Unlike(f"its forward does not run alone: {line(error)}") from None
 
 
-def attach(skeleton: Skeleton, rows: Rows) -> list[str]:
+def attach(stored: Stored, recognised: Mapping[str, Lightning], rows: Rows) -> list[str]:
     """Make the forward of recognised modules standard nodes, and their rates a parameter, so that layers are alike.
 
     Returns:
         Names of the parameters that are f32 now.
     """
     changed = []
-    for path, found in skeleton.lightning.items():
-        module: Any = skeleton.model.get_submodule(path)
-        skeleton.fill(f"{path}.rate", np.array(found.rates, np.float32), f"{path}.norm.weight")
+    for path, found in recognised.items():
+        module: Any = stored.model.get_submodule(path)
+        stored.fill(f"{path}.rate", np.array(found.rates, np.float32), f"{path}.norm.weight")
         old = module.norm.weight.data
         wide = old.flatten()[:1].float().expand(old.shape)  # a placeholder as it was
         module.norm._parameters["weight"] = torch.nn.Parameter(wide, requires_grad=False)

@@ -8,7 +8,6 @@ numbers; what it makes of them must be routed + shared, or routed + sigmoid(gate
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MethodType
 from typing import Any
@@ -18,34 +17,12 @@ import torch
 
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.custom_ops.reference import activate
+from quantmoe.exporter.choosing.described_model import Shared
 from quantmoe.exporter.graph.passes.attention import FAILURES, Given, drawing
 from quantmoe.exporter.graph.passes.routers import is_product
 from quantmoe.exporter.graph.passes.routers import recognise as recognise_router
 
 _TOLERANCE = 1e-5
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """A shared expert beside routed ones, names of modules as in the model.
-
-    Attributes:
-        mixture: what has the experts, their router and the shared expert.
-        router: of the mixture's router.
-        projections: of the shared expert's gate (where experts have one), up and down.
-        gate: of the linear [1, H] whose sigmoid is its weight; "": it has the weight 1.
-        count: its width in experts.
-        flat: whether the mixture returns [tokens, H], whatever the shape of its input.
-        logits: whether it also returns the router's logits.
-    """
-
-    mixture: str
-    router: str
-    projections: tuple[str, ...]
-    gate: str
-    count: int
-    flat: bool
-    logits: bool
 
 
 def recognise(model: torch.nn.Module, experts: Mapping[str, MoESpec]) -> dict[str, Shared]:

@@ -1,6 +1,6 @@
 """Checkpoint formats: one module each, one line in FORMATS.
 
-``open_checkpoint(folder)`` -> ``find_format(ckpt)`` -> ``format.moe_layers()`` -> ``layer.expert(e)``.
+``open_checkpoint(folder)`` -> ``find_format(ckpt)`` -> ``moe_layers(format)`` -> ``layer.expert(e)``.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_gguf
+from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.formats.awq import AWQ
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer, reading
+from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
 from quantmoe.exporter.reading.formats.experts import named_experts, refuse_dense
 from quantmoe.exporter.reading.formats.fp8 import FP8
 from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gpt_oss import GptOss
 from quantmoe.exporter.reading.formats.gptq import GPTQ
+from quantmoe.exporter.reading.formats.layers import moe_layers
 from quantmoe.exporter.reading.formats.modelopt import ModelOpt
 from quantmoe.exporter.reading.formats.quark import Quark
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
@@ -31,6 +33,7 @@ __all__ = [
     "MoELayer",
     "ModuleScheme",
     "find_format",
+    "moe_layers",
     "open_checkpoint",
 ]
 

@@ -20,6 +20,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
 from quantmoe.exporter.reading import families
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
+from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.formats import kv_cache
 from quantmoe.exporter.reading.formats.rounding import quantized
 from quantmoe.exporter.reading.slices import Cut, Slice
@@ -482,12 +483,6 @@ class Format(ABC):
             name.startswith(self.prefixes(self.part)) or re.search(r"(^|\.)(embed_tokens|lm_head)\.", name) is not None
         )
 
-    def moe_layers(self) -> list[MoELayer]:
-        """Return the MoE layers, in the model's order; some of them may be 16-bit floats."""
-        from quantmoe.exporter.reading.formats.experts import moe_layers
-
-        return moe_layers(self)
-
     def parameters(self) -> list[str]:
         """Return the text model's parameters outside the experts, a quantized module's tensors being its one
         ``weight``."""
@@ -610,17 +605,6 @@ FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
 INPUT_SCALES = ("input_scale", "input_global_scale")
 #: what routers add to the scores for the selection only; most in their module, ERNIE 4.5 in one below
 CORRECTION_BIAS = "e_score_correction_bias"
-
-
-@contextlib.contextmanager
-def reading(where: str) -> Iterator[None]:
-    """What fields of another type, or infinite numbers, raise becomes a CheckpointError: ``where`` and the reason."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError, regex.error) as error:
-        raise CheckpointError(f"{where}: {error}") from error
 
 
 @contextlib.contextmanager

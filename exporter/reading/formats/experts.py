@@ -1,18 +1,16 @@
-"""How checkpoints name their experts, and what config.json says about them."""
+"""How checkpoints name their experts, and which families have experts that nothing here computes."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats.base import ALL_BESIDE, FLOAT_KINDS, ModuleScheme, MoELayer
+from quantmoe.exporter.reading.formats.base import ALL_BESIDE
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.checkpoint import Checkpoint
-    from quantmoe.exporter.reading.formats.base import Format
 
 #: the names of an expert's children: gate, up, down; or up, down where there is no gate
 NAMINGS = (
@@ -20,8 +18,6 @@ NAMINGS = (
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron
 )
-#: of anything that config.json counts
-MAX_SIZE = 1 << 24
 #: model_type of families whose layers keep a state from token to token -> what no operator computes of it
 RECURRENT = {
     "inkling": "a short convolution after attention and experts",
@@ -42,58 +38,6 @@ UNLIKE = {
     "qwen4_exp": "sparse attention's indexer and embeddings of n-grams",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
-#: fields of config.json that count them
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-#: the same of a token's
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-#: transformers' hidden_act -> op.def's activation
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "relu2": "relu2",
-}
-#: model_type of families with gpt-oss' gate, whatever their configuration calls it
-SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text")
-#: model_type of families with SiLU, whose configuration does not name it
-SILU = ("lfm2_moe", "step3p5")
-#: field with a layer's limit of gates after SiLU, null and 0 for none
-STEP_LIMITS = "swiglu_limits"
-#: model_type of families whose experts beyond those of text are for images
-TEXT_FIRST = ("ernie4_5_vl_moe_text",)
-#: model_type of families with a norm after each expert: each expert of a token is a token of one expert to the node
-NORMED = ("muse_spark_text",)
-
-
-def moe_layers(format: Format) -> list[MoELayer]:
-    """Return the MoE layers that the checkpoint's tensor names show, checked against its config.
-
-    Layers beyond num_hidden_layers (multi-token prediction) are left out, as transformers leaves them out.
-
-    Raises:
-        CheckpointError: naming a missing expert, an unknown naming, a layer of another type or a config field.
-    """
-    check_sizes(format.ckpt, format.ckpt.text_config)
-    if format.without_experts:
-        return []
-    from quantmoe.exporter.reading.formats.unquantized import Unquantized
-
-    # quantizers that store experts one by one leave those of a part that they do not know fused, in floats
-    left = bool(format.part) and not format.fused
-    found = named_experts(format.ckpt, Unquantized.fused if left else format.fused, format.has, format.part)
-    last = format.ckpt.text_config.get("num_hidden_layers")
-    limit = last if type(last) is int and not format.part else MAX_SIZE
-    layers = {name: experts for name, experts in found.items() if _index(name) < limit}
-    made = []
-    for name, experts in layers.items():
-        made.append(_layer(Unquantized.rest(format.ckpt) if left and not experts else format, name, experts))
-    made.sort(key=lambda layer: layer.index)
-    if other := next((layer for layer in made if layer.gated != made[0].gated), None):
-        kinds = [f"{layer.name} has {'a' if layer.gated else 'no'} gate" for layer in (made[0], other)]
-        raise CheckpointError(f"{format.ckpt.folder}: {', '.join(kinds)}; expected one kind in all layers")
-    return made
 
 
 def named_experts(
@@ -148,19 +92,6 @@ def refuse_dense(ckpt: Checkpoint) -> None:
         )
 
 
-def check_sizes(ckpt: Checkpoint, config: dict[str, Any]) -> None:
-    """Refuse sizes that would take hours or terabytes to build a model of."""
-    for key, value in config.items():
-        limit = 1 << 16 if key == "num_labels" else MAX_SIZE  # transformers names every label
-        if re.search("(size|dim|heads|experts|layers|rank|labels)$", key) and type(value) is int and value > limit:
-            raise CheckpointError(f"{ckpt.folder / 'config.json'}: {key} is {value}, expected at most {limit}")
-
-
-def _index(name: str) -> int:
-    number = re.findall(r"\.([0-9]{1,6})\.", name)
-    return int(number[-1]) if number else 0
-
-
 def _absence(ckpt: Checkpoint, fused: tuple[str, ...], has: Callable[[str], bool], part: str) -> str:
     """Return which names there are none of, and the first tensor that may be experts' by its name or three
     dimensions."""
@@ -175,106 +106,3 @@ def _absence(ckpt: Checkpoint, fused: tuple[str, ...], has: Callable[[str], bool
 
 def _expected(layer: str, fused: tuple[str, ...]) -> str:
     return " or ".join(f"{layer}{end}" for end in (".experts.<number>.*", *fused))
-
-
-def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
-    """``experts``: the children of each expert; {} when they are fused."""
-    config = format.ckpt.text_config
-    path = format.ckpt.folder / "config.json"
-
-    def setting(kind: type, *keys: str) -> Any:
-        key = next((key for key in keys if config.get(key) is not None), None)
-        if key is None:
-            raise CheckpointError(f"{path}: expected one of the fields {', '.join(keys)}")
-        found = config[key]
-        if config.get("model_type") in TEXT_FIRST and isinstance(found, list) and found:
-            found = found[0]
-        if type(found) is not kind or (kind is int and found <= 0):
-            raise CheckpointError(f"{path}: {key} is {found!r}, expected a positive {kind.__name__}")
-        return found
-
-    def number(found: Any, key: str) -> float:
-        if type(found) not in (int, float):
-            raise CheckpointError(f"{path}: {key} is {found!r}, expected a number")
-        return float(found)
-
-    num_experts = setting(int, *_COUNTS)
-    if config.get("model_type") in TEXT_FIRST:
-        experts = {e: children for e, children in experts.items() if e < num_experts}
-    projections = _projections(format, name, experts, num_experts) if experts else ()
-    scheme, down_scheme = _schemes(format, name, projections, num_experts)
-    oai = config.get("model_type") in SWIGLU_OAI
-    limits = config.get(STEP_LIMITS)
-    step = (
-        number(limits[_index(name)] or 0, STEP_LIMITS) if isinstance(limits, list) and limits[_index(name) :] else 0.0
-    )
-    unnamed = config.get("model_type") in SILU
-    activation = "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
-    if not oai and activation not in ACTIVATIONS:
-        raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
-    top_k = setting(int, *_TOP_K)
-    if top_k > num_experts:
-        raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
-    return MoELayer(
-        name=name,
-        index=_index(name),
-        num_experts=num_experts,
-        # Nemotron-3-Super and Muse Spark: of experts alone
-        hidden_size=setting(int, "moe_latent_size", "moe_hidden_size", "hidden_size"),
-        intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
-        activation="swiglu_oai" if oai else "swiglu_step" if step else ACTIVATIONS[activation],
-        gated=len(projections) != 2,
-        top_k=1 if config.get("model_type") in NORMED else top_k,
-        scheme=scheme,
-        down_scheme=down_scheme,
-        # transformers' GptOssExperts; older configurations have no alpha
-        swiglu_alpha=number(config.get("swiglu_alpha", 1.702), "swiglu_alpha") if oai else 0.0,
-        swiglu_limit=number(config.get("swiglu_limit", 7.0), "swiglu_limit") if oai else step,
-        apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
-        format=format,
-        projections=projections,
-    )
-
-
-def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
-    """Return the naming that all experts of a layer share; every one of them is there, quantized or a 16-bit float."""
-    folder = format.ckpt.folder
-    if missing := list(itertools.islice((e for e in range(num_experts) if e not in experts), 8)):  # may be absurd
-        raise CheckpointError(f"{folder}: {name} lacks the experts {missing}; config.json says {num_experts}")
-    if len(experts) > num_experts:
-        raise CheckpointError(f"{folder}: {name} has {len(experts)} experts; config.json says {num_experts}")
-    naming = next((naming for naming in NAMINGS if set(naming) == set.union(*experts.values())), None)
-    if naming is None:
-        known = "; ".join("/".join(naming) for naming in NAMINGS)
-        raise CheckpointError(f"{folder}: {name}.0 has {sorted(experts[0])}; supported names: {known}")
-    for e in range(num_experts):
-        for projection in naming:
-            module = f"{name}.{e}.{projection}"
-            weight = f"{module}.weight"
-            if format.is_quantized(module) or (weight in format.ckpt and format.ckpt.dtype(weight) in FLOAT_KINDS):
-                continue
-            raise CheckpointError(
-                f"{folder}: {module} is missing or not quantized; "
-                f"expected one of the tensors {', '.join(format.marks)} ({format.name}), "
-                f"or a weight in {' or '.join(FLOAT_KINDS)}"
-            )
-    return naming
-
-
-def _schemes(
-    format: Format, name: str, projections: tuple[str, ...], num_experts: int
-) -> tuple[ModuleScheme, ModuleScheme]:
-    """Return the schemes of the first expert's gate and up, and down: a node has one activation_format for each of the
-    two."""
-    if not projections:
-        return format.scheme(name), format.scheme(name)
-    for e in range(num_experts):
-        first, *others = (f"{name}.{e}.{projection}" for projection in projections[:-1])
-        wanted = format.scheme_of(first).activation_format
-        for module in others:
-            if (found := format.scheme_of(module).activation_format) != wanted:
-                raise CheckpointError(
-                    f"{format.ckpt.folder}: {module} quantizes activations as {found}, {first} as {wanted}; expected "
-                    "one way in both, which read the same tokens"
-                )
-    return format.scheme_of(f"{name}.0.{projections[0]}"), format.scheme_of(f"{name}.0.{projections[-1]}")

@@ -7,8 +7,7 @@ types are refused: those with minima (Q2_K, Q4_1, Q5_1) or codebooks (IQ), and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,104 +15,9 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline
 from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Tensor
 from quantmoe.exporter.reading.gguf import GGUF
+from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
 
-
-def _halves(octets: np.ndarray) -> np.ndarray:
-    """Return the nibbles of blocks [.., B] as [.., 2 B]: the low ones of all bytes, then the high ones."""
-    return np.concatenate([octets & 15, octets >> 4], axis=-1)
-
-
-def _q4_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return _halves(blocks[..., 2:]), _f16(blocks[..., :2])
-
-
-def _q5_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    fifth = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
-    return (_halves(blocks[..., 6:]) | fifth << 4) + 112, _f16(blocks[..., :2])  # 16 is their zero, 128 int8's
-
-
-def _q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return blocks[..., 2:] ^ 128, _f16(blocks[..., :2])
-
-
-def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return _halves(blocks[..., 1:]), np.ascontiguousarray(blocks[..., :1]).view(SCALE_DTYPES["e8m0"])
-
-
-def _q3_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """32 bytes of third bits, 64 of pairs of bits, 12 of 16 scales of 6 bits, and their scale."""
-    high = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # of weight 32 i + j bit i of byte j
-    low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    codes = low.reshape(high.shape) | high << 2
-    packed = blocks[..., 96:108]
-    four = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
-    two = (packed[..., None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]).reshape(four.shape) & 3
-    scales = (four | two << 4).astype(np.int8) - np.int8(32)
-    return codes.reshape(*blocks.shape[:-1], 256) + 4, scales * _f16(blocks[..., 108:]).astype(np.float32)
-
-
-def _levels32(blocks: np.ndarray) -> np.ndarray:
-    """k32 scales: two f16, then 8 scales and 8 minima of 6 bits in 12 bytes.
-
-    The first four of each are the low bits of a byte, the others a nibble of the last four bytes and the high bits of
-    those.
-    """
-    levels = np.empty((*blocks.shape[:-1], 1), SCALE_DTYPES["k32"])
-    levels["d"], levels["d_min"] = _f16(blocks[..., :2]), _f16(blocks[..., 2:4])
-    packed = blocks[..., 4:16]
-    for name, at, nibbles in (("scales", 0, packed[..., 8:] & 15), ("minima", 4, packed[..., 8:] >> 4)):
-        first = packed[..., at : at + 4]
-        levels[name][..., 0, :] = np.concatenate([first & 63, nibbles | first >> 6 << 4], axis=-1)
-    return levels
-
-
-def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    nibbles = _halves(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
-    return nibbles.reshape(*blocks.shape[:-1], 256), _levels32(blocks)
-
-
-def _q5_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As _q4_k, but for 32 bytes of fifth bits before the nibbles: of weight 32 i + j bit i of byte j."""
-    nibbles = _halves(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32)).reshape(*blocks.shape[:-1], 8, 32)
-    fifth = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    return (nibbles | fifth << 4).reshape(*blocks.shape[:-1], 256), _levels32(blocks)
-
-
-def _q6_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """128 bytes of low nibbles, 64 of pairs of high bits, 16 scales int8, and their scale; in halves of 128 weights."""
-    low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 64)
-    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    codes = _halves(low) | (high & 3).reshape(*blocks.shape[:-1], 2, 128) << 4
-    levels = np.empty((*blocks.shape[:-1], 1), SCALE_DTYPES["k16"])
-    levels["d"], levels["scales"][..., 0, :] = _f16(blocks[..., 208:]), blocks[..., 192:208].view(np.int8)
-    return codes.reshape(*blocks.shape[:-1], 256), levels
-
-
-def _f16(octets: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(octets).view("<f2")
-
-
-class Block(NamedTuple):
-    """How a type is carried. decode: blocks uint8 [.., bytes] -> codes uint8 [.., weights], scales [.., groups]."""
-
-    kind: str
-    group_size: int
-    scales: str
-    decode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-
-
-#: ggml type -> how it is carried
-CARRIED = {
-    "Q4_0": Block("int4", 32, "f16", _q4_0),
-    "Q5_0": Block("int8", 32, "f16", _q5_0),
-    "Q8_0": Block("int8", 32, "f16", _q8_0),
-    "MXFP4": Block("mxfp4", 32, "e8m0", _mxfp4),
-    "Q3_K": Block("int4", 16, "f32", _q3_k),
-    "Q4_K": Block("q4_k", 256, "k32", _q4_k),
-    "Q5_K": Block("q5_k", 256, "k32", _q5_k),
-    "Q6_K": Block("q6_k", 256, "k16", _q6_k),
-}
 #: the same of those that are not, but for codebooks (IQ) -> why
 REFUSED = {
     "Q4_1": "has minima beside its scales",

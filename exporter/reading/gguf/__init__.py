@@ -9,46 +9,36 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable
 from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, Checkpoint, CheckpointError, Entry, is_outline
+from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, CheckpointError, Entry
+from quantmoe.exporter.reading.checkpoint import Checkpoint as Checkpoint
+from quantmoe.exporter.reading.checkpoint import is_outline as is_outline
+from quantmoe.exporter.reading.config_fields import check_sizes, reading
+from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
 from quantmoe.exporter.reading.gguf.families import FAMILIES, JOINED, Metadata, common_name
 from quantmoe.exporter.reading.gguf.header import TYPES, Header, read_header, shown
 from quantmoe.exporter.reading.gguf.tokenizer import write_tokenizer
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
-_LAYER = re.compile(r"model\.layers\.[0-9]+")
 _PIECE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[^.]*)?", re.DOTALL)
 
-Change = Callable[[np.ndarray], np.ndarray]
 
-
-class GGUF(Checkpoint):
+class GGUF(ChangedTensors):
     """A GGUF file; of a model in pieces, any of them.
-
-    Attributes:
-        rows: module -> the order of its rows that transformers has.
-        columns: module -> the order of its columns, which keeps groups of columns that share a scale together.
 
     Raises:
         CheckpointError: naming the file, the field or tensor, what was found and what was expected.
     """
 
     def _open(self) -> None:
-        from quantmoe.exporter.reading.formats.base import reading  # which imports this
-        from quantmoe.exporter.reading.formats.experts import check_sizes
-
-        self._changes: dict[str, Change] = {}
-        self.rows: dict[str, np.ndarray] = {}
-        self.columns: dict[str, np.ndarray] = {}
+        self._changes = {}
+        self.rows, self.columns = {}, {}
         headers = self._headers()
         self._first = next(iter(headers))
         fields = headers[self._first].fields
@@ -67,7 +57,7 @@ class GGUF(Checkpoint):
             self.config = family.config(metadata)
             ends = metadata.ends()
             self.generation_config = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
-            check_sizes(self, self.config)
+            check_sizes(self.folder, self.config)
             for shard, header in headers.items():
                 for name, (shape, kind, begin) in header.tensors.items():
                     self._add(shard, name, shape, kind, begin, family.names)
@@ -103,48 +93,6 @@ class GGUF(Checkpoint):
     @cached_property
     def quantization(self) -> dict[str, Any]:
         return {"quant_method": "gguf"}
-
-    def tensor(self, name: str, decides: bool = False) -> np.ndarray:
-        found = super().tensor(name, decides)
-        return self._changes[name](found) if name in self._changes and not is_outline(found) else found
-
-    def change(self, name: str, what: Change) -> None:
-        """Has a tensor read through a function of its numbers, one after those that it has."""
-        if name in self._entries:
-            earlier = self._changes.get(name, lambda array: array)
-            self._changes[name] = lambda array: what(earlier(array))
-
-    def order(self, name: str, order: np.ndarray) -> None:
-        """Has a tensor's rows, or the elements of a vector, read in another order."""
-        if (entry := self._entries.get(name)) is not None:
-            if entry.shape[0] != len(order):
-                raise CheckpointError(f"{self.where(name)} is {list(entry.shape)}, expected {len(order)} rows")
-            self.change(name, lambda array: array[order])
-
-    def reorder(self, module: str, order: np.ndarray) -> None:
-        """Has the rows of a module's weight, and its bias, read in another order."""
-        self.rows[module] = order
-        for leaf in ("weight", "bias"):
-            self.order(f"{module}.{leaf}", order)
-
-    def reorder_columns(self, module: str, order: np.ndarray) -> None:
-        """The same of the columns of its weight."""
-        self.columns[module] = order
-        if (entry := self._entries.get(f"{module}.weight")) is not None and entry.shape[1:] != (len(order),):
-            raise CheckpointError(f"{self.where(entry.name)} is {list(entry.shape)}, expected {len(order)} columns")
-        self.change(f"{module}.weight", lambda array: array[:, order])
-
-    @cached_property
-    def layers(self) -> list[str]:
-        """``model.layers.<number>`` of those that have tensors."""
-        return list(dict.fromkeys(match[0] for name in self._entries if (match := _LAYER.match(name))))
-
-    def reshape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Give a tensor another shape of as many elements."""
-        if (entry := self._entries.get(name)) is not None:
-            if prod(entry.shape) != prod(shape):
-                raise CheckpointError(f"{self.where(name)} is {list(entry.shape)}, expected {list(shape)}")
-            self._entries[name] = Entry(entry.shard, entry.dtype, shape, entry.begin, entry.name)
 
     @cached_property
     def companions(self) -> Path:

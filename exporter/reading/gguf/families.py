@@ -10,16 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
 from quantmoe.exporter.reading.gguf.header import Strings, shown
-
-if TYPE_CHECKING:
-    from quantmoe.exporter.reading.gguf import GGUF
-
 
 #: tokens after which llama.cpp ends a text, whatever the metadata says
 END_TEXTS = frozenset(
@@ -121,7 +118,7 @@ class GgufFamily:
 
     names: dict[str, str]
     config: Callable[[Metadata], dict[str, Any]]
-    undo: Callable[[GGUF], None] = lambda ckpt: None
+    undo: Callable[[ChangedTensors], None] = lambda ckpt: None
 
 
 _DECODER = {
@@ -269,7 +266,7 @@ def _mixtral(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _undo_mixtral(ckpt: GGUF) -> None:
+def _undo_mixtral(ckpt: ChangedTensors) -> None:
     """Pairs of a head's features that rotate together are neighbours there, and half a head apart in transformers."""
     config, width = ckpt.config, ckpt.config["head_dim"]
     for module, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
@@ -278,7 +275,7 @@ def _undo_mixtral(ckpt: GGUF) -> None:
             ckpt.reorder(f"{layer}.self_attn.{module}", rows)
 
 
-def _undo_shared(ckpt: GGUF) -> None:
+def _undo_shared(ckpt: ChangedTensors) -> None:
     for layer in ckpt.layers:
         ckpt.reshape(f"{layer}.mlp.shared_expert_gate.weight", (1, ckpt.config["hidden_size"]))
 
@@ -291,7 +288,7 @@ def _a_log(array: np.ndarray) -> np.ndarray:
     return np.log(-array.astype(np.float64)).astype(np.float32)
 
 
-def _undo_qwen35(ckpt: GGUF) -> None:
+def _undo_qwen35(ckpt: ChangedTensors) -> None:
     """Norms are stored with 1 added, the decay as -exp(A_log), and value heads by their number within a key head."""
     _undo_shared(ckpt)
     config = ckpt.config

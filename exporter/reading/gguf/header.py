@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from quantmoe.exporter.reading.checkpoint import GGUF_MAGIC, LFS_POINTER, MAX_CONFIG, MAX_TENSORS, CheckpointError
+from quantmoe.exporter.reading.gguf.blocks import CARRIED
 
 #: ggml type -> its name, weights in a block, bytes of a block (ggml-common.h). Those of 1 weight are safetensors' types
 TYPES = {
@@ -224,8 +225,6 @@ class _Cursor:
 
 
 def _carried() -> tuple[str, ...]:
-    from quantmoe.exporter.reading.formats.gguf import CARRIED  # which imports this
-
     return ("F32", "F16", "BF16", *CARRIED)
 
 
