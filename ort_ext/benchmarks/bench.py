@@ -50,7 +50,7 @@ from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.options import check_files, listed, missing, run, terminal
 from quantmoe.ort_ext import library_path
-from quantmoe.runtime.generate import runtime
+from quantmoe.runtime.opened_model import runtime
 
 #: --against
 PEERS = ("ort-qmoe", "ggml")

@@ -32,8 +32,10 @@ from quantmoe.exporter.folder.model_file import model_path
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.targets import CPU
 from quantmoe.ort_ext import cuda_library_path, library_path
-from quantmoe.runtime.cache import Buffer, DecodeStep
-from quantmoe.runtime.generate import Generator, check_takes_tokens, runtime
+from quantmoe.runtime.cache import Buffer
+from quantmoe.runtime.cache_memory import DecodeStep
+from quantmoe.runtime.generate import Generator
+from quantmoe.runtime.opened_model import check_takes_tokens, runtime
 
 #: onnxruntime's names of types -> NumPy's
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}

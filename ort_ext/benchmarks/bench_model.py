@@ -44,7 +44,7 @@ from quantmoe.exporter.folder.files import GENAI
 from quantmoe.exporter.folder.model_file import check_alone, model_path
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.options import check_files, listed, need, terminal
-from quantmoe.runtime.generate import runtime
+from quantmoe.runtime.opened_model import runtime
 
 #: --against -> what pip installs for it, and its modules
 PEERS = {

@@ -23,7 +23,8 @@ from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
 from quantmoe.exporter.targets import CPU, TARGETS
-from quantmoe.runtime.generate import Generator, need_count
+from quantmoe.runtime.generate import Generator
+from quantmoe.runtime.opened_model import need_count
 
 #: windows that read a checkpoint's layers together
 TOGETHER = 4

@@ -16,15 +16,14 @@ import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.interface import present
-from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
+from quantmoe.runtime.cache_memory import DecodeStep, Rooms
+from quantmoe.runtime.opened_model import OpenedModel
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.sampling import Sampling
-    from quantmoe.runtime.cache import DecodeStep
     from quantmoe.runtime.constraint import Constraint
     from quantmoe.runtime.device_sampling import Choice
-    from quantmoe.runtime.generate import Generator
     from quantmoe.runtime.sampling import Choose
 
 
@@ -45,7 +44,8 @@ class Batch(Iterator[tuple[int, int]]):
 
     def __init__(
         self,
-        model: Generator,
+        model: OpenedModel,
+        rooms: Rooms,
         prompts: Iterable[Iterable[int]],
         max_new_tokens: int,
         stop: Sequence[int],
@@ -74,7 +74,7 @@ class Batch(Iterator[tuple[int, int]]):
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * len(rows)
         self.prompt, self.prefill, self.decode = sum(map(len, rows)), 0.0, 0.0
-        self._model, self._prompts, self._stop = model, rows, stop
+        self._model, self._rooms, self._prompts, self._stop = model, rooms, rows, stop
         self._most = [min(max_new_tokens, model.context - len(ids)) for ids in rows]
         self._live = set(range(len(rows)))
         self._lengths = np.zeros(len(rows), np.int64)  # tokens in the cache
@@ -190,8 +190,8 @@ class Batch(Iterator[tuple[int, int]]):
 
     def _allocate(self) -> None:
         model = self._model
-        self._room = model.rooms.take(self._capacity, self._capacity, len(self._prompts))
-        leave = weakref.finalize(self, model.rooms.give, self._room)
+        self._room = self._rooms.take(self._capacity, self._capacity, len(self._prompts))
+        leave = weakref.finalize(self, self._rooms.give, self._room)
         leave.atexit = False
         self._binding = model.session.io_binding()
         for name, buffer in self._room.buffers.items():
@@ -247,13 +247,8 @@ class Batch(Iterator[tuple[int, int]]):
             self._kept = self._model.logits_of(1, self._model.device, len(at))
         self._last = self._kept
         for row in rows:
-            if self._model.device == "cpu":
-                self._last.here()[row, 0] = logits.here()[row, at[row]]
-            else:
-                size = logits.row_bytes()
-                device.copy(self._last.address(row), logits.address(row) + at[row] * size, size)
-        if rows and self._model.device != "cpu":
-            device.wait()
+            self._last.copy(logits, to=(row, 0), slot=(row, at[row]))
+        self._model.wait()
 
     def _run_bound(self, given: dict[str, np.ndarray], new: int, before: int, batch: int) -> Buffer:
         for name, value in given.items():

@@ -11,8 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from quantmoe.runtime.device import tensors
+from quantmoe.runtime import device as gpu
 
+#: what of a buffer: a place in its first dimensions, or all of it
+Slot = int | tuple[int, ...] | None
 #: ONNX's code of the type that NumPy lacks, and with it ONNX Runtime's arrays
 BFLOAT16 = 16
 
@@ -50,26 +52,26 @@ class Buffer:
             return [cls.of(np.empty(shape, dtype), device) for shape, dtype in shapes]
         types = [np.dtype(dtype) for _, dtype in shapes]
         stored = [np.dtype(np.uint16) if dtype == ml_dtypes.bfloat16 else dtype for dtype in types]
-        made = tensors([(shape, dtype) for (shape, _), dtype in zip(shapes, stored, strict=True)])
+        made = gpu.tensors([(shape, dtype) for (shape, _), dtype in zip(shapes, stored, strict=True)])
         return [cls(tensor, dtype) for tensor, dtype in zip(made, types, strict=True)]
 
     def numpy(self) -> np.ndarray:
         """Return a copy."""
         return np.array(self.value.numpy()).view(self.dtype)
 
-    def here(self, slot: int | None = None) -> np.ndarray:
+    def here(self, slot: Slot = None) -> np.ndarray:
         """Return the host's memory itself; slot: as :meth:`bind`."""
         shape, address = self._place(slot)
         memory: Any = (ctypes.c_uint8 * self.bytes(slot)).from_address(address)
         return np.frombuffer(memory, self.dtype).reshape(shape)
 
-    def address(self, slot: int | None = None) -> int:
+    def address(self, slot: Slot = None) -> int:
         """Return where it begins; slot: as :meth:`bind`."""
         return self._place(slot)[1]
 
     def rows(self, begin: int, end: int) -> Buffer:
         """Return a part of the first dimension, in the same memory, which lasts as long as this buffer."""
-        if self.value.device_name() == "cpu":
+        if self._on_host:
             return Buffer.of(self.here()[begin:end], "cpu")
         return Buffer(self.value.rows(begin, end), self.dtype)
 
@@ -77,7 +79,7 @@ class Buffer:
         """Return how many bytes its last dimension has."""
         return int(self.value.shape()[-1]) * self.dtype.itemsize
 
-    def bytes(self, slot: int | None = None) -> int:
+    def bytes(self, slot: Slot = None) -> int:
         """Return how many it has; slot: as :meth:`bind`."""
         return math.prod(self._place(slot)[0]) * self.dtype.itemsize
 
@@ -85,8 +87,8 @@ class Buffer:
         """Copy all of an array of the same shape and type here."""
         self.value.update_inplace(_stored(array))
 
-    def bind(self, binding: Any, name: str = "", output: str = "", slot: int | None = None) -> None:
-        """Bind to a session as an input and an output, by names; slot: of the first dimension that one alone."""
+    def bind(self, binding: Any, name: str = "", output: str = "", slot: Slot = None) -> None:
+        """Bind to a session as an input and an output, by names; slot: that place in the first dimensions alone."""
         element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
         device, place = (self.value.device_name(), 0), (element, *self._place(slot))
         if name:
@@ -94,12 +96,36 @@ class Buffer:
         if output:
             binding.bind_output(output, *device, *place)
 
-    def _place(self, slot: int | None) -> tuple[list[int], int]:
-        """Shape and address of a slot; None: of all."""
-        shape, address = self.value.shape(), self.value.data_ptr()
-        if slot is None:
-            return shape, address
-        return shape[1:], address + slot * math.prod(shape[1:]) * self.dtype.itemsize
+    def copy(self, source: Buffer, to: Slot = None, slot: Slot = None) -> None:
+        """Copy a slot of another buffer to a slot of this one. A copy on a GPU is started, not waited for."""
+        if self._on_host and source._on_host:
+            self.here(to)[...] = source.here(slot)
+        else:
+            gpu.copy(self.address(to), source.address(slot), source.bytes(slot))
+
+    def copy_tokens(self, source: Buffer, count: int) -> None:
+        """Copy the first ``count`` tokens of every head, as :meth:`copy`. Both are [1, heads, tokens, width]."""
+        if self._on_host and source._on_host:
+            if count:
+                self.here()[:, :, :count] = source.here()[:, :, :count]
+            return
+        _, heads, tokens, width = self.value.shape()
+        size = width * self.dtype.itemsize
+        if count:
+            pitch = source.value.shape()[2] * size
+            gpu.copy(self.address(), source.address(), count * size, heads, tokens * size, pitch)
+
+    @property
+    def _on_host(self) -> bool:
+        return bool(self.value.device_name() == "cpu")
+
+    def _place(self, slot: Slot) -> tuple[list[int], int]:
+        """Return the shape and the address of a slot."""
+        shape, address = list(self.value.shape()), self.value.data_ptr()
+        for at in (slot,) if isinstance(slot, int) else slot or ():
+            shape = shape[1:]
+            address += at * math.prod(shape) * self.dtype.itemsize
+        return shape, address
 
 
 def _stored(array: np.ndarray) -> np.ndarray:

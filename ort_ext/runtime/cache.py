@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.folder.interface import HIDDEN, present
-from quantmoe.exporter.memory import OutOfMemoryError
+from quantmoe.exporter.folder.interface import present
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.session_thread import SESSION_THREAD
-
-if TYPE_CHECKING:
-    from quantmoe.runtime.generate import Generator
+from quantmoe.runtime.cache_memory import DecodeStep, Room, Rooms, States
+from quantmoe.runtime.opened_model import OpenedModel
 
 #: copies of states that are kept to go back to
 SNAPSHOTS = 4
@@ -50,7 +47,7 @@ class Cache:
         drafting: cache of the drafting layer for that generation; None if nothing was drafted.
     """
 
-    def __init__(self, model: Generator):
+    def __init__(self, model: OpenedModel):
         self.model, self.tail = model, 0
         self.tokens: list[int] = []
         self.hidden: np.ndarray | None = None
@@ -274,129 +271,13 @@ class Cache:
         return found["logits"]
 
 
-class States:
-    """The states of linear attention in a cache's buffers, copied where they are.
-
-    Args:
-        buffers: of the states at least, by the names of the inputs.
-    """
-
-    def __init__(self, model: Generator, buffers: Mapping[str, Buffer]):
-        self._model, self._buffers = model, {name: buffers[name] for name in model.states}
-        #: that of the last token, which a run reads; None where that is all there is
-        self._live = model.window - 1 if model.window > 1 else None
-
-    def read(self) -> dict[str, np.ndarray]:
-        """Copies of those after the last token."""
-        made = {}
-        for name, buffer in self._buffers.items():
-            shape = buffer.value.shape()[self._live is not None :]
-            made[name] = Buffer.of(np.empty(shape, buffer.dtype), "cpu")
-        self._copy(self._buffers, self._live, made, None)
-        return {name: buffer.numpy() for name, buffer in made.items()}
-
-    def write(self, states: Mapping[str, np.ndarray]) -> None:
-        """Make these the ones after the last token."""
-        given = {name: Buffer.of(np.ascontiguousarray(states[name]), "cpu") for name in self._buffers}
-        self._copy(given, None, self._buffers, self._live)
-
-    def back(self, count: int) -> None:
-        """Make those so many tokens before the last, which are in the window, the ones after the last."""
-        assert self._live is not None
-        self._copy(self._buffers, self._live - count, self._buffers, self._live)
-
-    def _copy(
-        self, sources: Mapping[str, Buffer], slot: int | None, targets: Mapping[str, Buffer], to: int | None
-    ) -> None:
-        for name in self._buffers:
-            if self._model.device == "cpu":
-                targets[name].here(to)[...] = sources[name].here(slot)
-            else:
-                device.copy(targets[name].address(to), sources[name].address(slot), sources[name].bytes(slot))
-        if self._buffers and self._model.device != "cpu":
-            device.wait()
-
-
-class Room:
-    """Memory of caches that are written in place, and the CUDA graphs of decode steps over it.
-
-    Args:
-        capacity: tokens of each row. batch: rows.
-
-    Attributes:
-        buffers: by the names of the inputs. steps: by the tokens of a run, and the thread that has its graph.
-    """
-
-    def __init__(self, model: Generator, capacity: int, batch: int = 1):
-        self.capacity, self.batch = capacity, batch
-        self.steps: dict[tuple[int, object], DecodeStep] = {}
-        shapes = {name: (model.shape(name, batch), dtype) for name, (_, dtype) in model.past.items()}
-        for name in shapes.keys() - set(model.states):
-            shapes[name][0][2] = capacity
-        with model.allocating(capacity, batch):
-            # what is not written is not read, nor is a state before the first token
-            made = Buffer.several([*shapes.values()], model.device)
-        self.buffers = dict(zip(shapes, made, strict=True))
-
-    def step(self, model: Generator, tokens: int = 1) -> DecodeStep:
-        """Return the decode step of so many tokens a row, which is captured when it first runs."""
-        at = tokens, SESSION_THREAD.thread()
-        if at not in self.steps:
-            self.steps[at] = DecodeStep(weakref.proxy(model), self.buffers, self.capacity, tokens, self.batch)
-        return self.steps[at]
-
-
-class Rooms:
-    """Rooms that conversations have one after the other.
-
-    ONNX Runtime never frees a CUDA graph, whose addresses are fixed. So a conversation leaves its room to the next one
-    of the same number of rows. A room that is too small makes way for one that is at least an eighth larger: however
-    lengths follow each other, there are few graphs.
-
-    Args:
-        model: held by its user, not from here.
-    """
-
-    def __init__(self, model: Generator):
-        self._model: Generator = weakref.proxy(model)
-        self._free: list[Room] = []
-
-    def take(self, slots: int, capacity: int, batch: int = 1) -> Room:
-        """Return a room for at least ``slots`` tokens a row; a new one is of ``capacity``, or more.
-
-        Raises:
-            OutOfMemoryError: it says what the cache takes, and what is free.
-        """
-        model, free = self._model, sorted(self._free, key=lambda room: room.capacity)
-        same = [room for room in free if room.batch == batch]
-        large = next((room for room in same if room.capacity >= slots), None)
-        for room in same if large is None else [large]:
-            self._free.remove(room)
-        if large is not None:
-            return large
-        if self._free and model.device != "cpu":
-            device.wait()  # a run in a room that makes way may be ahead
-        if same and model.capacity is None:
-            most = same[-1].capacity
-            capacity = max(capacity, min(most + most // 8, model.context))
-        same.clear()
-        try:
-            return Room(model, capacity, batch)
-        except OutOfMemoryError:
-            if not self._free:
-                raise
-            self._free.clear()  # those of other numbers of rows
-            return Room(model, capacity, batch)
-
-    def give(self, room: Room) -> None:
-        """Take a room back. One without graphs is freed."""
-        if room.steps:
-            self._free.append(room)
-
-
 class SharedCache(Cache):
     """Of models that write a cache in place: past and present are one buffer [1, heads, capacity, width], which is
     allocated once. When it is full it is copied to one of twice the capacity, or refuses if the caller said which."""
+
+    def __init__(self, model: OpenedModel, rooms: Rooms):
+        self._rooms = rooms
+        super().__init__(model)
 
     def _begin(self) -> None:
         self._room: Room | None = None
@@ -426,7 +307,7 @@ class SharedCache(Cache):
         self._allocate(slots, min(max(slots + ROOM, 2 * self.capacity), max(slots, self.model.context)))
 
     def _allocate(self, slots: int, capacity: int) -> None:
-        self.model.in_turn(lambda: self._move(self.model.rooms.take(slots, capacity)))
+        self.model.in_turn(lambda: self._move(self._rooms.take(slots, capacity)))
 
     def _move(self, room: Room) -> None:
         """What is in the cache to a larger room."""
@@ -434,32 +315,26 @@ class SharedCache(Cache):
             self._copy(self._room, room)
         self._leave()
         self._room, self._copies = room, States(self.model, room.buffers)
-        self._leave = leave = weakref.finalize(self, self.model.rooms.give, room)
+        self._leave = leave = weakref.finalize(self, self._rooms.give, room)
         leave.atexit = False
         self._binding = self.model.session.io_binding()
         for name, buffer in room.buffers.items():
             buffer.bind(self._binding, name, present(name))
 
     def _copy(self, old: Room, new: Room) -> None:
-        length = len(self.tokens)
         for name, buffer in old.buffers.items():
-            if self.model.device == "cpu":
-                part = ... if name in self.model.states else np.s_[:, :, :length]
-                new.buffers[name].here()[part] = buffer.here()[part]
-            elif name in self.model.states:
-                device.copy(new.buffers[name].address(), buffer.address(), buffer.bytes())
-            elif length:
-                self._write_front(new.buffers[name], buffer.address(), old.capacity, length)
-        if self.model.device != "cpu":
-            device.wait()
+            if name in self.model.states:
+                new.buffers[name].copy(buffer)
+            else:
+                new.buffers[name].copy_tokens(buffer, len(self.tokens))
+        self.model.wait()
 
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
         buffers = {} if self._room is None else self._room.buffers
         names = [name for name in buffers if name not in self.model.states]
 
         def read() -> list[tuple[str, np.ndarray]]:
-            if self.model.device != "cpu":
-                device.wait()  # a run may be ahead
+            self.model.wait()  # a run may be ahead
             return [(name, buffers[name].numpy()) for name in names]
 
         return iter(self.model.in_turn(read))
@@ -469,20 +344,10 @@ class SharedCache(Cache):
 
     def _write(self, keys: dict[str, np.ndarray]) -> None:
         assert self._room is not None  # it was reserved
-        for name, array in keys.items():
-            buffer, length = self._room.buffers[name], array.shape[2]
-            if self.model.device == "cpu":
-                buffer.here()[:, :, :length] = array
-            elif length:
-                given = np.ascontiguousarray(array)
-                self._write_front(buffer, given.ctypes.data, length, length)
-                device.wait()  # before it is freed
-
-    def _write_front(self, target: Buffer, source: int, slots: int, length: int) -> None:
-        """Start the copy of the first ``length`` of ``slots`` tokens' keys or values of each head."""
-        _, heads, capacity, width = target.value.shape()
-        size = width * target.dtype.itemsize
-        device.copy(target.address(), source, length * size, heads, capacity * size, slots * size)
+        given = {name: Buffer.of(np.ascontiguousarray(array), "cpu") for name, array in keys.items()}
+        for name, buffer in given.items():
+            self._room.buffers[name].copy_tokens(buffer, keys[name].shape[2])
+        self.model.wait()  # before they are freed
 
     def _states(self) -> dict[str, np.ndarray]:
         return self.model.in_turn(self._copies.read)
@@ -553,99 +418,3 @@ class SharedCache(Cache):
             self.model.session.run_with_iobinding(self._binding, self.model.run_options(-1))
         self.hidden = None if hidden is None else hidden.numpy()[0]
         return logits
-
-
-class DecodeStep:
-    """A decode step whose shapes and addresses never change, as a CUDA graph wants it: so many tokens a row, one or one
-    and its drafts, and a mask of the whole capacity. ONNX Runtime captures the first and replays it; each room has a
-    graph of its own in the session, for each number of tokens.
-
-    The call that captures runs several times (microsoft/onnxruntime 32243), and a state goes on with each: states are
-    put back after it, and the tokens are run again. Keys and values are only written again.
-
-    Attributes:
-        logits: of the last run, [batch, min(tokens, ``model.rows``), vocabulary].
-    """
-
-    def __init__(self, model: Generator, buffers: Mapping[str, Buffer], capacity: int, tokens: int = 1, batch: int = 1):
-        self.model, self._tokens = model, tokens
-        graph = next(model.graphs)
-        self._options = model.run_options(graph)
-        self._ahead = model.run_options(graph, ahead=True) if model.choice is not None else self._options
-        self._mask = np.zeros((batch, capacity), np.int64)
-        arrays = model.feed(np.zeros((batch, tokens), np.int64), 0) | {"attention_mask": self._mask}
-        if model.takes_hidden:
-            arrays[HIDDEN] = model.hidden_array(tokens)
-        self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
-        #: of what the GPU writes, the places by their names in qm_cuda_choice_tensors
-        names = {"ids": "input_ids", "positions": "position_ids", "mask": "attention_mask"}
-        self.places = {name: self._inputs[of].address() for name, of in names.items()}
-        #: tokens of each row before the run whose inputs the GPU has written, and the mask's column; None: the host has
-        self._expected: tuple[Sequence[int], int] | None = None
-        self.logits = model.logits_of(tokens, model.device, batch)
-        self._hidden = model.hidden_of(tokens, model.device)
-        self._states = States(model, buffers)
-        self._captured = False
-        self._binding = model.session.io_binding()
-        self.logits.bind(self._binding, output="logits")
-        if self._hidden is not None:
-            self._hidden.bind(self._binding, output=model.hidden)
-        for name, buffer in self._inputs.items():
-            buffer.bind(self._binding, name)
-        for name, buffer in buffers.items():
-            buffer.bind(self._binding, name, present(name))
-
-    def run(self, ids: np.ndarray, length: int, given: Mapping[str, np.ndarray] | None = None) -> None:
-        """Run tokens [batch, ``tokens``] after ``length`` others of each row; given: as :meth:`put`."""
-        self.put(ids, length, given)
-        self.launch(length)
-
-    def put(self, ids: np.ndarray, length: int, given: Mapping[str, np.ndarray] | None = None) -> None:
-        """The inputs of a run; given: those beside the tokens."""
-        end = length + self._tokens
-        self._expected = None
-        self._mask[:, :end], self._mask[:, end:] = 1, 0
-        arrays = self.model.feed(ids, length) | {"attention_mask": self._mask} | dict(given or {})
-        for name, array in arrays.items():
-            self._write(name, array)
-
-    def _write(self, name: str, array: np.ndarray) -> None:
-        """Write an input, on a GPU after the run that may be ahead."""
-        if self.model.device == "cpu":
-            self._inputs[name].write(array)
-        else:
-            given = np.ascontiguousarray(array)
-            device.copy(self._inputs[name].address(), given.ctypes.data, given.nbytes)
-            device.wait()
-
-    def expect(self, past: Sequence[int]) -> tuple[int, int, int]:
-        """Prepare the mask for inputs that the GPU writes.
-
-        Args:
-            past: tokens of each row before the run; -1: the row has ended.
-
-        Returns:
-            Columns of the mask; the column of the run before, -1 if there is none; and the column of the next run.
-        """
-        known, before = self._expected or ((), -1)
-        if len(known) != len(past) or any(n >= 0 and n != m + 1 for n, m in zip(past, known, strict=True)):
-            before = -1
-            self._mask[:] = np.arange(self._mask.shape[1]) < np.array(past)[:, None]
-            self._write("attention_mask", self._mask)
-        column = max(before, *past)
-        self._expected = past, column
-        return self._mask.shape[1], before, column
-
-    def launch(self, length: int, ahead: bool = False) -> None:
-        """The run of what was put or written; length: for errors; ahead: return before it has ended."""
-        with self.model.running(self._tokens, length):
-            if self.model.states and not self._captured:
-                before = self._states.read()
-                self.model.session.run_with_iobinding(self._binding, self._options)
-                self._states.write(before)
-            self._captured = True
-            self.model.session.run_with_iobinding(self._binding, self._ahead if ahead else self._options)
-
-    def hidden_states(self) -> np.ndarray | None:
-        """Of the last run's tokens [``tokens``, H]; None where nobody wants them."""
-        return None if self._hidden is None else self._hidden.numpy()[0]

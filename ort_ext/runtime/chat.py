@@ -16,7 +16,8 @@ from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.cache import TAIL, Cache
 from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
-from quantmoe.runtime.generate import Generated, Generator, need_count
+from quantmoe.runtime.generate import Generated, Generator
+from quantmoe.runtime.opened_model import need_count
 from quantmoe.runtime.reply_parser import Delta, ReplyParser
 
 T = TypeVar("T")

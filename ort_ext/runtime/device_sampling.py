@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,6 @@ from quantmoe.runtime.device import Pages, copy, library, stream, wait
 from quantmoe.runtime.sampling import check_sampling
 
 if TYPE_CHECKING:
-    from quantmoe.runtime.cache import DecodeStep
     from quantmoe.runtime.constraint import Constraint
 
 #: qm_type
@@ -46,6 +45,14 @@ class Tensors(ctypes.Structure):
             *("ids", "positions", "mask", "chosen", "workspace"),
         )
     ]
+
+
+class NextRun(Protocol):
+    """The run that reads the chosen tokens (cache_memory.DecodeStep)."""
+
+    places: dict[str, int]
+
+    def expect(self, past: Sequence[int]) -> tuple[int, int, int]: ...
 
 
 class Choice:
@@ -109,7 +116,7 @@ class Choice:
             **{name: buffer.address() for name, buffer in self._held.items()},
         )  # fmt: skip
 
-    def start(self, logits: Buffer, past: Sequence[int], step: DecodeStep | None) -> None:
+    def start(self, logits: Buffer, past: Sequence[int], step: NextRun | None) -> None:
         """Choose after the run that was started last, and write the inputs of the next one.
 
         Args:

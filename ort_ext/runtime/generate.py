@@ -2,61 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
-import operator
-import os
-import reprlib
-import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generation
-from numbers import Integral
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter import gpu
-from quantmoe.exporter.errors import ContextError, ModelError, OptionError
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.files import GENAI, MTP_MODEL
-from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAST, RANKS, STATES, present
-from quantmoe.exporter.folder.metadata import (
-    CONTEXT_LENGTH,
-    IDENTITY,
-    LOGITS,
-    SHARE_BUFFER,
-    SHORT_CONTEXT,
-    TARGET,
-    WORLD,
-)
-from quantmoe.exporter.folder.model_file import check_alone, load, model_path
+from quantmoe.exporter.folder.model_file import model_path
 from quantmoe.exporter.folder.record import check_recorded, is_recorded
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
-from quantmoe.exporter.memory import DRAFTS, OnGpu, doing
+from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
-from quantmoe.exporter.targets import of_device
-from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.cache import Cache, DecodeStep, Rooms, SharedCache
+from quantmoe.runtime.cache import Cache, SharedCache
+from quantmoe.runtime.cache_memory import DecodeStep, Rooms
 from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.device import stream
-from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
-from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler
+from quantmoe.runtime.device_sampling import Choice
+from quantmoe.runtime.opened_model import OpenedModel, is_count, need_count, shares_buffer_of, token_ids
+from quantmoe.runtime.sampling import Choose
 from quantmoe.runtime.saved_states import load as load_states
 from quantmoe.runtime.saved_states import save as save_states
-from quantmoe.runtime.session_thread import SESSION_THREAD
 from quantmoe.runtime.speculate import Head, Lookup, Speculation
 
 T = TypeVar("T")
-#: ONNX Runtime's entry of sessions: whether threads without work spin
-SPINNING = "session.intra_op.allow_spinning"
 
 
 class Generated(Iterator[int]):
@@ -119,7 +94,7 @@ class Generated(Iterator[int]):
         return (len(self.tokens) - 1) / self.decode if self.decode else 0.0
 
 
-class Generator:
+class Generator(OpenedModel):
     """An exported model in an ONNX Runtime session.
 
     :meth:`close` and the end of a ``with`` block free it.
@@ -129,7 +104,7 @@ class Generator:
         threads: threads of the session; 0 is ONNX Runtime's choice.
         prefault: read all packed weights into memory now, not when a token first needs them.
         chunk: prompt tokens that are run at once. Memory beside the cache grows with ``chunk``, not with the prompt.
-            The default is that of the device's target.
+            The default depends on the device.
         capacity: tokens that a cache is allocated for, if the model writes it in place; None: it grows by doubling.
         device: "cpu", or "cuda" for models exported with --target cuda.
         cuda_graph: on cuda, capture a decode step as a CUDA graph and replay it. It needs a model that writes the cache
@@ -204,30 +179,15 @@ class Generator:
         need_count("threads", threads, 0)
         for name, size in {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}.items():
             auto = "" if name == "reserve" else " or auto"
-            if not (size is None or _is_count(size, 0) or (auto and size == "auto")):
+            if not (size is None or is_count(size, 0) or (auto and size == "auto")):
                 raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
-        self.path, ort = model_path(path), runtime()
-        chunk = of_device(device).chunk if chunk is None else chunk
-        self.chunk, self.capacity, self.device, self.group = chunk, capacity, device, group
-        #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
-        self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler
-        #: options of the runs that go on now
-        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._listing = threading.Lock()
-        #: names of CUDA graphs in the session; -1 is of runs that have none
-        self.graphs = itertools.count(1)
+        path = model_path(path)
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
-        captured = device == "cuda" and experts != "disk" and trace is None and _shares_buffer(self.path)
-        self.cuda_graph = captured if cuda_graph is None else cuda_graph
-        #: what chooses tokens on the GPU; None: the host does
-        self.choice: Callable[..., Choice] | None = Choice if self.cuda_graph else None
-        #: memory of conversations that have ended, and their CUDA graphs
-        self.rooms = Rooms(self)
-        self.speculate = speculate
+        captured = device == "cuda" and experts != "disk" and trace is None and shares_buffer_of(path)
         given = ram if device == "cpu" else gpu_memory
         if experts in ("host", "disk", "auto")[device == "cpu" :] and given in (None, "auto") and reserve is None:
-            reserve = self._reserve(max_length or capacity, batch)
+            reserve = _reserve(path, max_length or capacity, drafts=speculate == "mtp", batch=batch)
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
         entries |= {
             "warm": warm,
@@ -235,13 +195,22 @@ class Generator:
             "misses": misses,
             "threads": threads if threads and misses not in (None, "copy") else None,
         }
-        #: what needs less GPU memory, in errors
-        self._less_memory = ["--experts host"] if experts in (None, "gpu") else ["a smaller --gpu-memory"]
-        self._opened: Any = self.in_turn(lambda: self._open(ort, threads, prefault, entries), runs=False)
-        self._read_interface(speculate)
+        super().__init__(
+            path,
+            device=device,
+            threads=threads,
+            prefault=prefault,
+            chunk=chunk,
+            capacity=capacity,
+            cuda_graph=captured if cuda_graph is None else cuda_graph,
+            speculate=speculate,
+            entries=entries,
+        )
+        #: memory of conversations that have ended, and their CUDA graphs
+        self.rooms = Rooms(self)
         self.drafts = self._most_drafts() if drafts is None else drafts
-        #: tokens of a decode step, at most: runs of so many are CUDA graphs
-        self.step_tokens = 1 if speculate is None else 1 + self.drafts
+        if speculate is not None:
+            self.step_tokens = 1 + self.drafts
         #: what drafts with multi-token prediction
         self.head: Generator | None = None
         if speculate is not None:
@@ -252,7 +221,7 @@ class Generator:
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
             check_recorded(self.path, metadata, path)
             asked = cuda_graph if self.cuda_graph else False
-            self.head = Generator(path, threads, prefault, chunk, device=device, cuda_graph=asked)
+            self.head = Generator(path, threads, prefault, self.chunk, device=device, cuda_graph=asked)
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
 
@@ -266,145 +235,8 @@ class Generator:
         """Free the session: its memory, threads and files. Nothing runs afterwards."""
         if self.head is not None:
             self.head.close()
-        self.rooms = Rooms(self)
-        self._opened = None
-
-    @property
-    def session(self) -> Any:
-        """The onnxruntime.InferenceSession.
-
-        Raises:
-            ModelError: the Generator is closed.
-        """
-        if self._opened is None:
-            raise ModelError(f"{self.path}: this Generator is closed; create another one")
-        return self._opened
-
-    def _open(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
-        """Open the model; ``entries`` are its session entries, None if not given."""
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 4  # what it logs is in its exceptions
-        if self.speculate == "mtp" or self.path.name == MTP_MODEL:
-            # two sessions take turns: threads of one that spin for its next run take cores from the other's
-            options.add_session_config_entry(SPINNING, "0")
-        if prefault:
-            options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
-        for entry, given in entries.items():
-            if given is not None:
-                options.add_session_config_entry(f"quantmoe.{entry}", str(given))
-        library = library_path() if self.device == "cpu" else _cuda(ort)
-        try:
-            options.register_custom_ops_library(library)
-        except Exception as error:  # onnxruntime's exceptions have no public base class
-            raise ModelError(str(error)) from None
-        cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(self.cuda_graph))})
-        if self.cuda_graph:
-            cuda[1]["user_compute_stream"] = str(stream())
-        providers = ["CPUExecutionProvider" if self.device == "cpu" else cuda]
-        try:
-            with doing(str(self.path), self._on_gpu()):
-                # its own second try, on the CPU, hides the first one's error
-                return ort.InferenceSession(str(self.path), options, providers=providers, enable_fallback=0)
-        except MemoryError:
-            raise
-        except Exception as error:  # onnxruntime's exceptions have no public base class
-            model = load(self.path)  # says which file is at fault
-            if self.group is None:
-                check_alone(self.path, model.metadata_props)
-            target = model.metadata_props.get(TARGET, "cpu")
-            other = f"exported with --target {target}, which this provider does not run: "
-            raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
-
-    def _reserve(self, length: int | None, batch: int) -> int | None:
-        """Return the bytes that experts leave free for texts of this length; None if no length is known."""
-        if length is None:
-            config = self.path.with_name(GENAI)
-            search = read_object(config).get("search")
-            if not isinstance(search, dict) or "max_length" not in search:
-                return None
-            length = search["max_length"]
-            if type(length) is not int or length < 1:
-                raise ModelError(f"{config}: search.max_length is {length!r}, expected a number of tokens")
-        return reserve_of(inspect(self.path), length, drafts=self.speculate == "mtp", rows=batch)
-
-    def _read_interface(self, speculate: str | None) -> None:
-        """Read logits, cache and states from the session's inputs, outputs and metadata."""
-        metadata = self.session.get_modelmeta().custom_metadata_map
-        if self.group is not None and WORLD not in metadata:
-            raise ModelError(f"{self.path}: is a whole model, expected a rank of a sliced one: group was given")
-        self.context = self._tokens_of(metadata, CONTEXT_LENGTH)
-        #: a longer text has other rotary frequencies: all of its tokens are run again
-        self.short_context = self._tokens_of(metadata, SHORT_CONTEXT)
-        if speculate == "mtp" and SHORT_CONTEXT in metadata:
-            raise ModelError(
-                f"{self.path}: rope_type longrope with a layer of multi-token prediction is not supported; use "
-                "speculate ngram"
-            )
-        #: what a cache on disk is of; "" in exports that lack it
-        self.identity = metadata.get(IDENTITY, "")
-        check_takes_tokens(self.path, self.session)
-        self.outputs = [output.name for output in self.session.get_outputs()]
-        logits = [o for o in self.session.get_outputs() if o.name == "logits"]
-        past = {i.name: i for i in self.session.get_inputs() if i.name.startswith(f"{PAST}.")}
-        floats = {
-            "tensor(float)": np.dtype(np.float32),
-            "tensor(float16)": np.dtype(np.float16),
-            "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
-        }
-        codes = {"tensor(int8)": np.dtype(np.int8), "tensor(uint8)": np.dtype(np.uint8)}
-        caches = floats | codes
-        if (
-            [len(o.shape) for o in logits] != [3]
-            or not any(name.endswith(".key") for name in past)
-            or not all(i.type in caches for i in past.values())
-            or not all(i.type in floats for i in logits)
-            or not all(_declares(name, i.shape) for name, i in past.items())
-            or len({(*i.shape[: len(i.shape) - _rank(name)],) for name, i in past.items() if name.endswith(STATES)}) > 1
-            or not all(present(name) in self.outputs for name in past)
-        ):
-            raise ModelError(
-                f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
-                f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
-                f"*.recurrent_state [batch, heads, key, value] or one window of all of them in front, of "
-                f"{' or '.join(floats)}, or of codes {' or '.join(codes)}, and their outputs present.*"
-            )
-        kept = self._tokens_of(metadata, LOGITS)
-        #: tokens at the end of a run whose logits it gives, at most
-        self.rows = 1 if logits[0].shape[1] == 1 else kept
-        self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
-        self._logits = floats[logits[0].type]
-        self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
-        if self.capacity is not None and not self.shares_buffer:
-            raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
-        if self.cuda_graph and not self.shares_buffer:
-            raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
-        self.past = {
-            name: ([s if isinstance(s, int) else 0 for s in i.shape], caches[i.type]) for name, i in past.items()
-        }
-        self.states = [name for name in past if name.endswith(STATES)]
-        #: states of linear attention after each of the last so many tokens of a run; of more than 1 they have a first
-        #: dimension of it
-        self.window = next((self.past[n][0][0] for n in self.states if len(self.past[n][0]) > _rank(n)), 1)
-        hidden = [o for o in self.session.get_outputs() if o.name in (HIDDEN, HIDDEN_OUT)]
-        for value in (*hidden, *(i for i in self.session.get_inputs() if i.name == HIDDEN)):
-            if len(value.shape) != 3 or not isinstance(value.shape[2], int) or value.type not in floats:
-                raise ModelError(
-                    f"{self.path}: {value.name} is {value.type} {value.shape}, expected [batch, sequence, width] of "
-                    f"{' or '.join(floats)}"
-                )
-        #: output of the hidden states after the last norm, where somebody drafts from them; "": none
-        self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
-        self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
-        #: whether a run takes hidden states, as that of the layer which drafts
-        self.takes_hidden = any(i.name == HIDDEN for i in self.session.get_inputs())
-
-    def _tokens_of(self, metadata: Mapping[str, str], name: str) -> int:
-        """Return an entry that is a number of tokens; without it there is no limit."""
-        found = metadata.get(name, str(sys.maxsize))
-        if not found.isdecimal():
-            raise ModelError(f"{self.path}: {name} is {found!r}, expected a number of tokens")
-        return int(found)
+        self.rooms.close()
+        super().close()
 
     def _most_drafts(self) -> int:
         """Return the most draft tokens of a step; DRAFTS if it can verify none, for the error."""
@@ -431,56 +263,9 @@ class Generator:
                 f"{' '.join(options)}{fewer}"
             )
 
-    def in_turn(self, call: Callable[[], T], runs: bool = True) -> T:
-        """Return what a call of the session returns. With CUDA graphs SessionThread makes all calls."""
-        return SESSION_THREAD(call, runs) if self.cuda_graph else call()
-
-    def allocating(self, capacity: int, batch: int) -> contextlib.AbstractContextManager[None]:
-        """Name a cache of ``batch`` times ``capacity`` tokens in an error for lack of memory."""
-        tokens = f"{batch} times {capacity:,} tokens" if batch > 1 else f"{capacity:,} tokens"
-        shapes = [(self.shape(name, batch), dtype, name in self.states) for name, (_, dtype) in self.past.items()]
-        size = sum(math.prod(s if fixed else [*s[:2], capacity, s[3]]) * d.itemsize for s, d, fixed in shapes)
-        less = ["a smaller capacity" if self.capacity else "fewer tokens"]
-        less += ["fewer prompts at once (--batch)"] if batch > 1 else []
-        if any(dtype.itemsize > 1 and name not in self.states for name, (_, dtype) in self.past.items()):
-            less += ["export --cache fp8"]
-        where = f"{self.path}: the cache of {tokens}" if self.device == "cpu" else str(self.path)
-        return doing(where, self._on_gpu(f"the cache of {tokens} takes {size:,} bytes, ", less))
-
-    def _on_gpu(self, what: str = "", less: Sequence[str] = ()) -> OnGpu | None:
-        """Return what an error says about the GPU's memory; None on the cpu."""
-        return OnGpu(what, [*less, *self._less_memory]) if self.device == "cuda" else None
-
-    def experts_report(self) -> dict[str, int]:
-        """Return counters of expert offloading: slots, hits, misses, bytes_read and more (guides/large-models).
-
-        They are of this process's last session with such a cache; {} if there is none.
-        """
-        library = library_path() if self.device == "cpu" else cuda_library_path()
-        return (experts_report(library) or [{}])[-1]
-
-    def start(self, batch: int = 1) -> dict[str, np.ndarray]:
-        """Return an empty KV cache of arrays, for :meth:`step`.
-
-        Raises:
-            ModelError: the cache does not fit into memory, or has a type that NumPy lacks.
-        """
-        if any(dtype == ml_dtypes.bfloat16 for _, dtype in self.past.values()):
-            raise ModelError(f"{self.path}: a cache of arrays cannot be bfloat16, which NumPy lacks; use --dtype f16")
-        try:
-            return {name: np.zeros(self.shape(name, batch), dtype) for name, (_, dtype) in self.past.items()}
-        except (MemoryError, ValueError) as error:
-            raise ModelError(f"{self.path}: past_key_values: {str(error) or 'out of memory'}") from None
-
-    def shape(self, name: str, batch: int = 1) -> list[int]:
-        """Return the shape of an empty cache's tensor for a batch."""
-        shape = list(self.past[name][0])
-        shape[len(shape) - _rank(name)] = batch
-        return shape
-
     def cache(self) -> Cache:
         """Return an empty KV cache of one sequence, for :meth:`stream`; each conversation needs its own."""
-        return SharedCache(self) if self.shares_buffer else Cache(self)
+        return SharedCache(self, self.rooms) if self.shares_buffer else Cache(self)
 
     def load_cache(self, path: str | Path) -> Cache:
         """Return a cache that :meth:`save_cache` wrote, with its tokens.
@@ -502,95 +287,6 @@ class Generator:
                 The path has another file, or its folder is missing.
         """
         save_states(cache, path)
-
-    def run_options(self, graph: int, ahead: bool = False) -> Any:
-        """Return ONNX Runtime's options of one run, or of all runs of a CUDA graph.
-
-        Args:
-            graph: its number; -1: none. ahead: runs return before they have ended.
-        """
-        import onnxruntime as ort
-
-        options = ort.RunOptions()
-        if ahead:
-            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        if self.cuda_graph:
-            options.add_run_config_entry("gpu_graph_id", str(graph))
-        if graph == -1:
-            with self._listing:
-                self._running.add(options)
-        return options
-
-    def interrupt(self) -> None:
-        """End the steps of other threads, which raise ModelError. CUDA graphs run to their end."""
-        with self._listing:
-            for options in self._running:
-                options.terminate = True
-
-    def logits_of(self, new: int, device: str, batch: int = 1) -> Buffer:
-        """Memory for the logits of a run of so many new tokens a sequence."""
-        assert self.vocabulary is not None  # where caches are shared
-        return Buffer.empty([batch, min(new, self.rows), self.vocabulary], self._logits, device)
-
-    def hidden_of(self, new: int, device: str) -> Buffer | None:
-        """Memory for the hidden states of a run of so many new tokens of one sequence; None where nobody wants them."""
-        return Buffer.of(self.hidden_array(new), device) if self.hidden else None
-
-    def hidden_array(self, new: int) -> np.ndarray:
-        """Return an array for the hidden states of new tokens of one sequence, [1, new, H]."""
-        size, dtype = self._hidden
-        return np.empty([1, new, size], dtype)
-
-    def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
-        """Return the inputs beside the cache, for new tokens [B, S] after ``past`` tokens of each sequence."""
-        batch, total = len(ids), past + ids.shape[1]
-        return {
-            "input_ids": ids,
-            "attention_mask": np.ones((batch, total), np.int64),
-            "position_ids": np.tile(np.arange(past, total), (batch, 1)),
-        }
-
-    @contextlib.contextmanager
-    def running(self, new: int, past: int) -> Iterator[None]:
-        """Turn ONNX Runtime's errors into ModelError and OutOfMemoryError, which name the model."""
-        try:
-            with doing(f"{self.path}: {new} tokens after {past}", self._on_gpu(less=["a smaller --chunk"] * (new > 1))):
-                yield
-        except MemoryError:
-            raise
-        except Exception as error:  # see above
-            if "terminate flag" in str(error):
-                raise ModelError(f"{self.path}: the run of {new} tokens after {past} was interrupted") from None
-            raise ModelError(f"{self.path}: {error}") from None
-
-    def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Run new tokens.
-
-        Args:
-            ids: int64 [B, S].
-            past: the cache, from :meth:`start` or the step before.
-
-        Returns:
-            Logits [B, min(S, ``rows``), vocabulary] of each sequence's last tokens, and the longer cache.
-
-        Raises:
-            ModelError: B or S is 0, or ONNX Runtime fails; the message has its words.
-        """
-        if not ids.size:
-            raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
-        length = past_length(past)
-        found = self.run(self.feed(ids, length) | past, ids.shape[1], length)
-        return found["logits"], {name: found[present(name)] for name in past}
-
-    def run(self, feed: dict[str, np.ndarray], new: int, past: int) -> dict[str, np.ndarray]:
-        """Return all outputs by name, for new tokens after ``past`` tokens of each sequence.
-
-        Raises:
-            ModelError: ONNX Runtime fails; the message has its words.
-        """
-        with self.running(new, past):
-            found = self.in_turn(lambda: self.session.run(None, feed, self.run_options(-1)))
-        return dict(zip(self.outputs, found, strict=True))
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits after each token, f32 [tokens, vocabulary].
@@ -658,7 +354,11 @@ class Generator:
             sample = constraint.sampler(sample)
         if self.speculate is None:
             return Generated(self._steps(ids, count, stop, sample, cache), len(ids), count, stop, logits)
-        speculation = Speculation(Lookup() if self.head is None else Head(self.head, cache), self.drafts)
+        draft: Lookup | Head = Lookup()
+        if self.head is not None:
+            cache.drafting = cache.drafting or self.head.cache()
+            draft = Head(cache.drafting)
+        speculation = Speculation(draft, self.drafts)
         drafted = speculation.steps(cache, ids, count, stop, sample, constraint)
         cache.generation = weakref.ref(drafted)
         return Generated(drafted, len(ids), count, stop, logits, speculation)
@@ -707,7 +407,7 @@ class Generator:
         """
         self._check_kind()
         need_count("max_new_tokens", max_new_tokens)
-        return Batch(self, prompts, max_new_tokens, token_ids("stop", stop), sampling, constraints)
+        return Batch(self, self.rooms, prompts, max_new_tokens, token_ids("stop", stop), sampling, constraints)
 
     def generate_batch(
         self,
@@ -725,30 +425,6 @@ class Generator:
     def _check_kind(self) -> None:
         if self.takes_hidden:
             raise ModelError(f"{self.path}: this is the layer that drafts for a model; run {self.path.parent}")
-
-    def check(self, ids: Iterable[int], past: int = 0, room: int = 0) -> list[int]:
-        """Check that tokens can follow ``past`` other tokens, and leave room for ``room`` more.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            ModelError: they cannot.
-            OptionError: they are no integers.
-        """
-        ids = token_ids("the prompt", ids)
-        if not ids:
-            raise ModelError("the prompt has no tokens")
-        for id in ids:
-            if id < 0 or (self.vocabulary is not None and id >= self.vocabulary):
-                raise ModelError(f"token id {id} is outside the vocabulary, 0 to {(self.vocabulary or 2**63) - 1}")
-        if (total := past + len(ids)) + room > self.context:
-            answer = f" and {room} for the answer do" if room else " do"
-            raise ContextError(
-                f"{self.path}: {total} tokens{answer} not fit into the model's context of {self.context} tokens: "
-                "shorten the prompt"
-            )
-        return ids
 
     def _steps(
         self, ids: list[int], count: int, stop: Sequence[int], sample: Choose, cache: Cache
@@ -789,162 +465,15 @@ class Generator:
             if runs_on and not self.states:
                 cache.rewind(len(cache.tokens) - 1)
 
-    def chosen(self, choice: Choice, past: Sequence[int]) -> list[int]:
-        """Return the tokens that were chosen last; of rows that have ended, with a ``past`` of -1, older ones.
 
-        Raises:
-            ModelError: logits are not numbers to choose from. OptionError: bias and n-grams leave no token.
-        """
-        with self.running(1, max(past)):
-            tokens = self.in_turn(choice.take)
-        for token, length in zip(tokens, past, strict=True):
-            if length >= 0 and token == NOT_FINITE:
-                raise self.not_finite(length)
-            if length >= 0 and token == NO_TOKEN:
-                raise OptionError(NOTHING_LEFT)
-        return tokens
-
-    @property
-    def chooses_there(self) -> bool:
-        """Whether tokens are chosen where logits are; another sampler than Sampler takes them on the host."""
-        return self.choice is not None and self.sampler is Sampler
-
-    def choose(
-        self,
-        texts: Sequence[Sequence[int]],
-        longest: int,
-        sampling: Sampling | None,
-        constraints: Sequence[Constraint | None] = (),
-    ) -> Choice:
-        """Return what chooses tokens after texts of at most ``longest`` tokens, on the GPU.
-
-        Raises:
-            OptionError: sampling is of another type, or has a bias of a token outside the vocabulary.
-        """
-        assert self.choice is not None
-        assert self.vocabulary is not None  # where caches are shared
-        return self.choice(texts, longest, self.vocabulary, self._logits, sampling, constraints)
-
-    def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
-        """Return logits after checking that they are finite; ``length`` is for the message.
-
-        Raises:
-            ModelError: they are not finite.
-        """
-        if not np.isfinite(logits).all():
-            raise self.not_finite(length)
-        return logits
-
-    def not_finite(self, length: int) -> ModelError:
-        """Return the error of logits after so many tokens that are not numbers to choose from."""
-        return ModelError(
-            f"{self.path}: logits after {length} tokens are not finite: a weight is not, or "
-            f"activations overflow (--dtype f32 has the widest range)"
-        )
-
-
-def token_ids(what: str, ids: Iterable[int]) -> list[int]:
-    """Return ids as integers.
-
-    Raises:
-        OptionError: they are something else.
-    """
-    try:
-        found = list(ids)
-        if any(isinstance(id, bool) for id in found):
-            raise TypeError
-        return [operator.index(id) for id in found]
-    except TypeError:
-        text = ": quantmoe.Chat and quantmoe.Text take text" if isinstance(ids, str) else ""
-        raise OptionError(f"{what} is {reprlib.repr(ids)}, expected token ids, which are integers{text}") from None
-
-
-def need_count(name: str, value: int, least: int = 1) -> None:
-    """Check an argument that is a number of things.
-
-    Raises:
-        OptionError: it is something else.
-    """
-    if not _is_count(value, least):
-        raise OptionError(f"{name} is {value!r}, expected an integer of at least {least}")
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-
-
-def check_takes_tokens(path: Path, session: Any) -> None:
-    """Refuse an opened model that takes embeddings in the place of tokens, or tokens of many requests.
-
-    Raises:
-        ModelError: naming what runs it.
-    """
-    if any(i.name == "inputs_embeds" for i in session.get_inputs()):
-        raise ModelError(
-            f"{path}: takes embeddings, not tokens, as exported with --vision: run it with onnxruntime-genai "
-            "(docs/guides/vision.md), or export it without"
-        )
-    if any(i.name == "block_table" for i in session.get_inputs()):
-        raise ModelError(
-            f"{path}: takes the tokens of many requests, as exported with --paged: run it with onnxruntime-genai's "
-            "Engine (docs/guides/serve.md), or export it without"
-        )
-
-
-def runtime() -> Any:
-    """Return the onnxruntime package.
-
-    Raises:
-        ModelError: it is older than the library needs. It would say so itself, but also print a line of its own.
-    """
-    import onnxruntime as ort
-
-    if tuple(int(part) for part in ort.__version__.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ModelError(
-            f"onnxruntime is {ort.__version__}, expected {oldest} or newer; pip install 'onnxruntime>={oldest}'"
-        )
-    return ort
-
-
-def _shares_buffer(path: Path) -> bool:
-    """Return whether a model's metadata says that its caches may be written in place."""
-    return any(entry == (SHARE_BUFFER, "true") for entry in load(path).metadata_props.items())
-
-
-def _cuda(ort: Any) -> str:
-    """Return the library for the CUDA provider, whose own libraries are loaded from the packages that have them.
-
-    Raises:
-        ModelError: ONNX Runtime has no such provider, or CUDA's driver no GPU. FileNotFoundError: quantmoe-cuda is not
-            installed.
-    """
-    if "CUDAExecutionProvider" not in ort.get_available_providers():
-        raise ModelError(
-            "this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then pip install "
-            "'onnxruntime-gpu[cuda,cudnn]'"
-        )
-    if not gpu.devices():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = "nvidia-smi shows the driver's" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
-        raise ModelError(f"no CUDA device: device is cuda, and this process sees no GPU ({why})")
-    ort.preload_dlls()
-    return cuda_library_path()
-
-
-def _rank(name: str) -> int:
-    """Dimensions of an input of the cache, without a window of states."""
-    return RANKS.get(name.rpartition(".")[2], 4)
-
-
-def _declares(name: str, shape: Sequence[int | str | None]) -> bool:
-    """Return whether a cache's input has its dimensions: numbers, except the batch and the length of keys and
-    values."""
-    front, state = len(shape) - _rank(name), name.endswith(STATES)
-    free = {front} if state else {front, front + 2}
-    return front in (0, state) and all(isinstance(size, int) for at, size in enumerate(shape) if at not in free)
-
-
-def past_length(past: dict[str, np.ndarray]) -> int:
-    """Return the tokens in a KV cache."""
-    return int(next(value for name, value in past.items() if name.endswith(".key")).shape[2])
+def _reserve(path: Path, length: int | None, drafts: bool, batch: int) -> int | None:
+    """Return the bytes that experts leave free for texts of this length; None if no length is known."""
+    if length is None:
+        config = path.with_name(GENAI)
+        search = read_object(config).get("search")
+        if not isinstance(search, dict) or "max_length" not in search:
+            return None
+        length = search["max_length"]
+        if type(length) is not int or length < 1:
+            raise ModelError(f"{config}: search.max_length is {length!r}, expected a number of tokens")
+    return reserve_of(inspect(path), length, drafts, rows=batch)

@@ -26,7 +26,7 @@ from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safe
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache
-    from quantmoe.runtime.generate import Generator
+    from quantmoe.runtime.opened_model import OpenedModel
 
 MODEL, TOKENS, CHECKSUM = "model", "tokens", "checksum"
 
@@ -148,7 +148,7 @@ def load(cache: Cache, path: str | Path) -> None:
     cache.become(tokens, keys, states)
 
 
-def _identity(model: Generator) -> np.ndarray:
+def _identity(model: OpenedModel) -> np.ndarray:
     """uint8 [64], its characters."""
     if not model.identity:
         raise ModelError(f"{model.path}: no {IDENTITY} in its metadata, as in older exports; export it again")

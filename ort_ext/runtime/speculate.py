@@ -20,7 +20,6 @@ from quantmoe.exporter.folder.interface import HIDDEN
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache
     from quantmoe.runtime.constraint import Constraint
-    from quantmoe.runtime.generate import Generator
     from quantmoe.runtime.sampling import Choose
 
 #: tokens of a prompt that the layer of multi-token prediction reads at once
@@ -65,12 +64,11 @@ class Head:
     It has seen the tokens of one stream. Where those are a conversation's next turn, it knows nothing of those before.
 
     Args:
-        model: of mtp.onnx.
-        cache: of the main model, which keeps the layer's own from stream to stream, and with it its CUDA graphs.
+        cache: of the layer, from stream to stream the same, and with it its CUDA graphs.
     """
 
-    def __init__(self, model: Generator, cache: Cache):
-        self._cache = cache.drafting = cache.drafting or model.cache()
+    def __init__(self, cache: Cache):
+        self._cache = cache
         self._cache.rewind(0)
         self._last: np.ndarray | None = None  # [1, H], of the last token that was heard
         self._ids: list[int] = []  # tokens that were heard and not run yet, and the hidden states before them

@@ -11,7 +11,7 @@ import numpy as np
 from quantmoe.exporter.folder.interface import present
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.cache import DecodeStep, Room, States
+from quantmoe.runtime.cache_memory import DecodeStep, Room, States
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.session_thread import SESSION_THREAD
 

@@ -22,7 +22,8 @@ from ort_cuda_bench import fill
 
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.runtime.cache import DecodeStep, SharedCache
+from quantmoe.runtime.cache import SharedCache
+from quantmoe.runtime.cache_memory import DecodeStep
 from quantmoe.runtime.generate import Generator
 
 SAMPLINGS = {

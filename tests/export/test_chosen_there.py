@@ -13,7 +13,7 @@ import pytest
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime import cache as caches
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.cache import DecodeStep
+from quantmoe.runtime.cache_memory import DecodeStep
 from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.generate import Generator, ModelError, OptionError
 from quantmoe.runtime.sampling import Sampler

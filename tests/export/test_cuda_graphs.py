@@ -18,7 +18,7 @@ import pytest
 from quantmoe.exporter import gpu
 from quantmoe.exporter.memory import OutOfMemoryError
 from quantmoe.runtime import cache as caches
-from quantmoe.runtime import generate
+from quantmoe.runtime import cache_memory, opened_model
 from quantmoe.runtime.cache import ROOM, Buffer
 from quantmoe.runtime.generate import Generator, ModelError
 from quantmoe.runtime.session_thread import SessionThread
@@ -87,7 +87,7 @@ def captured(exported, monkeypatch) -> Callable[..., Generator]:
     thread = SessionThread()
 
     def make(architecture: str = "qwen3_moe", path: Path | None = None, **options: Any) -> Generator:
-        for module in (generate, caches):  # no thread has called yet
+        for module in (opened_model, cache_memory):  # no thread has called yet
             monkeypatch.setattr(module, "SESSION_THREAD", thread)
         generator = Generator(path or exported(architecture, **FLOAT), threads=1, **options)
         generator._opened, generator.cuda_graph = Session(generator.session), True
@@ -176,7 +176,9 @@ def test_results_that_are_kept_hold_no_memory(exported, captured, monkeypatch):
     """Kept results hold neither the model's memory nor its drafting layer's."""
     folder = exported("qwen3_moe", activations="float", logits="all")
     generator, made = captured(path=folder, speculate="ngram"), []
-    monkeypatch.setattr(caches, "Room", lambda *given, real=caches.Room: made.append(real(*given)) or made[-1])
+    monkeypatch.setattr(
+        cache_memory, "Room", lambda *given, real=cache_memory.Room: made.append(real(*given)) or made[-1]
+    )
     kept = [generator.generate(PROMPT, 6) for _ in range(6)]
     assert len({tuple(found.tokens) for found in kept}) == 1
     assert (len(made), [found.speculation.draft for found in kept]) == (1, [None] * 6)

@@ -42,8 +42,9 @@ from quantmoe.exporter.report import print_fit
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import formats_of
-from quantmoe.runtime.cache import States
-from quantmoe.runtime.generate import SPINNING, Generator
+from quantmoe.runtime.buffer import Buffer
+from quantmoe.runtime.generate import Generator
+from quantmoe.runtime.opened_model import SPINNING
 from quantmoe.runtime.speculate import Head
 
 KINDS = ["qwen3_next", "deepseek_v3", "qwen3_5_moe_text", "glm4_moe", "mimo_v2_flash"]
@@ -226,11 +227,10 @@ def test_tokens_and_bytes_are_those_of_generation_without(models, kind):
 def test_steps_of_drafts_as_a_cuda_graph_has_them(models, kind, monkeypatch):
     """On the CPU: one for each number of tokens, of the model and of its layer; states are copied as on a device."""
 
-    def copy(states, sources, slot, targets, to):
-        for name in states._buffers:
-            ctypes.memmove(targets[name].address(to), sources[name].address(slot), sources[name].bytes(slot))
+    def copy(target, source, to=None, slot=None):
+        ctypes.memmove(target.address(to), source.address(slot), source.bytes(slot))
 
-    monkeypatch.setattr(States, "_copy", copy)
+    monkeypatch.setattr(Buffer, "copy", copy)
     usual, steps = (Generator(models[kind], speculate="mtp") for _ in range(2))
     capture(steps)
     capture(steps.head)

@@ -21,7 +21,7 @@ from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
-from quantmoe.runtime.generate import check_takes_tokens
+from quantmoe.runtime.opened_model import check_takes_tokens
 
 BLOCK = 4
 
