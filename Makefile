@@ -280,7 +280,7 @@ test-arm: build | $(MODEL)
 	auditwheel repair --plat auto --wheel-dir dist build/arm/wheel/*.whl
 
 bench: build
-	quantmoe bench --against ort-qmoe
+	quantmoe bench layer --against ort-qmoe
 
 # The library by CMake alone, with this machine's compilers: no Python, no warning (docs/guides/cpp.md).
 test-cmake: build

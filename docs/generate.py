@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 
 import quantmoe
+from quantmoe.benchmarks.bench import app as bench_app
 from quantmoe.custom_ops.schema import read, split
 from quantmoe.exporter.cli import app
 
@@ -71,7 +72,10 @@ def is_argument(parameter: Any) -> bool:
 def commands() -> str:
     """Return the page of all commands and their options, by group."""
     page = [f"{MADE}# Command line\n\n`quantmoe COMMAND --help` shows these options in a terminal.\n"]
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    del found["bench"]
+    benches = typer.main.get_command(bench_app()).commands  # type: ignore[attr-defined]
+    for name, command in (found | {f"bench {name}": command for name, command in benches.items()}).items():
         usage = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in command.params if is_argument(p)]
         page.append(f"## {name}\n\n{command.help}\n\n```\nquantmoe {' '.join([name, *usage])} [OPTIONS]\n```\n")
         groups: dict[str, list[list[str]]] = {}

@@ -102,6 +102,21 @@ def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
+Device = Annotated[Literal["cpu", "cuda"], _option("Hardware", "run exports of --target cuda on cuda")]
+Threads = Annotated[
+    int, _option("Hardware", "use N CPU threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N")
+]
+Experts = Annotated[
+    Literal["gpu", "host", "disk", "auto"] | None,
+    _option("Hardware", "place experts: gpu, host, disk, auto", metavar="WHERE"),
+]
+Ram = Annotated[Any, _option("Hardware", "limit RAM for experts, as 12GB", **ROOM)]
+GpuMemory = Annotated[Any, _option("Hardware", "limit GPU memory for experts", **ROOM)]
+Chunk = Annotated[
+    int | None, _option("Speed", f"read N prompt tokens a step: {CPU.chunk}, cuda {CUDA.chunk}", min=1, metavar="N")
+]
+
+
 def _logits(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
@@ -169,21 +184,24 @@ def inspect(
     why: Annotated[bool, _option("Show", "show every layout and kernel considered", "--explain")] = False,
     as_json: Annotated[bool, _option("Show", "print JSON", "--json")] = False,
     memory: Annotated[int | None, _option("Fit", "show what fits into this memory, as 12GB", "--fit", **SIZE)] = None,
-    ram: Annotated[int | None, _option("Fit", "RAM beside a GPU's memory", **SIZE)] = None,
+    ram: Annotated[int | None, _option("Fit", "count RAM beside a GPU's memory", **SIZE)] = None,
     context: Annotated[
-        int | None, _option("Fit", f"context length; default: {CONTEXT}", "--context", "-c", min=1, metavar="N")
+        int | None,
+        _option("Fit", "count a cache of N tokens", "--context", "-c", min=1, metavar="N", show_default=str(CONTEXT)),
     ] = None,
-    trace: Annotated[Path | None, _option("Fit", "use hit rates of generate --trace FILE", metavar="FILE")] = None,
-    rate: Annotated[int | None, _option("Fit", "memory's bytes a second", **SIZE)] = None,
-    read: Annotated[int | None, _option("Fit", "bytes a second of the bus or the disk", **SIZE)] = None,
-    disk: Annotated[int | None, _option("Fit", "bytes a second of the disk below --ram", **SIZE)] = None,
-    reserve: Annotated[int | None, _option("Fit", "memory to leave free", **SIZE)] = None,
+    trace: Annotated[
+        Path | None, _option("Fit", "take hit rates of a trace (generate --record)", metavar="FILE")
+    ] = None,
+    memory_speed: Annotated[int | None, _option("Fit", "read memory at SIZE bytes a second", **SIZE)] = None,
+    bus_speed: Annotated[int | None, _option("Fit", "read through a GPU's bus at SIZE a second", **SIZE)] = None,
+    disk_speed: Annotated[int | None, _option("Fit", "read the disk at SIZE a second", **SIZE)] = None,
+    reserve: Annotated[int | None, _option("Fit", "leave this memory free", **SIZE)] = None,
 ) -> None:
     """Show what an exported model or a checkpoint holds, and what export refuses."""
     from quantmoe.exporter.inspecting.survey import is_model, is_refused, survey
 
-    of_fit = {"context": context, "trace": trace, "rate": rate, "read": read, "ram": ram, "disk": disk,
-              "reserve": reserve}  # fmt: skip
+    of_fit = {"context": context, "trace": trace, "memory-speed": memory_speed, "bus-speed": bus_speed, "ram": ram,
+              "disk-speed": disk_speed, "reserve": reserve}  # fmt: skip
     for option, value in of_fit.items():
         if value is not None and memory is None:
             raise typer.BadParameter("is of --fit", param_hint=f"--{option}")
@@ -218,14 +236,20 @@ def inspect(
         from quantmoe.exporter.inspecting.fit import fit
         from quantmoe.exporter.inspecting.trace import read_trace
 
-        here = gpu.bandwidth() if TARGETS.get(found["metadata"].get("target"), CPU).on_gpu and rate is None else None
-        rates = (rate or here, read, disk)
+        on_gpu = TARGETS.get(found["metadata"].get("target"), CPU).on_gpu
+        if bus_speed is not None and not on_gpu:
+            raise typer.BadParameter(
+                f"{model} is for the CPU, whose experts come from the disk", param_hint="--bus-speed"
+            )
+        here = gpu.bandwidth() if on_gpu and memory_speed is None else None
+        rates = (memory_speed or here, *((bus_speed, disk_speed) if on_gpu else (disk_speed,)))
         fits = fit(found, memory, context or CONTEXT, read_trace(trace) if trace else None, rates, ram, reserve)
         if as_json:
             derived = {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}
             print(json.dumps(asdict(fits) | derived, indent=1))
         else:
-            print_fit(fits, model, "as --rate says" if rate else "as this GPU has" if here else "--rate gives another")
+            said = "--memory-speed gives another" if here is None else "as this GPU has"
+            print_fit(fits, model, "as --memory-speed says" if memory_speed else said)
         return
     if as_json:
         print(json.dumps(found, indent=1))
@@ -244,9 +268,9 @@ def inspect(
 @app.command()
 def unpack(
     model: Model,
-    layer: Annotated[int, typer.Option(min=0, help="decoder layer")],
-    to: Annotated[Literal["safetensors"], typer.Option(help="file format")] = "safetensors",
-    output: Annotated[Path | None, typer.Option(help="default: layer_N.safetensors here")] = None,
+    layer: Annotated[int, typer.Option(min=0, help="unpack this decoder layer")],
+    to: Annotated[Literal["safetensors"], typer.Option(help="write this file format")] = "safetensors",
+    output: Annotated[Path | None, typer.Option(help="write this file", show_default="layer_N.safetensors")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace the file if it exists")] = False,
 ) -> None:
     """Write a layer's codes and scales as the checkpoint had them."""
@@ -267,23 +291,21 @@ def generate(
     ] = None,
     chat: Annotated[bool, _option("Prompt", "hold a conversation; the default in a terminal", "--chat")] = False,
     raw: Annotated[bool, _option("Prompt", "continue the text, without a chat template", "--raw")] = False,
-    system: Annotated[str | None, _option("Prompt", "system prompt", "--system", "-sys", metavar="TEXT")] = None,
-    tools: Annotated[Path | None, _option("Prompt", "JSON list of functions to call", metavar="FILE")] = None,
+    system: Annotated[str | None, _option("Prompt", "give a system prompt", "--system", "-sys", metavar="TEXT")] = None,
+    tools: Annotated[Path | None, _option("Prompt", "offer functions to call: a JSON list", metavar="FILE")] = None,
     template_arg: Annotated[
-        list[str] | None, _option("Prompt", "variable of the chat template; may be repeated", metavar="NAME=JSON")
+        list[str] | None, _option("Prompt", "set a variable of the chat template", metavar="NAME=JSON")
     ] = None,
-    prompts: Annotated[
-        Path | None, _option("Prompt", "answer each line; answers are JSON strings", metavar="FILE")
-    ] = None,
+    prompts: Annotated[Path | None, _option("Prompt", "answer each line, as a JSON string", metavar="FILE")] = None,
     batch: Annotated[
-        int | None, _option("Prompt", f"lines of --prompts at once; default: {BATCH}", min=1, metavar="N")
+        int | None, _option("Prompt", "run N lines of --prompts at once", min=1, metavar="N", show_default=str(BATCH))
     ] = None,
     ids: Annotated[list[int] | None, _option("Prompt", "continue these token ids", **listed(int))] = None,
     max_new_tokens: Annotated[
         int | None,
         _option(
             "Answer",
-            f"tokens at most; default: {NEW_TOKENS}, terminal: all",
+            f"stop after N tokens; else {NEW_TOKENS}, in a terminal never",
             "--max-new-tokens",
             "-n",
             min=1,
@@ -294,45 +316,38 @@ def generate(
         list[str] | None, _option("Answer", "end before this text; may be repeated", metavar="TEXT")
     ] = None,
     temperature: Annotated[
-        float | None, _option("Answer", "0: likeliest token; default: the model's", min=0, metavar="X")
+        float | None, _option("Answer", "0: take the likeliest token; else the model's", min=0, metavar="X")
     ] = None,
     top_k: Annotated[int | None, _option("Answer", "choose among the K likeliest tokens", min=0, metavar="K")] = None,
     top_p: Annotated[float | None, _option("Answer", "choose among tokens of this probability", metavar="P")] = None,
     min_p: Annotated[float | None, _option("Answer", "drop tokens below P times the likeliest", metavar="P")] = None,
     seed: Annotated[int | None, _option("Answer", "repeat a sampled answer", min=0, metavar="N")] = None,
-    device: Annotated[Literal["cpu", "cuda"], _option("Hardware", "cuda: exports of --target cuda")] = "cpu",
-    threads: Annotated[
-        int,
-        _option("Hardware", "CPU threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N"),
-    ] = 0,
-    experts: Annotated[
-        Literal["gpu", "host", "disk", "auto"] | None,
-        _option("Hardware", "place experts: gpu, host, disk, auto", metavar="WHERE"),
+    device: Device = "cpu",
+    threads: Threads = 0,
+    experts: Experts = None,
+    ram: Ram = None,
+    gpu_memory: GpuMemory = None,
+    speculate: Annotated[Literal["ngram", "mtp"] | None, _option("Speed", "draft tokens, and verify them")] = None,
+    drafts: Annotated[
+        int | None, _option("Speed", "draft N tokens at once", min=1, metavar="N", show_default=str(DRAFTS))
     ] = None,
-    ram: Annotated[Any, _option("Hardware", "RAM for experts, as 12GB", **ROOM)] = None,
-    gpu_memory: Annotated[Any, _option("Hardware", "GPU memory for experts", **ROOM)] = None,
-    speculate: Annotated[Literal["ngram", "mtp"] | None, _option("Speed", "verify draft tokens")] = None,
-    drafts: Annotated[int | None, _option("Speed", f"drafts a run; default: {DRAFTS}", min=1, metavar="N")] = None,
-    save_state: Annotated[Path | None, _option("Speed", "save what was read", metavar="FILE")] = None,
-    load_state: Annotated[Path | None, _option("Speed", "continue from what was saved", metavar="FILE")] = None,
+    save_state: Annotated[Path | None, _option("Speed", "save the conversation's state", metavar="FILE")] = None,
+    load_state: Annotated[Path | None, _option("Speed", "continue from a saved state", metavar="FILE")] = None,
     repetition_penalty: Annotated[
         float | None, _option("Advanced", "penalize all tokens so far; 1: off", metavar="X")
     ] = None,
     presence_penalty: Annotated[float | None, _option("Advanced", "penalize tokens of the answer", metavar="X")] = None,
     frequency_penalty: Annotated[float | None, _option("Advanced", "penalize each occurrence", metavar="X")] = None,
-    chunk: Annotated[
-        int | None,
-        _option("Speed", f"prompt tokens a run: {CPU.chunk}; {CUDA.chunk}", min=1, metavar="N"),
-    ] = None,
+    chunk: Chunk = None,
     prefault: Annotated[bool, _option("Speed", "read all weights first", "--prefault")] = False,
     cuda_graph: Annotated[
-        bool | None, _option("Speed", "replay a token's launches", "--cuda-graph/--no-cuda-graph")
+        bool | None, _option("Speed", "replay each step as a CUDA graph", "--cuda-graph/--no-cuda-graph")
     ] = None,
-    reserve: Annotated[int | None, _option("Advanced", "memory to leave free", **SIZE)] = None,
+    reserve: Annotated[int | None, _option("Advanced", "leave this memory free", **SIZE)] = None,
     misses: Annotated[
-        str | None, _option("Advanced", "copy, cpu, auto, ...: docs/reference/expert-offloading.md", metavar="HOW")
+        str | None, _option("Advanced", "choose what multiplies experts outside GPU memory", metavar="HOW")
     ] = None,
-    trace: Annotated[Path | None, _option("Advanced", "record which experts are used", metavar="FILE")] = None,
+    record: Annotated[Path | None, _option("Advanced", "record which experts are used", metavar="FILE")] = None,
     warm: Annotated[Path | None, _option("Advanced", "load a trace's experts first", metavar="FILE")] = None,
 ) -> None:
     """Answer a prompt or hold a conversation; tokens per second go to standard error."""
@@ -399,7 +414,7 @@ def generate(
     most = max_new_tokens or (sys.maxsize if shown else NEW_TOKENS)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
-                   reserve=reserve, misses=misses, trace=trace, warm=warm, group=group)  # fmt: skip
+                   reserve=reserve, misses=misses, trace=record, warm=warm, group=group)  # fmt: skip
 
     def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
         """Of texts of so many tokens, if that is known."""
@@ -472,34 +487,28 @@ def generate(
 @app.command()
 def serve(
     outdir: Model,
-    host: Annotated[str, _option("Server", "address to listen on")] = "127.0.0.1",
-    port: Annotated[int, _option("Server", "port; 0: any free one", min=0, max=65535, metavar="N")] = 8000,
+    host: Annotated[str, _option("Server", "listen on this address")] = "127.0.0.1",
+    port: Annotated[
+        int, _option("Server", "listen on this port; 0: any free one", min=0, max=65535, metavar="N")
+    ] = 8000,
     api_key: Annotated[
-        str | None, _option("Server", "key that clients must send", envvar="QUANTMOE_API_KEY", metavar="KEY")
+        str | None, _option("Server", "require this key from clients", envvar="QUANTMOE_API_KEY", metavar="KEY")
     ] = None,
-    batch: Annotated[int, _option("Server", "requests that run together", min=1, max=1024, metavar="N")] = BATCH,
-    queue: Annotated[int, _option("Server", "requests that wait; more are refused", min=0, metavar="N")] = QUEUE,
+    batch: Annotated[int, _option("Server", "run N requests together", min=1, max=1024, metavar="N")] = BATCH,
+    queue: Annotated[int, _option("Server", "let N requests wait, refuse more", min=0, metavar="N")] = QUEUE,
     max_length: Annotated[
-        int | None, _option("Server", f"tokens of prompt and answer; default: {SERVED}", min=2, metavar="N")
+        int | None,
+        _option("Server", "limit prompt and answer to N tokens", min=2, metavar="N", show_default=str(SERVED)),
     ] = None,
     prefix_cache: Annotated[
-        int | None, _option("Server", "memory for earlier prompts; 0: none; default: 1GB", **SIZE)
+        int | None, _option("Server", "keep earlier prompts in this memory; 0: none", show_default="1GB", **SIZE)
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], _option("Hardware", "cuda: exports of --target cuda")] = "cpu",
-    threads: Annotated[
-        int,
-        _option("Hardware", "CPU threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N"),
-    ] = 0,
-    experts: Annotated[
-        Literal["gpu", "host", "disk", "auto"] | None,
-        _option("Hardware", "place experts: gpu, host, disk, auto", metavar="WHERE"),
-    ] = None,
-    ram: Annotated[Any, _option("Hardware", "RAM for experts, as 12GB", **ROOM)] = None,
-    gpu_memory: Annotated[Any, _option("Hardware", "GPU memory for experts", **ROOM)] = None,
-    chunk: Annotated[
-        int | None,
-        _option("Speed", f"prompt tokens a run: {CPU.chunk}; {CUDA.chunk}", min=1, metavar="N"),
-    ] = None,
+    device: Device = "cpu",
+    threads: Threads = 0,
+    experts: Experts = None,
+    ram: Ram = None,
+    gpu_memory: GpuMemory = None,
+    chunk: Chunk = None,
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at a time."""
     from quantmoe.exporter.folder.model_file import model_path
@@ -524,20 +533,21 @@ def serve(
 
 @app.command()
 def trace(
-    file: Annotated[Path, typer.Argument(help="that generate --trace or the session entry quantmoe.trace wrote")],
+    file: Annotated[
+        Path, typer.Argument(help="trace that generate --record or the session entry quantmoe.trace wrote")
+    ],
     ram: Annotated[
-        list[int] | None, typer.Option(help="memory for experts; may be repeated; default: shares of all", **SIZE)
+        list[int] | None,
+        typer.Option(help="show this memory for experts; may be repeated", show_default="shares of all", **SIZE),
     ] = None,
-    read: Annotated[int, typer.Option(help="bytes a second that the disk reads", **SIZE)] = "2GB",  # type: ignore[assignment]
-    expert_map: Annotated[Path | None, typer.Option(help="write this file for export --expert-map")] = None,
-    ranks: Annotated[int, typer.Option(min=2, help="of --expert-map")] = 2,
-    copies: Annotated[int, typer.Option(min=0, help="of --expert-map: how many experts more the ranks hold")] = 0,
-    shared: Annotated[int, typer.Option(min=0, help="of --expert-map: the last experts that are no routed ones")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="draw use, locality and hit rates into this file (needs matplotlib)")
-    ] = None,
+    disk_speed: Annotated[int, typer.Option(help="read the disk at SIZE a second", **SIZE)] = "2GB",  # type: ignore[assignment]
+    expert_map: Annotated[Path | None, typer.Option(help="place experts on ranks, in this file")] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="place experts on N ranks")] = 2,
+    copies: Annotated[int, typer.Option(min=0, help="let ranks hold N copies of experts")] = 0,
+    shared: Annotated[int, typer.Option(min=0, help="leave out the last N experts, which are shared")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="draw use, locality and hit rates into this file")] = None,
 ) -> None:
-    """Show hit rates of expert caches by a trace, or place experts on ranks (--expert-map)."""
+    """Show hit rates of expert caches by a trace, or place experts on ranks."""
     from quantmoe.exporter.inspecting.trace import PLOTS, curve, draw, read_trace
 
     if not file.exists() or file.is_dir():
@@ -560,8 +570,8 @@ def trace(
     )
     shares = [experts * share // 100 for share in (5, 10, 20, 33, 50, 75, 100)]
     slots = [min(size // found.slot_bytes, experts) for size in ram] if ram else shares
-    table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(read)}/s, at most")
-    rows = curve(found, sorted({max(count, 1) for count in slots}), read)
+    table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(disk_speed)}/s, at most")
+    rows = curve(found, sorted({max(count, 1) for count in slots}), disk_speed)
     for row in rows:
         speed = row["tokens_per_second"]
         memory, missed = (decimal(int(row[key])) for key in ("bytes", "read"))
@@ -792,8 +802,10 @@ def _placed(report: dict[str, int], device: str) -> str:
 def _speed(found: Any) -> str:
     speed = (
         f"prompt: {found.prompt} tokens, {found.prompt / found.prefill:.1f} tokens/s ({found.prefill:.3f} s); "
-        f"decode: {len(found.tokens)} tokens, {found.tokens_per_second:.1f} tokens/s"
+        f"decode: {len(found.tokens)} {plural('token', len(found.tokens))}"
     )
+    if len(found.tokens) > 1:  # the prompt's run chose the first one
+        speed += f", {found.tokens_per_second:.1f} tokens/s"
     if (drafts := found.speculation) is None:
         return speed
     return f"{speed}; {drafts.accepted} of {drafts.drafted} drafts accepted, {drafts.runs} runs"
@@ -801,10 +813,10 @@ def _speed(found: Any) -> str:
 
 @app.command()
 def demo(
-    checkpoint: Annotated[Path, typer.Option(help="Hugging Face folder; make demo has samples/demo_model/checkpoint")],
-    output: Annotated[Path, typer.Option(help="where the model goes")] = Path("demo-model"),
-    prompt: Annotated[str, typer.Option(help="text to go on from, where the checkpoint has a tokenizer")] = PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 32,
+    checkpoint: Annotated[Path, typer.Option(help="export this Hugging Face folder")],
+    output: Annotated[Path, typer.Option(help="write the model here")] = Path("demo-model"),
+    prompt: Annotated[str, typer.Option(help="continue this text")] = PROMPT,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="stop after N tokens")] = 32,
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export there")] = False,
 ) -> None:
     """Export a checkpoint, run it, and compare with PyTorch."""
@@ -857,15 +869,15 @@ def demo(
 @app.command()
 def evaluate(
     outdir: Model,
-    text: Annotated[Path, typer.Option(help="file with the text to predict, in UTF-8")],
-    against: Annotated[
-        Path | None, typer.Option(help="another exported model, or the CHECKPOINT, to compare predictions with")
+    text: Annotated[Path, typer.Option(help="predict the text in this file")],
+    against: Annotated[Path | None, typer.Option(help="compare with another model, or with the CHECKPOINT")] = None,
+    window: Annotated[int, typer.Option(min=2, help="read N tokens at once, from an empty cache")] = 512,
+    windows: Annotated[
+        int | None, typer.Option(min=1, help="stop after N windows", show_default="the whole text")
     ] = None,
-    window: Annotated[int, typer.Option(min=2, help="tokens that are read at once, from an empty cache")] = 512,
-    windows: Annotated[int | None, typer.Option(min=1, help="at most so many; default: the whole text")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="also compare hidden states after each layer")] = False,
-    threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="use N CPU threads; 0: automatic")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Measure perplexity on a text, and the divergence from another model's predictions."""
     need("onnxruntime", "tokenizers")
@@ -889,7 +901,7 @@ def evaluate(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure one layer or a whole model beside other engines; bench [MODEL] --help."""
+    """Measure one layer or a whole model beside other engines."""
     from quantmoe.benchmarks.bench import main as bench_main
 
     bench_main(context.args)
@@ -922,11 +934,15 @@ def _main(arguments: Sequence[str]) -> None:
 
 
 def _as_typed(text: str, command: str) -> str:
-    """Return an error that begins with the name of a function's argument, with the command's option in its place."""
-    name, space, rest = text.partition(" ")
+    """Return an error with the command's options in the places of a function's arguments.
+
+    An argument is the first word, a word with an underscore, or follows some words.
+    """
     parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
-    option = next((p.opts[0] for p in parameters if p.name == name and p.opts[0].startswith("--")), name)
-    return option + space + rest
+    options = {p.name: p.opts[0] for p in parameters if p.opts[0].startswith("--")}
+    after = "|".join(f"(?<={words} )" for words in ("does not go with", "leave out", "option of", "is for", "needs"))
+    places = rf"^\w+|\b[a-z]+_\w+|(?:{after})\w+"
+    return re.sub(places, lambda match: options.get(match[0], match[0]), text)
 
 
 def _line(text: str) -> str:

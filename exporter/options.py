@@ -96,6 +96,7 @@ def with_options(kind: Any, parsers: Mapping[str, Callable[[str], Any]]) -> Call
         settings: dict[str, Any] = {"help": said["help"], "rich_help_panel": said["group"]}
         settings["show_default"] = said.get("shown", field.default not in (None, False))
         settings |= {"metavar": said["metavar"]} if "metavar" in said else {}
+        settings |= {click: said[name] for click, name in (("min", "least"), ("max", "most")) if name in said}
         types = [one for one in (get_args(hint) or (hint,)) if one is not type(None)]
         of: Any = said.get("kind", types[0])
         if "values" in said:

@@ -1,4 +1,4 @@
-"""quantmoe bench MODEL on tiny models: what it writes and that peers load; nothing about time."""
+"""quantmoe bench model MODEL on tiny models: what it writes and that peers load; nothing about time."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> str:
-    command = [sys.executable, "-m", "quantmoe.benchmarks.bench", *map(str, arguments)]
+    command = [sys.executable, "-m", "quantmoe.benchmarks.bench", "model", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -378,7 +378,7 @@ def test_a_peer_that_is_not_installed(peer: str, what: str, monkeypatch: pytest.
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "quantmoe.benchmarks.bench", tmp_path],
+        [sys.executable, "-m", "quantmoe.benchmarks.bench", "model", tmp_path],
         capture_output=True,
         text=True,
         timeout=300,

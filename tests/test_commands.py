@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import numpy as np
@@ -24,7 +25,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quantmoe.exporter.cli import app
+from quantmoe.exporter.cli import _speed, app
 from quantmoe.exporter.options import EXTRAS, listed
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
 
@@ -74,11 +75,48 @@ def test_what_needs_no_model_imports_nothing_large(arguments: str) -> None:
     assert not done.imported & {"numpy", "onnx_ir", "torch", "transformers", "onnxruntime"}
 
 
-@pytest.mark.parametrize("command", ["export", "generate", "inspect"])
+@pytest.mark.parametrize("command", ["export", "generate", "serve", "inspect"])
 def test_help_reads_at_a_glance(command: str) -> None:
     assert len(quantmoe(command, "--help", COLUMNS="100").out.splitlines()) <= 60
     for parameter in typer.main.get_command(app).commands[command].params:
         assert len((parameter.help or "").split()) <= 12, parameter.name
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--mtp --tensor-parallel 2", "--mtp is not divided: leave out --mtp or --tensor-parallel"),
+        ("--target cuda --external-experts --paged", "--external-experts does not go with --paged"),
+        ("--symmetric", "--symmetric is for --quantize int4: the other formats have no zero points"),
+        ("--data-parallel", "--data-parallel needs --expert-parallel: whole experts in a rank"),
+        ("--external-experts", "--external-experts is for --target cuda: TensorRT's plug-in reads them"),
+    ],
+)
+def test_errors_name_options_as_they_are_typed(options: str, said: str, tmp_path: Path) -> None:
+    assert quantmoe("export", tmp_path, tmp_path / "out", *options.split()).line == f"quantmoe: {said}"
+
+
+def test_no_rate_of_one_token() -> None:
+    found = SimpleNamespace(prompt=4, prefill=0.5, tokens=[1], tokens_per_second=0.0, speculation=None)
+    assert _speed(found) == "prompt: 4 tokens, 8.0 tokens/s (0.500 s); decode: 1 token"
+    found.tokens, found.tokens_per_second = [1, 2], 3.0
+    assert _speed(found).endswith("decode: 2 tokens, 3.0 tokens/s")
+
+
+def test_a_shell_completes_options() -> None:
+    """A word's beginning gives the options; the script asks for them."""
+    typed = {"COMP_WORDS": "quantmoe export --ex", "COMP_CWORD": "2", "_QUANTMOE_COMPLETE": "complete_bash"}
+    assert quantmoe(**typed).out.split() == ["--expert-parallel", "--expert-map", "--external-experts"]
+    script = quantmoe("--show-completion", "bash").out
+    assert "_QUANTMOE_COMPLETE=complete_bash" in script
+
+
+@pytest.mark.parametrize("word", ["experts", "trace", "read", "rate", "disk", "memory_speed", "disk_speed"])
+def test_no_option_means_two_things(word: str) -> None:
+    """Commands that have an option in common say the same of it."""
+    commands = typer.main.get_command(app).commands
+    said = {p.help for command in commands.values() for p in command.params if p.name == word and p.opts[0][0] == "-"}
+    assert len(said) <= 1
 
 
 def test_help_says_what_a_checkpoint_may_be() -> None:
@@ -262,12 +300,15 @@ def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_
         ("generate a --ids 1 --max-new-tokens 0", "quantmoe generate: invalid value for '--max-new-tokens': "),
         ("unpack a", "quantmoe unpack: missing option '--layer'"),
         ("unpack a --layer 0 --to npz", "quantmoe unpack: invalid value for '--to': 'npz' is not one of 'safetensors'"),
-        ("bench --tokens 1,0", "quantmoe bench: invalid value for '--tokens': 0; expected numbers greater than"),
         (
-            "bench --shape 1/2/3",
-            "quantmoe bench: invalid value for --shape: 1/2/3; 3 sizes, H/I/E/k are 4; expected one of qwen3-30b-a3b",
+            "bench layer --tokens 1,0",
+            "quantmoe bench layer: invalid value for '--tokens': 0; expected numbers",
         ),
-        ("bench --bogus", "quantmoe bench: no such option: --bogus"),
+        (
+            "bench layer --shape 1/2/3",
+            "quantmoe bench layer: invalid value for --shape: 1/2/3; 3 sizes, H/I/E/k are 4; expected one of",
+        ),
+        ("bench model --bogus", "quantmoe bench model: no such option: --bogus"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments: str, line: str, tmp_path: Path) -> None:
@@ -287,7 +328,7 @@ def test_no_argument_is_help() -> None:
 def test_lists_are_separated_by_commas_or_repeated(tmp_path: Path) -> None:
     sizes = ["--shape", "64/64/4/2,128/64/4/2", "--group-size", "32,64", "--group-size", "-1"]
     sizes += ["--format", "int4,int8", "--format", "fp8"]
-    done = quantmoe("bench", "--packing", *sizes)
+    done = quantmoe("bench", "layer", "--packing", *sizes)
     assert (done.code, done.err) == (0, "")
     shown = [f"{shape} {kind} group {group} " for shape in ("64/64/4/2", "128/64/4/2")
              for kind in ("int4", "int8", "fp8") for group in (32, 64, -1)]  # fmt: skip
@@ -312,9 +353,9 @@ LACKING = {
     "generate --prompt": (["generate", "model", "--prompt", "a"], "tokenizers"),
     "serve": (["serve", "model"], "fastapi"),
     "demo": (["demo", "--checkpoint", QWEN], "onnxruntime"),
-    "bench": (["bench"], "onnxruntime"),
+    "bench": (["bench", "layer"], "onnxruntime"),
     "evaluate": (["evaluate", "model", "--text", "text"], "onnxruntime"),
-    "bench --plot": (["bench", "--plot", "cells.png"], "matplotlib"),
+    "bench --plot": (["bench", "layer", "--plot", "cells.png"], "matplotlib"),
 }
 
 
@@ -333,7 +374,7 @@ def test_an_older_onnx_runtime_is_one_line(tmp_path: Path) -> None:
     """A package with its version only: nothing else of it is asked for."""
     exported_before(tmp_path / "model")
     (tmp_path / "onnxruntime.py").write_text("__version__ = '1.20.1'", encoding="utf-8")
-    for arguments in (["generate", "model", "--ids", "1"], ["bench"]):
+    for arguments in (["generate", "model", "--ids", "1"], ["bench", "layer"]):
         done = quantmoe(*arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
         assert done.code == 1
         expected = "onnxruntime is 1.20.1, expected 1.21 or newer; pip install 'onnxruntime>=1.21'"
@@ -341,7 +382,7 @@ def test_an_older_onnx_runtime_is_one_line(tmp_path: Path) -> None:
 
 
 def test_ggml_that_is_not_there_is_said_first(tmp_path: Path) -> None:
-    done = quantmoe("bench", "--against", "ggml", QUANTMOE_GGML=str(tmp_path))
+    done = quantmoe("bench", "layer", "--against", "ggml", QUANTMOE_GGML=str(tmp_path))
     assert done.code == 1
     assert f"{tmp_path}/libggml-base.so: cannot open shared object file" in done.line
     assert "llama_cpp/lib of PyPI's llama-cpp-python" in done.line
@@ -426,7 +467,7 @@ def test_trace_shows_hit_rates(tmp_path: Path) -> None:
     file = tmp_path / "trace"
     runs = [[0, 1, 1, 0, expert] for expert in (0, 1, 0, 0, 3)]  # layer, top_k, tokens in two words, ids
     file.write_bytes(TRACE + np.array(runs, "<u2").tobytes())
-    done = quantmoe("trace", file, "--ram", "1000", "--ram", "2000", "--read", "1000", COLUMNS="1000")
+    done = quantmoe("trace", file, "--ram", "1000", "--ram", "2000", "--disk-speed", "1000", COLUMNS="1000")
     assert (done.code, done.err) == (0, "")
     assert "1 layers, 5 tokens; 3 of 4 experts used" in done.out
     rows = [line.split("│") for line in done.out.splitlines() if "%" in line]
@@ -463,9 +504,9 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
         (("generate", ".", "--ids", "1", "--load-state", "nowhere"), "--load-state: nowhere: no such file"),
         (("generate", ".", "--ids", "1,,2"), "'1,,2'; expected numbers separated by commas"),
         (("inspect", ".", "--ram", "1"), "--ram: is of --fit"),
-        (("inspect", ".", "--rate", "1"), "--rate: is of --fit"),
-        (("inspect", ".", "--read", "1"), "--read: is of --fit"),
-        (("inspect", ".", "--disk", "1"), "--disk: is of --fit"),
+        (("inspect", ".", "--memory-speed", "1"), "--memory-speed: is of --fit"),
+        (("inspect", ".", "--bus-speed", "1"), "--bus-speed: is of --fit"),
+        (("inspect", ".", "--disk-speed", "1"), "--disk-speed: is of --fit"),
         (("inspect", ".", "--reserve", "1"), "--reserve: is of --fit"),
         (("inspect", ".", "--context", "4096"), "--context: is of --fit"),
         (("inspect", ".", "--trace", "TRACE"), "--trace: is of --fit"),

@@ -6,7 +6,7 @@ for its help: what needs NumPy is imported in functions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 #: bytes of weights in a file
 MAX_FILE_SIZE = 50 * 10**9
-MAX_RANKS, MAX_WINDOW = 1024, 64
 #: types of a KV cache
 CACHES = ("auto", "f16", "f32", "bf16", "int8", "fp8")
 FLOATS = CACHES[1:4]
@@ -38,7 +37,8 @@ def option(default: Any, help: str, group: str = "Export", **settings: Any) -> A
 
     Args:
         help: a verb phrase of at most 12 words. group: its panel of ``--help``.
-        settings: values, metavar, shown (a default that depends on others), kind (of a value that is no str).
+        settings: values, metavar, least, most, shown (a default that depends on others), kind (of a value that is no
+            str).
     """
     return field(default=default, metadata={"help": help, "group": group, **settings})
 
@@ -127,7 +127,9 @@ class Options:
     dtype: str | None = option(
         None, "choose the type outside experts", "Numbers", values=("f32", "f16", "bf16"), shown="f32, cuda: bf16"
     )
-    tensor_parallel: int = option(1, "split the model over N ranks", "Several GPUs or processes", metavar="N")
+    tensor_parallel: int = option(
+        1, "split the model over N ranks", "Several GPUs or processes", metavar="N", least=1, most=1024
+    )
     expert_parallel: bool = option(False, "give each rank whole experts", "Several GPUs or processes")
     expert_map: str | Path | None = option(  # noqa: RUF009
         None, "place experts by this file", "Several GPUs or processes", metavar="FILE", kind=Path
@@ -137,12 +139,18 @@ class Options:
         None, "give logits of the last token, all, or N", "Advanced", metavar="last|all|N", shown="last, --mtp: 5"
     )
     state_window: int | None = option(
-        None, "keep states of N tokens, to verify drafts", "Advanced", metavar="N", shown="1, --mtp: 5"
+        None,
+        "keep states of N tokens, to verify drafts",
+        "Advanced",
+        metavar="N",
+        shown="1, --mtp: 5",
+        least=1,
+        most=64,
     )
     external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
     dense: str = option("quantmoe", "choose the operator of other linears", "Advanced", values=("quantmoe", "ort"))
     scales: str = option("exact", "keep scales, or round them for KleidiAI", "Advanced", values=("exact", "bf16"))
-    layers: int | None = option(None, "export only the first N layers", "Advanced", metavar="N")
+    layers: int | None = option(None, "export only the first N layers", "Advanced", metavar="N", least=1)
     max_file_size: int = option(
         MAX_FILE_SIZE, "start another weight file at this size", "Advanced", metavar="SIZE", shown="50GB"
     )
@@ -178,9 +186,10 @@ class Options:
     def _check_numbers(self) -> None:
         if self.logits not in (None, "last", "all") and not (type(self.logits) is int and self.logits > 0):
             raise OptionError(f"logits is {self.logits!r}, expected last, all or a number of tokens from 1")
-        for name, most in (("state_window", MAX_WINDOW), ("tensor_parallel", MAX_RANKS)):
-            if (number := getattr(self, name)) is not None and not 1 <= number <= most:
-                raise OptionError(f"{name} is {number}, expected 1 to {most}")
+        for one in fields(self):
+            number, least, most = getattr(self, one.name), one.metadata.get("least"), one.metadata.get("most")
+            if number is not None and least is not None and not least <= number <= (most or number):
+                raise OptionError(f"{one.name} is {number}, expected {least} {f'to {most}' if most else 'or more'}")
         if self.max_file_size < 1:
             raise OptionError(f"max_file_size is {self.max_file_size}, expected a number of bytes")
 

@@ -1,4 +1,4 @@
-"""``quantmoe bench``: one MoE layer in ONNX Runtime against this machine's limits and against ONNX Runtime's own QMoE.
+"""``quantmoe bench layer``: one expert layer beside this machine's limits and ONNX Runtime's own QMoE.
 
 Method:
 
@@ -278,32 +278,36 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
 
 
 def bench(
-    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or H/I/E/k.", **listed())] = None,
-    format: Annotated[list[str] | None, typer.Option(help=f"{', '.join(FORMATS)}.", **listed())] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="measure these layers, or H/I/E/k", show_default="qwen3-30b-a3b,gpt-oss-20b", **listed()),
+    ] = None,
+    format: Annotated[
+        list[str] | None, typer.Option(help="measure these weight formats", show_default="int4,int8", **listed())
+    ] = None,
     group_size: Annotated[
-        list[int] | None, typer.Option(help="16, a multiple of 32, or -1: a row.", **listed(int))
+        list[int] | None,
+        typer.Option(help="measure these group sizes; -1: a row", show_default="32,128", **listed(int)),
     ] = None,
     tokens: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of a call, or ranges as 1..8; default 1,4,16,64,256,1024.", **listed(int, 1, True)),
+        typer.Option(
+            help="measure calls of N tokens, or ranges as 1..8", show_default="1,4,..,1024", **listed(int, 1, True)
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="0: one a CPU.")] = 0,
-    repeat: Annotated[
-        int, typer.Option(min=1, help=f"Calls a side; past {CELL_SECONDS:g} s it stops at {MIN_PAIRS}.")
-    ] = 30,
+    threads: Annotated[int, typer.Option(min=0, help="use N CPU threads; 0: one a CPU")] = 0,
+    repeat: Annotated[int, typer.Option(min=1, help=f"call each side N times, for {CELL_SECONDS:g} s at most")] = 30,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4; ggml: llama.cpp's kernels.", **listed()),
+        typer.Option(help="compare with ort-qmoe (QMoE) or ggml (llama.cpp)", **listed()),
     ] = None,
-    skew: Annotated[bool, typer.Option("--skew", help="Route by Zipf 1.0 instead of uniformly.")] = False,
-    session: Annotated[bool, typer.Option("--session", help="Only session creation: time and memory.")] = False,
-    packing: Annotated[bool, typer.Option("--packing", help="Only the packer, one expert after another.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
+    skew: Annotated[bool, typer.Option("--skew", help="route tokens by Zipf 1.0, not uniformly")] = False,
+    session: Annotated[bool, typer.Option("--session", help="measure only session creation: time and memory")] = False,
+    packing: Annotated[bool, typer.Option("--packing", help="measure only the packer")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the results to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the results into this file")] = None,
 ) -> list[LayerCell]:
-    """Times one MoE layer in ONNX Runtime against the machine's limits and, with --against, another implementation.
-
-    Of whole models: quantmoe bench MODEL --help.
+    """Time one expert layer beside the machine's limits and other implementations.
 
     Lists are given as a,b,c or by repeating an option. The default layers take about 5 minutes on 2 cores; with
     --session the default is qwen3-30b-a3b int4 with groups of 128, 315 MB packed.
@@ -558,16 +562,25 @@ def draw(cells: Sequence[LayerCell], path: Path) -> None:
     plt.close(figure)
 
 
+def app() -> typer.Typer:
+    """Return the commands ``layer`` and ``model``."""
+    from quantmoe.benchmarks.bench_model import bench_model
+
+    made = typer.Typer(
+        help="Measure one layer or a whole model beside other engines.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    made.command("layer")(bench)
+    made.command("model")(bench_model)
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command on ``arguments``, default the process's: of a whole model if the first names one."""
+    """Run the command on ``arguments``, by default the process's."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command: Callable[..., object] = bench
-    if given and not given[0].startswith("-"):
-        from quantmoe.benchmarks.bench_model import bench_model as command
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
     try:
-        run(app, given, "quantmoe bench")
+        run(app(), given or ["--help"], "quantmoe bench")
     except (CheckpointError, ModelError, OSError, RuntimeError) as error:
         # a kernel that is not there, sides that differ, a full disk
         sys.exit(f"quantmoe bench: {error}")

@@ -1,4 +1,4 @@
-"""The sides of ``quantmoe bench MODEL``, each in a process of its own: a model that prefills and decodes token ids.
+"""The sides of ``quantmoe bench model``, each in a process of its own: a model that prefills and decodes token ids.
 
 A side has ``prefill(tokens)``: seconds of a prompt of so many tokens until the logits of its last;
 ``fill(depth, batch, length)``: a cache of ``depth`` tokens in each of ``batch`` rows, and room for ``length`` in all;

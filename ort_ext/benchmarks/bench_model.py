@@ -1,4 +1,4 @@
-"""``quantmoe bench MODEL``: a whole model in ONNX Runtime, against llama.cpp and onnxruntime-genai.
+"""``quantmoe bench model``: a whole model in ONNX Runtime, against llama.cpp and onnxruntime-genai.
 
 Method:
 
@@ -186,53 +186,48 @@ def touched_bytes(
 def bench_model(
     model: Annotated[
         str,
-        typer.Argument(help=f"an exported model's folder, a GGUF file, or a shape: {', '.join(CONFIGS)}"),
+        typer.Argument(help="an exported model's folder, a GGUF file, or a shape"),
     ],
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="llama.cpp: PyPI's llama-cpp-python; genai: onnxruntime-genai, same folder; FOLDER: another model of "
-            "onnxruntime-genai.",
+            help="compare with llama.cpp, genai, or a FOLDER of onnxruntime-genai",
             **listed(),
         ),
     ] = None,
     depths: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens in the cache of a decode step; default 0,2048,16384.", **listed(int, least=0)),
+        typer.Option(help="generate after N tokens in the cache", show_default="0,2048,16384", **listed(int, least=0)),
     ] = None,
     prefill: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a prompt; default 128,512,2048.", **listed(int, least=1))
+        list[int] | None,
+        typer.Option(help="read prompts of N tokens", show_default="128,512,2048", **listed(int, least=1)),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(help="Rows of a decode step; default 1,8,32.", **listed(int, least=1))
+        list[int] | None,
+        typer.Option(help="generate N sequences at once", show_default="1,8,32", **listed(int, least=1)),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="of a shape; default: what memory holds")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="cut a shape to N layers", show_default="what memory holds")
+    ] = None,
     lm_head: Annotated[
-        Literal["int4", "int8"] | None, typer.Option(help="of a shape; default: bf16, as checkpoints have it")
+        Literal["int4", "int8"] | None, typer.Option(help="quantize the LM head of a shape", show_default="bf16")
     ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="cuda: ONNX Runtime's CUDA provider; llama.cpp is then built for it.")
-    ] = "cpu",
-    threads: Annotated[int, typer.Option(min=0, help="of each side; 0: one a CPU.")] = 0,
-    repeat: Annotated[
-        int, typer.Option(min=1, help=f"Runs a side; past {CELL_SECONDS:g} s it stops at {MIN_RUNS}.")
-    ] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a run.")] = 8,
-    cpu_time: Annotated[
-        bool, typer.Option("--cpu-time", help="Times are CPU seconds: with --threads 1, where other work runs, too.")
-    ] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Our time by node type, from ONNX Runtime.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
-    keep: Annotated[
-        Path | None, typer.Option(help="Folder for the models of a shape or file, which are then there the next time.")
-    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="run both sides on the CPU or on a GPU")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, help="use N CPU threads a side; 0: one a CPU")] = 0,
+    repeat: Annotated[int, typer.Option(min=1, help=f"run each side N times, for {CELL_SECONDS:g} s at most")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="generate N tokens in a run")] = 8,
+    cpu_time: Annotated[bool, typer.Option("--cpu-time", help="count CPU seconds; needs --threads 1")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="show QuantMoE's time by node type")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the results to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the results into this file")] = None,
+    keep: Annotated[Path | None, typer.Option(help="keep the models of a shape or file in this folder")] = None,
     weights: Annotated[
         Literal["Q4_0", "Q4_K_M", "Q5_K_M"] | None,
-        typer.Option(help="of a shape: both sides have a GGUF file of this type; default: int4, llama.cpp's Q4_0"),
+        typer.Option(help="give a shape GGUF weights of this type", show_default="int4 and Q4_0"),
     ] = None,
 ) -> dict[str, Any]:
-    """Times a whole model: prompts, and decode steps by depth of the cache and batch.
+    """Time a whole model: prompts, and token generation by cache depth and batch.
 
     Lists are given as a,b,c or by repeating an option. A shape is a model of random weights, cut to the layers that
     fit. A GGUF file is exported, and llama.cpp has the file itself.

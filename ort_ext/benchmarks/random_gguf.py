@@ -1,4 +1,4 @@
-"""A GGUF file of a model's sizes with random weights, for llama.cpp as a peer of ``quantmoe bench MODEL``.
+"""A GGUF file of a model's sizes with random weights, for llama.cpp as a peer of ``quantmoe bench model``.
 
 Names come from the ``gguf`` package's map of transformers' names; fields are those that llama.cpp's loaders read (its
 src/models/*.cpp) and that a size or a speed depends on. There is no tokenizer: prompts are token ids.

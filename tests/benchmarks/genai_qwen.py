@@ -3,7 +3,7 @@
     python tests/benchmarks/genai_qwen.py checkpoint CHECKPOINT --layers 8
     python -m onnxruntime_genai.models.builder -i CHECKPOINT -o GRAPH -p int4 -e cpu
     python tests/benchmarks/genai_qwen.py grow GRAPH FOLDER
-    quantmoe bench qwen3.6-35b-a3b --layers 8 --lm-head int4 --against FOLDER
+    quantmoe bench model qwen3.6-35b-a3b --layers 8 --lm-head int4 --against FOLDER
 
 The builder takes a checkpoint in bf16, 65 GB of it. So it gets one with 8 experts and a small vocabulary, and ``grow``
 gives its graph all of them: shapes of weights, the routers' and the head's sizes, nothing else. Their numbers are then

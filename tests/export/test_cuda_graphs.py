@@ -340,8 +340,8 @@ def test_fit_computes_for_this_gpu(cached, driver, monkeypatch, capsys):
     folder = cached("qwen3_moe")
     for library, options, rate in (
         (driver(1), (), "4.8 TB/s, at most .* tokens/s (as this GPU has)"),
-        (driver(0), (), "1.0 TB/s, at most .* tokens/s (--rate gives another)"),
-        (driver(1), ("--rate", "2TB"), "2.0 TB/s, at most .* tokens/s (as --rate says)"),
+        (driver(0), (), "1.0 TB/s, at most .* tokens/s (--memory-speed gives another)"),
+        (driver(1), ("--memory-speed", "2TB"), "2.0 TB/s, at most .* tokens/s (as --memory-speed says)"),
     ):
         monkeypatch.setattr(gpu, "DRIVER", library)
         monkeypatch.setattr(sys, "argv", ["quantmoe", "inspect", str(folder), "--fit", "24GB", *options])

@@ -122,5 +122,5 @@ def test_what_fits(folders, capsys):
     found = {kind: inspect(folder) for kind, folder in folders.items()}
     fits = {kind: fit(of_kind, 1_400_000_000, 64) for kind, of_kind in found.items()}
     assert replace(fits["external"], external=False) == fits["inputs"]
-    print_fit(fits["external"], Path("model"), "as --rate says")
+    print_fit(fits["external"], Path("model"), "as --memory-speed says")
     assert f"QUANTMOE_GPU_MEMORY={fits['external'].budget}, which TensorRT's plug-in reads" in capsys.readouterr().out

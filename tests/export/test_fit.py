@@ -195,7 +195,7 @@ def test_the_command_of_three_tiers(on_gpu, capsys):
         out = capsys.readouterr().out
         assert re.search(said, out, re.M), out
         assert ("the disk" in out) == (given == ["--ram", str(ram)])
-    command_line("inspect", model, *sizes, "--ram", str(ram), "--disk", "1GB", "--json")
+    command_line("inspect", model, *sizes, "--ram", str(ram), "--disk-speed", "1GB", "--json")
     found = json.loads(capsys.readouterr().out)
     assert (found["ram_slots"], found["rates"]) == (experts - 2, [*CUDA.rates[:2], 1e9])
 

@@ -513,7 +513,7 @@ def test_what_fits_says_what_drafts_take(models, capsys):
     assert shared > 0
     own = sum(own.values())
     assert fits.drafting == own + 100 * sum(node["bytes_per_token"] for node in layer["attention"])
-    print_fit(fits, models["qwen3_next"], "as --rate says")
+    print_fit(fits, models["qwen3_next"], "as --memory-speed says")
     assert "mtp.onnx is not counted: with --speculate mtp" in capsys.readouterr().out
     assert fit({**found, "mtp": None}, 1 << 33, 100).drafting == 0
     on_gpu = _drafting(found, 0, "cuda")
