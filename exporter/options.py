@@ -114,7 +114,8 @@ def with_options(kind: Any, parsers: Mapping[str, Callable[[str], Any]]) -> Call
 
         @wraps(command)
         def with_them(**given: Any) -> Any:
-            return command(**given, options=kind(**{option.name: given.pop(option.name) for option in made}))
+            options = kind(**{option.name: given.pop(option.name) for option in made})
+            return command(**given, options=options)
 
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         with_them.__signature__ = signature.replace(parameters=[*parameters, *made])  # type: ignore[attr-defined]

@@ -96,6 +96,13 @@ def test_errors_name_options_as_they_are_typed(options: str, said: str, tmp_path
     assert quantmoe("export", tmp_path, tmp_path / "out", *options.split()).line == f"quantmoe: {said}"
 
 
+def test_export_takes_its_options(tmp_path: Path) -> None:
+    """The dry run of a fixture says what the options mean."""
+    done = quantmoe("export", QWEN, tmp_path / "out", "--dry-run", "--activations", "float", "--max-file-size", "1MB")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"activations *none", done.out.replace("│", " ")), done.out
+
+
 def test_no_rate_of_one_token() -> None:
     found = SimpleNamespace(prompt=4, prefill=0.5, tokens=[1], tokens_per_second=0.0, speculation=None)
     assert _speed(found) == "prompt: 4 tokens, 8.0 tokens/s (0.500 s); decode: 1 token"
