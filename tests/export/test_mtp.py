@@ -551,13 +551,16 @@ def test_a_layer_that_is_missing_is_named(models, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options", "wanted"),
     [
-        ("qwen3_next", {}, "--logits 5 --state-window 5"),
-        ("qwen3_next", {"logits": "all"}, "--state-window 5"),
-        ("qwen3_next", {"logits": 3}, "--state-window 3"),
+        ("qwen3_next", {"state_window": 1}, "--logits 5 --state-window 5"),
+        ("qwen3_next", {"logits": "all", "state_window": 1}, "--state-window 5"),
+        ("qwen3_next", {"logits": 3, "state_window": 1}, "--state-window 3"),
+        ("qwen3_next", {}, "--logits 5"),
+        ("qwen3_next", {"logits": None}, ""),
         ("qwen3_next", {"state_window": 2}, "--logits 2"),
         ("qwen3_next", {"logits": 2, "state_window": 2}, ""),
         ("deepseek_v3", {}, "--logits 5"),
         ("deepseek_v3", {"logits": "all"}, ""),
+        ("deepseek_v3", {"logits": None}, ""),
         ("deepseek_v3", {"mtp": False}, ""),
     ],
 )
@@ -570,18 +573,30 @@ def test_what_drafts_need_is_said(sources, tmp_path, kind, options, wanted):
 def test_the_commands_say_what_drafts_need(sources, tmp_path):
     arguments = ["export", str(sources["deepseek_v3"]), str(tmp_path / "model"), "--mtp"]
     for given in (["--dry-run"], []):
-        done = CliRunner().invoke(app, [*arguments, *given])
+        done = CliRunner().invoke(app, [*arguments, *given, "--logits", "last"])
         assert done.exit_code == 0, done.output
         assert "cannot use mtp.onnx without --logits 5: export with that, too" in " ".join(done.stdout.split())
-        done = CliRunner().invoke(app, [*arguments, *given, "--logits", "5", "--force"])
+        done = CliRunner().invoke(app, [*arguments, *given, "--force"])
         assert (done.exit_code, "cannot use" in " ".join(done.stdout.split())) == (0, False)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_mtp_alone_is_enough_to_draft(sources, tmp_path, kind):
+    """It keeps the logits and, of a hybrid model, the states of its draft tokens; other models have no states."""
+    export(sources[kind], tmp_path / "model", activations="float", mtp=True)
+    graph = ir.load(tmp_path / "model" / "model.onnx")
+    assert graph.metadata_props["logits"] == "5"
+    states = [v.shape[0] for v in graph.graph.inputs if str(v.name).endswith("recurrent_state")]
+    assert set(states) == ({5} if kind == "qwen3_next" else set())
+    with Generator(tmp_path / "model", speculate="mtp") as drafting, Generator(tmp_path / "model") as plain:
+        assert drafting.greedy(PROMPT, 6).tokens == plain.greedy(PROMPT, 6).tokens
 
 
 @pytest.mark.every
 def test_the_trained_models_drafts(tmp_path):
     """samples/demo_model's hybrid, whose layer was trained with it: random weights' drafts are never right."""
     folder = Path(__file__).parents[2] / "samples" / "demo_model" / "hybrid"
-    export(folder, tmp_path / "model", mtp=True, logits=5, state_window=5)
+    export(folder, tmp_path / "model", mtp=True)
     prompt = load_tokenizer(tmp_path / "model").encode("And it came to pass, that the king").ids
     want = Generator(tmp_path / "model").greedy(prompt, 100).tokens
     generator = Generator(tmp_path / "model", speculate="mtp", drafts=1)
