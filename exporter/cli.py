@@ -315,6 +315,11 @@ def generate(
     stop: Annotated[
         list[str] | None, _option("Answer", "end before this text; may be repeated", metavar="TEXT")
     ] = None,
+    json_schema: Annotated[
+        str | None, _option("Answer", "follow this JSON schema; FILE or {..}", "--json-schema", "-j", metavar="FILE")
+    ] = None,
+    grammar: Annotated[Path | None, _option("Answer", "follow this Lark or GBNF grammar", metavar="FILE")] = None,
+    regex: Annotated[str | None, _option("Answer", "match this regular expression", metavar="REGEX")] = None,
     temperature: Annotated[
         float | None, _option("Answer", "0: take the likeliest token; else the model's", min=0, metavar="X")
     ] = None,
@@ -375,6 +380,10 @@ def generate(
             prompt = _read_prompt(None)
     if file is not None:
         prompt = _read_prompt(file)
+    _check_apart("--ids", ids, {"--json-schema": json_schema, "--grammar": grammar, "--regex": regex})
+    _check_apart("--json-schema", json_schema, {"--grammar": grammar, "--regex": regex})
+    _check_apart("--grammar", grammar, {"--regex": regex})
+    rule = _rule(json_schema, grammar, regex)
     of_template = {"--system": system, "--tools": tools, "--template-arg": template_arg}
     _check_apart("--ids", ids, of_template)
     if ids is not None and (raw or stop):
@@ -461,10 +470,10 @@ def generate(
         for number, tokens in enumerate(asked, 1):  # before the first is run
             with _in_line(prompts, number):
                 model.check(tokens, room=1)
-        _answer(model, text, asked, size, max_new_tokens=most, stop=stop or (), sampling=sampling)
+        _answer(model, text, asked, size, max_new_tokens=most, stop=stop or (), sampling=sampling, grammar=rule)
         end(model, cache)
         return
-    reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=sampling)
+    reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=sampling, grammar=rule)
     alone = [*before, {"role": "user", "content": prompt}] if prompt is not None and not chat else None
     model, cache = begin(len(text.encode(alone, arguments=arguments)) + most if alone else None)
     reply = partial(reply, tell=_used(load_state, cache))
@@ -673,6 +682,25 @@ def _template_arguments(tools: Path | None, variables: list[str] | None) -> Any:
         return TemplateArguments(listed, variables=found)
     except OptionError as error:
         hint = "--tools" if str(error).startswith("tools") else "--template-arg"
+        raise typer.BadParameter(str(error), param_hint=hint) from None
+
+
+def _rule(json_schema: str | None, grammar: Path | None, regex: str | None) -> Any:
+    """Return the Grammar that answers follow; None: they are free."""
+    if (json_schema, grammar, regex) == (None, None, None):
+        return None
+    from quantmoe.runtime.constraint import Grammar
+
+    try:
+        if json_schema is not None:
+            inline = json_schema.lstrip().startswith("{")
+            given = json_schema if inline else _read_prompt(Path(json_schema), "--json-schema")
+            return Grammar("json_schema", given)
+        if grammar is not None:
+            return Grammar("grammar", _read_prompt(grammar, "--grammar"))
+        return Grammar("regex", str(regex))
+    except OptionError as error:
+        hint = "--json-schema" if json_schema is not None else "--grammar" if grammar is not None else "--regex"
         raise typer.BadParameter(str(error), param_hint=hint) from None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import test_chosen_there
+from test_chat import generate
 
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.reply_formats import reply_format
@@ -246,3 +247,30 @@ def test_a_conversation_follows_a_rule(ending: Path) -> None:
     rule, holds = RULES["schema"]
     assert holds("".join(chat.reply("hello", 100, grammar=rule)))
     assert holds("".join(delta.content for delta in chat.deltas("more", 100, grammar=rule)))
+
+
+def test_rules_of_the_command_line(ending: Path, tmp_path: Path) -> None:
+    """A schema in a file or on the line, a grammar of llama.cpp, a regular expression; also of many prompts."""
+    schema, grammar, prompts = tmp_path / "schema.json", tmp_path / "list.gbnf", tmp_path / "prompts.txt"
+    schema.write_text(json.dumps(COMPACT), encoding="utf-8")
+    grammar.write_text(RULES["gbnf"][0].text, encoding="utf-8")
+    prompts.write_text("hello\nmore\n", encoding="utf-8")
+    for options, name in (
+        (("--json-schema", schema), "schema"),
+        (("-j", json.dumps(COMPACT)), "schema"),
+        (("--grammar", grammar), "gbnf"),
+        (("--regex", DATE), "regex"),
+    ):
+        done = generate(ending, "--prompt", "hello", *options)
+        assert RULES[name][1](done.stdout.removesuffix("\n")), done.stderr
+    lines = generate(ending, "--prompts", prompts, "--regex", DATE).stdout.splitlines()
+    assert len(lines) == 2
+    assert all(RULES["regex"][1](json.loads(line)) for line in lines)
+    for options, message in (
+        (("--regex", "a("), "the regular expression is refused"),
+        (("--json-schema", tmp_path / "nothing"), "nothing: No such file"),
+        (("--grammar", grammar, "--regex", "a"), "--grammar does not go with --regex"),
+    ):
+        done = generate(ending, "--prompt", "hello", *options)
+        assert done.returncode == 2
+        assert message in " ".join(done.stderr.replace("│", " ").split())
