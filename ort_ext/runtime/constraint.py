@@ -148,11 +148,17 @@ class Constraint:
     def sampler(self, sample: Choose) -> Choose:
         """Return what chooses among the tokens that may come next, and goes on after them."""
 
+        masked = np.empty(0, np.float32)
+
         def choose(logits: np.ndarray) -> int:
+            nonlocal masked
             if (words := self.allowed()) is not None:
                 bits = np.unpackbits(words.view(np.uint8), count=len(logits), bitorder="little").view(bool)
-                logits = np.where(bits, logits, np.array(-np.inf, logits.dtype))
-            token = sample(logits)
+                if masked.shape != logits.shape:
+                    masked = np.empty(logits.shape, np.float32)
+                masked.fill(-np.inf)
+                np.copyto(masked, logits, where=bits)
+            token = sample(logits if words is None else masked)
             self.add(token)
             return token
 

@@ -40,6 +40,10 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, n
         logits: [vocabulary], finite or -inf.
         sampling: its temperature is above 0.
     """
+    if logits.min() == -np.inf:  # a rule leaves few tokens
+        known = np.flatnonzero(logits > -np.inf)
+        ids, found = probabilities(logits[known], sampling)
+        return known[ids], found
     ids = largest(logits, sampling.top_k or len(logits))
     scores = (logits if len(ids) == len(logits) else logits[ids]).astype(np.float64)
     scores -= scores.max()  # before the division, which may overflow
