@@ -357,7 +357,7 @@ def generate(
 ) -> None:
     """Answer a prompt or hold a conversation; tokens per second go to standard error."""
     from quantmoe.exporter.folder.model_file import model_path
-    from quantmoe.exporter.reading.sampling import folder_sampling, not_applied
+    from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
     from quantmoe.exporter.reading.tokenizer import stop_tokens
     from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
     from quantmoe.runtime import ranks, saved_states
@@ -473,7 +473,8 @@ def generate(
         _answer(model, text, asked, size, max_new_tokens=most, stop=stop or (), sampling=sampling, grammar=rule)
         end(model, cache)
         return
-    reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=sampling, grammar=rule)
+    chosen = sampling or Sampling(temperature=0)  # Chat takes None for what the folder says
+    reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=chosen, grammar=rule)
     alone = [*before, {"role": "user", "content": prompt}] if prompt is not None and not chat else None
     model, cache = begin(len(text.encode(alone, arguments=arguments)) + most if alone else None)
     reply = partial(reply, tell=_used(load_state, cache))

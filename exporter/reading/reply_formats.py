@@ -130,5 +130,5 @@ def reply_format(template: str) -> ReplyFormat:
         return found
     for begin, end in _THOUGHTS:
         if end.replace("\\", "") in template:
-            return replace(found, open=begin, close=end, skip=end)
+            return replace(found, open=begin, close=end)
     return found

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
 from quantmoe.exporter.reading.reply_formats import FORMATS
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.reading.sampling import Sampling, folder_sampling
 from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
@@ -167,6 +167,7 @@ class Chat:
     Attributes:
         messages: the conversation so far, as chat templates take it. A reply has ``content``, and perhaps
             ``reasoning_content`` and ``tool_calls``.
+        sampling: what generation_config.json says; None: the likeliest token.
         last: tokens and time of the last reply.
         kept: tokens of the cache that the last reply reused.
         dropped: messages, with their replies, that were dropped for the last reply.
@@ -186,6 +187,7 @@ class Chat:
         self.text = text or Text(model.path.parent)
         self.cache.tail = TAIL
         self.arguments = arguments or TemplateArguments()
+        self.sampling = folder_sampling(model.path.parent)
         self.messages: list[dict[str, Any]] = []
         self.last: Generated | None = None
         self.kept = self.dropped = 0
@@ -212,7 +214,7 @@ class Chat:
             max_new_tokens: most tokens of the answer. Old messages are dropped until there is room for these tokens, or
                 for a quarter of the context.
             stop: strings that end the answer; they are not part of it.
-            sampling: None takes the likeliest token.
+            sampling: how tokens are chosen; None: :attr:`sampling`.
             grammar: the rule that the answer follows, after its reasoning.
 
         Raises:
@@ -295,7 +297,7 @@ class Chat:
         self.kept = self.cache.keep(ids)
         rule = None if grammar is None else own.constraint(grammar, ids, self.model.vocabulary)
         self.last = found = self.model.stream(
-            ids[self.kept :], max_new_tokens, own.stop, sampling, self.cache, constraint=rule
+            ids[self.kept :], max_new_tokens, own.stop, sampling or self.sampling, self.cache, constraint=rule
         )
         text = TextStream(own.tokenizer, stop, () if own.template else ids, special=True)
         return self._pieces(asked, ids, rendered, found, text, give)

@@ -107,6 +107,8 @@ class ReplyParser:
         own = self._format
         marks = {"open": own.open, "call": own.call, "skip": own.skip}
         pattern = "|".join(f"(?P<{name}_>{mark})" for name, mark in marks.items() if mark)
+        if own.close and not reasoning:  # of a model that leaves out the begin
+            yield from self._match(rf"\s*(?:{own.close})\s*")
         while True:
             if reasoning:
                 yield from self._match(r"\s+")

@@ -870,3 +870,17 @@ def test_options_of_the_template(calling: Path, tmp_path: Path) -> None:
         done = generate(calling, *short, *options)
         assert done.returncode == 2
         assert message in " ".join(done.stderr.split())
+
+
+def test_a_conversation_samples_as_the_folder_says(talking: Path, tmp_path: Path) -> None:
+    """generation_config.json decides, as on the command line; an argument replaces it."""
+    folder = shutil.copytree(talking, tmp_path / "m")
+    generator = Generator(folder)
+    assert Chat(generator).sampling is None
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 3.0}', encoding="utf-8")
+    chat = Chat(generator)
+    assert chat.sampling == Sampling(3.0)
+    said = {"".join(Chat(generator).reply("hello", 20)) for _ in range(3)}
+    assert len(said) > 1
+    likeliest = {"".join(Chat(generator).reply("hello", 20, sampling=Sampling(temperature=0))) for _ in range(2)}
+    assert len(likeliest) == 1

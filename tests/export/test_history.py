@@ -24,11 +24,13 @@ HARMONY = """\
 {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
 {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+#: the ways of a family that is not known: its answers are kept as they came
+LANES = HARMONY.replace("<|channel|>", "<|lane|>")
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
 )
-SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+SPECIAL = ["<|start|>", "<|channel|>", "<|lane|>", "<|message|>", "<|end|>", "<|return|>"]
 
 
 class Said:
@@ -43,7 +45,7 @@ class Said:
     def check(self, ids: list[int], room: int) -> None:
         pass
 
-    def stream(self, ids: list[int], count: int, stop: list[int], sampling: Any, cache: Any) -> Any:
+    def stream(self, ids: list[int], count: int, stop: list[int], sampling: Any, cache: Any, constraint: Any) -> Any:
         reply, tokens = next(self.replies), []
 
         class Generated(Iterator[int]):
@@ -66,7 +68,7 @@ def talk(tmp_path: Path) -> Callable[..., tuple[Chat, Said, Any]]:
         tokenizer.save_pretrained(tmp_path)
         (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}', encoding="utf-8")
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
-        end = tokenizer.convert_tokens_to_ids("<|return|>" if template is HARMONY else "<|end|>")
+        end = tokenizer.convert_tokens_to_ids("<|return|>" if template in (HARMONY, LANES) else "<|end|>")
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}), encoding="utf-8")
         auto = AutoTokenizer.from_pretrained(tmp_path)
         # letter by letter: other tokens than the text's own
@@ -84,11 +86,12 @@ def cut(reply: str) -> Iterator[str]:
         reply = reply.removeprefix(token)
 
 
-THOUGHT = "<|channel|>analysis<|message|>a few experts<|end|><|start|>assistant<|channel|>final<|message|>The router"
+CHANNELS = "<|channel|>analysis<|message|>a few experts<|end|><|start|>assistant<|channel|>final<|message|>The router"
+THOUGHT = CHANNELS.replace("<|channel|>", "<|lane|>")
 
 
 def test_replies_keep_their_channels_and_their_tokens(talk: Callable[..., tuple[Chat, Said, Any]]) -> None:
-    chat, model, auto = talk(HARMONY, THOUGHT + "<|return|>", THOUGHT + "<|return|>", "x")
+    chat, model, auto = talk(LANES, THOUGHT + "<|return|>", THOUGHT + "<|return|>", "x")
     assert "".join(chat.reply("Who?")) == THOUGHT
     "".join(chat.reply("Why?"))
     "".join(chat.reply("So?"))
@@ -103,8 +106,20 @@ def test_replies_keep_their_channels_and_their_tokens(talk: Callable[..., tuple[
     assert third == second + said + after[1]
 
 
+def test_a_known_family_leaves_out_its_reasoning(talk: Callable[..., tuple[Chat, Said, Any]]) -> None:
+    """The template gets the parts of a reply, and writes an earlier one in its own way."""
+    chat, model, auto = talk(HARMONY, CHANNELS + "<|return|>", "x")
+    assert "".join(chat.reply("Who?")) == CHANNELS
+    assert chat.messages[-1]["reasoning_content"] == "a few experts"
+    assert chat.messages[-1]["content"] == "The router"
+    "".join(chat.reply("Why?"))
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The router"},
+                {"role": "user", "content": "Why?"}]  # fmt: skip
+    assert model.prompts[1] == auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
 def test_turns_that_are_dropped_leave_the_others(talk: Callable[..., tuple[Chat, Said, Any]]) -> None:
-    chat, model, auto = talk(HARMONY, THOUGHT, THOUGHT, "x")
+    chat, model, auto = talk(LANES, THOUGHT, THOUGHT, "x")
     for text in ("Who?", "Why?"):
         "".join(chat.reply(text))
     del chat.messages[:2]
@@ -128,7 +143,7 @@ def test_a_plain_reply_is_what_the_template_renders(talk: Callable[..., tuple[Ch
 
 
 def test_stop_strings_match_special_tokens(talk: Callable[..., tuple[Chat, Said, Any]]) -> None:
-    chat, model, auto = talk(HARMONY, THOUGHT, "x")
+    chat, model, auto = talk(LANES, THOUGHT, "x")
     assert "".join(chat.reply("Who?", stop=["<|end|>"])) == THOUGHT[: THOUGHT.index("<|end|>")]
     "".join(chat.reply("Why?"))
     assert auto.decode(model.prompts[1]).count("<|end|><|start|>user") == 1

@@ -88,7 +88,9 @@ def test_what_an_export_loses(
     found(f"{name}: KL {figures.kld}, PPL(Q) {figures.perplexity}, same top p {figures.same_top}")
     assert figures.kld.mean < bound
     if name in ("float", "int8"):
-        answer = "".join(quantmoe.Chat(quantmoe.Generator(tmp_path)).reply(QUESTION, max_new_tokens=24))
+        answer = "".join(
+            quantmoe.Chat(quantmoe.Generator(tmp_path)).reply(QUESTION, 24, sampling=quantmoe.Sampling(temperature=0))
+        )
         assert "Paris" in answer, answer
 
 
@@ -101,7 +103,11 @@ def test_a_file_of_llama_cpps_writer(
     figures = lost(tmp_path / "out", windows, expected)
     found(f"GGUF Q8_0: KL {figures.kld}, PPL(Q) {figures.perplexity}")
     assert figures.kld.mean < 0.0025
-    answer = "".join(quantmoe.Chat(quantmoe.Generator(tmp_path / "out")).reply(QUESTION, max_new_tokens=24))
+    answer = "".join(
+        quantmoe.Chat(quantmoe.Generator(tmp_path / "out")).reply(
+            QUESTION, 24, sampling=quantmoe.Sampling(temperature=0)
+        )
+    )
     assert "Paris" in answer, answer
 
 

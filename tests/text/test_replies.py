@@ -32,7 +32,7 @@ REPLIES: list[tuple[str, str, str, str, tuple[str, str, list[tuple[str, Any]]]]]
     ("", "", "", " plain <think> text\n", ("", " plain <think> text\n", [])),
     ("", THINKS, "<think>\n", "why\n</think>\n\nbecause\n", ("why", "because\n", [])),
     ("", THINKS, "", "<think>why</think> <think> more", ("whymore", "", [])),
-    ("", THINKS, "<think>\n\n</think>\n\n", "said </think> on", ("", "saidon", [])),
+    ("", THINKS, "<think>\n\n</think>\n\n", "said </think> on", ("", "said </think> on", [])),
     ("", "[THINK][/THINK]", "[INST]", "[THINK]why[/THINK]because", ("why", "because", [])),
     (
         "hermes",
