@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from quantmoe.exporter.writing.convert import export
     from quantmoe.runtime.cache import Cache
     from quantmoe.runtime.chat import Chat, TemplateArguments, Text
+    from quantmoe.runtime.constraint import Grammar
     from quantmoe.runtime.generate import Generated, Generator
 
 #: where each name is: imported when asked for, since each command needs other packages
 _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
          "ContextError": "exporter.errors", "Generated": "runtime.generate", "Generator": "runtime.generate",
-         "ModelError": "exporter.errors", "OptionError": "exporter.errors",
+         "Grammar": "runtime.constraint", "ModelError": "exporter.errors", "OptionError": "exporter.errors",
          "Options": "exporter.choosing.options", "Sampling": "exporter.reading.sampling",
          "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
-         "evaluate": "benchmarks.evaluate",
-         "export": "exporter.writing.convert", "inspect": "exporter.inspecting.inspect",
-         "unpack": "exporter.inspecting.unpack"}  # fmt: skip
-__all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "ModelError", "OptionError",
-           "Options", "Sampling", "TemplateArguments", "Text", "bench", "evaluate", "export", "inspect",
+         "evaluate": "benchmarks.evaluate", "export": "exporter.writing.convert",
+         "inspect": "exporter.inspecting.inspect", "unpack": "exporter.inspecting.unpack"}  # fmt: skip
+__all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "Grammar", "ModelError",
+           "OptionError", "Options", "Sampling", "TemplateArguments", "Text", "bench", "evaluate", "export", "inspect",
            "ort_cuda_library_path", "ort_library_path", "trt_library_path", "unpack"]  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from quantmoe.runtime.sampling import Choose
 
 #: tokens at the end of a text in which a mark is looked for
 _MARK = 32
+#: what stands between the parts of JSON: a space, or a line break and an indentation, but no spaces without end
+SPACE = r" |\n[ \t]{0,20}"
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Grammar:
 
     Attributes:
         kind: what ``text`` is.
-        text: a JSON schema; a regular expression in Rust's syntax; or a grammar in Lark's or llama.cpp's syntax, which
-            begins with the rule ``start`` or ``root``.
+        text: a JSON schema; a regular expression in Rust's syntax; or a grammar in Lark's or llama.cpp's syntax. A
+            grammar begins with its rule ``start`` or ``root``.
 
     Raises:
         OptionError: the text is no such rule, or llguidance does not take it.
@@ -57,7 +59,10 @@ class Grammar:
         from llguidance.gbnf_to_lark import GbnfToLarkError
 
         try:
-            return grammar_from(self.kind, self.text)
+            if self.kind != "json_schema":
+                return grammar_from(self.kind, self.text)
+            says = "x-guidance" in self.text  # llguidance's own options
+            return str(_matcher().grammar_from_json_schema(self.text, None if says else {"whitespace_pattern": SPACE}))
         except (ValueError, GbnfToLarkError) as error:
             raise OptionError(f"the {self._name} is refused: {error}") from None
 

@@ -242,6 +242,22 @@ def test_wrong_rules_are_named(text: Text) -> None:
         Vocabulary(text.tokenizer, 100, [])
 
 
+@pytest.mark.parametrize(
+    ("answer", "follows"),
+    [
+        ('{"name": "a", "count": 7, "kind": "axle"}', True),
+        ('{\n  "name": "a",\n  "count": 7,\n  "kind": "axle"\n}', True),
+        ('{"name":"a","count":7,"kind":"axle"}', True),
+        ('{  "name": "a", "count": 7, "kind": "axle"}', False),
+        ('{\n\n"name": "a", "count": 7, "kind": "axle"}', False),
+    ],
+)
+def test_json_has_a_space_or_a_line_between_its_parts(text: Text, answer: str, follows: bool) -> None:
+    """As models write it; never spaces without end."""
+    rule, tokens = text.constraint(Grammar("json_schema", json.dumps(SCHEMA)), []), text.ids(answer)
+    assert (rule.valid(tokens) == tokens) == follows
+
+
 def test_a_conversation_follows_a_rule(ending: Path) -> None:
     chat = Chat(Generator(ending))
     rule, holds = RULES["schema"]
