@@ -26,7 +26,7 @@ def drafting_prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def drafting_layer(config: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return the prefix of the first layer that drafts, as the tensors' names show it; "" without one."""
-    _, after = drafting_prefixes(config)
+    names, (_, after) = list(names), drafting_prefixes(config)
     marks = {after: rf"{re.escape(after)}({_DRAFTS})\.", f"{MIMO}0.": rf"{re.escape(MIMO)}\d+\.({_MIMO_DRAFTS})\."}
     return next((prefix for prefix, mark in marks.items() if any(re.match(mark, name) for name in names)), "")
 
