@@ -122,7 +122,8 @@ class Text:
             text.encode()
         except UnicodeEncodeError as error:
             raise ModelError(f"the prompt has {text[error.start]!a}, half of a surrogate pair") from None
-        return list(self.tokenizer.encode(text, add_special_tokens=begins).ids)
+        # encode holds Python's lock, for seconds in a long text: encode_batch does not
+        return list(self.tokenizer.encode_batch([text], add_special_tokens=begins)[0].ids)
 
     def parser(self, ids: Sequence[int], arguments: TemplateArguments | None = None) -> ReplyParser:
         """Return what divides the reply to a prompt of these token ids into its parts."""

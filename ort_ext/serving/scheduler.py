@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: while others wait for their next token, a prompt is read in parts of a chunk's tokens divided by this
 SHARE = 4
+#: errors whose message says what is wrong
+_KNOWN = (ModelError, OptionError, MemoryError)
 
 
 class BusyError(Exception):
@@ -248,17 +250,12 @@ class Scheduler:
         return [*self._answers.values(), *([self._reading] if self._reading else [])]
 
     @contextlib.contextmanager
-    def _failing(self, answers: Sequence[Answer], *kinds: type[Exception]) -> Iterator[None]:
-        """Tell these requests an error, and end them.
-
-        Args:
-            kinds: errors beside those that have a known reason.
-        """
-        known = (ModelError, OptionError, MemoryError)
+    def _failing(self, answers: Sequence[Answer], caught: tuple[type[Exception], ...] = _KNOWN) -> Iterator[None]:
+        """Tell these requests an error, and end them."""
         try:
             yield
-        except (*known, *kinds) as error:
-            if not isinstance(error, known):
+        except caught as error:
+            if not isinstance(error, _KNOWN):
                 logging.getLogger(__name__).exception("a request has failed")
                 error = ModelError(f"{type(error).__name__}: {error}")
             for answer in answers:
@@ -308,7 +305,7 @@ class Scheduler:
             self._choose(answer, logits)
 
     def _choose(self, answer: Answer, logits: np.ndarray) -> None:
-        with self._failing([answer], Exception):
+        with self._failing([answer], (Exception,)):
             event = answer.choose(self.model.finite(logits, len(self._rows.tokens[answer.row])))
             self._metrics.generated.inc()
             if event.reason is not None:

@@ -151,10 +151,10 @@ class Engine:
 
 
 class Server:
-    """llama.cpp's server at an address."""
+    """A server with OpenAI's interface: ``quantmoe serve``, llama.cpp's, vLLM."""
 
     def __init__(self, address: str, vocabulary: int):
-        self.address, self.vocabulary, self.name = address, vocabulary, f"llama.cpp, {address}"
+        self.address, self.vocabulary, self.name = address, vocabulary, address
 
     def serve(self, requests: Sequence[Request], concurrent: int) -> None:
         """Fill in when what came."""
@@ -168,13 +168,15 @@ class Server:
                     asked = waiting.get_nowait()
                 except queue.Empty:
                     return
-                fields = {"prompt": asked.prompt, "n_predict": asked.count, "temperature": 0, "ignore_eos": True}
-                body = json.dumps(fields | {"stream": True, "cache_prompt": False}).encode()
+                fields = {"prompt": asked.prompt, "max_tokens": asked.count, "temperature": 0, "ignore_eos": True}
+                body = json.dumps(fields | {"stream": True}).encode()
                 headers = {"Content-Type": "application/json"}
                 asked.asked = time.perf_counter()
-                with urllib.request.urlopen(urllib.request.Request(f"{self.address}/completion", body, headers)) as got:
+                with urllib.request.urlopen(
+                    urllib.request.Request(f"{self.address}/v1/completions", body, headers)
+                ) as got:
                     for line in got:
-                        if line.startswith(b"data: ") and not json.loads(line[6:])["stop"]:
+                        if line.startswith(b"data: {") and len(asked.came) < asked.count:  # not what follows the text
                             asked.came.append(time.perf_counter())
 
         threads = [threading.Thread(target=ask) for _ in range(concurrent)]

@@ -1,0 +1,89 @@
+"""Rows of a server's cache with CUDA graphs, as a GPU has them, on the CPU: their sizes, and each row's own tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_cuda_graphs import PROMPT, captured  # noqa: F401
+
+from quantmoe.exporter.errors import ModelError
+from quantmoe.runtime import generate
+from quantmoe.runtime.generate import Generator
+from quantmoe.serving import rows as served
+from quantmoe.serving.rows import Rows
+from quantmoe.serving.scheduler import check_serves
+
+FLOAT = {"activations": "float", "logits": "last"}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_join_and_leave(exported, captured, monkeypatch, architecture: str, graphs: bool) -> None:  # noqa: F811
+    """Greedy tokens of sequences that begin while others run, in rows that others had, are those of each one alone."""
+    model = captured(architecture) if graphs else Generator(exported(architecture, **FLOAT))
+    if graphs:
+        monkeypatch.setattr(served, "SESSION_THREAD", generate.SESSION_THREAD)
+    prompts = [PROMPT[at:] + PROMPT[:at] for at in range(5)]
+    rows, found = Rows(model, 4, 32), [[] for _ in prompts]
+    live: dict[int, int] = {}  # row -> prompt
+
+    def begin(prompt: int, row: int) -> None:
+        rows.read(row, prompts[prompt][:3])
+        found[prompt].append(int(rows.read(row, prompts[prompt][3:]).argmax()))
+        live[row] = prompt
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            logits = rows.step({row: found[prompt][-1] for row, prompt in live.items()})
+            for row, prompt in live.items():
+                found[prompt].append(int(logits[row].argmax()))
+
+    begin(0, 2)
+    step(2)
+    begin(1, 1)
+    step(2)
+    rows.read(0, prompts[2][:3])  # a prompt of which a part is read while others go on
+    step(1)
+    found[2].append(int(rows.read(0, prompts[2][3:]).argmax()))
+    live[0] = 2
+    begin(3, 3)
+    step(1)
+    del live[2]
+    rows.tokens[2] = []
+    begin(4, 2)
+    step(3)
+    with Generator(exported(architecture, **FLOAT)) as alone:
+        assert found == [alone.generate(ids, len(tokens)).tokens for ids, tokens in zip(prompts, found, strict=True)]
+    if graphs:
+        assert len(model.session.captured) == 1  # of four rows: one graph for 1, 2 or 4 rows, whichever run
+
+
+def test_the_nearest_row(exported) -> None:
+    model = Generator(exported("qwen3_moe", **FLOAT))
+    rows = Rows(model, 8, 8)
+    assert rows.nearest([0, 1, 3, 7], [5, 6]) == 7
+    assert rows.nearest([0, 1, 3], [5, 6]) == 3
+    assert rows.nearest([2, 1], []) == 1
+    model.cuda_graph = True  # one graph for 1, 2, 4 and 8 rows
+    assert rows.nearest([7, 3], [1, 2]) == 3
+    assert [rows._between(used) for used in ([0], [1], [2], [4, 5], [7])] == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 8)]
+
+
+def test_contents_of_a_row(exported) -> None:
+    """Keys, values and states that are put into another row go on there."""
+    model = Generator(exported("qwen3_next", **FLOAT))
+    rows = Rows(model, 3, 32)
+    rows.read(0, PROMPT)
+    contents, states = rows.contents(0, 0, len(PROMPT)), rows.states(0)
+    rows.put(2, 0, contents)
+    rows.put_states(2, states)
+    rows.tokens[2] = list(PROMPT)
+    logits = rows.step({0: 7, 2: 7})
+    np.testing.assert_array_equal(logits[0], logits[2])
+    rows.tokens[1] = list(PROMPT)  # without its keys
+    assert not np.array_equal(rows.step({1: 7})[1], logits[0])
+
+
+def test_what_cannot_be_served_is_said(exported) -> None:
+    with pytest.raises(ModelError, match="keeps the states of 4 tokens for drafts; export it without --mtp"):
+        check_serves(Generator(exported("qwen3_next", **FLOAT, state_window=4)))
