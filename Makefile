@@ -10,6 +10,10 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Oldest and newest; samples/java runs Maven's.
 ORT_VERSIONS := 1.21 1.32
 MODEL ?= build/sample-model
+# C# is built and run where dotnet stands.
+NUPKG := $(if $(shell command -v dotnet),nupkg)
+# The date of packages' entries, in seconds since 1970: the commit's, or now in a tree that differs from it.
+SOURCE_DATE_EPOCH ?= $(shell git diff --quiet HEAD 2>/dev/null && git log -1 --format=%ct || date +%s)
 # The machine's certificates, which a proxy may need.
 export UV_SYSTEM_CERTS := true
 # uv installs what packages/locked/ names, by version and hash, and nothing else; `make lock` renews it.
@@ -235,21 +239,24 @@ natives: $(if $(NATIVES)$(wildcard dist/*.whl),,wheel)
 # A Maven artifact in build/java and in this machine's Maven repository.
 jar: natives
 	rm -rf build/java/classes/quantmoe/native
-	mvn -q -B -f packages/java/pom.xml install
+	mvn -q -B -f packages/java/pom.xml -Dproject.build.outputTimestamp=$(SOURCE_DATE_EPOCH) install
 
-# A package for NuGet in dist. No .NET is needed.
+# Packages for NuGet in dist, by the .NET SDK 10.
 nupkg: natives
-	rm -rf dist/*.nupkg build/nuget/packages/quantmoe
-	python3 packages/nuget/pack.py build/natives dist
+	@command -v dotnet >/dev/null || { echo "No dotnet: NuGet's packages need the .NET SDK 10, https://dot.net"; exit 1; }
+	rm -rf dist/*.nupkg build/nuget/packages/quantmoe*
+	for project in QuantMoe QuantMoe.Extensions.AI; do \
+	  dotnet pack -v q -p:Version=$(VERSION) -p:Natives=$(CURDIR)/build/natives --artifacts-path build/nuget/artifacts \
+	    --output dist packages/nuget/src/$$project || exit 1; \
+	done
+	python3 packages/nuget/dates.py $(SOURCE_DATE_EPOCH) dist/*.nupkg
 
 # The packages in projects that have nothing else, their contents, and a bill of materials in dist. C# where dotnet stands.
-test-packages: jar nupkg build | $(MODEL)
+test-packages: jar $(NUPKG) build | $(MODEL) build/sample-hybrid
 	$(UV) --group test
 	python packages/sbom.py dist build/java
-	python -m pytest tests/packages/check.py
+	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_HYBRID=$(CURDIR)/build/sample-hybrid python -m pytest tests/packages/check.py tests/packages/nuget.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dquantmoe=$(VERSION)
-	@if command -v dotnet >/dev/null; then dotnet run --artifacts-path build/nuget/consumer --project packages/nuget/consumer $(abspath $(MODEL)); \
-	  else echo "NuGet's package not run: no dotnet here"; fi
 
 # All that is published, built and checked; publishes nothing (CONTRIBUTING.md). About the time of the same stages of .ci/run.
 release: build
@@ -260,7 +267,7 @@ release: build
 	$(MAKE) -o build wheel-cuda
 	$(MAKE) -o build wheel-cuda PLATFORM=linux_aarch64
 	python packages/natives.py dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
-	$(MAKE) -o build test-packages
+	$(MAKE) -o build NUPKG=nupkg test-packages
 	@ls -l dist dist/cuda build/java/*.jar
 
 # The wheel alone in a clean environment, with each ONNX Runtime.
@@ -314,13 +321,16 @@ format: build
 build/sample-model: | build
 	quantmoe export samples/demo_model/checkpoint $@ --activations float
 
+build/sample-hybrid: | build
+	quantmoe export samples/demo_model/hybrid $@ --activations float
+
 # The samples on one exported folder must print the same tokens; C# and Rust where dotnet and rustc stand.
-samples: build jar nupkg | $(MODEL)
+samples: build jar $(NUPKG) | $(MODEL)
 	$(UV) --group test
 	samples/compare.sh $(MODEL)
 
 # README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.
-first-minutes: build jar nupkg | $(MODEL)
+first-minutes: build jar $(NUPKG) | $(MODEL)
 	$(UV) --group test
 	tests/first_minutes.sh $(MODEL) $(wildcard dist/*_$(ARCH).whl)
 

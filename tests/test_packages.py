@@ -82,6 +82,6 @@ def test_packages_need_no_pytorch(tmp_path: Path) -> None:
     assert "--extra demo" in commands("build")
     said = commands("jar", "nupkg")
     assert "packages/natives.py" in said
-    assert "pack.py" in said
+    assert "dotnet pack" in said
     assert "--extra" not in said
     assert "uv" not in commands("jar", "nupkg", f"NATIVES={tmp_path}")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import tomllib
 import xml.etree.ElementTree as ElementTree
 import zipfile
@@ -140,33 +141,48 @@ def test_bill_and_notices_agree(bill):
         assert re.split(r" headers| runtime|:| and", name)[0].lower() in notices.lower(), name
 
 
-@pytest.fixture
-def nupkg():
-    with zipfile.ZipFile(ROOT / f"dist/QuantMoe.{VERSION}.nupkg") as archive:
+PACKAGES = ("QuantMoe", "QuantMoe.Extensions.AI")
+
+
+@pytest.fixture(params=PACKAGES)
+def nupkg(request):
+    if not shutil.which("dotnet"):
+        pytest.skip("NuGet's packages need dotnet")
+    with zipfile.ZipFile(ROOT / f"dist/{request.param}.{VERSION}.nupkg") as archive:
         yield archive
+
+
+def nuspec(nupkg):
+    """Return the name and the metadata of a package."""
+    (name,) = (name for name in nupkg.namelist() if name.endswith(".nuspec"))
+    metadata = ElementTree.fromstring(nupkg.read(name))[0]
+    space = metadata.tag.removesuffix("metadata")
+    return name.removesuffix(".nuspec"), {child.tag.removeprefix(space): child for child in metadata}
 
 
 def test_nupkg(nupkg):
     assert nupkg.testzip() is None
+    name, _ = nuspec(nupkg)
     native = re.compile(r"runtimes/(.+)/native/(.+)")
-    assert {f"{m[1]}/{m[2]}": nupkg.read(m[0]) for m in map(native.fullmatch, nupkg.namelist()) if m} == NATIVES
+    found = {f"{m[1]}/{m[2]}": nupkg.read(m[0]) for m in map(native.fullmatch, nupkg.namelist()) if m}
+    assert found == (NATIVES if name == "QuantMoe" else {})
     assert {name: nupkg.read(name) for name in LICENCES} == LICENCES
+    for framework in ("netstandard2.0", "net10.0"):
+        for suffix in ("dll", "xml"):  # the assembly, which has its symbols, and its documentation
+            assert nupkg.read(f"lib/{framework}/{name}.{suffix}")
 
 
 def test_nuspec(nupkg):
     """What NuGet asks of it, and that what it names is there."""
-    metadata = ElementTree.fromstring(nupkg.read("QuantMoe.nuspec"))[0]
-    space = metadata.tag.removesuffix("metadata")
-    one = {child.tag.removeprefix(space): child for child in metadata}
+    name, one = nuspec(nupkg)
     assert set(one) >= {"id", "version", "authors", "description", "license", "readme"}
-    assert (one["id"].text, one["version"].text) == ("QuantMoe", VERSION)
+    assert (one["id"].text, one["version"].text) == (name, VERSION)
     assert (one["license"].get("type"), one["license"].text) == ("expression", "Apache-2.0")
     assert one["readme"].text in nupkg.namelist()
-    (source,) = one["contentFiles"]
-    assert f"contentFiles/{source.get('include')}" in nupkg.namelist()
-    assert source.get("buildAction") == "Compile"
-    (group,) = one["dependencies"]
-    assert [(d.get("id"), d.get("version")) for d in group] == [("Microsoft.ML.OnnxRuntime", "1.21.0")]
+    needed = {g.get("targetFramework"): {d.get("id"): d.get("version") for d in g} for g in one["dependencies"]}
+    assert set(needed) == {"net10.0", ".NETStandard2.0"}
+    wanted = ("Microsoft.ML.OnnxRuntime", "1.31.1") if name == "QuantMoe" else ("QuantMoe", VERSION)
+    assert wanted in needed["net10.0"].items()
 
 
 def test_open_packaging(nupkg):
@@ -176,5 +192,5 @@ def test_open_packaging(nupkg):
     names = {t.get("PartName") for t in types if t.get("PartName")}
     for part in set(nupkg.namelist()) - {"[Content_Types].xml"}:
         assert Path(part).suffix[1:] in extensions or f"/{part}" in names or part == "_rels/.rels", part
-    (manifest,) = ElementTree.fromstring(nupkg.read("_rels/.rels"))
-    assert manifest.get("Target") == "/QuantMoe.nuspec"
+    manifest, *_ = ElementTree.fromstring(nupkg.read("_rels/.rels"))
+    assert manifest.get("Target") == f"/{nuspec(nupkg)[0]}.nuspec"

@@ -68,7 +68,7 @@ def of_java(folder: Path, expected: Path) -> list[str]:
 
 
 def of_csharp(folder: Path, expected: Path) -> list[str]:
-    """Return the lines of samples/csharp."""
+    """Return the lines of packages/nuget."""
     return _run(["dotnet", _csharp(), folder, expected])
 
 
@@ -91,18 +91,12 @@ def _java() -> Path:
 
 @cache
 def _csharp() -> Path:
-    """The sample's project, as that of Java."""
+    """The program here with the package's sources."""
     if not shutil.which("dotnet"):
         raise NotHereError("no dotnet here")
-    project = BUILD / "csharp"
-    sources = [*(ROOT / "samples/csharp").glob("*.cs"), ROOT / "packages/nuget/QuantMoe.cs"]
-    _copy(project, [*sources, HERE / "programs/Tokens.cs"])
-    text = (ROOT / "samples/csharp/Generate.csproj").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if '"QuantMoe"' not in line and "<Restore" not in line]
-    lines.insert(2, "  <PropertyGroup><StartupObject>Tokens</StartupObject></PropertyGroup>")
-    (project / "Tokens.csproj").write_text("\n".join(lines), encoding="utf-8")
-    _run(["dotnet", "build", "-v", "q", "--artifacts-path", project / "artifacts", project / "Tokens.csproj"])
-    return project / "artifacts/bin/Tokens/debug/Tokens.dll"
+    artifacts = BUILD / "csharp"
+    _run(["dotnet", "build", "-v", "q", "--artifacts-path", artifacts, HERE / "programs/csharp"])
+    return artifacts / "bin/Tokens/debug/Tokens.dll"
 
 
 def _copy(folder: Path, sources: Iterator[Path] | Sequence[Path]) -> None:

@@ -5,7 +5,7 @@ import java.nio.file.*;
 import java.util.*;
 import java.util.stream.*;
 
-/** Tokens FOLDER FILE: what the sample gives for the texts of a file of ids (tests/real/tokens.py), a line each. */
+/** Tokens FOLDER FILE: what the sample gives for the texts of a file of ids (tests/real/languages.py), a line each. */
 public class Tokens {
   public static void main(String[] args) throws Exception {
     System.setProperty("ai.djl.offline", "true");

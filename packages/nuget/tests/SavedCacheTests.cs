@@ -1,0 +1,89 @@
+using System;
+using System.IO;
+using System.Linq;
+using System.Threading.Tasks;
+using Xunit;
+
+namespace QuantMoe.Tests;
+
+public class SavedCacheTests
+{
+    static readonly long[] prompt = [1, 2, 3, 4, 5, 6];
+
+    static async Task<TokenCache> Read(Generator model)
+    {
+        var cache = new TokenCache(model);
+        await Models.All(cache.GenerateAsync(prompt, 3, Sampling.Greedy));
+        return cache;
+    }
+
+    [Fact]
+    public async Task SaversOfOnePathDoNotDisturbEachOther()
+    {
+        using var folder = new Temporary();
+        using var model = new Generator(Models.Hybrid);
+        string path = folder["state"];
+        File.WriteAllText(path + ".partial", "another program's");
+        await Task.WhenAll(Enumerable.Range(0, 6).Select(i => Task.Run(async () =>
+        {
+            using TokenCache cache = await Read(model);
+            for (int save = 0; save < 20; save++)
+            {
+                cache.Save(path);
+                TokenCache.Load(model, path).Dispose();
+            }
+        })));
+        Assert.Equal(new[] { path, path + ".partial" }, Directory.GetFiles(folder.Path).Order());
+        Assert.Equal("another program's", File.ReadAllText(path + ".partial"));
+    }
+
+    [Fact]
+    public async Task ALinkStaysALink()
+    {
+        using var folder = new Temporary();
+        using var model = new Generator(Models.Plain);
+        using TokenCache cache = await Read(model);
+        File.WriteAllText(folder["real"], "before");
+        File.CreateSymbolicLink(folder["link"], folder["real"]);
+        if (Standard)
+            Assert.Contains("link is a symbolic link, expected a file", Assert.Throws<IOException>(() => cache.Save(folder["link"])).Message);
+        else
+        {
+            cache.Save(folder["link"]);
+            TokenCache.Load(model, folder["real"]).Dispose();
+        }
+        Assert.Equal(folder["real"], new FileInfo(folder["link"]).LinkTarget);
+    }
+
+    [Fact]
+    public async Task ErrorsNameThePathAndLeaveNothing()
+    {
+        using var folder = new Temporary();
+        using var model = new Generator(Models.Plain);
+        using TokenCache cache = await Read(model);
+        Assert.Contains(folder["nowhere/state"], Assert.Throws<DirectoryNotFoundException>(() => cache.Save(folder["nowhere/state"])).Message);
+        Directory.CreateDirectory(folder["taken"]);
+        Exception error = Assert.ThrowsAny<Exception>(() => cache.Save(folder["taken"]));
+        Assert.Contains(folder["taken"], error.Message);
+        Assert.Empty(Directory.GetFiles(folder.Path));
+        cache.Save(folder["state"]); // and the cache goes on
+        Assert.Equal(3, (await Models.All(cache.GenerateAsync([], 3))).Count);
+    }
+
+    [Fact]
+    public async Task AnotherModelsFileIsRefused()
+    {
+        using var folder = new Temporary();
+        using var model = new Generator(Models.Plain);
+        using var other = new Generator(Models.Hybrid);
+        using TokenCache cache = await Read(model);
+        cache.Save(folder["state"]);
+        Assert.Contains("saved with another model", Assert.Throws<InvalidDataException>(() => TokenCache.Load(other, folder["state"])).Message);
+        byte[] bytes = File.ReadAllBytes(folder["state"]);
+        bytes[^9] ^= 1;
+        File.WriteAllBytes(folder["state"], bytes);
+        Assert.Contains("was altered or is damaged", Assert.Throws<InvalidDataException>(() => TokenCache.Load(model, folder["state"])).Message);
+    }
+
+    static bool Standard => typeof(TokenCache).Assembly.GetReferencedAssemblies().Any(name => name.Name == "netstandard");
+}
