@@ -676,16 +676,21 @@ class _Shape(ctypes.Structure):
     _fields_ = [("rank", ctypes.c_int32), ("sizes", ctypes.c_int64 * 8)]
 
 
-def infer_shapes(spec: Spec, shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+def infer_shapes(spec: Spec, shapes: Sequence[Sequence[int] | None]) -> list[list[int]]:
     """Return the shapes of a node's outputs, by the library's reading of op.def.
 
     Args:
-        shapes: of the inputs, in order; a size of -1 is not known.
+        shapes: of the inputs, in order; None for an optional one that is left out. A size of -1 is not known.
 
     Raises:
         ValueError: an input cannot have its shape, with the library's words.
     """
-    lib, given = library(), (_Shape * len(shapes))(*(_Shape(len(s), (ctypes.c_int64 * 8)(*s)) for s in shapes))
+    lib, given = (
+        library(),
+        (_Shape * len(shapes))(
+            *(_Shape(-1) if s is None else _Shape(len(s), (ctypes.c_int64 * 8)(*s)) for s in shapes)
+        ),
+    )
     found = (_Shape * len(spec.OPERATOR.outputs))()
     checked(lib.qm_infer_shapes, spec.OP.encode(), ctypes.byref(node(lib, spec)), given, len(shapes), found)
     return [list(s.sizes[: s.rank]) for s in found]

@@ -14,21 +14,21 @@ from quantmoe.custom_ops.schema import Operator, schema
 def output_shapes(
     operator: Operator,
     attributes: Mapping[str, Any],
-    inputs: Sequence[Sequence[Any]],
+    inputs: Sequence[Sequence[Any] | None],
     largest: Callable[[Any, Any], Any] = max,
 ) -> list[list[Any]]:
     """Return the shapes of a node's outputs. The inputs' shapes are not checked.
 
     Args:
         attributes: of the node; what it lacks means what op.def says.
-        inputs: shapes in op.def's order, numbers or symbols. largest: of two of them.
+        inputs: shapes in op.def's order, numbers or symbols; None for one that is left out. largest: of two of them.
     """
     names = [name for name, _ in (*operator.inputs, *operator.optional_inputs)]
     values = _values(operator, attributes) | {"max": largest}
     free: dict[str, Any] = {}
-    for name, shape in zip(names, inputs, strict=False):
+    given = {name: shape for name, shape in zip(names, inputs, strict=False) if shape is not None}
+    for name, shape in given.items():
         _bind(_items(operator.shapes[name], values), list(shape), free, values)
-    given = dict(zip(names, inputs, strict=False))
     return [
         list(given[text]) if (text := operator.shapes[name]) in given else _sizes(text, free, values)
         for name, _ in operator.outputs

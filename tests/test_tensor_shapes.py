@@ -29,7 +29,7 @@ UP = replace(LATENT, key_split=0, nope_size=10, out_size=20)
 UP_KEY, UP_VALUE = [4, 10, 8], [4, 8, 20]
 DECAY = delta_spec(2, 4, 8, v_head_size=6, decay_per_key=1, z_size=99, state_window=3)
 #: a node, its inputs' shapes, its outputs'
-NODES: list[tuple[Spec, list[list[int]], list[list[int]]]] = [
+NODES: list[tuple[Spec, list[list[int] | None], list[list[int]]]] = [
     (moe_spec(8, 64, 32, W, W), [[2, 3, 64], [2, 3, 5], [2, 3, 5], [8, 99], [8, 7]], [[2, 3, 64]]),
     (linear_spec(64, 96, W), [[64], [1, 9]], [[96]]),
     (linear_spec(64, 96, W), [[0, 7, 64], [1, 9]], [[0, 7, 96]]),
@@ -75,6 +75,25 @@ NODES: list[tuple[Spec, list[list[int]], list[list[int]]]] = [
         ],
         [[3, 5, 80], [3, 1, 9, 12], [3, 1, 9, 8]],
     ),
+    (
+        replace(HEADS, block_size=256),
+        [
+            [1, 7, 112],
+            [9, 256, 2, 16],
+            [9, 256, 2, 8],
+            [2, 3],
+            [1, 14],
+            [600, 4],
+            [600, 4],
+            [16],
+            [16],
+            [4],
+            None,
+            None,
+            [2, 3],
+        ],
+        [[1, 7, 32], [9, 256, 2, 16], [9, 256, 2, 8]],
+    ),
     (conv_spec(40), [[2, 3, 40], [40, 4], [40], [2, 40, 3], [2, 3]], [[2, 3, 40], [2, 40, 3]]),
     (
         replace(conv_spec(40, state_window=2), x_size=61, x_offset=20),
@@ -99,22 +118,24 @@ def test_every_operator_is_here() -> None:
 
 
 @pytest.mark.parametrize(("spec", "inputs", "outputs"), NODES)
-def test_shapes_of_the_outputs(spec: Spec, inputs: list[list[int]], outputs: list[list[int]]) -> None:
+def test_shapes_of_the_outputs(spec: Spec, inputs: list[list[int] | None], outputs: list[list[int]]) -> None:
     assert native.infer_shapes(spec, inputs) == outputs
     assert output_shapes(spec.OPERATOR, spec.attributes(), inputs) == outputs
 
 
 @pytest.mark.parametrize(("spec", "inputs"), [(spec, inputs) for spec, inputs, _ in NODES])
-def test_a_size_that_attributes_fix_is_refused_by_name(spec: Spec, inputs: list[list[int]]) -> None:
+def test_a_size_that_attributes_fix_is_refused_by_name(spec: Spec, inputs: list[list[int] | None]) -> None:
     operator = spec.OPERATOR
     values = tensor_shapes._values(operator, spec.attributes())
     for i, (name, _) in enumerate([*operator.inputs, *operator.optional_inputs][: len(inputs)]):
         items = tensor_shapes._items(operator.shapes[name], values) or []
+        if (shape := inputs[i]) is None:
+            continue
         fixed = [] if ".." in items else [at for at, item in enumerate(items) if not re.fullmatch("[A-Z]", item)]
         if items[:1] == [".."]:
-            fixed = [len(inputs[i]) - 1] * (len(items) > 1 and not re.search(r"\b[A-Z]\b", items[-1]))
-        for at in fixed * (inputs[i] != [0]):
-            wrong = [*inputs[i][:at], inputs[i][at] + 1, *inputs[i][at + 1 :]]
+            fixed = [len(shape) - 1] * (len(items) > 1 and not re.search(r"\b[A-Z]\b", items[-1]))
+        for at in fixed * (shape != [0]):
+            wrong = [*shape[:at], shape[at] + 1, *shape[at + 1 :]]
             with pytest.raises(ValueError, match=f"^{name} has shape {re.escape(str(wrong))}, expected "):
                 native.infer_shapes(spec, [*inputs[:i], wrong, *inputs[i + 1 :]])
 

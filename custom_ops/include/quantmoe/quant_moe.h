@@ -58,7 +58,7 @@ QM_API int qm_set_int(const char* op, void* node, const char* name, int64_t valu
 QM_API int qm_set_float(const char* op, void* node, const char* name, float value, char* err);
 QM_API int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err);
 
-// A tensor's shape; a size below 0 is not known.
+// A tensor's shape; a size below 0 is not known. A rank below 0: an optional input that is left out.
 typedef struct {
   int32_t rank;
   int64_t sizes[8];

@@ -204,11 +204,14 @@ int qm_infer_shapes(const char* op, const void* node, const qm_shape* inputs, in
                     char* err) try {
   if (int status = check_node(op, node, err)) return status;
   const Slots slots(kInputs, op), made(kOutputs, op);
-  if (count != slots.count && count != slots.most)
-    return fail(err, QM_INVALID, "%s has %d inputs, expected %d", op, count, slots.count);
+  if (count < slots.count || count > slots.most) {
+    const std::string most = slots.most > slots.count ? " to " + std::to_string(slots.most) : "";
+    return fail(err, QM_INVALID, "%s has %d inputs, expected %d%s", op, count, slots.count, most.c_str());
+  }
   const ShapeRules rules(op, node);
   FreeSizes<int64_t> free;
   for (int32_t i = 0; i < count; ++i) {
+    if (inputs[i].rank < 0) continue;
     const std::vector<int64_t> sizes(inputs[i].sizes, inputs[i].sizes + inputs[i].rank);
     if (rules.match(static_cast<size_t>(i), sizes, free, MakeNumbers{})) continue;
     std::string found;
