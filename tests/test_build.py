@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from quantmoe.custom_ops import native
+from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing import convert
 from quantmoe.ort_ext import OLDEST_GLIBC, build_info, glibc_of, library_path
 
@@ -52,10 +53,10 @@ def test_glibc_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newer.write_bytes(Path(library_path()).read_bytes() + b"\0GLIBC_2.99\0")
     monkeypatch.setenv("QUANTMOE_ORT_LIBRARY", str(newer))
     (tmp_path / "model").mkdir()
-    assert "asks for glibc 2.99" in convert._library(lambda name: tmp_path / "model" / name, "cpu", True)
+    assert "asks for glibc 2.99" in convert._library(lambda name: tmp_path / "model" / name, TARGETS["cpu"], True)
     assert (tmp_path / "model" / newer.name).read_bytes() == newer.read_bytes()
     monkeypatch.setenv("QUANTMOE_ORT_CUDA_LIBRARY", str(newer))
-    remark = convert._library(lambda name: tmp_path / "model" / name, "cuda", True)
+    remark = convert._library(lambda name: tmp_path / "model" / name, TARGETS["cuda"], True)
     assert remark.endswith("asks for glibc 2.99 or newer (`make cuda` on an older system makes one for that system)")
 
 
