@@ -302,6 +302,7 @@ lint: build
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+	lint-imports --no-cache
 	mypy
 	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.folder.files import MODEL; MODEL.upper()'
 
