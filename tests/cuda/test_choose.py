@@ -295,16 +295,17 @@ def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sam
     [Sampling(0), Sampling(1.0, 0), Sampling(0.7, 20, 0.8), Sampling(1.0, 0, 0.95, repetition_penalty=1.3)],
 )
 def test_tokens_that_may_come(dtype: str, vocabulary: int, sampling: Sampling) -> None:
-    """Bits of a row have the effect of a bias of -inf, for few tokens and for many."""
+    """Tokens without their bit never come, as if their logits were the least, for few tokens and for many."""
     rng, logits = np.random.default_rng(vocabulary), normal(vocabulary, dtype)
     numbers = [0.0, 0.3, 0.7, 1 - 2.0**-53]
     for share in (3 / vocabulary, 0.5, 1.0):
         allowed = rng.random(vocabulary) < share
         allowed[rng.integers(vocabulary)] = True
-        banned = {int(id): -np.inf for id in np.flatnonzero(~allowed)}
-        expected = Call(logits, numbers, replace(sampling, logit_bias=banned)).run()
+        least = torch.tensor(torch.finfo(logits.dtype).min, dtype=logits.dtype)
+        expected = Call(torch.where(torch.from_numpy(allowed), logits, least), numbers, sampling).run()
         assert all(allowed[expected])
         assert Call(logits, numbers, sampling, allowed=np.tile(allowed, (4, 1))).run() == expected
-    rows = np.eye(vocabulary, dtype=bool)[[5, 7]]
+    rows = np.zeros((2, vocabulary), bool)
+    rows[[0, 1], [5, 7]] = True
     assert Call(logits, [0.5, 0.5], sampling, allowed=rows).run() == [5, 7]
     assert Call(logits, [0.5, 0.5], sampling, allowed=np.zeros((2, vocabulary), bool)).run() == [-2, -2]
