@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
 from quantmoe.exporter.reading.reply_formats import FORMATS
@@ -19,6 +19,7 @@ from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
 from quantmoe.runtime.generate import Generated, Generator
 from quantmoe.runtime.opened_model import need_count
 from quantmoe.runtime.reply_parser import Delta, ReplyParser
+from quantmoe.runtime.required_calls import required_calls
 
 T = TypeVar("T")
 #: tokens at the end of a prompt that may open reasoning
@@ -31,7 +32,8 @@ class TemplateArguments:
 
     Attributes:
         tools: functions that the model may call, as OpenAI's API has them: dicts with ``type`` and ``function``.
-        tool_choice: "auto", or "none": the template gets no tools.
+        tool_choice: "auto": the model decides. "none": the template gets no tools. "required": the answer calls one of
+            the tools. Another text is the name of the tool that the answer calls.
         variables: what else the template reads, as ``enable_thinking``.
 
     Raises:
@@ -39,7 +41,7 @@ class TemplateArguments:
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: str = "auto"
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,12 +50,20 @@ class TemplateArguments:
             raise OptionError(
                 f'tools is {reprlib.repr(tools)}, expected a list of {{"type": "function", "function": {{"name": ..}}}}'
             )
-        if self.tool_choice not in ("auto", "none"):
-            raise OptionError(f"tool_choice is {self.tool_choice!r}, expected one of: auto, none")
+        known = ["auto", "none", *(["required", *(tool["function"]["name"] for tool in tools)] if tools else [])]
+        if self.tool_choice not in known:
+            raise OptionError(f"tool_choice is {self.tool_choice!r}, expected one of: {', '.join(known)}")
         if not isinstance(self.variables, Mapping) or not all(isinstance(name, str) for name in self.variables):
             raise OptionError(f"variables is {self.variables!r}, expected names and values of a template's variables")
         if found := sorted(taken & self.variables.keys()):
             raise OptionError(f"variables has {found[0]}, which messages and tools give; expected other names")
+
+    @property
+    def required(self) -> list[Mapping[str, Any]]:
+        """Return the tools that the answer must choose from."""
+        if self.tool_choice in ("auto", "none"):
+            return []
+        return [tool for tool in self.tools or () if self.tool_choice in ("required", tool["function"]["name"])]
 
     def rendered_with(self) -> dict[str, Any]:
         """Return what the template is rendered with."""
@@ -142,6 +152,16 @@ class Text:
         if self._vocabulary is None or self._vocabulary.size != size:
             self._vocabulary = Vocabulary(self.tokenizer, size, self.stop)
         return Constraint(grammar, self._vocabulary, self.format, self.decode(ids[-PROMPT_END:]))
+
+    def calls(self, arguments: TemplateArguments) -> Grammar | None:
+        """Return the rule of the calls that ``tool_choice`` requires; None: it requires none.
+
+        Raises:
+            OptionError: calls of this template cannot be required.
+        """
+        if not arguments.required or self.template is None:
+            return None
+        return required_calls(self.template, arguments.required, self.tokenizer, self.stop)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens."""
@@ -296,6 +316,10 @@ class Chat:
         asked, ids, rendered = self._fit([*self.messages, *added], max_new_tokens)
         self._before = before
         self.kept = self.cache.keep(ids)
+        if calls := own.calls(self.arguments):
+            if grammar is not None:
+                raise OptionError(f"grammar does not go with tool_choice {self.arguments.tool_choice!r}; expected auto")
+            grammar = calls
         rule = None if grammar is None else own.constraint(grammar, ids, self.model.vocabulary)
         self.last = found = self.model.stream(
             ids[self.kept :], max_new_tokens, own.stop, sampling or self.sampling, self.cache, constraint=rule

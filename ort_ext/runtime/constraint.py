@@ -29,6 +29,7 @@ class Grammar:
         kind: what ``text`` is.
         text: a JSON schema; a regular expression in Rust's syntax; or a grammar in Lark's or llama.cpp's syntax. A
             grammar begins with its rule ``start`` or ``root``.
+        calls: it is a rule of tool calls, which stand in the place of the answer.
 
     Raises:
         OptionError: the text is no such rule, or llguidance does not take it.
@@ -36,6 +37,7 @@ class Grammar:
 
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
+    calls: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "grammar"):
@@ -108,7 +110,9 @@ class Constraint:
         self._words = np.zeros(-(-vocabulary.size // 32), np.uint32)
         self._tail: list[int] = []
         #: what ends the part that is free; "": the rule holds
-        self._free = format.answer or (format.close if opens_reasoning(format, prompt) else "")
+        self._free = ("" if grammar.calls else format.answer) or (
+            format.close if opens_reasoning(format, prompt) else ""
+        )
         self._close = format.close
         # a token that may begin reasoning, in the place of the answer's first one
         tokenizer = vocabulary.tokenizer

@@ -884,3 +884,28 @@ def test_a_conversation_samples_as_the_folder_says(talking: Path, tmp_path: Path
     assert len(said) > 1
     likeliest = {"".join(Chat(generator).reply("hello", 20, sampling=Sampling(temperature=0))) for _ in range(2)}
     assert len(likeliest) == 1
+
+
+def test_a_call_is_required(calling: Path, tmp_path: Path) -> None:
+    """A model of random weights calls the function that it must, with arguments of its schema."""
+    folder = shutil.copytree(calling, tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1]}', encoding="utf-8")
+    properties = {"kind": {"enum": ["wind", "rain"]}}
+    other = {"type": "function", "function": {"name": "other", "parameters": {
+        "type": "object", "properties": properties, "required": ["kind"], "additionalProperties": False}}}  # fmt: skip
+    tools, model = [WEATHER, other], Generator(folder)
+    for choice in ("other", "required"):
+        chat = Chat(model, arguments=TemplateArguments([other] if choice == "required" else tools, choice))
+        "".join(chat.reply("hello", 200, sampling=Sampling(2.0, seed=1)))
+        assert chat.last.finish_reason == "stop"
+        (call,) = chat.messages[-1]["tool_calls"]
+        assert call["function"]["name"] == "other"
+        assert json.loads(call["function"]["arguments"])["kind"] in properties["kind"]["enum"]
+        assert not chat.messages[-1]["content"]
+    with pytest.raises(OptionError, match="expected one of: auto, none, required, weather, other"):
+        TemplateArguments(tools, "no")
+    with pytest.raises(OptionError, match="tool_choice is 'required', expected one of: auto, none"):
+        TemplateArguments(tool_choice="required")
+    (folder / "chat_template.jinja").write_text(CALLING.replace("<tool_call>", "<call>"), encoding="utf-8")
+    with pytest.raises(OptionError, match="tool_choice asks for a call, and calls of this chat template cannot"):
+        Chat(model, arguments=TemplateArguments(tools, "other")).reply("hello")

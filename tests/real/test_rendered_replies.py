@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from test_templates import templates
+from tiny import make_tokenizer
 
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.reading.reply_formats import FORMATS, reply_format
 from quantmoe.exporter.reading.template import Template
+from quantmoe.runtime.constraint import Constraint, Vocabulary
 from quantmoe.runtime.reply_parser import Reply, ReplyParser, parse_reply
+from quantmoe.runtime.required_calls import _around, required_calls
 
 pytestmark = pytest.mark.real
 
@@ -136,3 +139,34 @@ def test_round_trips(family: str, found: Callable[[str], None]) -> None:
         assert called, name
         found(f"{name}: {count} replies parsed back ({family})")
     assert {format.name for format in FORMATS} - {""} == FAMILIES.keys()
+
+
+#: families whose calls are JSON
+JSON_CALLS = ("hermes", "harmony", "deepseek", "kimi", "mistral")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_can_be_required(family: str, found: Callable[[str], None]) -> None:
+    """The rule takes a call as the family's templates render it, and nothing else."""
+    tokenizer = make_tokenizer().backend_tokenizer
+    end = tokenizer.token_to_id("</s>")
+    marks = ["<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|tool_call_begin|>", "<|tool_call_end|>"]
+    tokenizer.add_special_tokens(marks)
+    vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size(), [end])
+    for name in FAMILIES[family]:
+        template = Template(templates()[name], Path(name), {"bos_token": "<s>", "eos_token": "</s>"})
+        if family not in JSON_CALLS:
+            with pytest.raises(OptionError, match=f"calls in the format {family} cannot be required"):
+                required_calls(template, TOOLS, tokenizer, [end])
+            continue
+        rule = required_calls(template, TOOLS, tokenizer, [end])
+        begin, between, after = _around(template, TOOLS, [])
+        for tool, arguments in CALLS:
+            reply = begin + tool + between + json.dumps(arguments, ensure_ascii=False) + after
+            assert parts(parse_reply(template.format, reply, "", TOOLS))["calls"] == [(tool, arguments)]
+            tokens = [*tokenizer.encode(reply, add_special_tokens=False).ids, end]
+            answer = Constraint(rule, vocabulary, template.format)
+            assert answer.valid(tokens) == tokens, (name, reply)
+            wrong = tokenizer.encode(reply.replace(tool, "other"), add_special_tokens=False).ids
+            assert Constraint(rule, vocabulary, template.format).valid(wrong) != wrong
+        found(f"{name}: calls can be required: {begin!r} NAME {between!r} JSON {after!r}")
