@@ -19,6 +19,7 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import check_sizes, text_part
 from quantmoe.exporter.reading.formats import Format
+from quantmoe.exporter.reading.formats.layers import COUNTS, TOP_K
 
 #: fields that choose code for attention or experts, under their public and inner names
 _IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(?:_internal)?")
@@ -51,6 +52,9 @@ def configuration(format: Format, layers: int | None) -> Any:
     if config.model_type in CLASSES:  # whose heads are the outer model's
         outer = getattr(outer, "thinker_config", outer)
         config.tie_word_embeddings = getattr(outer, "tie_word_embeddings", False)
+    if config.is_heterogeneous and config.per_layer_attributes <= {*COUNTS, *TOP_K}:
+        config.allow_global_per_layer_attribute_access = True  # graph/experts.py fits the layers to the tensors
+    _dense_layers(format, config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -141,6 +145,21 @@ def _check_layers(format: Format, count: int) -> None:
             f"{format.ckpt.folder / 'config.json'}: num_hidden_layers is {count}, the checkpoint has tensors of "
             f"{len(found)} layers"
         )
+
+
+def _dense_layers(format: Format, config: PreTrainedConfig) -> None:
+    """Make layers dense whose tensors are a dense MLP's, whatever the configuration says of them."""
+    if format.part:
+        return
+    names = list(format.ckpt.names())
+    sparse = {int(m[1]) for name in names if (m := re.search(r"\.layers\.(\d{1,6})\..*\.experts\.", name))}
+    mlp = r"\.layers\.(\d{1,6})\.mlp\.down_proj\."
+    dense = {int(m[1]) for name in names if (m := re.search(mlp, name))} - sparse
+    kinds = getattr(config, "mlp_layer_types", None)
+    if isinstance(kinds, list):
+        config.mlp_layer_types = ["dense" if i in dense else kind for i, kind in enumerate(kinds)]
+    elif isinstance(getattr(config, "mlp_only_layers", None), list):
+        config.mlp_only_layers = sorted(dense | set(config.mlp_only_layers))
 
 
 def _check_rope(format: Format, config: PreTrainedConfig) -> None:

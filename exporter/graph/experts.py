@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -43,6 +44,47 @@ def put_on_interface(experts: Any, transposed: bool = False) -> None:
     experts.has_bias = experts.has_post_expert_norm = experts._is_expert_parallel = False
     experts.is_transposed = transposed
     experts.forward = MethodType(experts_forward, experts)
+
+
+def fit(model: torch.nn.Module, layers: Mapping[str, MoELayer], where: str) -> None:
+    """Give layers of transformers' model, which has one number for all, their own numbers of experts.
+
+    Args:
+        layers: experts module name -> its layer in the checkpoint.
+        where: names the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: the groups of a router do not divide the experts of its layer.
+    """
+    for name, layer in layers.items():
+        mixture: Any = model.get_submodule(name.rpartition(".")[0])
+        experts: Any = model.get_submodule(name)
+        count, top_k = layer.num_experts, layer.top_k
+        old = experts.num_experts
+        routers = [m for path, m in mixture.named_modules() if path.rpartition(".")[2] in ("gate", "router")]
+        for module in (mixture, experts, *routers):
+            if getattr(module, "top_k", top_k) != top_k and not experts.has_post_expert_norm:
+                module.top_k = top_k
+            if old != count:
+                _resize(module, old, count)
+        for router in routers if old != count else ():
+            if count % (groups := getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1):
+                raise CheckpointError(
+                    f"{where}: {layer.name} has {count} experts, expected a multiple of n_group, {groups}"
+                )
+
+
+def _resize(module: torch.nn.Module, old: int, count: int) -> None:
+    """Give a module's own tensors and numbers of ``old`` experts another number."""
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.shape[:1] == (old,):
+                made = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+                own = torch.nn.Parameter(made, requires_grad=False)
+                tensors[name] = own if tensors is module._parameters else made
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "out_features"):
+        if getattr(module, name, None) == old:
+            setattr(module, name, count)
 
 
 def check_experts(module: Any, layer: MoELayer, where: str) -> None:

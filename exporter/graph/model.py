@@ -27,7 +27,7 @@ from quantmoe.exporter.choosing.described_model import Shared
 from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration, whole
-from quantmoe.exporter.graph.experts import check_experts
+from quantmoe.exporter.graph.experts import check_experts, fit
 from quantmoe.exporter.graph.inner import causal_model, renamings
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
 from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
@@ -152,6 +152,7 @@ class Skeleton(Stored):
             raise CheckpointError(
                 f"{folder}: no quantized experts for {sorted(missing)[0]}; found {sorted(by_name)[:4]}"
             )
+        fit(model, {name: by_name[name] for name in modules}, str(folder))
         for name, module in modules.items():
             check_experts(module, by_name[name], f"{folder}: {name} ({type(module).__name__})")
         for module in modules.values():
@@ -509,6 +510,7 @@ def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     model = causal_model(skeleton.model.config, torch.float32).eval()
     if skeleton.format.part:
         mtp.prepare(model)
+    fit(model, skeleton.experts, str(skeleton.format.ckpt.folder))
     problems = model.load_state_dict(state_of(skeleton), strict=False)
     assert not problems.unexpected_keys, problems.unexpected_keys
     model.tie_weights()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 
+from quantmoe.exporter.graph.experts import fit
 from quantmoe.exporter.graph.inner import causal_model
 from quantmoe.exporter.graph.model import Skeleton, _LargeOnMeta, decoder_of, quiet, state_of
 from quantmoe.exporter.reading.formats import Format
@@ -35,6 +36,7 @@ class Streamed:
         self.skeleton = skeleton = Skeleton(format, layers=layers)
         with init_empty_weights(), _LargeOnMeta(), quiet():
             self.model = causal_model(skeleton.model.config, torch.float32).eval()
+            fit(self.model, skeleton.experts, str(format.ckpt.folder))
         self.model.requires_grad_(False).set_experts_implementation("eager")
         self.layers = decoder_of(self.model).layers
         self._progress = progress

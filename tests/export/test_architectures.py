@@ -536,3 +536,94 @@ def test_the_thinker_of_a_model_that_also_speaks(tmp_path: Path) -> None:
     assert np.array_equal(found["omni"], found["thinker"])
     assert "parts that hear and speak (talker.model.norm.weight and" in report.left_out
     assert survey(tmp_path / "omni")["left_out"] == report.left_out
+
+
+def prune(folder: Path, name: str, keep: dict[int, int], dense: int | None = None, **fields: Any) -> Any:
+    """Write a checkpoint whose layers have other numbers of experts than config.json, and return transformers' model
+    with the same layers."""
+    make_checkpoint(folder, name, **fields)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = load_file(folder / "model.safetensors")
+    for i, layer in enumerate(model.model.layers):
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is None or i not in keep:
+            continue
+        count, old = keep[i], experts.num_experts
+        router = getattr(layer.mlp, "gate", None) or layer.mlp.router
+        for module in (experts, router):
+            module.num_experts = count
+            for own in (module._parameters, module._buffers):
+                for leaf, tensor in own.items():
+                    if tensor is not None and tensor.shape[:1] == (old,):
+                        made = tensor.data[:count]
+                        own[leaf] = torch.nn.Parameter(made) if own is module._parameters else made
+        for tensor in [tensor for tensor in tensors if f".layers.{i}.mlp." in tensor]:
+            if expert := re.search(r"\.experts\.(\d+)\.", tensor):
+                if int(expert[1]) >= count:
+                    del tensors[tensor]
+            elif tensors[tensor].shape[:1] == (old,):
+                tensors[tensor] = tensors[tensor][:count].clone()
+    if dense is not None:
+        layer, source = model.model.layers[dense], model.model.layers[0].mlp
+        layer.mlp = copy.deepcopy(source)
+        prefix = f"model.layers.{dense}.mlp."
+        tensors = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
+        tensors |= {prefix + key: value.bfloat16().clone() for key, value in source.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def logits_of(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """Of a prompt, then token by token."""
+    generator, found, at = Generator(folder), [], 0
+    past = generator.start(len(ids))
+    for piece in (10, 1, 1, 2):
+        logits, past = generator.step(ids[:, at : at + piece], past)
+        found.append(logits)
+        at += piece
+    return np.concatenate(found, axis=1)
+
+
+PRUNED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"keep": {0: 5, 2: 6}},
+    "deepseek_v3": {"keep": {1: 12, 3: 6}, "n_group": 2, "topk_group": 1},
+    "gpt_oss": {"keep": {1: 5, 2: 3}},
+    "glm4_moe_lite": {"keep": {1: 5}, "dense": 2},
+}
+
+
+@pytest.mark.parametrize("name", every(PRUNED, 2))
+def test_experts_pruned_layer_by_layer(name: str, tmp_path: Path) -> None:
+    """config.json has one number; the tensors have the layers'."""
+    model = prune(tmp_path / "checkpoint", name, **PRUNED[name])
+    keep = PRUNED[name]["keep"]
+    found = {
+        int(layer["module"].split(".")[2]): layer["experts"] for layer in survey(tmp_path / "checkpoint")["layers"]
+    }
+    assert {i: found[i] for i in keep} == keep
+    floats: dict[str, Any] = {"quantize": "none", "activations": "float", "cache": "f32", "logits": "all"}
+    dry = plan(tmp_path / "checkpoint", tmp_path / "onnx", **floats)
+    report = export(tmp_path / "checkpoint", tmp_path / "onnx", **floats)
+    assert {module: layer[:2] for module, layer in dry.layers.items()} == report.layers
+    assert len(report.layers) == len(found)
+    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
+    with torch.no_grad():
+        want = model(torch.from_numpy(ids)).logits.numpy()
+    assert np.abs(logits_of(tmp_path / "onnx", ids) - want).max() < 2e-5 * np.abs(want).max()
+
+
+def test_experts_of_a_token_by_layer(tmp_path: Path) -> None:
+    """``per_layer_config`` of transformers."""
+    make_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).eval()
+    path = tmp_path / "checkpoint" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    own = {"1": {"num_experts_per_tok": 3}, "3": {"num_experts_per_tok": 1}}
+    path.write_text(json.dumps(config | {"per_layer_config": own}), encoding="utf-8")
+    for i, fields in own.items():
+        model.model.layers[int(i)].mlp.gate.top_k = fields["num_experts_per_tok"]
+    export(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", activations="float", logits="all", cache="f32")
+    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
+    with torch.no_grad():
+        want = model(torch.from_numpy(ids)).logits.numpy()
+    assert np.abs(logits_of(tmp_path / "onnx", ids) - want).max() < 2e-5 * np.abs(want).max()

@@ -137,8 +137,8 @@ def reference(source: Path) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarr
     config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
     model = MtpModel(whole, 1).eval()
     layer, own = model.layers[0], whole.mtp
+    layer.mtp_block.mlp = whole.model.layers[0].mlp
     layer.mtp_block.load_state_dict(whole.model.layers[0].state_dict())
-    layer.mtp_block.mlp.experts = whole.model.layers[0].mlp.experts
     for name, module in (("eh_proj", own.fc), ("enorm", own.pre_fc_norm_embedding), ("hnorm", own.pre_fc_norm_hidden),
                          ("post_norm", whole.model.norm)):  # fmt: skip
         getattr(layer, name).load_state_dict(module.state_dict())
@@ -202,16 +202,39 @@ def reference_mimo(source: Path) -> tuple[Callable[[np.ndarray, np.ndarray], np.
 
 @pytest.mark.parametrize("kind", every(KINDS, 2))
 def test_the_layer_is_transformers(sources, models, kind):
-    run, size = reference(sources[kind])
+    check_layer(sources[kind], models[kind])
+
+
+def check_layer(source: Path, folder: Path) -> None:
+    """The exported layer's hidden states and logits are the reference's."""
+    run, size = reference(source)
     rng = np.random.default_rng(0)
     hidden, ids = rng.standard_normal((9, size)).astype(np.float32), rng.integers(0, 300, 9)
     want, logits = run(hidden, ids)
-    cache = Generator(models[kind] / "mtp.onnx").cache()
+    cache = Generator(folder / "mtp.onnx").cache()
     for part in (slice(0, 6), slice(6, 7), slice(7, 9)):
         cache.given = {"hidden_states": hidden[None, part]}
         last = cache.verify(ids[part])[-1]
         assert error(cache.hidden, want[part]) < 2e-5
         assert error(last, logits[part][-1]) < 2e-5
+
+
+def test_a_layer_with_another_number_of_experts(sources, tmp_path):
+    """Of the 16 experts of the main model's layers the drafting layer has 12."""
+
+    def fewer(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        expert = re.match(r"mtp\..*\.experts\.(\d+)\.", name)
+        if not expert or int(expert[1]) < 12:
+            router = name.startswith("mtp.") and name.endswith("mlp.gate.weight")
+            yield name, tensor[:12].clone() if router else tensor
+
+    pruned = rewritten(sources["qwen3_next"], tmp_path / "qwen3_next", fewer, lambda config: config)
+    export(pruned, tmp_path / "out", logits=5, **HYBRID)
+    layers = {
+        layer["module"]: layer["attributes"]["num_experts"] for layer in inspect(tmp_path / "out")["mtp"]["layers"]
+    }
+    assert list(layers.values()) == [13]  # with the shared one
+    check_layer(pruned, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", every(KINDS, 2))

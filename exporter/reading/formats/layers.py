@@ -13,9 +13,9 @@ from quantmoe.exporter.reading.formats.experts import NAMINGS, named_experts
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 
 #: fields of config.json that count them
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: the same of a token's
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
     "silu": "silu",
@@ -71,7 +71,8 @@ def _index(name: str) -> int:
 
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     """``experts``: the children of each expert; {} when they are fused."""
-    config = format.ckpt.text_config
+    whole = format.ckpt.text_config
+    config = whole if format.part else of_layer(whole, _index(name))
     path = format.ckpt.folder / "config.json"
 
     def setting(kind: type, *keys: str) -> Any:
@@ -90,7 +91,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
             raise CheckpointError(f"{path}: {key} is {found!r}, expected a number")
         return float(found)
 
-    num_experts = setting(int, *_COUNTS)
+    num_experts = _stored_count(format, name, experts) or setting(int, *COUNTS)
     if config.get("model_type") in TEXT_FIRST:
         experts = {e: children for e, children in experts.items() if e < num_experts}
     projections = _projections(format, name, experts, num_experts) if experts else ()
@@ -104,7 +105,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     activation = "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
     if not oai and activation not in ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
-    top_k = setting(int, *_TOP_K)
+    top_k = setting(int, *TOP_K)
     if top_k > num_experts:
         raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
     return MoELayer(
@@ -126,6 +127,31 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         format=format,
         projections=projections,
     )
+
+
+def of_layer(config: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a text model's configuration with the numbers of experts of one layer, where it has them by layer."""
+    layers, own = config.get("num_hidden_layers"), config.get("per_layer_config")
+    found = dict(config)
+    for key in (*COUNTS, *TOP_K):
+        values = config.get(key)
+        if isinstance(values, list) and len(values) == layers and index < len(values):
+            found[key] = values[index]
+    own = own.get(str(index)) if isinstance(own, dict) else None
+    return found | {key: own[key] for key in (*COUNTS, *TOP_K) if key in own} if isinstance(own, dict) else found
+
+
+def _stored_count(format: Format, name: str, experts: dict[int, set[str]]) -> int | None:
+    """Return how many experts a layer has by its tensors and by the rows of its router; None where they disagree.
+
+    Pruned checkpoints have other numbers than config.json in some layers, and so may the layers that draft.
+    """
+    ckpt, mixture = format.ckpt, name.rpartition(".")[0]
+    fused = [shape[0] for _, shape in ckpt.beside(name).values() if shape]
+    count = len(experts) or (fused[0] if fused and len(set(fused)) == 1 else 0)
+    weights = [f"{mixture}.{router}.weight" for router in ("gate", "router")]
+    rows = [ckpt.shape(weight)[0] for weight in weights if weight in ckpt and len(ckpt.shape(weight)) == 2]
+    return count if rows == [count] and (not experts or max(experts) == count - 1) else None
 
 
 def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
