@@ -492,6 +492,11 @@ PUBLISHED: dict[str, Published] = {
             },
         },
     ),
+    "longcat_flash": Published(
+        "meituan-longcat/LongCat-Flash-Chat",
+        _DEFAULTS,
+        {"attention_bias": False, "routed_scaling_factor": 6.0, "rope_parameters": _rope(rope_theta=1e7)},
+    ),
     "mistral4": Published("mistralai/Mistral-Small-4-119B-2603", _DEFAULTS, _MISTRAL4),
     "mistral3 mistral4": Published("mistralai/Mistral-Small-4-119B-2603", _DEFAULTS, _MISTRAL4),
     "qwen3_vl_moe": Published(

@@ -46,7 +46,8 @@ def configuration(format: Format, layers: int | None) -> Any:
     if not isinstance(config, PreTrainedConfig):
         raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
     check_sizes(format.ckpt.folder, vars(config))
-    _check_layers(format, config.num_hidden_layers)
+    # LongCat-Flash counts two caches a layer in the latter
+    _check_layers(format, getattr(config, "num_layers", None) or config.num_hidden_layers)
     _check_linear_heads(format, config)
     _check_rope(format, config)
     if config.model_type in CLASSES:  # whose heads are the outer model's

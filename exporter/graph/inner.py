@@ -11,6 +11,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from quantmoe.exporter.graph.architectures import ARCHITECTURES
+
 #: config.model_type of a text model -> folder of transformers.models and class
 CLASSES = {
     "deepseek_ocr2_text": ("deepseek_ocr2", "DeepseekOcr2TextModel"),
@@ -31,7 +33,9 @@ def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
         ValueError: transformers has neither.
     """
     if config.model_type not in CLASSES:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        getattr(ARCHITECTURES.get(config.model_type), "trim", lambda model: None)(model)
+        return model
     folder, name = CLASSES[config.model_type]
     text = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     # in the family's module and of its base class, which say what the experts and the attention may be

@@ -375,6 +375,8 @@ def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> li
 def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]:
     """Return the layers to trace, in groups: where a group comes more than three times in a row the first two and the
     last."""
+    if any(len({part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")}) > 1 for layer in stack):
+        return [[i] for i in range(len(stack))]  # several caches a layer
     per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
     found = [repr([*(values[i] for values in per_layer), signature(layer)]) for i, layer in enumerate(stack)]
     kept: list[list[int]] = []

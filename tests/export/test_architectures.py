@@ -171,6 +171,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama4_text": LLAMA4,
     "llama4_text interleaved": LLAMA4,
     "lara_mini": LINEAR,
+    "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 64, "zero_expert_num": 4}
+    | {"num_key_value_heads": 4, "moe_topk": 4, "qk_head_dim": None},
     "mellum": {},
     "mimo_v2_flash": {"swa_head_dim": 16, "swa_num_key_value_heads": 2},
     "minimax": {},
@@ -236,7 +238,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"index_block_size": 4, "index_topk_blocks": 2},
         "MiniMaxM3VLAttention: attention with block_indices is not supported",
     ),
-    "longcat_flash": ({"num_layers": 2}, "longcat_flash: experts that return their input"),
     "axk2": ({"num_key_value_heads": 4}, "AXK2Attention: attention with indices is not supported"),
     "deepseek_v32": ({"num_key_value_heads": 4}, "DeepseekV32Attention: attention with indices is not supported"),
     "deepseek_v4": (
@@ -275,7 +276,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
-LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla")
+LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
 
 
 def fields(name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ them and their experts have the interface's attributes. The arithmetic does not 
 
 - a ``KIND`` of attention (passes/attention.py);
 - ``configure(config)``, which runs before there is a model;
+- ``trim(model)``: leaves out tensors of transformers' model that nothing reads and no checkpoint has;
 - ``NAMES``: parts of published tensor names -> parts of the model's names;
 - ``stored(model)``: parameters that are functions of the checkpoint's tensors: name -> (that tensor's shape, the
   function).
@@ -18,6 +19,7 @@ from quantmoe.exporter.graph.architectures import (
     deepseek_v2,
     ernie4_5_vl_moe,
     llama4,
+    longcat_flash,
     minimax,
     mrope,
     nemotron_h,
@@ -31,6 +33,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "ernie4_5_vl_moe_text": ernie4_5_vl_moe,
     "glm4v_moe_text": mrope,
     "llama4_text": llama4,
+    "longcat_flash": longcat_flash,
     "minimax": minimax,
     "nemotron_h": nemotron_h,
     "phimoe": phimoe,

@@ -152,7 +152,8 @@ def recognise(
         without: names of modules that are something else.
     """
     named = ((name, m) for name, m in model.named_modules() if name not in without)
-    modules = {name: m for name, m in named if type(m).__name__.endswith("Attention")}
+    fits = [kind.fits for kind in kinds]
+    modules = {n: m for n, m in named if type(m).__name__.endswith("Attention") or any(fit(m) for fit in fits)}
     of = {m: kind for m in modules.values() for kind in kinds if kind.fits(m)}
     fitting = {m: name for name, m in modules.items() if m in of}
     found: dict[str, RecognisedAttention] = {}

@@ -52,6 +52,20 @@ def is_latent(module: torch.nn.Module) -> bool:
     return hasattr(module, "expand_kv") and isinstance(up, torch.nn.Linear) and up.bias is None
 
 
+def _query_factors(module: Any, position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the factors of queries [batch, S] that grow with the position, as Mistral-Small-4 has them."""
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    if position_ids is None or (beta := rope.get("llama_4_scaling_beta")) is None:
+        return None
+    periods = torch.floor(position_ids.float() / rope["original_max_position_embeddings"])
+    return 1 + beta * torch.log1p(periods)
+
+
+def _scales(module: Any) -> tuple[float, float]:
+    """Return the factors of queries and of the latent, as LongCat-Flash has them."""
+    return getattr(module, "mla_scale_q_lora", 1.0), getattr(module, "mla_scale_kv_lora", 1.0)
+
+
 class Absorbed(torch.nn.Module):
     """kv_b_proj by heads.
 
@@ -142,13 +156,18 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(self, args, kwargs)
     x, heads = given["hidden_states"], self.found.spec.num_heads
     queries = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    if (factors := _query_factors(self, given.get("position_ids"))) is not None:
+        queries = (queries * factors[..., None]).to(queries.dtype)
     inside = _inside(self)
     if not inside:
         queries = queries.unflatten(-1, (heads, -1))
         nope, turning = queries.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         queries = torch.cat((turning, self.absorbed.queries(nope)), -1).flatten(-2)
     latent, key = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-    qkv = torch.cat((queries, key, self.kv_a_layernorm(latent)), -1)
+    latent = self.kv_a_layernorm(latent)
+    if (factor := _scales(self)[1]) != 1:
+        latent = latent * factor
+    qkv = torch.cat((queries, key, latent), -1)
     ups = (self.absorbed.k_up, self.absorbed.v_up) if inside else ()
     output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"], ups=ups)
     if not inside:
@@ -206,6 +225,7 @@ class _Trial:
         up.weight = torch.nn.Parameter(draw(*module.kv_b_proj.weight.shape) / self.rank**0.5, requires_grad=False)
         probe._modules["kv_b_proj"], probe._modules["o_proj"] = up, torch.nn.Identity()
         kwargs, self.tables, mask = called.again(sizes, draw)
+        self.factors, self.scales = _query_factors(module, kwargs.get("position_ids")), _scales(module)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
         cache, self.seen = Past(*self.past), Seen()
         kwargs |= {"attention_mask": mask, "cache": cache}
@@ -224,7 +244,7 @@ class _Trial:
                 kv_num_heads=1,
                 head_size=size,
                 v_head_size=self.rank,
-                scale=float(np.float32(self.seen.scale)),
+                scale=float(np.float32(self.seen.scale * self.scales[0])),
                 sliding_window=called.window,
                 chunk_size=0,
                 softcap=0.0,
@@ -244,10 +264,12 @@ class _Trial:
         k_up, v_up = _halves(up, self.nope, self.value)
         batch, new = self.queries.shape[:2]
         queries = self.queries.double().numpy().reshape(batch, new, self.heads, -1)
+        if self.factors is not None:
+            queries = queries * self.factors.numpy()[..., None, None]
         absorbed = np.einsum("bshn,hrn->bshr", queries[..., : self.nope], k_up)
         heads = np.concatenate((queries[..., self.nope :], absorbed), -1)
         with torch.no_grad():
-            latent = self.probe.kv_a_layernorm(self.compressed[..., : self.rank])
+            latent = self.probe.kv_a_layernorm(self.compressed[..., : self.rank]) * self.scales[1]
         key = np.concatenate((self.compressed[..., self.rank :].numpy(), latent.numpy()), -1)
         qkv = np.concatenate((heads.reshape(batch, new, -1), key), -1)
         order = np.arange(self.rope)

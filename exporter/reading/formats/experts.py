@@ -34,7 +34,6 @@ UNLIKE = {
     "dbrx": _OFF_INTERFACE,
     "doge": _OFF_INTERFACE,
     "jetmoe": _OFF_INTERFACE,
-    "longcat_flash": "experts that return their input",
     "qwen4_exp": "sparse attention's indexer and embeddings of n-grams",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")

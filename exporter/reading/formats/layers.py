@@ -28,11 +28,11 @@ ACTIVATIONS = {
 #: model_type of families with gpt-oss' gate, whatever their configuration calls it
 SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text")
 #: model_type of families with SiLU, whose configuration does not name it
-SILU = ("lfm2_moe", "step3p5")
+SILU = ("lfm2_moe", "longcat_flash", "step3p5")
 #: field with a layer's limit of gates after SiLU, null and 0 for none
 STEP_LIMITS = "swiglu_limits"
-#: model_type of families whose experts beyond those of text are for images
-TEXT_FIRST = ("ernie4_5_vl_moe_text",)
+#: model_type of families whose experts beyond the counted ones are for images, or have no weights
+COUNTED = ("ernie4_5_vl_moe_text", "longcat_flash")
 #: model_type of families with a norm after each expert: each expert of a token is a token of one expert to the node
 NORMED = ("muse_spark_text",)
 
@@ -80,7 +80,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         if key is None:
             raise CheckpointError(f"{path}: expected one of the fields {', '.join(keys)}")
         found = config[key]
-        if config.get("model_type") in TEXT_FIRST and isinstance(found, list) and found:
+        if config.get("model_type") in COUNTED and isinstance(found, list) and found:
             found = found[0]
         if type(found) is not kind or (kind is int and found <= 0):
             raise CheckpointError(f"{path}: {key} is {found!r}, expected a positive {kind.__name__}")
@@ -92,7 +92,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         return float(found)
 
     num_experts = _stored_count(format, name, experts) or setting(int, *COUNTS)
-    if config.get("model_type") in TEXT_FIRST:
+    if config.get("model_type") in COUNTED:
         experts = {e: children for e, children in experts.items() if e < num_experts}
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
@@ -114,7 +114,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         num_experts=num_experts,
         # Nemotron-3-Super and Muse Spark: of experts alone
         hidden_size=setting(int, "moe_latent_size", "moe_hidden_size", "hidden_size"),
-        intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
+        intermediate_size=setting(int, "expert_ffn_hidden_size", "moe_intermediate_size", "intermediate_size"),
         activation="swiglu_oai" if oai else "swiglu_step" if step else ACTIVATIONS[activation],
         gated=len(projections) != 2,
         top_k=1 if config.get("model_type") in NORMED else top_k,
