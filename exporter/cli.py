@@ -133,13 +133,16 @@ def options(
 @app.command()
 @with_options(Options, {"SIZE": _bytes, "last|all|N": _logits})
 def export(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder, its ORG/MODEL, or a GGUF file")],
     outdir: Annotated[Path, typer.Argument(help="folder for model.onnx and its weights")],
     options: Options,
     force: Annotated[bool, _option("Export", "replace an earlier export", "--force")] = False,
     dry_run: Annotated[bool, _option("Export", "show sizes, time and refusals only", "--dry-run")] = False,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
+    from quantmoe.exporter.reading.hub import fetched
+
+    checkpoint = fetched(checkpoint, download=not dry_run)
     begin = time.perf_counter()
     if options.tensor_parallel > 1:
         console.print(f"what follows is of rank 0 of {options.tensor_parallel}", style="yellow")

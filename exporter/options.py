@@ -110,16 +110,16 @@ def with_options(kind: Any, parsers: Mapping[str, Callable[[str], Any]]) -> Call
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints, signature = get_type_hints(kind), inspect.signature(command, eval_str=True)
         made = [one(field, hints[field.name]) for field in fields(kind)]
-        own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
 
         @wraps(command)
         def with_them(**given: Any) -> Any:
             options = kind(**{option.name: given.pop(option.name) for option in made})
             return command(**given, options=options)
 
-        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        with_them.__signature__ = signature.replace(parameters=[*parameters, *made])  # type: ignore[attr-defined]
-        with_them.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *made]}
+        whole = [made if one.name == "options" else [one] for one in signature.parameters.values()]
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for some in whole for one in some]
+        with_them.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_them.__annotations__ = {one.name: one.annotation for one in parameters}
         return with_them
 
     return decorate

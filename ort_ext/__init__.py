@@ -91,13 +91,6 @@ def provider_devices() -> list[Any]:
     return devices()
 
 
-def oldest(target: str, accuracy_level: int = 0, paged: bool = False) -> tuple[int, int]:
-    """Return the oldest ONNX Runtime that runs a target's files."""
-    if target != "ort":
-        return OLDEST_PAGED if paged else OLDEST
-    return OLDEST_ACCURACY if accuracy_level else OLDEST_QMOE
-
-
 def build_info() -> str:
     """Return the compiler of ``libquantmoe_ort.so`` and this machine's kernel: "clang 22.1.8, panel_avx2".
 

@@ -3,6 +3,7 @@
 # checkout and, with WHEEL, in environments that hold nothing else; every exit code and every line is looked at. MODEL_FOLDER is
 # an export with float activations, as `make samples` has one. For a fresh clone: clone, then `make first-minutes` there.
 set -uo pipefail
+export HF_HUB_OFFLINE=1 # nothing is fetched from the hub
 model=$(realpath "$1") wheel=${2:+$(realpath "$2")}
 cd "$(dirname "$0")/.."
 work=$PWD/build/first-minutes failed=0 ran=0

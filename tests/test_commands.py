@@ -62,7 +62,8 @@ def quantmoe(*arguments: object, cwd: Path | None = None, **environment: str) ->
     """The command in a process of its own, whose imports count."""
     command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
     streams = {"stdin": subprocess.DEVNULL, "capture_output": True}
-    done = subprocess.run(command, text=True, cwd=cwd, env=os.environ | environment, **streams)
+    offline = {"HF_HUB_OFFLINE": "1"}  # nothing is fetched from the hub
+    done = subprocess.run(command, text=True, cwd=cwd, env=os.environ | offline | environment, **streams)
     out, _, imported = done.stdout.rstrip("\n").rpartition("\n")
     return Done(done.returncode, out, done.stderr, set(imported.split()))
 
@@ -127,7 +128,9 @@ def test_no_option_means_two_things(word: str) -> None:
 
 
 def test_help_says_what_a_checkpoint_may_be() -> None:
-    assert "Hugging Face folder, or a GGUF file" in " ".join(quantmoe("export", "--help").out.replace("│", " ").split())
+    assert "Hugging Face folder, its ORG/MODEL, or a GGUF file" in " ".join(
+        quantmoe("export", "--help").out.replace("│", " ").split()
+    )
 
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -22,7 +22,7 @@ class Target:
     """An ``export --target NAME``: what it writes, and what runs it.
 
     Attributes:
-        name: as it is typed. help: for ``export --help``.
+        name: as it is typed.
         device: where the files run: a value of Generator's ``device``.
         layout: packed layout of experts and linears (custom_ops/layouts).
         kernels: (kernel, why not on this machine or "") for a node's attributes, in order of preference.
@@ -62,7 +62,6 @@ class Target:
     """
 
     name: str
-    help: str
     device: Literal["cpu", "cuda"]
     layout: str
     kernels: Callable[[Any], list[tuple[str, str]]]

@@ -28,7 +28,6 @@ def _kernels(spec: Any) -> list[tuple[str, str]]:
 
 CPU = Target(
     name="cpu",
-    help="ONNX Runtime on x86-64 and Arm",
     device="cpu",
     layout="cpu_panel",
     kernels=_kernels,

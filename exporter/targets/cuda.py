@@ -22,7 +22,6 @@ def _refusal(spec: Any) -> str:
 
 CUDA = Target(
     name="cuda",
-    help="ONNX Runtime and TensorRT on NVIDIA GPUs",
     device="cuda",
     layout="marlin",
     kernels=_kernels,

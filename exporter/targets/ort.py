@@ -26,7 +26,6 @@ def _kernels(spec: Any) -> list[tuple[str, str]]:
 
 ORT = Target(
     name="ort",
-    help="ONNX Runtime without the library",
     device="cpu",
     layout="qmoe",
     kernels=_kernels,

@@ -20,6 +20,7 @@ from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
+from quantmoe.exporter.reading.hub import fetched
 from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import DEFAULT, read_templates
@@ -55,7 +56,7 @@ def export(
     """Export a quantized mixture-of-experts checkpoint as an ONNX model.
 
     Args:
-        checkpoint: Hugging Face folder or GGUF file.
+        checkpoint: Hugging Face folder, its name ORG/MODEL on the hub (with huggingface_hub), or GGUF file.
         output: folder for model.onnx, model.onnx.data, configuration, tokenizer, genai_config.json and the target's
             library; created if missing.
         force: replace an earlier export in ``output``, also an edited one. Files that no export wrote are kept or
@@ -71,7 +72,8 @@ def export(
         TypeError: there is no such option.
         OutOfMemoryError: memory ran out; the message says for what.
     """
-    return write(checkpoint, output, Options(**options), force=force, progress=progress)
+    wanted = Options(**options)
+    return write(fetched(need_path("checkpoint", checkpoint)), output, wanted, force=force, progress=progress)
 
 
 def write(
