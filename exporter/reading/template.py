@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,7 +84,7 @@ class Template:
             raise ModelError(f"{path}: {_words(error)}") from None
 
     def render(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **variables: Any
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> str:
         """Return the conversation as text that the model continues with its answer.
 

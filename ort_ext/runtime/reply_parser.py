@@ -181,7 +181,7 @@ class ReplyParser:
     def _say(self, part: str, text: str) -> None:
         if text:
             setattr(self.reply, part, getattr(self.reply, part) + text)
-            self._deltas.append(Delta(**{part: text}))
+            self._deltas.append(Delta(reasoning=text) if part == "reasoning" else Delta(content=text))
 
     def _take(self, count: int) -> str:
         taken, self._text = self._text[:count], self._text[count:]
