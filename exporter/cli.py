@@ -628,11 +628,12 @@ def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
 
 def _reply(chat: Any, message: Any, tell: Callable[[int], None], max_new_tokens: int, **options: Any) -> None:
     """Print the answer to a text or to messages as it comes."""
-    from quantmoe.exporter.terminal import TokensColumn, progress
+    from quantmoe.exporter.terminal import PLAIN, TokensColumn, progress, shown
 
     if isinstance(message, str):
         _check_text(message)
-    pieces = chat.reply(message, max_new_tokens, **options)
+    parts = sys.stdout.isatty() and chat.text.format.name + chat.text.format.open != ""
+    found = (chat.deltas if parts else chat.reply)(message, max_new_tokens, **options)
     if chat.dropped:
         turns = "the oldest turn" if chat.dropped == 1 else f"the oldest {chat.dropped} turns"
         limit = f"the model's context of {chat.model.context} tokens"
@@ -640,12 +641,12 @@ def _reply(chat: Any, message: Any, tell: Callable[[int], None], max_new_tokens:
     try:
         with (
             progress("reading the prompt", TokensColumn()) as chat.cache.progress,
-            contextlib.closing(pieces),
+            contextlib.closing(found),
         ):
-            for piece in pieces:
+            for piece in shown(found) if parts else found:
                 print(piece, end="", flush=True)
     finally:
-        print(flush=True)
+        print(PLAIN if parts else "", flush=True)
     tell(chat.kept)
     _tell_end(chat.last, max_new_tokens, chat.model.context)
 

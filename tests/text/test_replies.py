@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quantmoe.exporter.reading.reply_formats import FORMATS, reply_format
 from quantmoe.exporter.reading.template import Template, folder_turns
+from quantmoe.exporter.terminal import DIM, PLAIN, shown
 from quantmoe.runtime.reply_parser import Reply, ReplyParser, parse_reply
 
 TOOLS = [
@@ -233,3 +234,12 @@ def test_a_folder_says_its_format(plain: bool, tmp_path: Path) -> None:
         turns, reason = folder_turns(tmp_path)
         assert turns.get("chat.format") == name
         assert ("chat.begin" in turns, bool(reason)) == (plain, not plain)
+
+
+def test_a_terminal_shows_the_parts() -> None:
+    """Reasoning is dim, calls are lines, and marks are left out."""
+    row = next(row for row in REPLIES if row[0] == "hermes")
+    parser = ReplyParser(reply_format(row[1]), row[2], TOOLS)
+    text = "".join(shown([*parser.push(row[3]), *parser.end()]))
+    call = '{"text": "</tool_call> \\"}", "count": [1, {"a": "]"}]}'
+    assert text == f"{DIM}a </tool_call> b{PLAIN}\n\nI call.\n\nwheel {call}\n\nno {{}}\n\nDone."
