@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -14,23 +13,22 @@ from quantmoe.custom_ops.op import (
     DeltaSpec,
     LinearSpec,
     MoESpec,
-    NormSpec,
     Projection,
-    RouterSpec,
-    RoutingSpec,
-    RowsSpec,
     SpaceSpec,
 )
 from quantmoe.custom_ops.structs import STRUCTS, check_structs, checked, node
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 #: whose activations are of the same type
 FLOATS = ("bf16", "f16")
-PATHS = ("decode", "stream", "wgmma", "fp8", "dense")
+
+
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
-_TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+
+
+TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 
 
 class Device(ctypes.Structure):
@@ -45,6 +43,7 @@ H200 = Device(90, 132, 233472)
 class Problem(ctypes.Structure):
     """qm_cuda_problem."""
 
+    PLAN = "qm_cuda_plan_moe"
     _fields_ = [
         ("moe", STRUCTS["QuantMoE"]),
         ("type", _I32),
@@ -62,42 +61,14 @@ class Problem(ctypes.Structure):
 class LinearProblem(ctypes.Structure):
     """qm_cuda_linear_problem."""
 
+    PLAN = "qm_cuda_plan_linear"
     _fields_ = [("linear", STRUCTS["QuantLinear"]), ("type", _I32), ("rows", _I64)]
-
-
-class RoutingProblem(ctypes.Structure):
-    """qm_cuda_routing_problem."""
-
-    _fields_ = [("routing", STRUCTS["MoERouting"]), ("type", _I32), ("tokens", _I64)]
-
-
-class RouterProblem(ctypes.Structure):
-    """qm_cuda_router_problem."""
-
-    _fields_ = [("router", STRUCTS["MoERouter"]), ("type", _I32), ("tokens", _I64)]
-
-
-class RouterPlan(ctypes.Structure):
-    """qm_cuda_router_plan."""
-
-    _fields_ = [("path", _I32), ("cluster", _I32), ("workspace_bytes", _U64)]
-
-
-class NormProblem(ctypes.Structure):
-    """qm_cuda_norm_problem."""
-
-    _fields_ = [("norm", STRUCTS["AddRMSNorm"]), ("type", _I32), ("rows", _I64), ("columns", _I64)]
-
-
-class RowsProblem(ctypes.Structure):
-    """qm_cuda_rows_problem."""
-
-    _fields_ = [("node", STRUCTS["TokenRows"])] + [(n, _I64) for n in ("batch", "tokens", "past_slots", "length")]
 
 
 class AttentionProblem(ctypes.Structure):
     """qm_cuda_attention_problem."""
 
+    PLAN = "qm_cuda_plan_attention"
     _fields_ = [
         ("attention", STRUCTS["CachedAttention"]),
         ("type", _I32),
@@ -125,6 +96,7 @@ class ConvProblem(ctypes.Structure):
 class DeltaProblem(ctypes.Structure):
     """qm_cuda_delta_problem."""
 
+    PLAN = "qm_cuda_plan_delta"
     _fields_ = [("delta", STRUCTS["GatedDelta"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
 
 
@@ -137,6 +109,7 @@ class DeltaPlan(ctypes.Structure):
 class SpaceProblem(ctypes.Structure):
     """qm_cuda_space_problem."""
 
+    PLAN = "qm_cuda_plan_space"
     _fields_ = [("space", STRUCTS["StateSpace"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
 
 
@@ -146,35 +119,11 @@ class SpacePlan(ctypes.Structure):
     _fields_ = [("chunked", _I32), ("workspace_bytes", _U64)]
 
 
-#: QM_CUDA_PEERS
-PEERS = 8
-
-
-class Peers(ctypes.Structure):
-    """qm_cuda_peers."""
-
-    _fields_ = [("rank", _I32), ("world", _I32), ("blocks", _I32), ("boxes", _PTR * PEERS)]
-
-
-class Sum(ctypes.Structure):
-    """qm_cuda_sum."""
-
-    _fields_ = [("type", _I32), ("count", _I64), ("x", _PTR), ("y", _PTR)]
-
-
-class Gather(ctypes.Structure):
-    """qm_cuda_gather."""
-
-    _fields_ = [("type", _I32), ("rows", _I64), ("columns", _I64), ("x", _PTR), ("y", _PTR)]
-
-
 #: qm_cuda_step_kind
 STEPS = (
     *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
     *("linear", "resolve", "fill", "add_host"),
 )
-#: QM_CUDA_CALLERS
-CALLERS = 2**64 - 1
 
 
 class PlanStep(ctypes.Structure):
@@ -222,28 +171,6 @@ class Plan(ctypes.Structure):
         return steps["down"] if "down" in steps else steps["linear"]
 
 
-#: what makes the plan of a problem
-_PLANS = {
-    Problem: "qm_cuda_plan_moe",
-    LinearProblem: "qm_cuda_plan_linear",
-    RouterProblem: "qm_cuda_plan_router",
-    AttentionProblem: "qm_cuda_plan_attention",
-    DeltaProblem: "qm_cuda_plan_delta",
-    SpaceProblem: "qm_cuda_plan_space",
-}
-
-
-class Tensors(ctypes.Structure):
-    _fields_ = [
-        (n, _PTR)
-        for n in (
-            *("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace"),
-            *("slots", "staging", "cache_state", "rows"),
-            *("host_request", "host_x", "host_weights", "host_ids", "host_y"),
-        )
-    ]
-
-
 @cache
 def library() -> ctypes.CDLL:
     """Return the kernels: the library named by QUANTMOE_CUDA_LIBRARY, else the installed one.
@@ -261,12 +188,12 @@ def library() -> ctypes.CDLL:
 
 def problem(spec: MoESpec, dtype: str, tokens: int, top_k: int, local_experts: int, id_bytes: int = 8) -> Problem:
     """qm_cuda_problem of a node and a batch; dtype "f16" or "bf16" (or "f32", which plan() refuses)."""
-    return Problem(node(native.library(), spec), _TYPES[dtype], id_bytes, tokens, top_k, local_experts)
+    return Problem(node(native.library(), spec), TYPES[dtype], id_bytes, tokens, top_k, local_experts)
 
 
 def linear_problem(spec: LinearSpec, dtype: str, rows: int) -> LinearProblem:
     """qm_cuda_linear_problem of a node and a batch."""
-    return LinearProblem(node(native.library(), spec), _TYPES[dtype], rows)
+    return LinearProblem(node(native.library(), spec), TYPES[dtype], rows)
 
 
 def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
@@ -276,46 +203,12 @@ def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
         ValueError: the library's sentence about what is not supported.
     """
     found = Plan()
-    _plan(library(), problem, device, found)
+    fill_plan(library(), problem, device, found)
     return found
 
 
-def _plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found: ctypes.Structure) -> None:
-    checked(getattr(lib, _PLANS[type(problem)]), *map(ctypes.byref, (problem, device, found)))
-
-
-def _launch(name: str, structs: Sequence[ctypes.Structure], tensors: Sequence[torch.Tensor], count: int) -> None:
-    """Enqueue qm_cuda_launch_<name> on torch's current stream.
-
-    Args:
-        tensors: ``count`` of them; one without elements is NULL.
-    """
-    import torch
-
-    pointers = (_PTR * count)(*(t.data_ptr() if t.numel() else None for t in tensors))
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    checked(getattr(library(), f"qm_cuda_launch_{name}"), *map(ctypes.byref, structs), pointers, stream)
-
-
-def check_plan(problem: Problem | LinearProblem, plan: Plan) -> None:
-    """qm_cuda_check_plan and its like: pure, needs no GPU.
-
-    Raises:
-        ValueError: the plan names a kernel that the library does not have.
-    """
-    lib = library()
-    check = lib.qm_cuda_check_plan if isinstance(problem, Problem) else lib.qm_cuda_check_plan_linear
-    checked(check, ctypes.byref(problem), ctypes.byref(plan))
-
-
-def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
-    """qm_cuda_check_moe and its like: the act-orders in w13, or in a linear's w (CUDA tensors).
-
-    Raises:
-        ValueError: one does not have each feature once.
-    """
-    check = library().qm_cuda_check_moe if isinstance(problem, Problem) else library().qm_cuda_check_linear
-    checked(check, ctypes.byref(problem), _PTR(rows.data_ptr()), None)
+def fill_plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found: ctypes.Structure) -> None:
+    checked(getattr(lib, problem.PLAN), *map(ctypes.byref, (problem, device, found)))
 
 
 def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec | SpaceSpec) -> str:
@@ -324,15 +217,15 @@ def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec | 
     lib = native.library()
     try:
         if isinstance(spec, AttentionSpec):
-            _plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1), H200, AttentionPlan())
+            fill_plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1), H200, AttentionPlan())
         elif isinstance(spec, ConvSpec):
-            _validate_conv(lib, conv_problem(spec, "bf16", 1, 1))
+            validate_conv(lib, conv_problem(spec, "bf16", 1, 1))
         elif isinstance(spec, DeltaSpec):
-            _plan(lib, delta_problem(spec, "bf16", 1, 1), H200, DeltaPlan())
+            fill_plan(lib, delta_problem(spec, "bf16", 1, 1), H200, DeltaPlan())
         elif isinstance(spec, SpaceSpec):
-            _plan(lib, space_problem(spec, "bf16", 1, 1), H200, SpacePlan())
+            fill_plan(lib, space_problem(spec, "bf16", 1, 1), H200, SpacePlan())
         else:
-            _plan(lib, _of_one_token(spec), H200, Plan())
+            fill_plan(lib, _of_one_token(spec), H200, Plan())
     except ValueError as error:
         return str(error)
     return ""
@@ -375,509 +268,27 @@ def query(ordinal: int = 0) -> Device:
     return found
 
 
-def _dtype(x: torch.Tensor) -> str:
-    return {"torch.float16": "f16", "torch.bfloat16": "bf16"}.get(str(x.dtype), "f32")
-
-
-class CudaMoE:
-    """One layer on the current CUDA device.
-
-    Args:
-        spec: the node's attributes, layout marlin.
-        w13, w2: uint8 CUDA tensors [local experts, row bytes].
-    """
-
-    #: slots, staging and state of a cache (CachedMoE)
-    cache: tuple[torch.Tensor, ...] = ()
-    #: of a cache: page-locked int64 [2, local experts], addresses of the experts' rows in place of w13's and w2's
-    rows: torch.Tensor | None = None
-
-    def __init__(self, spec: MoESpec, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        self.spec, self.w13, self.w2 = spec, w13, w2
-        self.device = query(w13.device.index or 0)
-
-    def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
-        """Problem and plan of a batch."""
-        tokens, top_k = topk_ids.shape
-        p = problem(self.spec, _dtype(hidden), tokens, top_k, len(self.w13), topk_ids.element_size())
-        for moe, rows in ((13, self.w13), (2, self.w2)):
-            want = library().qm_cuda_row_bytes(ctypes.byref(p.moe), moe)
-            if rows.shape[1] != want:
-                raise ValueError(f"w{moe} has rows of {rows.shape[1]} bytes, the attributes say {want}")
-        return p, plan(p, self.device)
-
-    def launch(
-        self,
-        prepared: tuple[Problem, Plan],
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        output: torch.Tensor,
-        workspace: torch.Tensor,
-    ) -> None:
-        """Enqueue on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
-        import torch
-
-        pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
-        tensors = Tensors(*(x.data_ptr() for x in pointers))
-        tensors.rows = None if self.rows is None else self.rows.data_ptr()
-        self.place(tensors)
-        stream = _PTR(torch.cuda.current_stream().cuda_stream)
-        checked(library().qm_cuda_launch, *map(ctypes.byref, (*prepared, tensors)), stream)
-
-    def place(self, tensors: Tensors) -> None:
-        """Add what a launch takes of a host that multiplies, qm_cuda_host."""
-
-    def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """hidden f16 or bf16 [T, H], topk_ids int32 or int64 [T, k], topk_weights f32 [T, k] -> [T, H]."""
-        import torch
-
-        prepared = self.prepare(hidden, topk_ids)
-        # NaN everywhere: a result that was not written, or scratch that was read before it was, shows.
-        output = torch.full_like(hidden, float("nan"))
-        workspace = torch.full((max(1, prepared[1].workspace_bytes),), 0xFF, dtype=torch.uint8, device=hidden.device)
-        self.launch(prepared, hidden, topk_ids, topk_weights, output, workspace)
-        return output
-
-
-class CachedMoE(CudaMoE):
-    """A layer whose experts are in host memory, with a cache of some on the current CUDA device.
-
-    Args:
-        spec: the node's attributes, layout marlin.
-        w13, w2: uint8 tensors [local experts, row bytes] in page-locked host memory.
-        slots: experts that the cache keeps.
-        staging: experts that a call copies for itself when it asks for more.
-    """
-
-    def __init__(self, spec: MoESpec, w13: torch.Tensor, w2: torch.Tensor, slots: int, staging: int) -> None:
-        import torch
-
-        super().__init__(spec, w13, w2)
-        self.slots, self.staging = slots, staging
-        lib, moe = library(), node(native.library(), spec)
-        self.slot_bytes = lib.qm_cuda_slot_bytes(ctypes.byref(moe))
-        memory = [torch.full((n, self.slot_bytes), 0xFF, dtype=torch.uint8, device="cuda") for n in (slots, staging)]
-        state = torch.zeros(lib.qm_cuda_cache_state_bytes(_I64(len(w13)), slots), dtype=torch.uint8, device="cuda")
-        self.cache = (*memory, state)
-
-    def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
-        """Problem and plan of a batch."""
-        p, _ = super().prepare(hidden, topk_ids)
-        p.slots, p.staging = self.slots, self.staging
-        return p, plan(p, self.device)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """qm_cuda_cache_counts."""
-        counts = self.cache[2][:40].cpu().numpy().view("<u8")
-        return dict(zip(("hits", "misses", "staged", "not_copied", "computed"), map(int, counts), strict=True))
-
-    @property
-    def experts(self) -> list[int]:
-        """Of each slot: the local expert that it has, -1 for none."""
-        words = self.cache[2][48:].cpu().numpy().view("<i4")
-        return [int(expert) - 1 for expert in words[len(self.w13) : len(self.w13) + self.slots]]
-
-
-class CudaLinear:
-    """A QuantLinear on the current CUDA device; w: uint8 CUDA tensor [1, row bytes]."""
-
-    def __init__(self, spec: LinearSpec, w: torch.Tensor) -> None:
-        self.spec, self.w = spec, w
-        self.device = query(w.device.index or 0)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x f16 or bf16 [rows, in_features] -> [rows, out_features]."""
-        import torch
-
-        p = linear_problem(self.spec, _dtype(x), len(x))
-        if self.w.shape[1] != (want := library().qm_cuda_linear_row_bytes(ctypes.byref(p.linear))):
-            raise ValueError(f"w has a row of {self.w.shape[1]} bytes, the attributes say {want}")
-        chosen = plan(p, self.device)
-        y = torch.full((len(x), self.spec.out_features), float("nan"), dtype=x.dtype, device=x.device)
-        workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
-        self.launch(p, chosen, x, y, workspace)
-        return y
-
-    def launch(self, p: LinearProblem, chosen: Plan, x: torch.Tensor, y: torch.Tensor, workspace: torch.Tensor) -> None:
-        """Enqueue on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
-        _launch("linear", (p, chosen), (x, self.w, y, workspace), 4)
-
-
-def check_routing(spec: RoutingSpec) -> None:
-    """qm_cuda_validate_routing: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute.
-    """
-    found = RoutingProblem(node(native.library(), spec), _TYPES["f32"], 1)
-    checked(library().qm_cuda_validate_routing, ctypes.byref(found))
-
-
-def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MoERouting: logits f32, f16 or bf16 [T, logits], correction_bias f32 [E] -> ids int32, weights f32 [T, slots].
-
-    Raises:
-        ValueError: the library's sentence about an attribute.
-    """
-    import torch
-
-    ids = torch.full((len(logits), spec.slots), -1, dtype=torch.int32, device=logits.device)
-    weights = torch.full(ids.shape, float("nan"), device=logits.device)
-    problem = RoutingProblem(node(native.library(), spec), _TYPES[_dtype(logits)], len(logits))
-    _launch("routing", (problem,), (logits, correction_bias, ids, weights), 4)
-    return ids, weights
-
-
-def router_problem(spec: RouterSpec, dtype: str, tokens: int) -> RouterProblem:
-    """qm_cuda_router_problem of a node and its tokens; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return RouterProblem(node(native.library(), spec), _TYPES[dtype], tokens)
-
-
-def plan_router(problem: RouterProblem, device: Device = H200) -> RouterPlan:
-    """qm_cuda_plan_router: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    found = RouterPlan()
-    _plan(library(), problem, device, found)
-    return found
-
-
-def launch_router(problem: RouterProblem, plan: RouterPlan, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: hidden_states, weight, bias, correction_bias ([0]: none), topk_ids, topk_weights, workspace (uint8 of
-            plan.workspace_bytes), contiguous.
-    """
-    _launch("router", (problem, plan), tensors, 7)
-
-
-def router(spec: RouterSpec, *inputs: torch.Tensor, device: Device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """MoERouter on the current CUDA device, as planned for ``device``: op.def's inputs, hidden_states [T, H].
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    import torch
-
-    hidden = inputs[0]
-    ids = torch.full((len(hidden), spec.routing.slots), -1, dtype=torch.int32, device=hidden.device)
-    weights = torch.full(ids.shape, float("nan"), device=hidden.device)
-    problem = router_problem(spec, _dtype(hidden), len(hidden))
-    plan = plan_router(problem, device or query(hidden.device.index or 0))
-    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=hidden.device)
-    launch_router(problem, plan, *inputs, ids, weights, workspace)
-    return ids, weights
-
-
-def norm_problem(spec: NormSpec, dtype: str, rows: int, columns: int) -> NormProblem:
-    """qm_cuda_norm_problem of a node and its sizes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return NormProblem(node(native.library(), spec), _TYPES[dtype], rows, columns)
-
-
-def check_norm(problem: NormProblem) -> None:
-    """qm_cuda_validate_norm: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    checked(library().qm_cuda_validate_norm, ctypes.byref(problem))
-
-
-def launch_norm(problem: NormProblem, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: x, residual, weight, y, sum, contiguous.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    _launch("norm", (problem,), tensors, 5)
-
-
-def add_norm(spec: NormSpec, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """AddRMSNorm on the current CUDA device: op.def's inputs and outputs, x [T, H].
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    import torch
-
-    y, total = (torch.full_like(inputs[0], float("nan")) for _ in range(2))
-    launch_norm(norm_problem(spec, _dtype(y), *y.shape), *inputs, y, total)
-    return y, total
-
-
-def rows_problem(spec: RowsSpec, batch: int, tokens: int, past_slots: int, length: int) -> RowsProblem:
-    """qm_cuda_rows_problem of a node's sizes."""
-    return RowsProblem(node(native.library(), spec), batch, tokens, past_slots, length)
-
-
-def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """TokenRows on the current CUDA device: mask int64 [B, L], S and P -> op.def's outputs.
-
-    Raises:
-        ValueError: the library's sentence about a size.
-    """
-    import torch
-
-    rows = torch.full((len(mask), 3), -1, dtype=torch.int32, device=mask.device)
-    last = torch.full((len(mask), 1, 1), -9, dtype=torch.int64, device=mask.device)
-    problem = rows_problem(spec, len(mask), new, past, mask.shape[1])
-    _launch("rows", (problem,), (mask, rows, last), 3)
-    return rows, last
-
-
 def attention_problem(
     spec: AttentionSpec, dtype: str, batch: int, tokens: int, past_slots: int, slots: int
 ) -> AttentionProblem:
     """qm_cuda_attention_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return AttentionProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens, past_slots, slots)
-
-
-def plan_attention(problem: AttentionProblem, device: Device = H200) -> AttentionPlan:
-    """qm_cuda_plan_attention: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    found = AttentionPlan()
-    _plan(library(), problem, device, found)
-    return found
-
-
-def launch_attention(problem: AttentionProblem, plan: AttentionPlan, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks, output, present_key, present_value,
-            workspace (uint8 of plan.workspace_bytes), contiguous.
-
-    Raises:
-        ValueError: present is past's memory, but has more slots.
-    """
-    _launch("attention", (problem, plan), tensors, 13)
-
-
-def attention(
-    spec: AttentionSpec,
-    qkv: torch.Tensor,
-    past_key: torch.Tensor,
-    past_value: torch.Tensor,
-    rows: torch.Tensor,
-    length: int,
-    *tables: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CachedAttention on the current CUDA device: op.def's inputs, attention_mask as its length.
-
-    Args:
-        tables: cos, sin, q_norm, k_norm, sinks.
-
-    Returns:
-        output, present_key and present_value: past's memory where that has the slots, else new memory.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    import torch
-
-    batch, tokens, _ = qkv.shape
-    slots = max(past_key.shape[2], length)
-    p = attention_problem(spec, _dtype(qkv), batch, tokens, past_key.shape[2], slots)
-    chosen = plan_attention(p, query(qkv.device.index or 0))
-    output = qkv.new_full((batch, tokens, spec.num_heads * spec.v_head_size), float("nan"))
-    present = [past_key, past_value]
-    if slots > past_key.shape[2]:
-        other = float("nan") if spec.cache_format == "none" else 0x7F
-        present = [past.new_full((*past.shape[:2], slots, past.shape[3]), other) for past in present]
-    workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
-    launch_attention(p, chosen, qkv, past_key, past_value, rows, *tables, output, *present, workspace)
-    return output, present[0], present[1]
+    return AttentionProblem(node(native.library(), spec), TYPES[dtype], batch, tokens, past_slots, slots)
 
 
 def conv_problem(spec: ConvSpec, dtype: str, batch: int, tokens: int) -> ConvProblem:
     """qm_cuda_conv_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return ConvProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens)
+    return ConvProblem(node(native.library(), spec), TYPES[dtype], batch, tokens)
 
 
-def check_conv(problem: ConvProblem) -> None:
-    """qm_cuda_validate_conv: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    _validate_conv(library(), problem)
-
-
-def _validate_conv(lib: ctypes.CDLL, problem: ConvProblem) -> None:
+def validate_conv(lib: ctypes.CDLL, problem: ConvProblem) -> None:
     checked(lib.qm_cuda_validate_conv, ctypes.byref(problem))
-
-
-def launch_conv(problem: ConvProblem, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: x, weight, bias, past_conv, rows, y, present_conv, contiguous.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    _launch("conv", (problem,), tensors, 7)
-
-
-def conv(spec: ConvSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """CausalConv on the current CUDA device: op.def's inputs and outputs; present_conv is past_conv if ``in_place``.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    import torch
-
-    x, past_conv = inputs[0], inputs[3]
-    y = torch.full((*x.shape[:2], spec.channels), float("nan"), dtype=x.dtype, device=x.device)
-    present = past_conv if in_place else torch.full_like(past_conv, float("nan"))
-    launch_conv(conv_problem(spec, _dtype(x), *x.shape[:2]), *inputs, y, present)
-    return y, present
 
 
 def delta_problem(spec: DeltaSpec, dtype: str, batch: int, tokens: int) -> DeltaProblem:
     """qm_cuda_delta_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return DeltaProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens)
-
-
-def plan_delta(problem: DeltaProblem, device: Device = H200) -> DeltaPlan:
-    """qm_cuda_plan_delta: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    found = DeltaPlan()
-    _plan(library(), problem, device, found)
-    return found
-
-
-def launch_delta(problem: DeltaProblem, plan: DeltaPlan, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: qkv, a, b, z, a_log, dt_bias, norm, past_state, rows, y, present_state, workspace (uint8 of
-            plan.workspace_bytes), contiguous.
-    """
-    _launch("delta", (problem, plan), tensors, 12)
-
-
-def delta(spec: DeltaSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """GatedDelta on the current CUDA device: op.def's inputs and outputs; present_state is past_state if ``in_place``.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    qkv, width = inputs[0], spec.num_v_heads * spec.v_head_size
-    problem = delta_problem(spec, _dtype(qkv), *qkv.shape[:2])
-    return _stepped(launch_delta, problem, plan_delta(problem, query(qkv.device.index or 0)), inputs, width, in_place)
+    return DeltaProblem(node(native.library(), spec), TYPES[dtype], batch, tokens)
 
 
 def space_problem(spec: SpaceSpec, dtype: str, batch: int, tokens: int) -> SpaceProblem:
     """qm_cuda_space_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return SpaceProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens)
-
-
-def plan_space(problem: SpaceProblem, device: Device = H200) -> SpacePlan:
-    """qm_cuda_plan_space: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    found = SpacePlan()
-    _plan(library(), problem, device, found)
-    return found
-
-
-def launch_space(problem: SpaceProblem, plan: SpacePlan, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: xbc, dt, z, a_log, dt_bias, d, norm, past_state, rows, y, present_state, workspace (uint8 of
-            plan.workspace_bytes), contiguous.
-    """
-    _launch("space", (problem, plan), tensors, 12)
-
-
-def space(spec: SpaceSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """StateSpace on the current CUDA device: op.def's inputs and outputs; present_state is past_state if ``in_place``.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    xbc, width = inputs[0], spec.num_heads * spec.head_size
-    problem = space_problem(spec, _dtype(xbc), *xbc.shape[:2])
-    return _stepped(launch_space, problem, plan_space(problem, query(xbc.device.index or 0)), inputs, width, in_place)
-
-
-def _stepped(
-    launch: Callable[..., None],
-    problem: DeltaProblem | SpaceProblem,
-    plan: DeltaPlan | SpacePlan,
-    inputs: tuple[torch.Tensor, ...],
-    width: int,
-    in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a call whose inputs end with a state and rows: y of ``width`` features a token, and the state."""
-    import torch
-
-    x, past = inputs[0], inputs[-2]
-    y = torch.full((*x.shape[:2], width), float("nan"), dtype=x.dtype, device=x.device)
-    present = past if in_place else torch.full_like(past, float("nan"))
-    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
-    launch(problem, plan, *inputs, y, present, workspace)
-    return y, present
-
-
-def new_box(world: int) -> torch.Tensor:
-    """Return what a rank of ``world`` has in its memory for sums, on the current CUDA device, ready when this
-    returns."""
-    import torch
-
-    box = torch.empty(library().qm_cuda_box_bytes(world), dtype=torch.uint8, device="cuda")
-    checked(library().qm_cuda_clear_box, world, _PTR(box.data_ptr()), _PTR(torch.cuda.current_stream().cuda_stream))
-    torch.cuda.synchronize()
-    return box
-
-
-def launch_sum(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Enqueue a rank's part of a sum, y = all ranks' x, on torch's current stream: it waits there for the others'.
-
-    Args:
-        peers: of the rank; ``boxes`` are all ranks' boxes' addresses. x, y: contiguous, f16 or bf16.
-
-    Raises:
-        ValueError: the library's sentence about the ranks or the type.
-    """
-    _launch_of_ranks("sum", peers, Sum(_TYPES[_dtype(x)], x.numel(), x.data_ptr(), y.data_ptr()))
-
-
-def launch_sum_norm(peers: Peers, problem: NormProblem, *tensors: torch.Tensor) -> None:
-    """The same of AddRMSNorm of the ranks' sum.
-
-    Args:
-        problem: of :func:`norm_problem`. tensors: x, residual, weight, y, sum, contiguous.
-    """
-    _launch_of_ranks("sum_norm", peers, problem, (_PTR * 5)(*(tensor.data_ptr() for tensor in tensors)))
-
-
-def launch_gather(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
-    """The same of x [rows, columns] -> y [rows, world, columns]."""
-    _launch_of_ranks("gather", peers, Gather(_TYPES[_dtype(x)], *x.shape, x.data_ptr(), y.data_ptr()))
-
-
-def _launch_of_ranks(name: str, peers: Peers, *call: ctypes.Structure | ctypes.Array[ctypes.c_void_p]) -> None:
-    import torch
-
-    stream = _PTR(torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None)
-    pointers = map(ctypes.byref, (peers, *call))
-    checked(getattr(library(), f"qm_cuda_launch_{name}"), *pointers, stream)
+    return SpaceProblem(node(native.library(), spec), TYPES[dtype], batch, tokens)

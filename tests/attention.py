@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from arithmetic import ONE_PLUS, SECOND, TINY, Span, U, assert_within
 from specs import attention_spec
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import AttentionSpec
 
 BLOCK = 256

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from bounds import check
+from support import native_kernels as native
 from tiny import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix

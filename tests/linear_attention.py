@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 from arithmetic import SECOND, SIGMOID, TINY, Span, U, assert_within
 from specs import conv_spec, delta_spec, space_spec
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
 
 #: of a batch: right padding, left padding, nothing new, from nothing, everything

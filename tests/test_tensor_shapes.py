@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, projection, routing_spec, space_spec
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native, tensor_shapes
+from quantmoe.custom_ops import tensor_shapes
 from quantmoe.custom_ops.op import (
     GatherSpec,
     NormSpec,

@@ -1,6 +1,6 @@
 """CachedAttention on CUDA, torch's scaled_dot_product_attention beside it.
 
-    python tests/benchmarks/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8] [--latent]
+    PYTHONPATH=tests python tests/benchmarks/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8] [--latent]
 
 A call is all of it: norm, rotary, append to the cache in place, attention. torch's is attention alone, of queries, keys
 and values that are ready. Times are of CUDA graphs of several calls, each with a cache of its own, so that decode finds
@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import torch
 from attention_spec import spec_of
+from support import cuda_kernels as cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import AttentionSpec
 
 GPT_OSS = spec_of(64, 8, 64)

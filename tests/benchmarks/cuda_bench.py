@@ -1,8 +1,8 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
-    python cuda_bench.py [--shapes qwen3-30b-a3b,2048/1024/64/8,...] [--tokens 1,8,512..4096] [--formats int4,...]
-                         [--activation swiglu_oai] [--warm] [--against humming,marlin] [--json out.json]
-                         [--plot out.png]
+    PYTHONPATH=tests python tests/benchmarks/cuda_bench.py [--shapes qwen3-30b-a3b,2048/1024/64/8,...]
+        [--tokens 1,8,512..4096] [--formats int4,...] [--activation swiglu_oai] [--warm] [--against humming,marlin]
+        [--json out.json] [--plot out.png]
 
 A shape without a name is hidden / intermediate / experts / top_k; 512..4096 are 512, 768, 1024, 1536 and so on.
 
@@ -31,8 +31,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.shapes import SHAPES, Shape

@@ -21,8 +21,8 @@ from humming.schema import HummingWeightSchema
 from humming.transform import prepare_and_transform_humming_tensors
 from humming.tune import get_heuristics_config
 from int4_weights import GROUP, ceil, matrices
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import MoESpec
 
 NAME = f"humming-kernels {version('humming-kernels')}"

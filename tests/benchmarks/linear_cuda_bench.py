@@ -1,6 +1,6 @@
 """QuantLinear on CUDA beside torch's bf16 product of the same sizes.
 
-    python tests/benchmarks/linear_cuda_bench.py [--shapes 5120x2048,...] [--rows 1,8,...] [--apart]
+    PYTHONPATH=tests python tests/benchmarks/linear_cuda_bench.py [--shapes 5120x2048,...] [--rows 1,8,...] [--apart]
                                                            [--formats int4,fp8,bf16] [--repeats 10] [--json out.json]
 
 Shapes are out x in features. Times are of CUDA graphs of many calls on weights that take turns, so that each finds its
@@ -26,8 +26,8 @@ from cuda_bench import (
     random_rows,
     times_in_turn,
 )
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import LinearSpec
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from int4_weights import GROUP, ceil, matrices
-
-from quantmoe.custom_ops import cuda
+from support import cuda_kernels as cuda
 
 NAME = f"vllm {version('vllm')} Marlin"
 UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's ScalarType.id of 4 bits, value = code - 8

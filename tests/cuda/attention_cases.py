@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from cuda.built import NUMPY, SM80, TORCH, UNIT, torch
 from specs import attention_spec
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import AttentionSpec
 
 DEVICE = "cuda"

@@ -10,8 +10,9 @@ from cases import Case
 from cuda.built import TORCH, UNIT, torch
 from cuda.formats import FLOATS, FORMATS
 from specs import linear_spec, moe_spec
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.op import Projection

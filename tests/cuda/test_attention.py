@@ -8,8 +8,8 @@ import torch
 from cuda.attention_cases import ALL, CALLS, DEVICE, HEADS, LATENT, LATENTS, SPEC, Inputs, check
 from cuda.built import SM80, UNIT, gpu
 from specs import attention_spec
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import AttentionSpec
 
 

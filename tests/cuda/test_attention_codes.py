@@ -9,8 +9,7 @@ import pytest
 from cuda.attention_cases import CALLS, HEADS, SPEC, Inputs, check
 from cuda.built import SM80, gpu
 from specs import attention_spec
-
-from quantmoe.custom_ops import cuda
+from support import cuda_kernels as cuda
 
 CODES = ["int8", "fp8_e4m3"]
 

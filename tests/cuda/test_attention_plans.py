@@ -9,8 +9,8 @@ import pytest
 import torch
 from cuda.attention_cases import HEADS, LATENT, LATENT_DEVICES, SPEC
 from cuda.built import SM80
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import AttentionSpec
 
 

@@ -10,8 +10,9 @@ import torch
 from cases import Case
 from cuda.built import UNIT, gpu
 from cuda.layers import FP8, FP8_CASES, SM89, assert_rounded, build, build_linear, codes_of_halves, rounding_bound, run
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert
 
 # fp8 activations on wgmma. By token h is rounded to 16 bits before it is quantized (relative u / 2 on average),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from cuda.built import TORCH, UNIT, gpu
 from cuda.layers import BASE, EXACT, LINEARS, SM120, build_linear, of_format
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops import reference
 
 
 @gpu

@@ -9,8 +9,9 @@ import pytest
 import torch
 from cases import ROUTERS, assert_routed
 from cuda.built import TORCH, gpu
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops import reference
 
 
 @gpu

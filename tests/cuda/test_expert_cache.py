@@ -14,8 +14,9 @@ from cases import Case
 from cuda.built import TORCH, UNIT, gpu
 from cuda.formats import FORMATS
 from cuda.layers import BASE, CASES, FP8_CASES, build, of_format
+from support import cuda_kernels as cuda
+from support import native_kernels as native
 
-from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS
 
 LAYER = replace(BASE, hidden=256, intermediate=128, experts=12, top_k=3)

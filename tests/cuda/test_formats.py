@@ -10,8 +10,9 @@ import pytest
 from cases import K_QUANTS
 from cuda.formats import FLOATS, FORMATS, spec_of
 from specs import linear_spec
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, native
+from quantmoe.custom_ops import native
 
 ROWS = Path(__file__).parents[2] / "custom_ops/src/cuda/formats/formats.inc"
 SM89 = cuda.Device(89, 132, 102400)

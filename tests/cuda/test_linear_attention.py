@@ -12,8 +12,9 @@ from arithmetic import U
 from cuda.built import NUMPY, SM80, TORCH, UNIT, gpu, torch
 from linear_attention import Space, space_span
 from specs import conv_spec, delta_spec, space_spec
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
 
 # Only the output is rounded to 16 bits, at most half an ulp of each value. Sums, decays and norms are of f32: a token

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda.built import NUMPY, TORCH, gpu, torch
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import NormSpec
 from quantmoe.custom_ops.reference import all_reduce
 

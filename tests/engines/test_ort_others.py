@@ -13,8 +13,8 @@ import pytest
 from cases import Case
 from engines.one_layer import session
 from specs import linear_spec, routing_spec
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import DOMAIN, LinearSpec, NormSpec, RoutingSpec, Spec, outputs
 

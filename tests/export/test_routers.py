@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from specs import routing_spec
+from support import native_kernels as native
 from tiny import COMMON, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quantmoe.custom_ops import native
 from quantmoe.exporter.graph.passes.routers import attach, attach_standard, is_product, recognise
 
 EXPECTED = {

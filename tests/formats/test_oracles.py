@@ -17,9 +17,9 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, set_fo
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import save_file
 from specs import linear_spec
+from support import native_kernels as native
 from tiny import make_float_checkpoint, make_scheme, qparams
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 

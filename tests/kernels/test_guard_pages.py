@@ -22,9 +22,9 @@ from attention import SPECS, assert_bytes, ragged
 from cases import CASES, Case
 from panels import reference_row
 from specs import linear_spec
+from support import native_kernels as native
 from sweeps import every
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 
 USABLE = [name for name, usable in native.kernels().items() if usable]

@@ -21,8 +21,9 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 

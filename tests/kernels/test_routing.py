@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import ROUTERS, assert_routed
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import RoutingSpec
 from quantmoe.custom_ops.reference import route
 

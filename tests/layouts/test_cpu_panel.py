@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from panels import reference_row, reference_rows
 from specs import linear_spec, moe_spec
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
 

@@ -33,8 +33,8 @@ from linear_attention import (
     space_inputs,
 )
 from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, routing_spec, space_spec
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix

@@ -11,8 +11,8 @@ import run
 from arithmetic import Weights
 from cases import WEIGHTS, Case
 from specs import routing_spec
+from support import native_kernels as native
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import RoutingSpec, enum
 
 ROUTERS = [

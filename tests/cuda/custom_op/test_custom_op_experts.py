@@ -19,10 +19,12 @@ from cuda.formats import FORMATS
 from cuda.layers import BASE, CASES, build, build_linear, of_format
 from cuda.ort import FAKE, STREAM, constants, gpu, packed_values, value
 from engines.test_identity import identity
+from support import cuda_kernels as cuda
+from support import native_kernels as native
 from sweeps import every
 
 import quantmoe
-from quantmoe.custom_ops import cuda, native, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.inspecting.fit import device_slots

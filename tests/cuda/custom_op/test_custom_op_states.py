@@ -9,8 +9,7 @@ import torch
 from cuda.ort import CONV, DELTA, FAKE, SPACE, STREAM, WINDOW, gpu, run, value
 from cuda.test_linear_attention import conv_inputs, delta_inputs, space_inputs, tensor
 from specs import state_shapes
-
-from quantmoe.custom_ops import cuda
+from support import cuda_kernels as cuda
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from cuda.built import TORCH
 from cuda.plugin_layers import ATTENTION, DEVICES, LATENT, attention_tensors
 from cuda.trt import RUNTIME, TYPES, attributes_of
 from specs import attention_spec
-
-from quantmoe.custom_ops import cuda
+from support import cuda_kernels as cuda
 
 
 def test_attention_types(others):

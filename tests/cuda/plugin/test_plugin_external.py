@@ -19,9 +19,9 @@ from cuda.built import TORCH
 from cuda.layers import BASE, build
 from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, Attribute, Driver, Plugin, attributes_of, tensor
 from engines.test_identity import identity
+from support import cuda_kernels as cuda
 
 import quantmoe
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.inspecting.fit import device_slots
 

@@ -25,8 +25,9 @@ from cuda.plugin_layers import (
     rows_tensors,
 )
 from cuda.trt import RUNTIME, TYPES, attributes_of
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops import reference
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

@@ -11,8 +11,8 @@ from cuda.test_linear_attention import conv_inputs, delta_inputs, space_inputs
 from cuda.test_linear_attention import tensor as on_device
 from cuda.trt import RUNTIME, TYPES, attributes_of
 from specs import state_shapes
+from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import inputs
 
 
