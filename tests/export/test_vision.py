@@ -428,9 +428,9 @@ def test_nothing_says_how_images_become_patches(source, tmp_path):
 
 @pytest.mark.parametrize(
     ("other", "name"),
-    [({"mtp": True}, "mtp"), ({"tensor_parallel": 2}, "tensor_parallel"), ({"logits": 5}, "logits of N"),
-     ({"target": "ort"}, "target ort")],
+    [({"mtp": True}, "does not go with mtp"), ({"tensor_parallel": 2}, "does not go with tensor_parallel"),
+     ({"logits": 5}, "does not go with logits of N"), ({"target": "ort"}, "is for targets cpu and cuda")],
 )  # fmt: skip
 def test_what_it_does_not_go_with(source, tmp_path, other, name):
-    with pytest.raises(OptionError, match=f"vision does not go with {name}"):
+    with pytest.raises(OptionError, match=f"vision {name}"):
         plan(source, tmp_path / "out", vision=True, **other)
