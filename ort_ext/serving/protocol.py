@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal
 
@@ -48,7 +49,15 @@ class Ask(Options):
     n: Annotated[Whole, Field(ge=1, le=ANSWERS)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+    regex: Text | None = Field(None, description="the answer follows this regular expression")
+    grammar: Text | None = Field(None, description="the answer follows this grammar, in Lark's or llama.cpp's syntax")
     user: StrictStr | None = Field(None, description="has no effect")
+    metadata: dict[str, StrictStr] | None = Field(None, description="has no effect")
+    store: StrictBool | None = Field(None, description="has no effect")
+
+    def rules(self) -> dict[str, str]:
+        """Return what the answer follows, by the kinds of quantmoe.runtime.constraint.Grammar."""
+        return {kind: text for kind in ("regex", "grammar") if (text := getattr(self, kind)) is not None}
 
     @property
     def stops(self) -> list[str]:
@@ -149,6 +158,22 @@ class TextFormat(Options):
     type: Literal["text"]
 
 
+class ObjectFormat(Options):
+    type: Literal["json_object"]
+
+
+class Schema(Options):
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: StrictBool | None = None
+
+
+class SchemaFormat(Options):
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
 class AskChat(Ask):
     """A request to /v1/chat/completions."""
 
@@ -161,7 +186,16 @@ class AskChat(Ask):
     parallel_tool_calls: Literal[True] | None = None
     reasoning_effort: StrictStr | None = Field(None, description="for chat templates that read it")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template reads")
-    response_format: TextFormat | None = None
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+
+    def rules(self) -> dict[str, str]:
+        asked = self.response_format
+        found = super().rules()
+        if isinstance(asked, SchemaFormat):
+            found["json_schema"] = json.dumps(asked.json_schema.schema_)
+        if isinstance(asked, ObjectFormat):
+            found["json_schema"] = '{"type": "object"}'
+        return found
 
     @property
     def most(self) -> int | None:

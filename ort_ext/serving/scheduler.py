@@ -17,6 +17,7 @@ from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
+from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.sampling import Sampler, check_sampling, largest
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
@@ -76,6 +77,7 @@ class Request:
         ids: token ids of the prompt.
         after: the text continues the prompt's text. False: it follows a chat template, and has special tokens, too.
         stop: texts that end the answer.
+        constraint: tokens that may come; None: all.
         top: how many of the likeliest tokens :class:`Chances` has; None: there are no Chances.
         ends: the model's end tokens end the answer.
         tell: called by the scheduler's thread with each :class:`Event`.
@@ -89,6 +91,7 @@ class Request:
     after: bool = False
     stop: Sequence[str] = ()
     sampling: Sampling | None = None
+    constraint: Constraint | None = None
     top: int | None = None
     ends: bool = True
     cached: int = 0
@@ -106,7 +109,8 @@ class Answer:
 
     def __init__(self, request: Request, row: int, text: Text):
         self.request, self.row = request, row
-        self.sample = Sampler(request.sampling, request.ids)
+        sample = Sampler(request.sampling, request.ids)
+        self.sample = sample if request.constraint is None else request.constraint.sampler(sample)
         self.text = TextStream(text.tokenizer, request.stop, request.ids if request.after else (), not request.after)
         self.token, self.count = -1, 0
         self.keep: set[int] = set()
@@ -191,7 +195,7 @@ class Scheduler:
         with self._changed:
             if self._closed:
                 raise ClosedError(self._why())
-            if len(self._waiting) + len(requests) > self.queue + len(self._free):
+            if sum(not request.gone for request in self._waiting) + len(requests) > self.queue + len(self._free):
                 raise BusyError
             self._waiting.extend(requests)
             self._metrics.waiting.set(len(self._waiting))
@@ -255,12 +259,9 @@ class Scheduler:
         try:
             yield
         except caught as error:
-            if not isinstance(error, _KNOWN):
-                logging.getLogger(__name__).exception("a request has failed")
-                error = ModelError(f"{type(error).__name__}: {error}")
             for answer in answers:
                 self._leave(answer)
-                answer.request.tell(Event(error=error))
+                answer.request.tell(Event(error=_known(error)))
 
     def _begin(self) -> None:
         """Give the oldest waiting request a row, and in it the tokens that are known."""
@@ -273,8 +274,13 @@ class Scheduler:
         if request is None:
             return
         row = self._rows.nearest([*self._free], [*self._answers])
+        try:
+            answer = Answer(request, row, self.text)
+        except Exception as error:  # it has no row yet
+            request.tell(Event(error=_known(error)))
+            return
         self._free.remove(row)
-        self._reading = answer = Answer(request, row, self.text)
+        self._reading = answer
         request.max_new_tokens = min(request.max_new_tokens, self.capacity - len(request.ids))
         with self._failing([answer]):
             names = Prefixes.names(request.ids[:-1])
@@ -333,6 +339,14 @@ class Scheduler:
             if not self._prefixes.has(names[at], last):
                 keys = self._rows.contents(answer.row, at * BLOCK, (at + 1) * BLOCK)
                 self._prefixes.add(names[at], Block(keys, self._rows.states(answer.row) if last else None))
+
+
+def _known(error: Exception) -> Exception:
+    """Return an error that says what is wrong. Another one goes to the log."""
+    if isinstance(error, _KNOWN):
+        return error
+    logging.getLogger(__name__).error("a request has failed", exc_info=error)
+    return ModelError(f"{type(error).__name__}: {error}")
 
 
 def check_serves(model: Generator) -> None:

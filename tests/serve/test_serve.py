@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -263,10 +264,32 @@ def test_tools_and_reasoning(served: tuple[Server, int], client: openai.OpenAI) 
     assert answer.usage.prompt_tokens == len(text.ids(rendered))
     assert "(weather)Sunny." in rendered
     assert ask(tool_choice="none").usage.prompt_tokens < answer.usage.prompt_tokens
-    for refused in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        with pytest.raises(openai.BadRequestError) as error:
-            ask(**refused)
-        assert error.value.param == next(iter(refused))
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(tool_choice="required")
+    assert error.value.param == "tool_choice"
+
+
+def test_answers_follow_a_rule(client: openai.OpenAI) -> None:
+    age: Any = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"age": age}, "required": ["age"], "additionalProperties": False}
+    schema["x-guidance"] = {"whitespace_flexible": False}  # which the demo's model would write without an end
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    messages: Any = [{"role": "user", "content": PROMPTS[0]}]
+    found = client.chat.completions.create(
+        model="served", messages=messages, seed=3, response_format=form, n=2, max_tokens=100
+    )
+    for choice in found.choices:
+        assert json.loads(choice.message.content)["age"] <= 99
+        assert choice.finish_reason == "stop"
+    said = complete(client, PROMPTS[0], 20, temperature=1, extra_body={"regex": "(sea|king)( and (sea|king)){2}"})
+    assert re.fullmatch("(sea|king)( and (sea|king)){2}", said.choices[0].text)
+    for fields, words in (
+        ({"regex": "("}, "the regular expression is refused"),
+        ({"regex": "a", "grammar": 'start: "b"'}, "follows regex and grammar, expected one of them"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words) as error:
+            complete(client, PROMPTS[0], extra_body=fields)
+        assert error.value.param == "regex"
 
 
 def test_models_health_and_metrics(served: tuple[Server, int], client: openai.OpenAI) -> None:
@@ -465,6 +488,17 @@ def test_an_error_of_a_step_ends_only_its_requests(
     with monkeypatch.context() as context:
         context.setattr(rows, "step", fail)
         with pytest.raises(openai.InternalServerError, match="broken by the test"):
+            complete(client, PROMPTS[0], 5)
+    assert settled(served[0])
+    assert complete(client, PROMPTS[0], 5).usage.completion_tokens == 5
+
+
+def test_a_request_that_cannot_begin_is_told(
+    served: tuple[Server, int], client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context:
+        context.setattr("quantmoe.serving.scheduler.Sampler", None)
+        with pytest.raises(openai.InternalServerError, match="TypeError: 'NoneType' object is not callable"):
             complete(client, PROMPTS[0], 5)
     assert settled(served[0])
     assert complete(client, PROMPTS[0], 5).usage.completion_tokens == 5
