@@ -358,6 +358,16 @@ nowhere.state|--load-state "$work/nowhere.state" "$work/hybrid" 4 1
 nowhere|--save-state "$work/nowhere/state" "$work/hybrid" 4 1
 no tokens to save|--save-state "$work/state" "$work/hybrid" 0 1
 TABLE
+  mkdir -p "$work/taken" # the tokens were paid for: they are printed, also if the file cannot be written
+  run "$@" --save-state "$work/taken" "$work/hybrid" 4 1
+  { [ $code = 1 ] && grep -qE '^[0-9]+( [0-9]+){3} *$' "$work/out" && grep -qF "$work/taken" "$work/err"; } || complain "expected tokens and the path" "$@"
+  echo "another program's" >"$work/linked.state.partial"
+  ln -sf linked.state "$work/link.state"
+  good '' "$@" --save-state "$work/link.state" "$work/hybrid" 4 1
+  good "another program's" cat "$work/linked.state.partial"
+  [ -L "$work/link.state" ] && [ -s "$work/linked.state" ] || complain "expected that a link stays a link" "$@"
+  rm -f "$work/linked.state"
+  [ "$(echo "$work"/*.partial)" = "$work/linked.state.partial" ] || complain "expected no file that is left over" "$@"
 }
 identical=1 states build/samples-cpp/generate
 if command -v dotnet >/dev/null; then # of NuGet's ONNX Runtime, whose last bits may be others

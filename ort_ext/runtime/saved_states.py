@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import secrets
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +71,7 @@ def save(cache: Cache, path: str | Path) -> None:
     keys, states = cache.contents()
     found = {MODEL: _identity(cache.model), TOKENS: tokens} | keys
     found |= {f"{name}@{length}": array for length, own in states.items() for name, array in own.items()}
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(16)}.partial")  # another saver of this path has its own
     try:
         with naming(partial):
             write_safetensors(partial, found, CHECKSUM)

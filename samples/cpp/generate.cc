@@ -56,9 +56,9 @@ static int64_t best_token(const Ort::Value& logits) {
   return std::max_element(last, end) - last;
 }
 
-// A prompt's continuation; what the file `load` has of it is not run again.
-static Ids generate(Ort::Session& session, int64_t count, Ids ids, const std::filesystem::path& load,
-                    const std::filesystem::path& save) {
+// Prints a prompt's continuation; what the file `load` has of it is not run again.
+static void generate(Ort::Session& session, int64_t count, Ids ids, const std::filesystem::path& load,
+                     const std::filesystem::path& save) {
   const Ids stop = numbers_of(session, "eos_token_id"), length = numbers_of(session, "context_length");
   const int64_t context = length.empty() ? std::numeric_limits<int64_t>::max() : length[0];
   const int64_t room = context - static_cast<int64_t>(ids.size());
@@ -97,7 +97,7 @@ static Ids generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
     return Ort::Value::CreateTensor<int64_t>(memory, values.data(), values.size(), shape, 2);
   };
 
-  Ids generated, tokens(ids.begin(), ids.begin() + kept), mask(kept, 1);
+  Ids tokens(ids.begin(), ids.begin() + kept), mask(kept, 1);
   ids.erase(ids.begin(), ids.begin() + kept);
   // States to go back to are of the prompt's end and of a few tokens before it, for the same prompt again.
   constexpr size_t kTail = 8;
@@ -135,11 +135,11 @@ static Ids generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
       continue;
     }
     ids = {best}, --count;
-    generated.push_back(ids[0]);
+    std::cout << ids[0] << ' ' << std::flush;
     if (std::find(stop.begin(), stop.end(), ids[0]) != stop.end()) break;
   }
+  if (!tokens.empty()) std::cout << std::endl;  // before the file, which may fail
   if (!save.empty()) save_state(save, identity, tokens, pasts, cache, std::move(ends));
-  return generated;
 }
 
 #if defined(_WIN32)  // paths in UTF-16
@@ -182,9 +182,9 @@ int main(int argc, char** argv) try {
   options.RegisterCustomOpsLibrary(library.c_str());
   Ort::Session session(env, (folder / "model.onnx").c_str(), options);
 
-  for (int64_t id : generate(session, numbers[0], {numbers.begin() + 1, numbers.end()}, load, save))
-    std::cout << id << ' ';
-  std::cout << '\n';
+  if (!save.empty() && !std::filesystem::is_directory(std::filesystem::absolute(save).parent_path()))
+    throw std::invalid_argument(save.string() + ": its folder is missing");
+  generate(session, numbers[0], {numbers.begin() + 1, numbers.end()}, load, save);
 } catch (const std::exception& error) {
   std::cerr << error.what() << '\n';
   return 1;

@@ -14,6 +14,7 @@
 #include <iterator>
 #include <map>
 #include <numeric>
+#include <random>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -345,8 +346,13 @@ inline void save_state(const std::filesystem::path& path, const std::string& ide
   header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');
 
-  std::filesystem::path partial = path;
-  partial += ".partial";
+  // A link stays a link, and savers of one path each write a file of their own.
+  std::filesystem::path target = path;
+  for (int links = 0; links < 40 && std::filesystem::is_symlink(target); ++links)
+    target = target.parent_path() / std::filesystem::read_symlink(target);
+  std::random_device random;
+  std::filesystem::path partial = target;
+  partial += '.' + std::to_string(random()) + std::to_string(random()) + std::to_string(random()) + ".partial";
   std::ofstream file(partial, std::ios::binary);
   const int64_t size = static_cast<int64_t>(header.size());
   pieces.insert(pieces.begin(), {{reinterpret_cast<const char*>(&size), 8}, {header.data(), size}});
@@ -356,7 +362,7 @@ inline void save_state(const std::filesystem::path& path, const std::string& ide
   }
   file.close();
   std::error_code error;
-  if (file) std::filesystem::rename(partial, path, error);
+  if (file) std::filesystem::rename(partial, target, error);
   if (!file || error) {
     std::filesystem::remove(partial, error);
     throw std::runtime_error(path.string() + ": cannot be written");

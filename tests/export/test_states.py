@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
+from quantmoe.runtime import saved_states
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.saved_states import CHECKSUM, MODEL
 
@@ -210,6 +211,26 @@ def test_only_saved_states_are_replaced(saved, tmp_path, monkeypatch, capsys):
         told = capsys.readouterr()
         assert (told.out, message in told.err) == ("", True), told.err
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
+
+
+def test_savers_of_one_path_do_not_disturb_each_other(saved, tmp_path, monkeypatch):
+    generator, _ = saved
+    first, second = (generator.load_cache(tmp_path / "state") for _ in range(2))
+    second.append([5])
+    (tmp_path / "state.partial").write_text("another program's")
+    replace = saved_states.replace
+
+    def meanwhile(source: Path, target: Path) -> None:
+        monkeypatch.setattr(saved_states, "replace", replace)
+        generator.save_cache(second, target)
+        assert generator.load_cache(target).tokens == second.tokens
+        replace(source, target)
+
+    monkeypatch.setattr(saved_states, "replace", meanwhile)
+    generator.save_cache(first, tmp_path / "state")
+    assert generator.load_cache(tmp_path / "state").tokens == first.tokens
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["state", "state.partial"]
+    assert (tmp_path / "state.partial").read_text() == "another program's"
 
 
 def test_a_short_turn_goes_back_to_where_it_began(exported):
