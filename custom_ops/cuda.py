@@ -76,13 +76,15 @@ class AttentionProblem(ctypes.Structure):
         ("tokens", _I64),
         ("past_slots", _I64),
         ("slots", _I64),
+        ("blocks", _I64),
+        ("positions", _I64),
     ]
 
 
 class AttentionPlan(ctypes.Structure):
     """qm_cuda_attention_plan."""
 
-    _fields_ = [(n, _I32) for n in ("tile_rows", "splits", "cluster", "stages", "wgmma")] + [
+    _fields_ = [(n, _I32) for n in ("tile_rows", "splits", "cluster", "stages", "wgmma", "few_tokens", "many_rows")] + [
         (n, _U64) for n in ("queries", "sums", "partial", "workspace_bytes")
     ]
 
@@ -269,10 +271,18 @@ def query(ordinal: int = 0) -> Device:
 
 
 def attention_problem(
-    spec: AttentionSpec, dtype: str, batch: int, tokens: int, past_slots: int, slots: int
+    spec: AttentionSpec,
+    dtype: str,
+    batch: int,
+    tokens: int,
+    past_slots: int,
+    slots: int,
+    blocks: int = 0,
+    positions: int = 0,
 ) -> AttentionProblem:
     """qm_cuda_attention_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return AttentionProblem(node(native.library(), spec), TYPES[dtype], batch, tokens, past_slots, slots)
+    own = node(native.library(), spec)
+    return AttentionProblem(own, TYPES[dtype], batch, tokens, past_slots, slots, blocks, positions)
 
 
 def conv_problem(spec: ConvSpec, dtype: str, batch: int, tokens: int) -> ConvProblem:

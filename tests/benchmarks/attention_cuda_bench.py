@@ -1,11 +1,14 @@
 """CachedAttention on CUDA, torch's scaled_dot_product_attention beside it.
 
     PYTHONPATH=tests python tests/benchmarks/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8] [--latent]
+    PYTHONPATH=tests python tests/benchmarks/attention_cuda_bench.py --blocks
 
 A call is all of it: norm, rotary, append to the cache in place, attention. torch's is attention alone, of queries, keys
 and values that are ready. Times are of CUDA graphs of several calls, each with a cache of its own, so that decode finds
 none of them in L2 where they are larger than that together; medians. Ratios are the time of a bf16 cache by that of the
 codes. Of latent attention (--latent) torch multiplies the absorbed queries and the latent: two products and a softmax.
+--blocks compares caches in blocks with caches of their own for the same requests, in turns. The blocks lie in random
+order. A prompt beside requests of one token is one call over blocks, and two calls without them.
 """
 
 from __future__ import annotations
@@ -43,8 +46,12 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 Call = Callable[[], object]
 
 
-def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int, codes: str = "none") -> Call:
-    """Return a call on random inputs, bf16, with a cache of its own, of bf16 or of codes."""
+def ours(spec: AttentionSpec, batch: int, tokens: int, past: int | list[int], slots: int, codes: str = "none") -> Call:
+    """Return a call on random inputs, bf16, with a cache of its own, of bf16 or of codes.
+
+    Args:
+        past: tokens in the cache, of all rows or of each.
+    """
     spec = replace(spec, cache_format=codes)
     heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
 
@@ -55,7 +62,8 @@ def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int, co
     key, value = (random(batch, groups, slots, width) for width in spec.cache_widths)
     if codes != "none":
         key, value = ((cache.abs() * 8).to(torch.uint8) for cache in (key, value))  # e4m3's below 1
-    rows = torch.tensor([[0, tokens, past]] * batch, dtype=torch.int32, device="cuda")
+    pasts = [past] * batch if isinstance(past, int) else past
+    rows = torch.tensor([[0, tokens, before] for before in pasts], dtype=torch.int32, device="cuda")
     angles = torch.rand(batch, tokens, spec.rotary_size // 2, device="cuda")
     norm = torch.ones(d if spec.qk_norm == "head" else 0, device="cuda")
     tables = [angles.cos(), angles.sin(), norm, norm, torch.full((heads,), float("-inf"), device="cuda")]
@@ -63,7 +71,41 @@ def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int, co
     plan = cuda.plan_attention(p, cuda.query())
     output = random(batch, tokens, heads * v)
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
-    return lambda: cuda.launch_attention(p, plan, qkv, key, value, rows, *tables, output, key, value, workspace)
+    return lambda: cuda.launch_attention(p, plan, qkv, key, value, rows, *tables, rows, output, key, value, workspace)
+
+
+def packed(spec: AttentionSpec, requests: list[tuple[int, int]], slots: int, codes: str = "none") -> Call:
+    """Return a call as of ours over caches in blocks.
+
+    Args:
+        requests: new tokens and tokens in the cache of each.
+    """
+    spec = replace(spec, cache_format=codes, block_size=256)
+    heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
+    begins = [0]
+    for tokens, _ in requests:
+        begins.append(begins[-1] + tokens)
+    count, columns = begins[-1], slots // spec.block_size
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    qkv = random(1, count, (heads + groups) * d + groups * v)
+    blocks = len(requests) * columns
+    key, value = (random(blocks, spec.block_size, groups, width) for width in spec.cache_widths)
+    if codes != "none":
+        key, value = ((cache.abs() * 8).to(torch.uint8) for cache in (key, value))
+    table = torch.randperm(blocks, device="cuda").to(torch.int32).view(-1, columns)
+    rows = [(begin, *request) for begin, request in zip(begins, requests, strict=False)]
+    angles = torch.rand(slots, spec.rotary_size // 2, device="cuda")
+    norm = torch.ones(d if spec.qk_norm == "head" else 0, device="cuda")
+    tables = [angles.cos(), angles.sin(), norm, norm, torch.full((heads,), float("-inf"), device="cuda"), table]
+    p = cuda.attention_problem(spec, "bf16", len(requests), count, slots, slots, blocks, slots)
+    plan = cuda.plan_attention(p, cuda.query())
+    output = random(1, count, heads * v)
+    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
+    inputs = [qkv, key, value, torch.tensor(rows, dtype=torch.int32, device="cuda"), *tables]
+    return lambda: cuda.launch_attention(p, plan, *inputs, output, key, value, workspace)
 
 
 def theirs(spec: AttentionSpec, batch: int, tokens: int, length: int, backend: SDPBackend | None) -> Call:
@@ -172,14 +214,47 @@ def latents(repeats: int) -> None:
         latent("deepseek-v3", 1, tokens, 0, repeats)
 
 
+def blocks(name: str, requests: int, prompt: int, slots: int, repeats: int, codes: str) -> None:
+    """One line: requests of one token after half of their slots or more, and a prompt beside them."""
+    spec, generator = SHAPES[name], torch.Generator().manual_seed(requests)
+    pasts = torch.randint(slots // 2, slots, (requests,), generator=generator).tolist()
+    seen = sum(min(past + 1, spec.sliding_window or past + 1) for past in pasts)
+    cache = seen * spec.kv_num_heads * (spec.head_size + spec.v_head_size) * (2 if codes == "none" else 1)
+    layers, lengths = layers_of(cache), [(1, past) for past in pasts] + [(prompt, 0)] * (prompt > 0)
+    calls = [packed(spec, lengths, slots, codes) for _ in range(layers)]
+    apart = [ours(spec, requests, 1, pasts, slots, codes) for _ in range(layers)]
+    beside = [ours(spec, 1, prompt, 0, prompt, codes) for _ in range(layers)] if prompt else []
+    both = [call for pair in zip(apart, beside, strict=True) for call in pair] if prompt else apart
+    times: list[tuple[float, float]] = []
+    for _ in range(3):  # in turns
+        times.append((microseconds(calls, repeats), microseconds(both, repeats) * len(both) / layers))
+    paged, own = (statistics.median(column) for column in zip(*times, strict=True))
+    sizes = f"| {name} | {codes} | {requests} | {prompt} "
+    print(f"{sizes}| {paged:.1f} | {own:.1f} | {own / paged:.2f} | {cache / paged / 1e6:.2f} |", flush=True)
+
+
+def all_blocks(repeats: int, codes: list[str]) -> None:
+    print("| shape | cache | requests of a token | prompt | blocks, us | own caches, us | ratio | TB/s |")
+    print("|---" * 8 + "|")
+    for name in ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-20b, window"):
+        for kind in ("none", *codes):
+            for requests in (1, 8, 64, 256):
+                blocks(name, requests, 0, 2048, repeats, kind)
+            for prompt in (128, 1024):
+                blocks(name, 255, prompt, 2048, repeats, kind)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--codes", nargs="*", default=[], choices=["fp8_e4m3", "int8"], help="of caches, beside bf16's")
     parser.add_argument("--latent", action="store_true", help="latent attention alone")
+    parser.add_argument("--blocks", action="store_true", help="caches in blocks beside caches of their own")
     args = parser.parse_args()
     if args.latent:
         return latents(args.repeats)
+    if args.blocks:
+        return all_blocks(args.repeats, args.codes)
     repeats, codes = args.repeats, args.codes
     columns, lines = "".join(f" {kind} us (ratio) |" for kind in codes), "---|" * len(codes)
     torch.manual_seed(0)

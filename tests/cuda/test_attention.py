@@ -123,7 +123,7 @@ def test_a_graph_serves_every_position(spec: AttentionSpec) -> None:
     workspace = torch.empty(chosen.workspace_bytes, dtype=torch.uint8, device=DEVICE)
 
     def launch() -> None:
-        cuda.launch_attention(p, chosen, *fixed, output, fixed[1], fixed[2], workspace)
+        cuda.launch_attention(p, chosen, *fixed, fixed[3], output, fixed[1], fixed[2], workspace)
 
     launch()
     graph = torch.cuda.CUDAGraph()

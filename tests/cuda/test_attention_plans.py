@@ -135,8 +135,8 @@ def test_shapes_that_are_refused() -> None:
 
 def test_present_in_pasts_memory_cannot_grow() -> None:
     p = cuda.attention_problem(SPEC, "f16", 1, 1, 64, 65)
-    tensors = [torch.zeros(1) for _ in range(13)]
-    tensors[10], tensors[11] = tensors[1], tensors[2]
+    tensors = [torch.zeros(1) for _ in range(14)]
+    tensors[11], tensors[12] = tensors[1], tensors[2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
         with pytest.raises(ValueError, match="present is past's memory, whose 64 slots are to become 65"):

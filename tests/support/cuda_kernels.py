@@ -434,13 +434,13 @@ def launch_attention(problem: AttentionProblem, plan: AttentionPlan, *tensors: t
     """Enqueue on torch's current stream.
 
     Args:
-        tensors: qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks, output, present_key, present_value,
-            workspace (uint8 of plan.workspace_bytes), contiguous.
+        tensors: qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks, block_table (or rows, without a
+            block_size), output, present_key, present_value, workspace (uint8 of plan.workspace_bytes), contiguous.
 
     Raises:
         ValueError: present is past's memory, but has more slots.
     """
-    _launch("attention", (problem, plan), tensors, 13)
+    _launch("attention", (problem, plan), tensors, 14)
 
 
 def attention(
@@ -451,11 +451,12 @@ def attention(
     rows: torch.Tensor,
     length: int,
     *tables: torch.Tensor,
+    block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """CachedAttention on the current CUDA device: op.def's inputs, attention_mask as its length.
 
     Args:
-        tables: cos, sin, q_norm, k_norm, sinks.
+        tables: cos, sin, q_norm, k_norm, sinks. block_table: where the spec has a block_size.
 
     Returns:
         output, present_key and present_value: past's memory where that has the slots, else new memory.
@@ -466,16 +467,22 @@ def attention(
     import torch
 
     batch, tokens, _ = qkv.shape
-    slots = max(past_key.shape[2], length)
-    p = attention_problem(spec, _dtype(qkv), batch, tokens, past_key.shape[2], slots)
+    if block_table is None:
+        before, slots = past_key.shape[2], max(past_key.shape[2], length)
+        p = attention_problem(spec, _dtype(qkv), batch, tokens, before, slots)
+    else:
+        before = slots = block_table.shape[1] * spec.block_size
+        sizes = (before, slots, len(past_key), len(tables[0]))
+        p = attention_problem(spec, _dtype(qkv), len(block_table), tokens, *sizes)
     chosen = plan_attention(p, query(qkv.device.index or 0))
     output = qkv.new_full((batch, tokens, spec.num_heads * spec.v_head_size), float("nan"))
     present = [past_key, past_value]
-    if slots > past_key.shape[2]:
+    if slots > before:
         other = float("nan") if spec.cache_format == "none" else 0x7F
         present = [past.new_full((*past.shape[:2], slots, past.shape[3]), other) for past in present]
     workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
-    launch_attention(p, chosen, qkv, past_key, past_value, rows, *tables, output, *present, workspace)
+    table = rows if block_table is None else block_table
+    launch_attention(p, chosen, qkv, past_key, past_value, rows, *tables, table, output, *present, workspace)
     return output, present[0], present[1]
 
 

@@ -254,24 +254,28 @@ QM_API int qm_cuda_launch_rows(const qm_cuda_rows_problem*, const qm_cuda_rows_t
 
 // CachedAttention. `rows` stays on the device, so a plan depends on shapes alone, and a launch that was captured in a
 // CUDA graph serves every position. A batch row of `rows` that asks for tokens or slots that are not there stores
-// nothing, and its output is NaN.
+// nothing, and its output is NaN. With a block_size a row is a request; as many tokens as requests are one of each.
 typedef struct {
   qm_attention attention;
   int32_t type;  // qm_type of qkv, output and, where cache_format is none, the caches: QM_F16 or QM_BF16
-  int64_t batch, tokens, past_slots, slots;  // B, S, P and max(P, L)
+  int64_t batch, tokens, past_slots, slots;  // B, S, P and max(P, L); with a block_size R, S and twice M * block_size
+  int64_t blocks, positions;                 // with a block_size: N, K
 } qm_cuda_attention_problem;
 typedef struct {
-  int32_t tile_rows;  // of queries, heads of tokens that share their keys, in a block
-  int32_t splits;     // blocks that share a tile's slots
-  int32_t cluster;    // splits, where they are a cluster, which adds up what they find; 1: another kernel does, if any
-  int32_t stages;     // of few rows: of the ring in shared memory
-  int32_t wgmma;      // 1: on wgmma (sm_90a), of many rows; 0: on mma.sync
+  int32_t tile_rows;   // of queries, heads of tokens that share their keys, in a block
+  int32_t splits;      // blocks that share a tile's slots
+  int32_t cluster;     // splits, where they are a cluster, which adds up what they find; 1: another kernel does, if any
+  int32_t stages;      // of few rows: of the ring in shared memory
+  int32_t wgmma;       // 1: on wgmma (sm_90a), of many rows; 0: on mma.sync
+  int32_t few_tokens;  // with a block_size: requests of up to so many tokens are tiles of few rows
+  int32_t many_rows;   // with a block_size: of a tile of the other requests; 0: there are none
   uint64_t queries, sums, partial, workspace_bytes;  // byte offsets into the workspace
 } qm_cuda_attention_plan;
 typedef struct {
   const void *qkv, *past_key, *past_value;  // 16-byte aligned
   const int32_t* rows;
   const float *cos, *sin, *q_norm, *k_norm, *sinks;
+  const int32_t* block_table;  // with a block_size: [R, M]
   void* output;
   void *present_key, *present_value;  // 16-byte aligned; past's memory where slots are past_slots, or other memory
   void* workspace;

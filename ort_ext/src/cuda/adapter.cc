@@ -179,14 +179,12 @@ class CudaAttention : public CudaNode {
 };
 
 void CudaAttention::run(OrtKernelContext* context) const {
+  check_table(problem_.attention);
   const FreeSizes<int64_t> sizes = check_inputs(context);
   const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
   const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
   qm_cuda_attention_problem problem = problem_;
-  problem.batch = sizes.at('B');
-  problem.tokens = sizes.at('S');
-  problem.past_slots = sizes.at('P');
-  problem.slots = std::max(problem.past_slots, sizes.at('L'));
+  read_attention(sizes, problem.attention, problem);
   qm_cuda_attention_tensors tensors{};
   tensors.qkv = input(CachedAttention_qkv);
   tensors.past_key = input(CachedAttention_past_key);
@@ -197,6 +195,8 @@ void CudaAttention::run(OrtKernelContext* context) const {
   tensors.q_norm = floats(CachedAttention_q_norm);
   tensors.k_norm = floats(CachedAttention_k_norm);
   tensors.sinks = floats(CachedAttention_sinks);
+  if (problem.attention.block_size)
+    tensors.block_table = static_cast<const int32_t*>(input(CachedAttention_block_table));
   tensors.output = data_of(get_output(context, CachedAttention_output, sizes));
   tensors.present_key = data_of(get_present(context, CachedAttention_present_key, sizes));
   tensors.present_value = data_of(get_present(context, CachedAttention_present_value, sizes));

@@ -24,6 +24,13 @@ AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cud
   params.qkv = tensors.qkv, params.past_key = tensors.past_key, params.past_value = tensors.past_value;
   params.row_size = static_cast<int>(qkv_size(node)), params.gates_size = static_cast<int>(gates_size(node));
   params.rows = tensors.rows;
+  const bool paged = node.block_size > 0;
+  params.block_table = paged ? tensors.block_table : nullptr;
+  params.columns = paged ? params.slots / node.block_size : 0;
+  params.blocks = static_cast<int>(problem.blocks),
+  params.positions = node.rotary_size ? static_cast<int>(problem.positions) : INT32_MAX;
+  params.all_tokens = paged ? params.tokens : params.batch * params.tokens;
+  params.row_tokens = params.tokens;
   params.cos = tensors.cos, params.sin = tensors.sin, params.q_norm = tensors.q_norm, params.k_norm = tensors.k_norm,
   params.sinks = tensors.sinks;
   params.score_factor = node.scale * node.k_scale * (node.softcap != 0 ? 1.f : kLog2e);
@@ -32,7 +39,8 @@ AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cud
   params.partial = reinterpret_cast<float*>(workspace + plan.partial);
   params.sums = reinterpret_cast<float2*>(workspace + plan.sums);
   params.tile_rows = plan.tile_rows;
-  params.tiles = (params.tokens * params.group + plan.tile_rows - 1) / plan.tile_rows;
+  params.tiles = paged ? params.tokens * params.group / plan.tile_rows + params.batch
+                       : (params.tokens * params.group + plan.tile_rows - 1) / plan.tile_rows;
   params.pairs = params.batch * node.kv_num_heads;
   params.splits = plan.splits, params.cluster = plan.cluster > 1;
   params.stage_log = plan.wgmma || !is_wide(width, value_width) ? 6 : 5;
@@ -44,10 +52,100 @@ AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cud
   return params;
 }
 
+// Rows of few tokens; `copies` blocks copy past.
+void launch_few(Launcher& launcher, const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
+                const AttentionParams& params, int copies) {
+  const int keys = problem.attention.head_size, values = problem.attention.v_head_size;
+  const bool codes = problem.attention.cache_format != k_cache_format_none;
+  const int blocks = params.pairs + (copies + plan.splits - 1) / plan.splits;
+  launcher.run((codes ? few_codes_kernel : few_kernel)(problem.type, keys, values), params, dim3(blocks * plan.splits),
+               kFewThreads, few_shared_bytes(keys, values, plan.stages, params.cluster), true, plan.cluster);
+}
+
+// Rows of many tokens: new keys and values, then the softmax.
+template <typename T>
+void launch_many(Launcher& launcher, const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
+                 AttentionParams params, int copies) {
+  const qm_attention& node = problem.attention;
+  const int keys = node.head_size, values = node.v_head_size;
+  const bool codes = node.cache_format != k_cache_format_none;
+  constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
+  const int lanes = is_wide(keys, values) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
+  const int all_heads = node.num_heads + 2 * node.kv_num_heads;
+  params.blocks_per_token = (all_heads + heads - 1) / heads;
+  params.heads_per_block = (all_heads + params.blocks_per_token - 1) / params.blocks_per_token;
+  // Of many tokens a block has several, one after the other.
+  params.token_blocks = params.all_tokens / std::clamp(params.all_tokens / 512, 1, 8) * params.blocks_per_token;
+  const auto append =
+      codes ? (lanes == kBroad ? attention_append<T, kBroad, true> : attention_append<T, kNarrow, true>)
+            : (lanes == kBroad ? attention_append<T, kBroad, false> : attention_append<T, kNarrow, false>);
+  const int threads = (params.heads_per_block * lanes + 31) / 32 * 32;
+  launcher.run(append, params, dim3(params.token_blocks + copies), threads, 0, true);
+  const dim3 grid(params.tiles * (params.block_table ? node.kv_num_heads : params.pairs), plan.splits);
+  if (plan.wgmma)
+    launcher.run((codes ? wide_codes_kernel : wide_kernel)(problem.type, keys, values, plan.tile_rows), params, grid,
+                 2 * plan.tile_rows, wide_shared_bytes(plan.tile_rows, keys, values, codes), true);
+  else
+    launcher.run((codes ? many_codes_kernel : many_kernel)(problem.type, keys, values), params, grid, kAttendThreads,
+                 many_shared_bytes(keys, values, codes), true);
+}
+
+// Adds up splits that are no cluster.
+template <typename T>
+void launch_merge(Launcher& launcher, const AttentionParams& params) {
+  if (params.splits > 1 && !params.cluster && params.all_tokens)
+    launcher.run(params.splits > kMostSplits ? attend_merge<T, kMostLatentSplits> : attend_merge<T, kMostSplits>,
+                 params,
+                 dim3(params.all_tokens * params.attention.num_heads, (params.attention.v_head_size + 127) / 128),
+                 kAttendThreads, 0, true);
+}
+
+// Caches in blocks: requests of few tokens, then the others.
+template <typename T>
+void launch_paged(Launcher& launcher, const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
+                  const qm_cuda_attention_tensors& tensors) {
+  if (plan.few_tokens) {
+    qm_cuda_attention_plan few = plan;
+    few.wgmma = 0;
+    AttentionParams params = params_of(problem, few, tensors);
+    params.row_tokens = plan.few_tokens;
+    launch_few(launcher, problem, few, params, 0);
+    launch_merge<T>(launcher, params);
+  }
+  if (plan.many_rows) {
+    qm_cuda_attention_plan many = plan;
+    many.tile_rows = plan.many_rows, many.splits = many.cluster = 1;
+    AttentionParams params = params_of(problem, many, tensors);
+    params.least_tokens = plan.few_tokens + 1;
+    launch_many<T>(launcher, problem, many, params, 0);
+  }
+}
+
+// Of caches in blocks: makes present what past is. Returns CUDA's status.
+cudaError_t copy_blocks(const qm_cuda_attention_problem& problem, const void* past, void* present, int width,
+                        cudaStream_t stream) {
+  const qm_attention& node = problem.attention;
+  const int64_t element = node.cache_format != k_cache_format_none ? 1 : 2;
+  const int64_t bytes = problem.blocks * node.block_size * node.kv_num_heads * width * element;
+  if (past == present || bytes == 0) return cudaSuccess;
+  return cudaMemcpyAsync(present, past, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream);
+}
+
 template <typename T>
 int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
            const qm_cuda_attention_tensors& tensors, cudaStream_t stream, char* err) {
   const qm_attention& node = problem.attention;
+  if (node.block_size) {
+    Launcher launcher{stream};
+    if (cudaError_t error = copy_blocks(problem, tensors.past_key, tensors.present_key, node.head_size, stream))
+      return report(error, err);
+    if (cudaError_t error = copy_blocks(problem, tensors.past_value, tensors.present_value, node.v_head_size, stream))
+      return report(error, err);
+    qm_cuda_attention_tensors in_place = tensors;
+    in_place.past_key = tensors.present_key, in_place.past_value = tensors.present_value;
+    if (problem.tokens) launch_paged<T>(launcher, problem, plan, in_place);
+    return report(launcher.error, err);
+  }
   const bool in_place = tensors.present_key == tensors.past_key && tensors.present_value == tensors.past_value;
   if (problem.slots > problem.past_slots && problem.past_slots > 0 &&
       (tensors.present_key == tensors.past_key || tensors.present_value == tensors.past_value)) {
@@ -55,10 +153,8 @@ int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_pla
                   static_cast<long long>(problem.past_slots), static_cast<long long>(problem.slots));
     return QM_INVALID;
   }
-  const int width = node.head_size, value_width = node.v_head_size;
-  const bool codes = node.cache_format != k_cache_format_none;
   AttentionParams params = params_of(problem, plan, tensors);
-  const int all = params.batch * params.tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
+  const int all = params.all_tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 
   if (node.key_split) {
@@ -75,36 +171,13 @@ int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_pla
                  dim3(blocks), kLatentThreads, plan.wgmma ? kLatentWideSharedBytes : latent_shared_bytes(plan.stages),
                  true);
   } else if (plan.tile_rows == kFewRows) {
-    const int blocks = (all ? params.pairs : 0) + (copies + plan.splits - 1) / plan.splits;
-    if (blocks == 0) return QM_OK;
     if (!all) params.pairs = 0;
-    launcher.run((codes ? few_codes_kernel : few_kernel)(problem.type, width, value_width), params,
-                 dim3(blocks * plan.splits), kFewThreads,
-                 few_shared_bytes(width, value_width, plan.stages, params.cluster), true, plan.cluster);
+    if (params.pairs + copies == 0) return QM_OK;
+    launch_few(launcher, problem, plan, params, copies);
   } else {
-    constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
-    const int lanes = is_wide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
-    const int all_heads = node.num_heads + 2 * node.kv_num_heads;
-    params.blocks_per_token = (all_heads + heads - 1) / heads;
-    params.heads_per_block = (all_heads + params.blocks_per_token - 1) / params.blocks_per_token;
-    // Of many tokens a block has several, one after the other.
-    params.token_blocks = all / std::clamp(all / 512, 1, 8) * params.blocks_per_token;
-    const auto append =
-        codes ? (lanes == kBroad ? attention_append<T, kBroad, true> : attention_append<T, kNarrow, true>)
-              : (lanes == kBroad ? attention_append<T, kBroad, false> : attention_append<T, kNarrow, false>);
-    const int threads = (params.heads_per_block * lanes + 31) / 32 * 32;
-    launcher.run(append, params, dim3(params.token_blocks + copies), threads, 0, true);
-    const dim3 grid(params.tiles * params.pairs, plan.splits);
-    if (plan.wgmma)
-      launcher.run((codes ? wide_codes_kernel : wide_kernel)(problem.type, width, value_width, plan.tile_rows), params,
-                   grid, 2 * plan.tile_rows, wide_shared_bytes(plan.tile_rows, width, value_width, codes), true);
-    else
-      launcher.run((codes ? many_codes_kernel : many_kernel)(problem.type, width, value_width), params, grid,
-                   kAttendThreads, many_shared_bytes(width, value_width, codes), true);
+    launch_many<T>(launcher, problem, plan, params, copies);
   }
-  if (plan.splits > 1 && !params.cluster && all)
-    launcher.run(plan.splits > kMostSplits ? attend_merge<T, kMostLatentSplits> : attend_merge<T, kMostSplits>, params,
-                 dim3(all * node.num_heads, (value_width + 127) / 128), kAttendThreads, 0, true);
+  launch_merge<T>(launcher, params);
   return report(launcher.error, err);
 }
 

@@ -29,6 +29,12 @@ struct AttentionParams {
   const void *qkv, *past_key, *past_value;
   int row_size, gates_size;  // of a token in qkv, and how many of it are gates
   const int* rows;
+  // Where caches are in blocks, of which tokens of all rows are packed; null: each row has slots and tokens of its own.
+  const int* block_table;        // [batch, columns]
+  int columns, blocks;           // of the table; of the caches
+  int positions;                 // rows of cos and sin, by slot
+  int all_tokens;                // of all rows
+  int row_tokens, least_tokens;  // of a row that the kernel has: at most, at least; other kernels have other rows
   const float *cos, *sin, *q_norm, *k_norm, *sinks;
   float score_factor;          // of products of queries and keys
   void *output, *key, *value;  // key, value: T or codes [batch, kv_heads, slots, ..]
@@ -50,15 +56,94 @@ struct BatchRow {
   int begin, count, past;
   bool valid;
 };
-__device__ inline BatchRow check_row(const AttentionParams& params, int begin, int count, int past) {
+__device__ inline BatchRow check_row(const AttentionParams& params, int batch_row, int begin, int count, int past) {
   BatchRow r{begin, count, past, true};
   r.valid = r.begin >= 0 && r.count >= 0 && r.past >= 0 && r.begin <= params.tokens - r.count &&
             r.past <= params.past_slots && r.past <= params.slots - r.count;
+  if (params.block_table) {
+    r.valid &= r.count > 0 && r.past <= params.positions - r.count;
+    if (params.all_tokens == params.batch) r.valid &= r.begin == batch_row && r.count == 1;
+  }
   if (!r.valid) r.begin = r.count = r.past = 0;
   return r;
 }
 __device__ inline BatchRow read_row(const AttentionParams& params, int batch_row) {
-  return check_row(params, params.rows[3 * batch_row], params.rows[3 * batch_row + 1], params.rows[3 * batch_row + 2]);
+  return check_row(params, batch_row, params.rows[3 * batch_row], params.rows[3 * batch_row + 1],
+                   params.rows[3 * batch_row + 2]);
+}
+// Whether the kernel has the row.
+__device__ inline bool is_mine(const AttentionParams& params, const BatchRow& row) {
+  return row.count >= params.least_tokens && row.count <= params.row_tokens;
+}
+// The last row whose start is not after `wanted`; starts ascend.
+template <class Start>
+__device__ inline int find_row(const AttentionParams& params, int wanted, const Start& start) {
+  int low = 0, high = params.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (start(middle) <= wanted)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+// The row of a token, counted through the batch.
+__device__ inline int row_of_token(const AttentionParams& params, int token) {
+  if (!params.block_table) return token / params.tokens;
+  return find_row(params, token, [&](int row) { return params.rows[3 * row]; });
+}
+// A row's first token, counted through the batch, if all its tokens count.
+__device__ inline int64_t first_token(const AttentionParams& params, int batch_row) {
+  return params.block_table ? 0 : static_cast<int64_t>(batch_row) * params.tokens;
+}
+// Where a token's angles are in cos and sin. token: through the batch; index: of those of the row that count.
+__device__ inline int angles_of(const AttentionParams& params, int token, int past, int index) {
+  return params.block_table ? min(max(past, 0) + index, params.positions - 1) : token;
+}
+// Where a slot of a row is in the caches of a head, counted in slots of a head; not `there`: the table names no block.
+// Slots of a stage are in one block, `slot_step` from one to the next.
+struct Place {
+  int64_t at;
+  bool there;
+};
+__device__ inline Place find_slot(const AttentionParams& params, int batch_row, int slot) {
+  if (!params.block_table) return {slot, true};
+  const int size = params.attention.block_size;
+  const int block = params.block_table[batch_row * params.columns + slot / size];
+  const bool there = static_cast<unsigned>(block) < static_cast<unsigned>(params.blocks);
+  return {there ? (static_cast<int64_t>(block) * size + slot % size) * params.attention.kv_num_heads : 0, there};
+}
+__device__ inline int slot_step(const AttentionParams& params) {
+  return params.block_table ? params.attention.kv_num_heads : 1;
+}
+// The caches of a row's head: slots of a head before it, `slots` of each pair.
+__device__ inline int64_t first_slot_of(const AttentionParams& params, int pair, int kv_head, int slots) {
+  return params.block_table ? kv_head : static_cast<int64_t>(pair) * slots;
+}
+// Where a token's queries of a kv head are: [batch, kv_heads, tokens * group], packed [kv_heads, all_tokens * group].
+__device__ inline int64_t queries_of(const AttentionParams& params, const BatchRow& row, int pair, int kv_head,
+                                     int index) {
+  const int64_t token = params.block_table ? static_cast<int64_t>(kv_head) * params.all_tokens + row.begin
+                                           : static_cast<int64_t>(pair) * params.tokens;
+  return (token + index) * params.group;
+}
+// What a block of many rows has: of a row's head the tile's first row of queries, which may be after the last.
+struct ManyTile {
+  int pair, batch_row, kv_head, first_row;
+};
+// Those with most slots first. Packed rows have as many tiles as any lengths need: row r begins with tile
+// begin * group / rows + r.
+__device__ inline ManyTile many_tile(const AttentionParams& params, int rows) {
+  const int kv_heads = params.attention.kv_num_heads, block = static_cast<int>(blockIdx.x);
+  if (!params.block_table) {
+    const int pair = block % params.pairs;
+    return {pair, pair / kv_heads, pair % kv_heads, (params.tiles - 1 - block / params.pairs) * rows};
+  }
+  const int tile = params.tiles - 1 - block / kv_heads, kv_head = block % kv_heads;
+  auto start = [&](int row) { return max(params.rows[3 * row], 0) * params.group / rows + row; };
+  const int batch_row = find_row(params, tile, start);
+  return {batch_row * kv_heads + kv_head, batch_row, kv_head, max(tile - start(batch_row), 0) * rows};
 }
 // The first slot that the token in slot p sees.
 __device__ inline int first_visible_slot(const AttentionParams& params, int slot) {
@@ -266,9 +351,9 @@ struct HeadPart {
     for (int j = 0; j < 8; ++j) weights[j] = 1;
     if (normed && there) load_eight(weights, (query ? params.q_norm : params.k_norm) + (by_row ? head * size : 0) + d);
   }
-  // The angles of a token, counted through the batch.
-  __device__ void load_turn(const AttentionParams& params, int token, HeadTurn& turn) const {
-    const int64_t at = static_cast<int64_t>(token) * half;
+  // The angles of a row of cos and sin.
+  __device__ void load_turn(const AttentionParams& params, int row, HeadTurn& turn) const {
+    const int64_t at = static_cast<int64_t>(row) * half;
     if (turns && whole) {
       const int from = d < half ? d : d - half;
       load_eight(turn.cos, params.cos + at + from);
@@ -449,7 +534,7 @@ __device__ inline void add_quads(float (&sum)[2]) {
 // Of a query row: its place in [batch, tokens, heads]; of a place: its sink.
 __device__ inline int64_t place_of(const AttentionParams& params, const BatchRow& batch, int batch_row, int kv_head,
                                    int row) {
-  const int64_t token = static_cast<int64_t>(batch_row) * params.tokens + batch.begin + row / params.group;
+  const int64_t token = first_token(params, batch_row) + batch.begin + row / params.group;
   return (token * params.attention.kv_num_heads + kv_head) * params.group + row % params.group;
 }
 __device__ inline float sink_of(const AttentionParams& params, int64_t place) {

@@ -35,20 +35,26 @@ __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __gr
   HeadPart<T, kLanes> part(params, local < params.heads_per_block ? own : heads + 2 * kv_heads, lane);
   part.load_weights(params);
   auto load = [&](int token) {
-    return part.there && token < params.batch * params.tokens ? row_of(params, token)[part.chunk] : uint4{};
+    return part.there && token < params.all_tokens ? row_of(params, token)[part.chunk] : uint4{};
   };
   uint4 next = load(token);
 
-  for (; token < params.batch * params.tokens; token += steps) {
+  for (; token < params.all_tokens; token += steps) {
+    const int batch_row = row_of_token(params, token);
     HeadTurn turn;
-    part.load_turn(params, token, turn);
+    int angles = token;
+    if (params.block_table) {
+      const BatchRow row = read_row(params, batch_row);
+      angles = angles_of(params, token, row.past, token - row.begin);
+    }
+    part.load_turn(params, angles, turn);
     const uint4 loaded = next;
     next = load(token + steps);
     issue_loads();
 
-    const int batch_row = token / params.tokens;
     const BatchRow row = read_row(params, batch_row);
-    const int index = token % params.tokens - row.begin;
+    const int index = token - static_cast<int>(first_token(params, batch_row)) - row.begin;
+    if (row.count && !is_mine(params, row)) continue;
     if (index < 0 || index >= row.count) {
       const uint32_t outside = row.valid ? 0 : Half<T>::pack(NAN, NAN);
       if (part.query && part.d < node.v_head_size)
@@ -73,10 +79,11 @@ __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __gr
     widen<T>(x, loaded);
     part.apply(params, turn, squares, features[local], x);
     if (!part.there) continue;
-    const int64_t pair =
-        static_cast<int64_t>(batch_row) * kv_heads + (part.query ? part.head / params.group : part.head);
-    const int64_t at = part.query ? (pair * params.tokens + index) * params.group + part.head % params.group
-                                  : pair * params.slots + row.past + index;
+    const int kv_head = part.query ? part.head / params.group : part.head, pair = batch_row * kv_heads + kv_head;
+    const Place slot = find_slot(params, batch_row, row.past + index);
+    if (!part.query && !slot.there) continue;
+    const int64_t at = part.query ? queries_of(params, row, pair, kv_head, index) + part.head % params.group
+                                  : first_slot_of(params, pair, kv_head, params.slots) + slot.at;
     const int64_t place = at * part.size + part.d;
     if (part.query) {
       static_cast<uint4*>(params.queries)[place / 8] = narrow<typename Cached<T, kCodes>::Number>(x);
@@ -97,10 +104,11 @@ __global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_cons
   const int heads = params.attention.num_heads, place = blockIdx.x, head = place % heads, token = place / heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, features = params.attention.v_head_size / 4;
   const int column = static_cast<int>(blockIdx.y) * 32 + lane;
-  const BatchRow row = read_row(params, token / params.tokens);
-  const int index = token % params.tokens - row.begin;
+  const int batch_row = row_of_token(params, token);
+  const BatchRow row = read_row(params, batch_row);
+  const int index = token - static_cast<int>(first_token(params, batch_row)) - row.begin;
   const float sink = params.sinks[head] * kLog2e;
-  if (index < 0 || index >= row.count) return wait_for_previous();
+  if (index < 0 || index >= row.count || !is_mine(params, row)) return wait_for_previous();
   const int first_row = (index * params.group + head % params.group) / params.tile_rows * params.tile_rows;
   const int splits = span_of(params, row, first_row).splits;
   wait_for_previous();

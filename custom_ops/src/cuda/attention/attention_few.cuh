@@ -32,9 +32,9 @@ struct FewItem {
   bool query, key;
   int index, head;  // of the tokens that count; of HeadPart
   __device__ FewItem(const AttentionParams& params, int kv_head, int item) {
-    const int more = item - params.tokens * params.group;
-    query = more < 0, key = !query && more < params.tokens;
-    index = query ? item / params.group : key ? more : more - params.tokens;
+    const int more = item - params.row_tokens * params.group;
+    query = more < 0, key = !query && more < params.row_tokens;
+    index = query ? item / params.group : key ? more : more - params.row_tokens;
     head = query ? kv_head * params.group + item % params.group
                  : params.attention.num_heads + (key ? 0 : params.attention.kv_num_heads) + kv_head;
   }
@@ -159,16 +159,17 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   const int split = static_cast<int>(blockIdx.x) % params.splits, pair = static_cast<int>(blockIdx.x) / params.splits;
   const int batch_row = pair / node.kv_num_heads, kv_head = pair % node.kv_num_heads, lane = threadIdx.x % 32,
             warp = threadIdx.x / 32;
-  const Element* old_keys =
-      static_cast<const Element*>(params.past_key) + static_cast<int64_t>(pair) * params.past_slots * DK;
-  const Element* old_values =
-      static_cast<const Element*>(params.past_value) + static_cast<int64_t>(pair) * params.past_slots * DV;
-  Element* keys = static_cast<Element*>(params.key) + static_cast<int64_t>(pair) * params.slots * DK;
-  Element* values = static_cast<Element*>(params.value) + static_cast<int64_t>(pair) * params.slots * DV;
+  const int64_t old_slots = first_slot_of(params, pair, kv_head, params.past_slots),
+                new_slots = first_slot_of(params, pair, kv_head, params.slots);
+  const Element* old_keys = static_cast<const Element*>(params.past_key) + old_slots * DK;
+  const Element* old_values = static_cast<const Element*>(params.past_value) + old_slots * DV;
+  Element* keys = static_cast<Element*>(params.key) + new_slots * DK;
+  Element* values = static_cast<Element*>(params.value) + new_slots * DV;
+  const int slot_stride = slot_step(params), packed_first = static_cast<int>(first_token(params, batch_row));
   const volatile int* rows_at = params.rows + 3 * batch_row;
   const bool attends = pair < params.pairs;
   if (params.cluster && attends) cluster_arrive();
-  const int all_rows = params.tokens * params.group, all_items = all_rows + 2 * params.tokens;
+  const int all_rows = params.row_tokens * params.group, all_items = all_rows + 2 * params.row_tokens;
   for (int i = all_rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kFewThreads)
     store16(queries_at + swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
   FewItem item(params, kv_head, threadIdx.x / kLanes);
@@ -183,29 +184,32 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   const int said[] = {rows_at[0], rows_at[1], rows_at[2]};
   uint4 loaded;
   HeadTurn turn;
-  auto ask = [&](int first) {  // first: token that counts
-    const int token = batch_row * params.tokens + min(first + item.index, params.tokens - 1);
+  auto ask = [&](int first, int past) {  // first: token that counts
+    const int token = packed_first + min(first + item.index, params.tokens - 1);
     loaded = part.there ? row_of(params, token)[part.chunk] : uint4{};
-    part.load_turn(params, token, turn);
+    part.load_turn(params, angles_of(params, token, past, item.index), turn);
     part.load_weights(params);
   };
-  if (params.tokens == 1)
-    ask(0);  // does not wait for `rows`
+  if (params.tokens == 1 && !params.block_table)
+    ask(0, 0);  // does not wait for `rows`
   else
-    ask(min(max(said[0], 0), params.tokens - 1));
+    ask(min(max(said[0], 0), params.tokens - 1), said[2]);
   float sinks[2];
   for (int k = 0; k < 2; ++k) sinks[k] = params.sinks[head_of[k]];
   issue_loads();
 
-  const BatchRow batch = check_row(params, said[0], said[1], said[2]);
-  const int rows = batch.count * params.group;
-  if (split == 0 && batch.count < params.tokens) {  // the output of tokens that do not count
+  const BatchRow batch = check_row(params, batch_row, said[0], said[1], said[2]);
+  const int rows = is_mine(params, batch) ? batch.count * params.group : 0;
+  // The output of tokens that do not count. Packed ones all count, and attention_append tells those of no row.
+  if (split == 0 &&
+      (params.block_table ? !batch.valid && params.all_tokens == params.batch : batch.count < params.tokens)) {
     const uint32_t outside = batch.valid ? 0 : Half<T>::pack(NAN, NAN);
+    const int first = params.block_table ? batch_row : 0;
     for (int i = threadIdx.x; i < all_rows * (DV / 8); i += kFewThreads) {
-      const int row = i / (DV / 8), token = row / params.group;
+      const int row = i / (DV / 8), token = first + row / params.group;
       if (token >= batch.begin && token < batch.begin + batch.count) continue;
-      const int64_t place = (static_cast<int64_t>(batch_row) * params.tokens + token) * node.num_heads +
-                            kv_head * params.group + row % params.group;
+      const int64_t place =
+          (first_token(params, batch_row) + token) * node.num_heads + kv_head * params.group + row % params.group;
       static_cast<uint4*>(params.output)[place * (DV / 8) + i % (DV / 8)] = {outside, outside, outside, outside};
     }
   }
@@ -226,20 +230,21 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   auto load = [&](int stage, bool at_first) {
     const int first = stage * kKeys;
     const bool old_only = first >= span.low && first + kKeys <= batch.past;
+    const Place place = stage < end ? find_slot(params, batch_row, first) : Place{0, false};
     auto rows_of = [&](auto width, const Element* old, const Element* present, uint32_t to) {
       constexpr int D = decltype(width)::value, kChunks = kKeys * D / kChunk;
-      const int64_t from = static_cast<int64_t>(first) * D + threadIdx.x * kChunk;
+      old += place.at * D, present += place.at * D;
 #pragma unroll
       for (int i = 0; i < (kChunks + kFewThreads - 1) / kFewThreads; ++i) {
         const uint32_t at = threadIdx.x + i * kFewThreads, key = at / (D / kChunk), chunk = at % (D / kChunk);
         if (kChunks % kFewThreads && at >= kChunks) break;
         const uint32_t there = to + (kCodes ? swizzled_codes<D>(key, chunk) : swizzled<D>(key, chunk));
-        const int slot = first + key;
+        const int slot = first + key, from = key * slot_stride * D + chunk * kChunk;
         if (old_only)
-          copy_async16_past(there, old + from + i * kFewThreads * kChunk, true);
+          copy_async16_past(there, old + from, place.there);
         else if (!at_first || slot < batch.past || slot > span.last_slot)
-          copy_async16_past(there, (slot < batch.past ? old : present) + from + i * kFewThreads * kChunk,
-                            slot >= span.low && slot <= span.last_slot);
+          copy_async16_past(there, (slot < batch.past ? old : present) + from,
+                            place.there && slot >= span.low && slot <= span.last_slot);
       }
     };
     if (stage < end) {
@@ -253,7 +258,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   if (node.qk_norm == k_qk_norm_row) {
     for (int i = warp; i < 2 * batch.count; i += kWarps) {
       const int index = i / 2, chunks = (i % 2 ? node.kv_num_heads : node.num_heads) * (DK / 8);
-      const int64_t token = static_cast<int64_t>(batch_row) * params.tokens + batch.begin + index;
+      const int64_t token = first_token(params, batch_row) + batch.begin + index;
       const uint4* from = row_of(params, token) + (i % 2 ? node.num_heads * (DK / 8) : 0);
       float sum = 0;
       for (int at = lane; at < chunks; at += 32) sum = add_squares<T>(from[at], sum);
@@ -283,8 +288,9 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     } else if (part.there && number < all_items && counts) {
       const int slot = batch.past + item.index, stage = slot / kKeys;
       if (stage >= begin && stage < end) {
-        void* to = (item.key ? keys : values) + static_cast<int64_t>(slot) * part.size + part.d;
-        store_eight<T, kCodes>(node, item.key, x, to);
+        const Place place = find_slot(params, batch_row, slot);
+        void* to = (item.key ? keys : values) + place.at * part.size + part.d;
+        if (place.there) store_eight<T, kCodes>(node, item.key, x, to);
         const bool soon = stage < begin + stages - 1;
         if constexpr (kCodes) {
           const int row = slot % kKeys, chunk = part.d / 16;
@@ -302,7 +308,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     if (first >= items) break;
     item = FewItem(params, kv_head, first + static_cast<int>(threadIdx.x) / kLanes);
     part = HeadPart<T, kLanes>(params, item.head, threadIdx.x % kLanes);
-    ask(batch.begin);
+    ask(batch.begin, batch.past);
     issue_loads();
   }
   __syncthreads();
@@ -368,9 +374,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   for (int k = 0; k < 2; ++k) {
     const int row = warp + k * kWarps;
     if (row >= rows) break;
-    place_of[k] =
-        (static_cast<int64_t>(batch_row) * params.tokens + batch.begin + row / params.group) * node.num_heads +
-        head_of[k];
+    place_of[k] = (first_token(params, batch_row) + batch.begin + row / params.group) * node.num_heads + head_of[k];
     if (!active) continue;
     const float own_score = params.splits > 1 ? -INFINITY : sinks[k] * kLog2e;
     float largest = own_score, factors[KW];

@@ -10,9 +10,10 @@
 
 namespace quantmoe {
 
-// Asks for a stage's keys or values, D elements each; zero where no row sees them.
+// Asks for a stage's keys or values, D elements each, `step` slots of a head apart; zero where no row sees them.
 template <int D, int kKeys, bool kCodes, typename Element>
-__device__ __forceinline__ void copy_rows(const Span& span, int stage, const Element* from, uint32_t to) {
+__device__ __forceinline__ void copy_rows(const Span& span, int stage, const Place& place, int step,
+                                          const Element* from, uint32_t to) {
   constexpr int kChunk = 16 / sizeof(Element);
   static_assert(kKeys * D / kChunk % kAttendThreads == 0, "each thread copies as many");
 #pragma unroll
@@ -20,8 +21,8 @@ __device__ __forceinline__ void copy_rows(const Span& span, int stage, const Ele
     const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads;
     const int key = at / (D / kChunk), chunk = at % (D / kChunk), slot = stage * kKeys + key;
     copy_async16_past(to + (kCodes ? at * 16 : swizzled<D>(key, chunk)),
-                      from + static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk,
-                      slot >= span.low && slot <= span.last_slot);
+                      from + place.at * D + key * step * D + chunk * kChunk,
+                      place.there && slot >= span.low && slot <= span.last_slot);
   }
 }
 
@@ -37,29 +38,31 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
   launch_dependents();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const int tile = params.tiles - 1 - static_cast<int>(blockIdx.x) / params.pairs;  // those with most slots first
-  const int pair = static_cast<int>(blockIdx.x) % params.pairs;
-  const int kv_heads = params.attention.kv_num_heads, batch_row = pair / kv_heads, kv_head = pair % kv_heads;
-  const int split = blockIdx.y, first_row = tile * kRows;
+  const ManyTile tile = many_tile(params, kRows);
+  const int pair = tile.pair, batch_row = tile.batch_row, kv_head = tile.kv_head, first_row = tile.first_row;
+  const int split = blockIdx.y;
   const BatchRow batch = read_row(params, batch_row);
-  const int rows = batch.count * params.group;
+  const int rows = is_mine(params, batch) ? batch.count * params.group : 0;
   if (first_row >= rows) return wait_for_previous();
   const Span span = span_of(params, batch, first_row);
   if (split >= span.splits) return wait_for_previous();
   const int begin = span.begin(split), end = span.begin(split + 1);
 
-  const Element* keys = static_cast<const Element*>(params.key) + static_cast<int64_t>(pair) * params.slots * DK;
-  const Element* values = static_cast<const Element*>(params.value) + static_cast<int64_t>(pair) * params.slots * DV;
+  const int64_t own_slots = first_slot_of(params, pair, kv_head, params.slots);
+  const Element* keys = static_cast<const Element*>(params.key) + own_slots * DK;
+  const Element* values = static_cast<const Element*>(params.value) + own_slots * DV;
+  const int step = slot_step(params);
   auto at_stage = [&](int stage) { return ring_at + stage % kManyStages * kRingStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
     if (stage < end) {
-      copy_rows<DK, kKeys, kCodes>(span, stage, keys, at_stage(stage));
-      copy_rows<DV, kKeys, kCodes>(span, stage, values, at_stage(stage) + kRingKeys);
+      const Place place = find_slot(params, batch_row, stage * kKeys);
+      copy_rows<DK, kKeys, kCodes>(span, stage, place, step, keys, at_stage(stage));
+      copy_rows<DV, kKeys, kCodes>(span, stage, place, step, values, at_stage(stage) + kRingKeys);
     }
     copy_async_commit();
   };
-  const Number* queries = static_cast<const Number*>(params.queries) +
-                          (static_cast<int64_t>(pair) * params.tokens * params.group + first_row) * DK;
+  const Number* queries =
+      static_cast<const Number*>(params.queries) + (queries_of(params, batch, pair, kv_head, 0) + first_row) * DK;
   wait_for_previous();
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kAttendThreads)
     copy_async16_past(q_at + swizzled<DK>(at / (DK / 8), at % (DK / 8)), queries + at * 8,

@@ -37,8 +37,9 @@ int validate_attributes(const qm_attention& attention, char* err) {
   if (attention.nope_size)
     return fail(err, QM_UNSUPPORTED, "nope_size is %d, the CUDA kernels take queries of latents (0)",
                 attention.nope_size);
-  if (attention.block_size)
-    return fail(err, QM_UNSUPPORTED, "block_size is %d, the CUDA kernels take 0", attention.block_size);
+  if (attention.block_size && attention.key_split)
+    return fail(err, QM_UNSUPPORTED, "block_size is %d, of latent attention the CUDA kernels take 0",
+                attention.block_size);
   if (attention.key_split) return validate_latent(attention, err);
 #define QM_SIZES(keys, values) \
   if (attention.head_size == keys && attention.v_head_size == values) return QM_OK;
@@ -50,7 +51,27 @@ int validate_attributes(const qm_attention& attention, char* err) {
       attention.head_size, attention.v_head_size);
 }
 
+// Of caches in blocks: tokens are of all requests.
+int validate_blocks(const qm_cuda_attention_problem& problem, char* err) {
+  const int64_t most = INT32_MAX / 4, heads = problem.attention.num_heads;
+  if (problem.tokens < problem.batch)
+    return fail(err, QM_INVALID, "%lld requests have %lld tokens, expected at least one for each",
+                static_cast<long long>(problem.batch), static_cast<long long>(problem.tokens));
+  if (problem.tokens && problem.attention.rotary_size && problem.positions < 1)
+    return fail(err, QM_INVALID, "cos and sin have %lld slots, expected those of the longest request",
+                static_cast<long long>(problem.positions));
+  if (problem.blocks < 0 || problem.blocks > INT32_MAX || problem.positions < 0 || problem.positions > INT32_MAX ||
+      problem.tokens > most / heads || problem.batch < 0 || problem.batch * (problem.slots / 64 + 1) > most / heads)
+    return fail(err, QM_UNSUPPORTED,
+                "%lld requests with %lld tokens and %lld slots each, the CUDA kernels take up to %lld tokens, and 64 "
+                "times as many slots, in all",
+                static_cast<long long>(problem.batch), static_cast<long long>(problem.tokens),
+                static_cast<long long>(problem.slots), static_cast<long long>(most / heads));
+  return QM_OK;
+}
+
 int validate_shapes(const qm_cuda_attention_problem& problem, char* err) {
+  if (problem.attention.block_size) return validate_blocks(problem, err);
   const int64_t most = INT32_MAX / 4, heads = problem.attention.num_heads;
   if (problem.past_slots < 0 || problem.slots < problem.past_slots || problem.slots > most)
     return fail(err, QM_INVALID,
@@ -127,6 +148,31 @@ void plan_few(const qm_cuda_attention_problem& problem, const qm_cuda_device& de
   plan->stages = deep ? kDeepStages : kFewStages;
 }
 
+// Rows of a tile of many: of smaller tiles where larger ones leave multiprocessors empty; of heads of 64 they were
+// slower. rows: of all queries of a kv head, `pairs` times.
+int rows_of_many(const qm_cuda_attention_plan& plan, const qm_attention& attention, int multiprocessors, int64_t rows,
+                 int64_t pairs) {
+  if (!plan.wgmma) return many_rows(attention.head_size, attention.v_head_size);
+  return attention.head_size > 64 && ceil_div(rows, 128) * pairs <= multiprocessors ? 64 : 128;
+}
+
+// Caches in blocks: a request's tokens are few or many. How many it has is on the device, except where each has one.
+void plan_paged(const qm_cuda_attention_problem& problem, const qm_cuda_device& device, int multiprocessors,
+                qm_cuda_attention_plan* plan) {
+  const qm_attention& attention = problem.attention;
+  const int group = attention.num_heads / attention.kv_num_heads;
+  const bool one_each = problem.tokens == problem.batch;
+  plan->few_tokens = one_each ? std::min(1, kFewRows / group) : kFewRows / group;
+  if (plan->few_tokens) {
+    qm_cuda_attention_problem few = problem;
+    few.tokens = plan->few_tokens;
+    plan_few(few, device, multiprocessors, plan);
+  }
+  if (one_each && plan->few_tokens) return;
+  plan->wgmma = device.sm == 90 && attention.head_size % 64 == 0;
+  plan->many_rows = rows_of_many(*plan, attention, multiprocessors, problem.tokens * group, attention.kv_num_heads);
+}
+
 // On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long.
 void plan_latent(const qm_cuda_attention_problem& problem, const qm_cuda_device& device, int multiprocessors,
                  qm_cuda_attention_plan* plan) {
@@ -163,22 +209,23 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
                 device->sm / 10, device->sm % 10);
   QM_TRY(validate_shapes(asked, err));
   const int64_t rows = asked.tokens * (asked.attention.num_heads / asked.attention.kv_num_heads);
-  const int64_t heads = asked.batch * asked.tokens * asked.attention.num_heads;
+  const int64_t all_tokens = asked.attention.block_size ? asked.tokens : asked.batch * asked.tokens;
+  const int64_t heads = all_tokens * asked.attention.num_heads;
   constexpr int kMostMultiprocessors = 192;
   const int multiprocessors = device->multiprocessors ? device->multiprocessors : kMostMultiprocessors;
   const int64_t pairs = asked.batch * asked.attention.kv_num_heads;
   const int keys = asked.attention.head_size, values = asked.attention.v_head_size;
   *plan = qm_cuda_attention_plan{};
   plan->cluster = 1;
-  if (asked.attention.key_split) {
+  if (asked.attention.block_size) {
+    plan_paged(asked, *device, multiprocessors, plan);
+  } else if (asked.attention.key_split) {
     plan_latent(asked, *device, multiprocessors, plan);
   } else if (rows <= kFewRows) {
     plan_few(asked, *device, multiprocessors, plan);
   } else {
     plan->wgmma = device->sm == 90 && keys % 64 == 0;
-    // Smaller tiles where larger ones leave multiprocessors empty; of heads of 64 they were slower.
-    const int wide_rows = keys > 64 && ceil_div(rows, 128) * pairs <= multiprocessors ? 64 : 128;
-    plan->tile_rows = plan->wgmma ? wide_rows : many_rows(keys, values);
+    plan->tile_rows = rows_of_many(*plan, asked.attention, multiprocessors, rows, pairs);
     plan->splits = splits_of(asked, multiprocessors, kLeastOfMany, plan->wgmma ? kWideKeys : attend_keys(keys, values),
                              ceil_div(rows, plan->tile_rows) * pairs);
   }
@@ -187,7 +234,8 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
     plan->workspace_bytes += static_cast<uint64_t>(ceil_div(bytes, 256) * 256);
     return at;
   };
-  if (plan->tile_rows != kFewRows && !asked.attention.key_split) plan->queries = take(heads * keys * 2);
+  if ((plan->many_rows || plan->tile_rows != kFewRows) && !asked.attention.key_split)
+    plan->queries = take(heads * keys * 2);
   if (plan->splits > 1 && plan->cluster == 1) {
     plan->sums = take(heads * plan->splits * 8);
     plan->partial = take(heads * plan->splits * values * 4);

@@ -64,30 +64,32 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
   launch_dependents();
 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
-  const int tile = params.tiles - 1 - static_cast<int>(blockIdx.x) / params.pairs;  // those with most slots first
-  const int pair = static_cast<int>(blockIdx.x) % params.pairs;
-  const int kv_heads = params.attention.kv_num_heads, batch_row = pair / kv_heads, kv_head = pair % kv_heads;
-  const int split = blockIdx.y, first_row = tile * kRows;
+  const ManyTile tile = many_tile(params, kRows);
+  const int pair = tile.pair, batch_row = tile.batch_row, kv_head = tile.kv_head, first_row = tile.first_row;
+  const int split = blockIdx.y;
   const BatchRow batch = read_row(params, batch_row);
-  const int rows = batch.count * params.group;
+  const int rows = is_mine(params, batch) ? batch.count * params.group : 0;
   wait_for_previous();
   if (first_row >= rows) return;
   const Span span = span_of(params, batch, first_row);
   if (split >= span.splits) return;
   const int begin = span.begin(split), end = span.begin(split + 1);
 
-  const Element* keys = static_cast<const Element*>(params.key) + static_cast<int64_t>(pair) * params.slots * DK;
-  const Element* values = static_cast<const Element*>(params.value) + static_cast<int64_t>(pair) * params.slots * DV;
+  const int64_t own_slots = first_slot_of(params, pair, kv_head, params.slots);
+  const Element* keys = static_cast<const Element*>(params.key) + own_slots * DK;
+  const Element* values = static_cast<const Element*>(params.value) + own_slots * DV;
+  const int step = slot_step(params);
   auto at_stage = [&](int stage) { return ring_at + stage % kWideStages * kRingStage; };
   auto load = [&](int stage) {
+    const Place first = stage < end ? find_slot(params, batch_row, stage * kKeys) : Place{0, false};
     auto copy = [&](uint32_t to, const Element* from, auto width, int i) {
       constexpr int D = decltype(width)::value;
       static_assert(kKeys * D / kChunk % kThreads == 0, "each thread copies as many");
       const int at = static_cast<int>(threadIdx.x) + i * kThreads, key = at / (D / kChunk), chunk = at % (D / kChunk);
       const int slot = stage * kKeys + key;
-      const bool there = slot >= span.low && slot <= span.last_slot;
+      const bool there = first.there && slot >= span.low && slot <= span.last_slot;
       const uint32_t place = to + (kCodes ? at * 16 : swizzled_tile<kKeys>(key, chunk));
-      const int64_t offset = static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk;
+      const int64_t offset = first.at * D + key * step * D + chunk * kChunk;
       copy_async16_past(place, from + offset, there);
       if constexpr (DK == DV) copy_async16_past(place + kRingKeys, values + offset, there);
     };
@@ -99,8 +101,8 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
       for (int i = 0; i < kKeys * DV / kChunk / kThreads; ++i)
         copy(at_stage(stage) + kRingKeys, values, Width<DV>{}, i);
   };
-  const Number* queries = static_cast<const Number*>(params.queries) +
-                          (static_cast<int64_t>(pair) * params.tokens * params.group + first_row) * DK;
+  const Number* queries =
+      static_cast<const Number*>(params.queries) + (queries_of(params, batch, pair, kv_head, 0) + first_row) * DK;
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kThreads)
     copy_async16_past(q_at + swizzled_tile<kRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
                       first_row + at / (DK / 8) < rows);
