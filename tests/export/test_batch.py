@@ -96,9 +96,9 @@ def test_like_lengths_run_together(exported, monkeypatch, tmp_path):
     """A long line does not pad the short ones beside it; answers stand in the file's order."""
     folder, ran, make = str(exported("qwen3_moe", **FLOAT)), [], Batch.__init__
 
-    def noted(self, model, prompts, *rest):
+    def noted(self, model, rooms, prompts, *rest):
         ran.append([len(ids) for ids in prompts])
-        make(self, model, prompts, *rest)
+        make(self, model, rooms, prompts, *rest)
 
     prompts = ["a", "bc", "a long line " * 5, "b", "another long line " * 5]
     (tmp_path / "prompts").write_text("\n".join(prompts), encoding="utf-8")
