@@ -265,10 +265,10 @@ def test_a_dry_run_says_what_calibration_takes(floats: Path, tmp_path: Path) -> 
 def test_ctrl_c_says_where_the_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quantmoe.exporter.writing import convert
 
-    def interrupted(checkpoint: Path, outdir: Path, **options: object) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "export", interrupted)
+    monkeypatch.setattr(convert, "write", interrupted)
     command = ["export", str(tmp_path), str(tmp_path), "--quantize", "q4_k", "--calibrate", "text.txt"]
     assert "keeps" not in CliRunner().invoke(app, command).output
     (tmp_path / "quantmoe.calibration").write_bytes(b"")
