@@ -477,11 +477,10 @@ def _paged_attention(
         if ((used < 0) | (used >= len(past[0]))).any():
             raise ValueError(f"block_table has {used.tolist()}, the caches have {len(past[0])} blocks")
         mine = slice(begin, begin + count)
-        held = [cache[used].reshape(1, -1, *cache.shape[2:]).swapaxes(1, 2)[:, :, :end] for cache in present]
-        turns = [table[None, before:end] if spec.rotary_size else np.zeros((1, count, 0)) for table in (cos, sin)]
-        found, *new = attention(
-            alone, qkv[:, mine], *held, np.array([[0, count, before]], np.int32), end, *turns, *weights
-        )
+        key, value = (cache[used].reshape(1, -1, *cache.shape[2:]).swapaxes(1, 2)[:, :, :end] for cache in present)
+        turn = [table[None, before:end] if spec.rotary_size else np.zeros((1, count, 0)) for table in (cos, sin)]
+        own = np.array([[0, count, before]], np.int32)
+        found, *new = attention(alone, qkv[:, mine], key, value, own, end, turn[0], turn[1], *weights)
         output[:, mine] = found
         for cache, slots in zip(present, new, strict=True):
             for slot in range(before, end):

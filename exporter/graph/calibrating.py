@@ -69,10 +69,11 @@ class Kept:
 
     def save(self, windows: int, found: Mapping[tuple[str, int], _Moments]) -> None:
         """Replace the file."""
-        arrays = {f"{part} {name}": np.append(m.squares, m.count) for (name, part), m in found.items()}
+        arrays: dict[str, Any] = {"of": np.array(self.of), "windows": np.array(windows)}
+        arrays |= {f"{part} {name}": np.append(m.squares, m.count) for (name, part), m in found.items()}
         written = self.path.with_name(f"{self.path.name}.new")
         with written.open("wb") as file:
-            np.savez(file, of=np.array(self.of), windows=np.array(windows), **arrays)
+            np.savez(file, **arrays)
         os.replace(written, self.path)
 
 

@@ -82,7 +82,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         found = config[key]
         if config.get("model_type") in COUNTED and isinstance(found, list) and found:
             found = found[0]
-        if type(found) is not kind or (kind is int and found <= 0):
+        if type(found) is not kind or (isinstance(found, int) and found <= 0):
             raise CheckpointError(f"{path}: {key} is {found!r}, expected a positive {kind.__name__}")
         return found
 

@@ -123,7 +123,7 @@ class Unquantized(Format):
         dtypes = tuple(FLOAT_KINDS) if self.kind == "none" else FLOATS
         if f"{layer.name}.gate_up_proj" in self.ckpt or f"{layer.name}.gate_proj" not in self.ckpt:
             shapes = {"gate_up_proj": (num, 2 * i, h), "down_proj": (num, h, i)}
-            inputs = {"gate_up_proj": layer.halves}
+            inputs: dict[str, tuple[slice, ...]] = {"gate_up_proj": layer.halves}
         else:
             shapes = {"gate_proj": (num, i, h), "up_proj": (num, i, h), "down_proj": (num, h, i)}
             inputs = {"gate_proj": (slice(None),), "up_proj": (slice(None),)}
