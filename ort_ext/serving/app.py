@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.reading.sampling import read_object, sampling_of, vocabulary_of
-from quantmoe.runtime.chat import Text
+from quantmoe.runtime.chat import TemplateArguments, Text
 from quantmoe.runtime.constraint import Grammar
 from quantmoe.runtime.generate import Generator
 from quantmoe.serving import protocol
@@ -135,19 +135,24 @@ class Server:
             arguments, messages = ask.arguments(), [message.given() for message in ask.messages]
             ids = await _apart(self.text.encode, messages, (), arguments)
         kind = partial(ChatAnswers, parser=partial(self.text.parser, ids, arguments))
-        return await self._answer(ask, http, [ids], kind)
+        return await self._answer(ask, http, [ids], kind, arguments)
 
     async def _answer(
-        self, ask: Ask, http: HttpRequest, prompts: Sequence[Sequence[int]], kind: Callable[..., Answers]
+        self,
+        ask: Ask,
+        http: HttpRequest,
+        prompts: Sequence[Sequence[int]],
+        kind: Callable[..., Answers],
+        arguments: TemplateArguments | None = None,
     ) -> Response:
         """Return one object, or a stream of them."""
         if ask.model not in (None, self.name):
             raise Refused(404, f"model is {ask.model!r}, expected {self.name!r}", "model", "model_not_found")
         heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
         requests = self._requests(ask, prompts, heard)
-        if rules := ask.rules():
-            with _refusing(next(iter(rules))):
-                await _apart(self._constrain, requests, rules)
+        rules = ask.rules()
+        with _refusing(next(iter(rules), "tool_choice")):
+            await _apart(self._constrain, requests, rules, arguments)
         with _refusing("prompt" if isinstance(ask, AskText) else "messages"):
             self.scheduler.submit(requests)
         answers = kind(self.name, self.text.tokenizer, prompts, requests)
@@ -163,18 +168,22 @@ class Server:
                     answers.add(index, event)
         return JSONResponse(answers.whole())
 
-    def _constrain(self, requests: Sequence[Request], rules: Mapping[str, str]) -> None:
-        """Make answers follow a rule.
+    def _constrain(
+        self, requests: Sequence[Request], rules: Mapping[str, str], arguments: TemplateArguments | None
+    ) -> None:
+        """Make answers follow a rule, or call a tool that they must call.
 
         Raises:
-            OptionError: there are several, or it is no rule.
+            OptionError: there are several rules, or it is no rule.
         """
-        if len(rules) > 1:
-            raise OptionError(f"the answer follows {' and '.join(rules)}, expected one of them")
-        ((kind, text),) = rules.items()
-        grammar = Grammar(kind, text)  # type: ignore[arg-type]
+        found = {kind: Grammar(kind, text) for kind, text in rules.items()}  # type: ignore[arg-type]
+        calls = None if arguments is None else self.text.calls(arguments)
+        found |= {} if calls is None else {"tool_choice": calls}
+        if len(found) > 1:
+            raise OptionError(f"the answer follows {' and '.join(found)}, expected one of them")
         for request in requests:
-            request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
+            for grammar in found.values():
+                request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
 
     def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any]) -> list[Request]:
         each = ask.n or 1

@@ -154,6 +154,15 @@ class Tool(Options):
     function: Function
 
 
+class ToolName(Options):
+    name: Text
+
+
+class NamedTool(Options):
+    type: Literal["function"]
+    function: ToolName
+
+
 class TextFormat(Options):
     type: Literal["text"]
 
@@ -182,7 +191,7 @@ class AskChat(Ask):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     reasoning_effort: StrictStr | None = Field(None, description="for chat templates that read it")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template reads")
@@ -205,7 +214,8 @@ class AskChat(Ask):
         """Return what the chat template is rendered with."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return TemplateArguments(tools or None, self.tool_choice or "auto", effort | (self.chat_template_kwargs or {}))
+        choice = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        return TemplateArguments(tools or None, choice or "auto", effort | (self.chat_template_kwargs or {}))
 
     @property
     def top(self) -> int | None:

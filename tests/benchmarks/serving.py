@@ -60,13 +60,20 @@ class Request:
     tokens: list[int] = field(default_factory=list)
 
 
-def mixed(count: int, vocabulary: int, seed: int = 0) -> list[Request]:
-    """Random prompts and numbers of tokens."""
-    rng = np.random.default_rng(seed)
-    return [
-        Request(rng.integers(3, vocabulary, rng.choice(PROMPTS)).tolist(), int(rng.choice(ANSWERS)))
-        for _ in range(count)
-    ]
+@dataclass
+class Mixture:
+    """Random prompts and numbers of tokens, of these lengths."""
+
+    vocabulary: int
+    prompts: Sequence[int] = PROMPTS
+    answers: Sequence[int] = ANSWERS
+
+    def draw(self, count: int, seed: int = 0) -> list[Request]:
+        rng = np.random.default_rng(seed)
+        return [
+            Request(rng.integers(3, self.vocabulary, rng.choice(self.prompts)).tolist(), int(rng.choice(self.answers)))
+            for _ in range(count)
+        ]
 
 
 class Batches:
@@ -198,10 +205,10 @@ def opened(place: str, vocabulary: int, static: bool) -> Batches | Engine | Serv
     return Engine(Path(place)) if static or "block_table" in inputs else Batches(Path(place))
 
 
-def measure(server: Batches | Engine | Server, concurrent: int, rounds: int) -> None:
+def measure(server: Batches | Engine | Server, mixture: Mixture, concurrent: int, rounds: int) -> None:
     """Print a line, of requests after others in which CUDA graphs are captured."""
-    server.serve(mixed(2 * concurrent, server.vocabulary, seed=1), concurrent)
-    requests = mixed(max(8, rounds * concurrent), server.vocabulary)
+    server.serve(mixture.draw(2 * concurrent, seed=1), concurrent)
+    requests = mixture.draw(max(8, rounds * concurrent))
     begin = time.perf_counter()
     server.serve(requests, concurrent)
     seconds = time.perf_counter() - begin
@@ -360,6 +367,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-30b-a3b", help="of make")
     parser.add_argument("--sizes", type=json.loads, default={}, help="of make: as ort_cuda_bench.py's")
     parser.add_argument("--vocabulary", type=int, default=151936, help="of a server's model")
+    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, help="tokens of prompts")
+    parser.add_argument("--answers", nargs="+", type=int, default=ANSWERS, help="tokens of answers")
     given = parser.parse_args()
     if given.what == "make":
         make([Path(place) for place in given.places], given.folder, given.model, given.sizes)
@@ -371,7 +380,7 @@ def main() -> None:
             server = opened(place, given.vocabulary, given.static)
             print(server.name)
             for concurrent in given.concurrent:
-                measure(server, concurrent, given.rounds)
+                measure(server, Mixture(server.vocabulary, given.prompts, given.answers), concurrent, given.rounds)
             del server
 
 

@@ -44,10 +44,15 @@ CAPACITY, QUEUE = 512, 16
 TEMPLATE = """
 {%- for tool in tools or [] %}<tool_call>{"name": {{ tool.function.name }}, "arguments": ..}</tool_call> {% endfor %}
 {%- for message in messages %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}{% endfor %}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}{% endfor %}
 {%- if enable_thinking %}<think>{% endif %}
 {%- if false %}</think>{% endif %}"""
-TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CITY = {"type": "object", "properties": {"city": {"enum": ["Ur", "Rome"]}}, "required": ["city"]}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY | {"additionalProperties": False}}}
+]
 
 
 def make(folder: Path, checkpoint: str) -> None:
@@ -262,11 +267,17 @@ def test_tools_and_reasoning(served: tuple[Server, int], client: openai.OpenAI) 
     text = served[0].text
     rendered = text.template.render([m if isinstance(m, dict) else m.model_dump() for m in messages], TOOLS)
     assert answer.usage.prompt_tokens == len(text.ids(rendered))
-    assert "(weather)Sunny." in rendered
+    assert '"city": "Ur"}' in rendered
+    assert rendered.endswith("</tool_call>Sunny.")
     assert ask(tool_choice="none").usage.prompt_tokens < answer.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError) as error:
-        ask(tool_choice="required")
-    assert error.value.param == "tool_choice"
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        (called,) = ask(tool_choice=choice, seed=1).choices[0].message.tool_calls
+        assert called.function.name == "weather"
+        assert "city" in json.loads(called.function.arguments)
+    for wrong in ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, {"tool_choice": "any"}):
+        with pytest.raises(openai.BadRequestError) as error:
+            ask(**wrong)
+        assert error.value.param in ("tool_choice", "messages")
 
 
 def test_answers_follow_a_rule(client: openai.OpenAI) -> None:
