@@ -51,12 +51,19 @@ def test_natives():
         assert b"RegisterCustomOps" in data, name
 
 
+def check_dates(archive):
+    """All entries have one date, the commit's: tools that copy by date take a newer library."""
+    (date,) = {entry.date_time for entry in archive.infolist()}
+    assert date > (2026,)
+
+
 def test_jar(jar):
     found = {
         n.removeprefix("quantmoe/native/"): jar.read(n) for n in jar.namelist() if "/native/" in n and n[-1] != "/"
     }
     assert found == NATIVES
     assert {name: jar.read(f"META-INF/{name}") for name in LICENCES} == LICENCES
+    check_dates(jar)
     assert f"Implementation-Version: {VERSION}".encode() in jar.read("META-INF/MANIFEST.MF")
     for kind in ("sources", "javadoc"):
         with zipfile.ZipFile(ROOT / f"build/java/quantmoe-{VERSION}-{kind}.jar") as archive:
@@ -162,6 +169,7 @@ def nuspec(nupkg):
 
 def test_nupkg(nupkg):
     assert nupkg.testzip() is None
+    check_dates(nupkg)
     name, _ = nuspec(nupkg)
     native = re.compile(r"runtimes/(.+)/native/(.+)")
     found = {f"{m[1]}/{m[2]}": nupkg.read(m[0]) for m in map(native.fullmatch, nupkg.namelist()) if m}

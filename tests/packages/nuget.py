@@ -24,7 +24,7 @@ def dotnet(*arguments: str | Path, **more: str) -> str:
 
 
 def test_two_projects_of_one_program() -> None:
-    """A library and its program both have the package, and the library shows the program its internal names."""
+    """A library and its ASP.NET program both have the package, and the library shows the program its internal names."""
     model = os.environ["QUANTMOE_MODEL"]
     said = dotnet("run", "--artifacts-path", ROOT / "build/nuget/consumer", "--project", NUGET / "consumer", model)
     assert "session: input_ids" in said

@@ -1,4 +1,3 @@
-using System;
 using Microsoft.ML.OnnxRuntime;
 
 using var options = new Microsoft.ML.OnnxRuntime.SessionOptions();

@@ -49,10 +49,13 @@ namespace QuantMoe
             this.goesBack = goesBack && model.HasStates;
             inputs = model.Inputs;
             shares = model.Value("past_present_share_buffer") == "true";
-            model.Add(this);
-            cache = inputs.Select(input => input.Allocate(0)).ToArray();
-            spare = inputs.Select((input, i) => shares && input.IsState ? input.Allocate(0) : cache[i]).ToArray();
-            binding = model.Session.CreateIoBinding();
+            lock (gate) // the model may be closed from now on, and waits
+            {
+                model.Add(this);
+                cache = inputs.Select(input => input.Allocate(0)).ToArray();
+                spare = inputs.Select((input, i) => shares && input.IsState ? input.Allocate(0) : cache[i]).ToArray();
+                binding = model.Session.CreateIoBinding();
+            }
         }
 
         /// <summary>Read a file of <see cref="Save"/> or of <c>quantmoe generate --save-state</c>.</summary>
