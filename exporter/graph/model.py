@@ -91,16 +91,40 @@ class Skeleton(Stored):
         state_window: int = 1,
         vision: ModuleType | None = None,
     ):
-        self.vision = vision
         super().__init__(format, DTYPES[dtype])
-        folder = format.ckpt.folder
+        self.vision = vision
+        config = self._configuration(layers)
+        self.model = self._without_weights(config)
+        self._prepare(config.model_type)
+        self._narrow()
+        self.lightning = self._lightning(state_window)
+        self.state_space = self._state_space(target, state_window)
+        self.linear_attention = self._linear_attention(target, state_window)
+        self.experts = self._experts(layers)
+        self._find_sources()
+        self.head = self._round_head(lm_head) if lm_head else None
+        self.absorbed = [f"{name}.kv_b_proj" for name, module in self.model.named_modules() if latent.is_latent(module)]
+        self.linears = dict(self._linears())
+
+    def _configuration(self, layers: int | None) -> Any:
+        """Return transformers' configuration of what the graph has."""
+        format = self.format
         config = configuration(format, layers)
-        self.embedding_width = config.hidden_size * (vision.parts(whole(format)) if vision else 1)
+        self.embedding_width = config.hidden_size * (self.vision.parts(whole(format)) if self.vision else 1)
         if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
             config.tie_word_embeddings = False
         if format.part:
             config = mtp.one_layer(config, format.next_layer)
         getattr(ARCHITECTURES.get(config.model_type), "configure", lambda config: None)(config)
+        return config
+
+    def _without_weights(self, config: Any) -> Any:
+        """Return transformers' model of a configuration, without weights.
+
+        Raises:
+            CheckpointError: transformers makes no such model.
+        """
+        folder = self.format.ckpt.folder
         try:
             with init_empty_weights(), _LargeOnMeta(), quiet(), doing(f"{folder}: making the model without weights"):
                 model = causal_model(config, self.dtype)
@@ -112,27 +136,24 @@ class Skeleton(Stored):
                 f"{folder / 'config.json'}: not a causal language model of transformers {transformers.__version__}: "
                 f"{config.model_type}{reason}"
             ) from None
-        self.model = model.eval().requires_grad_(False)
-        if config.model_type in ARCHITECTURES:
-            ARCHITECTURES[config.model_type].prepare(model)
-        follow_lengths(model)
-        if vision is not None:
-            vision.prepare(model)
-        if format.part:
+        return model.eval().requires_grad_(False)
+
+    def _prepare(self, model_type: str) -> None:
+        """Change modules so that torch.export can follow them."""
+        if model_type in ARCHITECTURES:
+            ARCHITECTURES[model_type].prepare(self.model)
+        follow_lengths(self.model)
+        if self.vision is not None:
+            self.vision.prepare(self.model)
+        if self.format.part:
             with init_empty_weights(), _LargeOnMeta():
-                mtp.prepare(model)
+                mtp.prepare(self.model)
+
+    def _narrow(self) -> None:
+        """Leave a rank its part of the head and of linear attention."""
         if self.divided:
             self._narrow_head(self.divided.world)
-            linear_attention.narrow(model, self.divided, str(folder))
-        self.lightning = self._lightning(state_window)
-        self.state_space = self._state_space(target, state_window)
-        self.linear_attention = self._linear_attention(target, state_window)
-        self.experts = self._experts(layers)
-        self._find_sources()
-        self.head = self._round_head(lm_head) if lm_head else None
-        latents = (name for name, module in model.named_modules() if latent.is_latent(module))
-        self.absorbed = [f"{name}.kv_b_proj" for name in latents]
-        self.linears = dict(self._linears())
+            linear_attention.narrow(self.model, self.divided, str(self.format.ckpt.folder))
 
     def _experts(self, layers: int | None) -> dict[str, MoELayer]:
         """Return experts modules, which lose their parameters, each with its layer in the checkpoint."""

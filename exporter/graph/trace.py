@@ -7,12 +7,9 @@ says where their bytes come from. Of equal layers three are traced; passes/repea
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,36 +24,27 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.exporters import exporter_onnx
 from transformers.exporters.utils import patch_attribute
 
-from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.matrix import gates_first
-from quantmoe.custom_ops.op import AttentionSpec, GatherSpec, LinearSpec, ReduceSpec
+from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.torch_op import ONNX
-from quantmoe.exporter.choosing.caches import Caches, choose_caches
+from quantmoe.exporter.choosing.caches import choose_caches
 from quantmoe.exporter.choosing.choose import Choice
-from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, run_passes, state_space
+from quantmoe.exporter.graph.passes import latent, linear_attention, run_passes
 from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
-    MASKLESS,
-    PROJECTIONS,
-    RecognisedAttention,
     recognise,
     signature,
 )
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
-from quantmoe.exporter.graph.passes.norms import plain_norms
 from quantmoe.exporter.graph.passes.paged import refusal as unpaged
 from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
-from quantmoe.exporter.graph.passes.routers import replace_routers
-from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
-from quantmoe.exporter.graph.passes.shared import attach as attach_shared
-from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts, meet_before, norm_sums
+from quantmoe.exporter.graph.passes.rows import Rows
+from quantmoe.exporter.graph.passes.sums import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.tables import narrow_tables
-from quantmoe.exporter.graph.stored import placeholder
+from quantmoe.exporter.graph.put_nodes import Attention
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.targets import Target
@@ -68,49 +56,6 @@ CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "auto": ir.DataT
 LONGEST = 8
 
 
-class PackedLinear(torch.nn.Module):
-    """A linear whose weight and bias are packed: one QuantLinear node."""
-
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype):
-        super().__init__()
-        self.weight = torch.empty(0, dtype=dtype)  # routers ask for its type; nothing can be multiplied by it
-        self.attributes = json.dumps(spec.attributes())
-        words = LAYOUTS[spec.w.layout].row_bytes(spec.moe, "w2") // 4
-        self.register_buffer("w", placeholder((1, words), torch.int32), persistent=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.quantmoe.quant_linear(x, self.w, self.attributes)
-
-
-class PartOfLinear(torch.nn.Module):
-    """Some of a packed linear's outputs. Parts of one input are one product: the exporter merges equal nodes."""
-
-    def __init__(self, whole: PackedLinear, sizes: Sequence[int], index: int):
-        super().__init__()
-        self.whole = (whole,)  # no module of this one, too
-        self.sizes, self.index = list(sizes), index
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.whole[0](x).split(self.sizes, -1)[self.index]
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """How a model attends in the graph.
-
-    Attributes:
-        found: modules that become CachedAttention. rows: what their nodes share.
-        plain: module that stays standard nodes -> why. If there is any, the caches have the graph's type.
-        caches: what the caches of the found hold. kind: of floats, as asked for; see :func:`export`.
-    """
-
-    found: dict[str, RecognisedAttention]
-    plain: dict[str, str]
-    rows: Rows
-    caches: Caches
-    kind: str
-
-
 def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Target) -> ir.Model:
     """Return the ONNX graph, with KV cache, dynamic in batch and sequence.
 
@@ -118,42 +63,12 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Target
     meta["untraced"] says why.
 
     Args:
-        chosen: the nodes' attributes; linears that it lacks are float MatMuls.
-        attends: of :func:`attention_of` with the same arguments.
+        skeleton: after :func:`put_nodes`. chosen, attends: its arguments.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
     """
-    model, found = skeleton.model, attends.found
-    attach(model, found, attends.rows, _gates_first(skeleton, chosen, found))
-    if not attends.plain:
-        model.set_attn_implementation(MASKLESS)
-        widen_tables(decoder_of(model))
-    skeleton.take_rows()
-    for name, linear in chosen.linears.items():
-        sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear, skeleton.dtype)
-        if len(sizes) > 1:
-            for i, part in enumerate(chosen.parts[name]):
-                model.set_submodule(part, PartOfLinear(whole, sizes, i))
-        model.set_submodule(name, whole)
-    if target.joined:
-        for path in found:
-            skeleton.join(path, PROJECTIONS[:3], "qkv_proj")
-        for path in skeleton.linear_attention:
-            for joined, parts in linear_attention.WHOLES.items():
-                skeleton.join(path, parts, joined)
-    every = chosen.shared.values()
-    replace_routers(model, target, {shared.router: (shared.count, int(bool(shared.gate))) for shared in every})
-    for shared in every:
-        if shared.gate:
-            skeleton.stack(f"{shared.router}.weight", [f"{shared.router}.weight", f"{shared.gate}.weight"])
-    attach_shared(model, every)
-    latent.absorb(skeleton)
-    if (own := skeleton.format.slice) is not None:
-        experts = [] if own.own_tokens else chosen.nodes
-        meet(model, [*experts, *skeleton.summed], ReduceSpec(**own.place))
-        meet(model, skeleton.gathered, GatherSpec(**own.place))
-        meet_before(model, skeleton.by_rows, GatherSpec(**own.place))
+    model, own = skeleton.model, skeleton.format.slice
     with _uncollected():
         graph = _trace_layers(skeleton, target)
     if not attends.plain:
@@ -173,30 +88,13 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Target
     return graph
 
 
-def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, RecognisedAttention]) -> list[str]:
-    """Return modules whose query projections get their gates before their queries, where the node has them:
-    chosen.gated of packed ones, functions of the others' tensors."""
-    moved = []
-    for path in (path for path, recognised in found.items() if recognised.spec.gated):
-        heads, size = found[path].spec.num_heads, found[path].spec.head_size
-        node = next((name for name, parts in chosen.parts.items() if f"{path}.q_proj" in parts), None)
-        if node is not None and size % chosen.linears[node].w.block_n:
-            continue  # rows of two blocks share a scale
-        moved.append(path)
-        if node is not None:
-            chosen.gated[node] = heads
-            continue
-        order = gates_first(2 * heads * size, heads)
-        names = (f"{path}.q_proj.{leaf}" for leaf in ("weight", "bias"))
-        skeleton.derive((name for name in names if name in skeleton.tensors), partial(np.take, indices=order, axis=0))
-    return moved
-
-
-def attention_of(skeleton: Skeleton, chosen: Choice, target: Target, cache: str, paged: bool = False) -> Attention:
-    """Return how the model attends in the graph. Experts, norms and linear attention are what they will be there
-    afterwards.
+def attention_of(
+    skeleton: Skeleton, chosen: Choice, rows: Rows, target: Target, cache: str, paged: bool = False
+) -> Attention:
+    """Return how the model attends in the graph.
 
     Args:
+        skeleton: after :func:`put_first_nodes`, which returns ``rows``.
         cache: see :func:`export`.
         paged: all attention is to become PagedAttention (passes/paged.py).
 
@@ -211,23 +109,6 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: Target, cache: str,
         raise CheckpointError(
             f"{skeleton.format.ckpt.folder}: {name}: --paged has no linear attention: its states are not in blocks"
         )
-    for name, nodes in chosen.nodes.items():
-        if nodes != [name]:
-            model.get_submodule(name).groups = torch.nn.ModuleList(torch.nn.Module() for _ in nodes)
-    for name, spec in chosen.layers.items():
-        module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
-        module.attributes = json.dumps(spec.attributes())
-        for projection in ("w13", "w2"):
-            shape = (len(chosen.experts[name].ids), layout.row_bytes(spec, projection) // 4)
-            module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
-    model.set_experts_implementation("quantmoe")
-    model.set_attn_implementation(attention.NAME)
-    skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
-    rows = Rows(decoder, target)
-    changed = linear_attention.attach(model, skeleton.linear_attention, rows)
-    changed += state_space.attach(model, skeleton.state_space, rows)
-    skeleton.derive(changed, linear_attention.as_taken)
-    skeleton.derive(lightning.attach(skeleton, skeleton.lightning, rows), np.asarray)
     with _exporting(skeleton, "recognising attention"):
         own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]

@@ -43,6 +43,7 @@ from quantmoe.exporter.graph.passes.packed_tables import PackedTable, pack_table
 from quantmoe.exporter.graph.passes.paged import to_paged
 from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
+from quantmoe.exporter.graph.put_nodes import put_nodes
 from quantmoe.exporter.graph.stored import Stored
 from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing, naming
@@ -61,6 +62,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
     Args:
         ends: see Prepared; gets how many tokens have logits, where that is neither one nor all.
     """
+    put_nodes(part.skeleton, part.chosen, part.attention, options.facts)
     part.graph = graph = trace(part.skeleton, part.chosen, part.attention, options.facts)
     report.untraced = graph.meta.pop("untraced", "") or report.untraced
     part.weights = place_weights(graph)

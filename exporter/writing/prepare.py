@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from quantmoe.exporter.graph.passes.packed_tables import PackedTable
     from quantmoe.exporter.graph.passes.paged import Table
     from quantmoe.exporter.graph.passes.weights import Weight
-    from quantmoe.exporter.graph.trace import Attention
+    from quantmoe.exporter.graph.put_nodes import Attention
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
 
@@ -199,6 +199,7 @@ def prepare(
     progress("loading torch and transformers", 0, 1)
     # seconds, and what headers decide has been said
     from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.put_nodes import put_first_nodes
     from quantmoe.exporter.graph.trace import attention_of
 
     family, tower = _vision(format) if options.vision else (None, None)
@@ -214,7 +215,11 @@ def prepare(
         raise OptionError(f"state_window is {options.state_window}: {format.ckpt.folder} has no linear attention")
     ends = stops(text_model)
     turns, no_turns = folder_turns(format.ckpt.companions)
-    parts = [Part(*pair, attention_of(*pair, options.facts, options.cache, options.paged)) for pair in chosen]
+    parts = []
+    for skeleton, choice in chosen:
+        rows = put_first_nodes(skeleton, choice, options.facts)
+        attends = attention_of(skeleton, choice, rows, options.facts, options.cache, options.paged)
+        parts.append(Part(skeleton, choice, attends))
     if family is None or tower is None:
         return Prepared(format, parts, [], _report(parts, [], options, no_turns), ends, turns)
     from quantmoe.exporter.graph.config import whole

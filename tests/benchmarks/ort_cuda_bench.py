@@ -103,6 +103,7 @@ def make_graph(
     from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
     from quantmoe.exporter.graph.passes.paged import to_paged
     from quantmoe.exporter.graph.passes.weights import place_weights
+    from quantmoe.exporter.graph.put_nodes import put_first_nodes, put_nodes
     from quantmoe.exporter.graph.trace import attention_of, trace
     from quantmoe.exporter.targets import CUDA
     from quantmoe.exporter.writing.prepare import open_format
@@ -120,9 +121,10 @@ def make_graph(
             head = chosen.source(name) == skeleton.head
             if linear.w.format == "int4" and not (head and weights == "mxfp4"):
                 chosen.linears[name] = replace(linear, w=replace(linear.w, **(experts if head else dense)))
-    attends = attention_of(skeleton, chosen, CUDA, "auto", paged)
+    attends = attention_of(skeleton, chosen, put_first_nodes(skeleton, chosen, CUDA), CUDA, "auto", paged)
     if attends.plain:
         raise SystemExit(f"attention of standard nodes: {attends.plain}")
+    put_nodes(skeleton, chosen, attends, CUDA)
     graph = trace(skeleton, chosen, attends, CUDA)
     placed = place_weights(graph)
     keep_tables(placed, skeleton.stored_type)
