@@ -492,6 +492,12 @@ PUBLISHED: dict[str, Published] = {
             },
         },
     ),
+    "deepseek_v32": Published(
+        "deepseek-ai/DeepSeek-V3.2",
+        _DEFAULTS,
+        {"norm_topk_prob": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+        | {"rope_parameters": _yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)},
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

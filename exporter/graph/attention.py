@@ -50,6 +50,8 @@ def grouped_attention(
     Raises:
         ValueError: naming an argument of ``UNSUPPORTED`` that is not None.
     """
+    if getattr(module, "indexed", False):
+        attention_mask = _of_selected(attention_mask, others.pop("indices"))
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
@@ -72,6 +74,18 @@ def grouped_attention(
     found = torch.matmul(weights.reshape(batch, groups, heads // groups * s, length), value)
     found = found.reshape(batch, heads, s, value.shape[-1]).transpose(1, 2)
     return found if absorbed is None else absorbed.outputs(found), None
+
+
+def _of_selected(mask: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return a mask [batch, 1, S, L] without tokens that no index names.
+
+    Args:
+        indices: [batch, S, k]; L and more name no token.
+    """
+    batch, _, new, length = mask.shape
+    chosen = torch.zeros(batch, new, length + indices.shape[-1], dtype=mask.dtype)
+    chosen = chosen.scatter(-1, indices, 1.0)[..., :length]
+    return torch.where(chosen[:, None] > 0, mask, torch.finfo(mask.dtype).min)
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -202,9 +202,8 @@ class Skeleton(Stored):
         names = model.named_parameters(remove_duplicate=False)
         self.tied = {name: first.setdefault(id(parameter), name) for name, parameter in names}
         self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
-        self.stored_as: dict[str, Any] = getattr(
-            ARCHITECTURES.get(model.config.model_type), "stored", lambda model: {}
-        )(model)
+        stored: Any = getattr(ARCHITECTURES.get(model.config.model_type), "stored", lambda model: {})
+        self.stored_as: dict[str, tuple[tuple[int, ...], Callable[[np.ndarray], np.ndarray]]] = stored(model)
         self.derived |= {name: function for name, (_, function) in self.stored_as.items()}
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         self._check_parameters()

@@ -234,9 +234,8 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
             found["search"]["max_length"] = min(found["search"]["max_length"], int(short))
         if options.paged:
             add_paged(found, (str(v.name) for v in parts[0].graph.graph.inputs))
-        if ready.whole is not None:
-            skeleton = ready.parts[0].skeleton
-            assert skeleton.vision is not None
+        skeleton = ready.parts[0].skeleton
+        if ready.whole is not None and skeleton.vision is not None:
             names = VISION_MODEL, EMBEDDINGS_MODEL
             add_vision(found, skeleton.vision.NAME, skeleton.embedding_width, ready.whole, PROCESSOR, names)
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2), encoding="utf-8")

@@ -82,6 +82,8 @@ LLAMA4 = {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "attention_chun
 LLAMA4 |= {"no_rope_layer_interval": 2}
 #: queries are scaled from the 8th token on, of 8192 published ones
 MISTRAL4 = {"num_key_value_heads": 4, "head_dim": 32, "rope_parameters": {"original_max_position_embeddings": 8}}
+#: of 14 tokens each attends to 6
+INDEXED = {"num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 24, "index_topk": 6}
 #: two experts in each of eight groups
 SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
 #: the vision tower of Qwen's and GLM's models, which no test of this file runs
@@ -152,6 +154,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "axk1": {"num_key_value_heads": 4} | SIXTEEN,
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v2 group_limited_greedy": {"num_key_value_heads": 4, "num_experts_per_tok": 2} | SIXTEEN,
+    "deepseek_v32": INDEXED | SIXTEEN,
     "deepseek_v3": {"num_key_value_heads": 4} | SIXTEEN,
     "deepseek_ocr2": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
@@ -233,13 +236,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jetmoe": ({"kv_channels": 16}, "jetmoe: experts that are not on transformers' experts interface are not supp"),
     "zaya": ({"num_experts_per_tok": 1}, "zaya: a state of its own from token to token is not supported"),
     "glm_moe_dsa": ({"num_key_value_heads": 4}, "GlmMoeDsaAttention: attention with indices is not supported"),
+    "axk2": ({"num_key_value_heads": 4}, "AXK2Attention: attention with indices is not supported"),
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16}
         | {"index_block_size": 4, "index_topk_blocks": 2},
         "MiniMaxM3VLAttention: attention with block_indices is not supported",
     ),
-    "axk2": ({"num_key_value_heads": 4}, "AXK2Attention: attention with indices is not supported"),
-    "deepseek_v32": ({"num_key_value_heads": 4}, "DeepseekV32Attention: attention with indices is not supported"),
     "deepseek_v4": (
         {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16}
         | {"mlp_layer_types": ["hash_moe", *["moe"] * 3], "num_nextn_predict_layers": 0},

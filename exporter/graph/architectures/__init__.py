@@ -18,6 +18,7 @@ from types import ModuleType
 from quantmoe.exporter.graph.architectures import (
     deepseek_v2,
     ernie4_5_vl_moe,
+    indexed,
     llama4,
     longcat_flash,
     minimax,
@@ -30,6 +31,7 @@ from quantmoe.exporter.graph.architectures import (
 #: config.model_type -> module
 ARCHITECTURES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
+    "deepseek_v32": indexed,
     "ernie4_5_vl_moe_text": ernie4_5_vl_moe,
     "glm4v_moe_text": mrope,
     "llama4_text": llama4,

@@ -296,4 +296,8 @@ def _attach(module: Any) -> None:
     module.forward = MethodType(_forward, module)
 
 
-KIND = Kind(is_latent, _compare, _attach)
+def _attends_to_all(module: torch.nn.Module) -> bool:
+    return is_latent(module) and not hasattr(module, "indexer")
+
+
+KIND = Kind(_attends_to_all, _compare, _attach)

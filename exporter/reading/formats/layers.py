@@ -79,7 +79,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is None:
             raise CheckpointError(f"{path}: expected one of the fields {', '.join(keys)}")
-        found = config[key]
+        found: Any = config[key]
         if config.get("model_type") in COUNTED and isinstance(found, list) and found:
             found = found[0]
         if type(found) is not kind or (isinstance(found, int) and found <= 0):
