@@ -32,7 +32,7 @@ def test_two_projects_of_one_program() -> None:
 
 def test_a_platform_without_a_library_is_a_warning() -> None:
     project, artifacts = NUGET / "consumer/Library", ROOT / "build/nuget/platform"
-    build = ["build", "--artifacts-path", artifacts, project]
+    build: list[str | Path] = ["build", "--artifacts-path", artifacts, project]
     assert "QUANTMOE001" not in dotnet(*build)
     assert re.search(
         "warning QUANTMOE001: The package QuantMoe has no library for linux-musl-x64: ",
@@ -71,7 +71,7 @@ def test_the_guide(tmp_path: Path) -> None:
 def test_dates(tmp_path: Path) -> None:
     """The library of a later commit is a later file, which MSBuild copies; the same commit gives the same bytes."""
     package = shutil.copy(next((ROOT / "dist").glob("QuantMoe.[0-9]*.nupkg")), tmp_path)
-    found = {}
+    found: dict[tuple[int, ...], set[bytes]] = {}
     for seconds in (1790000000, 1790086400, 1790000000):
         subprocess.run([sys.executable, NUGET / "dates.py", str(seconds), package], check=True)
         with zipfile.ZipFile(package) as archive:
