@@ -113,7 +113,7 @@ Experts = Annotated[
 Ram = Annotated[Any, _option("Hardware", "limit RAM for experts, as 12GB", **ROOM)]
 GpuMemory = Annotated[Any, _option("Hardware", "limit GPU memory for experts", **ROOM)]
 Chunk = Annotated[
-    int | None, _option("Speed", f"read N prompt tokens a step: {CPU.chunk}, cuda {CUDA.chunk}", min=1, metavar="N")
+    int | None, _option("Hardware", f"read N prompt tokens a step: {CPU.chunk}, cuda {CUDA.chunk}", min=1, metavar="N")
 ]
 
 
@@ -335,21 +335,21 @@ def generate(
     experts: Experts = None,
     ram: Ram = None,
     gpu_memory: GpuMemory = None,
-    speculate: Annotated[Literal["ngram", "mtp"] | None, _option("Speed", "draft tokens, and verify them")] = None,
+    speculate: Annotated[Literal["ngram", "mtp"] | None, _option("Answer", "draft tokens, and verify them")] = None,
     drafts: Annotated[
-        int | None, _option("Speed", "draft N tokens at once", min=1, metavar="N", show_default=str(DRAFTS))
+        int | None, _option("Answer", "draft N tokens at once", min=1, metavar="N", show_default=str(DRAFTS))
     ] = None,
-    save_state: Annotated[Path | None, _option("Speed", "save the conversation's state", metavar="FILE")] = None,
-    load_state: Annotated[Path | None, _option("Speed", "continue from a saved state", metavar="FILE")] = None,
+    save_state: Annotated[Path | None, _option("Prompt", "save the conversation's state", metavar="FILE")] = None,
+    load_state: Annotated[Path | None, _option("Prompt", "continue from a saved state", metavar="FILE")] = None,
     repetition_penalty: Annotated[
         float | None, _option("Advanced", "penalize all tokens so far; 1: off", metavar="X")
     ] = None,
     presence_penalty: Annotated[float | None, _option("Advanced", "penalize tokens of the answer", metavar="X")] = None,
     frequency_penalty: Annotated[float | None, _option("Advanced", "penalize each occurrence", metavar="X")] = None,
     chunk: Chunk = None,
-    prefault: Annotated[bool, _option("Speed", "read all weights first", "--prefault")] = False,
+    prefault: Annotated[bool, _option("Hardware", "read all weights first", "--prefault")] = False,
     cuda_graph: Annotated[
-        bool | None, _option("Speed", "replay each step as a CUDA graph", "--cuda-graph/--no-cuda-graph")
+        bool | None, _option("Hardware", "replay each step as a CUDA graph", "--cuda-graph/--no-cuda-graph")
     ] = None,
     reserve: Annotated[int | None, _option("Advanced", "leave this memory free", **SIZE)] = None,
     misses: Annotated[
