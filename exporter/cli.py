@@ -102,9 +102,9 @@ def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
-Device = Annotated[Literal["cpu", "cuda"], _option("Hardware", "run exports of --target cuda on cuda")]
+Device = Annotated[Literal["cpu", "cuda"], _option("Hardware", "run on the CPU or on a GPU")]
 Threads = Annotated[
-    int, _option("Hardware", "use N CPU threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N")
+    int, _option("Hardware", "use N threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N")
 ]
 Experts = Annotated[
     Literal["gpu", "host", "disk", "auto"] | None,
