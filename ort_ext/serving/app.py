@@ -359,7 +359,9 @@ def application(server: Server, key: str | None = None) -> FastAPI:
         first = error.errors()[0]
         names = [str(name) for name in first["loc"][1:]]
         where = ".".join(names) or "the body"
-        return Refused(400, f"{where}: {first['msg']}", names[0] if names else None).response()
+        return Refused(
+            400, f"{where}: {first['msg'].removeprefix('Value error, ')}", names[0] if names else None
+        ).response()
 
     app.add_middleware(Door, metrics=server.metrics, key=key, paths=PATHS)
     return app

@@ -7,7 +7,6 @@ import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
-from pydantic_core import PydanticCustomError
 
 from quantmoe.runtime.chat import TemplateArguments
 
@@ -132,7 +131,7 @@ class Message(Options):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("content", "a message without tool_calls needs a content")
+            raise ValueError("a message without tool_calls needs a content")
         return self
 
     def given(self) -> dict[str, Any]:
