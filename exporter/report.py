@@ -169,7 +169,7 @@ def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str,
 
 
 def _print_attention(nodes: list[dict[str, Any]]) -> None:
-    """CachedAttention and PagedAttention nodes of the same description together."""
+    """CachedAttention nodes of the same description together."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for node in nodes:
         groups.setdefault(str((node["cache"], node["attributes"])), []).append(node)
@@ -180,8 +180,7 @@ def _print_attention(nodes: list[dict[str, Any]]) -> None:
         if a["sliding_window"]:
             rows["sliding window"] = str(a["sliding_window"])
         rows["cache"] = f"{cache}, {sum(node['bytes_per_token'] for node in group):,} bytes a token"
-        kind = "PagedAttention" if cache.endswith(" in blocks") else "CachedAttention"
-        _print_block(f"{len(group)} {kind}: {and_more([node['node'] for node in group])}", rows)
+        _print_block(f"{len(group)} CachedAttention: {and_more([node['node'] for node in group])}", rows)
 
 
 def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:

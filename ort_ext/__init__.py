@@ -14,8 +14,6 @@ OLDEST = (1, 21)
 OLDEST_QMOE = (1, 28)
 #: the one whose QMoE has accuracy_level
 OLDEST_ACCURACY = (1, 31)
-#: the one whose PagedAttention is what onnxruntime-genai 0.18 batches over
-OLDEST_PAGED = (1, 31)
 #: the file name of a target's library
 LIBRARIES = {"cpu": native_name("quantmoe_ort"), "cuda": native_name("quantmoe_ort_cuda")}
 #: the one whose plug-in interface the execution provider is written to

@@ -9,12 +9,13 @@ STATES = (".conv_state", ".recurrent_state")
 RANKS = {"key": 4, "value": 4, "conv_state": 3, "recurrent_state": 4}
 #: what goes from the main model to the one that drafts, and out of that to draft once more
 HIDDEN, HIDDEN_OUT = "hidden_states", "hidden_states_out"
+#: slots of a block of the caches
+BLOCK = 256
 #: inputs of a packed batch beside its tokens and caches, int32, and their shapes (export --paged)
 PAGED: dict[str, tuple[int | str, ...]] = {
     "block_table": ("batch_size", "max_num_blocks"),
     "cumulative_sequence_lengths": ("batch_size + 1",),
     "past_sequence_lengths": ("batch_size",),
-    "attention_metadata": (3,),
     "logits_indices": ("num_logits",),
 }
 

@@ -96,11 +96,11 @@ def attention_of(
     Args:
         skeleton: after :func:`put_first_nodes`, which returns ``rows``.
         cache: see :func:`export`.
-        paged: all attention is to become PagedAttention (passes/paged.py).
+        paged: all attention is to have caches in blocks (passes/paged.py).
 
     Raises:
         CheckpointError: the model does not run, for which :func:`trace` would refuse it, too; scales of the KV cache
-            are damaged; with ``paged``, a module that PagedAttention does not do.
+            are damaged; with ``paged``, a module that blocks do not hold.
         OptionError: there is no such cache.
     """
     model, decoder = skeleton.model, decoder_of(skeleton.model)

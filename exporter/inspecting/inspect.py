@@ -45,7 +45,6 @@ _CHUNK = 1 << 24
 SpecType = TypeVar("SpecType", bound=Spec)
 #: operators of ONNX Runtime's own whose weights an export packs
 OTHERS = {("com.microsoft", "QMoE"), ("com.microsoft", "MatMulNBits")}
-PAGED_ATTENTION = ("com.microsoft", "PagedAttention")
 
 
 def inspect(
@@ -69,8 +68,7 @@ def inspect(
         - ``linears``: QuantLinear or MatMulNBits nodes, likewise. ``rows``: rows of each module, if there are several.
         - QMoE and MatMulNBits nodes have ``tensors`` by part instead of one tensor.
         - ``routers``: MoERouting and MoERouter nodes.
-        - ``attention``: CachedAttention nodes, with the type of the cache and its bytes a token. PagedAttention nodes
-          are listed as the CachedAttention that computes the same result.
+        - ``attention``: CachedAttention nodes, with the type of the cache and its bytes a token.
         - ``linear_attention``: GatedDelta and StateSpace nodes, and CausalConv nodes without one. ``width`` is the
           convolution's, ``state_bytes`` the bytes of all states after one token. States that standard nodes read have
           the input's name, sizes and a width of 0.
@@ -150,12 +148,10 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
     layers, linears, routers, attention, linear_attention = found.values()
     packed: set[str | None] = set()
     for node in model.graph:
-        if node.domain != DOMAIN and (node.domain, node.op_type) not in {*OTHERS, PAGED_ATTENTION}:
+        if node.domain != DOMAIN and (node.domain, node.op_type) not in OTHERS:
             continue
         try:
-            if (node.domain, node.op_type) == PAGED_ATTENTION:
-                attention.append(_paged_attention(path, node))
-            elif node.domain != DOMAIN:
+            if node.domain != DOMAIN:
                 described = _packed(path, node)
                 if described is not None:
                     (layers if node.op_type == "QMoE" else linears).append(described)
@@ -340,33 +336,8 @@ def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
     return {
         "node": node.name,
         "attributes": spec.attributes(),
-        "cache": held.name.lower() if spec.cache_format == "none" else spec.cache_format,
-        "bytes_per_token": int(width * held.itemsize),
-    }
-
-
-def _paged_attention(path: Path, node: ir.Node) -> dict[str, Any]:
-    held, given = _type(path, node, 3), {name: a.value for name, a in node.attributes.items()}
-    size, cos = int(node.inputs[3].shape[3]), node.inputs[8]  # type: ignore[union-attr,index,arg-type]
-    spec = AttentionSpec(
-        num_heads=given["num_heads"],
-        kv_num_heads=given["kv_num_heads"],
-        head_size=size,
-        v_head_size=size,
-        scale=given["scale"],
-        sliding_window=max(0, given["local_window_size"]),
-        chunk_size=0,
-        softcap=given["softcap"],
-        rotary_size=2 * int(cos.shape[1]) if cos is not None else 0,  # type: ignore[index,arg-type]
-        rotary_interleaved=given["rotary_interleaved"],
-        qk_norm="head" if node.inputs[12] is not None else "none",
-        norm_epsilon=given.get("qk_norm_epsilon", 0.0),
-    )
-    width = 2 * spec.kv_num_heads * size
-    return {
-        "node": node.name,
-        "attributes": spec.attributes(),
-        "cache": f"{held.name.lower()} in blocks",
+        "cache": (held.name.lower() if spec.cache_format == "none" else spec.cache_format)
+        + (" in blocks" if spec.block_size else ""),
         "bytes_per_token": int(width * held.itemsize),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantmoe.exporter.targets.base import ACTIVATIONS, Target
-from quantmoe.ort_ext import LIBRARIES, OLDEST, OLDEST_PAGED, cuda_library_path
+from quantmoe.ort_ext import LIBRARIES, OLDEST, cuda_library_path
 
 
 def _kernels(spec: Any) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ CUDA = Target(
     library_rebuild="`make cuda` on an older system makes one for that system",
     package="the wheel quantmoe-cuda, for Linux (x86-64, aarch64)",
     runtime=OLDEST,
-    runtime_with={"paged": OLDEST_PAGED},
+    runtime_with={},
     graph_types=("bf16", "f16"),
     own_floats=True,
     activations=tuple(name for name in ACTIVATIONS if name != "int8"),

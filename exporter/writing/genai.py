@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.folder.files import MODEL
-from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAGED, PAST, present
+from quantmoe.exporter.folder.interface import BLOCK, HIDDEN, HIDDEN_OUT, PAGED, PAST, present
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.sampling import sampling_of
@@ -21,10 +21,9 @@ TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_m
 
 #: operators that write a cache in place
 IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta", "StateSpace")}
-IN_PLACE.add(("com.microsoft", "PagedAttention"))
 #: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory
-#: that the cache takes. FlashAttention reads blocks of 256 of any size of head.
-ENGINE = {"block_size": 256, "max_batch_size": 128, "gpu_utilization_factor": 0.6}
+#: that the cache takes.
+ENGINE = {"block_size": BLOCK, "max_batch_size": 128, "gpu_utilization_factor": 0.6}
 #: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
 #: context it may be tens of gigabytes
 MAX_LENGTH = 4096

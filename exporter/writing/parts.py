@@ -84,7 +84,7 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         )
     if options.paged:
         try:
-            part.tables = to_paged(graph, part.weights, int(ends[CONTEXT_LENGTH]), options.kept_logits == "all")
+            part.tables = to_paged(graph, int(ends[CONTEXT_LENGTH]), options.kept_logits == "all")
         except KeyError:
             raise CheckpointError(
                 f"{part.skeleton.format.ckpt.folder / 'config.json'}: no max_position_embeddings, a number of tokens: "

@@ -133,9 +133,9 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         written |= mine.keys()
         others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
         memory = max(memory, _working_set(skeleton, chosen, left, layout))
-        if wanted.paged and (context := ready.ends.get(CONTEXT_LENGTH)):  # tables of cosines and sines, f16 or bf16
+        if wanted.paged and (context := ready.ends.get(CONTEXT_LENGTH)):  # tables of cosines and sines, f32
             turning = {(found.spec.rotary_size, found.table) for found in part.attention.found.values()}
-            others += sum(2 * int(context) * size for size, _ in turning)
+            others += sum(4 * int(context) * size for size, _ in turning)
     for stored in (one.stored for one in ready.beside):
         mine = {source: name for name, source in stored.sources.items() if source not in written}
         others += sum(prod(stored.tensors[name].shape) * stored.itemsize(name) for name in mine.values())

@@ -130,7 +130,7 @@ def make_graph(
     keep_tables(placed, skeleton.stored_type)
     name_interface(graph)
     if paged:
-        for table in to_paged(graph, placed, skeleton.model.config.max_position_embeddings, every):
+        for table in to_paged(graph, skeleton.model.config.max_position_embeddings, every):
             table.value.const_value = ir.tensor(table.array, name=table.value.name)
             graph.graph.register_initializer(table.value)
     elif not every:

@@ -290,14 +290,12 @@ def packed_logits(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray
         if not rows:
             continue
         tokens = [token for row in rows for token in prompts[row][done[row] : done[row] + news[row]]]
-        longest = max(done[row] + news[row] for row in rows)
         begins = np.cumsum([0, *(news[row] for row in rows)])
         feed = {
             "input_ids": np.array(tokens, np.int64),
             "block_table": blocks[rows],
             "cumulative_sequence_lengths": begins.astype(np.int32),
             "past_sequence_lengths": np.array([done[row] for row in rows], np.int32),
-            "attention_metadata": np.array([max(news), longest, longest], np.int32),
             "logits_indices": np.arange(len(tokens), dtype=np.int32),
         }
         binding = session.io_binding()

@@ -1,17 +1,16 @@
-"""CachedAttention -> com.microsoft::PagedAttention, and inputs as onnxruntime-genai's Engine batches them (0.18).
+"""CachedAttention over caches in blocks, and inputs as onnxruntime-genai's Engine batches them (0.18).
 
 A run has the new tokens of all requests in one row, one request after the other, without padding. Of each request the
 Engine says where its tokens begin, how many its cache has, and in which blocks of the caches they are. Everything but
 attention takes tokens one by one, so the row is a batch of one sequence for the rest of the graph.
 
-PagedAttention normalizes and turns queries and keys itself. Tables of cosines and sines, which the ordinary graph
-computes from positions, are tensors of all positions here, of the graph's type.
+Tables of cosines and sines, which the ordinary graph computes from positions, are tensors of all positions here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,13 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir import tape
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from quantmoe.custom_ops.op import AttentionSpec
-from quantmoe.exporter.folder.interface import PAGED
+from quantmoe.custom_ops import cuda
+from quantmoe.custom_ops.op import DOMAIN, AttentionSpec
+from quantmoe.custom_ops.op import inputs as inputs_of
+from quantmoe.exporter.folder.interface import BLOCK, PAGED
 from quantmoe.exporter.graph.passes.last_logits import head_of
-from quantmoe.exporter.graph.passes.weights import Weight
 
-#: of a head, at most: FlashAttention's kernels
-LARGEST_HEAD = 256
-#: what the graph has no more: PagedAttention is told otherwise where tokens are
+#: what the graph has no more: rows and tables tell where tokens are
 _GONE = ("attention_mask", "position_ids")
 
 
@@ -45,37 +43,26 @@ class Table:
 
 
 def refusal(spec: AttentionSpec) -> str:
-    """Why PagedAttention (ONNX Runtime 1.31, CUDA) does not compute what a CachedAttention does; "" where it does."""
-    size = spec.head_size
+    """Why a CachedAttention does not run over the Engine's blocks on CUDA; "" where it does."""
     if spec.key_split or spec.nope_size:
         return "latent attention has no keys and values that blocks hold"
-    if size != spec.v_head_size:
-        return f"head_size is {size} and v_head_size {spec.v_head_size}, PagedAttention takes one size"
-    multiple = 16 if spec.rotary_size else 8
-    if size % multiple or size > LARGEST_HEAD:
-        return f"head_size is {size}, PagedAttention takes multiples of {multiple} up to {LARGEST_HEAD}"
-    if spec.rotary_size % 16:
-        return f"rotary_size is {spec.rotary_size}, PagedAttention takes multiples of 16"
-    if spec.qk_norm == "row":
-        return "PagedAttention has no norm of all heads together (qk_norm row)"
-    if spec.chunk_size:
-        return f"PagedAttention has no attention in chunks (chunk_size {spec.chunk_size})"
-    if spec.gated:
-        return "PagedAttention has no gates"
-    if spec.cache_format != "none":
-        return f"a paged cache holds floats of the graph's type, not {spec.cache_format}"
-    return ""
+    if spec.head_size != spec.v_head_size:
+        return f"head_size is {spec.head_size} and v_head_size {spec.v_head_size}, the Engine's blocks have one size"
+    return cuda.refusal(_in_blocks(spec))
 
 
-def to_paged(model: ir.Model, weights: Iterable[Weight], context: int, every: bool) -> list[Table]:
+def _in_blocks(spec: AttentionSpec) -> AttentionSpec:
+    return replace(spec, op_version=spec.OPERATOR.version, block_size=BLOCK)
+
+
+def to_paged(model: ir.Model, context: int, every: bool) -> list[Table]:
     """Replace every CachedAttention, the inputs around them, and the logits.
 
-    Inputs are then ``input_ids`` int64 [num_tokens], :data:`PAGED`'s, and caches [num_blocks, block_size, kv_num_heads,
+    Inputs are then ``input_ids`` int64 [num_tokens], :data:`PAGED`'s, and caches [num_blocks, BLOCK, kv_num_heads,
     head_size]; logits are [num_logits, V], of the tokens that ``logits_indices`` names, or of all [num_tokens, V].
 
     Args:
-        model: named by passes/interface.py. weights: of the graph; norms and sinks get the graph's type.
-        context: tokens of a request, at most. every: logits of all tokens.
+        model: named by passes/interface.py. context: tokens of a request, at most. every: logits of all tokens.
 
     Requires:
         :func:`refusal` of every node is "".
@@ -85,14 +72,13 @@ def to_paged(model: ir.Model, weights: Iterable[Weight], context: int, every: bo
         ValueError: positions or the mask are read by something else; names it.
     """
     graph = model.graph
-    graph.opset_imports.setdefault("com.microsoft", 1)
     given = {value.name: value for value in graph.inputs}
-    placed = {weight.value for weight in weights}
     head = None if every else head_of(graph)
     inputs = _inputs(graph, PAGED if head is not None else {n: s for n, s in PAGED.items() if n != "logits_indices"})
     tables: dict[tuple[ir.Value | None, ...], list[Table]] = {}
+    rows = _rows(graph, inputs)
     for node in [node for node in graph if node.op_type == "CachedAttention"]:
-        _replace(graph, node, inputs, tables, placed, given["position_ids"], context)
+        _replace(graph, node, inputs, rows, tables, context)
     RemoveUnusedNodesPass()(model)
     for name in _GONE:
         if users := [use.node for use in given[name].uses()]:
@@ -126,64 +112,60 @@ def _replace(
     graph: ir.Graph,
     node: ir.Node,
     inputs: dict[str, ir.Value],
+    rows: ir.Value,
     tables: dict[tuple[ir.Value | None, ...], list[Table]],
-    placed: set[ir.Value],
-    positions: ir.Value,
     context: int,
 ) -> None:
-    spec = AttentionSpec.from_attributes({name: a.value for name, a in node.attributes.items()})
-    qkv, key, value, _, _, *parts, q_norm, k_norm, sinks = node.inputs[:10]
-    assert qkv is not None
-    assert qkv.dtype is not None
-    attributes: dict[str, Any] = {
-        "num_heads": spec.num_heads,
-        "kv_num_heads": spec.kv_num_heads,
-        "scale": spec.scale,
-        "softcap": spec.softcap,
-        "local_window_size": spec.sliding_window or -1,
-        "do_rotary": int(spec.rotary_size > 0),
-        "rotary_interleaved": spec.rotary_interleaved,
-    }
-    turning: list[ir.Value | None] = [None, None]
-    if spec.rotary_size:
-        made = (parts[0], parts[1])
-        if made not in tables:
-            tables[made] = _tables(graph, made, positions, qkv.dtype, context, len(tables))
-        turning = [table.value for table in tables[made]]
-    norms: list[ir.Value | None] = [None, None]
-    if spec.qk_norm != "none":
-        norms, attributes["qk_norm_epsilon"] = [q_norm, k_norm], spec.norm_epsilon
-    own = [sinks if sinks in placed else None, *norms]
-    for weight in filter(None, own):
-        weight.type = ir.TensorType(qkv.dtype)
+    """Give a CachedAttention blocks, and the rows and angles of packed requests."""
+    spec = _in_blocks(AttentionSpec.from_attributes({name: a.value for name, a in node.attributes.items()}))
+    ids = next(value for value in graph.inputs if value.name == "input_ids")
+    row = next(use.node.outputs[0] for use in ids.uses())
+    given = dict(zip((name for name, _ in inputs_of("CachedAttention")), node.inputs, strict=False))
     ops = tape.Tape()
-    width = (spec.num_heads + 2 * spec.kv_num_heads) * spec.head_size
-    rows = ops.op("Reshape", [qkv, _numbers(ops, -1, width)])
-    lengths = [inputs[name] for name in ("cumulative_sequence_lengths", "past_sequence_lengths", "block_table")]
+    made = (given["cos"], given["sin"])
+    if spec.rotary_size:
+        positions = next(value for value in graph.inputs if value.name == "position_ids")
+        if made not in tables:
+            tables[made] = _tables(graph, made, positions, context, len(tables))
+        given |= dict(zip(("cos", "sin"), (table.value for table in tables[made]), strict=True))
+    else:
+        nothing = ops.op("Constant", [], {"value": ir.tensor(np.zeros((0, 0), np.float32))})
+        given |= {"cos": nothing, "sin": nothing}
+    given |= {"rows": rows, "attention_mask": row}
     attended = ops.op_multi_out(
-        "PagedAttention",
-        [rows, None, None, key, value, *lengths, *turning, None, *own, None, None, inputs["attention_metadata"]],
-        attributes,
+        "CachedAttention",
+        [*given.values(), None, None, inputs["block_table"]],
+        spec.attributes(),
         num_outputs=3,
-        domain="com.microsoft",
+        domain=DOMAIN,
         name=node.name,
     )
-    output = ops.op("Unsqueeze", [attended[0], _numbers(ops, 0)])
-    output.type = node.outputs[0].type
-    node.outputs[0].replace_all_uses_with(output)
-    shape = ir.Shape(["num_blocks", "block_size", spec.kv_num_heads, spec.head_size])
-    for past, old, present in zip((key, value), node.outputs[1:], attended[1:], strict=True):
-        assert past is not None
-        past.shape = present.shape = shape
+    attended[0].type, attended[0].shape = node.outputs[0].type, node.outputs[0].shape
+    node.outputs[0].replace_all_uses_with(attended[0])
+    shape = ir.Shape(["num_blocks", spec.block_size, spec.kv_num_heads, spec.head_size])
+    for name, old, present in zip(("past_key", "past_value"), node.outputs[1:], attended[1:], strict=True):
+        given[name].shape = present.shape = shape
         present.type, present.name, old.name = old.type, old.name, None
         old.replace_all_uses_with(present, replace_graph_outputs=True)
     graph.insert_before(node, ops.nodes)
     graph.remove(node, safe=True)
 
 
-def _tables(
-    graph: ir.Graph, made: tuple[Any, ...], positions: ir.Value, dtype: ir.DataType, context: int, number: int
-) -> list[Table]:
+def _rows(graph: ir.Graph, inputs: dict[str, ir.Value]) -> ir.Value:
+    """Make the nodes' rows [batch_size, 3]: where a request's tokens begin, how many they are, how many came before."""
+    ops = tape.Tape()
+    cumulative, past = inputs["cumulative_sequence_lengths"], inputs["past_sequence_lengths"]
+    begins, ends = (
+        ops.op("Slice", [cumulative, _numbers(ops, first), _numbers(ops, end)])
+        for first, end in ((0, -1), (1, np.iinfo(np.int64).max))
+    )
+    all_three = ops.op("Concat", [begins, ops.op("Sub", [ends, begins]), past], {"axis": 0})
+    rows = ops.op("Transpose", [ops.op("Reshape", [all_three, _numbers(ops, 3, -1)])], {"perm": [1, 0]})
+    graph.insert_before(graph[0], ops.nodes)
+    return rows
+
+
+def _tables(graph: ir.Graph, made: tuple[Any, ...], positions: ir.Value, context: int, number: int) -> list[Table]:
     """cos_cache and sin_cache [context, rotary_size / 2] as the graph makes them of positions.
 
     Raises:
@@ -215,11 +197,13 @@ def _tables(
     found = ran.run(None, {str(positions.name): np.arange(context, dtype=np.int64)[None]})
     tables = []
     for name, array in zip(("cos_cache", "sin_cache"), found, strict=True):
-        rounded = np.ascontiguousarray(array[0].astype(dtype.numpy()))
+        turning = np.ascontiguousarray(array[0], np.float32)
         value = ir.Value(
-            name=f"{name}.{number}" if number else name, shape=ir.Shape(rounded.shape), type=ir.TensorType(dtype)
+            name=f"{name}.{number}" if number else name,
+            shape=ir.Shape(turning.shape),
+            type=ir.TensorType(ir.DataType.FLOAT),
         )
-        tables.append(Table(value, rounded))
+        tables.append(Table(value, turning))
     return tables
 
 
