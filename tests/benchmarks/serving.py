@@ -15,6 +15,9 @@ request after the other there; in the Engine they come while others run, and eve
 
     python tests/benchmarks/serving.py check paged plain --text FILE
 
+``--steady 1024:1024`` has prompts and answers of these lengths instead. The first answers are shorter, so that requests
+end at different times. Its line counts the tokens after all of the first requests run, until the last one is asked for.
+
 ``make`` writes both folders at a model's sizes with random weights where there are no checkpoint and no transformers,
 from the graphs that ort_cuda_bench.py's ``graph`` made, with and without ``--paged``.
 """
@@ -224,6 +227,25 @@ def measure(server: Batches | Engine | Server, mixture: Mixture, concurrent: int
     )
 
 
+def steady(server: Batches | Engine | Server, concurrent: int, prompt: int, answer: int) -> None:
+    """Print a line, of the time in which as many requests run as may."""
+    server.serve(mixed(2 * concurrent, server.vocabulary, seed=1), concurrent)
+    rng = np.random.default_rng(0)
+    counts = [*rng.integers(1, answer, concurrent, endpoint=True).tolist(), *[answer] * concurrent]
+    requests = [Request(rng.integers(3, server.vocabulary, prompt).tolist(), count) for count in counts]
+    server.serve(requests, concurrent)
+    begin, end = max(request.came[0] for request in requests[:concurrent]), requests[-1].asked
+    count = sum(begin <= time < end for request in requests for time in request.came)
+    first = 1e3 * np.array([request.came[0] - request.asked for request in requests[concurrent:]])
+    between = 1e3 * np.concatenate([np.diff(request.came) for request in requests])
+    print(
+        f"{concurrent:5} at once, {prompt} in and {answer} out: {count / (end - begin):8.0f} tokens/s in "
+        f"{end - begin:.1f} s, first token {np.median(first):7.1f} ms ({np.quantile(first, 0.95):.0f}), "
+        f"then {np.median(between):6.2f} ms",
+        flush=True,
+    )
+
+
 def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) -> None:
     """Print how far logits of packed runs are from the ordinary export's, as far as those are from themselves where
     other tokens are run together; and how many tokens of the Engine are the ordinary export's."""
@@ -328,7 +350,7 @@ def texts(folder: Path, text: Path | None, count: int) -> Iterator[list[int]]:
         yield ids[at : at + length]
 
 
-def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]) -> None:
+def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any], most: int) -> None:
     """Write a folder for each graph, named as it is, with random weights, genai_config.json and the library."""
     import onnx
     from ort_cuda_bench import fill
@@ -347,6 +369,7 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
         config = genai_config(own, stop, CUDA, shares=True)
         if names[1] in PAGED:
             add_paged(config, names)
+            config["engine"]["dynamic_batching"]["max_batch_size"] = most
         (out / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
         shutil.copyfile(CUDA.library_path(), out / CUDA.library)
 
@@ -356,6 +379,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "check", "make"])
     parser.add_argument("places", nargs="+", help="folders, or a server's address; of make the graphs")
     parser.add_argument("--concurrent", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--steady", metavar="PROMPT:ANSWER", help="tokens of every prompt and answer")
     parser.add_argument("--rounds", type=int, default=3, help="requests for each that is in flight")
     parser.add_argument("--static", action="store_true", help="ordinary exports in the Engine, too")
     parser.add_argument("--text", type=Path, help="of check: what prompts are pieces of")
@@ -364,12 +388,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("serving"), help="of make: where folders go")
     parser.add_argument("--model", default="qwen3-30b-a3b", help="of make")
     parser.add_argument("--sizes", type=json.loads, default={}, help="of make: as ort_cuda_bench.py's")
+    parser.add_argument("--most", type=int, default=256, help="of make: requests in a run")
     parser.add_argument("--vocabulary", type=int, default=151936, help="of a server's model")
     parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, help="tokens of prompts")
     parser.add_argument("--answers", nargs="+", type=int, default=ANSWERS, help="tokens of answers")
     given = parser.parse_args()
     if given.what == "make":
-        make([Path(place) for place in given.places], given.folder, given.model, given.sizes)
+        make([Path(place) for place in given.places], given.folder, given.model, given.sizes, given.most)
     elif given.what == "check":
         paged, plain = map(Path, given.places)
         check(paged, plain, list(texts(paged, given.text, given.count)), given.tokens)
@@ -378,7 +403,10 @@ def main() -> None:
             server = opened(place, given.vocabulary, given.static)
             print(server.name)
             for concurrent in given.concurrent:
-                measure(server, Mixture(server.vocabulary, given.prompts, given.answers), concurrent, given.rounds)
+                if given.steady:
+                    steady(server, concurrent, *map(int, given.steady.split(":")))
+                else:
+                    measure(server, Mixture(server.vocabulary, given.prompts, given.answers), concurrent, given.rounds)
             del server
 
 
