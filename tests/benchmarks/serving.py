@@ -229,7 +229,7 @@ def measure(server: Batches | Engine | Server, mixture: Mixture, concurrent: int
 
 def steady(server: Batches | Engine | Server, concurrent: int, prompt: int, answer: int) -> None:
     """Print a line, of the time in which as many requests run as may."""
-    server.serve(mixed(2 * concurrent, server.vocabulary, seed=1), concurrent)
+    server.serve(Mixture(server.vocabulary).draw(2 * concurrent, seed=1), concurrent)
     rng = np.random.default_rng(0)
     counts = [*rng.integers(1, answer, concurrent, endpoint=True).tolist(), *[answer] * concurrent]
     requests = [Request(rng.integers(3, server.vocabulary, prompt).tolist(), count) for count in counts]
