@@ -31,9 +31,14 @@ from quantmoe.exporter.graph.passes.sums import meet, meet_before
 from quantmoe.exporter.graph.stored import placeholder
 from quantmoe.exporter.targets import Target
 
+#: exported graphs have the names of these classes, with this module's: their bytes stay as they are
+_RECORDED = "quantmoe.exporter.graph.trace"
+
 
 class PackedLinear(torch.nn.Module):
     """A linear whose weight and bias are packed: one QuantLinear node."""
+
+    __module__ = _RECORDED
 
     def __init__(self, spec: LinearSpec, dtype: torch.dtype):
         super().__init__()
@@ -48,6 +53,8 @@ class PackedLinear(torch.nn.Module):
 
 class PartOfLinear(torch.nn.Module):
     """Some of a packed linear's outputs. Parts of one input are one product: the exporter merges equal nodes."""
+
+    __module__ = _RECORDED
 
     def __init__(self, whole: PackedLinear, sizes: Sequence[int], index: int):
         super().__init__()
