@@ -628,7 +628,8 @@ def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
 
 def _reply(chat: Any, message: Any, tell: Callable[[int], None], max_new_tokens: int, **options: Any) -> None:
     """Print the answer to a text or to messages as it comes."""
-    from quantmoe.exporter.terminal import PLAIN, TokensColumn, progress, shown
+    from quantmoe.exporter.conversation import PLAIN, shown
+    from quantmoe.exporter.terminal import TokensColumn, progress
 
     if isinstance(message, str):
         _check_text(message)

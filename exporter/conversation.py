@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,10 @@ from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 
 if TYPE_CHECKING:
     from quantmoe.runtime.chat import Chat
+    from quantmoe.runtime.reply_parser import Delta
 
+#: what a terminal takes for dim and for plain letters
+DIM, PLAIN = "\033[2m", "\033[0m"
 #: begins and ends a message of several lines
 QUOTES = '"""'
 #: commands, as Ollama and llama.cpp name them, and what they do
@@ -170,3 +173,15 @@ def _read_messages(path: Path) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise ModelError(f"{path}: expected a conversation that /save wrote")
+
+
+def shown(deltas: Iterable[Delta]) -> Iterator[str]:
+    """Yield the parts of a reply as text for a terminal: reasoning is dim, and each tool call is a line."""
+    before = ""
+    for delta in deltas:
+        part = "reasoning" if delta.reasoning else "content" if delta.content else f"call {delta.call}"
+        if part != before:
+            plain = PLAIN if before == "reasoning" else ""
+            yield plain + ("\n\n" if before else "") + (DIM if part == "reasoning" else "")
+        before = part
+        yield delta.reasoning or delta.content or (f"{delta.name} " if delta.name else "") + delta.arguments

@@ -6,18 +6,13 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from quantmoe.runtime.reply_parser import Delta
-
-#: what a terminal takes for dim and for plain letters
-DIM, PLAIN = "\033[2m", "\033[0m"
 #: seconds of work before its progress is shown
 PATIENCE = 2.0
 #: signals that end a run
@@ -92,18 +87,6 @@ def ended_by_signals(interrupt: Callable[[], Any]) -> Iterator[None]:
         write.close()
         watcher.join()
         read.close()
-
-
-def shown(deltas: Iterable[Delta]) -> Iterator[str]:
-    """Yield the parts of a reply as text for a terminal: reasoning is dim, and each tool call is a line."""
-    before = ""
-    for delta in deltas:
-        part = "reasoning" if delta.reasoning else "content" if delta.content else f"call {delta.call}"
-        if part != before:
-            plain = PLAIN if before == "reasoning" else ""
-            yield plain + ("\n\n" if before else "") + (DIM if part == "reasoning" else "")
-        before = part
-        yield delta.reasoning or delta.content or (f"{delta.name} " if delta.name else "") + delta.arguments
 
 
 def edit_lines() -> None:

@@ -144,7 +144,9 @@ def _replace(
     node.outputs[0].replace_all_uses_with(attended[0])
     shape = ir.Shape(["num_blocks", spec.block_size, spec.kv_num_heads, spec.head_size])
     for name, old, present in zip(("past_key", "past_value"), node.outputs[1:], attended[1:], strict=True):
-        given[name].shape = present.shape = shape
+        past = given[name]
+        assert past is not None
+        past.shape = present.shape = shape
         present.type, present.name, old.name = old.type, old.name, None
         old.replace_all_uses_with(present, replace_graph_outputs=True)
     graph.insert_before(node, ops.nodes)
