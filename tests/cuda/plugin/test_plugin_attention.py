@@ -119,12 +119,12 @@ def test_attention_is_launched_with_what_it_is_given(fake, spec, past, length):
     before = fake.lib.driver_count(1)
     assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(0xD0000), None) == 0, fake.log()
     assert fake.lib.driver_count(1) == before + 1
-    problem, tensors_ = cuda.AttentionProblem(), (ctypes.c_uint64 * 13)()
+    problem, tensors_ = cuda.AttentionProblem(), (ctypes.c_uint64 * 14)()
     fake.lib.driver_attended(ctypes.byref(problem), tensors_)
     want = cuda.attention_problem(spec, "f16", 3, 2, past, max(past, length))
     assert bytes(problem) == bytes(want)
     inputs = [p for i, p in enumerate(given) if i != 4]  # attention_mask has only a length
-    assert list(tensors_) == [*inputs, *results, 0xD0000]
+    assert list(tensors_) == [*inputs, 0, *results, 0xD0000]  # no block_table
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
