@@ -735,8 +735,8 @@ class Scripted:
         replies_left = iter(replies)
         stream = model.stream
 
-        def say(ids, max_new_tokens, stop, sampling, cache):
-            found = stream(ids, 1, stop, sampling, cache)
+        def say(ids, max_new_tokens, stop, sampling, cache, constraint=None):
+            found = stream(ids, 1, stop, sampling, cache, constraint=constraint)
             next(found)
             self.asked.append(text.decode([*cache.tokens[: len(cache.tokens)]]))
             found.tokens.clear()

@@ -36,6 +36,12 @@ def edited(model: Path, folder: Path, edit: Callable[[dict[str, Any], dict[str, 
     return write_checkpoint(folder, tensors, quantization, **config)
 
 
+def route(tensors: dict[str, np.ndarray], count: int) -> None:
+    """Make routers choose from so many experts. Where they agree with the experts, config.json's number is not needed."""
+    for name in (name for name in tensors if name.endswith("mlp.gate.weight")):
+        tensors[name] = np.resize(tensors[name], (count, tensors[name].shape[1]))
+
+
 E1 = "model.layers.1.mlp.experts.1"
 EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str | None]] = {
     "missing expert": (
@@ -57,10 +63,16 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], s
         lambda c, t: [t.pop(name) for name in list(t) if "layers.1" in name and "experts" in name and "gate_" in name],
         "model.layers.0.mlp.experts has a gate, model.layers.1.mlp.experts has no gate; expected one kind",
     ),
-    "more experts in the config": (lambda c, t: c.update(num_experts=5), "lacks the experts [4]; config.json says 5"),
-    "fewer experts in the config": (lambda c, t: c.update(num_experts=3), "has 4 experts; config.json says 3"),
+    "more experts in config and routers": (
+        lambda c, t: (c.update(num_experts=5), route(t, 5)),
+        "lacks the experts [4]; config.json says 5",
+    ),
+    "fewer experts in config and routers": (
+        lambda c, t: (c.update(num_experts=3), route(t, 3)),
+        "has 4 experts; config.json says 3",
+    ),
     "no number of experts": (
-        lambda c, t: (c.pop("num_experts", 0), c.pop("num_local_experts", 0)),
+        lambda c, t: (c.pop("num_experts", 0), c.pop("num_local_experts", 0), route(t, 5)),
         "expected one of the fields num_experts",
     ),
     "hidden size a string": (lambda c, t: c.update(hidden_size="128"), "hidden_size is '128', expected a positive int"),
