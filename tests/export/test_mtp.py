@@ -39,6 +39,7 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import print_fit
+from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import formats_of
@@ -539,8 +540,8 @@ def test_what_fits_says_what_drafts_take(models, capsys):
     print_fit(fits, models["qwen3_next"], "as --memory-speed says")
     assert "mtp.onnx is not counted: with --speculate mtp" in capsys.readouterr().out
     assert fit({**found, "mtp": None}, 1 << 33, 100).drafting == 0
-    on_gpu = _drafting(found, 0, "cuda")
-    assert on_gpu == _drafting(found, 0, "cpu") + shared
+    on_gpu = _drafting(found, 0, TARGETS["cuda"])
+    assert on_gpu == _drafting(found, 0, TARGETS["cpu"]) + shared
 
 
 @pytest.mark.parametrize("altered", ["mtp.onnx", "files"])
