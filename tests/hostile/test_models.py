@@ -37,7 +37,7 @@ def edited(model: Path, folder: Path, edit: Callable[[dict[str, Any], dict[str, 
 
 
 def route(tensors: dict[str, np.ndarray], count: int) -> None:
-    """Make routers choose from so many experts. Where they agree with the experts, config.json's number is not needed."""
+    """Make routers choose from so many experts. Where these are all experts, config.json need not count them."""
     for name in (name for name in tensors if name.endswith("mlp.gate.weight")):
         tensors[name] = np.resize(tensors[name], (count, tensors[name].shape[1]))
 
