@@ -236,6 +236,7 @@ class TinyLatent(torch.nn.Module):
         super().__init__()
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim = 4, 2, 6, 3
         self.q_lora_rank, self.layer_idx, self.change = None, 0, change
+        self.config = SimpleNamespace()
         self.q_proj, self.kv_a_proj_with_mqa, self.o_proj = layer(8, 12), layer(8, 8), layer(6, 8)
         self.kv_a_layernorm, self.kv_b_proj = Norm(6), layer(6, 14)
 
