@@ -185,7 +185,7 @@ class OpenedModel:
             raise ModelError(
                 f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
                 f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
-                f"*.recurrent_state [batch, heads, key, value], with one window of all in front or without. Types are "
+                f"*.recurrent_state [batch, heads, key, value]. In front may be one window of all. Types are "
                 f"{' or '.join(floats)}, or of codes {' or '.join(codes)}. Outputs are present.*"
             )
         kept = self._tokens_of(metadata, LOGITS)
