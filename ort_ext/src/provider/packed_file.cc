@@ -152,7 +152,10 @@ class NewFile {
   explicit NewFile(const std::filesystem::path& to) : to_(to), path_(to) {
     expect_ours(to);
     std::random_device random;  // containers that share a folder may have equal process ids
-    path_ += "." + std::to_string(random()) + std::to_string(random()) + ".tmp";
+    path_ += ".";
+    path_ += std::to_string(random());
+    path_ += std::to_string(random());
+    path_ += ".tmp";
     file_ = create_file(path_);
     if (!file_) throw std::runtime_error(std::strerror(errno));
   }
