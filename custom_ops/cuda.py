@@ -219,7 +219,7 @@ def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec | 
     lib = native.library()
     try:
         if isinstance(spec, AttentionSpec):
-            fill_plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1), H200, AttentionPlan())
+            fill_plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1, positions=1), H200, AttentionPlan())
         elif isinstance(spec, ConvSpec):
             validate_conv(lib, conv_problem(spec, "bf16", 1, 1))
         elif isinstance(spec, DeltaSpec):

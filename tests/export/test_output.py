@@ -20,6 +20,7 @@ from sweeps import every
 
 import quantmoe
 from quantmoe.custom_ops.op import inputs
+from quantmoe.exporter.folder.metadata import PRODUCER
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import open_checkpoint
@@ -454,7 +455,7 @@ def test_two_exports_have_the_same_bytes_and_no_path_of_the_machine(checkpoint, 
 def test_names_that_lead_out_of_the_folder_are_no_records(tmp_path):
     """With the separators of every system; a stranger's record would have files removed there."""
     names = ["README.md", "a/b", "..\\other\\README.md", "..", ".", "", "a\0b"]
-    model = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10, producer_name=output.PRODUCER)
+    model = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10, producer_name=PRODUCER)
     model.metadata_props[output.FILES] = json.dumps(dict.fromkeys(names, "blake3:0"))
     ir.save(model, tmp_path / output.MODEL)
     assert output._recorded(tmp_path / output.MODEL).keys() == {"README.md", output.MODEL}
