@@ -7,7 +7,7 @@ import pytest
 from test_cuda_graphs import PROMPT, captured  # noqa: F401
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.runtime import generate
+from quantmoe.runtime import opened_model
 from quantmoe.runtime.generate import Generator
 from quantmoe.serving import rows as served
 from quantmoe.serving.rows import Rows
@@ -22,7 +22,7 @@ def test_rows_join_and_leave(exported, captured, monkeypatch, architecture: str,
     """Greedy tokens of sequences that begin while others run, in rows that others had, are those of each one alone."""
     model = captured(architecture) if graphs else Generator(exported(architecture, **FLOAT))
     if graphs:
-        monkeypatch.setattr(served, "SESSION_THREAD", generate.SESSION_THREAD)
+        monkeypatch.setattr(served, "SESSION_THREAD", opened_model.SESSION_THREAD)
     prompts = [PROMPT[at:] + PROMPT[:at] for at in range(5)]
     rows, found = Rows(model, 4, 32), [[] for _ in prompts]
     live: dict[int, int] = {}  # row -> prompt
