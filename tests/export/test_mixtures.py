@@ -101,6 +101,8 @@ def test_what_transformers_has_no_language_model_for(checkpoint, tmp_path):
         lambda format: ((name, format.ckpt.tensor(name)) for name in format.ckpt.names()),
         lambda c: c | {"model_type": "qwen3_omni_moe_talker_text"},
     )
-    with pytest.raises(CheckpointError, match=r"not a causal language model of .*: qwen3_omni_moe_talker_text") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"not a causal language model of .*: qwen3_omni_moe_talker_text"
+    ) as caught:
         export(folder, tmp_path / "o")
     assert len(str(caught.value)) < 300
