@@ -10,6 +10,7 @@ import pytest
 import typer
 
 import quantmoe
+from quantmoe.benchmarks.bench import app as bench_app
 from quantmoe.custom_ops.schema import parse, read
 from quantmoe.exporter.cli import app
 
@@ -27,7 +28,10 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_commands(generate: ModuleType) -> None:
     page = generate.commands()
-    for name, command in typer.main.get_command(app).commands.items():
+    found = dict(typer.main.get_command(app).commands)
+    del found["bench"]
+    found |= {f"bench {name}": one for name, one in typer.main.get_command(bench_app()).commands.items()}
+    for name, command in found.items():
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
         assert command.help in section
         for parameter in command.params:

@@ -217,7 +217,7 @@ def test_savers_of_one_path_do_not_disturb_each_other(saved, tmp_path, monkeypat
     generator, _ = saved
     first, second = (generator.load_cache(tmp_path / "state") for _ in range(2))
     second.append([5])
-    (tmp_path / "state.partial").write_text("another program's")
+    (tmp_path / "state.partial").write_text("another program's", encoding="utf-8")
     replace = saved_states.replace
 
     def meanwhile(source: Path, target: Path) -> None:
@@ -230,7 +230,7 @@ def test_savers_of_one_path_do_not_disturb_each_other(saved, tmp_path, monkeypat
     generator.save_cache(first, tmp_path / "state")
     assert generator.load_cache(tmp_path / "state").tokens == first.tokens
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["state", "state.partial"]
-    assert (tmp_path / "state.partial").read_text() == "another program's"
+    assert (tmp_path / "state.partial").read_text(encoding="utf-8") == "another program's"
 
 
 def test_a_short_turn_goes_back_to_where_it_began(exported):
