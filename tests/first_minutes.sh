@@ -469,7 +469,7 @@ while IFS='|' read -r pattern command; do
 done <<TABLE
 ^quantmoe .*[0-9]|quantmoe --version
 peak memory|quantmoe export $fixture "$work/new" --dry-run
-lm_head rounded to int4: .*%|quantmoe export $fixture "$work/exported" --lm-head int4 --logits all
+lm_head quantized to int4: .*%|quantmoe export $fixture "$work/exported" --lm-head int4 --logits all
 peak memory|quantmoe export $fixture "$work/exported" --force
 have the recorded hash|quantmoe inspect "$model" --verify
 kernel|quantmoe inspect $fixture --explain
