@@ -111,7 +111,11 @@ def test_bill_has_the_files(bill):
     """Each file that is published, with its hash, and no other."""
     found = {c["name"]: c["hashes"] for c in bill["components"] if c["type"] == "file"}
     paths = [*(ROOT / "dist").glob("*.*"), *(ROOT / "dist/cuda").glob("*.whl"), *(ROOT / "build/java").glob("*.jar")]
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.suffix != ".json"}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+        if path.suffix != ".json" and path.name[0] != "."
+    }
     assert found == {name: [{"alg": "SHA-256", "content": digest}] for name, digest in files.items()}
     assert any(name.endswith(".jar") for name in found)
 
