@@ -70,7 +70,7 @@ inline void quantize_groups(float stored, const float* x, int64_t groups, int8_t
   }
 }
 
-bool quantize_nvfp4(float stored, const float* x, int64_t k, int64_t groups, int8_t* q, float* steps) {
+[[maybe_unused]] bool quantize_nvfp4(float stored, const float* x, int64_t k, int64_t groups, int8_t* q, float* steps) {
   const bool finite = all_finite(x, k);
   const int64_t whole = finite ? k / 16 : 0;
   quantize_groups(stored, x, whole, q, steps);
@@ -84,7 +84,7 @@ bool quantize_nvfp4(float stored, const float* x, int64_t k, int64_t groups, int
 }
 
 // Rounds x [k] to out [k]; false when the row is not finite. stored: the tensor's scale, for fp8_tensor and nvfp4.
-bool round_row(int32_t activation_format, float stored, const float* x, int64_t k, float* out) {
+[[maybe_unused]] bool round_row(int32_t activation_format, float stored, const float* x, int64_t k, float* out) {
   if (!all_finite(x, k)) return false;
   const auto grouped = [&](int64_t size, auto&& each) {
     for (int64_t i = 0; i < k; i += size) each(x + i, i + size < k ? size : k - i, out + i);
