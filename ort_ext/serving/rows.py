@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,12 +110,16 @@ class Rows:
 
     def contents(self, row: int, begin: int, end: int) -> dict[str, np.ndarray]:
         """Return copies of keys and values of a row's tokens ``begin`` to ``end``, [1, heads, tokens, width]."""
-        made = dict(self._copies(row, begin, end))
+        made = {}
+        for name in self._keys:
+            buffer = self._part(row, row + 1)[name]
+            _, heads, _, width = buffer.value.shape()
+            made[name] = np.empty((1, heads, end - begin, width), buffer.dtype)
 
         def copy() -> None:
             for name, array in made.items():
                 self._move(name, row, begin, array, read=True)
-            self._wait()
+            self._model.wait()
 
         self._model.in_turn(copy)
         return made
@@ -126,7 +130,7 @@ class Rows:
         def copy() -> None:
             for name, array in contents.items():
                 self._move(name, row, begin, array, read=False)
-            self._wait()
+            self._model.wait()
 
         self._model.in_turn(copy)
 
@@ -136,12 +140,6 @@ class Rows:
 
     def put_states(self, row: int, states: Mapping[str, np.ndarray]) -> None:
         self._model.in_turn(lambda: States(self._model, self._part(row, row + 1)).write(states))
-
-    def _copies(self, row: int, begin: int, end: int) -> Iterator[tuple[str, np.ndarray]]:
-        for name in self._keys:
-            buffer = self._part(row, row + 1)[name]
-            _, heads, _, width = buffer.value.shape()
-            yield name, np.empty((1, heads, end - begin, width), buffer.dtype)
 
     def _move(self, name: str, row: int, begin: int, array: np.ndarray, read: bool) -> None:
         """Copy between a row's keys or values and an array of its tokens from ``begin`` on."""
@@ -158,7 +156,3 @@ class Rows:
             device.copy(array.ctypes.data, there, count * size, heads, *pitches)
         else:
             device.copy(there, array.ctypes.data, count * size, heads, *pitches[::-1])
-
-    def _wait(self) -> None:
-        if self._model.device != "cpu":
-            device.wait()

@@ -78,7 +78,7 @@ class Blocks(Inputs):
 
 
 def check(inputs: Blocks) -> None:
-    """As attention_cases' check_results, of which this has the bounds."""
+    """Check a run with the bounds of attention_cases.check_results."""
     output, *present = inputs.want()
     got, *caches = inputs.run()
     spec, unit = inputs.spec, UNIT[inputs.dtype]

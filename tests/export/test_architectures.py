@@ -577,7 +577,7 @@ def prune(folder: Path, name: str, keep: dict[int, int], dense: int | None = Non
 
 
 def logits_of(folder: Path, ids: np.ndarray) -> np.ndarray:
-    """Of a prompt, then token by token."""
+    """Return the logits of a prompt, then of the next tokens."""
     generator, found, at = Generator(folder), [], 0
     past = generator.start(len(ids))
     for piece in (10, 1, 1, 2):

@@ -125,7 +125,7 @@ def test_a_gpu_chooses_by_a_rule(ending: Path, text: Text, there: Callable[..., 
 
 
 class Memory:
-    """Of the GPU, here."""
+    """An array on the host, in the place of memory on the GPU."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -253,7 +253,7 @@ def test_wrong_rules_are_named(text: Text) -> None:
     ],
 )
 def test_json_has_a_space_or_a_line_between_its_parts(text: Text, answer: str, follows: bool) -> None:
-    """As models write it; never spaces without end."""
+    """Models write at most one space or one line break there. A second one is refused."""
     rule, tokens = text.constraint(Grammar("json_schema", json.dumps(SCHEMA)), []), text.ids(answer)
     assert (rule.valid(tokens) == tokens) == follows
 

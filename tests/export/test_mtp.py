@@ -221,7 +221,7 @@ def check_layer(source: Path, folder: Path) -> None:
 
 
 def test_a_layer_with_another_number_of_experts(sources, tmp_path):
-    """Of the 16 experts of the main model's layers the drafting layer has 12."""
+    """The layers of the main model have 16 experts, the drafting layer has 12."""
 
     def fewer(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         expert = re.match(r"mtp\..*\.experts\.(\d+)\.", name)

@@ -261,7 +261,7 @@ class CachedMoE(CudaMoE):
 
     @property
     def experts(self) -> list[int]:
-        """Of each slot: the local expert that it has, -1 for none."""
+        """Return the local expert of each slot, -1 for none."""
         words = self.cache[2][48:].cpu().numpy().view("<i4")
         return [int(expert) - 1 for expert in words[len(self.w13) : len(self.w13) + self.slots]]
 
