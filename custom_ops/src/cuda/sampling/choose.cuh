@@ -60,6 +60,19 @@ __device__ inline float number_of(uint32_t key) {
   return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
 }
 
+// Blocks: parts of a row's vocabulary, rows. Several blocks of a row all run at once, and `meet` is their barrier.
+//
+//   scores       bias, penalties, allowed tokens, repeated n-grams; without these, the logits are the scores
+//   best         the likeliest token, and the largest key of each of kChoiceThreads groups of tokens.
+//                Greedy rows end here, and rows with NaN, infinities or no allowed token
+//   list         tau is the wanted-th largest of the groups' keys, so at least `wanted` tokens reach it. If few do, and
+//                top_k and top_p can choose no other token, block 0 goes on with them alone (small)
+//   top_k, top_p `least`, the rank from which on tokens are kept. `search` finds it from its highest digit on, three
+//                bits a pass; `each` passes over the tokens, `together` adds up what the threads found
+//   draw         uniform * (the kept weight) lies in the share of one block, which searches for the token by number
+//   finish       the token, and the ids, position and mask of the next step
+//
+// One long function: its parts share registers, and how many threads take part changes on the way.
 template <typename T>
 __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams params) {
   __shared__ uint64_t listed[kListed], partial[kChoiceWarps][8], sums[8];

@@ -246,7 +246,15 @@ __device__ inline void gate_none(const DeltaParams& params, const TokenRow& row,
 // (kWhole), by the blocks of a cluster, which tell each other the sums of their squares (kCluster), or by delta_gate.
 //
 // One long function: the state is registers from the first line to the last, and what a later part needs is asked for
-// in an earlier one, before what that waits for.
+// in an earlier one, before what that waits for. In order:
+//
+//   before the previous kernel ends    biases, rates, a prefetch of the state (kCluster)
+//   after it                           the state, and with kCluster the first chunk, as if the row had all tokens; then
+//                                      what `rows` says: zero the state, or read the chunk again
+//   each chunk of kChunk tokens        warps prepare keys, queries and gates in shared memory and read the next chunk;
+//                                      every token updates the state; older states go to their slots (state_window);
+//                                      outputs are normed and gated
+//   at the end                         the state is stored
 template <typename T, int K, int C, DeltaNorm kNorm, bool kPerKey>
 __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_constant__ DeltaParams params) {
   constexpr int kRows = K / kDeltaParts, kChunk = kDeltaChunk<kNorm>, kWarps = kDeltaParts * C / 32;
