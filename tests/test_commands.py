@@ -112,10 +112,13 @@ def test_no_rate_of_one_token() -> None:
 
 
 def test_a_shell_completes_options() -> None:
-    """A word's beginning gives the options; the script asks for them."""
+    """A word's beginning gives the options; the script asks for them.
+
+    Not --show-completion: it takes the shell's name only where it finds none running.
+    """
     typed = {"COMP_WORDS": "quantmoe export --ex", "COMP_CWORD": "2", "_QUANTMOE_COMPLETE": "complete_bash"}
     assert quantmoe(**typed).out.split() == ["--expert-parallel", "--expert-map", "--external-experts"]
-    script = quantmoe(_QUANTMOE_COMPLETE="source_bash").out  # --show-completion takes a word only where no shell is found
+    script = quantmoe(_QUANTMOE_COMPLETE="source_bash").out
     assert "_QUANTMOE_COMPLETE=complete_bash" in script
 
 

@@ -191,9 +191,12 @@ def random_blocks(kind: str, experts: int, size: int) -> np.ndarray:
     weights, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (experts, size, size // weights, octets), np.uint8)
-    at = {"Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
+    two, elsewhere = (0, 2), {"Q3_K": 108, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}
+    at = two if kind in ("Q4_K", "Q5_K") else (elsewhere.get(kind, 0),)
     if kind == "MXFP4":
         blocks[..., 0] = rng.integers(100, 150, blocks.shape[:-1])
+    elif kind == "IQ1_M":
+        blocks[..., 55] &= 0xBF  # the exponent's highest bit
     else:
         for i in at:
             scales = rng.normal(0, 1, blocks.shape[:-1]).astype("<f2")
@@ -201,15 +204,25 @@ def random_blocks(kind: str, experts: int, size: int) -> np.ndarray:
     return blocks.reshape(experts, size, -1)
 
 
+def llama_cpps(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """The numbers of rows of blocks: gguf-py's, which lacks a type of ggml-common.h."""
+    if kind != "Q1_0":
+        return gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    parts = blocks.reshape(len(blocks), -1, 18)
+    plus = parts[..., 2:, None] >> np.arange(8, dtype=np.uint8) & 1
+    scales = np.ascontiguousarray(parts[..., :2]).view(np.float16).astype(np.float32)
+    return np.where(plus.reshape(*parts.shape[:2], 128), scales, -scales).reshape(len(blocks), -1)
+
+
 @pytest.mark.parametrize("kind", CARRIED)
 def test_blocks(kind: str, tmp_path: Path) -> None:
-    """Codes times scales are gguf-py's numbers, bit for bit."""
+    """Codes times scales are llama.cpp's numbers, bit for bit."""
     blocks = random_blocks(kind, 2, 256)
     format = find_format(open_checkpoint(small_file(tmp_path / "model.gguf", kind, blocks)))
     (layer,) = moe_layers(format)
     for e in range(2):
         expert = layer.expert(e)
-        want = gguf.dequantize(blocks[e], gguf.GGMLQuantizationType[kind])
+        want = llama_cpps(kind, blocks[e])
         for matrix in (expert.gate, expert.up, expert.down):
             np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
     outline = moe_layers(format.outline())[0].expert(0).up
@@ -222,18 +235,22 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", CARRIED)
 def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
-    """What layout marlin packs has gguf-py's numbers, too."""
+    """What layout marlin packs has llama.cpp's numbers, too."""
     blocks = random_blocks(kind, 2, 256)
     format = find_format(open_checkpoint(small_file(tmp_path / "model.gguf", kind, blocks)))
-    if kind == "Q3_K":
+    if CARRIED[kind].group_size == 16:
         with pytest.raises(CheckpointError, match="group_size is 16, the CUDA kernels take -1, 32 and powers of two"):
             choose_experts(format, "marlin", None, "bf16")
         assert "w13_group_size is 16" in survey(format.ckpt.folder)["refused"]["cuda"]  # which no --scales helps
         return
+    if CARRIED[kind].scales == "f32":
+        with pytest.raises(CheckpointError, match="groups of 64 and more: export with --scales bf16"):
+            choose_experts(format, "marlin", None, "exact")
+        return
     (((_, spec),),) = choose_experts(format, "marlin", None, "exact").values()
     rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
     marlin.pack(moe_layers(format)[0].expert(1), spec, *rows)
-    found, want = marlin.unpack(spec, *rows), gguf.dequantize(blocks[1], gguf.GGMLQuantizationType[kind])
+    found, want = marlin.unpack(spec, *rows), llama_cpps(kind, blocks[1])
     for matrix in (found.gate, found.up, found.down):
         np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
 

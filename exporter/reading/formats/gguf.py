@@ -1,8 +1,8 @@
 """ggml's blocks of quantized weights, as GGUF files hold them: block_q4_0 and so on of ggml-common.h.
 
 A block is a scale, or two levels of scales, and its weights' codes. All that is carried is carried exactly: Q4_K, Q5_K
-and Q6_K with both levels and their minima; of Q3_K they are multiplied in f32, where f16 times 8 bits needs 19. Other
-types are refused: those with minima (Q2_K, Q4_1, Q5_1) or codebooks (IQ), and the others of REFUSED.
+and Q6_K with both levels and their minima; of Q3_K and of codebooks (IQ) they are multiplied in f32, where f16 times
+8 bits needs 19. Codebooks take 8 bits a weight. Types with minima (Q2_K, Q4_1, Q5_1) and others of REFUSED are refused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
 
-#: the same of those that are not, but for codebooks (IQ) -> why
+#: the same of those that are not -> why
 REFUSED = {
     "Q4_1": "has minima beside its scales",
     "Q5_1": "has minima beside its scales",
     "Q2_K": "has minima beside its scales",
     "Q8_1": "is for activations",
     "Q8_K": "is for activations",
-    "Q1_0": "has one bit a weight",
-    "TQ1_0": "has three values of a weight",
-    "TQ2_0": "has three values of a weight",
     "NVFP4": "is not read yet",
 }
 _BLOCK_OF = {name: (weights, size) for name, weights, size in TYPES.values()}
@@ -43,17 +40,21 @@ class GGML(Format):
         return quantization.get("quant_method") == "gguf"
 
     def scheme(self, module: str) -> ModuleScheme:
-        kind, block = self._block(module)
-        return ModuleScheme(block.kind, block.group_size, "none", f"GGUF {kind}")
+        name, block = self._block(module)
+        weights, size = _BLOCK_OF[name]
+        said = f"GGUF {name}"
+        if block.kind in ("int4", "int8"):
+            bits = int(block.kind[3:]) + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
+            if bits > 8 * size / weights:
+                said += f", carried as {block.kind}: {bits:.3g} bits a weight, the file has {8 * size / weights:.3g}"
+        return ModuleScheme(block.kind, block.group_size, "none", said)
 
     def _block(self, module: str) -> tuple[str, Block]:
         """Return a module's type, and how it is carried."""
         kind = next(mark for mark in self.marks if f"{module}.{mark}" in self.ckpt)
         if kind not in CARRIED:
-            why = "has a codebook" if kind.startswith("IQ") else REFUSED[kind]
-            raise CheckpointError(
-                f"{self.ckpt.where(f'{module}.{kind}')} is {kind}, which {why}; supported: {', '.join(CARRIED)}"
-            )
+            where = self.ckpt.where(f"{module}.{kind}")
+            raise CheckpointError(f"{where} is {kind}, which {REFUSED[kind]}; supported: {', '.join(CARRIED)}")
         return kind, CARRIED[kind]
 
     def matrix(self, module: str) -> QuantizedMatrix:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES
+from quantmoe.exporter.reading.gguf import codebooks
 
 
 def _halves(octets: np.ndarray) -> np.ndarray:
@@ -107,4 +108,16 @@ CARRIED = {
     "Q4_K": Block("q4_k", 256, "k32", _q4_k),
     "Q5_K": Block("q5_k", 256, "k32", _q5_k),
     "Q6_K": Block("q6_k", 256, "k16", _q6_k),
+    "IQ4_NL": Block("int8", 32, "f16", codebooks.iq4_nl),
+    "IQ4_XS": Block("int8", 32, "f32", codebooks.iq4_xs),
+    "IQ3_S": Block("int8", 32, "f32", codebooks.iq3_s),
+    "IQ3_XXS": Block("int8", 32, "f32", codebooks.iq3_xxs),
+    "IQ2_S": Block("int8", 16, "f32", codebooks.iq2_s),
+    "IQ2_XS": Block("int8", 16, "f32", codebooks.iq2_xs),
+    "IQ2_XXS": Block("int8", 32, "f32", codebooks.iq2_xxs),
+    "IQ1_S": Block("int8", 32, "f32", codebooks.iq1_s),
+    "IQ1_M": Block("int8", 16, "f32", codebooks.iq1_m),
+    "TQ1_0": Block("int4", 256, "f16", codebooks.tq1_0),
+    "TQ2_0": Block("int4", 256, "f16", codebooks.tq2_0),
+    "Q1_0": Block("int4", 128, "f16", codebooks.q1_0),
 }
