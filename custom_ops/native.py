@@ -28,11 +28,8 @@ from quantmoe.custom_ops.structs import check_structs, checked, node, projection
 _share = threading.local()
 
 
-#: operator -> its functions' name, of those that the CPU kernels run
-_NAMES = {
-    op: schema().operators[op].name_c
-    for op in ("QuantMoE", "QuantLinear", "MoERouting", "CachedAttention", "CausalConv", "GatedDelta", "StateSpace")
-}
+#: operator -> its functions' name, of those that the CPU kernels run by functions of their own
+_NAMES = {op: schema().operators[op].name_c for op in ("QuantMoE", "QuantLinear", "CachedAttention")}
 
 
 TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
@@ -93,6 +90,7 @@ def library() -> ctypes.CDLL:
     check_structs(lib)
     for name, restype in {
         "qm_row_bytes": ctypes.c_size_t,
+        "qm_workspace": ctypes.c_size_t,
         **dict.fromkeys((f"qm_{name}_workspace" for name in _NAMES.values()), ctypes.c_size_t),
         "qm_kernel_name": ctypes.c_char_p,
         "qm_kernel_selected": ctypes.c_char_p,
@@ -306,7 +304,11 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
     """
     lib, shapes = library(), [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
     try:
-        checked(getattr(lib, f"qm_{_NAMES[spec.OP]}_validate"), ctypes.byref(node(lib, spec)), *shapes)
+        own = ctypes.byref(node(lib, spec))
+        if spec.OP in _NAMES:
+            checked(getattr(lib, f"qm_{_NAMES[spec.OP]}_validate"), own, *shapes)
+        else:
+            checked(lib.qm_validate, spec.OP.encode(), own)
     except ValueError as error:
         return str(error)
     return ""

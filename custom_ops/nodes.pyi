@@ -17,58 +17,17 @@ class Projection:
     layout_version: int
 
 @dataclass(frozen=True, kw_only=True)
-class QuantMoE(Spec):
-    op_version: int = ...
-    num_experts: int  # of the whole layer; those of w13 and w2 are in this node
-    expert_offset: int  # id of row 0
-    hidden_size: int
-    intermediate_size: int
-    activation: str
-    gated: int
-    swiglu_alpha: float
-    swiglu_limit: float
-    apply_router_weight_on_input: int
-    w13: Projection
-    w2: Projection
-
-@dataclass(frozen=True, kw_only=True)
-class QuantLinear(Spec):
-    op_version: int = ...
-    in_features: int
-    out_features: int
-    w: Projection
-
-@dataclass(frozen=True, kw_only=True)
-class MoERouting(Spec):
-    op_version: int = ...
-    num_experts: int
-    top_k: int
-    method: str
-    renormalize: int  # 1: the weights are divided by their sum
-    n_group: int  # groups of num_experts / n_group experts; 1: one group, all of them
-    topk_group: int  # groups that are kept, by the sum of the two best scores of each
-    routed_scaling_factor: float  # not of the shared experts' weights
-    shared_experts: int = ...
-    shared_gate: int = ...  # 1: the shared experts' weight is the sigmoid of the last logit; 0: it is 1
-
-@dataclass(frozen=True, kw_only=True)
-class MoERouter(Spec):
-    op_version: int = ...
-    hidden_size: int
-    num_experts: int  # this and the following are MoERouting's
-    top_k: int
-    method: str
-    renormalize: int
-    n_group: int
-    topk_group: int
-    routed_scaling_factor: float
-    shared_experts: int = ...
-    shared_gate: int = ...
-
-@dataclass(frozen=True, kw_only=True)
 class AddRMSNorm(Spec):
     op_version: int = ...
     norm_epsilon: float
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Spec):
+    op_version: int = ...
+    rank: int  # 0 to world - 1
+    world: int  # ranks
+    axis: int = ...  # of N: -1, the last dimension, or 0, the first
+    export_id: int = ...
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Spec):
@@ -84,25 +43,6 @@ class AllReduceAddRMSNorm(Spec):
     rank: int  # this and the following are AllReduce's
     world: int
     export_id: int
-
-@dataclass(frozen=True, kw_only=True)
-class AllGather(Spec):
-    op_version: int = ...
-    rank: int  # 0 to world - 1
-    world: int  # ranks
-    axis: int = ...  # of N: -1, the last dimension, or 0, the first
-    export_id: int = ...
-
-@dataclass(frozen=True, kw_only=True)
-class ReduceScatter(Spec):
-    op_version: int = ...
-    rank: int  # 0 to world - 1
-    world: int  # ranks
-    export_id: int = ...
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRows(Spec):
-    op_version: int = ...
 
 @dataclass(frozen=True, kw_only=True)
 class CachedAttention(Spec):
@@ -160,6 +100,62 @@ class GatedDelta(Spec):
     z_offset: int = ...
 
 @dataclass(frozen=True, kw_only=True)
+class MoERouter(Spec):
+    op_version: int = ...
+    hidden_size: int
+    num_experts: int  # this and the following are MoERouting's
+    top_k: int
+    method: str
+    renormalize: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+    shared_experts: int = ...
+    shared_gate: int = ...
+
+@dataclass(frozen=True, kw_only=True)
+class MoERouting(Spec):
+    op_version: int = ...
+    num_experts: int
+    top_k: int
+    method: str
+    renormalize: int  # 1: the weights are divided by their sum
+    n_group: int  # groups of num_experts / n_group experts; 1: one group, all of them
+    topk_group: int  # groups that are kept, by the sum of the two best scores of each
+    routed_scaling_factor: float  # not of the shared experts' weights
+    shared_experts: int = ...
+    shared_gate: int = ...  # 1: the shared experts' weight is the sigmoid of the last logit; 0: it is 1
+
+@dataclass(frozen=True, kw_only=True)
+class QuantLinear(Spec):
+    op_version: int = ...
+    in_features: int
+    out_features: int
+    w: Projection
+
+@dataclass(frozen=True, kw_only=True)
+class QuantMoE(Spec):
+    op_version: int = ...
+    num_experts: int  # of the whole layer; those of w13 and w2 are in this node
+    expert_offset: int  # id of row 0
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    gated: int
+    swiglu_alpha: float
+    swiglu_limit: float
+    apply_router_weight_on_input: int
+    w13: Projection
+    w2: Projection
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatter(Spec):
+    op_version: int = ...
+    rank: int  # 0 to world - 1
+    world: int  # ranks
+    export_id: int = ...
+
+@dataclass(frozen=True, kw_only=True)
 class StateSpace(Spec):
     op_version: int = ...
     num_groups: int
@@ -173,3 +169,7 @@ class StateSpace(Spec):
     dt_offset: int
     z_size: int
     z_offset: int
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows(Spec):
+    op_version: int = ...

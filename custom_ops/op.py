@@ -98,30 +98,6 @@ class RouterSpec(nodes.MoERouter):
         return RoutingSpec.from_attributes(own | {"op_version": RoutingSpec.OPERATOR.version})
 
 
-class NormSpec(nodes.AddRMSNorm):
-    """All attributes of an AddRMSNorm node."""
-
-
-class ReduceSpec(nodes.AllReduce):
-    """All attributes of an AllReduce node."""
-
-
-class ReduceNormSpec(nodes.AllReduceAddRMSNorm):
-    """All attributes of an AllReduceAddRMSNorm node."""
-
-
-class GatherSpec(nodes.AllGather):
-    """All attributes of an AllGather node."""
-
-
-class ScatterSpec(nodes.ReduceScatter):
-    """All attributes of a ReduceScatter node."""
-
-
-class RowsSpec(nodes.TokenRows):
-    """All attributes of a TokenRows node."""
-
-
 class AttentionSpec(nodes.CachedAttention):
     """All attributes of a CachedAttention node."""
 
@@ -160,13 +136,12 @@ class AttentionSpec(nodes.CachedAttention):
         return self.nope_size > 0 and count * saved >= self.v_head_size * up
 
 
-class ConvSpec(nodes.CausalConv):
-    """All attributes of a CausalConv node."""
-
-
-class DeltaSpec(nodes.GatedDelta):
-    """All attributes of a GatedDelta node."""
-
-
-class SpaceSpec(nodes.StateSpace):
-    """All attributes of a StateSpace node."""
+NormSpec = nodes.AddRMSNorm
+ReduceSpec = nodes.AllReduce
+ReduceNormSpec = nodes.AllReduceAddRMSNorm
+GatherSpec = nodes.AllGather
+ScatterSpec = nodes.ReduceScatter
+RowsSpec = nodes.TokenRows
+ConvSpec = nodes.CausalConv
+DeltaSpec = nodes.GatedDelta
+SpaceSpec = nodes.StateSpace

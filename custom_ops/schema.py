@@ -58,6 +58,12 @@ class Operator:
     optional_inputs: tuple[tuple[str, str], ...] = ()
 
     @property
+    def snake(self) -> str:
+        """The name in PyTorch and of the files in ops: ``moe_routing`` of MoERouting."""
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", self.name.replace("MoE", "Moe"))
+        return words.lower()
+
+    @property
     def attributes(self) -> dict[str, Attribute]:
         """By name, in op.def's order, projections' as <prefix>_<name>."""
         found = {a.name: a for a in self.own}
@@ -132,9 +138,10 @@ def parse(text: str) -> Schema:
 
 
 def read(folder: Traversable) -> str:
-    """Return op.def of a folder with the operators' files in the place of their lines."""
-    text = (folder / "op.def").read_text(encoding="utf-8")
-    return re.sub(r'^#include "(.*)"$', lambda m: (folder / m[1]).read_text(encoding="utf-8"), text, flags=re.MULTILINE)
+    """Return op.def of a folder with the files of the operators in the place of their list."""
+    files = sorted((file for file in (folder / "ops").iterdir() if file.name.endswith(".def")), key=lambda f: f.name)
+    operators = "".join(file.read_text(encoding="utf-8") for file in files)
+    return (folder / "op.def").read_text(encoding="utf-8").replace('#include "ops.def"\n', operators)
 
 
 @cache

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import ml_dtypes
@@ -12,31 +16,26 @@ import torch
 from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
+from quantmoe.custom_ops import nodes
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import (
     DOMAIN,
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     LinearSpec,
     MoESpec,
     RouterSpec,
     RoutingSpec,
     RowsSpec,
-    SpaceSpec,
     attribute_kinds,
     inputs,
     optional_inputs,
     outputs,
 )
 from quantmoe.custom_ops.reference import attention as reference_attention
-from quantmoe.custom_ops.reference import conv as reference_conv
-from quantmoe.custom_ops.reference import delta as reference_delta
 from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
 from quantmoe.custom_ops.reference import route as reference_route
 from quantmoe.custom_ops.reference import router as reference_router
-from quantmoe.custom_ops.reference import space as reference_space
 from quantmoe.custom_ops.reference import token_rows as reference_rows
 from quantmoe.custom_ops.schema import Operator, schema
 from quantmoe.custom_ops.tensor_shapes import output_shapes
@@ -216,92 +215,12 @@ def cached_attention(
     return torch.from_numpy(output).to(qkv.dtype), new_key, new_value
 
 
-@torch.library.custom_op("quantmoe::causal_conv", mutates_args=())
-def causal_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    past_conv: torch.Tensor,
-    rows: torch.Tensor,
-    attributes: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a causal depthwise convolution with state, by the float64 reference.
-
-    Args:
-        x: [B, S, C or x_size]. weight: f32 [C, W]. bias: f32 [C] or [0]. past_conv: [B, C, W - 1] of x's dtype, with a
-            state_window of N > 1 [N, B, C, W - 1].
-        rows: int32 [B, 3]: the first new token that counts, how many do, tokens before them.
-        attributes: JSON of ConvSpec.attributes().
-
-    Returns:
-        y [B, S, C] and present_conv of past_conv's shape, of x's dtype.
-    """
-    spec = ConvSpec.from_attributes(json.loads(attributes))
-    given = [t.float().numpy() for t in (x, weight, bias, past_conv)] + [rows.numpy()]
-    y, present = (torch.from_numpy(out).to(x.dtype) for out in reference_conv(spec, *given))
-    return y, present
-
-
-@torch.library.custom_op("quantmoe::gated_delta", mutates_args=())
-def gated_delta(
-    qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    z: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm: torch.Tensor,
-    past_state: torch.Tensor,
-    rows: torch.Tensor,
-    attributes: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gated delta rule and its gated norm, by the float64 reference.
-
-    Args:
-        qkv: [B, S, 2 G K + H V]. a: [B, S, H] or [B, S, H K]. b: [B, S, H]. z: [B, S, H V]; or wider, by <name>_size.
-        a_log: f32 [H]. dt_bias: f32 [H] or [H K]. norm: f32 [V]. past_state: f32 [B, H, K, V], with a state_window of
-            N > 1 [N, B, H, K, V].
-        rows: as causal_conv's.
-        attributes: JSON of DeltaSpec.attributes().
-
-    Returns:
-        y [B, S, H V] of qkv's dtype and present_state f32 of past_state's shape.
-    """
-    spec = DeltaSpec.from_attributes(json.loads(attributes))
-    given = [t.float().numpy() for t in (qkv, a, b, z, a_log, dt_bias, norm, past_state)] + [rows.numpy()]
-    y, present = reference_delta(spec, *given)
-    return torch.from_numpy(y).to(qkv.dtype), torch.from_numpy(present).float()
-
-
-@torch.library.custom_op("quantmoe::state_space", mutates_args=())
-def state_space(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
-    z: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    d: torch.Tensor,
-    norm: torch.Tensor,
-    past_state: torch.Tensor,
-    rows: torch.Tensor,
-    attributes: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-2's state space and its gated norm, by the float64 reference.
-
-    Args:
-        xbc: [B, S, H P + 2 G N]. dt: [B, S, H]. z: [B, S, H P]; or wider, by <name>_size.
-        a_log, dt_bias, d: f32 [H]. norm: f32 [H P]. past_state: f32 [B, H, N, P], with a state_window of W > 1
-            [W, B, H, N, P].
-        rows: as causal_conv's.
-        attributes: JSON of SpaceSpec.attributes().
-
-    Returns:
-        y [B, S, H P] of xbc's dtype and present_state f32 of past_state's shape.
-    """
-    spec = SpaceSpec.from_attributes(json.loads(attributes))
-    given = [t.float().numpy() for t in (xbc, dt, z, a_log, dt_bias, d, norm, past_state)] + [rows.numpy()]
-    y, present = reference_space(spec, *given)
-    return torch.from_numpy(y).to(xbc.dtype), torch.from_numpy(present).float()
+def output_types(operator: Operator, inputs: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    """Return the types of a node's outputs, as op.def states them."""
+    types = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64}
+    for (_, type_), tensor in zip(operator.inputs, inputs, strict=False):
+        types.setdefault(type_, tensor.dtype)
+    return [types[type_] for _, type_ in operator.outputs]
 
 
 def _add_shapes(custom_op: Any, operator: Operator) -> None:
@@ -312,13 +231,8 @@ def _add_shapes(custom_op: Any, operator: Operator) -> None:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         attributes: dict[str, Any] = next((json.loads(value) for value in values if isinstance(value, str)), {})
         shapes = output_shapes(operator, attributes, [tensor.shape for tensor in tensors], torch.sym_max)
-        types = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64}
-        for (_, type_), tensor in zip(operator.inputs, tensors, strict=False):
-            types.setdefault(type_, tensor.dtype)
-        made = [
-            tensors[0].new_empty(shape, dtype=types[type_])
-            for shape, (_, type_) in zip(shapes, operator.outputs, strict=True)
-        ]
+        types = output_types(operator, tensors)
+        made = [tensors[0].new_empty(shape, dtype=type_) for shape, type_ in zip(shapes, types, strict=True)]
         return made[0] if len(made) == 1 else tuple(made)
 
     custom_op.register_fake(fake)
@@ -333,9 +247,6 @@ for custom_op, op in (
     (all_gather, "AllGather"),
     (token_rows, "TokenRows"),
     (cached_attention, "CachedAttention"),
-    (causal_conv, "CausalConv"),
-    (gated_delta, "GatedDelta"),
-    (state_space, "StateSpace"),
 ):
     _add_shapes(custom_op, schema().operators[op])
 
@@ -416,35 +327,50 @@ def onnx_cached_attention(
     return onnx_op("CachedAttention")(*given, **json.loads(attributes))
 
 
-def onnx_causal_conv(x: Any, weight: Any, bias: Any, past_conv: Any, rows: Any, attributes: str) -> Any:
-    return onnx_op("CausalConv")(x, weight, bias, past_conv, rows, **json.loads(attributes))
-
-
-def onnx_gated_delta(
-    qkv: Any, a: Any, b: Any, z: Any, a_log: Any, dt_bias: Any, norm: Any, past_state: Any, rows: Any, attributes: str
-) -> Any:
-    given = (qkv, a, b, z, a_log, dt_bias, norm, past_state, rows)
-    return onnx_op("GatedDelta")(*given, **json.loads(attributes))
-
-
-def onnx_state_space(
-    xbc: Any, dt: Any, z: Any, a_log: Any, dt_bias: Any, d: Any, norm: Any, past_state: Any, rows: Any, attributes: str
-) -> Any:
-    given = (xbc, dt, z, a_log, dt_bias, d, norm, past_state, rows)
-    return onnx_op("StateSpace")(*given, **json.loads(attributes))
-
-
 #: the exporter's translation table: operator of torch -> a function that makes its node
 ONNX = {
     torch.ops.quantmoe.quant_moe.default: onnx_quant_moe,
     torch.ops.quantmoe.quant_linear.default: onnx_quant_linear,
     torch.ops.quantmoe.cached_attention.default: onnx_cached_attention,
-    torch.ops.quantmoe.causal_conv.default: onnx_causal_conv,
-    torch.ops.quantmoe.gated_delta.default: onnx_gated_delta,
-    torch.ops.quantmoe.state_space.default: onnx_state_space,
     torch.ops.quantmoe.moe_routing.default: onnx_moe_routing,
     torch.ops.quantmoe.moe_router.default: onnx_moe_router,
     torch.ops.quantmoe.token_rows.default: onnx_token_rows,
     torch.ops.quantmoe.all_reduce.default: onnx_all_reduce,
     torch.ops.quantmoe.all_gather.default: onnx_all_gather,
 }
+
+
+def define(operator: Operator) -> None:
+    """Define an operator of torch by op.def and ``reference``, its function in ops/<operator>.py, and its ONNX node."""
+    name, spec = operator.snake, getattr(nodes, operator.name)
+    reference = getattr(import_module(f"quantmoe.custom_ops.ops.{name}"), name)
+    tensors = [tensor for tensor, _ in operator.inputs]
+    given = ", ".join(f"Tensor {tensor}" for tensor in tensors)
+    schema = f"({given}, str attributes) -> ({', '.join('Tensor' for _ in operator.outputs)})"
+
+    @torch.library.custom_op(f"quantmoe::{name}", mutates_args=(), schema=schema)
+    def run(*given: Any) -> Any:
+        *inputs, attributes = given
+        arrays = [tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy() for tensor in inputs]
+        found = reference(spec.from_attributes(json.loads(attributes)), *arrays)
+        made = found if isinstance(found, tuple) else (found,)
+        types = output_types(operator, inputs)
+        results = tuple(torch.from_numpy(array).to(type_) for array, type_ in zip(made, types, strict=True))
+        return results if len(results) > 1 else results[0]
+
+    _add_shapes(run, operator)
+
+    def node(*given: Any, **named: Any) -> Any:
+        values = signature.bind(*given, **named).arguments
+        return onnx_op(operator.name)(*(values[tensor] for tensor in tensors), **json.loads(values["attributes"]))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(parameter, kind) for parameter in (*tensors, "attributes")])
+    node.__name__, node.__signature__ = f"onnx_{name}", signature  # type: ignore[attr-defined]
+    node.__annotations__ = {"attributes": str}  # an attribute to torch.onnx, the others are values
+    ONNX[getattr(torch.ops.quantmoe, name).default] = node
+
+
+for operator in schema().operators.values():
+    if find_spec(f"quantmoe.custom_ops.ops.{operator.snake}"):
+        define(operator)

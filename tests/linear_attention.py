@@ -18,6 +18,9 @@ from support import native_kernels as native
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
+from quantmoe.custom_ops.ops.causal_conv import causal_conv
+from quantmoe.custom_ops.ops.gated_delta import gated_delta
+from quantmoe.custom_ops.ops.state_space import state_space
 
 #: of a batch: right padding, left padding, nothing new, from nothing, everything
 RAGGED = [[0, 5, 7], [3, 6, 2], [4, 0, 17], [1, 8, 0], [0, 9, 300]]
@@ -61,7 +64,12 @@ class Rows:
     """Inputs of which ``PER_TOKEN`` have tokens, and ``past`` a state for each row."""
 
     PER_TOKEN: ClassVar[tuple[str, ...]]
+    spec: Any
     rows: np.ndarray
+    tensors: Any
+
+    def run(self, **options: Any) -> Any:
+        return native.run(self.spec, *self.tensors, **options)
 
     def tokens(self, at: slice, rows: list[list[int]]) -> Any:
         """Only some of the new tokens."""
@@ -92,11 +100,8 @@ class Conv(Rows):
     def tensors(self) -> tuple[np.ndarray, ...]:
         return self.x, self.weight, self.bias, self.past, self.rows
 
-    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        return native.conv(self.spec, *self.tensors, **options)
-
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
-        return reference.conv(self.spec, *self.tensors)
+        return causal_conv(self.spec, *self.tensors)
 
 
 @dataclass(frozen=True)
@@ -119,11 +124,8 @@ class Delta(Rows):
     def tensors(self) -> tuple[np.ndarray, ...]:
         return self.qkv, self.a, self.b, self.z, self.a_log, self.dt_bias, self.norm, self.past, self.rows
 
-    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        return native.delta(self.spec, *self.tensors, **options)
-
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
-        return reference.delta(self.spec, *self.tensors)
+        return gated_delta(self.spec, *self.tensors)
 
     def own(self) -> Delta:
         """Without what a, b and z are parts of."""
@@ -158,11 +160,8 @@ class Space(Rows):
     def tensors(self) -> tuple[np.ndarray, ...]:
         return self.xbc, self.dt, self.z, self.a_log, self.dt_bias, self.d, self.norm, self.past, self.rows
 
-    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        return native.space(self.spec, *self.tensors, **options)
-
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
-        return reference.space(self.spec, *self.tensors)
+        return state_space(self.spec, *self.tensors)
 
     def own(self) -> Space:
         """Without what dt and z are parts of."""

@@ -14,8 +14,9 @@ from linear_attention import Space, space_span
 from specs import conv_spec, delta_spec, space_spec
 from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
+from quantmoe.custom_ops.ops.causal_conv import causal_conv
+from quantmoe.custom_ops.ops.gated_delta import gated_delta
 
 # Only the output is rounded to 16 bits, at most half an ulp of each value. Sums, decays and norms are of f32: a token
 # adds some roundings of 2^-24 to the state, of which decay forgets; over 300 tokens they stay far below a unit of f16.
@@ -105,7 +106,7 @@ def conv_inputs(spec: ConvSpec, dtype: str, call: str, bias: bool = True) -> lis
 def test_conv(spec: ConvSpec, call: str, dtype: str, in_place: bool) -> None:
     inputs = conv_inputs(spec, dtype, call, bias=spec.channels != 512)
     y, present = twice(lambda: cuda.conv(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
-    want, state = reference.conv(spec, *inputs)
+    want, state = causal_conv(spec, *inputs)
     # one rounding; silu loses what exp, within 2 ulp, and a reciprocal do
     np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] * 1.01, atol=1e-6)
     assert present.cpu().view(torch.int16).numpy().tobytes() == state.view(np.int16).tobytes()
@@ -133,7 +134,7 @@ def delta_inputs(spec: DeltaSpec, dtype: str, call: str, decay: str = "") -> lis
 
 def check_delta(spec: DeltaSpec, dtype: str, inputs: list[np.ndarray], in_place: bool = False) -> None:
     y, present = twice(lambda: cuda.delta(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
-    want, state = reference.delta(spec, *inputs)
+    want, state = gated_delta(spec, *inputs)
     got, unit = numbers(y), UNIT[dtype]
     least = 2.0**-25 if dtype == "f16" else 0.0  # half of the smallest number
     heads = (*want.shape[:2], spec.num_v_heads, spec.v_head_size)
@@ -440,7 +441,7 @@ def test_windows_of_states(call: str, window: int, dtype: str) -> None:
     conv = conv_spec(70, 3, state_window=window)
     inputs = window_of(conv_inputs(conv, dtype, call), window)
     y, present = twice(lambda: cuda.conv(conv, *(tensor(x, dtype) for x in inputs)))
-    want, state = reference.conv(conv, *inputs)
+    want, state = causal_conv(conv, *inputs)
     np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] * 1.01, atol=1e-6)
     assert present.cpu().view(torch.int16).numpy().tobytes() == state.view(np.int16).tobytes()
     for name in ("qwen3-next", "kimi", "small"):

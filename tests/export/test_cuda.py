@@ -30,7 +30,9 @@ from quantmoe.custom_ops.op import (
     RouterSpec,
     RoutingSpec,
 )
-from quantmoe.custom_ops.reference import add_norm, conv, delta, linear, quant_moe, route, router, token_rows
+from quantmoe.custom_ops.ops.causal_conv import causal_conv
+from quantmoe.custom_ops.ops.gated_delta import gated_delta
+from quantmoe.custom_ops.reference import add_norm, linear, quant_moe, route, router, token_rows
 from quantmoe.custom_ops.reference import attention as attend
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -82,7 +84,7 @@ class CausalConv(OpRun):
     op_domain = "quantmoe"
 
     def _run(self, x, weight, bias, past, rows, **attributes):
-        y, present = conv(ConvSpec.from_attributes(attributes), x, weight, bias, past, rows)
+        y, present = causal_conv(ConvSpec.from_attributes(attributes), x, weight, bias, past, rows)
         return y.astype(x.dtype), present.astype(x.dtype)
 
 
@@ -90,7 +92,7 @@ class GatedDelta(OpRun):
     op_domain = "quantmoe"
 
     def _run(self, qkv, *others, **attributes):
-        y, present = delta(DeltaSpec.from_attributes(attributes), qkv, *others)
+        y, present = gated_delta(DeltaSpec.from_attributes(attributes), qkv, *others)
         return y.astype(qkv.dtype), present.astype(np.float32)
 
 

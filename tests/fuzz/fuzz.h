@@ -208,6 +208,12 @@ struct Outcome {
   std::vector<uint8_t> bytes;
 };
 
+template <class Call>
+qm_type type_of(const Call& call) {
+  return call.type;
+}
+inline qm_type type_of(const qm_call& call) { return static_cast<qm_type>(call.inputs->type); }
+
 // Runs a call by each kernel that this machine has, with one to three lanes, in slices or whole: all give one status
 // and the same elements.
 template <class Call, class Workspace, class Run>
@@ -215,7 +221,8 @@ Outcome every_kernel(FuzzedDataProvider& data, Call& call, void* output, int64_t
                      const Workspace& workspace, const Run& run) {
   Outcome first;
   int usable;
-  const int64_t bytes = elements * (call.type == QM_F32 ? 4 : 2);
+  const qm_type type = type_of(call);
+  const int64_t bytes = elements * (type == QM_F32 ? 4 : 2);
   call.parallel_for = one_after_another;
   for (size_t index = 0; const char* name = qm_kernel_name(index, &usable); ++index) {
     if (!usable) continue;
@@ -230,7 +237,7 @@ Outcome every_kernel(FuzzedDataProvider& data, Call& call, void* output, int64_t
       first = {status, name, {got, got + bytes}};
     }
     CHECK(status == first.status, "%s returns %d, %s %d", name, status, first.kernel.c_str(), first.status);
-    if (status == QM_OK) check_equal(call.type, output, first.bytes.data(), elements, name, first.kernel);
+    if (status == QM_OK) check_equal(type, output, first.bytes.data(), elements, name, first.kernel);
   }
   return first;
 }

@@ -10,6 +10,7 @@
 #include <set>
 #include <vector>
 
+#include "core/shapes.h"
 #include "fuzz.h"
 
 using namespace quantmoe;
@@ -114,7 +115,7 @@ void routing(FuzzedDataProvider& data, bool wild) {
   r.shared_experts = data.ConsumeIntegralInRange(0, 3);
   r.shared_gate = r.shared_experts > 0 && data.ConsumeBool();
   if (wild) set_any(data, "MoERouting", &r);
-  if (qm_routing_validate(&r, err)) {
+  if (qm_validate("MoERouting", &r, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
@@ -123,32 +124,28 @@ void routing(FuzzedDataProvider& data, bool wild) {
 
   static Guarded logits_place, bias_place, ids_place, weights_place, workspace_place;
   const bool at_end = data.ConsumeBool(), tame = data.ConsumeBool();
-  qm_routing_call call{};
-  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
-  call.tokens = data.ConsumeIntegralInRange(0, 70);
+  const auto type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  const int64_t tokens = data.ConsumeIntegralInRange(0, 70);
   Rng rng(data.ConsumeIntegral<uint32_t>());
-  const int64_t element = call.type == QM_F32 ? 4 : 2, logits = call.tokens * columns, pairs = call.tokens * slots;
+  const int64_t element = type == QM_F32 ? 4 : 2, logits = tokens * columns, pairs = tokens * slots;
   void* values = logits_place.place(logits * element, at_end);
   float* bias = static_cast<float*>(bias_place.place(r.num_experts * 4, at_end));
   int32_t* ids = static_cast<int32_t*>(ids_place.place(pairs * 4, at_end));
   float* weights = static_cast<float*>(weights_place.place(pairs * 4, at_end));
   if (tame)
-    fill(rng, call.type, -4, 4, values, logits);
+    fill(rng, type, -4, 4, values, logits);
   else
     random_bytes(rng, values, logits * element);
   if (tame || data.ConsumeBool())
     fill(rng, QM_F32, -1, 1, bias, r.num_experts);
   else
     random_bytes(rng, bias, r.num_experts * 4);
-  call.logits = values;
-  call.correction_bias = bias;
-  call.topk_ids = ids;
-  call.topk_weights = weights;
-  call.lanes = data.ConsumeIntegralInRange(1, 3);
-  call.parallel_for = one_after_another;
-  call.workspace = workspace_place.place(qm_routing_workspace(&r, &call), at_end);
-  CHECK(qm_routing_run(&r, &call, err) == QM_OK, "%s", err);
-  for (int64_t t = 0; t < call.tokens; ++t) {
+  qm_tensor inputs[] = {{values, type, {2, {tokens, columns}}}, {bias, QM_F32, {1, {r.num_experts}}}};
+  qm_tensor outputs[] = {{ids, 0, {2, {tokens, slots}}}, {weights, QM_F32, {2, {tokens, slots}}}};
+  qm_call call{inputs, outputs, nullptr, data.ConsumeIntegralInRange(1, 3), one_after_another, nullptr};
+  call.workspace = workspace_place.place(qm_workspace("MoERouting", &r, &call), at_end);
+  CHECK(qm_run("MoERouting", &r, &call, err) == QM_OK, "%s", err);
+  for (int64_t t = 0; t < tokens; ++t) {
     const int32_t* own = ids + t * slots;
     CHECK(std::set<int32_t>(own, own + r.top_k).size() == static_cast<size_t>(r.top_k), "token %lld repeats an expert",
           (long long)t);
@@ -165,15 +162,14 @@ void routing(FuzzedDataProvider& data, bool wild) {
       CHECK(r.shared_gate ? !(weight < 0 || weight > 1) : weight == 1, "shared weight %g", weight);
     }
   }
-  if (!call.tokens) return;
-  const int64_t last = call.tokens - 1;
+  if (!tokens) return;
+  const int64_t last = tokens - 1;
   std::vector<int32_t> alone_ids(slots);
   std::vector<float> alone(slots);
-  call.tokens = 1;
-  call.logits = static_cast<uint8_t*>(values) + last * columns * element;
-  call.topk_ids = alone_ids.data();
-  call.topk_weights = alone.data();
-  CHECK(qm_routing_run(&r, &call, err) == QM_OK, "%s", err);
+  inputs[MoERouting_logits] = {static_cast<uint8_t*>(values) + last * columns * element, type, {2, {1, columns}}};
+  outputs[MoERouting_topk_ids].data = alone_ids.data();
+  outputs[MoERouting_topk_weights].data = alone.data();
+  CHECK(qm_run("MoERouting", &r, &call, err) == QM_OK, "%s", err);
   CHECK(std::equal(alone_ids.begin(), alone_ids.end(), ids + last * slots), "other experts alone");
   check_equal(QM_F32, alone.data(), weights + last * slots, slots, "one token", "the batch");
 }
@@ -293,6 +289,12 @@ void attention(FuzzedDataProvider& data, bool wild) {
   check_equal(call.type, call.output, first.bytes.data(), call.tokens * width, "one row", "the batch");
 }
 
+int64_t elements(const qm_tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t i = 0; i < tensor.shape.rank; ++i) count *= tensor.shape.sizes[i];
+  return count;
+}
+
 // Places arrays of a call, filled.
 class Arrays {
  public:
@@ -308,9 +310,8 @@ class Arrays {
       random_bytes(rng_, at, bytes);
     return at;
   }
-  float* floats(int64_t count) { return static_cast<float*>(take(QM_F32, count)); }
-  const int32_t* rows(FuzzedDataProvider& data, int64_t batch, int64_t tokens) {
-    int32_t* const rows = reinterpret_cast<int32_t*>(floats(3 * batch));
+  int32_t* rows(FuzzedDataProvider& data, int64_t batch, int64_t tokens) {
+    int32_t* const rows = static_cast<int32_t*>(take(QM_F32, 3 * batch));
     for (int64_t b = 0; b < batch; ++b) {
       rows[3 * b + 1] = data.ConsumeIntegralInRange<int32_t>(0, tokens);
       rows[3 * b] = data.ConsumeIntegralInRange<int32_t>(0, tokens - rows[3 * b + 1]);
@@ -327,23 +328,50 @@ class Arrays {
   int next_ = 0;
 };
 
-// A call with a state: with every kernel, then in place. past and present: the call's; the state has `states` numbers.
-template <class Call, class Past, class Present, class Size, class Run>
-void stateful(FuzzedDataProvider& data, Call& call, int64_t outputs, int state_type, Past& past, Present present,
-              int64_t states, bool at_end, const Size& size, const Run& run) {
+// A node with a state, of op.def's shapes: with every kernel, then in place.
+void stateful(FuzzedDataProvider& data, const char* op, const void* node, int64_t window, int64_t most_tokens) {
   static Guarded workspace_place;
   char err[QM_ERROR_SIZE] = {};
-  const auto checked = [&] { return run(err); };
-  const Outcome first = every_kernel(data, call, call.y, outputs, workspace_place, at_end, size, checked);
+  const bool at_end = data.ConsumeBool();
+  const auto type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  FreeSizes<int64_t> sizes;
+  sizes.set('B', data.ConsumeIntegralInRange(0, 3));
+  sizes.set('S', data.ConsumeIntegralInRange<int64_t>(0, most_tokens));
+  Arrays arrays(data, at_end);
+  const ShapeRules rules(op, node);
+  const auto place = [&](const TensorSlot& slot, const std::vector<int64_t>& shape) {
+    qm_tensor tensor{nullptr, slot.type == Type::T ? type : QM_F32, {static_cast<int32_t>(shape.size()), {}}};
+    std::copy(shape.begin(), shape.end(), tensor.shape.sizes);
+    tensor.data = slot.type == Type::int32 ? arrays.rows(data, sizes.at('B'), sizes.at('S'))
+                                           : arrays.take(static_cast<qm_type>(tensor.type), elements(tensor));
+    return tensor;
+  };
+  std::vector<qm_tensor> inputs, outputs;
+  const Slots given(kInputs, op), made(kOutputs, op);
+  for (int32_t i = 0; i < given.count; ++i) {
+    std::vector<int64_t> shape;
+    for (const Dimension& d : rules.input(static_cast<size_t>(i)).dimensions)
+      shape.push_back(d.kind == Dimension::kNumber ? d.number : sizes.at(d.name));
+    inputs.push_back(place(given.first[i], shape));
+    if (rules.input(static_cast<size_t>(i)).or_none && data.ConsumeBool()) inputs.back() = {nullptr, QM_F32, {1, {0}}};
+  }
+  for (int32_t i = 0; i < made.count; ++i)
+    outputs.push_back(place(made.first[i], rules.output(static_cast<size_t>(i), sizes, MakeNumbers{})));
+  qm_tensor &past = inputs[inputs.size() - 2], &y = outputs[0], &present = outputs[1];
+  const int64_t bytes = elements(present) * (present.type == QM_F32 ? 4 : 2);
+  std::memset(past.data, 0, static_cast<size_t>(bytes / window * (window - 1)));  // as those slots are apart
+  qm_call call{inputs.data(), outputs.data(), nullptr, 1, nullptr, nullptr};
+  const auto run = [&] { return qm_run(op, node, &call, err); };
+  const Outcome first = every_kernel(
+      data, call, y.data, elements(y), workspace_place, at_end, [&] { return qm_workspace(op, node, &call); }, run);
   if (first.status) return check_reason(err);
-  const int64_t bytes = states * (state_type == QM_F32 ? 4 : 2);
-  const uint8_t* const after = reinterpret_cast<const uint8_t*>(present);
+  const uint8_t* const after = static_cast<const uint8_t*>(present.data);
   const std::vector<uint8_t> apart(after, after + bytes);
-  std::memcpy(present, past, bytes);
-  past = present;
-  CHECK(checked() == QM_OK, "%s", err);
-  check_equal(call.type, call.y, first.bytes.data(), outputs, "in place", "apart");
-  check_equal(state_type, present, apart.data(), states, "the state in place", "apart");
+  std::memcpy(present.data, past.data, static_cast<size_t>(bytes));
+  past.data = present.data;
+  CHECK(run() == QM_OK, "%s", err);
+  check_equal(type, y.data, first.bytes.data(), elements(y), "in place", "apart");
+  check_equal(present.type, present.data, apart.data(), elements(present), "the state in place", "apart");
 }
 
 void convolution(FuzzedDataProvider& data, bool wild) {
@@ -359,32 +387,12 @@ void convolution(FuzzedDataProvider& data, bool wild) {
     c.x_size = c.x_offset + c.channels + data.ConsumeIntegralInRange(0, 5);
   }
   if (wild) set_any(data, "CausalConv", &c);
-  if (qm_conv_validate(&c, err)) {
+  if (qm_validate("CausalConv", &c, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
   if (c.channels > 4096 || c.x_size > 8192) return;
-  const bool at_end = data.ConsumeBool();
-  qm_conv_call call{};
-  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
-  call.batch = data.ConsumeIntegralInRange(0, 3);
-  call.tokens = data.ConsumeIntegralInRange(0, 12);
-  Arrays arrays(data, at_end);
-  const int64_t tokens = call.batch * call.tokens, x = tokens * c.channels;
-  const int64_t slot = call.batch * c.channels * (c.width - 1), state = slot * c.state_window;
-  call.x = arrays.take(call.type, tokens * quantmoe::x_of(c).size);
-  call.weight = arrays.floats(int64_t{c.channels} * c.width);
-  call.bias = data.ConsumeBool() ? arrays.floats(c.channels) : nullptr;
-  void* const past = arrays.take(call.type, state);
-  call.past_conv = past;
-  std::memset(past, 0,
-              static_cast<size_t>((state - slot) * (call.type == QM_F32 ? 4 : 2)));  // as those slots are apart
-  call.y = arrays.take(call.type, x);
-  call.present_conv = arrays.take(call.type, state);
-  call.rows = arrays.rows(data, call.batch, call.tokens);
-  stateful(
-      data, call, x, call.type, call.past_conv, call.present_conv, state, at_end,
-      [&] { return qm_conv_workspace(&c, &call); }, [&](char* error) { return qm_conv_run(&c, &call, error); });
+  stateful(data, "CausalConv", &c, c.state_window, 12);
 }
 
 void delta(FuzzedDataProvider& data, bool wild) {
@@ -409,36 +417,13 @@ void delta(FuzzedDataProvider& data, bool wild) {
     d.b_size = d.num_v_heads + data.ConsumeIntegralInRange(0, 3);
   }
   if (wild) set_any(data, "GatedDelta", &d);
-  if (qm_delta_validate(&d, err)) {
+  if (qm_validate("GatedDelta", &d, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
   const int64_t heads = d.num_v_heads, k = d.k_head_size, v = d.v_head_size;
   if (heads * k * v * d.state_window > 1 << 17 || std::max({d.a_size, d.b_size, d.z_size}) > 1 << 13) return;
-  const bool at_end = data.ConsumeBool();
-  qm_delta_call call{};
-  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
-  call.batch = data.ConsumeIntegralInRange(0, 3);
-  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
-  Arrays arrays(data, at_end);
-  const int64_t tokens = call.batch * call.tokens, decays = heads * (d.decay_per_key ? k : 1);
-  const int64_t slot = call.batch * heads * k * v, state = slot * d.state_window;
-  call.qkv = arrays.take(call.type, tokens * (2 * d.num_k_heads * k + heads * v));
-  call.a = arrays.take(call.type, tokens * quantmoe::a_of(d).size);
-  call.b = arrays.take(call.type, tokens * quantmoe::b_of(d).size);
-  call.z = arrays.take(call.type, tokens * quantmoe::z_of(d).size);
-  call.a_log = arrays.floats(heads);
-  call.dt_bias = arrays.floats(decays);
-  call.norm = arrays.floats(v);
-  float* const past = arrays.floats(state);
-  call.past_state = past;
-  std::fill_n(past, state - slot, 0.0f);
-  call.y = arrays.take(call.type, tokens * heads * v);
-  call.present_state = arrays.floats(state);
-  call.rows = arrays.rows(data, call.batch, call.tokens);
-  stateful(
-      data, call, tokens * heads * v, QM_F32, call.past_state, call.present_state, state, at_end,
-      [&] { return qm_delta_workspace(&d, &call); }, [&](char* error) { return qm_delta_run(&d, &call, error); });
+  stateful(data, "GatedDelta", &d, d.state_window, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
 }
 
 void space(FuzzedDataProvider& data, bool wild) {
@@ -460,35 +445,13 @@ void space(FuzzedDataProvider& data, bool wild) {
     p.z_size = p.z_offset + p.num_heads * p.head_size;
   }
   if (wild) set_any(data, "StateSpace", &p);
-  if (qm_space_validate(&p, err)) {
+  if (qm_validate("StateSpace", &p, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
   const int64_t heads = p.num_heads, n = p.state_size, width = heads * p.head_size;
   if (width * n * p.state_window > 1 << 17 || std::max(p.dt_size, p.z_size) > 1 << 13) return;
-  const bool at_end = data.ConsumeBool();
-  qm_space_call call{};
-  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
-  call.batch = data.ConsumeIntegralInRange(0, 3);
-  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
-  Arrays arrays(data, at_end);
-  const int64_t tokens = call.batch * call.tokens, slot = call.batch * width * n, state = slot * p.state_window;
-  call.xbc = arrays.take(call.type, tokens * (width + 2 * p.num_groups * n));
-  call.dt = arrays.take(call.type, tokens * quantmoe::dt_of(p).size);
-  call.z = arrays.take(call.type, tokens * quantmoe::z_of(p).size);
-  call.a_log = arrays.floats(heads);
-  call.dt_bias = arrays.floats(heads);
-  call.d = arrays.floats(heads);
-  call.norm = arrays.floats(width);
-  float* const past = arrays.floats(state);
-  call.past_state = past;
-  std::fill_n(past, state - slot, 0.0f);
-  call.y = arrays.take(call.type, tokens * width);
-  call.present_state = arrays.floats(state);
-  call.rows = arrays.rows(data, call.batch, call.tokens);
-  stateful(
-      data, call, tokens * width, QM_F32, call.past_state, call.present_state, state, at_end,
-      [&] { return qm_space_workspace(&p, &call); }, [&](char* error) { return qm_space_run(&p, &call, error); });
+  stateful(data, "StateSpace", &p, p.state_window, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
 }
 
 }  // namespace

@@ -12,12 +12,9 @@ import numpy as np
 from quantmoe.custom_ops.native import TYPES, aligned, kernels, library, row_of  # noqa: F401 - for those who import this
 from quantmoe.custom_ops.op import (
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     LinearSpec,
     MoESpec,
     RoutingSpec,
-    SpaceSpec,
     Spec,
     inputs,
     optional_inputs,
@@ -52,9 +49,6 @@ _Call = _call("_Call", "QuantMoE", ("id_bytes", ctypes.c_int), *_sizes("tokens",
 _LinearCall = _call("_LinearCall", "QuantLinear", *_sizes("rows"))
 
 
-_RoutingCall = _call("_RoutingCall", "MoERouting", *_sizes("tokens"))
-
-
 _AttentionCall = _call(
     "_AttentionCall",
     "CachedAttention",
@@ -63,13 +57,31 @@ _AttentionCall = _call(
 )
 
 
-_ConvCall = _call("_ConvCall", "CausalConv", *_sizes("batch", "tokens"))
+class _Shape(ctypes.Structure):
+    _fields_ = [("rank", ctypes.c_int32), ("sizes", ctypes.c_int64 * 8)]
+
+    @classmethod
+    def of(cls, shape: Sequence[int] | None) -> _Shape:
+        return cls(-1) if shape is None else cls(len(shape), (ctypes.c_int64 * 8)(*shape))
 
 
-_DeltaCall = _call("_DeltaCall", "GatedDelta", *_sizes("batch", "tokens"))
+class _Tensor(ctypes.Structure):
+    """qm_tensor."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int32), ("shape", _Shape)]
 
 
-_SpaceCall = _call("_SpaceCall", "StateSpace", *_sizes("batch", "tokens"))
+class _NodeCall(ctypes.Structure):
+    """qm_call."""
+
+    _fields_ = [
+        ("inputs", ctypes.POINTER(_Tensor)),
+        ("outputs", ctypes.POINTER(_Tensor)),
+        ("workspace", ctypes.c_void_p),
+        ("lanes", ctypes.c_int),
+        ("parallel_for", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+    ]
 
 
 class NativeMoE:
@@ -171,17 +183,8 @@ def route(
     Raises:
         ValueError: with the C ABI's message.
     """
-    lib = library()
-    routing = ctypes.byref(node(lib, spec))
-    checked(lib.qm_routing_validate, routing)
-    logits = np.ascontiguousarray(logits)
-    bias = np.zeros(spec.num_experts, np.float32) if correction_bias is None else correction_bias.astype(np.float32)
-    ids, weights = (np.empty((len(logits), spec.slots), dtype) for dtype in (np.int32, np.float32))
-    pointers = (a.ctypes.data for a in (logits, bias, ids, weights))
-    call = _RoutingCall(TYPES[logits.dtype], len(logits), *pointers, None, *_threads(lanes))
-    workspace = aligned(lib.qm_routing_workspace(routing, ctypes.byref(call)))
-    call.workspace = workspace.ctypes.data
-    checked(lib.qm_routing_run, routing, ctypes.byref(call))
+    bias = np.zeros(spec.num_experts, np.float32) if correction_bias is None else correction_bias
+    ids, weights = run(spec, logits, bias, lanes=lanes)
     return ids, weights
 
 
@@ -256,128 +259,48 @@ def attention(
     return output, key, value
 
 
-def conv(
-    spec: ConvSpec,
-    x: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray,
-    past: np.ndarray,
-    rows: np.ndarray,
-    lanes: int = 1,
-    present: np.ndarray | None = None,
-    buffer: Callable[[int], np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """CausalConv through the C ABI.
-
-    Args:
-        x: [B, S, C or x_size] f32, f16 or bf16. past: [B, C, W - 1] of x's type, with a state_window of N > 1
-            [N, B, C, W - 1].
-        present: where the state goes; past itself: in place. buffer: as NativeMoE's.
-
-    Returns:
-        y and present_conv, of x's type.
-
-    Raises:
-        ValueError: with the C ABI's message.
-    """
-    floats = [np.ascontiguousarray(a, np.float32) for a in (weight, bias)]
-    given = [np.ascontiguousarray(x), *floats, np.ascontiguousarray(past), np.ascontiguousarray(rows, np.int32)]
-    return _stateful("conv", _ConvCall, spec, given, present, lanes, buffer)
-
-
-def delta(
-    spec: DeltaSpec,
-    qkv: np.ndarray,
-    a: np.ndarray,
-    b: np.ndarray,
-    z: np.ndarray,
-    a_log: np.ndarray,
-    dt_bias: np.ndarray,
-    norm: np.ndarray,
-    past: np.ndarray,
-    rows: np.ndarray,
-    lanes: int = 1,
-    present: np.ndarray | None = None,
-    buffer: Callable[[int], np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """GatedDelta through the C ABI.
-
-    Args:
-        qkv: [B, S, 2 G K + H V], a, b, z (as wide as the attributes say): of one type, f32, f16 or bf16.
-        past: f32 [B, H, K, V] or [N, B, H, K, V].
-        present, buffer: as :func:`conv`'s.
-
-    Returns:
-        y of qkv's type and present_state f32.
-
-    Raises:
-        ValueError: with the C ABI's message.
-    """
-    floats = [np.ascontiguousarray(t, np.float32) for t in (a_log, dt_bias, norm)]
-    given = [*(np.ascontiguousarray(t) for t in (qkv, a, b, z)), *floats, np.ascontiguousarray(past)]
-    given.append(np.ascontiguousarray(rows, np.int32))
-    return _stateful("delta", _DeltaCall, spec, given, present, lanes, buffer)
-
-
-def space(
-    spec: SpaceSpec,
-    xbc: np.ndarray,
-    dt: np.ndarray,
-    z: np.ndarray,
-    a_log: np.ndarray,
-    dt_bias: np.ndarray,
-    d: np.ndarray,
-    norm: np.ndarray,
-    past: np.ndarray,
-    rows: np.ndarray,
-    lanes: int = 1,
-    present: np.ndarray | None = None,
-    buffer: Callable[[int], np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """StateSpace through the C ABI.
-
-    Args:
-        xbc: [B, S, H P + 2 G N], dt, z (as wide as the attributes say): of one type, f32, f16 or bf16.
-        past: f32 [B, H, N, P], with a state_window of W > 1 [W, B, H, N, P].
-        present, buffer: as :func:`conv`'s.
-
-    Returns:
-        y of xbc's type and present_state f32.
-
-    Raises:
-        ValueError: with the C ABI's message.
-    """
-    floats = [np.ascontiguousarray(t, np.float32) for t in (a_log, dt_bias, d, norm)]
-    given = [*(np.ascontiguousarray(t) for t in (xbc, dt, z)), *floats, np.ascontiguousarray(past)]
-    given.append(np.ascontiguousarray(rows, np.int32))
-    return _stateful("space", _SpaceCall, spec, given, present, lanes, buffer)
-
-
-def _stateful(
-    name: str,
-    call_type: type[ctypes.Structure],
+def run(
     spec: Spec,
-    given: list[np.ndarray],
-    present: np.ndarray | None,
-    lanes: int,
-    buffer: Callable[[int], np.ndarray] | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return output, of the first input's type, and state of a call whose inputs end with a state and ``rows``."""
-    lib = library()
-    buffer = buffer or aligned
-    spec_node = ctypes.byref(node(lib, spec))
-    checked(getattr(lib, f"qm_{name}_validate"), spec_node)
-    x, past = given[0], given[-2]
-    shape, _ = output_shapes(spec.OPERATOR, spec.attributes(), [array.shape for array in given])
-    y = buffer(math.prod(shape) * x.itemsize).view(x.dtype).reshape(shape)
-    if present is None:
-        present = buffer(past.nbytes).view(past.dtype).reshape(past.shape)
-    pointers = [array.ctypes.data if array.size else None for array in [*given, y, present]]
-    call = call_type(TYPES[x.dtype], *shape[:2], *pointers, None, *_threads(lanes))
-    workspace = buffer(getattr(lib, f"qm_{name}_workspace")(spec_node, ctypes.byref(call)))
-    call.workspace = workspace.ctypes.data  # type: ignore[attr-defined]
-    checked(getattr(lib, f"qm_{name}_run"), spec_node, ctypes.byref(call))
-    return y, present
+    *inputs: np.ndarray,
+    lanes: int = 1,
+    present: np.ndarray | None = None,
+    buffer: Callable[[int], np.ndarray] | None = None,
+) -> tuple[np.ndarray, ...]:
+    """Run an operator that has a QM_CPU line through the C ABI.
+
+    Args:
+        inputs: of op.def's shapes and types; T, which is f32, f16 or bf16, is the first input's.
+        present: where the last output goes; the input that it is like: in place. buffer: as NativeMoE's.
+
+    Returns:
+        the outputs.
+
+    Raises:
+        ValueError: with the C ABI's message.
+    """
+    lib, op, buffer = library(), spec.OPERATOR, buffer or aligned
+    own = spec.OP.encode(), ctypes.byref(node(lib, spec))
+    checked(lib.qm_validate, *own)
+    types = {"T": inputs[0].dtype, "float": np.dtype(np.float32), "int32": np.dtype(np.int32)}
+    given = [np.ascontiguousarray(a, types[kind]) for a, (_, kind) in zip(inputs, op.inputs, strict=True)]
+    shapes = output_shapes(op, spec.attributes(), [a.shape for a in given])
+    made = []
+    for shape, (_, kind) in zip(shapes, op.outputs, strict=True):
+        size = math.prod(shape) * types[kind].itemsize
+        made.append(buffer(size).view(types[kind]).reshape(shape))
+    if present is not None:
+        made[-1] = present
+    tensors = [
+        (_Tensor * len(arrays))(
+            *(_Tensor(a.ctypes.data if a.size else None, TYPES.get(a.dtype, 0), _Shape.of(a.shape)) for a in arrays)
+        )
+        for arrays in (given, made)
+    ]
+    call = _NodeCall(*tensors, None, *_threads(lanes))
+    workspace = buffer(lib.qm_workspace(*own, ctypes.byref(call)))
+    call.workspace = workspace.ctypes.data
+    checked(lib.qm_run, *own, ctypes.byref(call))
+    return tuple(made)
 
 
 def workspace(
@@ -390,25 +313,23 @@ def workspace(
 ) -> int:
     """Return the bytes that a call of ``tokens`` rows of ``dtype`` needs beside its tensors; experts: of QuantMoE."""
     lib = library()
-    kind = TYPES[np.dtype(dtype)]
+    kind, own = TYPES[np.dtype(dtype)], ctypes.byref(node(lib, spec))
     call: ctypes.Structure
+    if isinstance(spec, RoutingSpec):
+        tensor = _Tensor(None, kind, _Shape.of((tokens, spec.logits)))
+        call = _NodeCall((_Tensor * 2)(tensor), (_Tensor * 2)(), None, *_threads(lanes))
+        return lib.qm_workspace(spec.OP.encode(), own, ctypes.byref(call))
     if isinstance(spec, MoESpec):
         call, size = _Call(kind, 4, tokens, top_k, local_experts), lib.qm_moe_workspace
-    elif isinstance(spec, LinearSpec):
-        call, size = _LinearCall(kind, tokens), lib.qm_linear_workspace
     else:
-        call, size = _RoutingCall(kind, tokens), lib.qm_routing_workspace
+        call, size = _LinearCall(kind, tokens), lib.qm_linear_workspace
     call.lanes, call.parallel_for, _ = _threads(lanes)
-    return size(ctypes.byref(node(lib, spec)), ctypes.byref(call))
+    return size(own, ctypes.byref(call))
 
 
 def _threads(lanes: int) -> tuple[int, object, None]:
     """lanes, parallel_for and parallel_context of a call."""
     return lanes, ctypes.cast(library().qm_parallel_threads, ctypes.c_void_p) if lanes > 1 else None, None
-
-
-class _Shape(ctypes.Structure):
-    _fields_ = [("rank", ctypes.c_int32), ("sizes", ctypes.c_int64 * 8)]
 
 
 def infer_shapes(spec: Spec, shapes: Sequence[Sequence[int] | None]) -> list[list[int]]:
@@ -420,12 +341,7 @@ def infer_shapes(spec: Spec, shapes: Sequence[Sequence[int] | None]) -> list[lis
     Raises:
         ValueError: an input cannot have its shape, with the library's words.
     """
-    lib, given = (
-        library(),
-        (_Shape * len(shapes))(
-            *(_Shape(-1) if s is None else _Shape(len(s), (ctypes.c_int64 * 8)(*s)) for s in shapes)
-        ),
-    )
+    lib, given = library(), (_Shape * len(shapes))(*map(_Shape.of, shapes))
     found = (_Shape * len(spec.OPERATOR.outputs))()
     checked(lib.qm_infer_shapes, spec.OP.encode(), ctypes.byref(node(lib, spec)), given, len(shapes), found)
     return [list(s.sizes[: s.rank]) for s in found]

@@ -31,7 +31,7 @@ typedef struct {
 #define QM_PROJECTION_ATTR(kind, name) QM_FIELD(kind, name)
 #include "op.def"
 } qm_projection;
-// qm_moe, qm_linear, qm_routing, qm_attention, qm_conv and qm_delta.
+// qm_moe, qm_linear and so on.
 #define QM_OP(op, name, version) typedef struct {
 #define QM_ATTR(op, kind, name) QM_FIELD(kind, name)
 #define QM_PROJECTION(op, prefix) qm_projection prefix;
@@ -130,24 +130,6 @@ typedef struct {
 QM_API size_t qm_linear_workspace(const qm_linear*, const qm_linear_call*);
 QM_API int qm_linear_run(const qm_linear*, const qm_linear_call*, char* err);
 
-// MoERouting. A token with an expert's logit that is not a number gets the ids 0..top_k-1 and weights that are not
-// numbers, before its shared experts.
-QM_API int qm_routing_validate(const qm_routing*, char* err);
-typedef struct {
-  qm_type type;  // of logits
-  int64_t tokens;
-  const void* logits;            // [tokens, E + shared_gate]
-  const float* correction_bias;  // [E]
-  int32_t* topk_ids;             // [tokens, top_k + shared_experts]
-  float* topk_weights;           // [tokens, top_k + shared_experts]
-  void* workspace;               // qm_routing_workspace bytes
-  int lanes;
-  qm_parallel_for parallel_for;
-  void* parallel_context;
-} qm_routing_call;
-QM_API size_t qm_routing_workspace(const qm_routing*, const qm_routing_call*);
-QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
-
 // CachedAttention. D: head_size, V: v_head_size. With a key_split or a nope_size, of latent attention, see op.def.
 // With a block_size a row is a request: past_slots and slots are those of its blocks.
 QM_API int qm_attention_validate(const qm_attention*, char* err);
@@ -183,78 +165,30 @@ QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_cal
 // when present is past's memory but has more slots.
 QM_API int qm_attention_run(const qm_attention*, const qm_attention_call*, char* err);
 
-// CausalConv. C: channels, W: width. With a state_window of N > 1 its states are [N, B, C, W - 1] (FORMAT.md 6).
-QM_API int qm_conv_validate(const qm_conv*, char* err);
+// The operators that have a QM_CPU line in op.def, by their names.
 typedef struct {
-  qm_type type;           // of x, y and the state
-  int64_t batch, tokens;  // B, S
-  const void* x;          // [B, S, x_size], 0: C
-  const float* weight;    // [C, W]
-  const float* bias;      // [C], or NULL
-  const void* past_conv;  // [B, C, W - 1]
-  const int32_t* rows;    // [B, 3]: first token that counts, how many do, tokens before; 0: past is not read
-  void* y;                // [B, S, C]
-  void* present_conv;     // as past_conv, or its memory
-  void* workspace;        // qm_conv_workspace bytes, 64-byte aligned
-  int lanes;
-  qm_parallel_for parallel_for;
-  void* parallel_context;
-} qm_conv_call;
-// 2 (W + 1) KiB a lane.
-QM_API size_t qm_conv_workspace(const qm_conv*, const qm_conv_call*);
-// Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens that are not there, naming the row.
-QM_API int qm_conv_run(const qm_conv*, const qm_conv_call*, char* err);
-
-// GatedDelta. G: num_k_heads, H: num_v_heads, K: k_head_size, V: v_head_size. With a state_window of N > 1 its states
-// are [N, B, H, K, V].
-QM_API int qm_delta_validate(const qm_delta*, char* err);
+  void* data;    // NULL: left out, or [0] for none
+  int32_t type;  // qm_type of T or C; a type that op.def states is not said
+  qm_shape shape;
+} qm_tensor;
 typedef struct {
-  qm_type type;             // of qkv, a, b, z and y
-  int64_t batch, tokens;    // B, S
-  const void* qkv;          // [B, S, 2 G K + H V]
-  const void *a, *b, *z;    // [B, S, <name>_size], 0: H (decay_per_key: H K), H, H V
-  const float* a_log;       // [H]
-  const float* dt_bias;     // [H]; decay_per_key: [H K]
-  const float* norm;        // [V]
-  const float* past_state;  // [B, H, K, V]
-  const int32_t* rows;      // as qm_conv_call's
-  void* y;                  // [B, S, H V]
-  float* present_state;     // as past_state, or its memory
-  void* workspace;          // qm_delta_workspace bytes, 64-byte aligned
-  int lanes;
-  qm_parallel_for parallel_for;
+  const qm_tensor *inputs,
+      *outputs;                  // as op.def lists them, those that are left out included; shapes as qm_infer_shapes
+  void* workspace;               // qm_workspace bytes, 64-byte aligned
+  int lanes;                     // upper bound of threads that will work; also passed to qm_workspace
+  qm_parallel_for parallel_for;  // NULL: run on the calling thread
   void* parallel_context;
-} qm_delta_call;
-// A lane's: 4 (K V + 32 (4 K + 2 V + 16)) bytes, K and V rounded up to 16: 167 KB for K = V = 128.
-QM_API size_t qm_delta_workspace(const qm_delta*, const qm_delta_call*);
-// As qm_conv_run.
-QM_API int qm_delta_run(const qm_delta*, const qm_delta_call*, char* err);
-
-// StateSpace. G: num_groups, H: num_heads, N: state_size, P: head_size. With a state_window of W > 1 its states are
-// [W, B, H, N, P].
-QM_API int qm_space_validate(const qm_space*, char* err);
-typedef struct {
-  qm_type type;             // of xbc, dt, z and y
-  int64_t batch, tokens;    // B, S
-  const void* xbc;          // [B, S, H P + 2 G N]
-  const void *dt, *z;       // [B, S, <name>_size], 0: H, H P
-  const float* a_log;       // [H]
-  const float* dt_bias;     // [H]
-  const float* d;           // [H]
-  const float* norm;        // [H P]
-  const float* past_state;  // [B, H, N, P]
-  const int32_t* rows;      // as qm_conv_call's
-  void* y;                  // [B, S, H P]
-  float* present_state;     // as past_state, or its memory
-  void* workspace;          // qm_space_workspace bytes, 64-byte aligned
-  int lanes;
-  qm_parallel_for parallel_for;
-  void* parallel_context;
-} qm_space_call;
-// 4 H P bytes a token, and a lane's as qm_delta_workspace's.
-QM_API size_t qm_space_workspace(const qm_space*, const qm_space_call*);
-// As qm_conv_run.
-QM_API int qm_space_run(const qm_space*, const qm_space_call*, char* err);
+} qm_call;
+// Checks everything that does not depend on the call.
+QM_API int qm_validate(const char* op, const void* node, char* err);
+// CausalConv, of width W: 2 (W + 1) KiB a lane. GatedDelta, with K and V rounded up to 16, a lane:
+// 4 (K V + 32 (4 K + 2 V + 16)) bytes, 167 KB for K = V = 128. StateSpace: 4 H P bytes a token, and a lane's as
+// GatedDelta's.
+QM_API size_t qm_workspace(const char* op, const void* node, const qm_call*);
+// An output may be the memory of the input that op.def says it is like. A token of MoERouting with an expert's logit
+// that is not a number gets the ids 0..top_k-1 and weights that are not numbers, before its shared experts. Fails
+// (QM_INVALID), and writes nothing, when `rows` asks for tokens that are not there, naming the row.
+QM_API int qm_run(const char* op, const void* node, const qm_call*, char* err);
 
 // One matrix [n, k] as QuantizedMatrix has it, beside the attributes that say what its codes and scales are. Packing
 // reads the arrays, and what is NULL has none; unpacking fills them, NULL or not by the attributes.

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/tensors.h"
 #include "layouts/cpu_panel.h"
 
 // What the activations of a slice of tokens may take of a workspace. Not an option: only tests set it.
@@ -29,6 +30,7 @@ struct ActivationRow {
 enum Steps { kRowStep, kSpanStep, kPairStep };
 
 constexpr int kMaxTileRows = 32;
+constexpr int32_t kMaxExperts = 65536;
 
 // Rows of a kernel's largest tile. A tile is a template for each number of rows, and instrumented ones take a compiler
 // minutes: builds with sanitizers set QM_TILE_ROWS (CMakeLists.txt).
@@ -223,9 +225,13 @@ constexpr int64_t kConvChannels = 256;  // of a task
 constexpr int64_t kDeltaTokens = 32;    // whose operands are prepared together
 constexpr int64_t kDeltaHere = 8;       // most tokens that work on the state where it is
 
+using ConvCall = SequenceCall<qm_conv>;
+using DeltaCall = SequenceCall<qm_delta>;
+using SpaceCall = SequenceCall<qm_space>;
+
 struct ConvContext {
   const qm_conv& node;
-  const qm_conv_call& call;
+  const ConvCall& call;
 
   int64_t state_size() const { return int64_t{node.channels} * (node.width - 1); }  // of a row
   int64_t slot(int64_t i) const { return i * call.batch * state_size(); }           // of the window, in numbers
@@ -260,9 +266,9 @@ struct StateContext {
 
 struct DeltaContext : StateContext {
   const qm_delta& node;
-  const qm_delta_call& call;
+  const DeltaCall& call;
 
-  DeltaContext(const qm_delta& of, const qm_delta_call& made)
+  DeltaContext(const qm_delta& of, const DeltaCall& made)
       : StateContext{made.type,          made.batch,     made.tokens,    made.rows,      made.past_state,
                      made.present_state, of.num_v_heads, of.k_head_size, of.v_head_size, of.state_window},
         node(of),
@@ -273,16 +279,18 @@ struct DeltaContext : StateContext {
 
 struct SpaceContext : StateContext {
   const qm_space& node;
-  const qm_space_call& call;
+  const SpaceCall& call;
+  void* workspace;
 
-  SpaceContext(const qm_space& of, const qm_space_call& made)
+  SpaceContext(const qm_space& of, const SpaceCall& made, void* workspace)
       : StateContext{made.type,          made.batch,   made.tokens,   made.rows,    made.past_state,
                      made.present_state, of.num_heads, of.state_size, of.head_size, of.state_window},
         node(of),
-        call(made) {}
+        call(made),
+        workspace(workspace) {}
   int64_t xbc_width() const { return width() + 2 * int64_t{node.num_groups} * node.state_size; }
   // The workspace begins with what the norm takes, [B, S, H P]. A lane has its scan, then what gates a norm's features.
-  float* outputs(int64_t token) const { return static_cast<float*>(call.workspace) + token * width(); }
+  float* outputs(int64_t token) const { return static_cast<float*>(workspace) + token * width(); }
   int64_t output_floats() const { return align_up(batch * tokens * width(), 16); }
   int64_t scratch_floats() const { return std::max(scan_floats(), align_up(node.norm_size, 16)); }
 };

@@ -68,7 +68,7 @@ constexpr int64_t kConvAhead = 4;  // tokens, whose channels are too far apart f
 // Channels first .. first + slice - 1 of an input between memory, [.., C] or a state's [C, W - 1], and rows of floats.
 template <class Bits>
 void convolution(const ConvContext& conv, int64_t batch_row, int64_t first, float* scratch) {
-  const qm_conv_call& call = conv.call;
+  const ConvCall& call = conv.call;
   const int64_t width = conv.node.width, before = width - 1, channels = conv.node.channels, tokens = call.tokens;
   const int64_t slice = std::min(kConvChannels, channels - first);
   const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1];
@@ -207,7 +207,7 @@ struct SpaceHead : Head {
 // Operands and values of `count` tokens, from the first-th on.
 void prepare(const DeltaHead& head, int64_t first, int64_t count) {
   const qm_delta& node = head.d.node;
-  const qm_delta_call& call = head.d.call;
+  const DeltaCall& call = head.d.call;
   const int64_t k = node.k_head_size, v = node.v_head_size, decays = node.decay_per_key ? k : 1;
   const float rate = exp_f32(call.a_log[head.head]);
   for (int64_t i = 0; i < count; ++i) {
@@ -232,7 +232,7 @@ void prepare(const DeltaHead& head, int64_t first, int64_t count) {
   }
 }
 void prepare(const SpaceHead& head, int64_t first, int64_t count) {
-  const qm_space_call& call = head.d.call;
+  const SpaceCall& call = head.d.call;
   const int64_t k = head.d.keys, v = head.d.values;
   const float rate = exp_f32(call.a_log[head.head]);
   for (int64_t i = 0; i < count; ++i) {

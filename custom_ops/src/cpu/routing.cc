@@ -1,9 +1,12 @@
 // MoERouting on the CPU: scores, groups, selection and weights of one token after another, all in f32.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <numeric>
 
 #include "core/parallel.h"
+#include "cpu/operators.h"
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "cpu/elementwise.h"  // exp and the conversions, compiled for any machine
@@ -81,33 +84,42 @@ void route(const qm_routing& routing, const float* bias, const Scratch& scratch,
   for (int j = 0; j < routing.top_k; ++j) weights[j] *= routing.routed_scaling_factor;
 }
 
-int64_t tasks_of(const qm_routing_call& c) { return ceil_div(c.tokens, kTokensPerTask); }
+int64_t tokens_of(const qm_call& call) {
+  const qm_shape& logits = call.inputs[MoERouting_logits].shape;
+  return std::accumulate(logits.sizes, logits.sizes + logits.rank - 1, int64_t{1}, std::multiplies<>());
+}
+int64_t tasks_of(const qm_call& call) { return ceil_div(tokens_of(call), kTokensPerTask); }
 // No more than have something to do.
-int lanes_of(const qm_routing_call& c) {
-  return c.parallel_for && c.lanes > 1 ? static_cast<int>(std::clamp<int64_t>(tasks_of(c), 1, c.lanes)) : 1;
+int lanes_of(const qm_call& call) {
+  return call.parallel_for && call.lanes > 1 ? static_cast<int>(std::clamp<int64_t>(tasks_of(call), 1, call.lanes)) : 1;
 }
 
-}  // namespace
-}  // namespace quantmoe
+int check(const qm_routing& routing, char* err) { return check_routing(routing, {kMaxExperts, true, "expected"}, err); }
 
-using namespace quantmoe;
-
-size_t qm_routing_workspace(const qm_routing* r, const qm_routing_call* call) {
-  return static_cast<size_t>(lanes_of(*call) * scratch_floats(*r)) * sizeof(float);
+size_t workspace(const qm_routing& routing, const qm_call& call) {
+  return static_cast<size_t>(lanes_of(call) * scratch_floats(routing)) * sizeof(float);
 }
 
-int qm_routing_run(const qm_routing* routing, const qm_routing_call* call, char*) {
-  const int64_t experts = routing->num_experts, logits = experts + routing->shared_gate,
-                slots = routing->top_k + routing->shared_experts;
-  const int64_t element = call->type == QM_F32 ? 4 : 2;
-  parallel(lanes_of(*call), call->parallel_for, call->parallel_context, tasks_of(*call), [&](int lane, int64_t task) {
-    float* base = static_cast<float*>(call->workspace) + lane * scratch_floats(*routing);
+int run(const qm_routing& routing, const qm_call& call, char*) {
+  const TensorsOf<qm_routing> tensors{call.inputs, call.outputs};
+  const auto type = static_cast<qm_type>(call.inputs[MoERouting_logits].type);
+  const int64_t experts = routing.num_experts, logits = experts + routing.shared_gate,
+                slots = routing.top_k + routing.shared_experts, tokens = tokens_of(call);
+  const int64_t element = type == QM_F32 ? 4 : 2;
+  parallel(lanes_of(call), call.parallel_for, call.parallel_context, tasks_of(call), [&](int lane, int64_t task) {
+    float* base = static_cast<float*>(call.workspace) + lane * scratch_floats(routing);
     float* groups = base + logits + experts;
-    const Scratch s{base, base + logits, groups, reinterpret_cast<int32_t*>(groups + routing->n_group)};
-    for (int64_t t = task * kTokensPerTask; t < std::min(call->tokens, (task + 1) * kTokensPerTask); ++t) {
-      to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * logits * element, logits, s.scores);
-      route(*routing, call->correction_bias, s, call->topk_ids + t * slots, call->topk_weights + t * slots);
+    const Scratch s{base, base + logits, groups, reinterpret_cast<int32_t*>(groups + routing.n_group)};
+    for (int64_t t = task * kTokensPerTask; t < std::min(tokens, (task + 1) * kTokensPerTask); ++t) {
+      to_float(type, static_cast<const uint8_t*>(tensors.logits) + t * logits * element, logits, s.scores);
+      route(routing, tensors.correction_bias, s, tensors.topk_ids + t * slots, tensors.topk_weights + t * slots);
     }
   });
   return QM_OK;
 }
+
+}  // namespace
+
+const CpuOperator cpu_routing = kCpuOperator<qm_routing, check, workspace, run>;
+
+}  // namespace quantmoe

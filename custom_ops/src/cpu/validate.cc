@@ -9,7 +9,6 @@ namespace {
 
 // int32 accumulation of the channelwise products (FORMAT.md 4.2) needs 16 * 8 * 255 * K and 128 * 255 * K below 2^31.
 constexpr int32_t kMaxFeatures = 65536;
-constexpr int32_t kMaxExperts = 65536;
 constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
 int check_attributes(const qm_moe& moe, char* err) {
   QM_TRY(check_node("QuantMoE", &moe, err));
@@ -66,26 +65,7 @@ int qm_linear_validate(const qm_linear* l, const int64_t w_shape[2], char* err) 
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }
 
-int qm_routing_validate(const qm_routing* r, char* err) {
-  return check_routing(*r, {kMaxExperts, true, "expected"}, err);
-}
-
 int qm_attention_validate(const qm_attention* a, char* err) {
   QM_TRY(check_attention(*a, err));
-  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
-}
-
-int qm_conv_validate(const qm_conv* c, char* err) {
-  QM_TRY(check_conv(*c, err));
-  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
-}
-
-int qm_delta_validate(const qm_delta* d, char* err) {
-  QM_TRY(check_delta(*d, err));
-  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
-}
-
-int qm_space_validate(const qm_space* s, char* err) {
-  QM_TRY(check_space(*s, err));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }

@@ -21,8 +21,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
-from quantmoe.custom_ops.reference import conv as reference_conv
-from quantmoe.custom_ops.reference import delta as reference_delta
+from quantmoe.custom_ops.ops.causal_conv import causal_conv as reference_conv
+from quantmoe.custom_ops.ops.gated_delta import gated_delta as reference_delta
 from quantmoe.exporter.choosing.choose import JOINED
 from quantmoe.exporter.graph.passes.attention import (
     FAILURES,

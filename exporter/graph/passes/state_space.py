@@ -20,8 +20,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from quantmoe.custom_ops.op import ConvSpec, SpaceSpec
-from quantmoe.custom_ops.reference import conv as reference_conv
-from quantmoe.custom_ops.reference import space as reference_space
+from quantmoe.custom_ops.ops.causal_conv import causal_conv as reference_conv
+from quantmoe.custom_ops.ops.state_space import state_space as reference_space
 from quantmoe.exporter.graph.passes.attention import (
     FAILURES,
     Given,

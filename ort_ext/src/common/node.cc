@@ -135,17 +135,42 @@ void Node::check_place(const Place& first, const Place& own) const {
          " of " + export_of(first.export_id));
 }
 
-FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context) const {
+FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context, std::vector<qm_tensor>* tensors) const {
   FreeSizes<int64_t> sizes;
   const size_t count = std::max(static_cast<size_t>(op_.inputs.count), input_names_.size());  // with optional ones
   for (size_t i = 0; i < count; ++i) {
     if (shapes_.input(i).packed || (i < input_names_.size() && input_names_[i].empty())) continue;  // "": left out
-    const Shape found = shape_of(get_input(context, i));
+    const OrtValue* value = get_input(context, i);
+    const Shape found = shape_of(value);
     if (!shapes_.match(i, found, sizes, MakeNumbers{}))
       fail(std::string(op_.inputs.first[i].name) + " has shape " + text_of(found) + ", expected " +
            shapes_.expected(i, sizes));
+    if (tensors) (*tensors)[i] = tensor_of(op_.inputs.first[i], value, found, shapes_.input(i).or_none);
   }
   return sizes;
+}
+
+qm_tensor Node::tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const {
+  qm_tensor tensor{or_none && shape == Shape{0} ? nullptr : data_of(value),
+                   slot.type == Type::C ? op_.cache_type() : op_.type(),
+                   {static_cast<int32_t>(shape.size()), {}}};
+  if (shape.size() > std::size(tensor.shape.sizes))
+    fail(std::string(slot.name) + " has " + std::to_string(shape.size()) + " dimensions, expected at most " +
+         std::to_string(std::size(tensor.shape.sizes)));
+  std::copy(shape.begin(), shape.end(), tensor.shape.sizes);
+  return tensor;
+}
+
+Node::Tensors Node::read_tensors(OrtKernelContext* context) const {
+  const qm_tensor none{nullptr, op_.type(), {-1, {}}};
+  Tensors tensors{std::vector(static_cast<size_t>(op_.inputs.most), none), {}};
+  const FreeSizes<int64_t> sizes = check_inputs(context, &tensors.inputs);
+  for (int32_t i = 0; i < op_.outputs.count; ++i) {
+    const auto index = static_cast<size_t>(i);
+    const Shape shape = shapes_.output(index, sizes, MakeNumbers{});
+    tensors.outputs.push_back(tensor_of(op_.outputs.first[i], get_output(context, index, shape), shape, false));
+  }
+  return tensors;
 }
 
 OrtValue* Node::get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {

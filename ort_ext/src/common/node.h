@@ -49,8 +49,13 @@ class Node {
                                   __func__));
   }
 
-  // The sizes of a run, as its inputs have them; throws unless their shapes are op.def's.
-  FreeSizes<int64_t> check_inputs(const OrtKernelContext* context) const;
+  // The sizes of a run, as its inputs have them; throws unless their shapes are op.def's. tensors: null, or filled.
+  FreeSizes<int64_t> check_inputs(const OrtKernelContext* context, std::vector<qm_tensor>* tensors = nullptr) const;
+  // The tensors of a run, checked, in op.def's order.
+  struct Tensors {
+    std::vector<qm_tensor> inputs, outputs;
+  };
+  Tensors read_tensors(OrtKernelContext* context) const;
   size_t input_count() const { return input_names_.size(); }
   // An output of the shape that op.def states.
   OrtValue* get_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
@@ -148,6 +153,8 @@ class Node {
   std::string input_name(size_t index) const {
     return index < input_names_.size() ? input_names_[index] : op_.inputs.first[index].name;
   }
+
+  qm_tensor tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const;
 
   template <class Sizes>
   FreeSizes<int64_t> read_batch(OrtKernelContext* context, Sizes& run) const {

@@ -51,37 +51,6 @@ void LinearNode::run(OrtKernelContext* context) const {
       [&](char* error) { return qm_linear_run(&linear_, &call, error); });
 }
 
-class RoutingNode : public CpuNode {
- public:
-  RoutingNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
-      : CpuNode(op, api, info, weights, verify) {
-    read_attributes(info, &routing_);
-    char error[QM_ERROR_SIZE];
-    if (qm_routing_validate(&routing_, error)) fail(error);
-  }
-  void run(OrtKernelContext* context) const override;
-
- private:
-  qm_routing routing_{};
-};
-
-void RoutingNode::run(OrtKernelContext* context) const {
-  const FreeSizes<int64_t> sizes = check_inputs(context);
-  qm_routing_call call{};
-  call.tokens = elements(*sizes.rest());
-  if (call.tokens == 0) {
-    for (const int32_t i : {MoERouting_topk_ids, MoERouting_topk_weights}) get_output(context, i, sizes);
-    return;
-  }
-  call.type = op_.type();
-  qm_routing_call& tensors = call;
-#define QM_ONLY "ops/moe_routing.def"
-#include "common/tensors.inc"
-  with_pool(
-      context, call, [&] { return qm_routing_workspace(&routing_, &call); },
-      [&](char* error) { return qm_routing_run(&routing_, &call, error); });
-}
-
 class AttentionNode : public CpuNode {
  public:
   AttentionNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
@@ -134,32 +103,28 @@ void AttentionNode::run(OrtKernelContext* context) const {
       [&](char* error) { return qm_attention_run(&attention_, &call, error); });
 }
 
-// CausalConv, GatedDelta or StateSpace: a node with a state.
-template <class Attributes, class Call, int (*kValidate)(const Attributes*, char*),
-          size_t (*kWorkspace)(const Attributes*, const Call*), int (*kRun)(const Attributes*, const Call*, char*)>
-class StatefulNode : public CpuNode {
+// An operator that runs by its name.
+class PlainNode : public CpuNode {
  public:
-  StatefulNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
-      : CpuNode(op, api, info, weights, verify) {
-    read_attributes(info, &attributes_);
+  PlainNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+      : CpuNode(op, api, info, weights, verify), attributes_(qm_node_size(op.name) / sizeof(int32_t)) {
+    read_attributes(info, attributes_.data());
     char error[QM_ERROR_SIZE];
-    if (kValidate(&attributes_, error)) fail(error);
+    if (qm_validate(op.name, attributes_.data(), error)) fail(error);
   }
   void run(OrtKernelContext* context) const override {
-    Call call{};
-    call.type = op_.type();
-    read_stateful(context, attributes_, call, call);
+    const Tensors tensors = read_tensors(context);
+    qm_call call{};
+    call.inputs = tensors.inputs.data();
+    call.outputs = tensors.outputs.data();
     with_pool(
-        context, call, [&] { return kWorkspace(&attributes_, &call); },
-        [&](char* error) { return kRun(&attributes_, &call, error); });
+        context, call, [&] { return qm_workspace(op_.name, attributes_.data(), &call); },
+        [&](char* error) { return qm_run(op_.name, attributes_.data(), &call, error); });
   }
 
  private:
-  Attributes attributes_{};
+  std::vector<int32_t> attributes_;  // the operator's struct
 };
-using ConvNode = StatefulNode<qm_conv, qm_conv_call, qm_conv_validate, qm_conv_workspace, qm_conv_run>;
-using DeltaNode = StatefulNode<qm_delta, qm_delta_call, qm_delta_validate, qm_delta_workspace, qm_delta_run>;
-using SpaceNode = StatefulNode<qm_space, qm_space_call, qm_space_validate, qm_space_workspace, qm_space_run>;
 
 // A node of a file for NVIDIA GPUs.
 class OfAnotherTarget : public Node {
@@ -184,7 +149,6 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
     for (auto id_type : {kId32, kId64})
       ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, make_node<MoENode, weights, verify>);
     ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, make_node<LinearNode, weights, verify>);
-    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, make_node<RoutingNode, weights, verify>);
     for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                        ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8})
       ops.emplace_back(api, nullptr, "CachedAttention", type, cache, make_node<AttentionNode, weights, verify>);
@@ -193,9 +157,8 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, nullptr, "ReduceScatter", type, kId32, make_node<ScatterNode, weights, verify>);
     for (const char* other : {"MoERouter", "AddRMSNorm", "AllReduceAddRMSNorm", "TokenRows"})
       ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
-    ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);
-    ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, make_node<DeltaNode, weights, verify>);
-    ops.emplace_back(api, nullptr, "StateSpace", type, kId32, make_node<SpaceNode, weights, verify>);
+#define QM_CPU(op, name) ops.emplace_back(api, nullptr, #op, type, kId32, make_node<PlainNode, weights, verify>);
+#include "op.def"
   }
 }
 
