@@ -1,6 +1,7 @@
 """Every registered scheme: its error bound, its zero, and the reading of zero points."""
 
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +64,8 @@ def test_an_unknown_kind_is_named() -> None:
 def test_contributings_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be quantized to and read back, its code is free in op.def, and layouts refuse it by name."""
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "SCHEME = " in block)
-    exec(example, names := {})
-    monkeypatch.setitem(SCHEMES, "acme3", names["SCHEME"])
+    example = runpy.run_path(str(Path(__file__).parent / "examples" / "acme3.py"))
+    monkeypatch.setitem(SCHEMES, "acme3", example["SCHEME"])
     name, code = re.search(r"QM_VALUE\(format, (\w+), (\d+)\)", text).groups()
     assert name == "acme3"
     assert int(code) == len(enum("format")), "CONTRIBUTING.md's acme3 has the first code that is free"

@@ -31,9 +31,7 @@ FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts:
 
 @pytest.fixture
 def example(tmp_path) -> Path:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"formats/acme4\.cuh`:\n\n```cpp\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "acme4.cuh").write_text(code, encoding="utf-8")
+    shutil.copy(ROOT / "tests/examples/acme4.cuh", tmp_path)
     return tmp_path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -155,10 +155,8 @@ def test_headers_describe_what_is_quantized_while_it_is_read(architecture, tmp_p
 
 
 def test_contributings_format_is_described_as_it_decodes(tmp_path, monkeypatch):
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Acme" in block)
-    exec(example, names := {"__name__": "acme"})
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, names["Acme"]))
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "acme.py"))
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, example["Acme"]))
 
     def encode(matrix):
         return with_bias({"acme_q": nibbles(matrix.codes), "acme_s": matrix.scales}, matrix)
