@@ -24,9 +24,9 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.command_arguments import UsageError, listed, missing, need, run, with_options
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.memory import DRAFTS
-from quantmoe.exporter.options import UsageError, listed, missing, need, run, with_options
 from quantmoe.exporter.report import (
     APART,
     FLOAT_HERE,
@@ -236,8 +236,8 @@ def inspect(
         found = inspect_model(model, verify, *tell)
     if memory is not None:
         from quantmoe.exporter import gpu
+        from quantmoe.exporter.inspecting.expert_trace import read_trace
         from quantmoe.exporter.inspecting.fit import fit
-        from quantmoe.exporter.inspecting.trace import read_trace
 
         on_gpu = TARGETS.get(found["metadata"].get("target"), CPU).on_gpu
         if bus_speed is not None and not on_gpu:
@@ -561,7 +561,7 @@ def trace(
     plot: Annotated[Path | None, typer.Option(help="draw use, locality and hit rates into this file")] = None,
 ) -> None:
     """Show hit rates of expert caches by a trace, or place experts on ranks."""
-    from quantmoe.exporter.inspecting.trace import PLOTS, curve, draw, read_trace
+    from quantmoe.exporter.inspecting.expert_trace import PLOTS, curve, draw, read_trace
 
     if not file.exists() or file.is_dir():
         why = "is a folder, expected a file" if file.is_dir() else "no such file"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.filesize import decimal
 from rich.table import Table
 
+from quantmoe.exporter.command_arguments import terminal
 from quantmoe.exporter.folder.metadata import TARGET
-from quantmoe.exporter.options import terminal
 from quantmoe.exporter.targets import CPU, TARGETS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from quantmoe.benchmarks.bench import Cycle, LayerCell, Side, difference, route
 from quantmoe.benchmarks.bench_layer import BITS, FORMATS, Layer
 from quantmoe.benchmarks.ggml_layer import Ggml
 from quantmoe.custom_ops.shapes import Shape
-from quantmoe.exporter.options import steps
+from quantmoe.exporter.command_arguments import steps
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
 KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]

@@ -23,8 +23,8 @@ from quantmoe.benchmarks.bench_models import gguf_types, layers_that_fit
 from quantmoe.benchmarks.random_checkpoint import CONFIGS, cut, group_size_of, parameters, quantized, write
 from quantmoe.benchmarks.random_gguf import ARCHITECTURES, write_gguf
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.inspecting.expert_trace import read_trace
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.trace import read_trace
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 

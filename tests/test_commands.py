@@ -26,7 +26,7 @@ import typer
 from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import _speed, app
-from quantmoe.exporter.options import EXTRAS, listed
+from quantmoe.exporter.command_arguments import EXTRAS, listed
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
 
 #: the command, and then the names of the packages that it imported as the last line of stdout
@@ -408,7 +408,7 @@ MODULES = {
     "unpack": ["exporter.inspecting.unpack"],
     "generate": ["runtime.generate", "runtime.chat"],
     "serve": ["serving.command"],
-    "trace": ["exporter.inspecting.trace"],
+    "trace": ["exporter.inspecting.expert_trace"],
     "demo": ["exporter.writing.convert", "benchmarks.pytorch_comparison"],
     "bench": ["benchmarks.bench"],
     "evaluate": ["benchmarks.evaluate"],

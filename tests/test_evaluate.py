@@ -16,7 +16,7 @@ from quantmoe.benchmarks.evaluate import evaluate
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.graph.streamed import Streamed
+from quantmoe.exporter.graph.streamed_model import Streamed
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.windows import windows_of
 from quantmoe.exporter.writing.convert import export

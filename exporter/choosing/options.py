@@ -1,7 +1,7 @@
 """Options of an export: declared once, for Python and the command line, and checked before anything is read.
 
-The command line makes its options from the fields (:func:`quantmoe.exporter.options.with_options`). It imports this
-for its help: what needs NumPy is imported in functions.
+The command line makes its options from the fields (:func:`quantmoe.exporter.command_arguments.with_options`). It
+imports this for its help: what needs NumPy is imported in functions.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.streamed import Streamed
+from quantmoe.exporter.graph.streamed_model import Streamed
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.formats.rounding import weighed
 

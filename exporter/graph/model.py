@@ -1,4 +1,4 @@
-"""A transformers model without its weights, and where in the checkpoint each of them is (stored.py)."""
+"""A transformers model without its weights, and where in the checkpoint each of them is (placeholders.py)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration, whole
 from quantmoe.exporter.graph.experts import check_experts, fit
-from quantmoe.exporter.graph.inner import causal_model, renamings
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
 from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
-from quantmoe.exporter.graph.passes.shared import recognise as recognise_shared
-from quantmoe.exporter.graph.stored import DTYPES, Stored, placeholder
+from quantmoe.exporter.graph.passes.shared_experts import recognise as recognise_shared
+from quantmoe.exporter.graph.placeholders import DTYPES, Stored, placeholder
+from quantmoe.exporter.graph.text_models import causal_model, renamings
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, MoELayer, moe_layers

@@ -15,7 +15,7 @@ from quantmoe.custom_ops.matrix import gates_first
 from quantmoe.custom_ops.op import GatherSpec, LinearSpec, ReduceSpec
 from quantmoe.exporter.choosing.caches import Caches
 from quantmoe.exporter.choosing.choose import Choice
-from quantmoe.exporter.graph import attention
+from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.model import Skeleton, decoder_of
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
 from quantmoe.exporter.graph.passes.attention import (
@@ -23,12 +23,12 @@ from quantmoe.exporter.graph.passes.attention import (
     PROJECTIONS,
     RecognisedAttention,
 )
+from quantmoe.exporter.graph.passes.attention_inputs import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.norms import plain_norms
+from quantmoe.exporter.graph.passes.rank_collectives import meet, meet_before
 from quantmoe.exporter.graph.passes.routers import replace_routers
-from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
-from quantmoe.exporter.graph.passes.shared import attach as attach_shared
-from quantmoe.exporter.graph.passes.sums import meet, meet_before
-from quantmoe.exporter.graph.stored import placeholder
+from quantmoe.exporter.graph.passes.shared_experts import attach as attach_shared
+from quantmoe.exporter.graph.placeholders import placeholder
 from quantmoe.exporter.targets import Target
 
 #: exported graphs have the names of these classes, with this module's: their bytes stay as they are
@@ -99,7 +99,7 @@ def put_first_nodes(skeleton: Skeleton, chosen: Choice, target: Target) -> Rows:
             shape = (len(chosen.experts[name].ids), layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(standard_attention.NAME)
     skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
     rows = Rows(decoder, target)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)

@@ -1,7 +1,7 @@
 """A skeleton -> ONNX graph: modules become what their nodes are, then torch.export runs.
 
 Parameters are traced as placeholders, which the graph keeps as initializers of the same name; passes/weights.py later
-says where their bytes come from. Of equal layers three are traced; passes/repeat.py makes the rest.
+says where their bytes come from. Of equal layers three are traced; passes/repeated_layers.py makes the rest.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from quantmoe.exporter.graph.passes.attention import (
     recognise,
     signature,
 )
+from quantmoe.exporter.graph.passes.attention_inputs import Rows
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
 from quantmoe.exporter.graph.passes.paged import refusal as unpaged
 from quantmoe.exporter.graph.passes.placement import place_experts
-from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.graph.passes.rank_collectives import meet_around_experts, norm_sums
+from quantmoe.exporter.graph.passes.repeated_layers import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
-from quantmoe.exporter.graph.passes.rows import Rows
-from quantmoe.exporter.graph.passes.sums import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.put_nodes import Attention
 from quantmoe.exporter.memory import doing

@@ -12,8 +12,8 @@ import numpy as np
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.metadata import TARGET
+from quantmoe.exporter.inspecting.expert_trace import Trace
 from quantmoe.exporter.inspecting.reserve import cache_bytes
-from quantmoe.exporter.inspecting.trace import Trace
 from quantmoe.exporter.targets import CPU, TARGETS, Target
 
 _PAGE = 4096

@@ -115,7 +115,12 @@ def _export(
         ready = prepare(checkpoint, options, progress, part_of)
         if options.calibrate is not None:
             ready.report.calibration = weigh(checkpoint, ready, options, output, progress)
-        from quantmoe.exporter.writing.parts import save_part, trace_part, write_beside, write_weights  # needs torch
+        from quantmoe.exporter.writing.graph_writer import (  # needs torch
+            save_part,
+            trace_part,
+            write_beside,
+            write_weights,
+        )
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
         for part in parts:

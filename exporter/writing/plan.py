@@ -14,7 +14,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter import ahead
+from quantmoe.exporter import parallel_calls
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH
@@ -176,7 +176,9 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
     Args:
         left: names of parameters that no linear has.
     """
-    sizes = (ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in chosen.layers.values())
+    sizes = (
+        parallel_calls.memory(parallel_calls.expert_size(spec), spec.num_experts) for spec in chosen.layers.values()
+    )
     experts = max(sizes, default=0)
     format = skeleton.format.outline()
     float_here = [
@@ -201,7 +203,7 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
     linear = max([linear, *tables])
     ckpt = skeleton.format.ckpt
     largest = max((prod(ckpt.shape(name)) for name in skeleton.sources.values() if name in ckpt), default=0)
-    blocks = ahead.memory(ahead.BLOCK_MEMORY, -(-max(4 * largest, whole) // ahead.BLOCK))
+    blocks = parallel_calls.memory(parallel_calls.BLOCK_MEMORY, -(-max(4 * largest, whole) // parallel_calls.BLOCK))
     return max(experts, linear, decoded, max(2 * largest, whole) + blocks)
 
 

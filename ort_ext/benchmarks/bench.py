@@ -47,8 +47,8 @@ from quantmoe.benchmarks.machine_limits import cache_bytes, probe_int8, probe_re
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.shapes import SHAPES, Shape
+from quantmoe.exporter.command_arguments import check_files, listed, missing, run, terminal
 from quantmoe.exporter.errors import CheckpointError, ModelError
-from quantmoe.exporter.options import check_files, listed, missing, run, terminal
 from quantmoe.ort_ext import library_path
 from quantmoe.runtime.opened_model import runtime
 

@@ -39,11 +39,11 @@ from quantmoe.benchmarks.machine_limits import probe_read
 from quantmoe.benchmarks.random_checkpoint import CONFIGS
 from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops import native
+from quantmoe.exporter.command_arguments import check_files, listed, need, terminal
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import GENAI
 from quantmoe.exporter.folder.model_file import check_alone, model_path
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.options import check_files, listed, need, terminal
 from quantmoe.runtime.opened_model import runtime
 
 #: --against -> what pip installs for it, and its modules

@@ -158,7 +158,7 @@ def _of_model(generator: Generator, ids: Sequence[int], names: Sequence[str], te
 def _of_checkpoint(
     path: Path, texts: Sequence[Sequence[int]], layers: bool, tell: Callable[[int], None]
 ) -> Iterator[Outputs]:
-    from quantmoe.exporter.graph.streamed import Streamed  # needs torch
+    from quantmoe.exporter.graph.streamed_model import Streamed  # needs torch
     from quantmoe.exporter.reading.formats import open_checkpoint
     from quantmoe.exporter.writing.prepare import open_format
 

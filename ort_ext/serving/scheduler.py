@@ -20,8 +20,8 @@ from quantmoe.runtime.chat import Text, TextStream
 from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.sampling import Sampler, check_sampling, largest
+from quantmoe.serving.batch_cache import Rows
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
-from quantmoe.serving.rows import Rows
 
 if TYPE_CHECKING:
     from quantmoe.serving.metrics import Metrics

@@ -36,7 +36,7 @@ from support import cuda_kernels as cuda
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.shapes import SHAPES, Shape
-from quantmoe.exporter.options import steps
+from quantmoe.exporter.command_arguments import steps
 
 L2_BYTES = 60 << 20
 

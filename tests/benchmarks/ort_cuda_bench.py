@@ -43,7 +43,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
-from quantmoe.exporter.inspecting.trace import read_trace
+from quantmoe.exporter.inspecting.expert_trace import read_trace
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.ort_ext import experts_report
 from quantmoe.runtime import ranks

@@ -25,7 +25,7 @@ from engines.one_layer import NODE, in_threads, run, session, write_model
 
 import quantmoe
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.inspecting.trace import NONE, Trace, curve, draw, read_trace
+from quantmoe.exporter.inspecting.expert_trace import NONE, Trace, curve, draw, read_trace
 from quantmoe.ort_ext import experts_report
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")

@@ -23,8 +23,8 @@ from tiny import make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from quantmoe.exporter.command_arguments import missing
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.options import missing
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.reading.template import Template, load_template
 from quantmoe.exporter.writing.battery import texts

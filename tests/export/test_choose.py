@@ -64,7 +64,7 @@ def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch
         raise Traced(found, linears, parts, [*chosen.experts.values()])
 
     with monkeypatch.context() as patch:
-        patch.setattr("quantmoe.exporter.writing.parts.trace", trace)
+        patch.setattr("quantmoe.exporter.writing.graph_writer.trace", trace)
         try:
             export(folder, out, target=target)
         except Traced as traced:

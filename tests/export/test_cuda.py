@@ -34,7 +34,7 @@ from quantmoe.custom_ops.ops.causal_conv import causal_conv
 from quantmoe.custom_ops.ops.gated_delta import gated_delta
 from quantmoe.custom_ops.reference import add_norm, linear, quant_moe, route, router, token_rows
 from quantmoe.custom_ops.reference import attention as attend
-from quantmoe.exporter.graph import attention
+from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -319,14 +319,14 @@ def test_attention(exported, architecture):
             assert {user.op_type for user, _ in present.uses()} <= {"MatMul", "Transpose"}
 
 
-@pytest.mark.parametrize("name", attention.UNSUPPORTED)
+@pytest.mark.parametrize("name", standard_attention.UNSUPPORTED)
 def test_attention_refuses_what_it_does_not_do(name):
     query, mask = torch.zeros(1, 4, 3, 8), torch.zeros(1, 1, 3, 3)
     usual = {"dropout": 0.0, "sliding_window": 2, "is_causal": True, name: None}
-    found, _ = attention.grouped_attention(torch.nn.Module(), query, query, query, mask, 1.0, **usual)
+    found, _ = standard_attention.grouped_attention(torch.nn.Module(), query, query, query, mask, 1.0, **usual)
     assert found.shape == (1, 3, 4, 8)
     with pytest.raises(ValueError, match=f"Module: attention with {name} is not supported"):
-        attention.grouped_attention(torch.nn.Module(), query, query, query, mask, 1.0, **{name: 30.0})
+        standard_attention.grouped_attention(torch.nn.Module(), query, query, query, mask, 1.0, **{name: 30.0})
 
 
 def test_routers_have_the_graphs_type(exported):

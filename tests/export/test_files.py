@@ -367,7 +367,9 @@ def test_interruption_leaves_nothing(checkpoint, exported, tmp_path, monkeypatch
 
 
 def test_termination_leaves_nothing(quantmoe, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        "quantmoe.exporter.writing.graph_writer.trace", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+    )
     assert quantmoe("export", checkpoint("qwen3_moe"), tmp_path / "out").returncode == 128 + signal.SIGTERM
     assert not (tmp_path / "out").exists()
 

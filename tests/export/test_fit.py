@@ -14,10 +14,10 @@ import pytest
 
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.inspecting.expert_trace import Trace, read_trace
 from quantmoe.exporter.inspecting.fit import device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve
-from quantmoe.exporter.inspecting.trace import Trace, read_trace
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.targets import CPU, CUDA
 from quantmoe.runtime.generate import Generator

@@ -20,10 +20,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, 
 from quantmoe.custom_ops.reference import token_rows
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.graph import attention
+from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.passes.attention import GROUPED, recognise
-from quantmoe.exporter.graph.passes.rows import rows_of
+from quantmoe.exporter.graph.passes.attention_inputs import rows_of
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.writing.convert import export
@@ -344,7 +344,7 @@ def altered(change: str):
     def attention_function():
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        return ALL_ATTENTION_FUNCTIONS[attention.NAME]
+        return ALL_ATTENTION_FUNCTIONS[standard_attention.NAME]
 
     return forward
 
@@ -352,7 +352,7 @@ def altered(change: str):
 def recognised(**config: object):
     settings = AutoConfig.for_model("qwen3_moe", **SMALL | config)
     model = AutoModelForCausalLM.from_config(settings).eval()
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(standard_attention.NAME)
     return recognise(model, model.model, lambda spec: "", [GROUPED])
 
 

@@ -25,7 +25,7 @@ from quantmoe.exporter import cli
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.memory import naming
-from quantmoe.exporter.writing import parts
+from quantmoe.exporter.writing import graph_writer
 from quantmoe.exporter.writing.convert import export
 
 #: bytes of files that do not fit, and of what a process may take more than it has
@@ -98,8 +98,8 @@ def torch_lacking(*_: object, **__: object) -> None:
             (LAYOUTS["cpu_panel"], "pack_down", lacking, "model.layers.0.self_attn.o_proj: out of memory"),
             (Skeleton, "_converted", lacking, "model.embed_tokens.weight: out of memory"),
             (exporter_onnx.OnnxExporter, "export", torch_lacking, "tracing Qwen3MoeForCausalLM: out of memory"),
-            (parts.ir, "save", lacking, "model.onnx: out of memory"),
-            (parts, "place_weights", lacking, "out of memory"),
+            (graph_writer.ir, "save", lacking, "model.onnx: out of memory"),
+            (graph_writer, "place_weights", lacking, "out of memory"),
         ],
         2,
     ),

@@ -19,7 +19,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.graph import model, trace
 from quantmoe.exporter.graph.experts import experts_forward
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.graph.passes.repeat import RepeatError
+from quantmoe.exporter.graph.passes.repeated_layers import RepeatError
 from quantmoe.exporter.graph.put_nodes import PackedLinear, PartOfLinear
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint

@@ -20,11 +20,11 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
 from quantmoe.exporter.choosing.described_model import Shared
-from quantmoe.exporter.graph.attention import NAME
-from quantmoe.exporter.graph.passes import latent, linear_attention, routers, shared
+from quantmoe.exporter.graph.passes import latent, linear_attention, routers, shared_experts
 from quantmoe.exporter.graph.passes.attention import GROUPED, Called, Unlike, recognise
-from quantmoe.exporter.graph.passes.rows import Rows, attach
-from quantmoe.exporter.graph.passes.sums import meet, meet_before
+from quantmoe.exporter.graph.passes.attention_inputs import Rows, attach
+from quantmoe.exporter.graph.passes.rank_collectives import meet, meet_before
+from quantmoe.exporter.graph.standard_attention import NAME
 from quantmoe.exporter.targets import CPU, CUDA
 
 RNG = torch.Generator().manual_seed(0)
@@ -126,7 +126,7 @@ EXPERTS = moe_spec(4, 8, 16, W, W)
 
 def test_a_shared_expert() -> None:
     model = torch.nn.ModuleDict({"mlp": TinyMixture()})
-    assert shared.recognise(model, {"mlp.experts": EXPERTS}) == {
+    assert shared_experts.recognise(model, {"mlp.experts": EXPERTS}) == {
         "mlp.experts": Shared(
             "mlp", "mlp.gate", tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
             "mlp.shared_expert_gate", count=2, flat=False, logits=False,
@@ -136,7 +136,7 @@ def test_a_shared_expert() -> None:
 
 @pytest.mark.parametrize("change", ["no sigmoid", "another input", "another activation"])
 def test_another_shared_expert_stays(change: str) -> None:
-    assert shared.recognise(torch.nn.ModuleDict({"mlp": TinyMixture(change)}), {"mlp.experts": EXPERTS}) == {}
+    assert shared_experts.recognise(torch.nn.ModuleDict({"mlp": TinyMixture(change)}), {"mlp.experts": EXPERTS}) == {}
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -370,7 +370,7 @@ def test_what_stands_in_the_way_is_named_before_any_work(checkpoint, tmp_path, m
     (tmp_path / "linked" / output.STAGE).symlink_to(folder)
     (tmp_path / "filed").mkdir()
     (tmp_path / "filed" / output.STAGE).write_text("another's", encoding="utf-8")
-    monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", None)
+    monkeypatch.setattr("quantmoe.exporter.writing.graph_writer.trace", None)
     for command in (export, plan):
         with pytest.raises(NotADirectoryError, match=r"/file is a file, expected a folder"):
             command(folder, tmp_path / "file" / "a" / "out")
@@ -401,7 +401,7 @@ def test_a_stage_with_somebodys_files_is_refused(checkpoint, models, tmp_path, u
     (stage / "thesis.txt").write_text("t", encoding="utf-8")
     (stage / "model.onnx.data.9").write_text("somebody's", encoding="utf-8")
     (stage / "notes").mkdir()
-    monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", None)
+    monkeypatch.setattr("quantmoe.exporter.writing.graph_writer.trace", None)
     for command in (export, plan):
         with pytest.raises(
             FileExistsError, match=rf"{output.STAGE}/model\.onnx\.data\.9 exists and no export is known"

@@ -30,9 +30,9 @@ from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_
 from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits
 from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
 from quantmoe.exporter.graph.passes.placement import place_experts
-from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.graph.passes.rank_collectives import meet_around_experts, norm_sums
+from quantmoe.exporter.graph.passes.repeated_layers import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
-from quantmoe.exporter.graph.passes.sums import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.reading.slices import Slice

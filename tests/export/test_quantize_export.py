@@ -102,15 +102,15 @@ def test_the_line_is_left_out_where_it_takes_too_long(
 
 
 def _counting_layers(found: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from quantmoe.exporter.graph import streamed
+    from quantmoe.exporter.graph import streamed_model
 
-    original = streamed.Streamed
+    original = streamed_model.Streamed
 
     class Counting(original):
         def __init__(self, format, layers=None, progress=lambda done, total: None):
             super().__init__(format, layers, lambda done, total: (found.append(done), progress(done, total)))
 
-    monkeypatch.setattr(streamed, "Streamed", Counting)
+    monkeypatch.setattr(streamed_model, "Streamed", Counting)
     return found
 
 

@@ -16,7 +16,7 @@ from test_hybrid import grown
 from test_model import error, expected, run, tokens
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.graph.stored import DTYPES
+from quantmoe.exporter.graph.placeholders import DTYPES
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator

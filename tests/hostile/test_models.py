@@ -324,7 +324,7 @@ def test_damage_is_found_before_tracing(
     from quantmoe.exporter.writing.plan import plan
 
     monkeypatch.setattr(
-        "quantmoe.exporter.writing.parts.trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint")
+        "quantmoe.exporter.writing.graph_writer.trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint")
     )
     edit, text = DAMAGE[name]
     folder = edited(model, tmp_path / "damaged", edit)

@@ -3,7 +3,7 @@
 // so all copies agree bit for bit. Everything is in an unnamed namespace: two copies must never be merged by the
 // linker.
 #pragma once
-#include "cpu/round.h"
+#include "cpu/rounded_activations.h"
 
 namespace quantmoe {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "core/half.h"
 #include "core/minifloat.h"
-#include "cpu/round.h"
+#include "cpu/rounded_activations.h"
 
 namespace quantmoe {
 namespace {

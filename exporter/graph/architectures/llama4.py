@@ -13,9 +13,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama4 import modeling_llama4
 
 from quantmoe.custom_ops.op import AttentionSpec
-from quantmoe.exporter.graph.attention import grouped_attention
 from quantmoe.exporter.graph.experts import put_on_interface
 from quantmoe.exporter.graph.passes.attention import Called, Kind, RecognisedAttention, bound, projected
+from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 
 def prepare(model: PreTrainedModel) -> None:

@@ -25,7 +25,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.reference import attention as reference
-from quantmoe.exporter.graph.attention import NAME, grouped_attention
+from quantmoe.exporter.graph.standard_attention import NAME, grouped_attention
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: an attention implementation without masks, for models of CachedAttention alone
@@ -57,7 +57,7 @@ class Kind:
     Attributes:
         fits: whether a module is one of them.
         compare: what it computes, as a model calls it; raises Unlike.
-        attach: makes its forward its projections and one node, that of rows.py's :meth:`Rows.attend`.
+        attach: makes its forward its projections and one node, that of attention_inputs.py's :meth:`Rows.attend`.
     """
 
     fits: Callable[[Any], bool]

@@ -40,10 +40,10 @@ from quantmoe.exporter.graph.passes.attention import (
     probe_of,
     run_probe,
 )
-from quantmoe.exporter.graph.stored import placeholder
+from quantmoe.exporter.graph.placeholders import placeholder
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.graph.stored import Stored
+    from quantmoe.exporter.graph.placeholders import Stored
 
 
 def is_latent(module: torch.nn.Module) -> bool:
@@ -119,7 +119,7 @@ def _inside(module: Any) -> bool:
 
 def absorb(stored: Stored) -> None:
     """Give latent modules their :class:`Absorbed` in kv_b_proj's place, and those that still run transformers' forward
-    an ``expand_kv`` that expands nothing; exporter/graph/attention.py then absorbs."""
+    an ``expand_kv`` that expands nothing; exporter/graph/standard_attention.py then absorbs."""
     for path, found in list(stored.model.named_modules()):
         if not is_latent(found):
             continue

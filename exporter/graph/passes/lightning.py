@@ -31,11 +31,11 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
+from quantmoe.exporter.graph.passes.attention_inputs import Rows
 from quantmoe.exporter.graph.passes.linear_attention import recurrent_state
-from quantmoe.exporter.graph.passes.rows import Rows
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.graph.stored import Stored
+    from quantmoe.exporter.graph.placeholders import Stored
 
 LINEARS = ("qkv_proj", "output_gate", "out_proj")
 #: sums in f32 in another order, of chunks of 70 tokens
@@ -154,7 +154,7 @@ def _attend(
 
     Args:
         qkv: [B, S, heads * 3 * size], a head's queries, keys and values beside each other. rate: [heads].
-        state: [B, heads, size, size], a window of them in front. rows: see rows.py's :func:`rows_of`.
+        state: [B, heads, size, size], a window of them in front. rows: see attention_inputs.py's :func:`rows_of`.
 
     Returns:
         [B, S, heads * size], of tokens that do not count numbers that nothing reads; and the next state.

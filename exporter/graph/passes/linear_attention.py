@@ -36,7 +36,7 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
-from quantmoe.exporter.graph.passes.rows import Rows
+from quantmoe.exporter.graph.passes.attention_inputs import Rows
 from quantmoe.exporter.reading.slices import Slice
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8

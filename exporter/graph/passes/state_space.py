@@ -33,8 +33,8 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
+from quantmoe.exporter.graph.passes.attention_inputs import Rows
 from quantmoe.exporter.graph.passes.linear_attention import convolve, recurrent_state, widen
-from quantmoe.exporter.graph.passes.rows import Rows
 
 LINEARS = ("in_proj", "out_proj")
 #: in the node's order

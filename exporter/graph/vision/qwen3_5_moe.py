@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen
 
 from quantmoe.exporter.graph.architectures.mrope import turn_by
-from quantmoe.exporter.graph.vision.attention import attend_in_frames
+from quantmoe.exporter.graph.vision.vision_attention import attend_in_frames
 
 NAME = "qwen3_5_moe"
 

@@ -14,9 +14,9 @@ from quantmoe.exporter.graph.model import Skeleton, quiet
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_shapes
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
-from quantmoe.exporter.graph.stored import DTYPES, Stored
+from quantmoe.exporter.graph.placeholders import DTYPES, Stored
 from quantmoe.exporter.graph.trace import hide, keeping
-from quantmoe.exporter.graph.vision.attention import place_attention
+from quantmoe.exporter.graph.vision.vision_attention import place_attention
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import reading

@@ -27,8 +27,8 @@ import quantmoe
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter.inspecting.expert_trace import read_trace
 from quantmoe.exporter.inspecting.fit import device_slots
-from quantmoe.exporter.inspecting.trace import read_trace
 from quantmoe.ort_ext import experts_report
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from quantmoe.exporter.ahead import BLOCK
+from quantmoe.exporter.parallel_calls import BLOCK
 from quantmoe.exporter.reading.checkpoint import DTYPES as STORED
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format

@@ -10,8 +10,8 @@ import torch
 from accelerate import init_empty_weights
 
 from quantmoe.exporter.graph.experts import fit
-from quantmoe.exporter.graph.inner import causal_model
 from quantmoe.exporter.graph.model import Skeleton, _LargeOnMeta, decoder_of, quiet, state_of
+from quantmoe.exporter.graph.text_models import causal_model
 from quantmoe.exporter.reading.formats import Format
 
 

@@ -9,8 +9,8 @@ from test_cuda_graphs import PROMPT, captured  # noqa: F401
 from quantmoe.exporter.errors import ModelError
 from quantmoe.runtime import opened_model
 from quantmoe.runtime.generate import Generator
-from quantmoe.serving import rows as served
-from quantmoe.serving.rows import Rows
+from quantmoe.serving import batch_cache as served
+from quantmoe.serving.batch_cache import Rows
 from quantmoe.serving.scheduler import check_serves
 
 FLOAT = {"activations": "float", "logits": "last"}

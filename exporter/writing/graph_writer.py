@@ -16,7 +16,6 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, cpu_panel, qmoe
 from quantmoe.custom_ops.matrix import gates_first, reordered
 from quantmoe.custom_ops.op import MoESpec, inputs
-from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
 from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, retyped_matrix, scaled
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
@@ -43,10 +42,11 @@ from quantmoe.exporter.graph.passes.packed_tables import PackedTable, pack_table
 from quantmoe.exporter.graph.passes.paged import to_paged
 from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
+from quantmoe.exporter.graph.placeholders import Stored
 from quantmoe.exporter.graph.put_nodes import put_nodes
-from quantmoe.exporter.graph.stored import Stored
 from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing, naming
+from quantmoe.exporter.parallel_calls import BLOCK_MEMORY, ahead, expert_size
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import MTP
 from quantmoe.exporter.reading.formats.rounding import distance

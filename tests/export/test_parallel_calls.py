@@ -22,7 +22,7 @@ from specs import moe_spec
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.exporter import ahead
+from quantmoe.exporter import parallel_calls
 from quantmoe.exporter.choosing.choose import scaled
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -57,17 +57,17 @@ def cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
 def test_memory_whatever_the_number_of_cpus(cpus: Callable[..., None], size: int, count: int) -> None:
     """359 MB: an expert of Mixtral."""
     cpus(256)
-    found = ahead.in_flight(size, count)
+    found = parallel_calls.in_flight(size, count)
     assert 1 <= found <= min(256, count)
-    assert ahead.memory(size, count) == (found + 1) * size
-    assert found == 1 or ahead.memory(size, count) <= 2 * 10**9
+    assert parallel_calls.memory(size, count) == (found + 1) * size
+    assert found == 1 or parallel_calls.memory(size, count) <= 2 * 10**9
     assert found in (256, count) or (found + 2) * size > 2 * 10**9  # no fewer than fit
 
 
 @pytest.mark.parametrize(
     ("size", "quota", "running", "threads"),
-    [(1, "max 100000", 24, 10), (ahead.MEMORY // 5, "max 100000", 4, 64), (1, "350000 100000", 4, 1),
-     (ahead.MEMORY, "350000 100000", 1, 4)],
+    [(1, "max 100000", 24, 10), (parallel_calls.MEMORY // 5, "max 100000", 4, 64), (1, "350000 100000", 4, 1),
+     (parallel_calls.MEMORY, "350000 100000", 1, 4)],
 )  # fmt: skip
 def test_calls_in_flight(cpus: Callable[..., None], size: int, quota: str, running: int, threads: int) -> None:
     """24 calls: in order, as many at a time as there may be, and together as many threads as there are CPUs."""
@@ -84,7 +84,7 @@ def test_calls_in_flight(cpus: Callable[..., None], size: int, quota: str, runni
         return i
 
     found = []
-    for i in ahead.ahead([lambda i=i: call(i) for i in range(24)], size):
+    for i in parallel_calls.ahead([lambda i=i: call(i) for i in range(24)], size):
         found.append(i)
         time.sleep(0.02)  # a slow disk
         with lock:
@@ -99,7 +99,7 @@ def test_an_error_ends_the_threads(cpus: Callable[..., None]) -> None:
     cpus(256)
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError):
-        list(ahead.ahead([lambda i=i: 1 // (i % 3) for i in range(50)], 1))
+        list(parallel_calls.ahead([lambda i=i: 1 // (i % 3) for i in range(50)], 1))
     assert threading.active_count() == before
 
 
@@ -121,7 +121,7 @@ def peak(format: Format, layout: str, scales: str) -> tuple[int, int]:
         expert = decode()
         rows = [native.aligned(LAYOUTS[layout].row_bytes(spec, projection)) for projection in ("w13", "w2")]
         LAYOUTS[layout].pack(expert, spec, *rows)
-        return tracemalloc.get_traced_memory()[1], ahead.expert_size(spec)
+        return tracemalloc.get_traced_memory()[1], parallel_calls.expert_size(spec)
     finally:
         tracemalloc.stop()
 
@@ -178,12 +178,16 @@ def test_a_quantized_embedding_is_reckoned_with(checkpoint, monkeypatch: pytest.
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 def test_what_a_block_takes(dtype: type, transposed: bool) -> None:
     """Of a weight outside the experts, 1024 columns of it: all of a block's rows are one piece."""
-    rows = np.ones((1024, ahead.BLOCK // 4096), dtype).T if transposed else np.ones((ahead.BLOCK // 4096, 1024), dtype)
+    rows = (
+        np.ones((1024, parallel_calls.BLOCK // 4096), dtype).T
+        if transposed
+        else np.ones((parallel_calls.BLOCK // 4096, 1024), dtype)
+    )
     for wanted in (np.float32, np.float16, ml_dtypes.bfloat16):
         tracemalloc.start()
         try:
             Skeleton._converted(Mock(), "weight", np.dtype(wanted), rows)
-            assert tracemalloc.get_traced_memory()[1] <= ahead.BLOCK_MEMORY
+            assert tracemalloc.get_traced_memory()[1] <= parallel_calls.BLOCK_MEMORY
         finally:
             tracemalloc.stop()
 
@@ -219,11 +223,11 @@ def test_export_on_256_cpus(checkpoint, cpus, monkeypatch: pytest.MonkeyPatch, t
     """The same bytes, and no more memory than is said; the dry run says the same numbers."""
     folder = checkpoint("qwen3_moe", num_experts=64, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=1)
     export(folder, tmp_path / "here")
-    monkeypatch.setattr(ahead, "MEMORY", 30 * 10**6)
+    monkeypatch.setattr(parallel_calls, "MEMORY", 30 * 10**6)
     cpus(256)
     spec = next(iter(plan(folder, tmp_path / "out").layers.values()))[1]
-    size = ahead.expert_size(spec)
-    assert ahead.in_flight(size, spec.num_experts) == 30 * 10**6 // size - 1 < 10
+    size = parallel_calls.expert_size(spec)
+    assert parallel_calls.in_flight(size, spec.num_experts) == 30 * 10**6 // size - 1 < 10
     planned = plan(folder, tmp_path / "out")
     assert planned.rate.startswith("256 cores;")
     assert 5 * size < planned.memory - BASE_MEMORY < 500e6
@@ -242,7 +246,7 @@ def test_export_on_256_cpus(checkpoint, cpus, monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", counted)
     export(folder, tmp_path / "out")
-    assert 2 <= most <= ahead.in_flight(size, spec.num_experts)
+    assert 2 <= most <= parallel_calls.in_flight(size, spec.num_experts)
     assert (tmp_path / "out/model.onnx.data").read_bytes() == (tmp_path / "here/model.onnx.data").read_bytes()
     cpus(256, "300000 100000")
     assert plan(folder, tmp_path / "other").rate.startswith("3 cores;")
