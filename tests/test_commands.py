@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Unpack, get_type_hints
 
 import numpy as np
 import onnx_ir as ir
@@ -25,9 +25,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.cli import _speed, app
 from quantmoe.exporter.command_arguments import EXTRAS, listed
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 #: the command, and then the names of the packages that it imported as the last line of stdout
 COMMAND = """
@@ -467,6 +470,15 @@ def test_an_extra_has_what_its_command_imports(command: str) -> None:
     names -= {"matplotlib"} if command == "trace" else set()  # and --plot
     assert names >= {"numpy"}
     assert names <= packages(EXTRAS.get(command, ""))
+
+
+def test_export_has_the_types_of_its_options() -> None:
+    """Editors and type checkers read ExportOptions, the command line and the checks read Options."""
+    hints = get_type_hints(Options)
+    assert get_type_hints(ExportOptions) == {one.name: hints[one.name] for one in dataclasses.fields(Options)}
+    assert ExportOptions.__optional_keys__ == get_type_hints(ExportOptions).keys()
+    for function in (export, plan):
+        assert get_type_hints(function)["options"] == Unpack[ExportOptions]
 
 
 def test_every_command_has_its_modules() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.memory import DRAFTS
@@ -281,3 +281,31 @@ class Options:
     def graph_type(self) -> str:
         """The type of the graph outside the experts."""
         return self.dtype or self.facts.graph_types[0]
+
+
+class ExportOptions(TypedDict, total=False):
+    """Types of the fields of :class:`Options`, as keyword arguments. A test compares both."""
+
+    target: str
+    mtp: bool
+    vision: bool
+    paged: bool
+    quantize: str | None
+    group_size: int | None
+    symmetric: bool
+    calibrate: str | Path | None
+    lm_head: str | None
+    activations: str | None
+    cache: str
+    dtype: str | None
+    tensor_parallel: int
+    expert_parallel: bool
+    expert_map: str | Path | None
+    data_parallel: bool
+    logits: str | int | None
+    state_window: int | None
+    external_experts: bool
+    dense: str
+    scales: str
+    layers: int | None
+    max_file_size: int

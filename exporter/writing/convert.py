@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.folder.files import DATA, EMBEDDINGS_MODEL, GENAI, MODEL, MTP_MODEL, PROCESSOR, VISION_MODEL
 from quantmoe.exporter.folder.metadata import LOGITS, PLAIN_ATTENTION, RANK, SHORT_CONTEXT, TARGET, WORLD
@@ -51,7 +51,7 @@ def export(
     *,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-    **options: Any,
+    **options: Unpack[ExportOptions],
 ) -> Report:
     """Export a quantized mixture-of-experts checkpoint as an ONNX model.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, cpu_panel
@@ -16,7 +16,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import parallel_calls
 from quantmoe.exporter.choosing.choose import Choice
-from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH
 from quantmoe.exporter.writing.calibration import Cost, cost
 from quantmoe.exporter.writing.prepare import Prepared, check_output, prepare, rank_folders, stale_folders
@@ -89,7 +89,9 @@ def _searched(options: Options, ready: Prepared) -> int:
     ) + sum(spec.in_features * spec.out_features for spec in linears)
 
 
-def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> DryRun:
+def plan(
+    checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Unpack[ExportOptions]
+) -> DryRun:
     """Plan :func:`quantmoe.exporter.writing.convert.export` with the same options; of ranks the first.
 
     Of tensors' data only vectors, scalars and zero points are read; what :func:`choose.not_ort` says it reads.
