@@ -498,6 +498,21 @@ PUBLISHED: dict[str, Published] = {
         {"norm_topk_prob": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
         | {"rope_parameters": _yarn(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)},
     ),
+    "glm_moe_dsa": Published(
+        "zai-org/GLM-5",
+        _DEFAULTS,
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "rope_parameters": _rope()},
+    ),
+    "axk2": Published(
+        "skt/A.X-K2",
+        _DEFAULTS,
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": None, "rope_parameters": _rope()},
+    ),
+    "axk2 groups": Published(
+        "skt/A.X-K2",
+        _DEFAULTS,
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

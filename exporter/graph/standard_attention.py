@@ -50,8 +50,10 @@ def grouped_attention(
     Raises:
         ValueError: naming an argument of ``UNSUPPORTED`` that is not None.
     """
-    if getattr(module, "indexed", False):
-        attention_mask = _of_selected(attention_mask, others.pop("indices"))
+    selected = None
+    if getattr(module, "indexed", False):  # exporter/graph/architectures/indexed.py
+        given = [others.pop(name, None) for name in ("indices", "block_indices")]
+        selected = next((mask for mask in given if mask is not None), None)
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
@@ -65,6 +67,8 @@ def grouped_attention(
     scale = (attention_mask[..., :1] <= 0).to(query.dtype) * scaling
     rows = query.reshape(batch, groups, heads // groups * s, d) * scale.repeat(1, 1, heads // groups, 1)
     scores = torch.matmul(rows, key.transpose(2, 3)).reshape(batch, groups, heads // groups, s, length)
+    if selected is not None:
+        attention_mask = torch.where(selected, attention_mask, torch.finfo(attention_mask.dtype).min)
     # in f32: the lowest f16 and a score below it would be -inf, and a row of nothing else NaN
     scores = scores.float() + attention_mask.unsqueeze(2)
     if s_aux is not None:
@@ -74,18 +78,6 @@ def grouped_attention(
     found = torch.matmul(weights.reshape(batch, groups, heads // groups * s, length), value)
     found = found.reshape(batch, heads, s, value.shape[-1]).transpose(1, 2)
     return found if absorbed is None else absorbed.outputs(found), None
-
-
-def _of_selected(mask: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return a mask [batch, 1, S, L] without tokens that no index names.
-
-    Args:
-        indices: [batch, S, k]; L and more name no token.
-    """
-    batch, _, new, length = mask.shape
-    chosen = torch.zeros(batch, new, length + indices.shape[-1], dtype=mask.dtype)
-    chosen = chosen.scatter(-1, indices, 1.0)[..., :length]
-    return torch.where(chosen[:, None] > 0, mask, torch.finfo(mask.dtype).min)
 
 
 AttentionInterface.register(NAME, grouped_attention)

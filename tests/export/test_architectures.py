@@ -157,6 +157,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v32": INDEXED | SIXTEEN,
     "deepseek_v3": {"num_key_value_heads": 4} | SIXTEEN,
     "deepseek_ocr2": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "axk2": INDEXED,
+    "axk2 groups": INDEXED | SIXTEEN,
+    "glm_moe_dsa": INDEXED | {"indexer_types": ["full", "full", "shared", "full"]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -235,8 +238,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "jetmoe": ({"kv_channels": 16}, "jetmoe: experts that are not on transformers' experts interface are not supp"),
     "zaya": ({"num_experts_per_tok": 1}, "zaya: a state of its own from token to token is not supported"),
-    "glm_moe_dsa": ({"num_key_value_heads": 4}, "GlmMoeDsaAttention: attention with indices is not supported"),
-    "axk2": ({"num_key_value_heads": 4}, "AXK2Attention: attention with indices is not supported"),
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16}
         | {"index_block_size": 4, "index_topk_blocks": 2},
@@ -276,6 +277,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "inkling2_loop_text: a short convolution after attention and experts is not supported",
     ),
 }
+#: types that select what a token attends to: the same in any pieces of a prompt
+SELECTING = ("axk2", "deepseek_v32", "glm_moe_dsa")
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
 LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
@@ -344,13 +347,10 @@ def difference(model_type: str, quantize: str, folder: Path) -> float:
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
     with torch.no_grad():
         want = torch_model(torch.from_numpy(ids)).logits.numpy()
-    generator, found, at = Generator(folder / "onnx"), [], 0
-    past = generator.start(len(ids))
-    for piece in (10, 1, 1, 2):  # past the window of 8
-        logits, past = generator.step(ids[:, at : at + piece], past)
-        found.append(logits)
-        at += piece
-    return float(np.abs(np.concatenate(found, axis=1) - want).max() / np.abs(want).max())
+    pieces = [(10, 1, 1, 2)]  # past the window of 8
+    if model_type.partition(" ")[0] in SELECTING:
+        pieces += [(14,), (3, 4, 2, 5)]
+    return max(float(np.abs(logits_of(folder / "onnx", ids, own) - want).max()) for own in pieces) / np.abs(want).max()
 
 
 @pytest.mark.parametrize("model_type", every([*BRIEF, *sorted(ARCHITECTURES.keys() - set(BRIEF))], len(BRIEF)))
@@ -436,6 +436,53 @@ def test_the_docs_have_the_words_of_refusals() -> None:
         else:
             assert name == "hy_v4_vl"
     assert tables.keys() <= {name.removesuffix("_text") for name in docs}
+
+
+def selecting(folder: Path, zeros: str, **fields: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Return the logits of a model with an indexer, their tokens, and transformers' model.
+
+    Args:
+        zeros: ends of the names of tensors that are zero.
+    """
+    make_checkpoint(folder / "checkpoint", "glm_moe_dsa", **fields)
+    tensors = load_file(folder / "checkpoint" / "model.safetensors")
+    for name in tensors:
+        tensors[name] *= not name.endswith(zeros)
+    save_file(tensors, folder / "checkpoint" / "model.safetensors", {"format": "pt"})
+    floats: dict[str, Any] = {"quantize": "none", "activations": "float", "cache": "f32", "logits": "all"}
+    export(folder / "checkpoint", folder / "onnx", **floats)
+    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32).eval()
+    return logits_of(folder / "onnx", ids), ids, model
+
+
+def attend_to(model: Any, first: int, ids: np.ndarray) -> np.ndarray:
+    """Return the logits of transformers' model whose tokens attend to the first ones alone."""
+
+    def indices(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.arange(first).expand(*hidden_states.shape[:2], first)
+
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.forward = indices
+    with torch.no_grad():
+        return np.asarray(model(torch.from_numpy(ids)).logits)
+
+
+def test_all_tokens_are_selected_where_there_are_no_more(tmp_path: Path) -> None:
+    """14 of 14: dense attention. Six of them are another thing."""
+    found, ids, model = selecting(tmp_path, ".none", index_topk=14)
+    dense = attend_to(model, 14, ids)
+    assert np.abs(found - dense).max() < 2e-5 * np.abs(dense).max()
+    assert np.abs(attend_to(model, 6, ids) - dense).max() > 0.01 * np.abs(dense).max()
+
+
+@pytest.mark.every
+def test_of_equal_scores_the_lower_positions_are_selected(tmp_path: Path) -> None:
+    """All scores are zero."""
+    found, ids, model = selecting(tmp_path, ".indexer.weights_proj.weight")
+    want = attend_to(model, 6, ids)
+    assert np.abs(found - want).max() < 2e-5 * np.abs(want).max()
 
 
 JOINED = {
@@ -576,11 +623,11 @@ def prune(folder: Path, name: str, keep: dict[int, int], dense: int | None = Non
     return model
 
 
-def logits_of(folder: Path, ids: np.ndarray) -> np.ndarray:
+def logits_of(folder: Path, ids: np.ndarray, pieces: tuple[int, ...] = (10, 1, 1, 2)) -> np.ndarray:
     """Return the logits of a prompt, then of the next tokens."""
     generator, found, at = Generator(folder), [], 0
     past = generator.start(len(ids))
-    for piece in (10, 1, 1, 2):
+    for piece in pieces:
         logits, past = generator.step(ids[:, at : at + piece], past)
         found.append(logits)
         at += piece

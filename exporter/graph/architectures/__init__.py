@@ -30,10 +30,12 @@ from quantmoe.exporter.graph.architectures import (
 
 #: config.model_type -> module
 ARCHITECTURES: dict[str, ModuleType] = {
+    "axk2": indexed,
     "deepseek_v2": deepseek_v2,
     "deepseek_v32": indexed,
     "ernie4_5_vl_moe_text": ernie4_5_vl_moe,
     "glm4v_moe_text": mrope,
+    "glm_moe_dsa": indexed,
     "llama4_text": llama4,
     "longcat_flash": longcat_flash,
     "minimax": minimax,
