@@ -60,7 +60,7 @@ def configuration(format: Format, layers: int | None) -> Any:
         del config.quantization_config
     if layers is not None:
         config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
+        if vars(config).get("layer_types"):  # of Jamba they follow from periods
             config.layer_types = config.layer_types[:layers]
     return config
 

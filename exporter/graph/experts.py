@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import MixtralConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from quantmoe.custom_ops.reference import activate
 from quantmoe.custom_ops.torch_op import quant_moe
@@ -44,6 +46,40 @@ def put_on_interface(experts: Any, transposed: bool = False) -> None:
     experts.has_bias = experts.has_post_expert_norm = experts._is_expert_parallel = False
     experts.is_transposed = transposed
     experts.forward = MethodType(experts_forward, experts)
+
+
+def experts_like(count: int, size: int, inner: int, activation: str, dtype: torch.dtype) -> MixtralExperts:
+    """Return experts on transformers' interface, for a family whose own are not.
+
+    Args:
+        count: how many. size, inner: features of their inputs, and between their two products.
+    """
+    sizes = {"num_local_experts": count, "hidden_size": size, "intermediate_size": inner, "hidden_act": activation}
+    config = MixtralConfig(**sizes)
+    config._experts_implementation = "eager"
+    return MixtralExperts(config).to(dtype)
+
+
+class TopKRouter(torch.nn.Module):
+    """A router as transformers' others are, in the place of a linear and what followed it.
+
+    Args:
+        linear: of the logits. top_k: experts of a token.
+        norm: weights are a softmax over all experts, divided by their norm of this order; None: of the chosen ones.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, top_k: int, norm: float | None = None):
+        super().__init__()
+        self.weight, self.top_k, self.norm = linear.weight, top_k, norm
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits [tokens, experts], weights and ids [tokens, top_k]."""
+        logits = torch.nn.functional.linear(hidden_states, self.weight)
+        if self.norm is None:
+            top, ids = logits.float().topk(self.top_k, -1)
+            return logits, top.softmax(-1).to(hidden_states.dtype), ids
+        weights, ids = logits.softmax(-1).topk(self.top_k, -1)
+        return logits, weights / torch.norm(weights, p=self.norm, dim=-1, keepdim=True), ids
 
 
 def fit(model: torch.nn.Module, layers: Mapping[str, MoELayer], where: str) -> None:

@@ -28,7 +28,7 @@ from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration, whole
 from quantmoe.exporter.graph.experts import check_experts, fit
-from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, state_space
+from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, selective_scan, state_space
 from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
 from quantmoe.exporter.graph.passes.shared_experts import recognise as recognise_shared
 from quantmoe.exporter.graph.placeholders import DTYPES, Stored, placeholder
@@ -71,7 +71,8 @@ class Skeleton(Stored):
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
         embedding_width: of the embeddings that the graph takes in the place of tokens, with ``vision``.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
-        linear_attention, lightning, state_space: module name -> what it computes, of those that keep a state.
+        linear_attention, lightning, state_space, selective_scan: module name -> what it computes, of those that keep a
+            state.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
         stored_as: parameter name -> the shape of its tensor, and the function of that, where they are not alike.
         by_rows: linears that take the features of all ranks and of which a rank has rows, by name: their shapes, which
@@ -99,6 +100,7 @@ class Skeleton(Stored):
         self._narrow()
         self.lightning = self._lightning(state_window)
         self.state_space = self._state_space(target, state_window)
+        self.selective_scan = self._selective_scan(target, state_window)
         self.linear_attention = self._linear_attention(target, state_window)
         self.experts = self._experts(layers)
         self._find_sources()
@@ -223,7 +225,7 @@ class Skeleton(Stored):
     @property
     def with_states(self) -> list[str]:
         """Modules that keep a state from token to token."""
-        return [*self.linear_attention, *self.lightning, *self.state_space]
+        return [*self.linear_attention, *self.lightning, *self.state_space, *self.selective_scan]
 
     def _recognised(
         self, what: str, recognise: Callable[[], tuple[dict[str, Found], dict[str, str]]]
@@ -262,9 +264,15 @@ class Skeleton(Stored):
         self._check_whole("a state space", found)
         return found
 
+    def _selective_scan(self, target: Target, window: int) -> dict[str, selective_scan.SelectiveScan]:
+        recognise = partial(selective_scan.recognise, self.model, target.refusal, window)
+        found = self._recognised("selective scans", recognise)
+        self._check_whole("a selective scan", found)
+        return found
+
     def _linear_attention(self, target: Target, window: int) -> dict[str, linear_attention.RecognisedState]:
         folder, stack = self.format.ckpt.folder, decoder_of(self.model).layers
-        others = self.lightning.keys() | self.state_space
+        others = {*self.lightning, *self.state_space, *self.selective_scan}
         recognise = linear_attention.recognise
         found = self._recognised(
             "linear attention", partial(recognise, self.model, stack, target.refusal, window, others)

@@ -30,7 +30,7 @@ from quantmoe.exporter.choosing.caches import choose_caches
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.passes import latent, linear_attention, run_passes
+from quantmoe.exporter.graph.passes import latent, linear_attention, run_passes, selective_scan
 from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
     recognise,
@@ -318,4 +318,4 @@ def keeping(placeholders: set[str]) -> Any:
     return patch_attribute(onnxscript.optimizer, "optimize_ir", lambda _: optimize)
 
 
-exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX
+exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX | selective_scan.ONNX

@@ -14,7 +14,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -77,9 +77,19 @@ OWN_NAMES = {
         ".mlp.experts.fc1.weight": ".mlp.experts.gate_up_proj",
         ".mlp.experts.fc2.weight": ".mlp.experts.down_proj",
     },
+    "dbrx": {
+        ".ffn.experts.mlp.w1": ".ffn.experts.gate_proj",
+        ".ffn.experts.mlp.v1": ".ffn.experts.up_proj",
+        ".ffn.experts.mlp.w2": ".ffn.experts.down_proj",
+    },
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
+    "jetmoe": {
+        ".mlp.input_linear.weight": ".mlp.experts.gate_up_proj",
+        ".mlp.output_linear.weight": ".mlp.experts.down_proj",
+        ".self_attention.experts.bias": ".self_attention.mixture.bias",
+    },
     "step3p5": {f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
 }
 
@@ -158,6 +168,7 @@ class Checkpoint:
             with doing(str(shard)):
                 header = read_header(shard)
             for entry in header.values():
+                entry = self._by_experts(entry) if family == "dbrx" else entry
                 for name, part in self._divided(_renamed(entry.name, own), entry).items():
                     if name in self._entries:
                         raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
@@ -350,6 +361,18 @@ class Checkpoint:
             module, _, suffix = name.rpartition(".")
             found.setdefault(module, {})[suffix] = entry
         return found
+
+    def _by_experts(self, entry: Entry) -> Entry:
+        """Return a tensor of DBRX's experts [E, rows, columns], which is stored as [E rows, columns]."""
+        count = self.text_config.get("num_experts")
+        if ".ffn.experts." not in entry.name or len(entry.shape) != 2:
+            return entry
+        if type(count) is not int or count < 1 or entry.shape[0] % count:
+            raise CheckpointError(
+                f"{entry.shard}: {entry.name} is {entry.dtype} {list(entry.shape)}, expected a multiple of "
+                f"moe_num_experts, {count} (config.json), as rows"
+            )
+        return replace(entry, shape=(count, entry.shape[0] // count, entry.shape[1]))
 
     def _divided(self, name: str, entry: Entry) -> dict[str, Entry]:
         """Return a tensor under its name; of a linear of :data:`DIVIDED` its rows under the names of transformers'

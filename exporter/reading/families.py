@@ -43,9 +43,15 @@ def halves(config: Mapping[str, Any], size: int) -> tuple[slice, slice]:
     return slice(0, size), slice(size, None)
 
 
-def is_transposed(config: Mapping[str, Any], differs: bool) -> bool:
-    """Return whether a fused tensor of experts is [E, in, out]; differs: its shape is not [E, out, in]."""
+def is_transposed(config: Mapping[str, Any], name: str, differs: bool) -> bool:
+    """Return whether a fused tensor of experts is [E, in, out].
+
+    Args:
+        name: of the tensor: down_proj, .. differs: its shape is not [E, out, in].
+    """
     family = config.get("model_type")
+    if family == "dbrx":
+        return name == "down_proj"
     return family in _TRANSPOSED or (family in _EITHER and differs)
 
 
@@ -57,6 +63,9 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
     every, count = config.get("full_attention_interval"), config.get("num_hidden_layers")
     if types is None and type(every) is int and every > 0 and type(count) is int:
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 1 << 16))]
+    period, at = config.get("attn_layer_period"), config.get("attn_layer_offset")
+    if types is None and type(period) is int and period > 0 and type(count) is int:  # Jamba
+        types = ["full_attention" if i % period == at else "linear_attention" for i in range(min(count, 1 << 16))]
     return types if isinstance(types, list) and all(isinstance(kind, str) for kind in types) else []
 
 

@@ -150,8 +150,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "kolibri1": {},
     "aria": {},
     "aria_text": {},
+    "bailing_hybrid": {"num_key_value_heads": 4} | SIXTEEN,
     "beam": SIXTEEN,
     "axk1": {"num_key_value_heads": 4} | SIXTEEN,
+    "dbrx": {
+        **{"d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 256},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 5e5},  # of 8, which no tiny model reaches
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v2 group_limited_greedy": {"num_key_value_heads": 4, "num_experts_per_tok": 2} | SIXTEEN,
     "deepseek_v32": INDEXED | SIXTEEN,
@@ -171,6 +177,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 16},
     "granitemoeshared": {"shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16, "mamba_dt_rank": 4},
+    "jetmoe": {"kv_channels": 16},
     "kimi_k25": {"num_key_value_heads": 4} | SIXTEEN,
     "kimi_linear": {"num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 16},
     "lfm2_moe": {},
@@ -221,22 +229,9 @@ BRIEF = ("glm4_moe_lite", "kimi_linear")
 TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 #: model_type -> fields of its own, of types that are refused, and the reason
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bailing_hybrid": ({}, "delta attention of a bounded decay is not supported"),
-    "dbrx": (
-        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 128}
-        | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}}
-        | {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}},
-        "experts that are not on transformers' experts interface are not supported",
-    ),
     "doge": ({"is_moe": True}, "doge: experts that are not on transformers' experts interface are not supported"),
     "hy_v4": ({}, "HYV4Experts.: its own gating is not silu"),
     "inkling_text": ({}, "inkling_text: a short convolution after attention and experts is not supported"),
-    "jamba": (
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-        | {"mamba_d_state": 16, "mamba_dt_rank": 4},
-        "jamba: Mamba's selective scan is not supported",
-    ),
-    "jetmoe": ({"kv_channels": 16}, "jetmoe: experts that are not on transformers' experts interface are not supp"),
     "zaya": ({"num_experts_per_tok": 1}, "zaya: a state of its own from token to token is not supported"),
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16}
@@ -281,7 +276,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 SELECTING = ("axk2", "deepseek_v32", "glm_moe_dsa")
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
-LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
+LATENT = ("bailing_hybrid", "deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
 
 
 def fields(name: str) -> dict[str, Any]:
@@ -296,7 +291,7 @@ def fields(name: str) -> dict[str, Any]:
     names = usual.to_dict().keys() | (usual.attribute_map or {}).keys()
     found = {name: value for name, value in SIZES.items() if name in names and getattr(usual, name) is not None}
     if model_type == "jamba":  # whose kinds of layers follow from periods
-        return found | own
+        return found | {name: value for name, value in published.items() if not isinstance(value, set)} | own
     kinds = list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
     if kinds := [*kinds, *sorted(published.get("layer_types", set()) - set(kinds))]:
         found["layer_types"] = (kinds * 4)[:4]

@@ -402,8 +402,8 @@ def test_layers_without_attention_are_refused(floats, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "missing"),
     [
-        ("jamba", "Mamba's selective scan"),
-        ("bailing_hybrid", "delta attention of a bounded decay"),
+        ("zaya", "a state of its own from token to token"),
+        ("glm5_next", "sparse attention's indexer"),
     ],
 )
 def test_other_recurrences_are_refused_by_name(floats, tmp_path, architecture, missing):

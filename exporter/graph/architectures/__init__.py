@@ -5,7 +5,8 @@ them and their experts have the interface's attributes. The arithmetic does not 
 
 - a ``KIND`` of attention (passes/attention.py);
 - ``configure(config)``, which runs before there is a model;
-- ``trim(model)``: leaves out tensors of transformers' model that nothing reads and no checkpoint has;
+- ``trim(model)``: leaves out tensors of transformers' model that nothing reads and no checkpoint has, or gives it the
+  modules that other models have;
 - ``NAMES``: parts of published tensor names -> parts of the model's names;
 - ``stored(model)``: parameters that are functions of the checkpoint's tensors: name -> (that tensor's shape, the
   function).
@@ -16,9 +17,11 @@ from __future__ import annotations
 from types import ModuleType
 
 from quantmoe.exporter.graph.architectures import (
+    dbrx,
     deepseek_v2,
     ernie4_5_vl_moe,
     indexed,
+    jetmoe,
     llama4,
     longcat_flash,
     minimax,
@@ -31,11 +34,13 @@ from quantmoe.exporter.graph.architectures import (
 #: config.model_type -> module
 ARCHITECTURES: dict[str, ModuleType] = {
     "axk2": indexed,
+    "dbrx": dbrx,
     "deepseek_v2": deepseek_v2,
     "deepseek_v32": indexed,
     "ernie4_5_vl_moe_text": ernie4_5_vl_moe,
     "glm4v_moe_text": mrope,
     "glm_moe_dsa": indexed,
+    "jetmoe": jetmoe,
     "llama4_text": llama4,
     "longcat_flash": longcat_flash,
     "minimax": minimax,

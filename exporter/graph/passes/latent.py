@@ -66,6 +66,13 @@ def _scales(module: Any) -> tuple[float, float]:
     return getattr(module, "mla_scale_q_lora", 1.0), getattr(module, "mla_scale_kv_lora", 1.0)
 
 
+def _head_gates(module: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Return what multiplies each head's output [batch, S, heads, 1], as Ling 3 has it."""
+    if getattr(module, "g_proj", None) is None:
+        return None
+    return torch.sigmoid(module.g_proj(x).float()).to(x.dtype)[..., None]
+
+
 class Absorbed(torch.nn.Module):
     """kv_b_proj by heads.
 
@@ -170,8 +177,11 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     qkv = torch.cat((queries, key, latent), -1)
     ups = (self.absorbed.k_up, self.absorbed.v_up) if inside else ()
     output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"], ups=ups)
-    if not inside:
-        output = self.absorbed.outputs(output.unflatten(-1, (heads, -1))).flatten(-2)
+    gates = _head_gates(self, x)
+    if not inside or gates is not None:
+        output = output.unflatten(-1, (heads, -1))
+        output = output if inside else self.absorbed.outputs(output)
+        output = (output if gates is None else output * gates).flatten(-2)
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))
 
 
@@ -224,6 +234,8 @@ class _Trial:
         up = torch.nn.Linear(1, 1, bias=False)
         up.weight = torch.nn.Parameter(draw(*module.kv_b_proj.weight.shape) / self.rank**0.5, requires_grad=False)
         probe._modules["kv_b_proj"], probe._modules["o_proj"] = up, torch.nn.Identity()
+        if getattr(module, "g_proj", None) is not None:
+            probe._modules["g_proj"] = Given(draw(batch, new, self.heads))
         kwargs, self.tables, mask = called.again(sizes, draw)
         self.factors, self.scales = _query_factors(module, kwargs.get("position_ids")), _scales(module)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
@@ -283,6 +295,8 @@ class _Trial:
         cos, sin = (t[..., : self.rope // 2].numpy() for t in self.tables)
         output, *present = reference(spec, qkv, past[0], past[1], rows, length + new, cos, sin, none, none, sinks)
         output = np.einsum("bshr,hvr->bshv", output.reshape(batch, new, self.heads, -1), v_up)
+        if (gates := _head_gates(self.probe, self.queries)) is not None:
+            output = output * gates.numpy()
         stored = np.concatenate(present, -1)
         want = output.reshape(batch, new, -1), stored[..., self.rope :], stored[..., : self.rope]
         got = self.output, self.present[0], self.present[1][..., order]

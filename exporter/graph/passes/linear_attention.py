@@ -52,6 +52,7 @@ class StateFamily:
         out, conv: the last linear, the convolution. norm: the output's. decay: the module of A_log and dt_bias.
         sizes: the attributes that say key heads, value heads, and the width of each.
         apart: q, k and v beside each other, z, b and a, of what the projections give.
+        per_key: each key feature has a decay.
         mixed: a projection whose rows are queries, keys and values, or gates and what they multiply, one after the
             other; None: each has one of these, or parts of each head beside each other.
     """
@@ -63,6 +64,7 @@ class StateFamily:
     norm: str = "norm"
     decay: str = ""
     sizes: tuple[str, ...] = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    per_key: bool = False
     mixed: str | None = None
 
     def of(self, module: torch.nn.Module) -> bool:
@@ -107,12 +109,34 @@ KIMI = StateFamily(
     norm="o_norm",
     decay="forget_gate",
     sizes=("num_heads", "num_heads", "head_dim", "head_dim"),
+    per_key=True,
+)
+#: Kimi delta attention with gates of full rank
+LING = dataclasses.replace(
+    KIMI, projections=_chained("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "forget_gate.f_proj")
 )
 #: a convolution between two gates and nothing else: the gates and what they multiply beside each other
 LFM2 = StateFamily(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=(), mixed="in_proj")
-FAMILIES = (QWEN3_NEXT, QWEN3_5, KIMI, LFM2)
+FAMILIES = (QWEN3_NEXT, QWEN3_5, KIMI, LING, LFM2)
 #: of QWEN3_5's projections one linear in the place of several -> which, in the order of its rows
 WHOLES = {whole: parts for parts, whole in JOINED.items() if {(part,) for part in parts} <= {*QWEN3_5.projections}}
+
+
+def _decays(decay: Any, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the a, A_log and dt_bias that the node takes of a module with A_log and dt_bias.
+
+    The node decays by exp(-exp(A_log) softplus(a + dt_bias)). A bounded decay (Ling 3, GLM-5-Next) is exp(-g) with
+    g = bound sigmoid(exp(A_log) (a + dt_bias)). It is the node's of A_log = dt_bias = 0 and a = log(exp(g) - 1).
+    """
+    a_log, dt_bias = decay.A_log.flatten(), decay.dt_bias
+    bound = getattr(decay, "safe_gate_lower_bound", None)
+    if getattr(decay, "safe_gate", False):
+        bound = decay.lower_bound
+    if bound is None:
+        return a, a_log, dt_bias
+    rate = a_log.exp().repeat_interleave(len(dt_bias) // len(a_log))
+    g = -bound * torch.sigmoid(rate * (a.float() + dt_bias))
+    return torch.log(torch.expm1(g).clamp(min=2.0**-30)).to(a.dtype), torch.zeros_like(a_log), torch.zeros_like(dt_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +248,7 @@ def _specs(module: Any, family: StateFamily) -> Iterator[tuple[ConvSpec, DeltaSp
             v_head_size=value,
             scale=float(np.float32(key**-0.5)),
             l2_epsilon=float(np.float32(1e-6)),
-            decay_per_key=int(family is KIMI),
+            decay_per_key=int(family.per_key),
             beta_scale=beta,
             gate=gate,
             norm_epsilon=float(np.float32(eps)),
@@ -325,7 +349,8 @@ def _try(
     output, layer = _run(probe, draw(batch, new, 8), [conv, state] if past else [])
     qkv, z, b, a = family.apart(spec, *outputs)
     bias = convolution.bias if convolution.bias is not None else torch.zeros(0)
-    given = [qkv, a, b, z, convolution.weight[:, 0], bias, conv[..., 1:], decay.A_log.flatten(), decay.dt_bias]
+    a, *decays = _decays(decay, a)
+    given = [qkv, a, b, z, convolution.weight[:, 0], bias, conv[..., 1:], *decays]
     given += [getattr(probe, family.norm).weight, state]
     made = [output, layer.conv_states[0], layer.recurrent_states[0]]
     return [t.numpy() for t in given], [t.numpy() for t in made], past
@@ -464,8 +489,9 @@ def _forward(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: 
         qkv = _convolved(self, qkv, layer)
     state = recurrent_state(layer, x, spec.state_window, (spec.num_v_heads, spec.k_head_size, spec.v_head_size))
     norm, rows = getattr(self, family.norm).weight, self.rows.rows
+    a, *decays = _decays(decay, a)
     y, layer.recurrent_states[0] = torch.ops.quantmoe.gated_delta(
-        qkv, a, b, z, decay.A_log, decay.dt_bias, norm, state, rows, json.dumps(spec.attributes())
+        qkv, a, b, z, *decays, norm, state, rows, json.dumps(spec.attributes())
     )
     layer.has_previous_state[0] = True
     return getattr(self, family.out)(y)

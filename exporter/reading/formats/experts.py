@@ -23,17 +23,13 @@ RECURRENT = {
     "inkling": "a short convolution after attention and experts",
     "inkling2": "a short convolution after attention and experts",
     "inkling2_loop": "a short convolution after attention and experts",
-    "bailing_hybrid": "delta attention of a bounded decay",
-    "glm5_next": "delta attention of a bounded decay",
-    "jamba": "Mamba's selective scan",
+    "glm5_next": "sparse attention's indexer",
     "zaya": "a state of its own from token to token",
 }
 _OFF_INTERFACE = "experts that are not on transformers' experts interface"
 #: the same of families that have something else which nothing here computes
 UNLIKE = {
-    "dbrx": _OFF_INTERFACE,
     "doge": _OFF_INTERFACE,
-    "jetmoe": _OFF_INTERFACE,
     "qwen4_exp": "sparse attention's indexer and embeddings of n-grams",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
@@ -58,7 +54,7 @@ def named_experts(
     if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
         raise CheckpointError(
             f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
-            "Kimi-Linear, LFM2, MiniMax-Text-01, Mamba-2 (Nemotron-H, Granite 4), Qwen3-Next and Qwen3.5 are"
+            "Kimi-Linear, LFM2, MiniMax-Text-01, Mamba (Jamba, Nemotron-H, Granite 4), Qwen3-Next and Qwen3.5 are"
         )
     dense = kind == "doge" and not ckpt.text_config.get("is_moe")
     if isinstance(kind, str) and not dense and (what := UNLIKE.get(kind.removesuffix("_text"))):

@@ -102,7 +102,9 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         number(limits[_index(name)] or 0, STEP_LIMITS) if isinstance(limits, list) and limits[_index(name) :] else 0.0
     )
     unnamed = config.get("model_type") in SILU
-    activation = "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
+    activation = (
+        "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function")
+    )
     if not oai and activation not in ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
     top_k = setting(int, *TOP_K)

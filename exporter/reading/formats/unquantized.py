@@ -128,7 +128,7 @@ class Unquantized(Format):
             shapes = {"gate_proj": (num, i, h), "up_proj": (num, i, h), "down_proj": (num, h, i)}
             inputs = {"gate_proj": (slice(None),), "up_proj": (slice(None),)}
         transposed = {
-            name: is_transposed(self.ckpt.text_config, self.ckpt.shape(f"{layer.name}.{name}") != shape)
+            name: is_transposed(self.ckpt.text_config, name, self.ckpt.shape(f"{layer.name}.{name}") != shape)
             for name, shape in shapes.items()
         }
         declared = []
