@@ -36,8 +36,8 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
-from quantmoe.exporter.graph.passes.linear_attention import as_taken, convolve, recurrent_state, widen
 from quantmoe.exporter.graph.passes.attention_inputs import Rows
+from quantmoe.exporter.graph.passes.linear_attention import as_taken, convolve, recurrent_state, widen
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.placeholders import Stored
