@@ -335,7 +335,9 @@ def generate(
     experts: Experts = None,
     ram: Ram = None,
     gpu_memory: GpuMemory = None,
-    speculate: Annotated[Literal["ngram", "mtp"] | None, _option("Answer", "draft tokens, and verify them")] = None,
+    speculate: Annotated[
+        str | None, _option("Answer", "draft tokens: ngram, mtp, or another model's folder", metavar="HOW")
+    ] = None,
     drafts: Annotated[
         int | None, _option("Answer", "draft N tokens at once", min=1, metavar="N", show_default=str(DRAFTS))
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Generator as Generation
@@ -11,14 +12,17 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.errors import ModelError, OptionError, need_path
 from quantmoe.exporter.folder.files import GENAI, MTP_MODEL
-from quantmoe.exporter.folder.model_file import model_path
+from quantmoe.exporter.folder.metadata import TARGET
+from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.folder.record import check_recorded, is_recorded
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
+from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache import Cache, SharedCache
@@ -29,7 +33,7 @@ from quantmoe.runtime.opened_model import OpenedModel, is_count, need_count, sha
 from quantmoe.runtime.sampling import Choose
 from quantmoe.runtime.saved_states import load as load_states
 from quantmoe.runtime.saved_states import save as save_states
-from quantmoe.runtime.speculate import Head, Lookup, Speculation
+from quantmoe.runtime.speculate import Head, Lookup, OtherModel, Speculation
 
 T = TypeVar("T")
 
@@ -112,7 +116,8 @@ class Generator(OpenedModel):
             with CUDA graphs share one thread, whichever threads call.
         speculate: "ngram" drafts the tokens that followed the last tokens before in the text. "mtp" drafts with the
             layer of multi-token prediction beside the model. One step verifies a token and its draft tokens, so the
-            answer has the same tokens in fewer steps. The model must give the logits of several tokens.
+            answer has the same tokens in fewer steps. The model must give the logits of several tokens. A folder:
+            the exported model in it drafts; it has the same tokenizer, and runs on the same device.
         drafts: most draft tokens in a step; None: DRAFTS, or what the model's logits and states allow.
         experts: place of the experts (guides/large-models). On the cpu: "host", the default, or "disk", which keeps
             ``ram`` bytes of them in memory. On cuda: "gpu", the default; "host", which keeps ``gpu_memory`` bytes in
@@ -152,7 +157,7 @@ class Generator(OpenedModel):
         capacity: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
         cuda_graph: bool | None = None,
-        speculate: Literal["ngram", "mtp"] | None = None,
+        speculate: Literal["ngram", "mtp"] | str | Path | None = None,
         drafts: int | None = None,
         experts: Literal["gpu", "host", "disk", "auto"] | None = None,
         ram: int | Literal["auto"] | None = None,
@@ -167,7 +172,6 @@ class Generator(OpenedModel):
     ):
         for name, value, known in (
             ("device", device, ("cpu", "cuda")),
-            ("speculate", speculate, (None, "ngram", "mtp")),
             ("experts", experts, (None, "gpu", "host", "disk", "auto")),
         ):
             if value not in known:
@@ -182,6 +186,7 @@ class Generator(OpenedModel):
             if not (size is None or is_count(size, 0) or (auto and size == "auto")):
                 raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
         path = model_path(path)
+        other = None if speculate in (None, "ngram", "mtp") else _drafting_model(speculate, path, device)
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
         captured = device == "cuda" and experts != "disk" and trace is None and shares_buffer_of(path)
@@ -211,7 +216,7 @@ class Generator(OpenedModel):
         self.drafts = self._most_drafts() if drafts is None else drafts
         if speculate is not None:
             self.step_tokens = 1 + self.drafts
-        #: what drafts with multi-token prediction
+        #: the model that drafts, of multi-token prediction or another one
         self.head: Generator | None = None
         if speculate is not None:
             self._check_drafts()
@@ -224,6 +229,9 @@ class Generator(OpenedModel):
             self.head = Generator(path, threads, prefault, self.chunk, device=device, cuda_graph=asked)
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
+        elif other is not None:
+            asked = cuda_graph if self.cuda_graph else False
+            self.head = _Drafting(other, threads, prefault, device=device, cuda_graph=asked)
 
     def __enter__(self) -> Generator:
         return self
@@ -354,10 +362,10 @@ class Generator(OpenedModel):
             sample = constraint.sampler(sample)
         if self.speculate is None:
             return Generated(self._steps(ids, count, stop, sample, cache), len(ids), count, stop, logits)
-        draft: Lookup | Head = Lookup()
+        draft: Lookup | Head | OtherModel = Lookup()
         if self.head is not None:
-            cache.drafting = cache.drafting or self.head.cache()
-            draft = Head(cache.drafting)
+            cache.drafting = drafting = cache.drafting or self.head.cache()
+            draft = Head(drafting) if self.speculate == "mtp" else OtherModel(drafting, self.vocabulary or sys.maxsize)
         speculation = Speculation(draft, self.drafts)
         drafted = speculation.steps(cache, ids, count, stop, sample, constraint)
         cache.generation = weakref.ref(drafted)
@@ -464,6 +472,40 @@ class Generator(OpenedModel):
         finally:  # whichever thread collects garbage may close it: nothing here takes turns
             if runs_on and not self.states:
                 cache.rewind(len(cache.tokens) - 1)
+
+
+class _Drafting(Generator):
+    """The model that drafts for another one."""
+
+    takes_turns = True
+
+
+def _drafting_model(speculate: str | Path, path: Path, device: str) -> Path:
+    """Return the model in the folder that ``speculate`` names, which drafts for the model ``path``.
+
+    Raises:
+        ModelError: there is none. It runs on another device, or has another tokenizer.
+        OptionError: speculate is no path.
+    """
+    try:
+        draft = model_path(need_path("speculate", speculate))
+    except ModelError as error:
+        raise ModelError(f"speculate is {str(speculate)!r}, expected ngram, mtp or a folder: {error}") from None
+    folder, own = draft.parent, path.parent
+    target = TARGETS.get(load(draft).metadata_props.get(TARGET, ""), CPU)
+    if target.device != device:
+        raise ModelError(
+            f"{folder} was exported with --target {target.name} and cannot draft for {own}, which runs on {device}: "
+            f"export it with --target {of_device(device).name}"
+        )
+    tokens, drafts = ({id: token for token, id in load_tokenizer(one).get_vocab().items()} for one in (own, folder))
+    # one may know more special tokens
+    if (other := min((id for id in tokens.keys() & drafts if tokens[id] != drafts[id]), default=None)) is not None:
+        raise ModelError(
+            f"{folder} cannot draft for {own}: token {other} is {drafts[other]!r} in one and {tokens[other]!r} in the "
+            "other, expected the same tokenizer"
+        )
+    return draft
 
 
 def _reserve(path: Path, length: int | None, drafts: bool, batch: int) -> int | None:

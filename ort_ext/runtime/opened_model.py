@@ -61,6 +61,9 @@ class OpenedModel:
         ModelError: see Generator.
     """
 
+    #: whether another session waits while this one runs, and this one waits for that
+    takes_turns = False
+
     def __init__(
         self,
         path: Path,
@@ -70,7 +73,7 @@ class OpenedModel:
         chunk: int | None,
         capacity: int | None,
         cuda_graph: bool,
-        speculate: Literal["ngram", "mtp"] | None,
+        speculate: str | Path | None,
         entries: Mapping[str, Any],
     ):
         ort = runtime()
@@ -116,7 +119,7 @@ class OpenedModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what it logs is in its exceptions
-        if self.speculate == "mtp" or self.path.name == MTP_MODEL:
+        if self.takes_turns or self.speculate not in (None, "ngram") or self.path.name == MTP_MODEL:
             # two sessions take turns: threads of one that spin for its next run take cores from the other's
             options.add_session_config_entry(SPINNING, "0")
         if prefault:
@@ -147,7 +150,7 @@ class OpenedModel:
             other = f"exported with --target {target}, which this provider does not run: "
             raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
 
-    def _read_interface(self, speculate: str | None) -> None:
+    def _read_interface(self, speculate: str | Path | None) -> None:
         """Read logits, cache and states from the session's inputs, outputs and metadata."""
         metadata = self.session.get_modelmeta().custom_metadata_map
         if self.group is not None and WORLD not in metadata:

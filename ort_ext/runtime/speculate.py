@@ -111,6 +111,34 @@ class Head:
         return self._cache.verify(ids)[-1]
 
 
+class OtherModel:
+    """Drafts of another model with the same tokenizer: the tokens that it finds likeliest.
+
+    Args:
+        cache: of that model, for one conversation. It has the tokens of the call before.
+        vocabulary: ids of the model that verifies are below it.
+    """
+
+    def __init__(self, cache: Cache, vocabulary: int):
+        self._cache, self._vocabulary = cache, vocabulary
+
+    def hear(self, ids: Sequence[int], hidden: np.ndarray | None) -> None:
+        """As Head's; the text is enough."""
+
+    def __call__(self, tokens: Sequence[int], count: int) -> list[int]:
+        """At most so many tokens that may follow; none where its context or its vocabulary ends."""
+        cache, found = self._cache, list[int]()
+        known = cache.keep(tokens)
+        new = tokens[known:]
+        count = min(count, 1 + cache.room - len(new))
+        if max(new) >= (cache.model.vocabulary or self._vocabulary):
+            return found
+        while len(found) < count:
+            logits = cache.append(found[-1:] or new)
+            found.append(int(logits[: self._vocabulary].argmax()))
+        return found
+
+
 class Speculation:
     """Generation with drafts.
 
@@ -123,8 +151,8 @@ class Speculation:
         drafted, accepted: tokens so far. runs: of the model, after those of the prompt.
     """
 
-    def __init__(self, draft: Lookup | Head, limit: int):
-        self.draft: Lookup | Head | None = draft
+    def __init__(self, draft: Lookup | Head | OtherModel, limit: int):
+        self.draft: Lookup | Head | OtherModel | None = draft
         self.limit = limit
         self.drafted = self.accepted = self.runs = 0
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import orders
 import pytest
 import torch
+from once import made_once
 from sweeps import every
 from test_generate import PROMPT
 from test_hybrid import grown
@@ -18,6 +21,7 @@ from test_model import error, expected, run, tokens
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.placeholders import DTYPES
 from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.sampling import Sampler
@@ -137,6 +141,78 @@ def test_what_was_before_is_drafted(exported):
     assert lookup([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4], 1) == [1]  # the longest match
     assert lookup([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 7], 4) == []
     assert Lookup()([5], 4) == []
+
+
+DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
+#: the demo's model, and its hybrid one -> what an export needs to verify drafts
+DEMOS = {"checkpoint": {"logits": 5}, "hybrid": {"logits": 5, "state_window": 5}}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """demo(name) -> the folder of an export of a demo model."""
+
+    def make(name):
+        def write(folder):
+            export(DEMO / name, folder, **DEMOS[name])
+
+        return made_once(tmp_path_factory, write, "demo", checkpoint=name)
+
+    return make
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.9, 40, 0.95, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("name", "drafting"), every([("checkpoint", "hybrid"), ("hybrid", "checkpoint"), ("checkpoint", "checkpoint")])
+)
+def test_another_model_drafts(demo, name, drafting, sampling):
+    """Tokens and bytes of logits are those without drafts. Of a text and its next turn."""
+    ids = load_tokenizer(demo(name)).encode("And the king said unto them, ").ids
+    plain, generator = Generator(demo(name)), Generator(demo(name), speculate=demo(drafting))
+    caches = plain.cache(), generator.cache()
+    for more in (ids, ids[:3]):
+        want = plain.generate(more, 60, sampling=sampling, cache=caches[0], logits=True)
+        found = generator.generate(more, 60, sampling=sampling, cache=caches[1], logits=True)
+        assert found.tokens == want.tokens
+        assert found.logits.tobytes() == want.logits.tobytes()
+        drafts = found.speculation
+        assert 0 < drafts.accepted <= drafts.drafted
+        assert drafts.runs + drafts.accepted == 59
+        if name == drafting and sampling is None:  # it knows what comes
+            assert drafts.accepted == drafts.drafted
+    assert caches[0].tokens == caches[1].tokens
+    generator.close()
+
+
+def test_what_cannot_draft(demo, exported, tmp_path):
+    own, other = demo("checkpoint"), exported("qwen3_moe")
+    with pytest.raises(
+        ModelError, match=rf"{other} cannot draft for {own}: token \d+ is '.+' in one and '.+' in the other"
+    ):
+        Generator(own, speculate=other)
+    gpu = tmp_path / "gpu"
+    shutil.copytree(own, gpu)
+    model = ir.load(gpu / "model.onnx")
+    model.metadata_props["target"] = "cuda"
+    ir.save(model, gpu / "model.onnx")
+    with pytest.raises(
+        ModelError, match=rf"{gpu} was exported with --target cuda and cannot draft for {own}, which runs on cpu"
+    ):
+        Generator(own, speculate=str(gpu))
+    for missing in ("mpt", tmp_path / "none"):
+        with pytest.raises(ModelError, match=rf"speculate is '{missing}', expected ngram, mtp or a folder: .*missing"):
+            Generator(own, speculate=missing)
+    with pytest.raises(OptionError, match="speculate is 5"):
+        Generator(own, speculate=5)
+
+
+def test_drafts_end_where_the_other_models_context_ends(demo):
+    generator = Generator(demo("checkpoint"), speculate=demo("checkpoint"))
+    generator.head.context = 20
+    ids = list(range(5, 15))
+    found = generator.generate(ids, 40)
+    assert found.tokens == Generator(demo("checkpoint")).generate(ids, 40).tokens
+    assert 0 < found.speculation.drafted < 20
 
 
 @pytest.fixture(params=every(["qwen3_next", "qwen3_5_moe_text"]))
