@@ -36,8 +36,8 @@ same java java -jar java/target/generate.jar
 export ORT_DYLIB_PATH # of Python's ONNX Runtime
 ORT_DYLIB_PATH=$(python -c 'import glob, onnxruntime; print(glob.glob(onnxruntime.__path__[0] + "/capi/libonnxruntime.so.*")[0])')
 if sort -VC <<<"1.92"$'\n'"$(rustc --version 2>/dev/null | cut -d " " -f 2)"; then # ort's oldest
-  cargo build -q --manifest-path rust/Cargo.toml --target-dir "$build/samples-rust"
-  same rust "$build/samples-rust/debug/generate"
+  CARGO_PROFILE_DEV_DEBUG=0 cargo build -q --locked --manifest-path rust/Cargo.toml --target-dir "$build/rust"
+  same rust "$build/rust/debug/generate"
 else
   echo 'rust not run: no Rust 1.92 here'
 fi

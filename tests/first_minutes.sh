@@ -243,13 +243,13 @@ JAVA
 good '' javac -cp "$classes" -d "$work" "$work/Printed.java" "$work/Ids.java"
 good "^${tokens[*]} \$" env DJL_OFFLINE=true java -cp "$classes" Ids "$work/padded" "$long"
 good '^true true$' env DJL_OFFLINE=true java -cp "$classes" Printed "$model" ' né, 日本語 𝄞 end'
-if [ -e build/samples-rust/debug/generate ]; then
+if [ -e build/rust/debug/generate ]; then
   section "samples/rust"
   export ORT_DYLIB_PATH
   ORT_DYLIB_PATH=$(realpath build/samples-cpp/libonnxruntime.so.1)
-  sample build/samples-rust/debug/generate
-  library_of_the_folder build/samples-rust/debug/generate
-  own_library env QUANTMOE_ORT_LIBRARY="$installed" build/samples-rust/debug/generate
+  sample build/rust/debug/generate
+  library_of_the_folder build/rust/debug/generate
+  own_library env QUANTMOE_ORT_LIBRARY="$installed" build/rust/debug/generate
 fi
 if command -v dotnet >/dev/null; then
   section "samples/csharp"
