@@ -450,7 +450,7 @@ built() { # NAME CMAKE_OPTION...: the sample copied out of the repository, from 
   local name=$1
   shift
   cd "$work" || exit
-  good 'Build files have been written' cmake -S copied -B "build-$name" "$@"
+  good 'Build files have been written' cmake -S copied -B "build-$name" -DQUANTMOE="$work/../../packages/cpp" "$@"
   good 'Built target generate' cmake --build "build-$name"
   ! grep -aq VERS_ "build-$name/generate" || complain "expected a program for any release of ONNX Runtime" "build-$name/generate"
   good '^[0-9]+ [0-9]+ *$' "build-$name/generate" "$model" 2 1

@@ -1,6 +1,6 @@
 """A cache on disk: a prompt that was read once, keys, values and states, for another process.
 
-A safetensors file, which samples/cpp and samples/csharp read and write, too. ``model``: the 64 characters of
+A safetensors file, which C#, C++ and Rust read and write, too. ``model``: the 64 characters of
 ``identity`` in the model's metadata. ``tokens``: int64 [n]. Keys and values by the names of the model's inputs, of
 these tokens only, [1, heads, n, width]; of linear attention the states after m tokens as ``<name>@<m>``, without a
 window, for each m that the cache goes back to. ``checksum``, the last: U32 [1], the CRC-32 (zlib's) of all bytes before

@@ -51,9 +51,9 @@ python-zig dlltool -m i386:x86-64 -d "$dir/onnxruntime.def" -l "$dir/onnxruntime
 # -O3, as the libraries: zig builds the C and C++ runtime of each system once for each level.
 program() { # SOURCE NAME
   [ "$dir/bin/$2.exe" -nt "$1" ] && [ "$dir/bin/$2" -nt "$1" ] && return
-  python-zig c++ -std=c++20 -O3 -w -target x86_64-windows-gnu -municode '-D_Return_type_success_(condition)=' -isystem "$headers" "$1" \
+  python-zig c++ -std=c++20 -O3 -w -target x86_64-windows-gnu -municode '-D_Return_type_success_(condition)=' -isystem "$headers" -Ipackages/cpp/include "$1" \
     "$dir/onnxruntime.lib" -o "$dir/bin/$2.exe"
-  python-zig c++ -std=c++20 -O3 -target x86_64-linux-gnu.2.28 -isystem "$headers" "$1" "$dir/bin/libonnxruntime.so.1" -Wl,-rpath,"$dir/bin" -o "$dir/bin/$2"
+  python-zig c++ -std=c++20 -O3 -target x86_64-linux-gnu.2.28 -isystem "$headers" -Ipackages/cpp/include "$1" "$dir/bin/libonnxruntime.so.1" -Wl,-rpath,"$dir/bin" -o "$dir/bin/$2"
 }
 ln -sf "$here"/libonnxruntime.so.* "$dir/bin/libonnxruntime.so.1"
 cp "$dir"/site/onnxruntime/capi/*.dll "$dlls/ort_ext/quantmoe_ort.dll" "$dir/bin"

@@ -1,7 +1,7 @@
 // Token ids, text and sampling of an exported folder. Texts are UTF-8, without a zero byte at the end.
 //
-// A function that fails returns a null pointer, alone or as `data`; qm_text_error() then says why. An empty result is not null.
-// Any number of threads may use a tokenizer. A stream or a sampler is used by one thread at a time.
+// A function that fails returns a null pointer, alone or as `data`; qm_text_error() then says why. An empty result is
+// not null. Any number of threads may use a tokenizer. A stream or a sampler is used by one thread at a time.
 #pragma once
 
 #include <stddef.h>

@@ -21,6 +21,8 @@
 #include <utility>
 #include <vector>
 
+namespace quantmoe {
+
 using Ids = std::vector<int64_t>;
 
 inline int64_t element_count(const Ids& shape) {
@@ -72,7 +74,7 @@ struct Past {
         dims(info.GetShape()) {
     window = static_cast<int64_t>(dims.size()) - (name.ends_with(".conv_state") ? 3 : 4);
     if (window != 0 && !(window == 1 && is_state()))
-      throw std::runtime_error(name + " has shape " + to_text(dims) + ", which this program does not know");
+      throw std::runtime_error(name + " has shape " + to_text(dims) + ", which this release does not know");
     dims[window] = 1;  // of the batch
     const std::map<ONNXTensorElementDataType, const char*> types = {
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, "F32"},     {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, "F16"},
@@ -165,23 +167,13 @@ class StateFile {
         }
     if (!entries_.empty()) fail(entries_.begin()->first + " is not of this model's cache");
     for (const auto& [end, states] : ends) ends_.push_back(end);
-    hybrid_ = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); });
-    if (hybrid_ && (ends_.empty() || ends_.back() != length))
+    const bool hybrid = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); });
+    if (hybrid && (ends_.empty() || ends_.back() != length))
       fail("expected states after its " + std::to_string(length) + " tokens, found those after " + to_text(ends_));
     check_bytes(checksum);
   }
 
-  // How many of its tokens begin a prompt, the last one aside, whose logits are wanted; where there are states, to one
-  // of the lengths that it has those of.
-  int64_t keep(const Ids& ids) const {
-    const auto [a, b] = std::mismatch(tokens_.begin(), tokens_.end(), ids.begin(), ids.end() - 1);
-    int64_t same = a - tokens_.begin();
-    if (!hybrid_) return same;
-    int64_t found = 0;
-    for (const int64_t end : ends_)
-      if (end <= same) found = end;
-    return found;
-  }
+  const Ids& tokens() const { return tokens_; }
 
   // Puts the first tokens' part into a cache's tensor.
   void load_into(const Past& past, int64_t length, Ort::Value& value) {
@@ -302,7 +294,6 @@ class StateFile {
   std::ifstream file_;
   std::map<std::string, Entry> entries_, found_;  // those of the header, and of them those that this model's cache has
   Ids tokens_, ends_;
-  bool hybrid_;
 };
 
 // Writes the cache of these tokens, and states of fewer to go back to. The file has its name when all is there.
@@ -368,3 +359,5 @@ inline void save_state(const std::filesystem::path& path, const std::string& ide
     throw std::runtime_error(path.string() + ": cannot be written");
   }
 }
+
+}  // namespace quantmoe
