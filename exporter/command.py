@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from types import FrameType, TracebackType
-from typing import NoReturn
+
+TYPE_CHECKING = False  # the module typing is not imported, which takes as long as all of these
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+    from typing import NoReturn
 
 #: exit status of a command that Ctrl-C ended, as shells have it
 INTERRUPTED = 130

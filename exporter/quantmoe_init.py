@@ -1,13 +1,11 @@
 """QuantMoE: quantized mixture-of-experts models as ONNX."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-from quantmoe.ort_ext import cuda_library_path as ort_cuda_library_path
-from quantmoe.ort_ext import library_path as ort_library_path
-from quantmoe.trt_plugins import library_path as trt_library_path
-
+TYPE_CHECKING = False  # the module typing is not imported: the command looks after Ctrl-C first
 if TYPE_CHECKING:
+    from typing import Any
+
     from quantmoe.benchmarks.bench import bench
     from quantmoe.benchmarks.evaluate import evaluate
     from quantmoe.exporter.choosing.options import Options
@@ -16,10 +14,13 @@ if TYPE_CHECKING:
     from quantmoe.exporter.inspecting.unpack import unpack
     from quantmoe.exporter.reading.sampling import Sampling
     from quantmoe.exporter.writing.convert import export
+    from quantmoe.ort_ext import cuda_library_path as ort_cuda_library_path
+    from quantmoe.ort_ext import library_path as ort_library_path
     from quantmoe.runtime.cache import Cache
     from quantmoe.runtime.chat import Chat, TemplateArguments, Text
     from quantmoe.runtime.constraint import Grammar
     from quantmoe.runtime.generate import Generated, Generator
+    from quantmoe.trt_plugins import library_path as trt_library_path
 
 #: where each name is: imported when asked for, since each command needs other packages
 _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
@@ -29,16 +30,20 @@ _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "e
          "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
          "evaluate": "benchmarks.evaluate", "export": "exporter.writing.convert",
          "inspect": "exporter.inspecting.inspect", "unpack": "exporter.inspecting.unpack"}  # fmt: skip
+#: functions that have another name where they are
+_RENAMED = {"ort_cuda_library_path": ("ort_ext", "cuda_library_path"), "ort_library_path": ("ort_ext", "library_path"),
+            "trt_library_path": ("trt_plugins", "library_path")}  # fmt: skip
 __all__ = ["Cache", "Chat", "CheckpointError", "ContextError", "Generated", "Generator", "Grammar", "ModelError",
            "OptionError", "Options", "Sampling", "TemplateArguments", "Text", "bench", "evaluate", "export", "inspect",
            "ort_cuda_library_path", "ort_library_path", "trt_library_path", "unpack"]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name == "__version__":  # importlib.metadata takes half of the time that the rest of this import takes
         return import_module("importlib.metadata").version("quantmoe")
-    if name in _LAZY:
-        return getattr(import_module(f"quantmoe.{_LAZY[name]}"), name)
+    if name in _LAZY or name in _RENAMED:
+        module, own = _RENAMED.get(name) or (_LAZY[name], name)
+        return getattr(import_module(f"quantmoe.{module}"), own)
     raise AttributeError(f"module 'quantmoe' has no attribute {name!r}")
 
 
