@@ -282,9 +282,10 @@ class Generator(OpenedModel):
 
         Raises:
             ModelError: the file is damaged, belongs to another model, or has more tokens than the context or a cache.
+            OptionError: the path is no path.
         """
         cache = self.cache()
-        load_states(cache, path)
+        load_states(cache, need_path("path", path))
         return cache
 
     def save_cache(self, cache: Cache, path: str | Path) -> None:
@@ -293,14 +294,21 @@ class Generator(OpenedModel):
         Raises:
             ModelError: the cache has no tokens, the model has no identity, or an interrupted step changed the states.
                 The path has another file, or its folder is missing.
+            OptionError: the path is no path, or the cache is no cache of this model.
         """
-        save_states(cache, path)
+        save_states(self._need_cache(cache), need_path("path", path))
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits after each token, f32 [tokens, vocabulary].
 
         A step runs as many tokens as the model gives logits for.
+
+        Raises:
+            OptionError: the ids are no integers.
+            ModelError: there is no token, or an id is outside the vocabulary. Too many tokens would have to run at once.
+            ContextError: the tokens do not fit into the context.
         """
+        ids = self.check(ids)
         past, found = self.start(), []
         size = min(self.rows, len(ids) if len(ids) > self.short_context else self.chunk)
         if self.short_context < len(ids) > size:
@@ -343,9 +351,7 @@ class Generator(OpenedModel):
         """
         self._check_kind()
         if cache is not None:
-            if not isinstance(cache, Cache) or cache.model.path != self.path:
-                raise OptionError(f"cache is {cache!r}, expected a cache of {self.path}")
-            cache.settle()
+            self._need_cache(cache).settle()
         past = len(cache.tokens) if cache else 0
         ids, stop = self.check(ids, past, room=1), token_ids("stop", stop)
         need_count("max_new_tokens", max_new_tokens)
@@ -429,6 +435,11 @@ class Generator(OpenedModel):
         for _ in found:
             pass
         return found.tokens
+
+    def _need_cache(self, cache: Cache) -> Cache:
+        if not isinstance(cache, Cache) or cache.model.path != self.path:
+            raise OptionError(f"cache is {cache!r}, expected a cache of {self.path}")
+        return cache
 
     def _check_kind(self) -> None:
         if self.takes_hidden:

@@ -170,10 +170,14 @@ def test_wrong_arguments_are_named(exported):
         with pytest.raises(OptionError, match=f"^{name} is 5, expected a path$"):
             call(*arguments)
     generator = Generator(folder)
-    for call in (generator.generate, generator.stream, generator.greedy):
+    for call in (generator.generate, generator.stream, generator.greedy, generator.scores):
         for ids in ([1.5], [5, "a"], "text", 5, [[5]], [None], [True]):
             with pytest.raises(OptionError, match=r"^the prompt is .*, expected token ids, which are integers"):
                 call(ids)
+        for ids in ([], [-1], [1 << 20]):
+            with pytest.raises(ModelError, match=r"^the prompt has no tokens|is outside the vocabulary"):
+                call(ids)
+    for call in (generator.generate, generator.stream, generator.greedy):
         with pytest.raises(OptionError, match=r"^stop is 5, expected token ids"):
             call([5], stop=5)
         for count in (0, -1, 1.5, "3", True, None):
@@ -184,6 +188,11 @@ def test_wrong_arguments_are_named(exported):
     for cache in ("x", Generator(exported("qwen3_moe")).cache()):
         with pytest.raises(OptionError, match=r"^cache is .*, expected a cache of "):
             generator.generate([5], cache=cache)
+        with pytest.raises(OptionError, match=r"^cache is .*, expected a cache of "):
+            generator.save_cache(cache, "saved.state")
+    for call, arguments in ((generator.save_cache, [generator.cache()]), (generator.load_cache, [])):
+        with pytest.raises(OptionError, match=r"^path is 5, expected a path$"):
+            call(*arguments, 5)
     with pytest.raises(OptionError, match=r"^sampling is 0\.7, expected quantmoe\.Sampling"):
         generator.generate([5], sampling=0.7)
     with pytest.raises(OptionError, match=r"^prompt 1: the prompt is \[1\.5\]"):
