@@ -513,6 +513,16 @@ PUBLISHED: dict[str, Published] = {
         _DEFAULTS,
         {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     ),
+    "dots3_note_text": Published(
+        "dots-studio/dots3-note-prev",
+        _DEFAULTS,
+        {
+            "layer_types": {"sliding_attention", "indexed_attention"},
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+        },
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

@@ -84,6 +84,18 @@ LLAMA4 |= {"no_rope_layer_interval": 2}
 MISTRAL4 = {"num_key_value_heads": 4, "head_dim": 32, "rope_parameters": {"original_max_position_embeddings": 8}}
 #: of 14 tokens each attends to 6
 INDEXED = {"num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 24, "index_topk": 6}
+#: dots.3's configuration has no sizes of all layers
+DOTS3: dict[str, Any] = (
+    {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")}
+    | {name: SIZES[name] for name in ("num_hidden_layers", "num_attention_heads", "n_routed_experts", "q_lora_rank")}
+    | {name: SIZES[name] for name in ("num_experts_per_tok", "kv_lora_rank", "sliding_window")}
+    | {name: 4 for name in ("num_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads")}
+    | {name: 16 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_v_head_dim")}
+    | {"head_dim": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 48}
+    | {"index_head_dim": 24, "index_n_heads": 8, "index_topk": 6, "shared_experts_intermediate_size": 64}
+    | {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+    | {name: SIZES[name] for name in ("eos_token_id", "pad_token_id", "bos_token_id", "max_position_embeddings")}
+)
 #: two experts in each of eight groups
 SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
 #: the vision tower of Qwen's and GLM's models, which no test of this file runs
@@ -166,6 +178,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "axk2": INDEXED,
     "axk2 groups": INDEXED | SIXTEEN,
     "glm_moe_dsa": INDEXED | {"indexer_types": ["full", "full", "shared", "full"]},
+    "dots3_note_text": DOTS3,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2}
+    | {"index_head_dim": 24, "index_block_size": 3, "index_topk_blocks": 2, "dense_intermediate_size": 64}
+    | {"shared_intermediate_size": 64, "intermediate_size": 64, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -233,26 +249,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hy_v4": ({}, "HYV4Experts.: its own gating is not silu"),
     "inkling_text": ({}, "inkling_text: a short convolution after attention and experts is not supported"),
     "zaya": ({"num_experts_per_tok": 1}, "zaya: a state of its own from token to token is not supported"),
-    "minimax_m3_vl_text": (
-        {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16}
-        | {"index_block_size": 4, "index_topk_blocks": 2},
-        "MiniMaxM3VLAttention: attention with block_indices is not supported",
-    ),
     "deepseek_v4": (
         {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16}
         | {"mlp_layer_types": ["hash_moe", *["moe"] * 3], "num_nextn_predict_layers": 0},
         "DeepseekV4Experts.: its own gating is not silu",
-    ),
-    "dots3_note_text": (
-        {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")}
-        | {name: SIZES[name] for name in ("num_hidden_layers", "num_attention_heads", "n_routed_experts")}
-        | {name: 4 for name in ("num_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads")}
-        | {name: 16 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_v_head_dim")}
-        | {"head_dim": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2}
-        | {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "sliding_window": 8, "q_lora_rank": 32}
-        | {"mlp_layer_types": ["dense", *["sparse"] * 3], "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
-        | {"shared_experts_intermediate_size": 64},
-        "Dots3NoteTextAttention: attention with indices is not supported",
     ),
     "qwen4_exp_text": (
         {"hc_count": 2, "hc_lowrank": 8, "ngram_vocab_size_base": 200, "split_ngram_parts": 1, "heads_per_ngram": 2}
@@ -273,9 +273,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 #: types that select what a token attends to: the same in any pieces of a prompt
-SELECTING = ("axk2", "deepseek_v32", "glm_moe_dsa")
+SELECTING = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
+#: types around a text model of SELECTING -> the prefix of its tensors
+INSIDE = {
+    "dots3_note": "model.language_model.",
+    "minimax_m3_vl": "language_model.model.",
+}
 LATENT = ("bailing_hybrid", "deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
 
 
@@ -392,7 +397,7 @@ def test_the_docs_have_the_published_mechanisms() -> None:
     text = (docs / "reference" / "architectures.md").read_text(encoding="utf-8").partition("## ")[0]
     runs = set(re.findall("`(.+?)`", "".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))))
     refused = refused_in_the_docs()
-    assert runs == {name.partition(" ")[0] for name in PUBLISHED} - refused.keys() | WRAPPERS
+    assert runs == {name.partition(" ")[0] for name in PUBLISHED} - refused.keys() | WRAPPERS | INSIDE.keys()
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert f"[{len(runs)} model types]" in readme
 
@@ -581,6 +586,26 @@ def test_the_thinker_of_a_model_that_also_speaks(tmp_path: Path) -> None:
     assert np.array_equal(found["omni"], found["thinker"])
     assert "parts that hear and speak (talker.model.norm.weight and" in report.left_out
     assert survey(tmp_path / "omni")["left_out"] == report.left_out
+
+
+@pytest.mark.parametrize("outer", every(INSIDE))
+def test_the_text_model_inside_a_model_that_sees(outer: str, tmp_path: Path) -> None:
+    """The dry run of both has the same layers."""
+    make_checkpoint(tmp_path / "text", f"{outer}_text")
+    config = json.loads((tmp_path / "text" / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    (tmp_path / "whole").mkdir()
+    towers = {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}}
+    whole = {"model_type": outer, "text_config": config} | (towers if outer == "dots3_note" else {})
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    named = {re.sub("^model[.]", INSIDE[outer], name): tensor for name, tensor in tensors.items()}
+    save_file(named, tmp_path / "whole" / "model.safetensors")
+    dry = {
+        name: plan(tmp_path / name, tmp_path / "onnx", quantize="none", activations="float")
+        for name in ("text", "whole")
+    }
+    assert list(dry["whole"].plain_attention) == list(dry["text"].plain_attention)
+    assert len(dry["whole"].layers) == len(dry["text"].layers) > 0
 
 
 def prune(folder: Path, name: str, keep: dict[int, int], dense: int | None = None, **fields: Any) -> Any:
