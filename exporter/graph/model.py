@@ -24,9 +24,10 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.choosing.described_model import Shared
-from quantmoe.exporter.graph import mtp
+from quantmoe.exporter.graph import encoder, mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration, whole
+from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.experts import check_experts, fit
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, selective_scan, state_space
 from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
@@ -144,6 +145,8 @@ class Skeleton(Stored):
         """Change modules so that torch.export can follow them."""
         if model_type in ARCHITECTURES:
             ARCHITECTURES[model_type].prepare(self.model)
+        if is_encoder(self.model.config):
+            encoder.prepare(self.model, self.format.ckpt)
         follow_lengths(self.model)
         if self.vision is not None:
             self.vision.prepare(self.model)

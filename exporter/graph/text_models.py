@@ -12,6 +12,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
+from quantmoe.exporter.graph.encoder import encoder_model, is_encoder
 
 #: config.model_type of a text model -> folder of transformers.models and class
 CLASSES = {
@@ -32,6 +33,8 @@ def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
     Raises:
         ValueError: transformers has neither.
     """
+    if is_encoder(config):
+        return encoder_model(config, dtype)
     if config.model_type not in CLASSES:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         getattr(ARCHITECTURES.get(config.model_type), "trim", lambda model: None)(model)

@@ -28,7 +28,9 @@ from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.torch_op import ONNX
 from quantmoe.exporter.choosing.caches import choose_caches
 from quantmoe.exporter.choosing.choose import Choice
+from quantmoe.exporter.graph import encoder
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
+from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
 from quantmoe.exporter.graph.passes import latent, linear_attention, run_passes, selective_scan
 from quantmoe.exporter.graph.passes.attention import (
@@ -112,7 +114,11 @@ def attention_of(
     with _exporting(skeleton, "recognising attention"):
         own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]
-        found, plain = recognise(model, decoder, refuses, kinds, skeleton.with_states)
+        if is_encoder(model.config):
+            names = (name for name, module in model.named_modules() if type(module).__name__.endswith("Attention"))
+            found, plain = {}, dict.fromkeys(names, encoder.PLAIN)
+        else:
+            found, plain = recognise(model, decoder, refuses, kinds, skeleton.with_states)
     for name, reason in plain.items() if paged else ():
         raise CheckpointError(f"{skeleton.format.ckpt.folder}: {name}: --paged: {reason}")
     sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
@@ -159,6 +165,8 @@ def _trace_layers(skeleton: Skeleton, target: Target) -> ir.Model:
 
 def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example inputs of the model, and which of their sizes are dynamic."""
+    if is_encoder(skeleton.model.config):
+        return encoder.inputs()
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         one = torch.ones(1, 1, dtype=torch.int64)

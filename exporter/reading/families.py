@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+#: model_type of families that read all tokens of a text at once and write none
+ENCODERS = ("openai_privacy_filter",)
 #: how the names of the layers begin that draft in MiMo
 MIMO = "model.mtp.layers."
 #: what a layer that drafts has beside a decoder layer's tensors: one of DeepSeek-V3's and GLM-4.5's, one of MiMo's
@@ -14,7 +16,7 @@ _MIMO_DRAFTS = f"{_DRAFTS}|pre_mlp_layernorm|final_layernorm"
 #: model_type of families whose rows of gate and up alternate in one tensor
 _ALTERNATING = ("gpt_oss",)
 #: model_type of families whose fused experts are [E, in, out]
-_TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text")
+_TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text", "openai_privacy_filter")
 #: model_type of families whose fused experts are [E, in, out] unless their shape says otherwise
 _EITHER = ("qwen3_vl_moe_text",)
 

@@ -32,6 +32,7 @@ from quantmoe.exporter.folder.metadata import (
     TARGET,
 )
 from quantmoe.exporter.folder.record import new_hash
+from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.graph.passes import run_passes
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
@@ -95,7 +96,8 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
         ends[PAGED_METADATA] = "true"
         ends.pop(SHORT_CONTEXT, None)  # its tables are those of the whole context
     kept = 1 if head or options.kept_logits == "last" else options.kept_logits
-    if not options.paged and isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
+    every = options.paged or is_encoder(config)
+    if not every and isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
         ends[LOGITS] = str(kept)
     run_passes(graph, options.facts.final_passes)
 

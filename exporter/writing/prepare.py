@@ -34,6 +34,7 @@ from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.expert_map import placements
+from quantmoe.exporter.reading.families import ENCODERS
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
@@ -211,6 +212,10 @@ def prepare(
         if not options.facts.library and options.graph_type == "f32":
             check_floats(one, nodes)
     text_model = chosen[0][0]
+    if format.ckpt.text_config.get("model_type") in ENCODERS:
+        for option in ("mtp", "paged", "vision", "state_window"):
+            if getattr(options, option):
+                raise OptionError(f"{option} is of models that write text: {format.ckpt.folder} is an encoder")
     if (options.state_window or 1) > 1 and not text_model.with_states:
         raise OptionError(f"state_window is {options.state_window}: {format.ckpt.folder} has no linear attention")
     ends = stops(text_model)

@@ -305,7 +305,7 @@ class Generator(OpenedModel):
 
         Raises:
             OptionError: the ids are no integers.
-            ModelError: there is no token, or an id is outside the vocabulary. Too many tokens would have to run at once.
+            ModelError: there is no token, or an id is outside the vocabulary. Or too many tokens run at once.
             ContextError: the tokens do not fit into the context.
         """
         ids = self.check(ids)

@@ -489,6 +489,10 @@ def check_takes_tokens(path: Path, session: Any) -> None:
             f"{path}: takes embeddings, not tokens, as exported with --vision: run it with onnxruntime-genai "
             "(docs/guides/vision.md), or export it without"
         )
+    if any(o.name == "last_hidden_state" for o in session.get_outputs()):
+        raise ModelError(
+            f"{path}: an encoder, which writes no text: run it with ONNX Runtime (docs/guides/encoders.md)"
+        )
     if any(i.name == "block_table" for i in session.get_inputs()):
         raise ModelError(
             f"{path}: takes the tokens of many requests, as exported with --paged: run it with onnxruntime-genai's "

@@ -27,6 +27,7 @@ from quantmoe.exporter.graph.architectures import (
     minimax,
     mrope,
     nemotron_h,
+    openai_privacy_filter,
     phimoe,
     step3p5,
 )
@@ -47,6 +48,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "minimax": minimax,
     "minimax_m3_vl_text": indexed,
     "nemotron_h": nemotron_h,
+    "openai_privacy_filter": openai_privacy_filter,
     "phimoe": phimoe,
     "qwen3_5_moe_text": mrope,
     "qwen3_omni_moe_text": mrope,

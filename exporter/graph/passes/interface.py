@@ -25,14 +25,18 @@ def name_interface(model: ir.Model) -> None:
         infer them).
     """
     graph = model.graph
-    sizes = {
+    sizes: dict[str, tuple[str, ...]] = {
         "input_ids": ("batch_size", "sequence_length"),
         "inputs_embeds": ("batch_size", "sequence_length"),
         "attention_mask": ("batch_size", "total_sequence_length"),
         "position_ids": ("batch_size", "sequence_length"),
         "hidden_states": ("batch_size", "sequence_length"),
         "logits": ("batch_size", "sequence_length"),
+        "last_hidden_state": ("batch_size", "sequence_length"),
+        "sentence_embedding": ("batch_size",),
     }
+    if not any(_KV.fullmatch(value.name or "") for value in graph.inputs):  # an encoder
+        sizes["attention_mask"] = sizes["input_ids"]
     for values, prefix, length in (
         (graph.inputs, PAST, "past_sequence_length"),
         (graph.outputs, present(PAST), "total_sequence_length"),
@@ -48,7 +52,8 @@ def name_interface(model: ir.Model) -> None:
                     shape[2] = length
             else:
                 first = len(shape) == 3 and value.name == "position_ids"  # behind the axes, where it has several
-                shape[first : first + 2] = sizes[value.name]
+                own = sizes[value.name]
+                shape[first : first + len(own)] = own
             value.shape = ir.Shape(shape)
     drop_shapes(graph)
 
@@ -109,9 +114,9 @@ def set_state_type(model: ir.Model) -> None:
 
 def set_logits_type(model: ir.Model) -> None:
     """Give logits the graph's type, as most models do; some (Nemotron-H) widen theirs to f32 in the end."""
-    logits = next(value for value in model.graph.outputs if value.name == "logits")
-    cast = logits.producer()
-    if cast is None or cast.op_type != "Cast":
+    logits = next((value for value in model.graph.outputs if value.name == "logits"), None)
+    cast = logits.producer() if logits is not None else None
+    if logits is None or cast is None or cast.op_type != "Cast":
         return
     narrow = cast.inputs[0]
     if narrow is not None and narrow.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
