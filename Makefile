@@ -12,6 +12,8 @@ ORT_VERSIONS := 1.21 1.32
 MODEL ?= build/sample-model
 # C# is built and run where dotnet stands.
 NUPKG := $(if $(shell command -v dotnet),nupkg)
+# The Rust crates, and the text library of C++, are built and run where cargo stands.
+TEXT := $(if $(shell cargo --version 2>/dev/null),text-library)
 # The date of packages' entries, in seconds since 1970: the commit's, or now in a tree that differs from it.
 SOURCE_DATE_EPOCH ?= $(shell git diff --quiet HEAD 2>/dev/null && git log -1 --format=%ct || date +%s)
 # The machine's certificates, which a proxy may need.
@@ -37,7 +39,7 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang lock compiler build cuda wheel-cuda demo test test-every test-random test-real genai-differences test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
+  format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg text-library test-packages test-guides release clean
 
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
 venv: $(VENV)/installed
@@ -251,12 +253,21 @@ nupkg: natives
 	done
 	python3 packages/nuget/dates.py $(SOURCE_DATE_EPOCH) dist/*.nupkg
 
-# The packages in projects that have nothing else, their contents, and a bill of materials in dist. C# where dotnet stands.
-test-packages: jar $(NUPKG) build | $(MODEL) build/sample-hybrid
+# libquantmoe_text.so, which C++ programs take, in build/rust/release.
+text-library:
+	cargo build --quiet --release --locked --package quantmoe-text --manifest-path packages/rust/Cargo.toml --target-dir build/rust
+
+# The packages in projects that have nothing else, their contents, and a bill of materials in dist. C# where dotnet stands, C++ and Rust where cargo stands.
+test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid
 	$(UV) --group test
 	python packages/sbom.py dist build/java
-	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_HYBRID=$(CURDIR)/build/sample-hybrid python -m pytest tests/packages/check.py tests/packages/nuget.py
+	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_HYBRID=$(CURDIR)/build/sample-hybrid python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dquantmoe=$(VERSION)
+
+# The first program of each language's guide, on an exported folder: at most 20 lines, and the text of `quantmoe generate`.
+test-guides: jar $(NUPKG) $(TEXT) build | $(MODEL)
+	$(UV) --group test
+	QUANTMOE_MODEL=$(abspath $(MODEL)) python -m pytest tests/packages/guides.py
 
 # All that is published, built and checked; publishes nothing (CONTRIBUTING.md). About the time of the same stages of .ci/run.
 release: build

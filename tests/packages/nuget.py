@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NUGET = ROOT / "packages/nuget"
-GUIDE = ROOT / "docs/guides/csharp.md"
 pytestmark = pytest.mark.skipif(not shutil.which("dotnet"), reason="needs dotnet")
 
 
@@ -46,26 +45,6 @@ def test_xunit(standard: str) -> None:
     artifacts = ROOT / f"build/nuget/tests-{standard}"
     said = dotnet("test", "--artifacts-path", artifacts, f"-p:Standard={standard}", NUGET / "tests")
     assert re.search("Failed: +0, Passed: +[0-9]{2}, Skipped: +0", said)
-
-
-def test_the_guide(tmp_path: Path) -> None:
-    """The guide's project and first program print what `quantmoe generate --temperature 0` prints, in 20 lines."""
-    text = GUIDE.read_text(encoding="utf-8")
-    blocks = {language: re.search(rf"```{language}\n(.*?)```", text, re.DOTALL) for language in ("xml", "csharp")}
-    program, project = (blocks[language][1] for language in ("csharp", "xml"))  # type: ignore[index]
-    lines = [line for line in program.splitlines() if line.strip() and not line.strip().startswith("//")]
-    assert len(lines) <= 20
-    model = os.environ["QUANTMOE_MODEL"]
-    (tmp_path / "Program.cs").write_text(program.replace("OUTDIR", model), encoding="utf-8")
-    packages = f"<RestorePackagesPath>{ROOT}/build/nuget/packages</RestorePackagesPath>"
-    found = project.replace("/path/to/dist", f"{ROOT}/dist").replace("</PropertyGroup>", f"{packages}</PropertyGroup>")
-    (tmp_path / "First.csproj").write_text(found, encoding="utf-8")
-    prompt = re.search('ReplyAsync\\("(.*?)"', program)
-    assert prompt
-    quantmoe = Path(sys.executable).with_name("quantmoe")
-    command = [quantmoe, "generate", model, "--prompt", prompt[1], "--temperature", "0"]
-    expected = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True).stdout
-    assert dotnet("run", "--project", tmp_path).strip() == expected.strip()
 
 
 def test_dates(tmp_path: Path) -> None:
