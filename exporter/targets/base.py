@@ -49,6 +49,7 @@ class Target:
         router: what a router becomes: a MoERouter with its product, a MoERouting, or nodes of ai.onnx.
         one_node: each layer's experts are one node of one format, which routes all of them.
         joined: projections of one input are one float product.
+        session_chooses_logits: a session says how many last tokens' logits a run gives, unless ``--logits`` does.
         token_rows: one TokenRows node says where a batch's tokens are.
         latent_ups: the node of latent attention expands the latent itself.
         packed_tables: formats of embeddings that are looked up as they are packed; None: all.
@@ -88,6 +89,7 @@ class Target:
     router: Literal["MoERouter", "MoERouting", "ai.onnx"] = "MoERouting"
     one_node: bool = False
     joined: bool = False
+    session_chooses_logits: bool = False
     token_rows: bool = False
     latent_ups: bool = True
     packed_tables: tuple[str, ...] | None = ()

@@ -47,6 +47,7 @@ CPU = Target(
     options=frozenset(("mtp", "state_window", "vision", "tensor_parallel")),
     passes=("fused_norms.fuse", "fused_norms.type_fused_norms", "fused_norms.spell_norms"),
     packed_tables=None,
+    session_chooses_logits=True,
     chunk=512,
     reserve=512 << 20,
     rates=(60e9, 3e9),  # two channels of DDR5, an NVMe disk

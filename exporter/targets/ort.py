@@ -38,6 +38,7 @@ ORT = Target(
     router="ai.onnx",
     one_node=True,
     packed_tables=("int8",),  # ONNX Runtime's CUDA provider has no BitShift
+    session_chooses_logits=True,
     chunk=CPU.chunk,
     reserve=CPU.reserve,
     rates=CPU.rates,

@@ -95,10 +95,12 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
             raise CheckpointError(f"{part.skeleton.format.ckpt.folder}: --paged: {error}") from None
         ends[PAGED_METADATA] = "true"
         ends.pop(SHORT_CONTEXT, None)  # its tables are those of the whole context
-    kept = 1 if head or options.kept_logits == "last" else options.kept_logits
-    every = options.paged or is_encoder(config)
-    if not every and isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
-        ends[LOGITS] = str(kept)
+    kept = 1 if head else options.kept_logits
+    every = options.paged or is_encoder(config) or kept == "all"
+    if not every:
+        count = kept if isinstance(kept, int) else None if options.facts.session_chooses_logits else 1
+        if keep_last_logits(graph, count) and (count or 1) > 1:
+            ends[LOGITS] = str(count)
     run_passes(graph, options.facts.final_passes)
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from quantmoe.benchmarks.divergence import Figures, Positions
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.folder.interface import present
-from quantmoe.exporter.folder.metadata import LOGITS, TARGET
+from quantmoe.exporter.folder.interface import NUM_LOGITS, present
+from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
@@ -138,7 +138,8 @@ def outputs(
     path = model_path(path)
     with _with_all_logits(path, layers) as (whole, names):
         device = TARGETS.get(load(path).metadata_props.get(TARGET, ""), CPU).device
-        with Generator(whole, threads, device=device, cuda_graph=False) as generator:
+        size = len(texts[0])
+        with Generator(whole, threads, device=device, cuda_graph=False, num_logits=size) as generator:
             yield (_of_model(generator, ids, names, tell) for ids in texts)
 
 
@@ -187,11 +188,13 @@ def _with_all_logits(path: Path, layers: bool) -> Iterator[tuple[Path, list[str]
     from quantmoe.exporter.graph.passes.every_token import every_logits, hidden_states
 
     graph = load(path)
+    if not layers and NUM_LOGITS in graph.metadata_props:
+        yield path, []
+        return
     changed, names = every_logits(graph), hidden_states(graph, str(path)) if layers else []
     if not changed and not names:
         yield path, []
         return
-    graph.metadata_props.pop(LOGITS, None)
     twin = path.with_name(f"evaluate.partial{path.suffix}")
     try:
         ir.save(graph, twin)

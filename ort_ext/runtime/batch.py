@@ -6,7 +6,6 @@ and states are those that it has alone.
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -235,7 +234,7 @@ class Batch(Iterator[tuple[int, int]]):
         self._lengths += counts
         # of all tokens there are padding's, too; a model of the last ones' takes them where the mask ends
         count = logits.value.shape()[1]
-        at = np.maximum(counts, 1) - 1 if model.rows == sys.maxsize else np.full(batch, count - 1)
+        at = np.maximum(counts, 1) - 1 if model.every_row else np.full(batch, count - 1)
         if count == 1 and (wanted is None or len(wanted) == batch):
             self._last = logits
         else:
@@ -253,8 +252,4 @@ class Batch(Iterator[tuple[int, int]]):
     def _run_bound(self, given: dict[str, np.ndarray], new: int, before: int, batch: int) -> Buffer:
         for name, value in given.items():
             self._binding.bind_cpu_input(name, value)
-        logits = self._model.logits_of(new, self._model.device, batch)
-        logits.bind(self._binding, output="logits")
-        with self._model.running(new, before):
-            self._model.session.run_with_iobinding(self._binding, self._model.run_options(-1))
-        return logits
+        return self._model.run_bound(self._binding, new, before, batch)

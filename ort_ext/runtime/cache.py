@@ -409,12 +409,9 @@ class SharedCache(Cache):
         given = {name: Buffer.of(value, "cpu") for name, value in self.given.items()}
         for name, buffer in given.items():
             buffer.bind(self._binding, name)
-        logits = self.model.logits_of(new, self.model.device)
-        logits.bind(self._binding, output="logits")
         hidden = self.model.hidden_of(new, "cpu")
         if hidden is not None:
             hidden.bind(self._binding, output=self.model.hidden)
-        with self.model.running(new, len(self.tokens)):
-            self.model.session.run_with_iobinding(self._binding, self.model.run_options(-1))
+        logits = self.model.run_bound(self._binding, new, len(self.tokens))
         self.hidden = None if hidden is None else hidden.numpy()[0]
         return logits

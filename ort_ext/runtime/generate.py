@@ -119,6 +119,8 @@ class Generator(OpenedModel):
             answer has the same tokens in fewer steps. The model must give the logits of several tokens. A folder:
             the exported model in it drafts; it has the same tokenizer, and runs on the same device.
         drafts: most draft tokens in a step; None: DRAFTS, or what the model's logits and states allow.
+        num_logits: last tokens whose logits a step gives, if the model lets a session choose; None: 1. With drafts
+            there are at least as many as a step verifies.
         experts: place of the experts (guides/large-models). On the cpu: "host", the default, or "disk", which keeps
             ``ram`` bytes of them in memory. On cuda: "gpu", the default; "host", which keeps ``gpu_memory`` bytes in
             GPU memory; or "disk", which also keeps ``ram`` bytes in RAM, without cuda_graph. "auto" is "disk" on the
@@ -169,6 +171,7 @@ class Generator(OpenedModel):
         warm: str | Path | None = None,
         group: str | None = None,
         batch: int = 1,
+        num_logits: int | None = None,
     ):
         for name, value, known in (
             ("device", device, ("cpu", "cuda")),
@@ -177,6 +180,7 @@ class Generator(OpenedModel):
             if value not in known:
                 raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
         lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length, "batch": batch}
+        lengths["num_logits"] = num_logits
         for name, number in lengths.items():
             if number is not None:
                 need_count(name, number)
@@ -209,6 +213,7 @@ class Generator(OpenedModel):
             capacity=capacity,
             cuda_graph=captured if cuda_graph is None else cuda_graph,
             speculate=speculate,
+            num_logits=max(num_logits or 1, 0 if speculate is None else 1 + (drafts or DRAFTS)),
             entries=entries,
         )
         #: memory of conversations that have ended, and their CUDA graphs
@@ -314,7 +319,7 @@ class Generator(OpenedModel):
         if self.short_context < len(ids) > size:
             raise ModelError(
                 f"{self.path}: {len(ids)} tokens are run at once, this model gives the logits of its last {self.rows}: "
-                "export it with --logits all"
+                "give a larger num_logits, or export it with --logits all"
             )
         for at in range(0, len(ids), size):
             logits, past = self.step(np.array([ids[at : at + size]], np.int64), past)

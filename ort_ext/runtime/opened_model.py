@@ -22,7 +22,7 @@ import numpy as np
 from quantmoe.exporter import gpu
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.folder.files import MTP_MODEL
-from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAST, RANKS, STATES, present
+from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, NUM_LOGITS, PAST, RANKS, STATES, present
 from quantmoe.exporter.folder.metadata import (
     CONTEXT_LENGTH,
     IDENTITY,
@@ -74,6 +74,7 @@ class OpenedModel:
         capacity: int | None,
         cuda_graph: bool,
         speculate: str | Path | None,
+        num_logits: int,
         entries: Mapping[str, Any],
     ):
         ort = runtime()
@@ -90,6 +91,7 @@ class OpenedModel:
         #: what chooses tokens on the GPU; None: the host does
         self.choice: Callable[..., Choice] | None = Choice if cuda_graph else None
         self.speculate = speculate
+        self._num_logits = ort.OrtValue.ortvalue_from_numpy(np.array([num_logits], np.int64))  # lives as the session
         #: what needs less GPU memory, in errors
         self._less_memory = (
             ["--experts host"] if entries.get("experts") in (None, "gpu") else ["a smaller --gpu-memory"]
@@ -97,7 +99,7 @@ class OpenedModel:
         #: tokens of a decode step, at most: runs of so many are CUDA graphs
         self.step_tokens = 1
         self._opened: Any = self.in_turn(lambda: self._open(ort, threads, prefault, entries), runs=False)
-        self._read_interface(speculate)
+        self._read_interface(speculate, num_logits)
 
     def close(self) -> None:
         """Free the session: its memory, threads and files. Nothing runs afterwards."""
@@ -119,6 +121,7 @@ class OpenedModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what it logs is in its exceptions
+        options.add_initializer(NUM_LOGITS, self._num_logits)  # nothing, where the model has none of this name
         if self.takes_turns or self.speculate not in (None, "ngram") or self.path.name == MTP_MODEL:
             # two sessions take turns: threads of one that spin for its next run take cores from the other's
             options.add_session_config_entry(SPINNING, "0")
@@ -150,7 +153,7 @@ class OpenedModel:
             other = f"exported with --target {target}, which this provider does not run: "
             raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
 
-    def _read_interface(self, speculate: str | Path | None) -> None:
+    def _read_interface(self, speculate: str | Path | None, num_logits: int) -> None:
         """Read logits, cache and states from the session's inputs, outputs and metadata."""
         metadata = self.session.get_modelmeta().custom_metadata_map
         if self.group is not None and WORLD not in metadata:
@@ -191,9 +194,13 @@ class OpenedModel:
                 f"*.recurrent_state [batch, heads, key, value]. In front may be one window of all. Types are "
                 f"{' or '.join(floats)}, or of codes {' or '.join(codes)}. Outputs are present.*"
             )
-        kept = self._tokens_of(metadata, LOGITS)
         #: tokens at the end of a run whose logits it gives, at most
-        self.rows = 1 if logits[0].shape[1] == 1 else kept
+        self.rows = 1 if logits[0].shape[1] == 1 else self._tokens_of(metadata, LOGITS)
+        #: whether logits lie as the tokens do; else the last row is the last token's, wherever padding is
+        self.every_row = self.rows == sys.maxsize
+        if NUM_LOGITS in metadata:
+            self.rows = num_logits
+        self._declared = self.rows == 1 or logits[0].shape[1] != 1
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
         self._logits = floats[logits[0].type]
         self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
@@ -308,6 +315,22 @@ class OpenedModel:
         """Memory for the logits of a run of so many new tokens a sequence."""
         assert self.vocabulary is not None  # where caches are shared
         return Buffer.empty([batch, min(new, self.rows), self.vocabulary], self._logits, device)
+
+    def run_bound(self, binding: Any, new: int, past: int, batch: int = 1) -> Buffer:
+        """Run new tokens after ``past`` tokens of each sequence, with all bound except the logits. Return these.
+
+        Raises:
+            ModelError: ONNX Runtime fails; the message has its words.
+        """
+        logits = None
+        if self._declared:
+            logits = self.logits_of(new, self.device, batch)
+            logits.bind(binding, output="logits")
+        else:  # ONNX Runtime refuses memory of another size than the model declares
+            binding.bind_output("logits", self.device)
+        with self.running(new, past):
+            self.session.run_with_iobinding(binding, self.run_options(-1))
+        return logits or Buffer(binding.get_outputs()[-1], self._logits)
 
     def hidden_of(self, new: int, device: str) -> Buffer | None:
         """Memory for the hidden states of a run of so many new tokens of one sequence; None where nobody wants them."""

@@ -100,10 +100,7 @@ class Rows:
         binding = self._bindings[begin, end]
         for name, value in given.items():
             binding.bind_cpu_input(name, value)
-        logits = model.logits_of(new, model.device, end - begin)
-        logits.bind(binding, output="logits")
-        with model.running(new, past):
-            model.session.run_with_iobinding(binding, model.run_options(-1))
+        logits = model.run_bound(binding, new, past, end - begin)
         if model.device == "cpu":
             return logits.here()[:, -1].astype(np.float32)
         return logits.numpy()[:, -1].astype(np.float32)

@@ -585,11 +585,12 @@ def test_a_layer_that_is_missing_is_named(models, tmp_path):
         ("deepseek_v3", {}, "--logits 5"),
         ("deepseek_v3", {"logits": "all"}, ""),
         ("deepseek_v3", {"logits": None}, ""),
+        ("deepseek_v3", {"logits": "last"}, ""),
         ("deepseek_v3", {"mtp": False}, ""),
     ],
 )
 def test_what_drafts_need_is_said(sources, tmp_path, kind, options, wanted):
-    said = plan(sources[kind], tmp_path, **{"mtp": True, "logits": "last"} | options).drafting
+    said = plan(sources[kind], tmp_path, **{"mtp": True, "logits": 1} | options).drafting
     expected = f"generate --speculate mtp cannot use mtp.onnx without {wanted}: export with that, too"
     assert said == (expected if wanted else "")
 
@@ -597,7 +598,7 @@ def test_what_drafts_need_is_said(sources, tmp_path, kind, options, wanted):
 def test_the_commands_say_what_drafts_need(sources, tmp_path):
     arguments = ["export", str(sources["deepseek_v3"]), str(tmp_path / "model"), "--mtp"]
     for given in (["--dry-run"], []):
-        done = CliRunner().invoke(app, [*arguments, *given, "--logits", "last"])
+        done = CliRunner().invoke(app, [*arguments, *given, "--logits", "1"])
         assert done.exit_code == 0, done.output
         assert "cannot use mtp.onnx without --logits 5: export with that, too" in " ".join(done.stdout.split())
         done = CliRunner().invoke(app, [*arguments, *given, "--force"])
@@ -606,10 +607,13 @@ def test_the_commands_say_what_drafts_need(sources, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
 def test_mtp_alone_is_enough_to_draft(sources, tmp_path, kind):
-    """It keeps the logits and, of a hybrid model, the states of its draft tokens; other models have no states."""
+    """A session chooses the logits, and a hybrid model keeps the states of its draft tokens."""
     export(sources[kind], tmp_path / "model", activations="float", mtp=True)
     graph = ir.load(tmp_path / "model" / "model.onnx")
-    assert graph.metadata_props["logits"] == "5"
+    assert (graph.metadata_props["num_logits"], "logits" in graph.metadata_props) == ("1", False)
+    drafter = ir.load(tmp_path / "model" / "mtp.onnx")
+    assert "num_logits" not in {*drafter.metadata_props, *drafter.graph.initializers}
+    assert (tmp_path / "model" / "genai_config.json").is_file()
     states = [v.shape[0] for v in graph.graph.inputs if str(v.name).endswith("recurrent_state")]
     assert set(states) == ({5} if kind == "qwen3_next" else set())
     with Generator(tmp_path / "model", speculate="mtp") as drafting, Generator(tmp_path / "model") as plain:

@@ -52,9 +52,9 @@ def guided(generator: Generator, prompt: list[int], count: int, sampling: Sampli
     return found, want
 
 
-@pytest.fixture(params=["4 tokens' logits", "all"])
+@pytest.fixture(params=["a session's choice", "5 tokens' logits", "all"])
 def kept(request):
-    return {"4 tokens' logits": 5, "all": "all"}[request.param]
+    return {"a session's choice": "last", "5 tokens' logits": 5, "all": "all"}[request.param]
 
 
 @pytest.mark.parametrize("architecture", every(ARCHITECTURES))
@@ -354,12 +354,14 @@ def test_interrupted_runs(exported, monkeypatch):
     assert found.tokens == want.tokens[: len(found.tokens)]
 
 
+@pytest.mark.parametrize("chosen", [False, True])
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_logits_of_the_last_tokens(exported, padding):
+def test_logits_of_the_last_tokens(exported, padding, chosen):
     every = Generator(exported("qwen3_moe", activations="float"))
-    last = Generator(exported("qwen3_moe", activations="float", logits=3))
+    last = Generator(exported("qwen3_moe", activations="float", logits="last" if chosen else 3), num_logits=3)
     assert (every.rows > 1 << 30, last.rows) == (True, 3)
-    assert not (last.path.parent / "genai_config.json").exists()  # it takes those of all tokens or of the last
+    # onnxruntime-genai takes the logits of all tokens or of the last
+    assert (last.path.parent / "genai_config.json").exists() == chosen
     lengths, ids, want = (5, 6), tokens(2, 6), []
     mask, positions = np.zeros_like(ids), np.zeros_like(ids)
     for row, length in enumerate(lengths):
@@ -373,8 +375,27 @@ def test_logits_of_the_last_tokens(exported, padding):
     assert error(last.scores(ids), every.scores(ids)) < 2e-5
 
 
+def test_a_session_chooses_how_many_tokens_have_logits(exported):
+    """One file serves all: its default is one token, whose logits are the same bytes with any choice."""
+    folder, ids = exported("qwen3_moe", logits="last"), tokens(1, 6)
+    one = Generator(folder)
+    want, _ = one.step(ids, one.start())
+    assert (one.rows, want.shape[1]) == (1, 1)
+    for count in (2, 6, 7, 2**63 - 1):
+        several = Generator(folder, num_logits=count)
+        found, _ = several.step(ids, several.start())
+        assert found.shape == (1, min(count, 6), one.vocabulary)
+        assert found[:, -1:].tobytes() == want.tobytes()
+        prompts = [ids[0].tolist(), ids[0, :3].tolist()]  # padded, to memory that is bound
+        assert several.generate_batch(prompts, 4) == one.generate_batch(prompts, 4)
+    fixed = Generator(exported("qwen3_moe", logits=2), num_logits=3)
+    assert (fixed.rows, fixed.step(ids, fixed.start())[0].shape[1]) == (2, 2)
+    with pytest.raises(OptionError, match="num_logits is 0, expected an integer of at least 1"):
+        Generator(folder, num_logits=0)
+
+
 def test_what_cannot_speculate_is_named(exported):
-    folder = exported("qwen3_moe", activations="float", logits="last")
+    folder = exported("qwen3_moe", activations="float", logits=1)
     message = r"4 draft tokens need the logits of 5 tokens \(this model gives 1\): export it with --logits 5$"
     with pytest.raises(ModelError, match=message):
         Generator(folder, speculate="ngram")

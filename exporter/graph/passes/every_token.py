@@ -8,6 +8,8 @@ import onnx_ir as ir
 from onnx_ir import tape
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.interface import NUM_LOGITS
+from quantmoe.exporter.folder.metadata import LOGITS
 from quantmoe.exporter.graph.passes.last_logits import head_of
 
 #: a parameter of a decoder layer
@@ -27,6 +29,9 @@ def every_logits(model: ir.Model) -> bool:
     if pick is None or pick.op_type != "GatherND":
         return False
     node.replace_input_with(0, pick.inputs[0])
+    model.graph.initializers.pop(NUM_LOGITS, None)
+    for key in (LOGITS, NUM_LOGITS):
+        model.metadata_props.pop(key, None)
     for value in between:
         if value.shape is not None:
             value.shape = ir.Shape([value.shape[0], "sequence_length", *value.shape[2:]])

@@ -1,22 +1,27 @@
-"""Logits of each row's last tokens only: of a prompt, generation needs one's, of a run that verifies drafts
-speculation needs all."""
+"""Logits of each row's last tokens only.
+
+A prompt needs the logits of one token, a step that verifies drafts those of several.
+"""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 from onnx_ir import tape
 
+from quantmoe.exporter.folder.interface import NUM_LOGITS
+
 #: between the vocabulary's matrix and the logits: each element on its own, or each token's
 _ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
 
 
-def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
+def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:
     """Select what the last product reads: [B, S, H] becomes [B, n, H], n = min(S, count), of each row's last token
     that the mask shows, so that prompts may be padded on either side, and of the n - 1 before it. Logits become
     [B, n, V].
 
     Args:
-        count: 1 makes n a fixed size. A row of fewer tokens has logits of padding in front, or its first ones again.
+        count: 1 makes n a fixed size. None: a session chooses by an initializer ``num_logits``, int64 [1], which is 1
+            unless it is replaced. A row of fewer tokens has logits of padding in front, or its first ones again.
 
     Returns:
         False, and nothing is changed, when what makes the logits is not a product with a weight and then elementwise.
@@ -32,15 +37,18 @@ def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
         index = made.outputs[1]
     else:
         last = _from_mask(graph, ops) if rows is None else _from_rows(rows, ops)
-        if count > 1:
-            last = _and_before(graph, last, count, ops)
+        if count != 1:
+            most = _num_logits(model) if count is None else _constant(ops, count)
+            last = _and_before(graph, last, most, ops)
         index = ops.op("Unsqueeze", [last, _constant(ops, 2)])
     picked = ops.op("GatherND", [hidden, index], {"batch_dims": 1})
     graph.insert_before(node, ops.nodes)
     node.replace_input_with(0, picked)
+    # onnxruntime-genai allocates logits by their declared size, and replaces no initializer
+    size = "logits_length" if (count or 1) > 1 else 1
     for output in between:
         if output.shape is not None:
-            output.shape = ir.Shape([output.shape[0], 1 if count == 1 else "logits_length", *output.shape[2:]])
+            output.shape = ir.Shape([output.shape[0], size, *output.shape[2:]])
     return True
 
 
@@ -78,9 +86,22 @@ def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
     return node, node.inputs[0], [*chain, value]
 
 
-def _and_before(graph: ir.Graph, last: ir.Value, count: int, ops: tape.Tape) -> ir.Value:
-    """Return the indices of the last n tokens, int64 [B, n], from that of the last, [B, 1]; never below 0."""
-    kept = ops.op("Min", [_new(graph, ops), _constant(ops, count)])
+def _num_logits(model: ir.Model) -> ir.Value:
+    """Add the initializer ``num_logits``, which a session may replace."""
+    one = ir.tensor([1], ir.DataType.INT64, name=NUM_LOGITS)
+    value = ir.Value(name=NUM_LOGITS, shape=one.shape, type=ir.TensorType(one.dtype), const_value=one)
+    model.graph.register_initializer(value)
+    model.metadata_props[NUM_LOGITS] = "1"
+    return value
+
+
+def _and_before(graph: ir.Graph, last: ir.Value, most: ir.Value, ops: tape.Tape) -> ir.Value:
+    """Return the indices of the last n tokens, int64 [B, n], never below 0.
+
+    Args:
+        last: index of the last token, [B, 1]. most: n, unless there are fewer new tokens, [1].
+    """
+    kept = ops.op("Min", [_new(graph, ops), most])
     one = ops.op("Constant", [], {"value_int": 1})
     first = ops.op("Sub", [one, ops.op("Squeeze", [kept, _constant(ops, 0)])])
     return ops.op("Max", [ops.op("Add", [last, ops.op("Range", [first, one, one])]), _constant(ops, 0)])
