@@ -262,7 +262,7 @@ test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid
 	$(UV) --group test
 	python packages/sbom.py dist build/java
 	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_HYBRID=$(CURDIR)/build/sample-hybrid python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py
-	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dquantmoe=$(VERSION)
+	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dhybrid=$(CURDIR)/build/sample-hybrid -Dquantmoe=$(VERSION)
 
 # The first program of each language's guide, on an exported folder: at most 20 lines, and the text of `quantmoe generate`.
 test-guides: jar $(NUPKG) $(TEXT) build | $(MODEL)

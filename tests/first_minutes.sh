@@ -136,16 +136,17 @@ entries java -jar samples/java/target/generate.jar
 bad 1 'nowhere/model.onnx' java -jar samples/java/target/generate.jar nowhere 4 1
 # A server: what is not closed grows, 2 MB a time.
 cat >"$work/Many.java" <<'JAVA'
-import ai.onnxruntime.*;
 import java.nio.file.*;
+import quantmoe.*;
 public class Many {
   public static void main(String[] args) throws Exception {
-    OrtEnvironment env = OrtEnvironment.getEnvironment();
-    try (OrtSession session = Generate.open(env, args[0]); OrtSession.RunOptions run = new OrtSession.RunOptions()) {
+    try (Generator model = new Generator(args[0])) {
       long before = 0;
       for (int i = 0; i < 60; i++) {
         if (i == 20) before = megabytes();
-        Generate.generate(env, session, run, 2, new long[200], id -> true);
+        try (TokenCache cache = new TokenCache(model)) {
+          for (long id : cache.generate(new long[200], Options.greedy().maxNewTokens(2))) {}
+        }
       }
       System.out.println("grown by " + (megabytes() - before) + " MB");
     }
@@ -214,35 +215,36 @@ texts() { # COMMAND...: a sample that takes text, and a line for each message
 }
 texts java -cp "$classes" Text
 cat >"$work/Printed.java" <<'JAVA'
-import ai.djl.huggingface.tokenizers.HuggingFaceTokenizer;
+import java.util.List;
+import quantmoe.*;
 public class Printed {
-  public static void main(String[] args) throws Exception {
-    try (HuggingFaceTokenizer tokenizer = Text.tokenizer(args[0])) {
-      var out = new java.io.ByteArrayOutputStream();
-      var printer = new Text.Printer(tokenizer, tokenizer.encode("a").getIds(), new java.io.PrintStream(out, true, "UTF-8"));
-      int before = -1, held = 0;
-      for (long id : tokenizer.encode(args[1]).getIds()) {
-        printer.test(id);
-        if (out.size() == before) held++;
-        before = out.size();
+  public static void main(String[] args) {
+    try (TextTokenizer tokenizer = new TextTokenizer(args[0])) {
+      TextStream stream = new TextStream(tokenizer, List.of(), tokenizer.encode("a", true));
+      String text = "";
+      int held = 0;
+      for (long id : tokenizer.encode(args[1], true)) {
+        String piece = stream.push(id);
+        if (piece.isEmpty()) held++;
+        text += piece;
       }
-      System.out.println((held > 0) + " " + out.toString("UTF-8").equals(args[1]));
+      System.out.println((held > 0) + " " + text.equals(args[1]));
     }
   }
 }
 JAVA
 cat >"$work/Ids.java" <<'JAVA'
 public class Ids {
-  public static void main(String[] args) throws Exception {
-    try (var tokenizer = Text.tokenizer(args[0])) {
-      for (long id : tokenizer.encode(args[1], true, false).getIds()) System.out.print(id + " ");
+  public static void main(String[] args) {
+    try (var tokenizer = new quantmoe.TextTokenizer(args[0])) {
+      for (long id : tokenizer.encode(args[1], true)) System.out.print(id + " ");
     }
   }
 }
 JAVA
 good '' javac -cp "$classes" -d "$work" "$work/Printed.java" "$work/Ids.java"
-good "^${tokens[*]} \$" env DJL_OFFLINE=true java -cp "$classes" Ids "$work/padded" "$long"
-good '^true true$' env DJL_OFFLINE=true java -cp "$classes" Printed "$model" ' né, 日本語 𝄞 end'
+good "^${tokens[*]} \$" java -cp "$classes" Ids "$work/padded" "$long"
+good '^true true$' java -cp "$classes" Printed "$model" ' né, 日本語 𝄞 end'
 if [ -e build/rust/debug/generate ]; then
   section "samples/rust"
   export ORT_DYLIB_PATH

@@ -11,6 +11,21 @@ import pytest
 from programs import CARGO, ROOT, cmake, quantmoe, run
 
 MOST_LINES = 20
+POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>first</groupId>
+  <artifactId>first</artifactId>
+  <version>1</version>
+  <properties>
+    <maven.compiler.source>17</maven.compiler.source>
+    <maven.compiler.target>17</maven.compiler.target>
+    <project.build.sourceEncoding>UTF-8</project.build.sourceEncoding>
+  </properties>
+  <dependencies>
+DEPENDENCIES
+  </dependencies>
+</project>
+"""
 
 
 def block(guide: str, language: str) -> str:
@@ -47,11 +62,24 @@ def rust(folder: Path) -> str:
     return run("cargo", "run", "--quiet", "--manifest-path", folder / "Cargo.toml", **CARGO)
 
 
+def java(folder: Path) -> str:
+    """Build in a Maven project of Java 17, whose dependencies are the guide's."""
+    sources = folder / "src/main/java"
+    sources.mkdir(parents=True)
+    (folder / "Main.java").rename(sources / "Main.java")
+    (folder / "pom.xml").write_text(POM.replace("DEPENDENCIES", block("java", "xml")), encoding="utf-8")
+    copy = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"  # that of samples/java
+    run("mvn", "-q", "-B", "-f", folder / "pom.xml", "compile", copy)
+    classes = f"{folder}/target/classes:{folder}/target/dependency/*"
+    return run("java", "-cp", classes, "Main")
+
+
 #: a guide, the language of its blocks, the program's file, what must stand on this machine, and what runs it
 GUIDES: dict[str, tuple[str, str, str, Callable[[Path], str]]] = {
     "python": ("python", "main.py", "python", python),
     "csharp": ("csharp", "Program.cs", "dotnet", csharp),
     "cpp": ("cpp", "main.cc", "cargo", cpp),
+    "java": ("java", "Main.java", "mvn", java),
     "rust": ("rust", "main.rs", "cargo", rust),
 }
 

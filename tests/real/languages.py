@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import programs
+
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.runtime.chat import TextStream
 
@@ -63,7 +65,7 @@ def wrong_places(tokenizer: Any, ids: Sequence[int]) -> int:
 
 
 def of_java(folder: Path, expected: Path) -> list[str]:
-    """Return the lines of samples/java."""
+    """Return the lines of packages/java."""
     return _run(["java", "-cp", f"{_java()}/generate.jar:{_java()}/*", "Tokens", folder, expected])
 
 
@@ -72,14 +74,24 @@ def of_csharp(folder: Path, expected: Path) -> list[str]:
     return _run(["dotnet", _csharp(), folder, expected])
 
 
+def of_rust(folder: Path, expected: Path) -> list[str]:
+    """Return the lines of packages/rust."""
+    return _run([_rust(), folder, expected])
+
+
+def of_cpp(folder: Path, expected: Path) -> list[str]:
+    """Return the lines of packages/cpp."""
+    return _run([_cpp(), folder, expected])
+
+
 @cache
 def _java() -> Path:
-    """The sample's project, with the program here and QuantMoE's sources instead of its package."""
+    """The project of samples/java, with the program here and QuantMoE's sources instead of its package."""
     if not (shutil.which("mvn") and shutil.which("javac")):
         raise NotHereError("no JDK with Maven here")
     project = BUILD / "java"
-    sources = [*(ROOT / "samples/java/src/main/java").glob("*.java"), HERE / "programs/Tokens.java"]
-    _copy(project / "src/main/java", sources)
+    shutil.rmtree(project / "src", ignore_errors=True)
+    _copy(project / "src/main/java", [HERE / "programs/Tokens.java"])
     _copy(project / "src/main/java/quantmoe", (ROOT / "packages/java/src/main/java/quantmoe").glob("*.java"))
     pom = (ROOT / "samples/java/pom.xml").read_text(encoding="utf-8")
     pom, dropped = re.subn(r"\s*<dependency>\s*<groupId>quantmoe</groupId>.*?</dependency>", "", pom, flags=re.DOTALL)
@@ -99,6 +111,36 @@ def _csharp() -> Path:
     return artifacts / "bin/Tokens/debug/Tokens.dll"
 
 
+@cache
+def _rust() -> Path:
+    """The program here with the crate."""
+    _cargo("--package", "tokens")
+    return ROOT / "build/rust/release/tokens"
+
+
+@cache
+def _cpp() -> Path:
+    """The program here with the headers."""
+    _cargo("--package", "quantmoe-text")
+    programs.cmake(HERE / "programs/cpp", BUILD / "cpp")
+    return BUILD / "cpp/tokens"
+
+
+def _cargo(*arguments: str) -> None:
+    if not shutil.which("cargo"):
+        raise NotHereError("no cargo here")
+    command = [
+        "cargo",
+        "build",
+        "--quiet",
+        "--release",
+        "--locked",
+        "--manifest-path",
+        ROOT / "packages/rust/Cargo.toml",
+    ]
+    programs.run(*command, *arguments, **programs.CARGO)
+
+
 def _copy(folder: Path, sources: Iterator[Path] | Sequence[Path]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for source in sources:
@@ -116,6 +158,8 @@ LANGUAGES: dict[str, Callable[[Path, Path], list[str]]] = {
     "Python": lambda folder, expected: of_python(folder, texts_of(expected)),
     "Java": of_java,
     "C#": of_csharp,
+    "C++": of_cpp,
+    "Rust": of_rust,
 }
 
 

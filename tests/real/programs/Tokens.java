@@ -1,38 +1,34 @@
-import ai.djl.huggingface.tokenizers.HuggingFaceTokenizer;
-import java.io.*;
 import java.nio.charset.StandardCharsets;
 import java.nio.file.*;
 import java.util.*;
 import java.util.stream.*;
+import quantmoe.*;
 
-/** Tokens FOLDER FILE: what the sample gives for the texts of a file of ids (tests/real/languages.py), a line each. */
+/** Tokens FOLDER FILE: what the package gives for the texts of a file of ids (tests/real/languages.py), a line each. */
 public class Tokens {
   public static void main(String[] args) throws Exception {
-    System.setProperty("ai.djl.offline", "true");
     StringBuilder lines = new StringBuilder();
-    try (HuggingFaceTokenizer tokenizer = Text.tokenizer(args[0])) {
+    try (TextTokenizer tokenizer = new TextTokenizer(args[0])) {
       for (String line : Files.readAllLines(Path.of(args[1]))) {
         String text = new String(Base64.getDecoder().decode(line.split("\t")[0]), StandardCharsets.UTF_8);
-        long[] ids = tokenizer.encode(text, true, false).getIds();
-        String whole = tokenizer.decode(ids, true);
+        long[] ids = tokenizer.encode(text, true);
+        String whole = tokenizer.decode(ids, false);
         lines.append(
-            String.join("\t", base64(text), joined(ids), joined(tokenizer.encode(text, false, false).getIds()), base64(whole),
+            String.join("\t", base64(text), joined(ids), joined(tokenizer.encode(text, false)), base64(whole),
                 "" + wrong(tokenizer, ids, whole)) + "\n");
       }
     }
     System.out.print(lines);
   }
 
-  /** At how many places a stream that begins there is not the rest of the text. */
-  static int wrong(HuggingFaceTokenizer tokenizer, long[] ids, String whole) throws IOException {
+  /** Return at how many places a stream that begins there is not the rest of the text. */
+  static int wrong(TextTokenizer tokenizer, long[] ids, String whole) {
     int wrong = 0;
     for (int cut = 0; cut <= ids.length; cut++) {
-      ByteArrayOutputStream out = new ByteArrayOutputStream();
-      var printer = new Text.Printer(tokenizer, Arrays.copyOf(ids, cut), new PrintStream(out, false, "UTF-8"));
-      for (int i = cut; i < ids.length; i++) printer.test(ids[i]);
-      printer.end();
-      String before = tokenizer.decode(Arrays.copyOf(ids, cut), true).replaceAll("\uFFFD+\\z", "");
-      if (!whole.equals(before + out.toString("UTF-8"))) wrong++;
+      TextStream stream = new TextStream(tokenizer, List.of(), Arrays.copyOf(ids, cut));
+      StringBuilder text = new StringBuilder(tokenizer.decode(Arrays.copyOf(ids, cut), false).replaceAll("\uFFFD+\\z", ""));
+      for (int i = cut; i < ids.length; i++) text.append(stream.push(ids[i]));
+      if (!whole.equals(text + stream.end())) wrong++;
     }
     return wrong;
   }

@@ -1,0 +1,167 @@
+package quantmoe;
+
+import ai.onnxruntime.*;
+import java.nio.file.Path;
+import java.util.*;
+import java.util.concurrent.locks.*;
+
+/** An exported model that generates tokens. Any number of threads may use it, each with a cache or conversation of its own. */
+public final class Generator implements AutoCloseable {
+  /** Changes the options of a session, for example threads, entries or an execution provider. */
+  public interface Configure {
+    /**
+     * Change the options.
+     *
+     * @param options the options of the session
+     * @throws OrtException ONNX Runtime refuses one
+     */
+    void apply(OrtSession.SessionOptions options) throws OrtException;
+  }
+
+  final OrtEnvironment environment = OrtEnvironment.getEnvironment(OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR);
+  final OrtSession session;
+  final List<CacheInput> inputs = new ArrayList<>();
+  final ReadWriteLock gate = new ReentrantReadWriteLock(); // a step reads
+  final long shortContext; // longer texts are run again from their first token (longrope)
+  private final Set<TokenCache> caches = new HashSet<>();
+  private final String folder;
+  private final Map<String, String> metadata;
+  private final long contextLength;
+  private final List<Long> stopTokens = new ArrayList<>();
+  private Sampling sampling;
+  private TextTokenizer tokenizer;
+  private volatile boolean closing;
+
+  /**
+   * Open an exported folder.
+   *
+   * @param folder the folder that {@code quantmoe export} wrote
+   * @throws ModelException the folder has no model, or a damaged one
+   * @throws UnsupportedOperationException this jar has no library for the platform
+   */
+  public Generator(String folder) {
+    this(folder, options -> {});
+  }
+
+  /**
+   * Open an exported folder with other options of the session.
+   *
+   * @param folder the folder that {@code quantmoe export} wrote
+   * @param configure changes the options
+   * @throws ModelException the folder has no model, or a damaged one
+   * @throws UnsupportedOperationException this jar has no library for the platform
+   */
+  public Generator(String folder, Configure configure) {
+    this.folder = folder;
+    try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
+      configure.apply(options);
+      options.registerCustomOpLibrary(QuantMoE.libraryPath()); // reads the session's entries
+      session = environment.createSession(Path.of(folder, "model.onnx").toString(), options);
+      metadata = Collections.unmodifiableMap(session.getMetadata().getCustomMetadata());
+      for (NodeInfo input : session.getInputInfo().values())
+        if (input.getName().startsWith("past_key_values."))
+          inputs.add(new CacheInput(input.getName(), (TensorInfo) input.getInfo()));
+    } catch (OrtException error) {
+      throw new ModelException(error);
+    }
+    contextLength = Long.parseLong(metadata.getOrDefault("context_length", "" + Long.MAX_VALUE));
+    shortContext = Long.parseLong(metadata.getOrDefault("short_context", "" + Long.MAX_VALUE));
+    for (String id : value("eos_token_id").split(",")) if (!id.isEmpty()) stopTokens.add(Long.parseLong(id));
+  }
+
+  /** @return the folder as it was given */
+  public String folder() {
+    return folder;
+  }
+
+  /** @return the model's metadata */
+  public Map<String, String> metadata() {
+    return metadata;
+  }
+
+  /** @return the most tokens of a text, prompt and answers together */
+  public long contextLength() {
+    return contextLength;
+  }
+
+  /** @return the ids of the tokens after which an answer ends */
+  public List<Long> stopTokens() {
+    return Collections.unmodifiableList(stopTokens);
+  }
+
+  /**
+   * Return how the model's makers choose tokens, from generation_config.json.
+   *
+   * @return their options; without the file, the likeliest token
+   * @throws ModelException the file is damaged, or a number is outside its range
+   */
+  public synchronized Sampling sampling() {
+    if (sampling == null) sampling = Sampling.ofFolder(folder);
+    return sampling;
+  }
+
+  /**
+   * Return the folder's tokenizer.
+   *
+   * @return the tokenizer, which is read once
+   * @throws ModelException the folder has no tokenizer.json, or a damaged one
+   * @throws IllegalStateException the model is closed
+   */
+  public synchronized TextTokenizer tokenizer() {
+    checkOpen();
+    if (tokenizer == null) tokenizer = new TextTokenizer(folder);
+    return tokenizer;
+  }
+
+  String value(String name) {
+    return metadata.getOrDefault(name, "");
+  }
+
+  boolean hasStates() {
+    return inputs.stream().anyMatch(input -> input.isState);
+  }
+
+  boolean closing() {
+    return closing;
+  }
+
+  void checkOpen() {
+    if (closing) throw new IllegalStateException("the model is closed; open it again");
+  }
+
+  void add(TokenCache cache) {
+    synchronized (caches) {
+      checkOpen();
+      caches.add(cache);
+    }
+  }
+
+  void remove(TokenCache cache) {
+    synchronized (caches) {
+      caches.remove(cache);
+    }
+  }
+
+  /** Cancel answers that are being generated, wait for their last step, and close the model and its caches. */
+  @Override
+  public void close() {
+    List<TokenCache> open;
+    synchronized (caches) {
+      if (closing) return;
+      closing = true;
+      open = List.copyOf(caches);
+    }
+    for (TokenCache cache : open) cache.close();
+    synchronized (this) {
+      if (tokenizer != null) tokenizer.close();
+    }
+    gate.writeLock().lock();
+    try {
+      session.close();
+    } catch (OrtException error) {
+      throw new ModelException(error);
+    } finally {
+      gate.writeLock().unlock();
+    }
+  }
+}

@@ -1,0 +1,28 @@
+package quantmoe;
+
+/** Tokens of an answer, and why it ended. */
+public final class ReplyInfo {
+  /** Tokens of the conversation before the answer. */
+  public final int promptTokens;
+
+  /** Those of them that the cache had already. */
+  public final int keptTokens;
+
+  int tokens;
+  boolean stopped;
+
+  ReplyInfo(int promptTokens, int keptTokens) {
+    this.promptTokens = promptTokens;
+    this.keptTokens = keptTokens;
+  }
+
+  /** @return tokens of the answer */
+  public int tokens() {
+    return tokens;
+  }
+
+  /** @return whether the model or a stop string ended the answer, and not the number of tokens */
+  public boolean stopped() {
+    return stopped;
+  }
+}

@@ -1,0 +1,335 @@
+package quantmoe;
+
+import ai.onnxruntime.*;
+import java.util.*;
+import java.util.concurrent.CancellationException;
+import java.util.concurrent.locks.ReentrantLock;
+import java.util.stream.LongStream;
+
+/**
+ * What a model has read: the KV cache of one text. It generates one answer at a time. Generation that is cancelled leaves the tokens of
+ * whole steps, and goes on. It is native memory that Java does not count: close it.
+ */
+public final class TokenCache implements AutoCloseable {
+  private static final int CHUNK = 512; // prompt tokens of a step
+  private static final int TAIL = 8; // tokens before a prompt's end, to whose states a hybrid model can go back
+  private static final int MOST_STATES = 4; // states are large
+
+  private final Generator model;
+  private final boolean shares; // keys and values are written in place
+  private final boolean goesBack;
+  private final ReentrantLock gate = new ReentrantLock(); // held by each use of native memory
+  private final OrtSession.RunOptions run;
+  private final CacheInput.Tensor[] cache, spare; // a step reads a state from one and writes it into the other
+  private final TreeMap<Integer, List<byte[]>> states = new TreeMap<>();
+  private OrtSession.Result last; // has a cache that is not written in place
+  private long[] read = new long[256], unread = {}; // tokens of the text that no step has read
+  private int length;
+  private long capacity;
+  private int answers;
+  private volatile Object cancelled; // the answer that was cancelled
+  private volatile boolean closing;
+  private boolean closed;
+
+  /**
+   * Make an empty cache.
+   *
+   * @param model the model that reads and answers
+   */
+  public TokenCache(Generator model) {
+    this(model, false);
+  }
+
+  /**
+   * Make an empty cache.
+   *
+   * @param model the model that reads and answers
+   * @param goesBack keep copies of a hybrid model's states, so that {@link #keep} goes back to the end of a prompt. Other models can
+   *     always go back.
+   */
+  public TokenCache(Generator model, boolean goesBack) {
+    this.model = model;
+    this.goesBack = goesBack && model.hasStates();
+    shares = model.value("past_present_share_buffer").equals("true");
+    cache = new CacheInput.Tensor[model.inputs.size()];
+    spare = new CacheInput.Tensor[cache.length];
+    try {
+      run = new OrtSession.RunOptions();
+      for (int i = 0; i < cache.length; i++) {
+        cache[i] = model.inputs.get(i).allocate(model.environment, 0);
+        if (shares && model.inputs.get(i).isState) spare[i] = model.inputs.get(i).allocate(model.environment, 0);
+      }
+    } catch (OrtException error) {
+      throw new ModelException(error);
+    }
+    try {
+      model.add(this); // the model may be closed from now on
+    } catch (IllegalStateException error) {
+      close();
+      throw error;
+    }
+  }
+
+  /** @return the tokens that were read */
+  public long[] tokens() {
+    return Arrays.copyOf(read, length);
+  }
+
+  /**
+   * Go back to the tokens with which a text begins, or as near before their end as states allow.
+   *
+   * @param ids the text
+   * @return the number of tokens kept, at most all of the text except the last, whose logits are needed
+   */
+  public int keep(long[] ids) {
+    gate.lock();
+    try {
+      checkOpen();
+      int same = 0;
+      while (same < Math.min(length, ids.length - 1) && read[same] == ids[same]) same++;
+      if (same < length && model.hasStates()) {
+        Integer end = states.floorKey(same);
+        same = end == null ? 0 : end;
+      }
+      rewind(same);
+      unread = new long[0];
+      answers++;
+      return same;
+    } catch (OrtException error) {
+      throw new ModelException(error);
+    } finally {
+      gate.unlock();
+    }
+  }
+
+  /**
+   * Read ids after all that was read and said before. A token that ends the answer is the last one. The next answer ends this one.
+   *
+   * @param ids new tokens of the text
+   * @param options the most tokens, and how they are chosen
+   * @return the tokens of the answer, as they come
+   * @throws IllegalArgumentException there are no tokens to read, or they do not fit into the context
+   * @throws IllegalStateException the cache or the model is closed
+   */
+  public Answer<Long> generate(long[] ids, Options options) {
+    gate.lock();
+    try {
+      checkOpen();
+      long[] first = joined(unread, unread.length, ids);
+      if (first.length == 0) throw new IllegalArgumentException("the prompt has no tokens");
+      long total = length + first.length, context = model.contextLength();
+      if (options.maxNewTokens > 0 && total >= context)
+        throw new IllegalArgumentException(
+            total + " tokens and 1 for the answer do not fit into the model's context of " + context + " tokens");
+      Sampling sampling = options.sampling == null ? model.sampling() : options.sampling;
+      Sampler sampler = new Sampler(sampling, LongStream.of(joined(read, length, first)));
+      return answer(first, Math.min(options.maxNewTokens, context - total), sampler, ++answers);
+    } finally {
+      gate.unlock();
+    }
+  }
+
+  private Answer<Long> answer(long[] first, long most, Sampler sampler, int number) {
+    Object token = new Object();
+    long[] left = {most};
+    long[][] ids = {first};
+    return new Answer<>(
+        () -> {
+          if (left[0]-- <= 0) return null;
+          gate.lock();
+          try {
+            checkOpen();
+            if (number != answers) throw new IllegalStateException("another answer was begun");
+            long id = sampler.choose(read(ids[0], token));
+            ids[0] = new long[] {id};
+            if (model.stopTokens().contains(id)) left[0] = 0; // what follows an answer begins with the token that ends it
+            else unread = ids[0];
+            return id;
+          } finally {
+            gate.unlock();
+          }
+        },
+        () -> {
+          cancelled = token;
+          terminate(true);
+        });
+  }
+
+  /** Read ids, and return the logits after the last of them. */
+  private float[] read(long[] ids, Object token) {
+    long[] before = unread;
+    try {
+      long total = length + ids.length, limit = model.shortContext;
+      if (length > 0 && length <= limit && total > limit) {
+        ids = joined(read, length, ids); // keys in the cache have the rotary frequencies of short texts
+        rewind(0);
+      }
+      reserve(total);
+      unread = ids;
+      // A hybrid model's prompt ends twice: for the same prompt again, and for one with another end.
+      boolean copies = goesBack && ids.length > 1;
+      int tail = copies && ids.length > TAIL ? ids.length - TAIL : ids.length;
+      float[] logits = null;
+      for (int at = 0, end; at < ids.length; at = end) {
+        int least = total > limit && at == 0 && length == 0 ? (int) Math.min(limit + 1, ids.length) : 0;
+        end = Math.min(Math.max(at + CHUNK, least), at < tail ? tail : ids.length);
+        logits = step(Arrays.copyOfRange(ids, at, end), end == ids.length, token);
+        unread = Arrays.copyOfRange(ids, end, ids.length);
+        if (copies && (end == tail || end == ids.length)) keepStates();
+      }
+      return logits;
+    } catch (OrtException error) {
+      checkOpen();
+      if (cancelled == token) throw new CancellationException("the answer was cancelled");
+      unread = before; // an id outside the vocabulary, for example
+      throw new ModelException(error);
+    }
+  }
+
+  /** Run the model once. Return the logits after the last token, if they are wanted. */
+  private float[] step(long[] ids, boolean wanted, Object token) throws OrtException {
+    long total = length + ids.length;
+    Map<String, OnnxTensor> inputs = new HashMap<>(), pinned = new HashMap<>();
+    for (int i = 0; i < cache.length; i++) {
+      CacheInput input = model.inputs.get(i);
+      inputs.put(input.name, cache[i].tensor);
+      if (shares) pinned.put(input.present, (spare[i] == null ? cache[i] : spare[i]).tensor);
+    }
+    Set<String> outputs = new HashSet<>(model.session.getOutputNames());
+    outputs.removeAll(pinned.keySet());
+    model.gate.readLock().lock();
+    try (OnnxTensor tokens = row(LongStream.of(ids));
+        OnnxTensor mask = row(LongStream.range(0, total).map(i -> 1));
+        OnnxTensor positions = row(LongStream.range(length, total))) {
+      inputs.putAll(Map.of("input_ids", tokens, "attention_mask", mask, "position_ids", positions));
+      // In this order: a model that is closed or an answer that is cancelled from now on ends the run.
+      terminate(false);
+      checkOpen();
+      if (cancelled == token) throw new CancellationException("the answer was cancelled");
+      OrtSession.Result result = model.session.run(inputs, outputs, pinned, run);
+      float[] logits = null;
+      try {
+        if (wanted) logits = logits((OnnxTensor) result.get("logits").orElseThrow());
+      } catch (ModelException error) {
+        result.close();
+        throw error;
+      }
+      for (int i = 0; i < cache.length; i++) {
+        if (spare[i] != null) {
+          CacheInput.Tensor state = cache[i];
+          cache[i] = spare[i];
+          spare[i] = state;
+        } else if (!shares) {
+          if (last == null) cache[i].close();
+          cache[i] = new CacheInput.Tensor((OnnxTensor) result.get(model.inputs.get(i).present).orElseThrow(), null);
+        }
+      }
+      if (last != null) last.close();
+      last = shares ? null : result;
+      if (shares) result.close();
+      read = joined(read, length, ids);
+      length += ids.length;
+      return logits;
+    } finally {
+      model.gate.readLock().unlock();
+    }
+  }
+
+  private OnnxTensor row(LongStream values) throws OrtException {
+    return OnnxTensor.createTensor(model.environment, new long[][] {values.toArray()});
+  }
+
+  /** Return the numbers at the last position of logits [1, sequence, vocabulary]. */
+  private static float[] logits(OnnxTensor tensor) {
+    var values = tensor.getFloatBuffer(); // f16 and bf16 are converted
+    float[] found = new float[(int) tensor.getInfo().getShape()[2]];
+    values.position(values.limit() - found.length);
+    values.get(found);
+    for (float number : found) if (!Float.isFinite(number)) throw new ModelException("logits are not finite");
+    return found;
+  }
+
+  private void rewind(int to) throws OrtException {
+    if (to == length) return;
+    if (!shares) replace(to, to);
+    if (to > 0 && model.hasStates()) {
+      Iterator<byte[]> state = states.get(to).iterator();
+      for (int i = 0; i < cache.length; i++)
+        if (model.inputs.get(i).isState) model.inputs.get(i).put(state.next(), cache[i], 0);
+    }
+    length = to;
+    states.tailMap(to, false).clear();
+  }
+
+  /** Make room for so many tokens. It doubles, so that a token's copies cost little. */
+  private void reserve(long tokens) throws OrtException {
+    if (!shares || tokens <= capacity) return;
+    long slots = Math.min(model.contextLength(), Math.max(tokens, Math.max(2 * capacity, 256)));
+    replace(slots, length);
+    capacity = slots;
+  }
+
+  /** Make keys and values tensors of so many slots, with the first tokens of the old ones. */
+  private void replace(long slots, int tokens) throws OrtException {
+    for (int i = 0; i < cache.length; i++) {
+      CacheInput input = model.inputs.get(i);
+      if (input.isState && shares) continue;
+      CacheInput.Tensor made = input.allocate(model.environment, slots);
+      input.put(input.copy(cache[i], tokens), made, tokens);
+      if (last == null) cache[i].close();
+      cache[i] = made;
+    }
+    if (last != null) last.close();
+    last = null;
+  }
+
+  private void keepStates() {
+    List<byte[]> found = new ArrayList<>();
+    for (int i = 0; i < cache.length; i++)
+      if (model.inputs.get(i).isState) found.add(model.inputs.get(i).copy(cache[i], 0));
+    states.put(length, found);
+    while (states.size() > MOST_STATES) states.pollFirstEntry();
+  }
+
+  private static long[] joined(long[] first, int count, long[] second) {
+    long[] all = Arrays.copyOf(first, count + second.length);
+    System.arraycopy(second, 0, all, count, second.length);
+    return all;
+  }
+
+  private void checkOpen() {
+    model.checkOpen();
+    if (closing) throw new IllegalStateException("the cache is closed; make another");
+  }
+
+  private void terminate(boolean value) {
+    synchronized (run) {
+      try {
+        if (!closed) run.setTerminate(value);
+      } catch (OrtException error) {
+        throw new ModelException(error);
+      }
+    }
+  }
+
+  /** Cancel an answer that is being generated, wait for its step, and free the cache. */
+  @Override
+  public void close() {
+    closing = true;
+    terminate(true);
+    gate.lock();
+    try {
+      synchronized (run) {
+        if (closed) return;
+        closed = true;
+        run.close();
+      }
+      for (CacheInput.Tensor tensor : cache) if (last == null && tensor != null) tensor.close();
+      for (CacheInput.Tensor tensor : spare) if (tensor != null) tensor.close();
+      if (last != null) last.close();
+    } finally {
+      gate.unlock();
+    }
+    model.remove(this);
+  }
+}

@@ -1,0 +1,294 @@
+import static org.junit.jupiter.api.Assertions.*;
+
+import ai.onnxruntime.OrtLoggingLevel;
+import java.io.IOException;
+import java.io.OutputStream;
+import java.nio.charset.StandardCharsets;
+import java.nio.file.*;
+import java.util.*;
+import java.util.concurrent.*;
+import java.util.stream.*;
+import org.junit.jupiter.api.Test;
+import org.junit.jupiter.api.io.TempDir;
+import org.junit.jupiter.params.ParameterizedTest;
+import org.junit.jupiter.params.provider.ValueSource;
+import quantmoe.*;
+
+class HelperTest {
+  static final long[] PROMPT = LongStream.rangeClosed(1, 12).toArray();
+  static final Map<String, String> TURNS =
+      Map.of("chat.begin", "Q: ", "chat.reply", "\nA:", "chat.next", "\nQ: ", "chat.system", "S: ", "chat.system_end", "\nQ: ");
+  @TempDir Path temporary;
+
+  static String folder(String name) {
+    return System.getProperty(name);
+  }
+
+  /** Make a copy of a model with more metadata: a ModelProto's field 14 is a list, which may go on at the file's end. */
+  String copy(String name, Map<String, String> metadata) throws IOException {
+    Path made = temporary.resolve(name);
+    Files.createDirectory(made);
+    try (Stream<Path> files = Files.list(Path.of(folder(name)))) {
+      for (Path file : (Iterable<Path>) files::iterator) Files.copy(file, made.resolve(file.getFileName()));
+    }
+    try (OutputStream model = Files.newOutputStream(made.resolve("model.onnx"), StandardOpenOption.APPEND)) {
+      for (var entry : metadata.entrySet())
+        model.write(field(0x72, joined(field(0x0a, bytes(entry.getKey())), field(0x12, bytes(entry.getValue())))));
+    }
+    return made.toString();
+  }
+
+  static byte[] bytes(String text) {
+    return text.getBytes(StandardCharsets.UTF_8);
+  }
+
+  static byte[] field(int tag, byte[] value) {
+    return joined(new byte[] {(byte) tag, (byte) (value.length & 127 | 128), (byte) (value.length >> 7)}, value);
+  }
+
+  static byte[] joined(byte[] one, byte[] other) {
+    byte[] all = Arrays.copyOf(one, one.length + other.length);
+    System.arraycopy(other, 0, all, one.length, other.length);
+    return all;
+  }
+
+  static long[] joined(long[] one, long... other) {
+    return LongStream.concat(LongStream.of(one), LongStream.of(other)).toArray();
+  }
+
+  static Options greedy(int count) {
+    return Options.greedy().maxNewTokens(count);
+  }
+
+  static long[] all(Answer<Long> answer) {
+    LongStream.Builder found = LongStream.builder();
+    for (long id : answer) found.add(id);
+    return found.build().toArray();
+  }
+
+  static String said(Answer<String> answer) {
+    return StreamSupport.stream(answer.spliterator(), false).collect(Collectors.joining());
+  }
+
+  static long[] fresh(Generator model, long[] ids, int count) {
+    try (TokenCache cache = new TokenCache(model)) {
+      return all(cache.generate(ids, greedy(count)));
+    }
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void answersGoOn(String name) {
+    try (Generator model = new Generator(folder(name)); TokenCache cache = new TokenCache(model)) {
+      long[] first = all(cache.generate(PROMPT, greedy(5))), rest = all(cache.generate(new long[0], greedy(7)));
+      long[] whole = fresh(model, PROMPT, 12);
+      assertArrayEquals(whole, joined(first, rest));
+      assertArrayEquals(joined(PROMPT, Arrays.copyOf(whole, 11)), cache.tokens());
+    }
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void longPromptsAndGrowingCachesGiveTheSameTokens(String name) {
+    try (Generator model = new Generator(folder(name)); TokenCache cache = new TokenCache(model)) {
+      long[] ids = LongStream.range(0, 1300).map(i -> i * 7 % 4000 + 1).toArray();
+      all(cache.generate(Arrays.copyOf(ids, 100), greedy(1)));
+      assertEquals(100, cache.keep(ids));
+      assertArrayEquals(fresh(model, ids, 3), all(cache.generate(Arrays.copyOfRange(ids, 100, 1300), greedy(3))));
+    }
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void keepGoesBackToTheEndOfAPrompt(String name) {
+    boolean hybrid = name.equals("hybrid");
+    try (Generator model = new Generator(folder(name)); TokenCache cache = new TokenCache(model, true)) {
+      all(cache.generate(PROMPT, greedy(6)));
+      long[][] texts = {joined(PROMPT, 20, 21), PROMPT, joined(Arrays.copyOf(PROMPT, 5), 30)};
+      int[] expected = hybrid ? new int[] {12, 4, 4} : new int[] {12, 11, 5};
+      for (int i = 0; i < texts.length; i++) {
+        int kept = cache.keep(texts[i]);
+        assertEquals(expected[i], kept);
+        long[] rest = Arrays.copyOfRange(texts[i], kept, texts[i].length);
+        assertArrayEquals(fresh(model, texts[i], 6), all(cache.generate(rest, greedy(6))));
+      }
+    }
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void cancelledGenerationLeavesACacheThatGoesOn(String name) throws Exception {
+    long[] more = LongStream.range(0, 300).map(i -> i * 11 % 4000 + 1).toArray();
+    int ended = 0;
+    try (Generator model = new Generator(folder(name))) {
+      for (int i = 0; i < 30; i++) {
+        try (TokenCache cache = new TokenCache(model)) {
+          all(cache.generate(PROMPT, greedy(2)));
+          Answer<Long> answer = cache.generate(more, greedy(4));
+          int micros = 700 * i;
+          CompletableFuture<Void> cancel = CompletableFuture.runAsync(
+              answer::cancel, CompletableFuture.delayedExecutor(micros, TimeUnit.MICROSECONDS));
+          try {
+            all(answer);
+          } catch (CancellationException error) {
+            ended++;
+          }
+          cancel.get();
+          long[] ids = joined(cache.tokens(), 50, 51);
+          assertEquals(ids.length - 2, cache.keep(ids));
+          assertArrayEquals(fresh(model, ids, 4), all(cache.generate(new long[] {50, 51}, greedy(4))));
+        }
+      }
+    }
+    assertNotEquals(0, ended);
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void closeDuringAnAnswerEndsItByName(String name) throws Exception {
+    for (int i = 0; i < 10; i++) {
+      Generator model = new Generator(folder(name));
+      TokenCache cache = new TokenCache(model);
+      CompletableFuture<long[]> answer = CompletableFuture.supplyAsync(() -> all(cache.generate(PROMPT, greedy(100000))));
+      Thread.sleep(3 * i);
+      if (i % 2 == 0) cache.close();
+      model.close();
+      Throwable error = assertThrows(ExecutionException.class, answer::get).getCause();
+      assertInstanceOf(IllegalStateException.class, error);
+      assertTrue(error.getMessage().matches("the (cache|model) is closed; .*"), error.getMessage());
+      assertThrows(IllegalStateException.class, () -> cache.generate(PROMPT, greedy(1)));
+      assertThrows(IllegalStateException.class, () -> cache.keep(PROMPT));
+      assertThrows(IllegalStateException.class, () -> new TokenCache(model));
+      assertThrows(IllegalStateException.class, model::tokenizer);
+      cache.close();
+      model.close();
+    }
+  }
+
+  @Test
+  void wrongCallsAreRefusedByName() {
+    try (Generator model =
+            new Generator(folder("model"), options -> options.setSessionLogLevel(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL));
+        TokenCache cache = new TokenCache(model)) {
+      var error = assertThrows(IllegalArgumentException.class, () -> cache.generate(new long[0], greedy(1)));
+      assertEquals("the prompt has no tokens", error.getMessage());
+      error = assertThrows(IllegalArgumentException.class, () -> new Sampling().topP(1.5));
+      assertEquals("topP is 1.5, expected a number above 0, at most 1", error.getMessage());
+      assertThrows(ModelException.class, () -> all(cache.generate(new long[] {999999}, greedy(1))));
+      assertArrayEquals(fresh(model, PROMPT, 3), all(cache.generate(PROMPT, greedy(3))));
+      Answer<Long> one = cache.generate(new long[] {1}, greedy(1));
+      cache.generate(new long[] {1}, greedy(1));
+      assertEquals("another answer was begun", assertThrows(IllegalStateException.class, one::next).getMessage());
+      assertThrows(UnsupportedOperationException.class, () -> new Chat(model, "Be kind.", false));
+    }
+  }
+
+  @Test
+  void manyThreadsShareAModel() {
+    try (Generator model = new Generator(folder("model"), options -> options.setIntraOpNumThreads(1))) {
+      long[] expected = fresh(model, PROMPT, 20);
+      IntStream.range(0, 8).parallel().forEach(i -> assertArrayEquals(expected, fresh(model, PROMPT, 20)));
+    }
+  }
+
+  @Test
+  void textGoesOnAndStops() {
+    try (Generator model = new Generator(folder("model")); Chat chat = new Chat(model); Chat other = new Chat(model)) {
+      String prompt = "Then said the captain";
+      long[] ids = model.tokenizer().encode(prompt, true);
+      String text = said(chat.reply(prompt, greedy(24)));
+      assertEquals(model.tokenizer().decode(fresh(model, ids, 24), false), text);
+      assertEquals(ids.length, chat.last().promptTokens);
+      assertEquals(24, chat.last().tokens());
+      assertFalse(chat.last().stopped());
+      String stop = text.substring(text.length() / 2, text.length() / 2 + 6);
+      assertEquals(text.substring(0, text.indexOf(stop)), said(other.reply(prompt, greedy(24).stop("never", stop))));
+      assertTrue(other.last().stopped());
+    }
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void turnsAreOnePromptOfAll(String name) throws Exception {
+    try (Generator model = new Generator(copy(name, TURNS)); Chat chat = new Chat(model, "Be kind.", false)) {
+      long[] ids = {};
+      String before = "S: Be kind.\nQ: ";
+      for (String message : List.of("Who are you?", "Whence?", "Why?")) {
+        ids = joined(ids, model.tokenizer().encode(before + message + "\nA:", false));
+        long[] answer = LongStream.of(fresh(model, ids, 8)).filter(id -> !model.stopTokens().contains(id)).toArray();
+        assertEquals(model.tokenizer().decode(answer, false), said(chat.reply(message, greedy(8))));
+        assertEquals(ids.length, chat.last().promptTokens);
+        assertTrue(before.startsWith("S") || chat.last().keptTokens > 0);
+        ids = joined(ids, answer);
+        before = "\nQ: ";
+      }
+    }
+  }
+
+  @Test
+  void oldestTurnsAreDroppedWhereTheContextIsFull() throws Exception {
+    Map<String, String> metadata = new HashMap<>(TURNS);
+    metadata.put("context_length", "64");
+    try (Generator model = new Generator(copy("hybrid", metadata)); Chat chat = new Chat(model, "Be kind.", false)) {
+      for (int i = 0; i < 8; i++) {
+        assertNotEquals("", said(chat.reply("And then?", greedy(12))));
+        assertTrue(chat.last().promptTokens + 12 <= 64);
+      }
+      String large = "Then said the captain of the host. ".repeat(20);
+      var error = assertThrows(IllegalArgumentException.class, () -> chat.reply(large, greedy(12)));
+      assertTrue(error.getMessage().contains("do not fit into the model's context of 64 tokens"), error.getMessage());
+      assertNotEquals("", said(chat.reply("And then?", greedy(12))));
+    }
+  }
+
+  @Test
+  void anAnswerThatIsCancelledStaysAndTheChatGoesOn() {
+    try (Generator model = new Generator(folder("hybrid")); Chat chat = new Chat(model)) {
+      Answer<String> answer = chat.reply("Then said the captain", greedy(1000));
+      StringBuilder text = new StringBuilder();
+      assertThrows(CancellationException.class, () -> {
+        for (String piece : answer) if (text.append(piece).length() > 10) answer.cancel();
+      });
+      assertNotEquals("", said(chat.reply(" And", greedy(4))));
+      assertTrue(chat.last().keptTokens > 0);
+    }
+  }
+
+  @Test
+  void samplingFollowsItsSeedAndItsLimits() throws Exception {
+    try (Generator model = new Generator(folder("model"))) {
+      class Text {
+        String of(Sampling sampling) {
+          try (Chat chat = new Chat(model)) {
+            return said(chat.reply("The old house", new Options().maxNewTokens(16).sampling(sampling)));
+          }
+        }
+      }
+      Text text = new Text();
+      String greedy = text.of(Sampling.greedy());
+      assertEquals(greedy, text.of(new Sampling().topK(1)));
+      assertEquals(greedy, text.of(new Sampling().topK(0).topP(1e-9)));
+      assertEquals(greedy, text.of(new Sampling().topK(0).minP(1)));
+      assertEquals(text.of(new Sampling().seed(7)), text.of(new Sampling().seed(7)));
+      assertTrue(LongStream.range(0, 8).mapToObj(seed -> text.of(new Sampling().seed(seed))).distinct().count() > 4);
+      assertNotEquals(greedy, text.of(Sampling.greedy().repetitionPenalty(1e6)));
+      assertNotEquals(greedy, text.of(Sampling.greedy().presencePenalty(1e6)));
+      assertNotEquals(greedy, text.of(Sampling.greedy().frequencyPenalty(1e6)));
+    }
+  }
+
+  @Test
+  void whatTheFolderLacksIsNamed() throws Exception {
+    String folder = copy("model", Map.of("no_chat", "the template counts messages"));
+    Files.delete(Path.of(folder, "tokenizer.json"));
+    Files.writeString(Path.of(folder, "generation_config.json"), "{\"do_sample\": true, \"top_p\": 2}");
+    try (Generator model = new Generator(folder)) {
+      var error = assertThrows(UnsupportedOperationException.class, () -> new Chat(model));
+      assertTrue(error.getMessage().contains("the template counts messages; render"), error.getMessage());
+      var missing = assertThrows(ModelException.class, () -> new Chat(model, null, true));
+      assertTrue(missing.getMessage().contains("tokenizer.json is missing"), missing.getMessage());
+      var config = assertThrows(ModelException.class, model::sampling);
+      assertTrue(config.getMessage().contains("generation_config.json: topP is 2.0, expected"), config.getMessage());
+    }
+  }
+}
