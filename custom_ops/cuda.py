@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import library_file, native
-from quantmoe.custom_ops.op import (
-    AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
-    LinearSpec,
-    MoESpec,
-    Projection,
-    SpaceSpec,
-)
-from quantmoe.custom_ops.structs import STRUCTS, check_structs, checked, node
-
-if TYPE_CHECKING:
-    pass
+from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, Spec
+from quantmoe.custom_ops.structs import STRUCTS, Shape, Tensor, check_structs, checked, node
+from quantmoe.custom_ops.tensor_shapes import input_shapes
 
 #: whose activations are of the same type
 FLOATS = ("bf16", "f16")
@@ -89,36 +78,10 @@ class AttentionPlan(ctypes.Structure):
     ]
 
 
-class ConvProblem(ctypes.Structure):
-    """qm_cuda_conv_problem."""
+class NodePlan(ctypes.Structure):
+    """qm_cuda_node_plan."""
 
-    _fields_ = [("conv", STRUCTS["CausalConv"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
-
-
-class DeltaProblem(ctypes.Structure):
-    """qm_cuda_delta_problem."""
-
-    PLAN = "qm_cuda_plan_delta"
-    _fields_ = [("delta", STRUCTS["GatedDelta"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
-
-
-class DeltaPlan(ctypes.Structure):
-    """qm_cuda_delta_plan."""
-
-    _fields_ = [("columns", _I32), ("cluster", _I32), ("chunked", _I32), ("workspace_bytes", _U64)]
-
-
-class SpaceProblem(ctypes.Structure):
-    """qm_cuda_space_problem."""
-
-    PLAN = "qm_cuda_plan_space"
-    _fields_ = [("space", STRUCTS["StateSpace"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
-
-
-class SpacePlan(ctypes.Structure):
-    """qm_cuda_space_plan."""
-
-    _fields_ = [("chunked", _I32), ("workspace_bytes", _U64)]
+    _fields_ = [("chosen", _I32 * 4), ("workspace_bytes", _U64)]
 
 
 #: qm_cuda_step_kind
@@ -213,21 +176,17 @@ def fill_plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found
     checked(getattr(lib, problem.PLAN), *map(ctypes.byref, (problem, device, found)))
 
 
-def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec | SpaceSpec) -> str:
+def refusal(spec: Spec) -> str:
     """Why the kernels do not run nodes with these attributes: what the plan of one token on an H200 says, which the
     library of the CPU kernels has, too; "" when they do."""
     lib = native.library()
     try:
         if isinstance(spec, AttentionSpec):
             fill_plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1, positions=1), H200, AttentionPlan())
-        elif isinstance(spec, ConvSpec):
-            validate_conv(lib, conv_problem(spec, "bf16", 1, 1))
-        elif isinstance(spec, DeltaSpec):
-            fill_plan(lib, delta_problem(spec, "bf16", 1, 1), H200, DeltaPlan())
-        elif isinstance(spec, SpaceSpec):
-            fill_plan(lib, space_problem(spec, "bf16", 1, 1), H200, SpacePlan())
-        else:
+        elif isinstance(spec, MoESpec | LinearSpec):
             fill_plan(lib, _of_one_token(spec), H200, Plan())
+        else:
+            plan_node(spec, "bf16", 1, 1, lib=lib)
     except ValueError as error:
         return str(error)
     return ""
@@ -285,20 +244,21 @@ def attention_problem(
     return AttentionProblem(own, TYPES[dtype], batch, tokens, past_slots, slots, blocks, positions)
 
 
-def conv_problem(spec: ConvSpec, dtype: str, batch: int, tokens: int) -> ConvProblem:
-    """qm_cuda_conv_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return ConvProblem(node(native.library(), spec), TYPES[dtype], batch, tokens)
+def plan_node(
+    spec: Spec, dtype: str, batch: int, tokens: int, device: Device = H200, lib: ctypes.CDLL | None = None
+) -> NodePlan:
+    """Plan an operator that runs by its name. Pure, needs no GPU.
 
+    Args:
+        dtype: "f16" or "bf16" (or "f32", which is refused). batch, tokens: the sizes B and S of op.def.
+        lib: the library that plans; None: the CUDA library.
 
-def validate_conv(lib: ctypes.CDLL, problem: ConvProblem) -> None:
-    checked(lib.qm_cuda_validate_conv, ctypes.byref(problem))
-
-
-def delta_problem(spec: DeltaSpec, dtype: str, batch: int, tokens: int) -> DeltaProblem:
-    """qm_cuda_delta_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return DeltaProblem(node(native.library(), spec), TYPES[dtype], batch, tokens)
-
-
-def space_problem(spec: SpaceSpec, dtype: str, batch: int, tokens: int) -> SpaceProblem:
-    """qm_cuda_space_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return SpaceProblem(node(native.library(), spec), TYPES[dtype], batch, tokens)
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    shapes = input_shapes(spec.OPERATOR, spec.attributes(), {"B": batch, "S": tokens})
+    inputs = (Tensor * len(shapes))(*(Tensor(None, TYPES[dtype], Shape.of(shape)) for shape in shapes))
+    found, own = NodePlan(), ctypes.byref(node(native.library(), spec))
+    plan_of = (lib or library()).qm_cuda_plan_node
+    checked(plan_of, spec.OP.encode(), own, inputs, ctypes.byref(device), ctypes.byref(found))
+    return found

@@ -305,10 +305,10 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
     lib, shapes = library(), [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
     try:
         own = ctypes.byref(node(lib, spec))
-        if spec.OP in _NAMES:
-            checked(getattr(lib, f"qm_{_NAMES[spec.OP]}_validate"), own, *shapes)
-        else:
+        if "CPU" in spec.OPERATOR.engines:
             checked(lib.qm_validate, spec.OP.encode(), own)
+        else:
+            checked(getattr(lib, f"qm_{_NAMES[spec.OP]}_validate"), own, *shapes)
     except ValueError as error:
         return str(error)
     return ""

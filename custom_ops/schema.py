@@ -42,7 +42,8 @@ class Operator:
 
     name_c: of its struct, qm_<name_c>. own: its attributes, except the projections'. shapes: op.def's text by tensor;
     sizes: the values that these name. optional: names of strings that a node may lack, which structs and dataclasses
-    leave out. optional_inputs: after ``inputs``, of nodes that have a use for them.
+    leave out. optional_inputs: after ``inputs``, of nodes that have a use for them. engines: "CPU" and "CUDA" where it
+    runs by its name there.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Operator:
     sizes: dict[str, str] = field(hash=False)
     optional: frozenset[str] = frozenset()
     optional_inputs: tuple[tuple[str, str], ...] = ()
+    engines: frozenset[str] = frozenset()
 
     @property
     def snake(self) -> str:
@@ -131,8 +133,20 @@ def parse(text: str) -> Schema:
         projections = {prefix: projection for (prefix,) in of("PROJECTION", op)}
         optional = {f"{prefix}_{name}" for prefix in projections for _, name in of("PROJECTION_OPTIONAL")}
         optional |= {name for (name,) in of("STRING", op)}
+        engines = frozenset(engine for engine in ("CPU", "CUDA") if of(engine, op))
         operators[op] = Operator(
-            op, name_c, int(version), inputs, outputs, own, projections, shapes, sizes, frozenset(optional), more
+            op,
+            name_c,
+            int(version),
+            inputs,
+            outputs,
+            own,
+            projections,
+            shapes,
+            sizes,
+            frozenset(optional),
+            more,
+            engines,
         )
     return Schema(operators, projection, enums)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 from quantmoe.custom_ops.nodes import Projection
 from quantmoe.custom_ops.schema import Operator, Spec, schema
@@ -37,6 +37,23 @@ class _Attribute(ctypes.Structure):
         ("since", ctypes.c_int32),
         ("offset", ctypes.c_int32),
     ]
+
+
+class Shape(ctypes.Structure):
+    """qm_shape."""
+
+    _fields_ = [("rank", ctypes.c_int32), ("sizes", ctypes.c_int64 * 8)]
+
+    @classmethod
+    def of(cls, shape: Sequence[int] | None) -> Self:
+        """Return a shape; None: of an input that is left out."""
+        return cls(-1) if shape is None else cls(len(shape), (ctypes.c_int64 * 8)(*shape))
+
+
+class Tensor(ctypes.Structure):
+    """qm_tensor."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int32), ("shape", Shape)]
 
 
 def check_structs(lib: ctypes.CDLL, operators: Iterable[Operator] = schema().operators.values()) -> None:

@@ -35,6 +35,12 @@ def output_shapes(
     ]
 
 
+def input_shapes(operator: Operator, attributes: Mapping[str, Any], free: Mapping[str, int]) -> list[list[int]]:
+    """Return the shapes of a node's inputs for sizes that the run decides, as ``{"B": 1, "S": 7}``."""
+    values = _values(operator, attributes)
+    return [_sizes(operator.shapes[name], dict(free), values) for name, _ in operator.inputs]
+
+
 def named_size(operator: Operator, attributes: Mapping[str, Any], name: str) -> int:
     """Return a QM_SIZE of op.def for a node's attributes."""
     return int(_values(operator, attributes)[name])

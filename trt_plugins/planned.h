@@ -15,6 +15,16 @@ namespace quantmoe {
 constexpr qm_cuda_device kDevices[] = {{80, 0, 167936}, {86, 0, 102400},  {89, 0, 102400},
                                        {90, 0, 233472}, {100, 0, 233472}, {120, 0, 102400}};
 
+// What decides the plan of an operator that runs by its name. free: the letters of dimensions that a run decides; the
+// sizes B and S are those of batch and tokens.
+struct NodeProblem {
+  const char* op;
+  int32_t node[kMostAttributes];  // the operator's struct
+  int64_t batch, tokens;
+  qm_tensor inputs[kMostInputs];  // without data
+  char free[kMostInputs][kMostDimensions];
+};
+
 // An operator that has plans.
 template <class Problem, class Plan, int (*kPlan)(const Problem*, const qm_cuda_device*, Plan*, char*)>
 class Planned : public Plugin {
@@ -127,16 +137,14 @@ class Planned : public Plugin {
   static int64_t& rows_in(qm_cuda_problem& problem) { return problem.tokens; }
   static int64_t& rows_in(qm_cuda_linear_problem& problem) { return problem.rows; }
   static int64_t& rows_in(qm_cuda_attention_problem& problem) { return problem.tokens; }
-  static int64_t& rows_in(qm_cuda_delta_problem& problem) { return problem.tokens; }
-  static int64_t& rows_in(qm_cuda_space_problem& problem) { return problem.tokens; }
+  static int64_t& rows_in(NodeProblem& problem) { return problem.tokens; }
   static int64_t& rows_in(qm_cuda_router_problem& problem) { return problem.tokens; }
   template <class Any>
   static int64_t& batch_in(Any&, int64_t& one) {
     return one;
   }
   static int64_t& batch_in(qm_cuda_attention_problem& problem, int64_t&) { return problem.batch; }
-  static int64_t& batch_in(qm_cuda_delta_problem& problem, int64_t&) { return problem.batch; }
-  static int64_t& batch_in(qm_cuda_space_problem& problem, int64_t&) { return problem.batch; }
+  static int64_t& batch_in(NodeProblem& problem, int64_t&) { return problem.batch; }
 };
 
 }  // namespace quantmoe

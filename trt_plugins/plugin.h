@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,15 @@ constexpr int32_t kMostInputs = std::max({
 #define QM_OP(op, name, version) Slots(kInputs, #op).count,
 #include "op.def"
 });
+constexpr int32_t kMostOutputs = std::max({
+#define QM_OP(op, name, version) Slots(kOutputs, #op).count,
+#include "op.def"
+});
+constexpr size_t kMostAttributes = std::max({
+#define QM_OP(op, name, version) sizeof(qm_##name) / sizeof(int32_t),
+#include "op.def"
+});
+constexpr int32_t kMostDimensions = std::extent_v<decltype(qm_shape::sizes)>;
 
 // An attribute as it was given and is serialized.
 struct Value {
@@ -183,6 +193,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   const char* op_;
   Slots inputs_, outputs_;
   SharedLayer layer_;
+  ShapeRules rules_;
 
  private:
   bool check_shapes(const Dims* in) const;  // as op.def states them; a -1 is not known yet
@@ -193,7 +204,6 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
       return fail("has " + std::to_string(count) + " inputs, expected " + std::to_string(inputs_.count));
     });
   }
-  ShapeRules rules_;
   std::vector<PluginField> fields_;  // to serialize, the last one only when it is known
   int64_t workspace_bytes_ = 0;
   PluginFieldCollection collection_{};

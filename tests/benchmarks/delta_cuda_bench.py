@@ -25,7 +25,7 @@ from attention_cuda_bench import Call, microseconds
 from attention_spec import delta_spec_of, space_spec_of
 from support import cuda_kernels as cuda
 
-from quantmoe.custom_ops.op import ConvSpec
+from quantmoe.custom_ops.op import ConvSpec, Spec
 
 KEY_HEADS, SIZE, WIDTH = 16, 128, 4
 #: groups, heads, features of a norm
@@ -36,6 +36,13 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
+def launch(spec: Spec, inputs: list[torch.Tensor], y: torch.Tensor) -> Call:
+    """Return a call that writes the state in place; inputs end with a state and rows."""
+    plan = cuda.plan_node(spec, "bf16", *inputs[0].shape[:2], device=cuda.query())
+    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
+    return lambda: cuda.launch_node(spec, plan, inputs, (y, inputs[-2]), workspace)
+
+
 def delta(heads: int, batch: int, tokens: int) -> Call:
     """Return a call of GatedDelta on random inputs."""
     spec = delta_spec_of(KEY_HEADS, heads, SIZE)
@@ -44,11 +51,7 @@ def delta(heads: int, batch: int, tokens: int) -> Call:
     inputs += [random(n, dtype=torch.float32) for n in (heads, heads, SIZE)]
     state = random(batch, heads, SIZE, SIZE, dtype=torch.float32)
     rows = torch.tensor([[0, tokens, 1]] * batch, dtype=torch.int32, device="cuda")
-    problem = cuda.delta_problem(spec, "bf16", batch, tokens)
-    plan = cuda.plan_delta(problem, cuda.query())
-    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(inputs[3])
-    return lambda: cuda.launch_delta(problem, plan, *inputs, state, rows, y, state, workspace)
+    return launch(spec, [*inputs, state, rows], torch.empty_like(inputs[3]))
 
 
 def fla(heads: int, batch: int, tokens: int) -> Call:
@@ -98,8 +101,7 @@ def conv(heads: int, batch: int, tokens: int) -> Call:
     x, state = random(batch, tokens, channels), random(batch, channels, WIDTH - 1)
     weight, bias = random(channels, WIDTH, dtype=torch.float32), random(0, dtype=torch.float32)
     rows = torch.tensor([[0, tokens, 1]] * batch, dtype=torch.int32, device="cuda")
-    problem, y = cuda.conv_problem(spec, "bf16", batch, tokens), torch.empty_like(x)
-    return lambda: cuda.launch_conv(problem, x, weight, bias, state, rows, y, state)
+    return launch(spec, [x, weight, bias, state, rows], torch.empty_like(x))
 
 
 def space(model: str, batch: int, tokens: int) -> Call:
@@ -111,11 +113,7 @@ def space(model: str, batch: int, tokens: int) -> Call:
     inputs += [random(n, dtype=torch.float32) for n in (heads, heads, heads, width)]
     state = random(batch, heads, states, size, dtype=torch.float32)
     rows = torch.tensor([[0, tokens, 1]] * batch, dtype=torch.int32, device="cuda")
-    problem = cuda.space_problem(spec, "bf16", batch, tokens)
-    plan = cuda.plan_space(problem, cuda.query())
-    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(inputs[2])
-    return lambda: cuda.launch_space(problem, plan, *inputs, state, rows, y, state, workspace)
+    return launch(spec, [*inputs, state, rows], torch.empty_like(inputs[2]))
 
 
 def mamba(model: str, batch: int, tokens: int) -> Call:

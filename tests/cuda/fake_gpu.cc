@@ -2,11 +2,14 @@
 // only say what they were asked for, allocations that fail on demand.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <vector>
 
+#include "core/slots.h"
 #include "experts/device_experts.h"
 #include "quantmoe/quant_moe_cuda.h"
 #include "ranks/trap.h"
@@ -25,12 +28,10 @@ qm_cuda_problem moe{};
 qm_cuda_tensors mixed{};
 qm_cuda_attention_problem attention{};
 qm_cuda_attention_tensors attended{};
-qm_cuda_conv_problem conv{};
-qm_cuda_conv_tensors convolved{};
-qm_cuda_delta_problem delta{};
-qm_cuda_delta_tensors stepped{};
-qm_cuda_space_problem space{};
-qm_cuda_space_tensors spaced{};
+// Of an operator that runs by its name.
+std::vector<int32_t> node;
+std::vector<qm_tensor> given, made;
+void* workspace;
 
 int check_order(char* err) {
   ++orders_checked;
@@ -82,15 +83,12 @@ void driver_attended(qm_cuda_attention_problem* problem, qm_cuda_attention_tenso
 }
 // The same of QuantMoE.
 void driver_mixed(qm_cuda_problem* problem, qm_cuda_tensors* tensors) { *problem = moe, *tensors = mixed; }
-// The same of CausalConv, of GatedDelta and of StateSpace.
-void driver_convolved(qm_cuda_conv_problem* problem, qm_cuda_conv_tensors* tensors) {
-  *problem = conv, *tensors = convolved;
-}
-void driver_stepped(qm_cuda_delta_problem* problem, qm_cuda_delta_tensors* tensors) {
-  *problem = delta, *tensors = stepped;
-}
-void driver_spaced(qm_cuda_space_problem* problem, qm_cuda_space_tensors* tensors) {
-  *problem = space, *tensors = spaced;
+// What the last operator that runs by its name was launched with: its struct, the tensors, the workspace.
+void driver_launched(int32_t* attributes, qm_tensor* inputs, qm_tensor* outputs, void** memory) {
+  std::copy(node.begin(), node.end(), attributes);
+  std::copy(given.begin(), given.end(), inputs);
+  std::copy(made.begin(), made.end(), outputs);
+  *memory = workspace;
 }
 
 // No other process reaches its memory.
@@ -191,18 +189,13 @@ int qm_cuda_launch_attention(const qm_cuda_attention_problem* problem, const qm_
   attention = *problem, attended = *tensors;
   return ++launches, QM_OK;
 }
-int qm_cuda_launch_conv(const qm_cuda_conv_problem* problem, const qm_cuda_conv_tensors* tensors, void*, char*) {
-  conv = *problem, convolved = *tensors;
-  return ++launches, QM_OK;
-}
-int qm_cuda_launch_delta(const qm_cuda_delta_problem* problem, const qm_cuda_delta_plan*,
-                         const qm_cuda_delta_tensors* tensors, void*, char*) {
-  delta = *problem, stepped = *tensors;
-  return ++launches, QM_OK;
-}
-int qm_cuda_launch_space(const qm_cuda_space_problem* problem, const qm_cuda_space_plan*,
-                         const qm_cuda_space_tensors* tensors, void*, char*) {
-  space = *problem, spaced = *tensors;
+int qm_cuda_launch_node(const char* op, const void* attributes, const qm_cuda_node_plan*, const qm_cuda_call* call,
+                        char*) {
+  const int32_t* const words = static_cast<const int32_t*>(attributes);
+  node.assign(words, words + qm_node_size(op) / sizeof(int32_t));
+  given.assign(call->inputs, call->inputs + quantmoe::Slots(quantmoe::kInputs, op).count);
+  made.assign(call->outputs, call->outputs + quantmoe::Slots(quantmoe::kOutputs, op).count);
+  workspace = call->workspace;
   return ++launches, QM_OK;
 }
 

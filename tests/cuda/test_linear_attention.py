@@ -105,7 +105,7 @@ def conv_inputs(spec: ConvSpec, dtype: str, call: str, bias: bool = True) -> lis
 @pytest.mark.parametrize("spec", [*CONVS, replace(conv_spec(70), x_size=108, x_offset=22)], ids=str)
 def test_conv(spec: ConvSpec, call: str, dtype: str, in_place: bool) -> None:
     inputs = conv_inputs(spec, dtype, call, bias=spec.channels != 512)
-    y, present = twice(lambda: cuda.conv(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
+    y, present = twice(lambda: cuda.run_node(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
     want, state = causal_conv(spec, *inputs)
     # one rounding; silu loses what exp, within 2 ulp, and a reciprocal do
     np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] * 1.01, atol=1e-6)
@@ -133,7 +133,7 @@ def delta_inputs(spec: DeltaSpec, dtype: str, call: str, decay: str = "") -> lis
 
 
 def check_delta(spec: DeltaSpec, dtype: str, inputs: list[np.ndarray], in_place: bool = False) -> None:
-    y, present = twice(lambda: cuda.delta(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
+    y, present = twice(lambda: cuda.run_node(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
     want, state = gated_delta(spec, *inputs)
     got, unit = numbers(y), UNIT[dtype]
     least = 2.0**-25 if dtype == "f16" else 0.0  # half of the smallest number
@@ -165,14 +165,14 @@ def space_inputs(spec: SpaceSpec, dtype: str, call: str) -> list[np.ndarray]:
 
 
 def check_space(a: Space, dtype: str, in_place: bool = False) -> None:
-    y, present = twice(lambda: cuda.space(a.spec, *(tensor(x, dtype) for x in unread(a)), in_place=in_place))
+    y, present = twice(lambda: cuda.run_node(a.spec, *(tensor(x, dtype) for x in unread(a)), in_place=in_place))
     assert_space(a, dtype, y, present, parts_of(a, dtype))
 
 
 def parts_of(a: Space, dtype: str) -> float:
     """Of a call: PARTS where it is read in chunks."""
-    plan = cuda.plan_space(cuda.space_problem(a.spec, dtype, *a.z.shape[:2]), cuda.query())
-    return PARTS if plan.chunked else 0
+    plan = cuda.plan_node(a.spec, dtype, *a.z.shape[:2], device=cuda.query())
+    return PARTS if plan.chosen[0] else 0
 
 
 def assert_space(a: Space, dtype: str, y: Any, present: Any, parts: float) -> None:
@@ -256,13 +256,13 @@ def test_space_in_parts(name: str, call: str) -> None:
     CALLS["31"] = ([(0, 31, 0)], 31)
     a = make_space(spec, "bf16", call)
     inputs = unread(a)
-    want, state = cuda.space(spec, *(tensor(x, "bf16") for x in inputs))
+    want, state = cuda.run_node(spec, *(tensor(x, "bf16") for x in inputs))
     ys = []
     past, at = tensor(inputs[7], "bf16"), 0
     for count in (1, 7, 16, 7) if call == "31" else (1, 7, 64, 65, 1, 1, 161):
         part = [tensor(x[:, at : at + count], "bf16") for x in inputs[:3]]
         others = [tensor(x, "bf16") for x in (*inputs[3:7], np.array([[0, count, at]], np.int32))]
-        y, past = cuda.space(spec, *part, *others[:-1], past, others[-1], in_place=at > 0)
+        y, past = cuda.run_node(spec, *part, *others[:-1], past, others[-1], in_place=at > 0)
         ys.append(y)
         at += count
     if (name, call) == ("granite", "300"):
@@ -279,16 +279,16 @@ def test_windows_of_spaces(call: str, window: int) -> None:
     """Slots have the bytes of calls that end there, or zeros."""
     a = make_space(SPACES["small"], "bf16", call)
     inputs = unread(a)
-    want, _ = cuda.space(a.spec, *(tensor(x, "bf16") for x in inputs))
+    want, _ = cuda.run_node(a.spec, *(tensor(x, "bf16") for x in inputs))
     spec = replace(a.spec, state_window=window)
-    y, present = twice(lambda: cuda.space(spec, *(tensor(x, "bf16") for x in window_of(inputs, window))))
+    y, present = twice(lambda: cuda.run_node(spec, *(tensor(x, "bf16") for x in window_of(inputs, window))))
     assert torch.equal(y, want)
     for b, (_, count, before) in enumerate(CALLS[call][0]):
         for slot in range(window):
             made = count - window + 1 + slot
             if made > 0 or slot == window - 1:
                 ends = a.row(b).tokens(slice(0, made), [[0, made, before]])
-                _, state = cuda.space(a.spec, *(tensor(x, "bf16") for x in ends.tensors))
+                _, state = cuda.run_node(a.spec, *(tensor(x, "bf16") for x in ends.tensors))
                 assert torch.equal(present[slot, b], state[0])
             else:
                 assert (present[slot, b] == 0).all()
@@ -302,7 +302,7 @@ def test_windows_of_spaces_in_chunks(call: str, dtype: str) -> None:
     window = 3
     a = make_space(SPACES["parts"], dtype, call)
     spec, parts = replace(a.spec, state_window=window), parts_of(a, dtype)
-    y, present = twice(lambda: cuda.space(spec, *(tensor(x, dtype) for x in window_of(unread(a), window))))
+    y, present = twice(lambda: cuda.run_node(spec, *(tensor(x, dtype) for x in window_of(unread(a), window))))
     assert_space(a, dtype, y, present[-1], parts)
     for b, (begin, count, before) in enumerate(CALLS[call][0]):
         for slot in range(window - 1):
@@ -324,7 +324,7 @@ def test_space_of_no_tokens(window: int) -> None:
         inputs = space_inputs(SPACES["small"], "f16", call)
         if window > 1:
             inputs = window_of(inputs, window)
-        y, present = cuda.space(spec, *(tensor(x, "f16") for x in inputs))
+        y, present = cuda.run_node(spec, *(tensor(x, "f16") for x in inputs))
         assert (y == 0).all()
         last = present[-1] if window > 1 else present
         assert torch.equal(last.cpu(), torch.from_numpy(inputs[7][-1] if window > 1 else inputs[7]))
@@ -337,8 +337,8 @@ def test_what_is_not_a_number_stays_in_its_column_and_norm(bad: float) -> None:
     clean = space_inputs(spec, "bf16", "nine")
     inputs = [x.copy() for x in clean]
     inputs[0][0, 4, 5] = bad  # x of head 0
-    y, present = cuda.space(spec, *(tensor(x, "bf16") for x in inputs))
-    want, state = cuda.space(spec, *(tensor(x, "bf16") for x in clean))
+    y, present = cuda.run_node(spec, *(tensor(x, "bf16") for x in inputs))
+    want, state = cuda.run_node(spec, *(tensor(x, "bf16") for x in clean))
     assert torch.equal(y[:, :4], want[:, :4])
     assert torch.equal(y[:, :, 64:], want[:, :, 64:])
     assert torch.isnan(y[:, 4:, 5]).all()
@@ -414,12 +414,12 @@ def test_delta_in_parts(name: str) -> None:
     """States handed on between calls of 1, 7, 64, 65 tokens: one call's, but for the roundings of f32."""
     spec = DELTAS[name]
     inputs = delta_inputs(spec, "bf16", "300")
-    want, state = (numbers(x) for x in cuda.delta(spec, *(tensor(x, "bf16") for x in inputs)))
+    want, state = (numbers(x) for x in cuda.run_node(spec, *(tensor(x, "bf16") for x in inputs)))
     past, found, at = inputs[7], [], 0
     for count in (1, 7, 64, 65, 1, 1, 161):
         part = [x[:, at : at + count] for x in inputs[:4]]
         rows = np.array([[0, count, at]], np.int32)
-        y, present = cuda.delta(spec, *(tensor(x, "bf16") for x in (*part, *inputs[4:7], past, rows)))
+        y, present = cuda.run_node(spec, *(tensor(x, "bf16") for x in (*part, *inputs[4:7], past, rows)))
         found.append(numbers(y))
         past, at = present.cpu().numpy(), at + count
     np.testing.assert_allclose(np.concatenate(found, 1), want, rtol=2 * UNIT["bf16"], atol=UNIT["bf16"] * 2**-6)
@@ -440,7 +440,7 @@ def window_of(made: list[np.ndarray], window: int) -> list[np.ndarray]:
 def test_windows_of_states(call: str, window: int, dtype: str) -> None:
     conv = conv_spec(70, 3, state_window=window)
     inputs = window_of(conv_inputs(conv, dtype, call), window)
-    y, present = twice(lambda: cuda.conv(conv, *(tensor(x, dtype) for x in inputs)))
+    y, present = twice(lambda: cuda.run_node(conv, *(tensor(x, dtype) for x in inputs)))
     want, state = causal_conv(conv, *inputs)
     np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] * 1.01, atol=1e-6)
     assert present.cpu().view(torch.int16).numpy().tobytes() == state.view(np.int16).tobytes()
@@ -453,9 +453,9 @@ def test_windows_of_states(call: str, window: int, dtype: str) -> None:
 @pytest.mark.parametrize("call", ["one token", "seven", "ragged few", "300", "ragged many"])
 def test_windows_in_place_keep_what_is_of_no_token(call: str) -> None:
     for spec, make, run in (
-        (conv_spec(64, state_window=6), conv_inputs, cuda.conv),
-        (replace(DELTAS["small"], state_window=6), delta_inputs, cuda.delta),
-        (replace(SPACES["small"], state_window=6), space_inputs, cuda.space),
+        (conv_spec(64, state_window=6), conv_inputs, cuda.run_node),
+        (replace(DELTAS["small"], state_window=6), delta_inputs, cuda.run_node),
+        (replace(SPACES["small"], state_window=6), space_inputs, cuda.run_node),
     ):
         inputs = window_of(make(spec, "bf16", call), 6)
         inputs[-2][:-1] = 7
@@ -474,9 +474,9 @@ def test_windows_in_place_keep_what_is_of_no_token(call: str) -> None:
 def test_rows_that_are_not_there(bad: tuple[int, int, int]) -> None:
     """NaN for the row, whose state stays; the others are what they are."""
     for spec, make, run in (
-        (conv_spec(64), conv_inputs, cuda.conv),
-        (DELTAS["small"], delta_inputs, cuda.delta),
-        (SPACES["small"], space_inputs, cuda.space),
+        (conv_spec(64), conv_inputs, cuda.run_node),
+        (DELTAS["small"], delta_inputs, cuda.run_node),
+        (SPACES["small"], space_inputs, cuda.run_node),
     ):
         CALLS["two"] = ([(0, 8, 1), (0, 8, 1)], 8)
         inputs = make(spec, "f16", "two")
@@ -496,8 +496,8 @@ def test_what_is_not_a_number_stays_in_its_head(bad: float) -> None:
     clean = delta_inputs(spec, "bf16", "nine")
     inputs = [x.copy() for x in clean]
     inputs[0][0, 4, 2 * 2 * 64 + 5] = bad  # a value of head 0
-    y, present = cuda.delta(spec, *(tensor(x, "bf16") for x in inputs))
-    want, state = cuda.delta(spec, *(tensor(x, "bf16") for x in clean))
+    y, present = cuda.run_node(spec, *(tensor(x, "bf16") for x in inputs))
+    want, state = cuda.run_node(spec, *(tensor(x, "bf16") for x in clean))
     assert torch.equal(y[:, :4], want[:, :4])
     assert torch.equal(y[:, :, 64:], want[:, :, 64:])
     assert torch.isnan(y[:, 4:, 5]).all()
@@ -516,12 +516,11 @@ def test_plans() -> None:
         (1000, 2, SM80, 64, 1, 1, 16),
         (8192, 1, cuda.H200, 64, 1, 2, 32),  # at once
     ):
-        plan = cuda.plan_delta(cuda.delta_problem(spec, "bf16", batch, tokens), device)
-        assert (plan.columns, plan.cluster, plan.chunked) == (columns, cluster, chunked)
+        plan = cuda.plan_node(spec, "bf16", batch, tokens, device)
+        assert plan.chosen[:3] == [chunked, columns, cluster]
         outputs = 0 if tokens <= 8 else tokens * 48 * 128 * 4
         assert plan.workspace_bytes == batch * (outputs + chunks * chunk)
-    kimi = cuda.delta_problem(DELTAS["kimi"], "bf16", 1, 1024)
-    assert not cuda.plan_delta(kimi).chunked  # a decay of each key
+    assert not cuda.plan_node(DELTAS["kimi"], "bf16", 1, 1024).chosen[0]  # a decay of each key
 
 
 def test_plans_of_spaces() -> None:
@@ -534,11 +533,11 @@ def test_plans_of_spaces() -> None:
         (1000, 2, cuda.Device(89, 128, 102400), 0, 0),  # too little shared memory
         (8192, 1, cuda.H200, 2, 32),  # at once
     ):
-        plan = cuda.plan_space(cuda.space_problem(spec, "bf16", batch, tokens), device)
-        assert plan.chunked == chunked
+        plan = cuda.plan_node(spec, "bf16", batch, tokens, device)
+        assert plan.chosen[0] == chunked
         assert plan.workspace_bytes == batch * (tokens * 64 * 64 * 4 + chunks * chunk)
     for other in (SPACES["wide"], SPACES["small"]):  # states of 256 rows, heads of 32 columns
-        assert not cuda.plan_space(cuda.space_problem(other, "bf16", 1, 1024)).chunked
+        assert not cuda.plan_node(other, "bf16", 1, 1024).chosen[0]
 
 
 @gpu
@@ -568,23 +567,16 @@ def test_without_clusters(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     ids=str,
 )
 def test_refusals(spec: ConvSpec | DeltaSpec | SpaceSpec, message: str) -> None:
-    problem: Any  # (of a spec) and what makes its plan or refuses it
-    plan: Any
-    problem, plan = {
-        "CausalConv": (cuda.conv_problem, cuda.check_conv),
-        "GatedDelta": (cuda.delta_problem, cuda.plan_delta),
-        "StateSpace": (cuda.space_problem, cuda.plan_space),
-    }[spec.OP]
     with pytest.raises(ValueError, match=message):
-        plan(problem(spec, "f16", 1, 1))
+        cuda.plan_node(spec, "f16", 1, 1)
     if "CUDA" in message:  # what needs no library says so, too
         assert cuda.refusal(spec).startswith(message)
 
 
 def test_f32_is_refused() -> None:
     with pytest.raises(ValueError, match=r"x is of type 0, the CUDA kernels take float16 \(1\) and bfloat16 \(2\)"):
-        cuda.check_conv(cuda.conv_problem(conv_spec(64), "f32", 1, 1))
+        cuda.plan_node(conv_spec(64), "f32", 1, 1)
     with pytest.raises(ValueError, match="qkv is of type 0"):
-        cuda.plan_delta(cuda.delta_problem(delta_spec(2, 4, 64), "f32", 1, 1))
+        cuda.plan_node(delta_spec(2, 4, 64), "f32", 1, 1)
     with pytest.raises(ValueError, match="xbc is of type 0"):
-        cuda.plan_space(cuda.space_problem(space_spec(2, 4, 64, 64), "f32", 1, 1))
+        cuda.plan_node(space_spec(2, 4, 64, 64), "f32", 1, 1)

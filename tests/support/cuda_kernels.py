@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import native
@@ -13,42 +13,34 @@ from quantmoe.custom_ops.cuda import (  # noqa: F401 - for those who import this
     TYPES,
     AttentionPlan,
     AttentionProblem,
-    ConvProblem,
-    DeltaPlan,
-    DeltaProblem,
     Device,
     LinearProblem,
+    NodePlan,
     Plan,
     PlanStep,
     Problem,
-    SpacePlan,
-    SpaceProblem,
     attention_problem,
-    conv_problem,
-    delta_problem,
     fill_plan,
     library,
     linear_problem,
     plan,
+    plan_node,
     problem,
     query,
     refusal,
-    space_problem,
-    validate_conv,
 )
 from quantmoe.custom_ops.op import (
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     LinearSpec,
     MoESpec,
     NormSpec,
     RouterSpec,
     RoutingSpec,
     RowsSpec,
-    SpaceSpec,
+    Spec,
 )
-from quantmoe.custom_ops.structs import STRUCTS, checked, node
+from quantmoe.custom_ops.structs import STRUCTS, Shape, Tensor, checked, node
+from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +80,17 @@ class RowsProblem(ctypes.Structure):
     """qm_cuda_rows_problem."""
 
     _fields_ = [("node", STRUCTS["TokenRows"])] + [(n, _I64) for n in ("batch", "tokens", "past_slots", "length")]
+
+
+class NodeCall(ctypes.Structure):
+    """qm_cuda_call."""
+
+    _fields_ = [
+        ("inputs", ctypes.POINTER(Tensor)),
+        ("outputs", ctypes.POINTER(Tensor)),
+        ("workspace", _PTR),
+        ("stream", _PTR),
+    ]
 
 
 #: QM_CUDA_PEERS
@@ -486,122 +489,49 @@ def attention(
     return output, present[0], present[1]
 
 
-def check_conv(problem: ConvProblem) -> None:
-    """qm_cuda_validate_conv: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    validate_conv(library(), problem)
-
-
-def launch_conv(problem: ConvProblem, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
+def launch_node(
+    spec: Spec,
+    plan: NodePlan,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    workspace: torch.Tensor,
+) -> None:
+    """Enqueue an operator that runs by its name on torch's current stream.
 
     Args:
-        tensors: x, weight, bias, past_conv, rows, y, present_conv, contiguous.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    _launch("conv", (problem,), tensors, 7)
-
-
-def conv(spec: ConvSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """CausalConv on the current CUDA device: op.def's inputs and outputs; present_conv is past_conv if ``in_place``.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
+        inputs, outputs: op.def's, contiguous; one without elements is NULL. workspace: uint8 of plan.workspace_bytes.
     """
     import torch
 
-    x, past_conv = inputs[0], inputs[3]
-    y = torch.full((*x.shape[:2], spec.channels), float("nan"), dtype=x.dtype, device=x.device)
-    present = past_conv if in_place else torch.full_like(past_conv, float("nan"))
-    launch_conv(conv_problem(spec, _dtype(x), *x.shape[:2]), *inputs, y, present)
-    return y, present
+    tensors = [
+        (Tensor * len(given))(
+            *(Tensor(t.data_ptr() if t.numel() else None, TYPES[_dtype(t)], Shape.of(t.shape)) for t in given)
+        )
+        for given in (inputs, outputs)
+    ]
+    call = NodeCall(*tensors, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+    own = ctypes.byref(node(library(), spec))
+    checked(library().qm_cuda_launch_node, spec.OP.encode(), own, *map(ctypes.byref, (plan, call)))
 
 
-def plan_delta(problem: DeltaProblem, device: Device = H200) -> DeltaPlan:
-    """qm_cuda_plan_delta: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    found = DeltaPlan()
-    fill_plan(library(), problem, device, found)
-    return found
-
-
-def launch_delta(problem: DeltaProblem, plan: DeltaPlan, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
+def run_node(spec: Spec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """CausalConv, GatedDelta or StateSpace on the current CUDA device: op.def's inputs and outputs.
 
     Args:
-        tensors: qkv, a, b, z, a_log, dt_bias, norm, past_state, rows, y, present_state, workspace (uint8 of
-            plan.workspace_bytes), contiguous.
-    """
-    _launch("delta", (problem, plan), tensors, 12)
-
-
-def delta(spec: DeltaSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """GatedDelta on the current CUDA device: op.def's inputs and outputs; present_state is past_state if ``in_place``.
+        in_place: the state that the call makes is in the memory of the one before.
 
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    qkv, width = inputs[0], spec.num_v_heads * spec.v_head_size
-    problem = delta_problem(spec, _dtype(qkv), *qkv.shape[:2])
-    return _stepped(launch_delta, problem, plan_delta(problem, query(qkv.device.index or 0)), inputs, width, in_place)
-
-
-def plan_space(problem: SpaceProblem, device: Device = H200) -> SpacePlan:
-    """qm_cuda_plan_space: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    found = SpacePlan()
-    fill_plan(library(), problem, device, found)
-    return found
-
-
-def launch_space(problem: SpaceProblem, plan: SpacePlan, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: xbc, dt, z, a_log, dt_bias, d, norm, past_state, rows, y, present_state, workspace (uint8 of
-            plan.workspace_bytes), contiguous.
-    """
-    _launch("space", (problem, plan), tensors, 12)
-
-
-def space(spec: SpaceSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """StateSpace on the current CUDA device: op.def's inputs and outputs; present_state is past_state if ``in_place``.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a shape.
-    """
-    xbc, width = inputs[0], spec.num_heads * spec.head_size
-    problem = space_problem(spec, _dtype(xbc), *xbc.shape[:2])
-    return _stepped(launch_space, problem, plan_space(problem, query(xbc.device.index or 0)), inputs, width, in_place)
-
-
-def _stepped(
-    launch: Callable[..., None],
-    problem: DeltaProblem | SpaceProblem,
-    plan: DeltaPlan | SpacePlan,
-    inputs: tuple[torch.Tensor, ...],
-    width: int,
-    in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a call whose inputs end with a state and rows: y of ``width`` features a token, and the state."""
     import torch
 
     x, past = inputs[0], inputs[-2]
-    y = torch.full((*x.shape[:2], width), float("nan"), dtype=x.dtype, device=x.device)
+    shape, _ = output_shapes(spec.OPERATOR, spec.attributes(), [tensor.shape for tensor in inputs])
+    y = torch.full(tuple(shape), float("nan"), dtype=x.dtype, device=x.device)
     present = past if in_place else torch.full_like(past, float("nan"))
+    plan = plan_node(spec, _dtype(x), *x.shape[:2], device=query(x.device.index or 0))
     workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
-    launch(problem, plan, *inputs, y, present, workspace)
+    launch_node(spec, plan, inputs, (y, present), workspace)
     return y, present
 
 

@@ -20,7 +20,7 @@ from quantmoe.custom_ops.op import (
     optional_inputs,
     outputs,
 )
-from quantmoe.custom_ops.structs import ERROR_SIZE, checked, node
+from quantmoe.custom_ops.structs import ERROR_SIZE, Shape, Tensor, checked, node
 from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 
@@ -57,26 +57,12 @@ _AttentionCall = _call(
 )
 
 
-class _Shape(ctypes.Structure):
-    _fields_ = [("rank", ctypes.c_int32), ("sizes", ctypes.c_int64 * 8)]
-
-    @classmethod
-    def of(cls, shape: Sequence[int] | None) -> _Shape:
-        return cls(-1) if shape is None else cls(len(shape), (ctypes.c_int64 * 8)(*shape))
-
-
-class _Tensor(ctypes.Structure):
-    """qm_tensor."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int32), ("shape", _Shape)]
-
-
 class _NodeCall(ctypes.Structure):
     """qm_call."""
 
     _fields_ = [
-        ("inputs", ctypes.POINTER(_Tensor)),
-        ("outputs", ctypes.POINTER(_Tensor)),
+        ("inputs", ctypes.POINTER(Tensor)),
+        ("outputs", ctypes.POINTER(Tensor)),
         ("workspace", ctypes.c_void_p),
         ("lanes", ctypes.c_int),
         ("parallel_for", ctypes.c_void_p),
@@ -291,8 +277,8 @@ def run(
     if present is not None:
         made[-1] = present
     tensors = [
-        (_Tensor * len(arrays))(
-            *(_Tensor(a.ctypes.data if a.size else None, TYPES.get(a.dtype, 0), _Shape.of(a.shape)) for a in arrays)
+        (Tensor * len(arrays))(
+            *(Tensor(a.ctypes.data if a.size else None, TYPES.get(a.dtype, 0), Shape.of(a.shape)) for a in arrays)
         )
         for arrays in (given, made)
     ]
@@ -316,8 +302,8 @@ def workspace(
     kind, own = TYPES[np.dtype(dtype)], ctypes.byref(node(lib, spec))
     call: ctypes.Structure
     if isinstance(spec, RoutingSpec):
-        tensor = _Tensor(None, kind, _Shape.of((tokens, spec.logits)))
-        call = _NodeCall((_Tensor * 2)(tensor), (_Tensor * 2)(), None, *_threads(lanes))
+        tensor = Tensor(None, kind, Shape.of((tokens, spec.logits)))
+        call = _NodeCall((Tensor * 2)(tensor), (Tensor * 2)(), None, *_threads(lanes))
         return lib.qm_workspace(spec.OP.encode(), own, ctypes.byref(call))
     if isinstance(spec, MoESpec):
         call, size = _Call(kind, 4, tokens, top_k, local_experts), lib.qm_moe_workspace
@@ -341,7 +327,7 @@ def infer_shapes(spec: Spec, shapes: Sequence[Sequence[int] | None]) -> list[lis
     Raises:
         ValueError: an input cannot have its shape, with the library's words.
     """
-    lib, given = library(), (_Shape * len(shapes))(*map(_Shape.of, shapes))
-    found = (_Shape * len(spec.OPERATOR.outputs))()
+    lib, given = library(), (Shape * len(shapes))(*map(Shape.of, shapes))
+    found = (Shape * len(spec.OPERATOR.outputs))()
     checked(lib.qm_infer_shapes, spec.OP.encode(), ctypes.byref(node(lib, spec)), given, len(shapes), found)
     return [list(s.sizes[: s.rank]) for s in found]

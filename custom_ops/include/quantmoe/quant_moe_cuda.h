@@ -288,72 +288,24 @@ QM_API int qm_cuda_plan_attention(const qm_cuda_attention_problem*, const qm_cud
 QM_API int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,
                                     const qm_cuda_attention_tensors*, void* stream, char* err);
 
-// CausalConv: one kernel, no plan, no workspace. As CachedAttention's, `rows` stays on the device: a batch row that
-// asks for tokens that are not there stores nothing, and its output is NaN.
+// The operators that have a QM_CUDA line in op.def, by their names. As CachedAttention's, `rows` stays on the device: a
+// batch row that asks for tokens that are not there stores nothing, and its output is NaN.
 typedef struct {
-  qm_conv conv;
-  int32_t type;  // qm_type of x, y and the states: QM_F16 or QM_BF16
-  int64_t batch, tokens;
-} qm_cuda_conv_problem;
+  int32_t chosen[4];         // what the kernels' files say: StateChoice in src/cuda/state/linear_attention.h
+  uint64_t workspace_bytes;  // a call that needs none needs none with fewer tokens or rows
+} qm_cuda_node_plan;
 typedef struct {
-  const void* x;
-  const float *weight, *bias;  // bias: NULL for none
-  const void* past_conv;
-  const int32_t* rows;
-  void *y, *present_conv;  // present_conv: past_conv's memory, or other
-} qm_cuda_conv_tensors;
-// An even number of channels, even x_size and x_offset, width 2 to 4; QM_UNSUPPORTED for others.
-QM_API int qm_cuda_validate_conv(const qm_cuda_conv_problem*, char* err);
-QM_API int qm_cuda_launch_conv(const qm_cuda_conv_problem*, const qm_cuda_conv_tensors*, void* stream, char* err);
-
-// GatedDelta; `rows` as CausalConv's.
-typedef struct {
-  qm_delta delta;
-  int32_t type;  // qm_type of qkv, a, b, z and y: QM_F16 or QM_BF16
-  int64_t batch, tokens;
-} qm_cuda_delta_problem;
-typedef struct {
-  int32_t columns;  // of a head's state that a block has
-  int32_t cluster;  // blocks that share a head, and norm its output together; 1: a block that has all of it does, or
-  int32_t chunked;  // 64 tokens at a time on tensor cores: 1 on mma, 2 on wgmma; 0: one after the other
-  uint64_t workspace_bytes;  // where this is not 0, another kernel norms
-} qm_cuda_delta_plan;
-typedef struct {
-  const void *qkv, *a, *b, *z;  // qkv and y 16-byte aligned
-  const float *a_log, *dt_bias, *norm, *past_state;
-  const int32_t* rows;
-  void* y;
-  float* present_state;  // past_state's memory, or other
-  void* workspace;
-} qm_cuda_delta_tensors;
-// Head sizes 64 and 128; QM_UNSUPPORTED for others.
-QM_API int qm_cuda_plan_delta(const qm_cuda_delta_problem*, const qm_cuda_device*, qm_cuda_delta_plan*, char* err);
-QM_API int qm_cuda_launch_delta(const qm_cuda_delta_problem*, const qm_cuda_delta_plan*, const qm_cuda_delta_tensors*,
-                                void* stream, char* err);
-
-// StateSpace; `rows` as CausalConv's.
-typedef struct {
-  qm_space space;
-  int32_t type;  // qm_type of xbc, dt, z and y: QM_F16 or QM_BF16
-  int64_t batch, tokens;
-} qm_cuda_space_problem;
-typedef struct {
-  int32_t chunked;  // qm_cuda_delta_plan
-  uint64_t workspace_bytes;
-} qm_cuda_space_plan;
-typedef struct {
-  const void *xbc, *dt, *z;  // xbc, y, past_state and present_state 16-byte aligned
-  const float *a_log, *dt_bias, *d, *norm, *past_state;
-  const int32_t* rows;
-  void* y;
-  float* present_state;  // past_state's memory, or other
-  void* workspace;
-} qm_cuda_space_tensors;
-// A state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384; QM_UNSUPPORTED for
-// others.
-QM_API int qm_cuda_plan_space(const qm_cuda_space_problem*, const qm_cuda_device*, qm_cuda_space_plan*, char* err);
-QM_API int qm_cuda_launch_space(const qm_cuda_space_problem*, const qm_cuda_space_plan*, const qm_cuda_space_tensors*,
-                                void* stream, char* err);
+  const qm_tensor *inputs, *outputs;  // as qm_call's; data is 16-byte aligned; present is past's memory, or other
+  void* workspace;                    // plan.workspace_bytes, 256-byte aligned
+  void* stream;                       // a cudaStream_t
+} qm_cuda_call;
+// Reads types and shapes of the inputs, not their data. T is QM_F16 or QM_BF16; QM_UNSUPPORTED for others.
+// CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4. GatedDelta: head sizes 64 and 128.
+// StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.
+QM_API int qm_cuda_plan_node(const char* op, const void* node, const qm_tensor* inputs, const qm_cuda_device*,
+                             qm_cuda_node_plan*, char* err);
+QM_API int qm_cuda_launch_node(const char* op, const void* node, const qm_cuda_node_plan*, const qm_cuda_call*,
+                               char* err);
 
 // Ranks whose GPUs write to each other's memory: each has a box in its own, which the others write to. They have the
 // same calls in the same order, and a rank one at a time. A call waits on the GPU for those of the others.

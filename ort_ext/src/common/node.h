@@ -104,27 +104,6 @@ class Node {
   // Throws unless the caches' type is that of cache_format.
   void check_caches(const qm_attention& attention) const;
 
-  // Sizes and tensors of a run of CausalConv, GatedDelta or StateSpace, into the C ABI's structs, which on the CPU are
-  // one; throws unless its inputs' shapes agree.
-  template <class Sizes, class Tensors>
-  void read_stateful(OrtKernelContext* context, const qm_conv&, Sizes& run, Tensors& tensors) const {
-    const FreeSizes<int64_t> sizes = read_batch(context, run);
-#define QM_ONLY "ops/causal_conv.def"
-#include "common/tensors.inc"
-  }
-  template <class Sizes, class Tensors>
-  void read_stateful(OrtKernelContext* context, const qm_delta&, Sizes& run, Tensors& tensors) const {
-    const FreeSizes<int64_t> sizes = read_batch(context, run);
-#define QM_ONLY "ops/gated_delta.def"
-#include "common/tensors.inc"
-  }
-  template <class Sizes, class Tensors>
-  void read_stateful(OrtKernelContext* context, const qm_space&, Sizes& run, Tensors& tensors) const {
-    const FreeSizes<int64_t> sizes = read_batch(context, run);
-#define QM_ONLY "ops/state_space.def"
-#include "common/tensors.inc"
-  }
-
   // A node's attributes; throws what `check` has against them.
   template <class Attributes>
   Attributes read_checked(const OrtKernelInfo* info, int (*check)(const Attributes&, char*)) {
@@ -155,14 +134,6 @@ class Node {
   }
 
   qm_tensor tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const;
-
-  template <class Sizes>
-  FreeSizes<int64_t> read_batch(OrtKernelContext* context, Sizes& run) const {
-    const FreeSizes<int64_t> sizes = check_inputs(context);
-    run.batch = sizes.at('B');
-    run.tokens = sizes.at('S');
-    return sizes;
-  }
   std::vector<std::string> input_names_;  // the graph's
   ShapeRules shapes_;                     // from read_attributes on
 };

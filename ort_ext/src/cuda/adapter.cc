@@ -207,60 +207,35 @@ void CudaAttention::run(OrtKernelContext* context) const {
                                   });
 }
 
-class CudaConv : public CudaNode {
+// An operator that runs by its name.
+class CudaPlain : public CudaNode {
  public:
-  CudaConv(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaNode(op, api, info) {
-    read_attributes(info, &problem_.conv);
-    problem_.type = op.type();
-    char error[QM_ERROR_SIZE];
-    if (qm_cuda_validate_conv(&problem_, error)) fail(error);
-  }
-  void run(OrtKernelContext* context) const override;
-
- private:
-  qm_cuda_conv_problem problem_{};  // but for the sizes
-};
-
-void CudaConv::run(OrtKernelContext* context) const {
-  qm_cuda_conv_problem problem = problem_;
-  qm_cuda_conv_tensors tensors{};
-  read_stateful(context, problem.conv, problem, tensors);
-  char error[QM_ERROR_SIZE];
-  if (qm_cuda_launch_conv(&problem, &tensors, stream_of(context), error))
-    throw std::runtime_error(node_ + ": " + error);
-}
-
-// GatedDelta or StateSpace. kNode: the attributes in the problem.
-template <auto kNode, class Problem, class Plan, class Tensors,
-          int (*kPlan)(const Problem*, const qm_cuda_device*, Plan*, char*),
-          int (*kLaunch)(const Problem*, const Plan*, const Tensors*, void*, char*)>
-class CudaStateful : public CudaNode {
- public:
-  CudaStateful(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaNode(op, api, info) {
-    read_attributes(info, &(problem_.*kNode));
-    problem_.type = op.type();
+  CudaPlain(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool)
+      : CudaNode(op, api, info), attributes_(qm_node_size(op.name) / sizeof(int32_t)) {
+    read_attributes(info, attributes_.data());
     query_device();
-    Plan plan;
-    char error[QM_ERROR_SIZE];
-    if (kPlan(&problem_, &device_, &plan, error)) fail(error);
+    const std::vector<qm_tensor> empty(static_cast<size_t>(op.inputs.most), qm_tensor{nullptr, op.type(), {}});
+    (void)plan_of(empty.data());
   }
   void run(OrtKernelContext* context) const override {
-    Problem problem = problem_;
-    Tensors tensors{};
-    read_stateful(context, problem.*kNode, problem, tensors);
-    execute<Plan>(context, problem, kPlan, [&](const Plan& plan, void* workspace, void* stream, char* error) {
-      tensors.workspace = workspace;
-      return kLaunch(&problem, &plan, &tensors, stream, error);
-    });
+    const Tensors tensors = read_tensors(context);
+    const qm_cuda_node_plan plan = plan_of(tensors.inputs.data());
+    const Scratch workspace = scratch_of(context, plan.workspace_bytes);
+    const qm_cuda_call call{tensors.inputs.data(), tensors.outputs.data(), workspace.get(), stream_of(context)};
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_launch_node(op_.name, attributes_.data(), &plan, &call, error))
+      throw std::runtime_error(node_ + ": " + error);
   }
 
  private:
-  Problem problem_{};  // but for the sizes
+  qm_cuda_node_plan plan_of(const qm_tensor* inputs) const {
+    qm_cuda_node_plan plan;
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_plan_node(op_.name, attributes_.data(), inputs, &device_, &plan, error)) fail(error);
+    return plan;
+  }
+  std::vector<int32_t> attributes_;  // the operator's struct
 };
-using CudaDelta = CudaStateful<&qm_cuda_delta_problem::delta, qm_cuda_delta_problem, qm_cuda_delta_plan,
-                               qm_cuda_delta_tensors, qm_cuda_plan_delta, qm_cuda_launch_delta>;
-using CudaSpace = CudaStateful<&qm_cuda_space_problem::space, qm_cuda_space_problem, qm_cuda_space_plan,
-                               qm_cuda_space_tensors, qm_cuda_plan_space, qm_cuda_launch_space>;
 
 template <class T, bool verify>
 Node* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
@@ -287,9 +262,8 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, kProvider, "AllReduceAddRMSNorm", type, kId32, make_node<CudaReduceNorm, verify>);
     ops.emplace_back(api, kProvider, "AllGather", type, kId32, make_node<CudaGather, verify>);
     ops.emplace_back(api, kProvider, "ReduceScatter", type, kId32, make_node<CudaScatter, verify>);
-    ops.emplace_back(api, kProvider, "CausalConv", type, kId32, make_node<CudaConv, verify>);
-    ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, make_node<CudaDelta, verify>);
-    ops.emplace_back(api, kProvider, "StateSpace", type, kId32, make_node<CudaSpace, verify>);
+#define QM_CUDA(op, name) ops.emplace_back(api, kProvider, #op, type, kId32, make_node<CudaPlain, verify>);
+#include "op.def"
   }
   ops.emplace_back(api, kProvider, "MoERouting", kFloat, kId32, make_node<CudaRouting, verify>);
 }

@@ -11,6 +11,9 @@ from cuda.test_linear_attention import conv_inputs, delta_inputs, space_inputs, 
 from specs import state_shapes
 from support import cuda_kernels as cuda
 
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.structs import STRUCTS, Tensor, node
+
 
 @pytest.mark.parametrize(
     ("spec", "name", "new", "message"),
@@ -79,28 +82,27 @@ def test_states_are_launched_as_they_are_bound(driver, fake, bias):
     """Sizes and addresses of a call; present is past's memory."""
     fake()
     lib = ctypes.CDLL(FAKE)
-    for spec, problem, past, said in (
-        (CONV, cuda.ConvProblem(), 3, lib.driver_convolved),
-        (DELTA, cuda.DeltaProblem(), 7, lib.driver_stepped),
-        (SPACE, cuda.SpaceProblem(), 7, lib.driver_spaced),
-    ):
+    for spec in (CONV, DELTA, SPACE):
         op = driver.op("f16", name=spec.OP)
         kernel = driver.create(op, spec.attributes(), [])
         assert kernel is not None, driver.error
-        shapes, addresses = state_shapes(spec, 2, 8), [4096 * (i + 1) for i in range(12)]
-        addresses = addresses[: len(shapes)]
-        addresses[-1] = addresses[past]
+        shapes = state_shapes(spec, 2, 8)
+        addresses = [4096 * (i + 1) for i in range(len(shapes))]
+        addresses[-1] = addresses[-4]
         if spec is CONV and not bias:
             shapes[2] = (0,)
         values = [value(s, data=at) for s, at in zip(shapes, addresses, strict=True)]
         assert driver.run(op, kernel, values[:-2], values[-2:], STREAM) == 0, driver.error
         driver.lib.driver_destroy(op, kernel)
-        tensors = (ctypes.c_uint64 * 12)()
-        said(ctypes.byref(problem), tensors)
-        assert (problem.type, problem.batch, problem.tokens) == (1, 2, 8)
+        attributes, inputs, outputs = STRUCTS[spec.OP](), (Tensor * (len(shapes) - 2))(), (Tensor * 2)()
+        lib.driver_launched(ctypes.byref(attributes), inputs, outputs, ctypes.byref(ctypes.c_void_p()))
+        assert bytes(attributes) == bytes(node(native.library(), spec))
         if spec is CONV and not bias:
-            addresses[2] = 0
-        assert list(tensors)[: len(addresses)] == addresses
+            addresses[2] = None
+        tensors = [*inputs, *outputs]
+        assert [tensor.data for tensor in tensors] == addresses
+        assert [tuple(tensor.shape.sizes[: tensor.shape.rank]) for tensor in tensors] == shapes
+        assert {tensor.type for tensor in tensors} == {1}
 
 
 @gpu
@@ -108,16 +110,12 @@ def test_states_are_launched_as_they_are_bound(driver, fake, bias):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_run_states(driver, dtype, call):
     """In place, and into other memory: the bytes of the kernels, which test_linear_attention.py checks."""
-    for spec, make, launch in (
-        (CONV, conv_inputs, cuda.conv),
-        (DELTA, delta_inputs, cuda.delta),
-        (SPACE, space_inputs, cuda.space),
-    ):
+    for spec, make in ((CONV, conv_inputs), (DELTA, delta_inputs), (SPACE, space_inputs)):
         op = driver.op(dtype, name=spec.OP)
         kernel = driver.create(op, spec.attributes(), [])
         assert kernel is not None, driver.error
         made = make(spec, dtype, call)
-        want = launch(spec, *(tensor(x, dtype) for x in made))
+        want = cuda.run_node(spec, *(tensor(x, dtype) for x in made))
         for in_place in (False, True):
             inputs = [tensor(x, dtype) for x in made]
             outputs = [torch.full_like(x, float("nan")) for x in want]

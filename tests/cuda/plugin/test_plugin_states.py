@@ -13,7 +13,9 @@ from cuda.trt import RUNTIME, TYPES, attributes_of
 from specs import state_shapes
 from support import cuda_kernels as cuda
 
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import inputs
+from quantmoe.custom_ops.structs import STRUCTS, Tensor, node
 
 
 @pytest.mark.parametrize("spec", [CONV, DELTA, SPACE], ids=lambda spec: spec.OP)
@@ -92,14 +94,16 @@ def test_workspace_of_states(others):
     """The convolution needs none; of the profile's maxima, and enough for fewer tokens and rows."""
     others.select("CausalConv")
     assert others.create(attributes_of(CONV)).call("workspace", state_tensors(CONV, 4, 300)) == 0
-    for spec, problem, plan in (
-        (DELTA, cuda.delta_problem, cuda.plan_delta),
-        (SPACE, cuda.space_problem, cuda.plan_space),
-    ):
+    for spec in (DELTA, SPACE):
         others.select(spec.OP)
         given = others.create(attributes_of(spec)).call("workspace", state_tensors(spec, 4, 300))
-        problems = [problem(spec, "bf16", b, t) for b in range(1, 5) for t in range(1, 301)]
-        assert 0 < max(plan(p, device).workspace_bytes for p in problems for device in DEVICES) <= given
+        plans = (
+            cuda.plan_node(spec, "bf16", batch, tokens, device)
+            for batch in range(1, 5)
+            for tokens in range(1, 301)
+            for device in DEVICES
+        )
+        assert 0 < max(plan.workspace_bytes for plan in plans) <= given
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -118,21 +122,17 @@ def test_states_are_launched_with_what_they_are_given(fake, spec, in_place, bias
     before = fake.lib.driver_count(1)
     assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(0xD0000), None) == 0, fake.log()
     assert fake.lib.driver_count(1) == before + 1
-    made, said = {
-        "CausalConv": (cuda.conv_problem, fake.lib.driver_convolved),
-        "GatedDelta": (cuda.delta_problem, fake.lib.driver_stepped),
-        "StateSpace": (cuda.space_problem, fake.lib.driver_spaced),
-    }[spec.OP]
-    want, found = made(spec, "f16", 3, 20), (ctypes.c_uint64 * 12)()
-    problem = type(want)()
-    said(ctypes.byref(problem), found)
-    for name, _ in want._fields_:  # what is between them is not said
-        got, expected = getattr(problem, name), getattr(want, name)
-        assert got == expected if isinstance(expected, int) else bytes(got) == bytes(expected)
+    attributes, memory = STRUCTS[spec.OP](), ctypes.c_void_p()
+    tensors = (Tensor * count)(), (Tensor * 2)()
+    fake.lib.driver_launched(ctypes.byref(attributes), *tensors, ctypes.byref(memory))
+    assert bytes(attributes) == bytes(node(native.library(), spec))
     if spec is CONV and not bias:
-        given[2] = 0
-    assert list(found)[: count + 2] == [*given, *results]
-    assert found[11] == (0 if spec is CONV else 0xD0000)
+        given[2] = None
+    assert [tensor.data for tensor in (*tensors[0], *tensors[1])] == [*given, *results]
+    for tensor, described in zip(tensors[0], shapes, strict=False):
+        assert tensor.shape.sizes[: tensor.shape.rank] == described.dims[: described.rank]
+    assert tensors[0][0].type == 1
+    assert memory.value == (None if spec is CONV else 0xD0000)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -140,18 +140,14 @@ def test_states_are_launched_with_what_they_are_given(fake, spec, in_place, bias
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_enqueue_states(others, dtype, call):
     """In place, with one plug-in: the bytes of the kernels, which test_linear_attention.py checks."""
-    for spec, make, launch in (
-        (CONV, conv_inputs, cuda.conv),
-        (DELTA, delta_inputs, cuda.delta),
-        (SPACE, space_inputs, cuda.space),
-    ):
+    for spec, make in ((CONV, conv_inputs), (DELTA, delta_inputs), (SPACE, space_inputs)):
         others.select(spec.OP)
         made = make(spec, dtype, call)
         described = state_tensors(spec, *made[0].shape[:2], dtype)
         built = others.create(attributes_of(spec))
         size = built.call("workspace", described)
         running = others.create(built.serialize(), RUNTIME).attach()
-        want = launch(spec, *(on_device(x, dtype) for x in made))
+        want = cuda.run_node(spec, *(on_device(x, dtype) for x in made))
         given = [on_device(x, dtype) for x in made]
         results = [torch.full_like(want[0], float("nan")), given[-2]]
         workspace = torch.full((max(1, size),), 0xFF, dtype=torch.uint8, device="cuda")

@@ -30,7 +30,11 @@ template <bool recalls>
 constexpr int kChunkMatrices = recalls ? 2 : 1;
 template <bool recalls>
 constexpr int kChunkFloats = kChunkMatrices<recalls> * kChunkMatrix + kChunkFactors;
-enum ChunkProducts : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };  // qm_cuda_delta_plan.chunked
+enum ChunkProducts : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };
+// Places in qm_cuda_node_plan.chosen. Chunked: ChunkProducts, 64 tokens at a time on tensor cores, or one after the
+// other. Columns: of a head's state that a block has. Cluster: blocks that share a head, and norm its output together;
+// 1: a block that has all of it does, or another kernel, where there is a workspace.
+enum StateChoice : int { kChunked, kColumns, kCluster };
 constexpr int kScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
 
 constexpr int kSpaceColumns = 32, kSpaceThreads = 128;  // of a block of StateSpace; a warp has eight columns of a state

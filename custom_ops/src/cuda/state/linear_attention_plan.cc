@@ -2,13 +2,22 @@
 #include <algorithm>
 
 #include "core/attributes.h"
+#include "cuda/common/operators.h"
 #include "cuda/state/linear_attention.h"
-#include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
 namespace {
 
-int validate_call(const char* input, int32_t type, int64_t batch, int64_t tokens, int64_t blocks, char* err) {
+// The sizes of a call whose first input is [B, S, ..].
+struct Size {
+  int64_t batch, tokens;
+};
+
+// blocks: of the grid's last dimension but one.
+int read_size(const char* input, const qm_tensor& first, int64_t blocks, Size& size, char* err) {
+  const int32_t type = first.type;
+  const int64_t batch = first.shape.sizes[0], tokens = first.shape.sizes[1];
+  size = {batch, tokens};
   if (type != QM_F16 && type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "%s is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", input,
                 type);
@@ -30,12 +39,9 @@ int64_t floats_of_chunks(int64_t batch, int64_t tokens, int heads, int of_chunk)
 }
 
 }  // namespace
-}  // namespace quantmoe
 
-using namespace quantmoe;
-
-extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* err) {
-  const qm_conv& conv = problem->conv;
+int plan_conv(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+  const qm_conv& conv = *static_cast<const qm_conv*>(node);
   QM_TRY(check_conv(conv, err));
   if (conv.channels % 2)
     return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", conv.channels);
@@ -45,12 +51,13 @@ extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* 
   if (conv.width < kLeastConvWidth || conv.width > kMostConvWidth)
     return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", conv.width, kLeastConvWidth,
                 kMostConvWidth);
-  return validate_call("x", problem->type, problem->batch, problem->tokens, problem->tokens / kConvTokens, err);
+  Size size;
+  return read_size("x", inputs[CausalConv_x], inputs[CausalConv_x].shape.sizes[1] / kConvTokens, size, err);
 }
 
-extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm_cuda_device* device,
-                                  qm_cuda_delta_plan* plan, char* err) {
-  const qm_delta& delta = problem->delta;
+int plan_delta(const void* node, const qm_tensor* inputs, const qm_cuda_device& device, qm_cuda_node_plan& plan,
+               char* err) {
+  const qm_delta& delta = *static_cast<const qm_delta*>(node);
   QM_TRY(check_delta(delta, err));
   for (const int size : {delta.k_head_size, delta.v_head_size})
     if (size != 64 && size != 128)
@@ -59,24 +66,24 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
   if (delta.decay_per_key && (delta.a_size % 4 || delta.a_offset % 4))
     return fail(err, QM_UNSUPPORTED, "a_size is %d and a_offset %d, the CUDA kernels take multiples of 4", delta.a_size,
                 delta.a_offset);
-  QM_TRY(validate_call("qkv", problem->type, problem->batch, problem->tokens, delta.num_v_heads, err));
-  const bool few = problem->tokens <= kFewDeltaTokens;
-  *plan = qm_cuda_delta_plan{};
-  plan->columns = few && device->sm < 90 ? delta.v_head_size : kFewDeltaColumns;
-  plan->cluster = few ? delta.v_head_size / plan->columns : 1;
-  if (!delta.decay_per_key) plan->chunked = chunks_on(*device, problem->tokens);
-  int64_t floats = few ? 0 : problem->batch * problem->tokens * delta.num_v_heads * delta.v_head_size;
-  if (plan->chunked) {
-    plan->columns = kScanColumns;
-    floats += floats_of_chunks(problem->batch, problem->tokens, delta.num_v_heads, kChunkFloats<true>);
+  Size size;
+  QM_TRY(read_size("qkv", inputs[GatedDelta_qkv], delta.num_v_heads, size, err));
+  const bool few = size.tokens <= kFewDeltaTokens;
+  plan.chosen[kColumns] = few && device.sm < 90 ? delta.v_head_size : kFewDeltaColumns;
+  plan.chosen[kCluster] = few ? delta.v_head_size / plan.chosen[kColumns] : 1;
+  if (!delta.decay_per_key) plan.chosen[kChunked] = chunks_on(device, size.tokens);
+  int64_t floats = few ? 0 : size.batch * size.tokens * delta.num_v_heads * delta.v_head_size;
+  if (plan.chosen[kChunked]) {
+    plan.chosen[kColumns] = kScanColumns;
+    floats += floats_of_chunks(size.batch, size.tokens, delta.num_v_heads, kChunkFloats<true>);
   }
-  plan->workspace_bytes = static_cast<uint64_t>(floats) * 4;
+  plan.workspace_bytes = static_cast<uint64_t>(floats) * 4;
   return QM_OK;
 }
 
-extern "C" int qm_cuda_plan_space(const qm_cuda_space_problem* problem, const qm_cuda_device* device,
-                                  qm_cuda_space_plan* plan, char* err) {
-  const qm_space& space = problem->space;
+int plan_space(const void* node, const qm_tensor* inputs, const qm_cuda_device& device, qm_cuda_node_plan& plan,
+               char* err) {
+  const qm_space& space = *static_cast<const qm_space*>(node);
   QM_TRY(check_space(space, err));
   if (const int32_t size = space.state_size; size != 64 && size != 128 && size != 256)
     return fail(err, QM_UNSUPPORTED, "state_size is %d, the CUDA kernels take 64, 128 and 256", size);
@@ -85,12 +92,14 @@ extern "C" int qm_cuda_plan_space(const qm_cuda_space_problem* problem, const qm
                 kSpaceColumns);
   if (constexpr int kMost = kSpaceGateEach * kSpaceGateThreads; space.norm_size > kMost)
     return fail(err, QM_UNSUPPORTED, "norm_size is %d, the CUDA kernels take up to %d", space.norm_size, kMost);
-  QM_TRY(validate_call("xbc", problem->type, problem->batch, problem->tokens, space.num_heads, err));
-  *plan = qm_cuda_space_plan{};
+  Size size;
+  QM_TRY(read_size("xbc", inputs[StateSpace_xbc], space.num_heads, size, err));
   if (space.state_size <= 128 && space.head_size % kScanColumns == 0)
-    plan->chunked = chunks_on(*device, problem->tokens);
-  int64_t floats = problem->batch * problem->tokens * width_of(space);
-  if (plan->chunked) floats += floats_of_chunks(problem->batch, problem->tokens, space.num_heads, kChunkFloats<false>);
-  plan->workspace_bytes = static_cast<uint64_t>(floats) * 4;
+    plan.chosen[kChunked] = chunks_on(device, size.tokens);
+  int64_t floats = size.batch * size.tokens * width_of(space);
+  if (plan.chosen[kChunked]) floats += floats_of_chunks(size.batch, size.tokens, space.num_heads, kChunkFloats<false>);
+  plan.workspace_bytes = static_cast<uint64_t>(floats) * 4;
   return QM_OK;
 }
+
+}  // namespace quantmoe

@@ -1,0 +1,17 @@
+// The plans of operators that run by their names.
+#include <string_view>
+
+#include "core/attributes.h"
+#include "cuda/common/operators.h"
+
+using namespace quantmoe;
+
+extern "C" int qm_cuda_plan_node(const char* op, const void* node, const qm_tensor* inputs,
+                                 const qm_cuda_device* device, qm_cuda_node_plan* plan, char* err) {
+  const std::string_view wanted = op;
+  *plan = qm_cuda_node_plan{};
+#define QM_CUDA(op, name) \
+  if (wanted == #op) return plan_##name(node, inputs, *device, *plan, err);
+#include "op.def"
+  return fail(err, QM_UNSUPPORTED, "%.64s has no CUDA kernel that runs by its name", op);
+}
