@@ -154,7 +154,7 @@ test-cuda: export QUANTMOE_ORT_CUDA_LIBRARY = $(CUDA_BUILD)/ort_ext/libquantmoe_
 test-cuda: export QUANTMOE_ORT_DRIVER = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_driver.so
 test-cuda: build cuda
 	$(UV) --group test --requirements pyproject.toml --extra tensorrt-rtx
-	$(PYTEST) tests/cuda
+	$(PYTEST) tests/cuda tests/engines/test_new_operator.py
 
 # The wheel quantmoe-cuda of what `make cuda` compiled, for this machine's architecture or PLATFORM and the compiler's glibc, in dist/cuda.
 wheel-cuda: build cuda

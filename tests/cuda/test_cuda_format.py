@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from quantmoe.custom_ops.schema import read
+
 ROOT = Path(__file__).parents[2]
 NVCC = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin/nvcc")
 INCLUDE = [f"-I{ROOT / folder}" for folder in ("custom_ops/include", "custom_ops/src", "custom_ops")]
@@ -32,11 +34,14 @@ FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts:
 @pytest.fixture
 def example(tmp_path) -> Path:
     shutil.copy(ROOT / "tests/examples/acme4.cuh", tmp_path)
+    (tmp_path / "op.def").write_text(read(ROOT / "custom_ops"), encoding="utf-8")
     return tmp_path
 
 
 def compile(compiler: str | Path, source: Path, *options: str) -> None:
-    found = subprocess.run([compiler, *options, *INCLUDE, source], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [compiler, *options, f"-I{source.parent}", *INCLUDE, source], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stderr
 
 
