@@ -84,7 +84,7 @@ def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
 
 def _describe(m: QuantizedMatrix, activation_format: str, what: str, operator: str = "QMoE") -> Projection:
     if m.kind not in FORMATS:
-        raise ValueError(f"{what}: {operator} has {', '.join(FORMATS)}, found {m.kind}")
+        raise ValueError(f"{what}: {operator} is exported with {', '.join(FORMATS)}, found {m.kind}")
     if activation_format != "none":
         raise ValueError(
             f"{what}: {operator} does not quantize activations as the checkpoint says ({activation_format}); "

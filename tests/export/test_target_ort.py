@@ -300,7 +300,7 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported):
             "W8A8",
             r"experts\.0: \w+: QMoE does not quantize .* says \(int8_token\); with --activations float they",
         ),
-        ("qwen3_moe", "NVFP4A16", r"experts\.0: \w+: QMoE has int4, int8, mxfp4, found nvfp4"),
+        ("qwen3_moe", "NVFP4A16", r"experts\.0: \w+: QMoE is exported with int4, int8, mxfp4, found nvfp4"),
         ("llama4_text", "W4A16", r"experts: QMoE multiplies outputs by the router's weights, the layer its inputs"),
         ("qwen3_next", "W4A16", r"linear_attn: .*CausalConv is no operator of ONNX Runtime's own \(--target ort\)"),
     ],

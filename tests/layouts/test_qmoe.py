@@ -172,7 +172,7 @@ BASE = QuantizedMatrix("int4", np.zeros((64, 96), np.uint8), np.ones((64, 3), np
         ({"scales": np.ones((64, 12), np.float32), "group_size": 8}, "none", "power of two from 16 for int4, found 8"),
         ({"scales": np.ones((64, 2), np.float32), "group_size": 64}, "none", r"whole groups of 64, found \[64, 96\]"),
         ({"kind": "mxfp4"}, "none", "mxfp4 with scales e8m0, found f32"),
-        ({"kind": "fp8_e4m3"}, "none", "QMoE has int4, int8, mxfp4, found fp8_e4m3"),
+        ({"kind": "fp8_e4m3"}, "none", "QMoE is exported with int4, int8, mxfp4, found fp8_e4m3"),
         ({}, "int8_token", r"as the checkpoint says \(int8_token\); with --activations float"),
     ],
 )  # fmt: skip
