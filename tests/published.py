@@ -523,6 +523,16 @@ PUBLISHED: dict[str, Published] = {
             "n_group": 1,
         },
     ),
+    "mistral_large4": Published(
+        "mistralai/Mistral-Large-4-1T-A52B",
+        _DEFAULTS,
+        {
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": _yarn(2048.0, 512, rope_theta=1e4, attention_factor=1.0),
+        },
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

@@ -462,8 +462,8 @@ def test_an_extra_has_what_its_command_imports(command: str) -> None:
     # provider_devices: who calls it has sessions
     found.get(str(PACKAGE / "ort_ext" / "__init__.py"), set()).discard("onnxruntime")
     found.pop(str(PACKAGE / "exporter" / "reading" / "hub.py"), None)  # huggingface_hub, where it is installed
-    if command == "inspect":  # which makes no tokenizer, as these functions do
-        for file in ("reading/tokenizer.py", "reading/gguf/tokenizer.py"):
+    if command == "inspect":  # which makes no tokenizer and decodes no blocks, as these functions do
+        for file in ("reading/tokenizer.py", "reading/gguf/tokenizer.py", "reading/gguf/codebooks.py"):
             found.pop(str(PACKAGE / "exporter" / file))
     names = {name.partition(".")[0] for name in set.union(*found.values())} - sys.stdlib_module_names - {"quantmoe"}
     names -= {"llama_cpp", "onnxruntime_genai"} if command == "bench" else set()  # --against says what to install

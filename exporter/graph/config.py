@@ -140,7 +140,7 @@ def _check_layers(format: Format, count: int) -> None:
                 f"{format.ckpt.folder / 'config.json'}: {field} is of {len(blocks)} layers, expected "
                 f"num_hidden_layers, {own}"
             )
-    found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\.layers\.([0-9]{1,6})\.", name))}
+    found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\blayers\.([0-9]{1,6})\.", name))}
     if found and count > len(found):
         raise CheckpointError(
             f"{format.ckpt.folder / 'config.json'}: num_hidden_layers is {count}, the checkpoint has tensors of "
@@ -153,8 +153,8 @@ def _dense_layers(format: Format, config: PreTrainedConfig) -> None:
     if format.part:
         return
     names = list(format.ckpt.names())
-    sparse = {int(m[1]) for name in names if (m := re.search(r"\.layers\.(\d{1,6})\..*\.experts\.", name))}
-    mlp = r"\.layers\.(\d{1,6})\.mlp\.down_proj\."
+    sparse = {int(m[1]) for name in names if (m := re.search(r"\blayers\.(\d{1,6})\.(?:.*\.)?experts\.", name))}
+    mlp = r"\blayers\.(\d{1,6})\.mlp\.down_proj\."
     dense = {int(m[1]) for name in names if (m := re.search(mlp, name))} - sparse
     kinds = getattr(config, "mlp_layer_types", None)
     if isinstance(kinds, list):

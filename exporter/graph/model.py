@@ -37,17 +37,18 @@ from quantmoe.exporter.graph.text_models import causal_model, renamings
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, MoELayer, moe_layers
-from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS
+from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS, INTEGERS
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import MADE_BY, Cut, Slice
 from quantmoe.exporter.targets import CPU, Target
 
-#: where models of several modalities keep their language model -> where it is on its own
+#: where models of several modalities keep their language model, or others their layers -> where it is on its own
 WRAPPERS = {
     "thinker.": "",
     "language_model.": "",
     "model.language_model.model.": "model.",
     "model.language_model.": "model.",
+    "layers.": "model.layers.",
 }
 Found = TypeVar("Found")
 
@@ -382,9 +383,10 @@ class Skeleton(Stored):
                 shapes = [tuple(self.tensors[name].shape)]
             rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
             self._check_or_cut(name, (rows, *shapes[0][1:]) if rows else shapes[0])
-            if (dtype := self.format.ckpt.dtype(source)) not in FLOATS:
+            wanted = FLOATS if self.tensors[name].is_floating_point() else INTEGERS
+            if (dtype := self.format.ckpt.dtype(source)) not in wanted:
                 raise CheckpointError(
-                    f"{self.format.ckpt.where(source)} is {dtype}, expected {', '.join(FLOATS)}: nothing says how "
+                    f"{self.format.ckpt.where(source)} is {dtype}, expected {', '.join(wanted)}: nothing says how "
                     f"it is quantized"
                 )
 
@@ -503,13 +505,17 @@ class Skeleton(Stored):
 
     def _parts(self, name: str) -> list[str]:
         """Return tensors whose rows one parameter has in this version of transformers: Kimi-Linear's three
-        convolutions."""
+        convolutions, the parts of Qwen4-Exp's embeddings of n-grams."""
         for transform in get_model_conversion_mapping(self.model):
             if not isinstance(transform, WeightConverter) or [type(o) for o in transform.operations] != [Concatenate]:
                 continue
             (end,) = transform.target_patterns
-            if name.endswith(f".{end}") and transform.operations[0].dim == 0:
-                return [name.removesuffix(end) + part for part in transform.source_patterns]
+            operation: Any = transform.operations[0]
+            if name.endswith(f".{end}") and operation.dim == 0:
+                shards = operation.num_shards_attribute
+                numbers = range(getattr(self.model.config, shards) if shards else 1)
+                parts = (part.replace("*", str(i)) for part in transform.source_patterns for i in numbers)
+                return [name.removesuffix(end) + part for part in parts]
         return []
 
     def _unrename(self, name: str) -> str:

@@ -126,7 +126,9 @@ class Stored:
         if old is not None:
             module._parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, old.dtype), requires_grad=False)
         else:  # float32 whatever the graph is: a rounded correction bias selects other experts
-            module._buffers[leaf] = placeholder(module._buffers[leaf].shape, torch.float32)  # type: ignore[union-attr]
+            buffer: Any = module._buffers[leaf]
+            kind = torch.float32 if buffer.is_floating_point() else torch.int32
+            module._buffers[leaf] = placeholder(buffer.shape, kind)
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008

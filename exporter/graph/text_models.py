@@ -20,6 +20,7 @@ CLASSES = {
     "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
     "glm4v_moe_text": ("glm4v_moe", "Glm4vMoeTextModel"),
     "mistral4": ("mistral4", "Mistral4Model"),
+    "mistral_large4_text": ("mistral_large4", "MistralLarge4TextModel"),
     "muse_spark_text": ("muse_spark", "MuseSparkTextModel"),
     "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
     "qwen3_vl_moe_text": ("qwen3_vl_moe", "Qwen3VLMoeTextModel"),

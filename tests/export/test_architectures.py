@@ -129,6 +129,10 @@ OUTER: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
         | {"num_hidden_layers": 1, "num_attention_heads": 2}
     },
+    "mistral_large4": {
+        "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    },
     "muse_spark": {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         | {"pos_emb_height": 4, "pos_emb_width": 4},
@@ -182,6 +186,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2}
     | {"index_head_dim": 24, "index_block_size": 3, "index_topk_blocks": 2, "dense_intermediate_size": 64}
     | {"shared_intermediate_size": 64, "intermediate_size": 64, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "mistral_large4": INDEXED
+    | {"indexer_types": ["full", "full", "shared", "full"], "no_rope_layers": [1, 1, 1, 0]}
+    | {"kv_source_layers": [0, 1, 1, 3]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -273,7 +280,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 #: types that select what a token attends to: the same in any pieces of a prompt
-SELECTING = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
+SELECTING = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text", "mistral_large4")
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
 #: types around a text model of SELECTING -> the prefix of its tensors

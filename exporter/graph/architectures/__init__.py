@@ -47,6 +47,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "longcat_flash": longcat_flash,
     "minimax": minimax,
     "minimax_m3_vl_text": indexed,
+    "mistral_large4_text": indexed,
     "nemotron_h": nemotron_h,
     "openai_privacy_filter": openai_privacy_filter,
     "phimoe": phimoe,

@@ -585,15 +585,24 @@ class Format(ABC):
 
 
 FLOATS = ("BF16", "F16", "F32")
+#: of tables of numbers, like the experts of each token
+INTEGERS = ("I32", "I64")
 MTP = "multi-token prediction"
 VISION = "a vision tower"
 SOUND = "parts that hear and speak"
 #: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
 BESIDE = {
-    VISION: tuple(
-        f"{wrapper}{tower}."
-        for wrapper in ("", "model.", "thinker.")
-        for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "mm_projector")
+    VISION: (
+        *(
+            f"{wrapper}{tower}."
+            for wrapper in ("", "model.", "thinker.")
+            for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "mm_projector")
+        ),
+        # Mistral-Large-4
+        "vision_encoder.",
+        "vision_language_adapter.",
+        "patch_merger.",
+        "pre_mm_projector_norm.",
     ),
     SOUND: ("thinker.audio_tower.", "talker.", "code2wav."),
     MTP: ("mtp.", "model.mtp."),
