@@ -548,6 +548,19 @@ PUBLISHED: dict[str, Published] = {
         _KNOWN,
         {"activation_function": "silu", "tie_word_embeddings": True, "rope_parameters": _rope()},
     ),
+    "zaya": Published(
+        "Zyphra/ZAYA1-8B",
+        _DEFAULTS,
+        {
+            "layer_types": {"hybrid"},
+            "cca_time0": 2,
+            "cca_time1": 2,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"hybrid": _rope(rope_theta=5e6, partial_rotary_factor=0.5)},
+        },
+    ),
     "jamba": Published(
         "ai21labs/Jamba-v0.1",
         _KNOWN,

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 
 from quantmoe.custom_ops.matrix import scattered
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import ConvSpec, MoESpec
 from quantmoe.exporter.choosing.described_model import Shared
 from quantmoe.exporter.graph import encoder, mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
@@ -74,7 +74,7 @@ class Skeleton(Stored):
         embedding_width: of the embeddings that the graph takes in the place of tokens, with ``vision``.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         linear_attention, lightning, state_space, selective_scan: module name -> what it computes, of those that keep a
-            state.
+            state. own_states: modules that keep a state beside keys and values, with the node that has it.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
         stored_as: parameter name -> the shape of its tensor, and the function of that, where they are not alike.
         by_rows: linears that take the features of all ranks and of which a rank has rows, by name: their shapes, which
@@ -103,6 +103,7 @@ class Skeleton(Stored):
         self.lightning = self._lightning(state_window)
         self.state_space = self._state_space(target, state_window)
         self.selective_scan = self._selective_scan(target, state_window)
+        self.own_states = self._own_states(target, state_window)
         self.linear_attention = self._linear_attention(target, state_window)
         self.experts = self._experts(layers)
         self._find_sources()
@@ -229,7 +230,7 @@ class Skeleton(Stored):
     @property
     def with_states(self) -> list[str]:
         """Modules that keep a state from token to token."""
-        return [*self.linear_attention, *self.lightning, *self.state_space, *self.selective_scan]
+        return [*self.linear_attention, *self.lightning, *self.state_space, *self.selective_scan, *self.own_states]
 
     def _recognised(
         self, what: str, recognise: Callable[[], tuple[dict[str, Found], dict[str, str]]]
@@ -274,9 +275,19 @@ class Skeleton(Stored):
         self._check_whole("a selective scan", found)
         return found
 
+    def _own_states(self, target: Target, window: int) -> dict[str, ConvSpec]:
+        """Return the modules that keep a state beside keys and values, each with the node that has it."""
+        states: Any = getattr(ARCHITECTURES.get(self.model.config.model_type), "states", lambda model, window: {})
+        found: dict[str, ConvSpec] = states(self.model, window)
+        self._check_whole("a convolution before attention", found)
+        for name, spec in found.items():
+            if reason := target.refusal(spec):
+                raise CheckpointError(f"{self.format.ckpt.folder}: {name}: {reason}")
+        return found
+
     def _linear_attention(self, target: Target, window: int) -> dict[str, linear_attention.RecognisedState]:
         folder, stack = self.format.ckpt.folder, decoder_of(self.model).layers
-        others = {*self.lightning, *self.state_space, *self.selective_scan}
+        others = {*self.lightning, *self.state_space, *self.selective_scan, *self.own_states}
         recognise = linear_attention.recognise
         found = self._recognised(
             "linear attention", partial(recognise, self.model, stack, target.refusal, window, others)

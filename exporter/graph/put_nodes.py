@@ -16,6 +16,7 @@ from quantmoe.custom_ops.op import GatherSpec, LinearSpec, ReduceSpec
 from quantmoe.exporter.choosing.caches import Caches
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.graph import standard_attention
+from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of
 from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, selective_scan, state_space
 from quantmoe.exporter.graph.passes.attention import (
@@ -105,6 +106,8 @@ def put_first_nodes(skeleton: Skeleton, chosen: Choice, target: Target) -> Rows:
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     changed += state_space.attach(model, skeleton.state_space, rows)
     changed += selective_scan.attach(skeleton, skeleton.selective_scan, rows)
+    if skeleton.own_states:
+        ARCHITECTURES[model.config.model_type].attach(model, skeleton.own_states, rows)
     skeleton.derive(changed, linear_attention.as_taken)
     skeleton.derive(lightning.attach(skeleton, skeleton.lightning, rows), np.asarray)
     return rows

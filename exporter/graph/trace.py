@@ -177,6 +177,10 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     for i, layer in enumerate(ran.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             made = linear_attention.cache_layer(layer, batch)
+            if (keys := getattr(layer, "keys", None)) is not None:
+                pair = (torch.zeros(batch, t.shape[1], past, t.shape[3], dtype=t.dtype) for t in (keys, layer.values))
+                made.update(*pair)
+                sizes += [{0: dynamic, 2: dynamic}] * 2
             cache.layers.append(made)
             states = zip((made.conv_states[0], made.recurrent_states[0]), (3, 4), strict=True)
             sizes += [{t.ndim - rank: dynamic} for t, rank in states if t is not None]  # behind the window

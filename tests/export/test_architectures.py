@@ -238,6 +238,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "sarvam_mla": {"num_key_value_heads": 4},
     "sarvam_moe": {},
     "solar_open": {},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
     "step3p7": {
         "num_sliding_attention_heads": 8,
         "share_expert_dim": 64,
@@ -255,7 +256,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "doge": ({"is_moe": True}, "doge: experts that are not on transformers' experts interface are not supported"),
     "hy_v4": ({}, "HYV4Experts.: its own gating is not silu"),
     "inkling_text": ({}, "inkling_text: a short convolution after attention and experts is not supported"),
-    "zaya": ({"num_experts_per_tok": 1}, "zaya: a state of its own from token to token is not supported"),
     "deepseek_v4": (
         {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16}
         | {"mlp_layer_types": ["hash_moe", *["moe"] * 3], "num_nextn_predict_layers": 0},

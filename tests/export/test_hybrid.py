@@ -402,7 +402,7 @@ def test_layers_without_attention_are_refused(floats, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "missing"),
     [
-        ("zaya", "a state of its own from token to token"),
+        ("inkling_text", "a short convolution after attention and experts"),
         ("glm5_next", "sparse attention's indexer"),
     ],
 )

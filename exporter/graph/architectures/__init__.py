@@ -7,6 +7,8 @@ them and their experts have the interface's attributes. The arithmetic does not 
 - ``configure(config)``, which runs before there is a model;
 - ``trim(model)``: leaves out tensors of transformers' model that nothing reads and no checkpoint has, or gives it the
   modules that other models have;
+- ``states(model, window)``: modules that keep a state beside keys and values, by name, and ``attach(model, states,
+  rows)``, which makes them nodes;
 - ``NAMES``: parts of published tensor names -> parts of the model's names;
 - ``stored(model)``: parameters that are functions of the checkpoint's tensors: name -> (that tensor's shape, the
   function).
@@ -30,6 +32,7 @@ from quantmoe.exporter.graph.architectures import (
     openai_privacy_filter,
     phimoe,
     step3p5,
+    zaya,
 )
 
 #: config.model_type -> module
@@ -55,4 +58,5 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "qwen3_omni_moe_text": mrope,
     "qwen3_vl_moe_text": mrope,
     "step3p5": step3p5,
+    "zaya": zaya,
 }

@@ -18,7 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.custom_ops.ops.causal_conv import causal_conv as reference_conv
@@ -406,7 +410,8 @@ def as_taken(parameter: np.ndarray) -> np.ndarray:
 
 def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
     """Return the states of zeros as another cache's layer has them, for so many rows."""
-    made = LinearAttentionLayer()
+    both = hasattr(layer, "keys")
+    made = LinearAttentionAndFullAttentionLayer() if both else LinearAttentionLayer()
     of = (made.conv_states, layer.conv_states, 3), (made.recurrent_states, layer.recurrent_states, 4)
     for own, states, rank in of:
         if states[0] is None:
