@@ -12,7 +12,7 @@ import torch
 from once import made_once
 from typer.testing import CliRunner
 
-from quantmoe.benchmarks.evaluate import evaluate
+from quantmoe.benchmarks.evaluate import evaluate, outputs
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_definition(checkpoint: Path, exact: Path, roun
 
 
 def test_a_float_export_predicts_what_transformers_does(checkpoint: Path, exact: Path, rounded: Path) -> None:
-    """Exports with the last token's logits need the file that gives all of them; nothing stays beside the model."""
+    """Hidden states need a file beside the model, and nothing stays there; all logits need none."""
     before = sorted(exact.iterdir())
     found = evaluate(exact, TEXT, against=checkpoint, window=WINDOW, windows=2, layers=True)
     assert sorted(exact.iterdir()) == before
@@ -98,6 +98,14 @@ def test_a_float_export_predicts_what_transformers_does(checkpoint: Path, exact:
     against_itself = evaluate(rounded, TEXT, against=exact, window=WINDOW, windows=2, layers=True)
     assert len(against_itself.layers) == layers
     assert all(error > 20 * own for error, own in zip(against_itself.layers, found.layers, strict=True))
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_session_of_the_file_itself_gives_all_logits(exact: Path, layers: bool) -> None:
+    ids = windows_of(exact, TEXT, WINDOW)[0]
+    with outputs(exact, [ids], layers, 0, lambda tokens: None) as found:
+        ((logits, _),) = found
+        assert (logits.shape[0], len(list(exact.glob("evaluate.partial.onnx")))) == (WINDOW, int(layers))
 
 
 def test_a_model_does_not_differ_from_itself(exact: Path) -> None:

@@ -29,7 +29,6 @@ def every_logits(model: ir.Model) -> bool:
     if pick is None or pick.op_type != "GatherND":
         return False
     node.replace_input_with(0, pick.inputs[0])
-    model.graph.initializers.pop(NUM_LOGITS, None)
     for key in (LOGITS, NUM_LOGITS):
         model.metadata_props.pop(key, None)
     for value in between:
