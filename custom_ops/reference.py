@@ -148,7 +148,8 @@ def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarr
     z = up if gate is None else gate
     with np.errstate(over="ignore"):
         silu = z / (1 + np.exp(-z))
-        sigmoid = 1 / (1 + np.exp(-spec.swiglu_alpha * np.minimum(z, spec.swiglu_limit)))
+        low = np.minimum(z, spec.swiglu_limit)
+        sigmoid, silu_low = 1 / (1 + np.exp(-spec.swiglu_alpha * low)), low / (1 + np.exp(-low))
     u = np.float64(1) if gate is None else up
     limit = spec.swiglu_limit
     match spec.activation:
@@ -164,6 +165,8 @@ def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarr
             return np.minimum(z, limit) * sigmoid * (np.clip(u, -limit, limit) + 1)
         case "swiglu_step":
             return np.minimum(silu, limit) * np.clip(u, -limit, limit)
+        case "swiglu_clamp":
+            return silu_low * np.clip(u, -limit, limit)
     raise ValueError(f"the reference has no activation {spec.activation!r}")
 
 

@@ -41,7 +41,8 @@ SIGMOID, ONE_PLUS = 6 * U, 8 * U
 #: exponents are clamped to 88, so a sigmoid is at least this
 SMALLEST_SIGMOID = math.exp(-88)
 #: where z * sigmoid(z), gelu and gelu_tanh are smallest
-TURNING = {"silu": -1.27846454, "swiglu_step": -1.27846454, "gelu": -0.75179159, "gelu_tanh": -0.75246137}
+TURNING = dict.fromkeys(("silu", "swiglu_step", "swiglu_clamp"), -1.27846454)
+TURNING |= {"gelu": -0.75179159, "gelu_tanh": -0.75246137}
 
 
 class Span(NamedTuple):
@@ -482,6 +483,8 @@ def activate(spec: MoESpec, gate: Span | None, up: Span) -> Span:
                 return np.minimum(z, limit) * _sigmoid(alpha * np.minimum(z, limit))
             case "swiglu_step":
                 return np.minimum(z * _sigmoid(z), limit)
+            case "swiglu_clamp":
+                return np.minimum(z, limit) * _sigmoid(np.minimum(z, limit))
         raise ValueError(spec.activation)
 
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -495,7 +498,8 @@ def activate(spec: MoESpec, gate: Span | None, up: Span) -> Span:
         elif spec.activation == "relu2":
             around += U * a
         else:
-            z_limited = np.abs(np.minimum(z.value, limit)) if spec.activation == "swiglu_oai" else np.abs(z.value)
+            limited = spec.activation in ("swiglu_oai", "swiglu_clamp")
+            z_limited = np.abs(np.minimum(z.value, limit)) if limited else np.abs(z.value)
             argument = abs(alpha) * z_limited * U if spec.activation == "swiglu_oai" else 0
             around += (SIGMOID + argument + U) * np.abs(a) + z_limited * SMALLEST_SIGMOID
         b, b_error = np.float64(1), np.float64(0)

@@ -256,7 +256,7 @@ CASES = [
         for w in K_QUANTS.values()
         for a in ("none", "int8_token_asym", "int8_group", "fp8_token")
     ),
-    *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step")),
+    *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "swiglu_clamp")),
     *(Case(activation=a, gated=False) for a in ("silu", "gelu", "relu2")),
     Case(bias=True),
     Case(bias=True, weights=INT8, group_size=-1),

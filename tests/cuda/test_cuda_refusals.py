@@ -138,11 +138,16 @@ def test_rows_that_share_a_scale_do_not_take_an_act_order_of_w2():
     assert cuda.refusal(spec).startswith("w2_perm is 1 with w13_block_n 128; rows of w13 that share a scale cannot")
 
 
-@pytest.mark.parametrize("activation", ["swiglu_oai", "swiglu_step"])
+@pytest.mark.parametrize("activation", ["swiglu_oai", "swiglu_step", "swiglu_clamp"])
 def test_an_activation_without_its_gate_is_refused_as_on_the_cpu(activation):
     spec = replace(spec_of(2048, 768, 8), activation=activation, gated=0)
     assert cuda.refusal(spec).startswith(f"activation is {activation} with gated = 0, expected silu, ")
     assert native.refusal(spec, {"w13": 0, "w2": 0}) == cuda.refusal(spec)
+
+
+def test_a_gate_that_is_clamped_before_silu_is_refused():
+    spec = replace(spec_of(2048, 768, 8), activation="swiglu_clamp")
+    assert cuda.refusal(spec).startswith("activation is swiglu_clamp (DeepSeek-V4, Hunyuan 4), which has no CUDA")
 
 
 @pytest.mark.parametrize("name", [*CASES, *FORMATS, *FLOATS, *EXACT])

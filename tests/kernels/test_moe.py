@@ -68,7 +68,7 @@ def test_16_bit_activations(dtype: type, kernel: str, monkeypatch: pytest.Monkey
         activation_format=st.sampled_from(["none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS]),
         pre_scale=st.booleans(),
         static=st.booleans(),
-        activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step"]),
+        activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "swiglu_clamp"]),
         bias=st.booleans(),
         act_order=st.sampled_from(["none", "shared", "split"]),
         on_input=st.booleans(),

@@ -9,7 +9,8 @@ namespace quantmoe {
 
 int check_activation(const qm_moe& moe, char* err) {
   const auto ungated = [](int32_t activation) {
-    return activation != k_activation_swiglu_oai && activation != k_activation_swiglu_step;
+    return activation != k_activation_swiglu_oai && activation != k_activation_swiglu_step &&
+           activation != k_activation_swiglu_clamp;
   };
   if (moe.gated || ungated(moe.activation)) return QM_OK;
   return fail(err, QM_INVALID, "activation is %s with gated = 0, expected %s, or gated = 1",

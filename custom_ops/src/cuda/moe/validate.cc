@@ -165,6 +165,8 @@ int validate_moe(const qm_cuda_problem& problem, const qm_cuda_device& device, c
   QM_TRY(validate_flag(moe.gated, "", "gated", err));
   QM_TRY(validate_flag(moe.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
   QM_TRY(check_activation(moe, err));
+  if (moe.activation == k_activation_swiglu_clamp)
+    return fail(err, QM_UNSUPPORTED, "activation is swiglu_clamp (DeepSeek-V4, Hunyuan 4), which has no CUDA kernel");
   for (int which : {13, 2}) {
     const char* name = which == 13 ? "w13" : "w2";
     const int orders = which == 13 && moe.gated ? 2 : 1;
