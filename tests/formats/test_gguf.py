@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import struct
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -642,30 +639,3 @@ def test_any_bytes(data: st.DataObject, tmp_path: Path) -> None:
             layer.expert(0)
     except CheckpointError as error:
         assert str(path) in str(error)  # noqa: PT017
-
-
-#: reads a header that is cut off after its first page
-TRUNCATED = """
-import os, sys
-from pathlib import Path
-from quantmoe.exporter.reading.gguf import header
-path, whole = Path(sys.argv[1]), header._Cursor.name
-def name(cursor):
-    os.truncate(path, 4096)
-    return whole(cursor)
-header._Cursor.name, header._PIECE = name, 4096
-try:
-    header.read_header(path)
-except header.CheckpointError as error:
-    print(error)
-"""
-
-
-def test_a_file_that_is_truncated_while_its_header_is_read(tmp_path):
-    """It is named. If the file were mapped, the process would end with SIGBUS."""
-    path = tmp_path / "model.gguf"
-    shutil.copy(FILES / "qwen3moe-Q4_0.gguf", path)
-    size = path.stat().st_size
-    done = subprocess.run([sys.executable, "-c", TRUNCATED, str(path)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith(f"and had {size} bytes; it was truncated meanwhile\n")

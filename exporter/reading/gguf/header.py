@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
+import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -74,8 +74,6 @@ _STRING, _ARRAY = 8, 9
 _LIMIT = 1 << 20
 #: most bytes of a file's metadata: a vocabulary of 256,000 tokens takes 15 million
 MAX_METADATA = MAX_CONFIG
-#: bytes that are read at once
-_PIECE = 1 << 20
 _LENGTH = struct.Struct("<Q")
 
 
@@ -119,23 +117,14 @@ class Header:
 
 
 class _Cursor:
-    """Reads a file's header piece by piece. It maps nothing: truncating a mapped file ends the process (SIGBUS).
+    """Reads a file's header piece by piece.
 
     Raises:
         CheckpointError: naming the file and what was expected; every method.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self._file, self.size, self.at = path, file, os.fstat(file.fileno()).st_size, 0
-        self._data = bytearray()
-
-    def read_to(self, end: int) -> bytearray:
-        """Return the file's bytes as far as one before its end, and perhaps more."""
-        while len(self._data) < end:
-            if not (piece := self._file.read(_PIECE)):
-                self.fail(f"ends at byte {len(self._data)}, and had {self.size} bytes; it was truncated meanwhile")
-            self._data += piece
-        return self._data
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.size, self.at = path, data, len(data), 0
 
     def fail(self, text: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: {text[:1000]}")
@@ -144,9 +133,8 @@ class _Cursor:
         """As struct writes them."""
         if self.at + struct.calcsize(letters) > self.size:
             self.fail(f"the header does not end in {self.size} bytes; is it truncated?")
-        end = self.at + struct.calcsize(letters)
-        found = struct.unpack_from(letters, self.read_to(end), self.at)
-        self.at = end
+        found = struct.unpack_from(letters, self.data, self.at)
+        self.at += struct.calcsize(letters)
         return found
 
     def take(self, letters: str) -> Any:
@@ -192,7 +180,7 @@ class _Cursor:
             for _ in range(count):
                 if (begin := end + _LENGTH.size) > limit:
                     break
-                end = begin + _LENGTH.unpack_from(self.read_to(begin), end)[0]
+                end = begin + _LENGTH.unpack_from(self.data, end)[0]
         else:
             end += count * _LENGTH.size
         return Strings(self.octets(name, end - self.at), count)
@@ -207,7 +195,7 @@ class _Cursor:
                 "bytes"
             )
         self.at += size
-        return bytes(self.read_to(self.at)[self.at - size : self.at])
+        return self.data[self.at - size : self.at]
 
     def header(self) -> Header:
         """Read the whole header; offsets are from the data's begin."""
@@ -248,9 +236,9 @@ def read_header(path: Path) -> Header:
     """
     if (size := path.stat().st_size) < 24:
         raise CheckpointError(f"{path}: {size} bytes; expected a GGUF file")
-    with open(path, "rb") as file:
-        cursor = _Cursor(path, file)
-        if cursor.read_to(min(len(LFS_POINTER), size)).startswith(LFS_POINTER):
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(path, data)
+        if data[: len(LFS_POINTER)] == LFS_POINTER:
             cursor.fail("a Git LFS pointer, not the file; to fetch it: git lfs pull")
         header = cursor.header()
     align = header.fields.get("general.alignment", 32)
