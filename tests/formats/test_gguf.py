@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import tracemalloc
@@ -589,6 +590,23 @@ def test_arrays_take_their_bytes(kind: int, width: int, tmp_path: Path) -> None:
         assert next(iter(found)) == ("" if kind == 8 else 0)
     finally:
         tracemalloc.stop()
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size was looked at before."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header(array_field(0, 1 << 20, 1 << 20)))
+    fstat = os.fstat
+
+    def cut(file: int) -> os.stat_result:
+        found = fstat(file)
+        if found.st_size > 1 << 20:
+            os.truncate(path, 1 << 16)
+        return found
+
+    monkeypatch.setattr(os, "fstat", cut)
+    with pytest.raises(CheckpointError, match="ends at byte 65536, and had .* bytes: it was cut while"):
+        read_header(path)
 
 
 @pytest.mark.parametrize(("kind", "width"), [(0, 1), (8, 8)])

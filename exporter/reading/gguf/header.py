@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import mmap
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
@@ -74,6 +74,8 @@ _STRING, _ARRAY = 8, 9
 _LIMIT = 1 << 20
 #: most bytes of a file's metadata: a vocabulary of 256,000 tokens takes 15 million
 MAX_METADATA = MAX_CONFIG
+#: bytes of strings that are looked at together
+_PIECE = 1 << 20
 _LENGTH = struct.Struct("<Q")
 
 
@@ -117,14 +119,20 @@ class Header:
 
 
 class _Cursor:
-    """Reads a file's header piece by piece.
+    """Reads a file's header piece by piece. It maps nothing: a mapped file that is cut ends the process.
 
     Raises:
         CheckpointError: naming the file and what was expected; every method.
     """
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.size, self.at = path, data, len(data), 0
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self._file, self.size, self.at = path, file, os.fstat(file.fileno()).st_size, 0
+
+    def bytes_at(self, at: int, size: int) -> bytes:
+        self._file.seek(at)
+        if len(found := self._file.read(size)) < size:
+            self.fail(f"ends at byte {at + len(found)}, and had {self.size} bytes: it was cut while it was read")
+        return found
 
     def fail(self, text: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: {text[:1000]}")
@@ -133,9 +141,9 @@ class _Cursor:
         """As struct writes them."""
         if self.at + struct.calcsize(letters) > self.size:
             self.fail(f"the header does not end in {self.size} bytes; is it truncated?")
-        found = struct.unpack_from(letters, self.data, self.at)
-        self.at += struct.calcsize(letters)
-        return found
+        found = self.bytes_at(self.at, struct.calcsize(letters))
+        self.at += len(found)
+        return struct.unpack(letters, found)
 
     def take(self, letters: str) -> Any:
         """Read one number."""
@@ -177,10 +185,13 @@ class _Cursor:
         limit = min(self.size, MAX_METADATA)
         end = self.at
         if end + count * _LENGTH.size <= limit:  # as of empty ones
+            piece, at = b"", end
             for _ in range(count):
                 if (begin := end + _LENGTH.size) > limit:
                     break
-                end = begin + _LENGTH.unpack_from(self.data, end)[0]
+                if begin > at + len(piece):
+                    piece, at = self.bytes_at(end, min(_PIECE, limit - end)), end
+                end = begin + _LENGTH.unpack_from(piece, end - at)[0]
         else:
             end += count * _LENGTH.size
         return Strings(self.octets(name, end - self.at), count)
@@ -195,7 +206,7 @@ class _Cursor:
                 "bytes"
             )
         self.at += size
-        return self.data[self.at - size : self.at]
+        return self.bytes_at(self.at - size, size)
 
     def header(self) -> Header:
         """Read the whole header; offsets are from the data's begin."""
@@ -236,9 +247,9 @@ def read_header(path: Path) -> Header:
     """
     if (size := path.stat().st_size) < 24:
         raise CheckpointError(f"{path}: {size} bytes; expected a GGUF file")
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(path, data)
-        if data[: len(LFS_POINTER)] == LFS_POINTER:
+    with open(path, "rb") as file:
+        cursor = _Cursor(path, file)
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
             cursor.fail("a Git LFS pointer, not the file; to fetch it: git lfs pull")
         header = cursor.header()
     align = header.fields.get("general.alignment", 32)
