@@ -243,12 +243,12 @@ class Skeleton(Stored):
             raise CheckpointError(f"{folder}: {name}: {reason}")
         return found
 
-    def _check_whole(self, kind: str, modules: Iterable[str]) -> None:
+    def _check_whole(self, kind: str, modules: Iterable[str], why: str = "it normalizes heads together") -> None:
         """What has no parts for ranks is named."""
         for name in modules if self.divided else ():
             raise CheckpointError(
-                f"{self.format.ckpt.folder}: {name}: {kind} is not divided among ranks: it normalizes heads together, "
-                "which would be on several"
+                f"{self.format.ckpt.folder}: {name}: {kind} is not divided among ranks: {why}, which would be on "
+                "several"
             )
 
     def _lightning(self, window: int) -> dict[str, lightning.Lightning]:
@@ -272,14 +272,14 @@ class Skeleton(Stored):
     def _selective_scan(self, target: Target, window: int) -> dict[str, selective_scan.SelectiveScan]:
         recognise = partial(selective_scan.recognise, self.model, target.refusal, window)
         found = self._recognised("selective scans", recognise)
-        self._check_whole("a selective scan", found)
+        self._check_whole("a selective scan", found, "it makes time steps from all channels")
         return found
 
     def _own_states(self, target: Target, window: int) -> dict[str, ConvSpec]:
         """Return the modules that keep a state beside keys and values, each with the node that has it."""
         states: Any = getattr(ARCHITECTURES.get(self.model.config.model_type), "states", lambda model, window: {})
         found: dict[str, ConvSpec] = states(self.model, window)
-        self._check_whole("a convolution before attention", found)
+        self._check_whole("a convolution before attention", found, "it mixes queries with keys")
         for name, spec in found.items():
             if reason := target.refusal(spec):
                 raise CheckpointError(f"{self.format.ckpt.folder}: {name}: {reason}")

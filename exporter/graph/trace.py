@@ -35,6 +35,7 @@ from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
 from quantmoe.exporter.graph.passes import latent, linear_attention, run_passes, selective_scan
 from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
+    RecognisedAttention,
     recognise,
     signature,
 )
@@ -116,7 +117,7 @@ def attention_of(
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]
         if is_encoder(model.config):
             names = (name for name, module in model.named_modules() if type(module).__name__.endswith("Attention"))
-            found, plain = {}, dict.fromkeys(names, encoder.PLAIN)
+            found, plain = dict[str, RecognisedAttention](), dict.fromkeys(names, encoder.PLAIN)
         else:
             found, plain = recognise(model, decoder, refuses, kinds, skeleton.with_states)
     for name, reason in plain.items() if paged else ():

@@ -605,7 +605,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(os, "fstat", cut)
-    with pytest.raises(CheckpointError, match="ends at byte 65536, and had .* bytes: it was cut while"):
+    with pytest.raises(CheckpointError, match=r"ends at byte 65536, and had .* bytes: it was cut while"):
         read_header(path)
 
 
