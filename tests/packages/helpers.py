@@ -15,6 +15,10 @@ TURNS = {
     "chat.system": "S: ",
     "chat.system_end": "\nQ: ",
 }
+TEMPLATE = """{% for m in messages -%}
+{%- set users = messages[: loop.index] | selectattr('role', 'equalto', 'user') | list | length -%}
+{{ m.content if m.role != 'user' else '|' ~ users ~ ' ' ~ m.content ~ '\\nA:' }}
+{%- endfor %}"""
 pytestmark = pytest.mark.skipif(not shutil.which("cargo"), reason="needs cargo")
 
 
@@ -49,6 +53,8 @@ def test_cpp(tmp_path: Path) -> None:
     context = variant(hybrid, tmp_path / "context", {**TURNS, "context_length": "64"})
     refused = variant(plain, tmp_path / "refused", {"no_chat": "the template counts messages"})
     (refused / "tokenizer.json").unlink()
+    template = variant(hybrid, tmp_path / "template", {"no_chat": "the template counts messages"})
+    (template / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     build = ROOT / "build/cpp-tests"
     cmake(ROOT / "packages/cpp/tests", build, "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON")
-    assert run(build / "tests", plain, hybrid, turns, context, refused) == "all passed\n"
+    assert run(build / "tests", plain, hybrid, turns, context, refused, template) == "all passed\n"

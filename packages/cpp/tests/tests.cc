@@ -201,6 +201,21 @@ void turns_are_one_prompt_of_all(const std::string& folder) {
   }
 }
 
+void a_template_is_rendered_where_there_are_no_turns(const std::string& folder) {
+  const Generator model(folder);
+  Chat chat(model, "Be kind.");
+  Ids ids;
+  for (const auto& [text, message] : std::vector<std::pair<std::string, std::string>>{
+           {"Be kind.|1 Who?\nA:", "Who?"}, {"|2 Whence?\nA:", "Whence?"}, {"|3 Why?\nA:", "Why?"}}) {
+    ids = joined(ids, model.tokenizer().encode(text, false));
+    Ids answer = fresh(model, ids, 8);
+    for (const int64_t stop : model.stop_tokens()) std::erase(answer, stop);
+    CHECK(said(chat.reply(message, greedy(8))) == model.tokenizer().decode(answer));
+    CHECK(chat.last().prompt_tokens == ids.size());
+    ids = joined(ids, answer);
+  }
+}
+
 void oldest_turns_are_dropped(const std::string& folder) {
   const Generator model(folder);
   Chat chat(model, "Be kind.");
@@ -246,7 +261,7 @@ void sampling_follows_its_seed(const std::string& folder) {
 
 void what_the_folder_lacks_is_named(const std::string& folder) {
   const Generator model(folder);
-  CHECK(has(refused<std::runtime_error>([&] { Chat chat(model); }), "the template counts messages; render"));
+  CHECK(has(refused<std::runtime_error>([&] { Chat chat(model); }), "chat_template.jinja: is missing"));
   CHECK(has(refused<std::runtime_error>([&] { Chat chat(model, {}, true); }), "tokenizer.json is missing"));
 }
 
@@ -268,6 +283,7 @@ int main(int, char** argv) {
   turns_are_one_prompt_of_all(argv[3]);
   oldest_turns_are_dropped(argv[4]);
   what_the_folder_lacks_is_named(argv[5]);
+  a_template_is_rendered_where_there_are_no_turns(argv[6]);
   std::cout << (failed ? "failed\n" : "all passed\n");
   return failed != 0;
 }

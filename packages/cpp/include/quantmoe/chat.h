@@ -195,13 +195,11 @@ class Chat {
   // Begins a conversation, perhaps with a system prompt. `raw` ignores the model's chat template.
   explicit Chat(const Generator& model, std::optional<std::string> system = {}, bool raw = false)
       : model_(model), cache_(model), system_(std::move(system)) {
-    const std::string folder = model.folder().string();
-    if (const auto why = model.metadata("no_chat"); why && !raw)
-      throw std::runtime_error(folder + ": " + *why +
-                               "; render the messages in your program and use TokenCache, or begin the chat with raw");
-    raw_ = raw || !model.metadata("chat.begin");
-    if (system_ && (raw_ || !model.metadata("chat.system")))
-      throw std::runtime_error(folder + ": the model takes no system prompt");
+    if (model.metadata("no_chat") && !raw)
+      template_.reset(detail::found(qm_template_open(detail::utf8(model.folder()).c_str())));
+    raw_ = raw || (!template_ && !model.metadata("chat.begin"));
+    if (system_ && (raw_ || (!template_ && !model.metadata("chat.system"))))
+      throw std::runtime_error(model.folder().string() + ": the model takes no system prompt");
     model.tokenizer();  // fails now if there is none
   }
 
@@ -259,11 +257,18 @@ class Chat {
     const auto value = [&](const char* name) { return model_.metadata(name).value_or(""); };
     const TextTokenizer& tokenizer = model_.tokenizer();
     Ids ids;
+    std::vector<const char*> messages;
     for (size_t i = dropped; i <= turns_.size(); ++i) {
       const bool is_new = i == turns_.size();
       const std::string& said = is_new ? message : turns_[i].message;
+      messages.push_back(said.c_str());
       Ids read;
-      if (raw_) {
+      if (template_) {
+        const char* system = system_ ? system_->c_str() : nullptr;
+        const std::string text =
+            detail::found(qm_template_turn(template_.get(), system, messages.data(), messages.size()));
+        read = tokenizer.encode(text, false);
+      } else if (raw_) {
         read = tokenizer.encode(said, ids.empty());
       } else {
         const std::string before = !ids.empty() ? value("chat.next")
@@ -280,6 +285,7 @@ class Chat {
   const Generator model_;
   TokenCache cache_;
   std::optional<std::string> system_;
+  detail::Owned<qm_template, qm_template_free> template_;  // of a model whose turns are more than text around messages
   bool raw_;
   std::vector<Turn> turns_;
   ReplyInfo last_;

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use crate::generator::Model;
 use crate::token_cache::{TokenCache, Tokens};
-use crate::{Error, Generator, Options, TextStream, TextTokenizer};
+use crate::{ChatTemplate, Error, Generator, Options, TextStream, TextTokenizer};
 
 /// Tokens of an answer, and why it ended.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -31,6 +31,7 @@ pub struct Chat {
     tokenizer: Arc<TextTokenizer>,
     cache: TokenCache,
     system: Option<String>,
+    template: Option<ChatTemplate>, // of a model whose turns are more than text around messages
     raw: bool,
     turns: Vec<Turn>,
     last: ReplyInfo,
@@ -55,19 +56,19 @@ impl Chat {
     fn begin(generator: &Generator, system: Option<&str>, raw: bool) -> Result<Self, Error> {
         let model = Arc::clone(&generator.model);
         let folder = model.folder.display();
-        if let (Some(why), false) = (model.metadata.get("no_chat"), raw) {
-            return Err(Error::Invalid(format!(
-                "{folder}: {why}; render the messages in your program and use TokenCache, or begin with Chat::raw"
-            )));
-        }
-        let raw = raw || !model.metadata.contains_key("chat.begin");
-        if system.is_some() && (raw || !model.metadata.contains_key("chat.system")) {
+        let template = match model.metadata.contains_key("no_chat") && !raw {
+            true => Some(ChatTemplate::open(&model.folder)?),
+            false => None,
+        };
+        let raw = raw || (template.is_none() && !model.metadata.contains_key("chat.begin"));
+        if system.is_some() && (raw || (template.is_none() && !model.metadata.contains_key("chat.system"))) {
             return Err(Error::Invalid(format!("{folder}: the model takes no system prompt")));
         }
         Ok(Self {
             tokenizer: generator.tokenizer()?,
             cache: TokenCache::new(generator)?,
             system: system.map(str::to_owned),
+            template,
             raw,
             turns: Vec::new(),
             last: ReplyInfo::default(),
@@ -112,8 +113,12 @@ impl Chat {
     fn ids(&self, turns: &[Turn], last: &Turn) -> Result<Vec<i64>, Error> {
         let value = |name| self.model.value(name);
         let mut ids = Vec::new();
-        for turn in turns.iter().chain([last]) {
-            if self.raw {
+        let messages: Vec<&str> = turns.iter().chain([last]).map(|turn| turn.message.as_str()).collect();
+        for (i, turn) in turns.iter().chain([last]).enumerate() {
+            if let Some(template) = &self.template {
+                let text = template.turn(self.system.as_deref(), &messages[..=i])?;
+                ids.extend(self.tokenizer.encode(&text, false)?);
+            } else if self.raw {
                 ids.extend(self.tokenizer.encode(&turn.message, ids.is_empty())?);
             } else {
                 let before = match &self.system {

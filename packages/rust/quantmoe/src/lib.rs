@@ -21,7 +21,7 @@ mod token_cache;
 pub use chat::{Chat, Reply, ReplyInfo};
 pub use error::Error;
 pub use generator::Generator;
-pub use quantmoe_text::{Sampling, TextError, TextStream, TextTokenizer};
+pub use quantmoe_text::{ChatTemplate, Sampling, TextError, TextStream, TextTokenizer};
 pub use token_cache::{Cancel, TokenCache, Tokens};
 
 /// Options of an answer.

@@ -43,6 +43,46 @@ fn turns_are_one_prompt_of_all() {
     }
 }
 
+/// A template that counts messages, strips them, and drops reasoning has no turns of plain text.
+const TEMPLATE: &str = r#"{%- if messages[0].role == 'system' %}S{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+{{ loop.index }}. {{ m.content.strip() }}{{ eos_token }}
+    {%- else %}
+{{ '\n' + m.content.split('</think>')[-1] }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\nA:' }}{% endif %}"#;
+
+#[test]
+fn a_template_is_rendered_where_there_are_no_turns() {
+    let copy = Copy::new(&folder("hybrid"), &[("no_chat", "the template counts messages")]);
+    fs::write(copy.0.join("chat_template.jinja"), TEMPLATE).unwrap();
+    fs::write(copy.0.join("tokenizer_config.json"), r#"{"eos_token": {"content": "<e>"}}"#).unwrap();
+    let model = Generator::open(&copy.0).unwrap();
+    let mut chat = Chat::with_system(&model, "Be kind.").unwrap();
+    let mut ids = Vec::new();
+    for (text, message) in [
+        ("SBe kind.1. Who [answer]?<e>\nA:", " Who [answer]? "),
+        ("3. Whence?<e>\nA:", "Whence?"),
+        ("5. Why?<e>\nA:", "Why?"),
+    ] {
+        ids.extend(model.tokenizer().unwrap().encode(text, false).unwrap());
+        let mut answer = fresh(&model, &ids, 8);
+        answer.retain(|id| !model.stop_tokens().contains(id));
+        assert_eq!(said(&mut chat, message, greedy(8)), decoded(&model, &answer));
+        assert_eq!(chat.last().prompt_tokens, ids.len());
+        ids.extend(answer);
+    }
+    fs::write(copy.0.join("chat_template.jinja"), "{{ raise_exception('only ' ~ 'tools') }}").unwrap();
+    let mut chat = Chat::new(&model).unwrap();
+    let error = chat.reply("Why?", greedy(1)).err().unwrap();
+    assert!(error.to_string().contains("chat_template.jinja: invalid operation: only tools"), "{error}");
+    fs::write(copy.0.join("chat_template.jinja"), "{% for %}").unwrap();
+    let error = Chat::new(&model).err().unwrap();
+    assert!(error.to_string().contains("chat_template.jinja: syntax error"), "{error}");
+}
+
 #[test]
 fn oldest_turns_are_dropped_where_the_context_is_full() {
     let copy = Copy::new(&folder("hybrid"), &[&TURNS[..], &[("context_length", "64")]].concat());
@@ -131,7 +171,7 @@ fn what_the_model_lacks_is_refused() {
     let copy = Copy::new(&folder("plain"), &[("no_chat", "the template counts messages")]);
     let model = Generator::open(&copy.0).unwrap();
     let error = Chat::new(&model).err().unwrap();
-    assert!(error.to_string().contains("the template counts messages; render"), "{error}");
+    assert!(error.to_string().contains("chat_template.jinja: is missing"), "{error}");
     fs::remove_file(copy.0.join("tokenizer.json")).unwrap();
     let error = Chat::raw(&Generator::open(&copy.0).unwrap()).err().unwrap();
     assert!(error.to_string().contains("tokenizer.json is missing"), "{error}");

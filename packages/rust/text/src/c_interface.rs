@@ -6,7 +6,7 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use crate::{Sampler, Sampling, TextError, TextStream, TextTokenizer};
+use crate::{ChatTemplate, Sampler, Sampling, TextError, TextStream, TextTokenizer};
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -256,5 +256,37 @@ pub unsafe extern "C" fn qm_sampler_choose(sampler: *mut Sampler, logits: *mut f
 pub unsafe extern "C" fn qm_sampler_free(sampler: *mut Sampler) {
     if !sampler.is_null() {
         drop(unsafe { Box::from_raw(sampler) });
+    }
+}
+
+/// # Safety
+/// `folder` is a string that ends with a zero byte.
+#[no_mangle]
+pub unsafe extern "C" fn qm_template_open(folder: *const c_char) -> *mut ChatTemplate {
+    guarded(null_mut(), || Ok(Box::into_raw(Box::new(ChatTemplate::open(unsafe { string(folder) }?)?))))
+}
+
+/// # Safety
+/// `template` is open, `system` is null or a string, `messages` has `count` strings; strings end with a zero byte.
+#[no_mangle]
+pub unsafe extern "C" fn qm_template_turn(
+    template: *const ChatTemplate,
+    system: *const c_char,
+    messages: *const *const c_char,
+    count: usize,
+) -> Text {
+    guarded(NO_TEXT, || {
+        let system = if system.is_null() { None } else { Some(unsafe { string(system) }?) };
+        let messages = (0..count).map(|i| unsafe { string(*messages.add(i)) }).collect::<Result<Vec<_>, _>>()?;
+        Ok(given_text(unsafe { (*template).turn(system, &messages) }?))
+    })
+}
+
+/// # Safety
+/// `template` is of qm_template_open or null, and is not used after this call.
+#[no_mangle]
+pub unsafe extern "C" fn qm_template_free(template: *mut ChatTemplate) {
+    if !template.is_null() {
+        drop(unsafe { Box::from_raw(template) });
     }
 }

@@ -1,9 +1,11 @@
 //! What is between text and the inputs and outputs of an exported model: its tokenizer.json, text as tokens come, and sampling.
 
 mod c_interface;
+mod chat_template;
 mod sampling;
 mod text_stream;
 
+pub use chat_template::ChatTemplate;
 pub use sampling::{Sampler, Sampling};
 pub use text_stream::TextStream;
 

@@ -1,4 +1,4 @@
-// Token ids, text and sampling of an exported folder. Texts are UTF-8, without a zero byte at the end.
+// Token ids, text, chat template and sampling of an exported folder. Texts are UTF-8, without a zero byte at the end.
 //
 // A function that fails returns a null pointer, alone or as `data`; qm_text_error() then says why. An empty result is
 // not null. Any number of threads may use a tokenizer. A stream or a sampler is used by one thread at a time.
@@ -67,6 +67,18 @@ int qm_sampling_open(const char* folder, qm_sampling* sampling);
 qm_sampler* qm_sampler_new(const qm_sampling* sampling, const int64_t* prompt, size_t size);
 int64_t qm_sampler_choose(qm_sampler* sampler, float* logits, size_t size);
 void qm_sampler_free(qm_sampler* sampler);
+
+typedef struct qm_template qm_template;
+
+// Reads a folder's chat template: chat_template.jinja, or the one in tokenizer_config.json. Any number of threads may
+// use it.
+qm_template* qm_template_open(const char* folder);
+
+// The last of a conversation's messages with all that the template writes around it: from the end of the answer before
+// it, or from the begin, to where its answer begins. Without a system prompt, system is null.
+qm_text qm_template_turn(const qm_template* chat_template, const char* system, const char* const* messages,
+                         size_t count);
+void qm_template_free(qm_template* chat_template);
 
 void qm_text_free(qm_text text);
 void qm_ids_free(qm_ids ids);

@@ -14,17 +14,29 @@ fn main() -> Result<(), Box<dyn Error>> {
         let whole = tokenizer.decode(&ids, false)?;
         let bare = joined(&tokenizer.encode(&text, false)?);
         let wrong = wrong(&tokenizer, &ids, &whole)?;
-        println!("{}\t{}\t{bare}\t{}\t{wrong}", base64::encode(&text), joined(&ids), base64::encode(&whole));
+        println!(
+            "{}\t{}\t{bare}\t{}\t{wrong}",
+            base64::encode(&text),
+            joined(&ids),
+            base64::encode(&whole)
+        );
     }
     Ok(())
 }
 
 /// Return at how many places a stream that begins there is not the rest of the text.
-fn wrong(tokenizer: &Arc<TextTokenizer>, ids: &[i64], whole: &str) -> Result<usize, Box<dyn Error>> {
+fn wrong(
+    tokenizer: &Arc<TextTokenizer>,
+    ids: &[i64],
+    whole: &str,
+) -> Result<usize, Box<dyn Error>> {
     let mut wrong = 0;
     for cut in 0..=ids.len() {
         let mut stream = TextStream::new(Arc::clone(tokenizer), Vec::new(), &ids[..cut])?;
-        let mut text = tokenizer.decode(&ids[..cut], false)?.trim_end_matches('\u{fffd}').to_owned();
+        let mut text = tokenizer
+            .decode(&ids[..cut], false)?
+            .trim_end_matches('\u{fffd}')
+            .to_owned();
         for &id in &ids[cut..] {
             text += &stream.push(id)?;
         }
