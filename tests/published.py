@@ -533,6 +533,19 @@ PUBLISHED: dict[str, Published] = {
             "rope_parameters": _yarn(2048.0, 512, rope_theta=1e4, attention_factor=1.0),
         },
     ),
+    "qwen4_exp_text": Published(
+        "Qwen/Qwen4-Exp",
+        _DEFAULTS,
+        {
+            "layer_types": {"linear_attention", "indexed_attention"},
+            "norm_topk_prob": True,
+            "hc_count": 4,
+            "ngram_size": 3,
+            "ple_conv_kernel_size": 4,
+            "output_gate_type": None,
+            "rope_parameters": _rope(partial_rotary_factor=0.25, mrope_interleaved=True),
+        },
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

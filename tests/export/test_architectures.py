@@ -96,6 +96,8 @@ DOTS3: dict[str, Any] = (
     | {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "mlp_layer_types": ["dense", *["sparse"] * 3]}
     | {name: SIZES[name] for name in ("eos_token_id", "pad_token_id", "bos_token_id", "max_position_embeddings")}
 )
+#: the end of texts of a model of n-grams: the fourth token of the first row of difference()
+EOS = 36
 #: two experts in each of eight groups
 SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
 #: the vision tower of Qwen's and GLM's models, which no test of this file runs
@@ -189,6 +191,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral_large4": INDEXED
     | {"indexer_types": ["full", "full", "shared", "full"], "no_rope_layers": [1, 1, 1, 0]}
     | {"kv_source_layers": [0, 1, 1, 3]},
+    "qwen4_exp_text": LINEAR
+    | {"hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 32, "heads_per_ngram": 2, "ngram_vocab_size_base": 200}
+    | {
+        "split_ngram_parts": 4,
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 24,
+        "indexer_budget": 6,
+    }
+    | {"indexer_compress_ratio": 2, "rope_parameters": {"mrope_section": [1, 1, 0]}, "eos_token_id": EOS},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -261,13 +273,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"mlp_layer_types": ["hash_moe", *["moe"] * 3], "num_nextn_predict_layers": 0},
         "DeepseekV4Experts.: its own gating is not silu",
     ),
-    "qwen4_exp_text": (
-        {"hc_count": 2, "hc_lowrank": 8, "ngram_vocab_size_base": 200, "split_ngram_parts": 1, "heads_per_ngram": 2}
-        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
-        | {"indexer_compress_ratio": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "ple_embed_dim": 16}
-        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-        "qwen4_exp_text: sparse attention's indexer and embeddings of n-grams are not supported",
-    ),
     "inkling2_loop_text": (
         {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8}
         | {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4}
@@ -280,13 +285,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 #: types that select what a token attends to: the same in any pieces of a prompt
-SELECTING = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text", "mistral_large4")
+SELECTING = (
+    "axk2",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "minimax_m3_vl_text",
+    "mistral_large4",
+    "qwen4_exp_text",
+)
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
 #: types around a text model of SELECTING -> the prefix of its tensors
 INSIDE = {
     "dots3_note": "model.language_model.",
     "minimax_m3_vl": "language_model.model.",
+    "qwen4_exp": "model.language_model.",
 }
 LATENT = ("bailing_hybrid", "deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
 

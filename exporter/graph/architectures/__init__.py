@@ -31,6 +31,7 @@ from quantmoe.exporter.graph.architectures import (
     nemotron_h,
     openai_privacy_filter,
     phimoe,
+    qwen4_exp,
     step3p5,
     zaya,
 )
@@ -57,6 +58,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "qwen3_5_moe_text": mrope,
     "qwen3_omni_moe_text": mrope,
     "qwen3_vl_moe_text": mrope,
+    "qwen4_exp_text": qwen4_exp,
     "step3p5": step3p5,
     "zaya": zaya,
 }

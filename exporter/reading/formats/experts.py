@@ -29,7 +29,6 @@ _OFF_INTERFACE = "experts that are not on transformers' experts interface"
 #: the same of families that have something else which nothing here computes
 UNLIKE = {
     "doge": _OFF_INTERFACE,
-    "qwen4_exp": "sparse attention's indexer and embeddings of n-grams",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 

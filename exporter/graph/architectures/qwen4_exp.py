@@ -1,0 +1,228 @@
+"""Qwen4-Exp: streams of residuals, embeddings of n-grams, and attention to the best blocks of tokens.
+
+An indexer's keys are kept as in indexed.py. A layer with embeddings of n-grams has three short convolutions: linear
+attention's, one that is dilated, and one that only delays the tokens' numbers. Their states are one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
+
+from quantmoe.custom_ops.op import ConvSpec
+from quantmoe.exporter.graph.architectures import mrope
+from quantmoe.exporter.graph.architectures.indexed import (
+    PackedCache,
+    by_slot,
+    chosen,
+    in_order,
+    placed,
+    visible,
+    windows,
+)
+from quantmoe.exporter.graph.standard_attention import grouped_attention
+from quantmoe.exporter.graph.passes.linear_attention import convolve
+
+#: digits of a token's number plus 1, in base 256: every type of a graph has them exactly
+_DIGITS = 3
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Give the model positions of one axis, a selection that no length changes, and states that are one tensor."""
+    mrope.prepare(model)
+    rotary = next(m for m in model.modules() if isinstance(m, qwen4.Qwen4ExpTextRotaryEmbedding))
+    for module in model.modules():
+        own: Any = module
+        if isinstance(module, qwen4.Qwen4ExpTextModel):
+            own.forward = MethodType(_model, module)
+        elif isinstance(module, qwen4.Qwen4ExpTextAttention):
+            own.rotary = (rotary,)  # no module of this one, too
+            own.forward = MethodType(_attention, module)
+        elif isinstance(module, qwen4.Qwen4ExpTextDecoderLayer) and module.ple is not None:
+            own.forward = MethodType(_layer, module)
+            own.ple.forward = MethodType(_injected, own.ple)
+        elif isinstance(module, qwen4.Qwen4ExpTextNGramEmbedding):
+            # functions of config.json
+            module._non_persistent_buffers_set |= module._buffers.keys()
+
+
+def _model(
+    self: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    cache: Any = None,
+    **_: Any,
+) -> MoeModelOutputWithPast:
+    """Qwen4ExpTextModel.forward without a history of positions, which those of the tokens tell."""
+    embeddings = self.embed_tokens(input_ids)
+    cache = DynamicCache(config=self.config) if cache is None else cache
+    tokens = placed(attention_mask.bool())
+    if position_ids is None:
+        position_ids = tokens[0][:, -input_ids.shape[1] :]
+    mask = visible(attention_mask, tokens[0], position_ids, embeddings.dtype)
+    x, tables = embeddings.repeat(1, 1, self.config.hc_count), self.rotary_emb(embeddings, position_ids)
+    for layer in self.layers:
+        x = layer(
+            x,
+            position_embeddings=tables,
+            attention_mask=mask,
+            cache=cache,
+            ple_input_ids=input_ids,
+            position_ids=position_ids,
+            tokens=tokens,
+        )
+    return MoeModelOutputWithPast(last_hidden_state=self.hyper_connection_mixer(x), cache=cache)
+
+
+def _attention(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any,
+    attention_mask: torch.Tensor,
+    cache: Any,
+    position_ids: torch.Tensor,
+    tokens: tuple[torch.Tensor, torch.Tensor],
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    x, indexer = hidden_states, self.indexer
+    q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+    k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+    q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+    q, k = qwen4.apply_rotary_pos_emb(q, k, *position_embeddings)
+    sizes = [heads * indexer.index_head_dim for heads in (indexer.index_n_heads, indexer.index_kv_heads)]
+    queries, keys = indexer.index_qk_proj(x).split(sizes, -1)
+    packed = PackedCache(cache, keys, attention_mask)
+    k, v = packed.update(k, v.transpose(1, 2), self.layer_idx)
+    queries = indexer.q_layernorm(queries.unflatten(-1, (-1, indexer.index_head_dim))).transpose(1, 2)
+    queries = qwen4.apply_rotary_pos_emb(queries, cos=position_embeddings[0], sin=position_embeddings[1])
+    selected = _selected(indexer, self.rotary[0], queries, packed.keys, position_ids, tokens)
+    mask = torch.where(selected[:, None], attention_mask, torch.finfo(attention_mask.dtype).min)
+    found, _none = grouped_attention(self, q, k, v, mask, self.scaling)
+    return self.o_proj((found * gate.sigmoid()).flatten(-2)), None
+
+
+def _selected(
+    indexer: Any,
+    rotary: Any,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Return which tokens are selected, [batch, sequence, slots]: those of the best whole blocks and of the last block.
+
+    Args:
+        queries: [batch, heads, sequence, features]. keys: [batch, slots, features]. tokens: of ``placed``.
+    """
+    (places, slots), size, most = tokens, indexer.compress_ratio, indexer.block_topk
+    count = slots.shape[1] // size + 1
+    pooled = windows(in_order(keys, slots), size).float().mean(2).to(keys.dtype)
+    tables = rotary(pooled, torch.arange(count)[None] * size)
+    pooled = qwen4.apply_rotary_pos_emb(indexer.k_layernorm(pooled)[:, None], cos=tables[0], sin=tables[1])
+    scores = torch.relu(torch.matmul(queries.float(), pooled.float().transpose(2, 3))).sum(1)
+    scores = scores / math.sqrt(indexer.index_head_dim)
+    last = torch.arange(count) >= ((positions + 1) // size)[..., None]
+    scores = torch.nn.functional.pad(scores.masked_fill(last, -torch.inf), (0, most), value=-torch.inf)
+    named = chosen(scores.topk(most, -1).indices, count + most)[..., :count] | last
+    return by_slot(named[:, None], places // size)[:, 0]
+
+
+class _Part:
+    """In the place of a cache and of its layer: the part of one short convolution in a layer's states.
+
+    Attributes:
+        conv_states: [.., channels, width - 1], or None where the layer has nothing.
+    """
+
+    def __init__(self, layer: Any, first: int, channels: int, width: int):
+        state = layer.conv_states[0]
+        own = None if state is None else state[..., first : first + channels, state.shape[-1] - width + 1 :]
+        self.conv_states: dict[int, torch.Tensor | None] = {0: own}
+        self.recurrent_states, self.has_previous_state = layer.recurrent_states, layer.has_previous_state
+
+    def __getitem__(self, _: int) -> _Part:
+        return self
+
+    @property
+    def layers(self) -> _Part:
+        """Return all layers."""
+        return self
+
+
+def _layer(self: Any, hidden_states: torch.Tensor, *args: Any, cache: Any, **kwargs: Any) -> torch.Tensor:
+    """Qwen4ExpTextDecoderLayer.forward, whose short convolutions have one state."""
+    linear, ple = self.linear_attn, self.ple
+    layer, words = cache.layers[linear.layer_idx], _DIGITS * (ple.ple_embedding.ngram_size - 1)
+    widths = {
+        "linear": (linear.conv_dim, linear.conv_kernel_size),
+        "ple": (ple.conv1d.in_channels, ple.short_conv_state_len + 1),
+        "words": (words, ple.ple_embedding.ngram_size),
+    }
+    parts, first = {}, 0
+    for name, (channels, width) in widths.items():
+        parts[name] = _Part(layer, first, channels, width)
+        first += channels
+    ple.parts = (parts["ple"], parts["words"], linear)
+    made: torch.Tensor = type(self).forward(self, hidden_states, *args, cache=parts["linear"], **kwargs)
+    longest = max(width for _, width in widths.values()) - 1
+    states = [part.conv_states[0] for part in parts.values()]
+    padded = (torch.nn.functional.pad(state, (longest - state.shape[-1], 0)) for state in states if state is not None)
+    layer.conv_states[0] = torch.cat([*padded], -2)
+    return made
+
+
+def _injected(self: Any, hidden_states: torch.Tensor, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Qwen4ExpTextPLELayer.forward between two CausalConv."""
+    part, words, linear = self.parts
+    rows = _ngrams(self.ple_embedding, input_ids, words, linear, hidden_states)
+    embeddings = self.ple_embedding.ngram_embedding(rows).flatten(-2)
+    keys = self.norm_key(self.key_proj(embeddings)).unflatten(-1, (self.hc_count, self.hidden_size))
+    queries = self.norm_query(hidden_states).unflatten(-1, (self.hc_count, self.hidden_size))
+    gate = (keys * queries).sum(-1, keepdim=True) / math.sqrt(self.hidden_size)
+    gate = gate.abs().clamp_min(1e-6).sqrt() * gate.sign()
+    value = (torch.sigmoid(gate) * self.value_proj(embeddings).unsqueeze(-2)).flatten(-2)
+    width, dilation = self.short_conv_state_len + 1, self.conv1d.dilation[0]
+    taps = torch.nn.functional.pad(self.conv1d.weight[:, 0, :, None], (0, dilation - 1)).flatten(1)[:, :width]
+    return value + _delayed(self.norm_conv(value), taps, "silu", part, linear)
+
+
+def _delayed(x: torch.Tensor, taps: torch.Tensor, activation: str, part: _Part, linear: Any) -> torch.Tensor:
+    """Return the convolution of each channel with its taps, as the linear attention of the layer has its own."""
+    spec = ConvSpec(
+        channels=taps.shape[0],
+        width=taps.shape[1],
+        activation=activation,
+        state_window=linear.found.conv.state_window,
+    )
+    convolution = SimpleNamespace(weight=taps.float(), bias=None)
+    return convolve(spec, convolution, x, part, linear.rows.rows)
+
+
+def _ngrams(self: Any, ids: torch.Tensor, part: _Part, linear: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the embeddings of n-grams that end with each token, [batch, sequence, heads].
+
+    An n-gram has no token before an end of text, nor before the first token: there it has that of ends of texts.
+    """
+    before = self.ngram_size - 1
+    digits = torch.stack([(ids + 1) // 256**i % 256 for i in range(_DIGITS)], -1)
+    taps = torch.eye(before + 1).flip(1)[1:].repeat_interleave(_DIGITS, 0)  # by 1, 2, .. tokens
+    delayed = _delayed(digits.repeat(1, 1, before).to(like.dtype), taps, "none", part, linear)
+    weights = torch.tensor([256**i for i in range(_DIGITS)])
+    found = (delayed.round().long().unflatten(-1, (before, _DIGITS)) * weights).sum(-1) - 1
+    words, ended = [ids], torch.zeros_like(ids, dtype=torch.bool)
+    for i in range(before):
+        ended = ended | (found[..., i] < 0) | (found[..., i] == self.eos_token_id)
+        words.append(torch.where(ended, self.eos_token_id, found[..., i]))
+    rows, mixed = [], words[0] * self.layer_multipliers[0]
+    for i in range(before):
+        mixed = torch.bitwise_xor(mixed, words[i + 1] * self.layer_multipliers[i + 1])
+        heads = slice(i * self.heads_per_ngram, (i + 1) * self.heads_per_ngram)
+        rows.append(mixed[..., None] % self.ngram_heads_vocab_sizes[heads] + self.ngram_heads_offsets[heads])
+    return torch.cat(rows, -1)
