@@ -546,6 +546,12 @@ PUBLISHED: dict[str, Published] = {
             "rope_parameters": _rope(partial_rotary_factor=0.25, mrope_interleaved=True),
         },
     ),
+    "hy_v4": Published(
+        "tencent/Hy4-preview",
+        _DEFAULTS,
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.827, "n_group": 1, "hc_mult": 4, "hc_magnitude": 2.0}
+        | {"rope_parameters": _rope()},
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

@@ -201,6 +201,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "indexer_budget": 6,
     }
     | {"indexer_compress_ratio": 2, "rope_parameters": {"mrope_section": [1, 1, 0]}, "eos_token_id": EOS},
+    "hy_v4": INDEXED | {"swiglu_limit": 0.5, "indexer_types": ["full", "full", "shared", "full"]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -266,7 +267,6 @@ TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 #: model_type -> fields of its own, of types that are refused, and the reason
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "doge": ({"is_moe": True}, "doge: experts that are not on transformers' experts interface are not supported"),
-    "hy_v4": ({}, "HYV4Experts.: its own gating is not silu"),
     "inkling_text": ({}, "inkling_text: a short convolution after attention and experts is not supported"),
     "deepseek_v4": (
         {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16}
@@ -290,6 +290,7 @@ SELECTING = (
     "deepseek_v32",
     "dots3_note_text",
     "glm_moe_dsa",
+    "hy_v4",
     "minimax_m3_vl_text",
     "mistral_large4",
     "qwen4_exp_text",

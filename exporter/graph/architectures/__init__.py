@@ -46,6 +46,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "ernie4_5_vl_moe_text": ernie4_5_vl_moe,
     "glm4v_moe_text": mrope,
     "glm_moe_dsa": indexed,
+    "hy_v4": indexed,
     "jetmoe": jetmoe,
     "llama4_text": llama4,
     "longcat_flash": longcat_flash,

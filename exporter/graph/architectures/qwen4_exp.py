@@ -26,8 +26,8 @@ from quantmoe.exporter.graph.architectures.indexed import (
     visible,
     windows,
 )
-from quantmoe.exporter.graph.standard_attention import grouped_attention
 from quantmoe.exporter.graph.passes.linear_attention import convolve
+from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 #: digits of a token's number plus 1, in base 256: every type of a graph has them exactly
 _DIGITS = 3

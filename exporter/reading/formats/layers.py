@@ -27,6 +27,8 @@ ACTIVATIONS = {
 }
 #: model_type of families with gpt-oss' gate, whatever their configuration calls it
 SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text", "openai_privacy_filter")
+#: model_type of families whose gate is clamped before SiLU, as the other half is on both sides
+SWIGLU_CLAMP = ("hy_v4",)
 #: model_type of families with SiLU, whose configuration does not name it
 SILU = ("lfm2_moe", "longcat_flash", "openai_privacy_filter", "step3p5")
 #: field with a layer's limit of gates after SiLU, null and 0 for none
@@ -96,11 +98,12 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         experts = {e: children for e, children in experts.items() if e < num_experts}
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
-    oai = config.get("model_type") in SWIGLU_OAI
+    oai, clamped = (config.get("model_type") in families for families in (SWIGLU_OAI, SWIGLU_CLAMP))
     limits = config.get(STEP_LIMITS)
     step = (
         number(limits[_index(name)] or 0, STEP_LIMITS) if isinstance(limits, list) and limits[_index(name) :] else 0.0
     )
+    limited = {"swiglu_oai": oai, "swiglu_clamp": clamped, "swiglu_step": bool(step)}
     unnamed = config.get("model_type") in SILU
     activation = (
         "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function")
@@ -117,14 +120,14 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         # Nemotron-3-Super and Muse Spark: of experts alone
         hidden_size=setting(int, "moe_latent_size", "moe_hidden_size", "hidden_size"),
         intermediate_size=setting(int, "expert_ffn_hidden_size", "moe_intermediate_size", "intermediate_size"),
-        activation="swiglu_oai" if oai else "swiglu_step" if step else ACTIVATIONS[activation],
+        activation=next((name for name, own in limited.items() if own), ACTIVATIONS.get(activation, "")),
         gated=len(projections) != 2,
         top_k=1 if config.get("model_type") in NORMED else top_k,
         scheme=scheme,
         down_scheme=down_scheme,
         # transformers' GptOssExperts; older configurations have no alpha
         swiglu_alpha=number(config.get("swiglu_alpha", 1.702), "swiglu_alpha") if oai else 0.0,
-        swiglu_limit=number(config.get("swiglu_limit", 7.0), "swiglu_limit") if oai else step,
+        swiglu_limit=number(config.get("swiglu_limit", 7.0), "swiglu_limit") if oai or clamped else step,
         apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
         format=format,
         projections=projections,
