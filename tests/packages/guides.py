@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from programs import CARGO, ROOT, cmake, quantmoe, run
+from other_languages import CARGO, ROOT, cmake, quantmoe, run
 
 MOST_LINES = 20
 POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">

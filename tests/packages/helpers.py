@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from programs import CARGO, ROOT, cmake, quantmoe, run
+from other_languages import CARGO, ROOT, cmake, quantmoe, run
 
 TURNS = {
     "chat.begin": "Q: ",
@@ -37,7 +37,7 @@ def variant(folder: str, to: Path, metadata: dict[str, str]) -> Path:
 
 def test_rust(tmp_path: Path) -> None:
     """Each test file has passed, and Python goes on from the prompt that Rust saved."""
-    manifest, saved = ROOT / "packages/rust/Cargo.toml", tmp_path / "prompt.state"
+    manifest, saved = str(ROOT / "packages/rust/Cargo.toml"), tmp_path / "prompt.state"
     test = ["cargo", "test", "--quiet", "--locked", "--manifest-path", manifest, "--package", "quantmoe", "--tests"]
     said = run(*test, **CARGO, QUANTMOE_SAVED=str(saved))
     passed = re.findall("test result: ok. ([1-9][0-9]*) passed; 0 failed; 0 ignored", said)

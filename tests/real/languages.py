@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import programs
+import other_languages
 
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.runtime.chat import TextStream
@@ -122,7 +122,7 @@ def _rust() -> Path:
 def _cpp() -> Path:
     """The program here with the headers."""
     _cargo("--package", "quantmoe-text")
-    programs.cmake(HERE / "programs/cpp", BUILD / "cpp")
+    other_languages.cmake(HERE / "programs/cpp", BUILD / "cpp")
     return BUILD / "cpp/tokens"
 
 
@@ -138,7 +138,7 @@ def _cargo(*arguments: str) -> None:
         "--manifest-path",
         ROOT / "packages/rust/Cargo.toml",
     ]
-    programs.run(*command, *arguments, **programs.CARGO)
+    other_languages.run(*command, *arguments, **other_languages.CARGO)
 
 
 def _copy(folder: Path, sources: Iterator[Path] | Sequence[Path]) -> None:
