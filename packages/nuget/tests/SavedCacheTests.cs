@@ -43,7 +43,9 @@ public class SavedCacheTests
         using var folder = new Temporary();
         using var model = new Generator(Models.Plain);
         using TokenCache cache = await Read(model);
-        File.WriteAllText(folder["real"], "before");
+        cache.Save(folder["real"]);
+        byte[] before = File.ReadAllBytes(folder["real"]);
+        await Models.All(cache.GenerateAsync([], 1, Sampling.Greedy));
         File.CreateSymbolicLink(folder["link"], folder["real"]);
         if (Standard)
             Assert.Contains("link is a symbolic link, expected a file", Assert.Throws<IOException>(() => cache.Save(folder["link"])).Message);
@@ -51,6 +53,7 @@ public class SavedCacheTests
         {
             cache.Save(folder["link"]);
             TokenCache.Load(model, folder["real"]).Dispose();
+            Assert.NotEqual(before, File.ReadAllBytes(folder["real"]));
         }
         Assert.Equal(folder["real"], new FileInfo(folder["link"]).LinkTarget);
     }
@@ -83,6 +86,23 @@ public class SavedCacheTests
         bytes[^9] ^= 1;
         File.WriteAllBytes(folder["state"], bytes);
         Assert.Contains("was altered or is damaged", Assert.Throws<InvalidDataException>(() => TokenCache.Load(model, folder["state"])).Message);
+    }
+
+    [Theory, InlineData("my notes"), InlineData("a text of more than eight bytes"), InlineData("\u0002\0\0\0\0\0\0\0{}")]
+    public async Task AFileThatIsNoSavedStateIsNotReplaced(string text)
+    {
+        using var folder = new Temporary();
+        using var model = new Generator(Models.Plain);
+        using TokenCache cache = await Read(model);
+        File.WriteAllText(folder["notes"], text);
+        Assert.Contains(
+            $"{folder["notes"]}: is there, and is no saved state: expected an earlier one, or no file",
+            Assert.Throws<IOException>(() => cache.Save(folder["notes"])).Message);
+        Assert.Equal(text, File.ReadAllText(folder["notes"]));
+        Assert.Equal(new[] { folder["notes"] }, Directory.GetFiles(folder.Path));
+        File.WriteAllText(folder["notes"], "");
+        cache.Save(folder["notes"]);
+        TokenCache.Load(model, folder["notes"]).Dispose();
     }
 
     static bool Standard => typeof(TokenCache).Assembly.GetReferencedAssemblies().Any(name => name.Name == "netstandard");

@@ -23,24 +23,39 @@ namespace QuantMoe
         }
 
         readonly string path;
-        readonly IReadOnlyList<CacheInput> inputs;
+        readonly IReadOnlyList<CacheInput> inputs = Array.Empty<CacheInput>();
         readonly FileStream file;
         readonly SortedDictionary<string, Entry> entries = new SortedDictionary<string, Entry>(StringComparer.Ordinal);
         readonly Dictionary<string, Entry> found = new Dictionary<string, Entry>(); // those that this model's cache has
         readonly byte[] part = new byte[1 << 20];
-        readonly long[] ends;
+        readonly long[] ends = Array.Empty<long>();
 
-        /// <exception cref="InvalidDataException">The file is damaged or of another model.</exception>
+        /// <summary>Open a file and read its header alone.</summary>
+        /// <exception cref="InvalidDataException">The file is no safetensors file.</exception>
         /// <exception cref="IOException">The file cannot be read.</exception>
-        public SavedCache(string path, string identity, IReadOnlyList<CacheInput> inputs)
+        SavedCache(string path)
         {
             this.path = path;
-            this.inputs = inputs;
-            bool hybrid = inputs.Any(input => input.IsState);
             file = File.OpenRead(path);
             try
             {
                 ReadHeader();
+            }
+            catch
+            {
+                file.Dispose();
+                throw;
+            }
+        }
+
+        /// <exception cref="InvalidDataException">The file is damaged or of another model.</exception>
+        /// <exception cref="IOException">The file cannot be read.</exception>
+        public SavedCache(string path, string identity, IReadOnlyList<CacheInput> inputs) : this(path)
+        {
+            this.inputs = inputs;
+            bool hybrid = inputs.Any(input => input.IsState);
+            try
+            {
                 byte[] model = Bytes(Take("model", "U8", 1, new long[] { identity.Length }));
                 if (Encoding.ASCII.GetString(model) != identity) throw Bad("saved with another model: its identity is another");
                 if (!entries.ContainsKey("checksum")) throw Bad("checksum is missing, as in files of earlier versions: save it again");
@@ -70,7 +85,7 @@ namespace QuantMoe
         }
 
         /// <summary>The tokens that were read.</summary>
-        public long[] Tokens { get; }
+        public long[] Tokens { get; } = Array.Empty<long>();
 
         public void Dispose() => file.Dispose();
 
@@ -108,12 +123,14 @@ namespace QuantMoe
         }
 
         /// <summary>Write the cache of tokens, and states to go back to. The file has its name when all is there.</summary>
-        /// <exception cref="IOException">The file cannot be written.</exception>
+        /// <exception cref="IOException">The file cannot be written, or is no saved state.</exception>
         /// <exception cref="UnauthorizedAccessException">The file may not be written.</exception>
         public static void Save(string path, string identity, long[] tokens, IReadOnlyList<CacheInput> inputs,
             IReadOnlyList<OrtValue> cache, SortedDictionary<long, List<byte[]>> states)
         {
             path = Target(path);
+            if (!IsReplaceable(path))
+                throw new IOException($"{path}: is there, and is no saved state: expected an earlier one, or no file");
             // Savers of one path each write a file of their own.
             string partial = $"{path}.{Guid.NewGuid():N}.partial";
             using (var file = new FileStream(partial, FileMode.CreateNew, FileAccess.Write)) // fails before there is a file to delete
@@ -135,6 +152,21 @@ namespace QuantMoe
             {
                 File.Delete(partial);
                 throw;
+            }
+        }
+
+        static bool IsReplaceable(string path)
+        {
+            var there = new FileInfo(path);
+            if (!there.Exists || there.Length == 0) return true;
+            try
+            {
+                using var saved = new SavedCache(path);
+                return saved.entries.ContainsKey("model") && saved.entries.ContainsKey("tokens");
+            }
+            catch (InvalidDataException)
+            {
+                return false;
             }
         }
 

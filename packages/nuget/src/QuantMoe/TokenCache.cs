@@ -191,7 +191,7 @@ namespace QuantMoe
         /// <summary>Write the tokens that were read, as <c>quantmoe generate --save-state</c> does.</summary>
         /// <remarks>The file has its name when all is there. A symbolic link stays a link.</remarks>
         /// <exception cref="InvalidOperationException">The cache has no tokens, the model no identity, or an answer is being generated.</exception>
-        /// <exception cref="IOException">The file cannot be written.</exception>
+        /// <exception cref="IOException">The file cannot be written, or is no saved state: only an earlier one is replaced.</exception>
         /// <exception cref="UnauthorizedAccessException">The file may not be written.</exception>
         public void Save(string path)
         {
