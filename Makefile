@@ -38,7 +38,7 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang lock compiler build cuda wheel-cuda demo test test-every test-random test-real genai-differences test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
+.PHONY: venv clang lock compiler build cuda wheel-cuda demo quick test test-every test-random test-real genai-differences test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg text-library test-packages test-guides release clean
 
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
@@ -85,12 +85,18 @@ demo: build
 	quantmoe demo --checkpoint "$(or $(CHECKPOINT),samples/demo_model/checkpoint)" $(if $(FORCE),--force)
 
 # Each core has a process already: threads of NumPy and torch in each would spin for one another's.
-test test-every test-cuda test-sanitize test-wheel: export OMP_NUM_THREADS = 1
+quick test test-every test-cuda test-sanitize test-wheel: export OMP_NUM_THREADS = 1
 # test-every: the architectures, schemes and tools of which `make test` has one.
 test-every: MARKS := every and not long
 test test-every: build
 	$(UV) --group test
 	$(PYTEST) $(TESTS)
+
+# Without a model or an engine, in less than a minute: sentences, operators' shapes, weight schemes, packed bytes, sampling.
+quick: build
+	$(UV) --group test
+	$(PYTEST) tests/test_style.py tests/test_schema.py tests/test_tensor_shapes.py tests/test_schemes.py tests/test_encodings.py \
+	  tests/test_sampling.py tests/layouts/test_golden.py tests/formats/test_config_groups.py
 
 # Random nodes for SECONDS on every CPU kernel of this machine, against a reference written from FORMAT.md alone; NODE=i runs one that
 # failed. NumPy in one thread, as the matrices are small.
