@@ -71,11 +71,11 @@ class PackedCache:
 
 
 class _Given(Exception):  # noqa: N818
-    """What an indexer gave to a cache."""
+    """An indexer gave keys to a cache."""
 
 
 class _Asking:
-    """In the place of a cache: ends the run of an indexer with the keys that it gives."""
+    """A stand-in for a cache, which ends the run of an indexer with the keys that it gives."""
 
     def __getitem__(self, _: int) -> _Asking:
         return self
@@ -118,7 +118,7 @@ def _attention(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Longer:
-    """In the place of a cache: gives the keys of all tokens, and of as many more as are selected."""
+    """A stand-in for a cache, with the keys of all tokens, and of as many more as are selected."""
 
     def __init__(self, keys: torch.Tensor, more: int):
         self.keys = torch.nn.functional.pad(keys, (0, 0, 0, more))
@@ -199,7 +199,7 @@ def by_slot(named: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 def _select_blocks(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return which tokens are in selected blocks, [batch, indexer's heads, sequence, tokens] (MiniMax-M3).
 
-    A block's score is that of its best token. The blocks next to a token are always selected.
+    A block has the score of its best token. The blocks next to a token are always selected.
     """
     given = bound(self, args, kwargs)
     cache, positions, size = given["cache"], given["position_ids"][:, None, :, None], self.block_size

@@ -60,7 +60,7 @@ def _model(
     cache: Any = None,
     **_: Any,
 ) -> MoeModelOutputWithPast:
-    """Qwen4ExpTextModel.forward without a history of positions, which those of the tokens tell."""
+    """Qwen4ExpTextModel.forward without a history of positions: the positions of the tokens tell it."""
     embeddings = self.embed_tokens(input_ids)
     cache = DynamicCache(config=self.config) if cache is None else cache
     tokens = placed(attention_mask.bool())
@@ -116,7 +116,7 @@ def _selected(
     positions: torch.Tensor,
     tokens: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Return which tokens are selected, [batch, sequence, slots]: those of the best whole blocks and of the last block.
+    """Return which tokens are selected, [batch, sequence, slots]: the best whole blocks, and the last block.
 
     Args:
         queries: [batch, heads, sequence, features]. keys: [batch, slots, features]. tokens: of ``placed``.
@@ -135,7 +135,7 @@ def _selected(
 
 
 class _Part:
-    """In the place of a cache and of its layer: the part of one short convolution in a layer's states.
+    """A stand-in for a cache and for its layer: the part of one short convolution in a layer's states.
 
     Attributes:
         conv_states: [.., channels, width - 1], or None where the layer has nothing.
@@ -208,7 +208,7 @@ def _delayed(x: torch.Tensor, taps: torch.Tensor, activation: str, part: _Part, 
 def _ngrams(self: Any, ids: torch.Tensor, part: _Part, linear: Any, like: torch.Tensor) -> torch.Tensor:
     """Return the rows of the embeddings of n-grams that end with each token, [batch, sequence, heads].
 
-    An n-gram has no token before an end of text, nor before the first token: there it has that of ends of texts.
+    An n-gram has no token before an end of text, nor before the first token. The end of a text stands there.
     """
     before = self.ngram_size - 1
     digits = torch.stack([(ids + 1) // 256**i % 256 for i in range(_DIGITS)], -1)
