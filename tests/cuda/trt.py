@@ -79,7 +79,7 @@ class Driver:
             self.lib.driver_open(b"" if fake else quantmoe.trt_library_path().encode(), as_version, plain)
         )
         assert self.creator, self.log()
-        self.op = "QuantMoE"
+        self.select("QuantMoE")
         self.lib.driver_clear()
 
     def select(self, op: str) -> None:
