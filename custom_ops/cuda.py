@@ -1,4 +1,4 @@
-"""The C ABI of quant_moe_cuda.h through ctypes: plans on any machine, launches on torch tensors, no engine."""
+"""The C ABI of quant_moe_cuda.h through ctypes: plans and refusals, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C ABI of quant_moe.h through ctypes: packing for the converters, kernels without an engine for the tests."""
+"""The C ABI of quant_moe.h through ctypes: packing, unpacking, quantization and refusals."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from quantmoe.exporter.targets import CPU, CUDA, TARGETS, of_device
 from quantmoe.ort_ext import build_info
 
 app = typer.Typer(
-    help="Quantized mixture-of-experts checkpoints as ONNX models.",
+    help="Export and run quantized mixture-of-experts models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -200,7 +200,7 @@ def inspect(
     disk_speed: Annotated[int | None, _option("Fit", "read the disk at SIZE a second", **SIZE)] = None,
     reserve: Annotated[int | None, _option("Fit", "leave this memory free", **SIZE)] = None,
 ) -> None:
-    """Show what an exported model or a checkpoint holds, and what export refuses."""
+    """Show what a model or checkpoint holds, and what export refuses."""
     from quantmoe.exporter.inspecting.survey import is_model, is_refused, survey
 
     of_fit = {"context": context, "trace": trace, "memory-speed": memory_speed, "bus-speed": bus_speed, "ram": ram,
@@ -360,7 +360,7 @@ def generate(
     record: Annotated[Path | None, _option("Advanced", "record which experts are used", metavar="FILE")] = None,
     warm: Annotated[Path | None, _option("Advanced", "load a trace's experts first", metavar="FILE")] = None,
 ) -> None:
-    """Answer a prompt or hold a conversation; tokens per second go to standard error."""
+    """Answer a prompt, or hold a conversation."""
     from quantmoe.exporter.folder.model_file import model_path
     from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
     from quantmoe.exporter.reading.tokenizer import stop_tokens
@@ -556,13 +556,15 @@ def trace(
         typer.Option(help="show this memory for experts; may be repeated", show_default="shares of all", **SIZE),
     ] = None,
     disk_speed: Annotated[int, typer.Option(help="read the disk at SIZE a second", **SIZE)] = "2GB",  # type: ignore[assignment]
-    expert_map: Annotated[Path | None, typer.Option(help="place experts on ranks, in this file")] = None,
+    expert_map: Annotated[
+        Path | None, typer.Option("--write-map", metavar="FILE", help="place experts on ranks, in this file")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="place experts on N ranks")] = 2,
     copies: Annotated[int, typer.Option(min=0, help="let ranks hold N copies of experts")] = 0,
     shared: Annotated[int, typer.Option(min=0, help="leave out the last N experts, which are shared")] = 0,
     plot: Annotated[Path | None, typer.Option(help="draw use, locality and hit rates into this file")] = None,
 ) -> None:
-    """Show hit rates of expert caches by a trace, or place experts on ranks."""
+    """Show hit rates from a trace, or place experts on ranks."""
     from quantmoe.exporter.inspecting.expert_trace import PLOTS, curve, draw, read_trace
 
     if not file.exists() or file.is_dir():
@@ -601,7 +603,7 @@ def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None
     from quantmoe.exporter.reading.expert_map import balance, in_order, write_map
 
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent}: no such folder", param_hint="--expert-map")
+        raise typer.BadParameter(f"{path.parent}: no such folder", param_hint="--write-map")
     loads = [counts[: len(counts) - shared] for counts in found.use()]
     placed = [balance(tokens, ranks, copies) for tokens in loads]
     write_map(path, placed)
@@ -862,17 +864,17 @@ def demo(
 
     check_folder(output, [MODEL], force)
     from quantmoe.benchmarks.pytorch_comparison import compare
-    from quantmoe.exporter.reading.tokenizer import load_tokenizer
+    from quantmoe.exporter.reading.tokenizer import TOKENIZER, load_tokenizer
 
     report = _export(checkpoint, output, Options(), force=force)
-    tokenizer = load_tokenizer(output) if (output / "tokenizer.json").exists() else None
+    tokenizer = load_tokenizer(output) if (output / TOKENIZER).exists() else None
     ids = tokenizer.encode(prompt).ids if tokenizer else None
     found = compare(checkpoint, output, max_new_tokens, ids)
 
     def shown(tokens: list[int]) -> str:
         return tokenizer.decode([*ids, *tokens]) if tokenizer and ids else str(tokens)
 
-    table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
+    table = Table("", "", title=f"{checkpoint.name} -> {output / MODEL}", show_header=False)
     layers = Counter(
         f"{scheme}; experts: {experts_of(spec.attributes(), report.shared[name])}; "
         f"{spec.w13.activation_format} activations, {spec.w13.scale_type} scales"
@@ -880,7 +882,7 @@ def demo(
     )
     for text, count in layers.items():
         table.add_row(f"{count} MoE {plural('layer', count)}", text)
-    for file in sorted(output.glob("model.onnx*")):
+    for file in sorted(output.glob(f"{MODEL}*")):
         table.add_row(file.name, decimal(file.stat().st_size))
     table.add_row("ONNX Runtime", shown(found.tokens))
     table.add_row(
@@ -911,7 +913,7 @@ def evaluate(
     windows: Annotated[
         int | None, typer.Option(min=1, help="stop after N windows", show_default="the whole text")
     ] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="also compare hidden states after each layer")] = False,
+    layers: Annotated[bool, typer.Option("--each-layer", help="also compare hidden states after each layer")] = False,
     threads: Annotated[int, typer.Option(min=0, max=1024, help="use N CPU threads; 0: automatic")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:

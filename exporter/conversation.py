@@ -1,4 +1,7 @@
-"""A conversation at a terminal or over a pipe: messages, and commands that begin with a slash."""
+"""A conversation at a terminal or over a pipe: messages, and commands that begin with a slash.
+
+The conversation itself is ``Chat`` of ort_ext/runtime/chat.py.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.command_arguments import terminal
+from quantmoe.exporter.folder.files import MTP_MODEL
 from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.targets import CPU, TARGETS
 
@@ -130,7 +131,7 @@ def print_fit(fits: Fit, model: Path, rate: str) -> None:
     console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s, one after the other")
     if fits.drafting:
         console.print(
-            f"mtp.onnx is not counted: with --speculate mtp its weights and cache take {decimal(fits.drafting)} more",
+            f"{MTP_MODEL} is not counted: with --speculate mtp it takes {decimal(fits.drafting)} more",
             style="yellow",
         )
     if fits.external:

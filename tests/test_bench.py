@@ -16,7 +16,7 @@ from quantmoe.benchmarks import bench
 from quantmoe.benchmarks.bench import Cycle, LayerCell, Side, difference, route
 from quantmoe.benchmarks.bench_layer import BITS, FORMATS, Layer
 from quantmoe.benchmarks.ggml_layer import Ggml
-from quantmoe.custom_ops.shapes import Shape
+from quantmoe.benchmarks.layer_sizes import Shape
 from quantmoe.exporter.command_arguments import steps
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]

@@ -539,7 +539,7 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
         (("trace", "."), "FILE: .: is a folder, expected a file"),
         (("trace", "none"), "FILE: none: no such file"),
         (("trace", "TRACE", "--plot", "use.txt"), "--plot: use.txt: expected a file .png, .svg, .pdf"),
-        (("trace", "TRACE", "--expert-map", "nowhere/map.json"), "--expert-map: nowhere: no such folder"),
+        (("trace", "TRACE", "--write-map", "nowhere/map.json"), "--write-map: nowhere: no such folder"),
         (("trace", "EMPTY"), "no token has been routed yet"),
     ],
     ids=str,

@@ -151,7 +151,7 @@ def test_the_command(exact: Path, rounded: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
     arguments = ["evaluate", str(rounded), "--text", str(tmp_path / "text"), "--windows", "2", "--window", str(WINDOW)]
     run = CliRunner().invoke
-    shown = run(app, [*arguments, "--against", str(exact), "--layers"], catch_exceptions=False).output
+    shown = run(app, [*arguments, "--against", str(exact), "--each-layer"], catch_exceptions=False).output
     for name in ("Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Median KLD", "99.0% KLD",
                  "Maximum KLD", "RMS Δp", "Same top p", "after layer"):  # fmt: skip
         assert name in shown

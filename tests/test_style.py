@@ -93,6 +93,7 @@ def test_help() -> None:
 
     commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
     texts = [text for command in commands for p in command.params if (text := getattr(p, "help", None))]
+    texts += [(command.help or "").split("\n\n")[0] for command in commands]
     assert len(texts) > 80
     assert [text for text in texts if len(text.split()) > HELP or [*prose(text)]] == []
 

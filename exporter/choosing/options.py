@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.memory import DRAFTS
-from quantmoe.exporter.targets import ACTIVATIONS, TARGETS, Target, with_option
+from quantmoe.exporter.targets import ACTIVATIONS, CPU, CUDA, TARGETS, Target, with_option
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.slices import Slice
@@ -126,7 +126,11 @@ class Options:
     )
     cache: str = option("auto", "choose the type of the KV cache", "Numbers", values=CACHES)
     dtype: str | None = option(
-        None, "choose the type outside experts", "Numbers", values=("f32", "f16", "bf16"), shown="f32, cuda: bf16"
+        None,
+        "choose the type outside experts",
+        "Numbers",
+        values=("f32", "f16", "bf16"),
+        shown=f"{CPU.graph_types[0]}, cuda: {CUDA.graph_types[0]}",
     )
     tensor_parallel: int = option(
         1, "split the model over N ranks", "Several GPUs or processes", metavar="N", least=1, most=1024
@@ -141,14 +145,14 @@ class Options:
         "fix the tokens with logits: last, all, or N",
         "Advanced",
         metavar="last|all|N",
-        shown="last, cuda --mtp: 5",
+        shown=f"last, cuda --mtp: {DRAFTS + 1}",
     )
     state_window: int | None = option(
         None,
         "keep states of N tokens, to verify drafts",
         "Advanced",
         metavar="N",
-        shown="1, --mtp: 5",
+        shown=f"1, --mtp: {DRAFTS + 1}",
         least=1,
         most=64,
     )

@@ -43,10 +43,10 @@ from quantmoe.benchmarks.bench_layer import FORMATS, Layer
 from quantmoe.benchmarks.child_processes import in_process
 from quantmoe.benchmarks.ggml_layer import Ggml
 from quantmoe.benchmarks.ggml_layer import library as ggml_library
+from quantmoe.benchmarks.layer_sizes import SHAPES, Shape
 from quantmoe.benchmarks.machine_limits import cache_bytes, probe_int8, probe_read
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.exporter.command_arguments import check_files, listed, missing, run, terminal
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.ort_ext import library_path

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.benchmarks.layer_sizes import Shape
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import DOMAIN, MoESpec
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.custom_ops.shapes import Shape
 
 #: --format: kind, scale type, whether it has zero points, activation format
 FORMATS = {

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.benchmarks.layer_sizes import Shape
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.shapes import Shape
 
 #: ggml_type
 F32, Q4_0, Q8_0, I32 = 0, 2, 8, 26

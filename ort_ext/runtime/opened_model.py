@@ -265,7 +265,7 @@ class OpenedModel:
 
         They are of this process's last session with such a cache; {} if there is none.
         """
-        library = library_path() if self.device == "cpu" else cuda_library_path()
+        library = of_device(self.device).library_path()
         return (experts_report(library) or [{}])[-1]
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from support import cuda_kernels as cuda
 
+from quantmoe.benchmarks.layer_sizes import SHAPES, Shape
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec, Projection
-from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.exporter.command_arguments import steps
 
 L2_BYTES = 60 << 20

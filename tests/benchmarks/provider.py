@@ -21,7 +21,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from quantmoe.benchmarks.bench_layer import BITS, Layer
-from quantmoe.custom_ops.shapes import SHAPES
+from quantmoe.benchmarks.layer_sizes import SHAPES
 from quantmoe.ort_ext import library_path, provider_devices
 
 

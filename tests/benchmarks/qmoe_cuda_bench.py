@@ -30,9 +30,9 @@ from cuda_bench import counts, shapes, some_of
 from onnx import TensorProto
 
 from quantmoe.benchmarks.bench_layer import Layer
+from quantmoe.benchmarks.layer_sizes import SHAPES
 from quantmoe.custom_ops.layouts import LAYOUTS, join, qmoe
 from quantmoe.custom_ops.op import DOMAIN, MoESpec, RoutingSpec
-from quantmoe.custom_ops.shapes import SHAPES
 from quantmoe.ort_ext import cuda_library_path
 
 LAYERS = 4

@@ -34,9 +34,9 @@ from cuda_bench import random_rows
 from cuda_bench import spec_of as moe_spec_of
 from onnx import TensorProto, helper, numpy_helper
 
+from quantmoe.benchmarks.layer_sizes import SHAPES
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, NormSpec, RouterSpec, RowsSpec
-from quantmoe.custom_ops.shapes import SHAPES
 
 NAME, VOCABULARY, PREFILL = "qwen3-30b-a3b", 151936, 2048
 TYPES = {"bf16": (torch.bfloat16, TensorProto.BFLOAT16), "f16": (torch.float16, TensorProto.FLOAT16)}
