@@ -158,7 +158,7 @@ class Options:
     )
     external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
     dense: str = option("quantmoe", "choose the operator of other linears", "Advanced", values=("quantmoe", "ort"))
-    scales: str = option("exact", "keep scales, or round them for KleidiAI", "Advanced", values=("exact", "bf16"))
+    scales: str = option("exact", "keep scales, or round them to bf16", "Advanced", values=("exact", "bf16"))
     layers: int | None = option(None, "export only the first N layers", "Advanced", metavar="N", least=1)
     max_file_size: int = option(
         MAX_FILE_SIZE, "start another weight file at this size", "Advanced", metavar="SIZE", shown="50GB"
