@@ -134,6 +134,16 @@ __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint
 
 // One long function: a step of decode is latency, so loads of one part are asked for in the middle of another, and what
 // waits for them is in registers from there on. With parts as functions ptxas orders it otherwise.
+//
+//   before the previous kernel ends  query rows that no head fills become 0
+//   after it                         `rows`, the thread's first head, its angles and sinks are asked for together
+//   no work                          tokens that do not count get 0 or NaN; a block without rows ends
+//   first stages                     copies of old slots begin
+//   heads                            queries to shared memory; new keys and values to the cache and to a stage
+//   each stage                       scores, softmax, sums; the copy of a later stage begins
+//   warps                            their sums meet in shared memory
+//   splits                           none: the output. A cluster: blocks exchange sums, each adds up some columns.
+//                                    Else: for attend_merge
 template <typename T, int DK, int DV, bool kCodes>
 __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     attend_few(const __grid_constant__ AttentionParams params) {

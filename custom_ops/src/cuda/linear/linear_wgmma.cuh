@@ -61,6 +61,11 @@ __device__ __forceinline__ void linear_products(float (&d)[kTokens / 2], uint32_
 
 // One long function: what a consumer loads, dequantizes and multiplies are registers of three columns of work at once.
 // With its producer as a function ptxas spills others of them.
+//
+//   begin      barriers; the block's tiles and part of K
+//   producer   one thread: weights before the previous kernel ends, then tokens, then both as stages become empty
+//   consumers  load, dequantize and multiply a unit; the next unit's codes are loaded during the products
+//   result     one part: factor, bias, 16 bits, through shared memory. A cluster: each block adds up some tokens first
 template <typename T, class F, int kTokens>
 __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels),
                                   LinearTile<F, kTokens>::kSizes.blocks)

@@ -90,6 +90,12 @@ __device__ inline void prefetch_codes(const GemmParams& params) {
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
 // One long function: a turn's copies, products and stores change the same sums and places, which are registers.
+//
+//   begin       the ring; decode waits for ids, else codes are prefetched before the wait
+//   copy        kStages - 1 stages ahead: the next (tile, panels), its tokens' rows, its codes
+//   each turn   copies into one stage, multiplies the oldest
+//   unit's end  kSplit: warps put sums into shared memory, threads add up warps_k of them and store. Else: a warp
+//               stores its own
 template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
 __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, NT))
     moe_gemm_mma(const __grid_constant__ GemmParams params) {

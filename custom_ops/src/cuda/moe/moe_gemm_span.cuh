@@ -128,6 +128,12 @@ struct SpanStream {
 
 // One long function: a turn's copies, products and stores change the same sums and places, which are
 // registers.
+//
+//   begin       as moe_gemm_mma
+//   ranges      each warp has an equal part of the block's units of K, so it may begin and end inside an item
+//   each turn   loads a unit, copies a later one, multiplies
+//   item's end  stored; kept apart (head) if the warp began inside the item
+//   end         the warp that ends an item begun by others adds up their sums and stores
 template <typename T, typename F, int MT, bool down, bool decode>
 __global__ void __launch_bounds__(kThreads, 2) moe_gemm_span(const __grid_constant__ GemmParams params) {
   using S = SpanStream<T, F, MT>;

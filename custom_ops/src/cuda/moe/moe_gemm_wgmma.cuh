@@ -403,6 +403,10 @@ struct WgmmaConsumer {
 };
 
 // One long function: with its producer and its consumers as functions ptxas gives both other registers and addresses.
+//
+//   begin      barriers; after the previous kernel, `locate` gives a unit of work
+//   producer   warpgroup 0: tokens by 16 bytes, codes in bulk by one lane a warp, scales where a block of them begins
+//   consumers  two warpgroups, half of the panels each: pairs asked for first, `run` multiplies and stores
 template <typename T, typename F, Product product, int kTokens>
 __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, product, kTokens>::kBlocks)
     moe_gemm_wgmma(const __grid_constant__ GemmParams params) {
