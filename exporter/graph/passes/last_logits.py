@@ -89,7 +89,7 @@ def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
 def _num_logits(model: ir.Model) -> ir.Value:
     """Add the initializer ``num_logits``, which a session may replace."""
     one = ir.tensor([1], ir.DataType.INT64, name=NUM_LOGITS)
-    value = ir.Value(name=NUM_LOGITS, shape=one.shape, type=ir.TensorType(one.dtype), const_value=one)
+    value = ir.Value(name=NUM_LOGITS, shape=ir.Shape([1]), type=ir.TensorType(one.dtype), const_value=one)
     model.graph.register_initializer(value)
     model.metadata_props[NUM_LOGITS] = "1"
     return value
