@@ -504,7 +504,7 @@ def test_what_cannot_speculate_is_named(models, exported):
         Generator(exported("qwen3_moe", activations="float"), speculate="mtp")
     message = rf"{lacking} and the logits of 5 tokens \(this model gives 1\): export it with --mtp --logits 5$"
     with pytest.raises(ModelError, match=message):
-        Generator(exported("qwen3_moe", activations="float", logits="last"), speculate="mtp")
+        Generator(exported("qwen3_moe", activations="float", logits=1), speculate="mtp")
     with pytest.raises(
         ModelError,
         match=r"5 draft tokens need the states .* after 6 tokens \(this model keeps 5\) and the logits of "
