@@ -42,7 +42,7 @@ def lost(checkpoint: Path, output: Path, seconds: float, layers: int | None = No
         return _measured(checkpoint, output, layers, check)
     except _TooLongError:
         share = f"more than {SHARE:.0%} of the export's time"
-        return f"what was lost is not measured: it would take {share}; {how} does it"
+        return f"what was lost is not measured: it would take {share}" + (f"; {how} does it" if layers is None else "")
     except (ModelError, FileNotFoundError) as error:
         return f"what was lost is not measured: {error}"
 
