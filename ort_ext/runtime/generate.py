@@ -500,13 +500,13 @@ def _drafting_model(speculate: str | Path, path: Path, device: str) -> Path:
     """Return the model in the folder that ``speculate`` names, which drafts for the model ``path``.
 
     Raises:
-        ModelError: there is none. It runs on another device, or has another tokenizer.
-        OptionError: speculate is no path.
+        ModelError: it runs on another device, or has another tokenizer.
+        OptionError: speculate is no path, or there is no model.
     """
     try:
         draft = model_path(need_path("speculate", speculate))
     except ModelError as error:
-        raise ModelError(f"speculate is {str(speculate)!r}, expected ngram, mtp or a folder: {error}") from None
+        raise OptionError(f"speculate is {str(speculate)!r}, expected ngram, mtp or a folder: {error}") from None
     folder, own = draft.parent, path.parent
     target = TARGETS.get(load(draft).metadata_props.get(TARGET, ""), CPU)
     if target.device != device:

@@ -200,7 +200,7 @@ def test_what_cannot_draft(demo, exported, tmp_path):
     ):
         Generator(own, speculate=str(gpu))
     for missing in ("mpt", tmp_path / "none"):
-        with pytest.raises(ModelError, match=rf"speculate is '{missing}', expected ngram, mtp or a folder: .*missing"):
+        with pytest.raises(OptionError, match=rf"speculate is '{missing}', expected ngram, mtp or a folder: .*missing"):
             Generator(own, speculate=missing)
     with pytest.raises(OptionError, match="speculate is 5"):
         Generator(own, speculate=5)
