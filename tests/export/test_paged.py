@@ -124,10 +124,13 @@ class Opened:
     """A session of a paged folder."""
 
     def __init__(self, folder):
-        self.inputs = list(ir.load(folder / "model.onnx").graph.inputs)
+        self.graph = ir.load(folder / "model.onnx").graph
 
     def get_inputs(self):
-        return self.inputs
+        return list(self.graph.inputs)
+
+    def get_outputs(self):
+        return list(self.graph.outputs)
 
 
 def test_generate_refuses_many_requests(paged):
