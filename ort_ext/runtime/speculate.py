@@ -39,7 +39,7 @@ class Lookup:
         self._read = 0
 
     def hear(self, ids: Sequence[int], hidden: np.ndarray | None) -> None:
-        """As Head's; the text is enough."""
+        """Take nothing: the text is enough."""
 
     def __call__(self, tokens: Sequence[int], count: int) -> list[int]:
         """At most so many tokens that may follow.
@@ -123,7 +123,7 @@ class OtherModel:
         self._cache, self._vocabulary = cache, vocabulary
 
     def hear(self, ids: Sequence[int], hidden: np.ndarray | None) -> None:
-        """As Head's; the text is enough."""
+        """Take nothing: the text is enough."""
 
     def __call__(self, tokens: Sequence[int], count: int) -> list[int]:
         """At most so many tokens that may follow; none where its context or its vocabulary ends."""

@@ -135,7 +135,7 @@ def pooled(folder: Path, mode: str, normalized: bool) -> None:
 
 
 def test_pooling(checkpoint: Path, tmp_path: Path) -> None:
-    """As sentence-transformers' files say it. A checkpoint of the encoder alone has no labels."""
+    """Follow sentence-transformers' files. A checkpoint of the encoder alone has no labels."""
     other = tmp_path / "checkpoint"
     other.mkdir()
     (other / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
