@@ -7,6 +7,7 @@ The graph is one of ort_cuda_bench, which has the sizes of a model and random we
 
 The step alone is the loop's own, over its cache, with its last token: replayed, and waited for each time. Rates of
 single texts are the best of three. A batch runs once; the first of a size also allocates its cache, captures its step.
+Threads share one session: with CUDA graphs they take turns, without each launches its own kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -100,12 +102,35 @@ def batches(model: Generator, prompts: list[list[int]], count: int, prompt: floa
         )
 
 
+def threads(model: Generator, prompts: list[list[int]], count: int) -> None:
+    """Print the rate of the texts that threads of one session make at once, and whether one thread makes the same."""
+
+    def text(prompt: list[int]) -> tuple[list[int], float]:
+        found = model.generate(prompt, count)
+        return list(found.tokens), found.tokens_per_second
+
+    expected = [text(prompt)[0] for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(text, prompts))  # captures a graph for each thread
+        begin = time.perf_counter()
+        found = list(pool.map(text, prompts))
+        seconds = time.perf_counter() - begin
+    same = [tokens for tokens, _ in found] == expected
+    print(
+        f"{'with' if model.cuda_graph else 'without'} CUDA graphs, {len(prompts)} threads: "
+        f"{sum(rate for _, rate in found):.0f} tokens/s after the prompts, {len(prompts) * count / seconds:.0f} with "
+        f"them; {'the same tokens as' if same else 'OTHER TOKENS THAN'} one thread's",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graph", type=Path)
     parser.add_argument("--prompt", type=int, default=1920)
     parser.add_argument("--tokens", type=int, default=256, help="of single texts; batches have half as many")
     parser.add_argument("--batches", nargs="*", type=int, default=[8, 32, 128])
+    parser.add_argument("--threads", nargs="*", type=int, default=[], help="of one session, such as 1 2 4; alone")
     parser.add_argument("--folder", type=Path, default=Path("loop-cuda-bench"), help="scratch")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -114,6 +139,14 @@ def main() -> None:
     onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | {SHARE_BUFFER: "true"})
     onnx.save(model, given.folder / "model.onnx")
     rng = np.random.default_rng(0)
+    for graph in (True, False) if given.threads else ():
+        with Generator(given.folder, device="cuda", cuda_graph=graph) as generator:
+            assert generator.vocabulary is not None
+            prompts = rng.integers(1, generator.vocabulary, (max(given.threads), given.prompt)).tolist()
+            for count in given.threads:
+                threads(generator, prompts[:count], given.tokens)
+    if given.threads:
+        return
     with Generator(given.folder, device="cuda") as generator:
         assert generator.vocabulary is not None
         prompts = rng.integers(1, generator.vocabulary, (max([1, *given.batches]), given.prompt)).tolist()
