@@ -220,13 +220,14 @@ __device__ inline float head_norm(const DeltaParams& params, float squares) {
 template <typename T>
 __device__ inline void gate_output(const DeltaParams& params, const float* o, int64_t token, int head) {
   const int v = params.delta.v_head_size, column = threadIdx.x % 32 * 4;
-  float x[4] = {}, sum = 0;
+  alignas(16) float x[4] = {};
+  float sum = 0;
   if (column < v) *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(o + column);
 #pragma unroll
   for (int i = 0; i < 4; ++i) sum = fmaf(x[i], x[i], sum);
   sum = warp_sum(sum);
   if (column >= v) return;
-  T gates[4];
+  alignas(8) T gates[4];
   read_four(gates, static_cast<const T*>(params.z) + token * params.z_size + head * v + column);
   const float by = head_norm(params, sum);
 #pragma unroll

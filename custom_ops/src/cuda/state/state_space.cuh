@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kSpaceThreads) state_space(const __grid_consta
 
   // What `rows` does not decide is asked for before it is there.
   const int64_t state_at = head_at + 4 * part * p + column;
-  float state[N / 64][4][4];
+  alignas(16) float state[N / 64][4][4];
 #pragma unroll
   for (int k = 0; k < N / 64; ++k)
 #pragma unroll
@@ -226,14 +226,14 @@ __global__ void __launch_bounds__(kSpaceGateThreads) space_gate(const __grid_con
   const int64_t token = static_cast<int64_t>(blockIdx.z) * params.tokens + blockIdx.x,
                 first = blockIdx.y * int64_t{size};
   const auto feature = [&](int i) { return static_cast<int>(i * blockDim.x + threadIdx.x) * 4; };
-  float weights[kFours][4], o[kFours][4];
+  alignas(16) float weights[kFours][4], o[kFours][4];
 #pragma unroll
   for (int i = 0; i < kFours; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) weights[i][j] = feature(i) < size ? params.norm[first + feature(i) + j] : 0.f;
   wait_for_previous();
   const int64_t at = token * node.num_heads * node.head_size + first;
-  T z[kFours][4];
+  alignas(8) T z[kFours][4];
 #pragma unroll
   for (int i = 0; i < kFours; ++i)
     if (feature(i) < size) {

@@ -32,7 +32,7 @@ __device__ inline void touch(const void* global) {
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(unused) : "l"(global) : "memory");
 }
 
-// Four values, which may be part of a wider tensor and lie at any address of their type.
+// Four values, which may be part of a wider tensor and lie at any address of their type. to: aligned as all four.
 template <typename T>
 __device__ inline void read_four(T (&to)[4], const T* from) {
   if (reinterpret_cast<uintptr_t>(from) % sizeof(to) == 0)
