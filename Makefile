@@ -104,7 +104,7 @@ SECONDS ?= 30
 SEED ?= 0
 test-random: build
 	$(UV) --group test
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests/support python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
 	  $(if $(NODE),--node $(NODE))
 
 # quantmoe serve with 64 clients for five minutes; samples/ray_serve with two replicas, in an environment of its own.
@@ -123,7 +123,7 @@ test-real: build
 # How onnxruntime-genai's tokenizer differs from AutoTokenizer (docs/lab/genai-tokens.md).
 genai-differences: build
 	$(UV) --group test
-	PYTHONPATH=tests python tests/real/genai_differences.py
+	PYTHONPATH=tests/support python tests/real/genai_differences.py
 
 test-long: build
 	$(UV) --group test

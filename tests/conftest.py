@@ -1,14 +1,11 @@
-"""Test helpers are plain modules beside the tests: `from cases import CASES`."""
+"""What all tests share: interrupts and parts. Helpers are modules of `support`: `from cases import CASES`."""
 
 import re
 import signal
-import sys
 import zlib
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 # A shell has its background jobs ignore Ctrl-C, and the commands that tests run and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -264,7 +264,7 @@ fi
 section "models of other tools, in the execution provider"
 existing=$work/existing/model.onnx
 mkdir "$work/existing"
-PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH} python - "$existing" <<'PYTHON' || exit 1
+PYTHONPATH=tests/support${PYTHONPATH:+:$PYTHONPATH} python - "$existing" <<'PYTHON' || exit 1
 import sys
 import numpy as np
 import onnx_ir as ir

@@ -3,9 +3,9 @@
 import re
 from dataclasses import replace
 
+import native_kernels as native
 import pytest
 from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, projection, routing_spec, space_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops import tensor_shapes
 from quantmoe.custom_ops.op import (

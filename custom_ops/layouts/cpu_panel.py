@@ -1,8 +1,8 @@
 """Layout ``cpu_panel`` (FORMAT.md section 2): KleidiAI's p8x8 geometry for 4-bit codes, p4x8 for 8-bit integers, 16
 rows column by column for floats, 16 rows four columns at a time for ggml's K-quants.
 
-Geometry, bytes and what attributes cannot say together are the library's (src/layouts/cpu_panel.h). tests/panels.py
-states the bytes once more, in NumPy.
+Geometry, bytes and what attributes cannot say together are the library's (src/layouts/cpu_panel.h).
+tests/support/panels.py states the bytes once more, in NumPy.
 """
 
 from __future__ import annotations

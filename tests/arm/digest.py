@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from attention import CACHES, CODES, SPECS, ragged
 from cases import CASES
 from linear_attention import CONVS, DELTAS, RAGGED, conv_inputs, delta_inputs

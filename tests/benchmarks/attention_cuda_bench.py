@@ -1,7 +1,8 @@
 """CachedAttention on CUDA, torch's scaled_dot_product_attention beside it.
 
-    PYTHONPATH=tests python tests/benchmarks/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8] [--latent]
-    PYTHONPATH=tests python tests/benchmarks/attention_cuda_bench.py --blocks
+    export PYTHONPATH=tests/support
+    python tests/benchmarks/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8] [--latent]
+    python tests/benchmarks/attention_cuda_bench.py --blocks
 
 A call is all of it: norm, rotary, append to the cache in place, attention. torch's is attention alone, of queries, keys
 and values that are ready. Times are of CUDA graphs of several calls, each with a cache of its own, so that decode finds
@@ -18,9 +19,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
+import cuda_kernels as cuda
 import torch
 from attention_spec import spec_of
-from support import cuda_kernels as cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

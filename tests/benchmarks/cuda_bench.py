@@ -1,6 +1,6 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
-    PYTHONPATH=tests python tests/benchmarks/cuda_bench.py [--shapes qwen3-30b-a3b,2048/1024/64/8,...]
+    PYTHONPATH=tests/support python tests/benchmarks/cuda_bench.py [--shapes qwen3-30b-a3b,2048/1024/64/8,...]
         [--tokens 1,8,512..4096] [--formats int4,...] [--activation swiglu_oai] [--warm] [--against humming,marlin]
         [--json out.json] [--plot out.png]
 
@@ -30,8 +30,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import cuda_kernels as cuda
 import torch
-from support import cuda_kernels as cuda
 
 from quantmoe.benchmarks.layer_sizes import SHAPES, Shape
 from quantmoe.custom_ops.layouts import marlin

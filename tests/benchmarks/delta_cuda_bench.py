@@ -1,7 +1,7 @@
 """GatedDelta, CausalConv and StateSpace on CUDA: us a call.
 
-    PYTHONPATH=tests python tests/benchmarks/delta_cuda_bench.py [--repeats 10] [--fla] [--flashinfer] [--spaces]
-        [--mamba]
+    PYTHONPATH=tests/support python tests/benchmarks/delta_cuda_bench.py [--repeats 10] [--fla]
+        [--flashinfer] [--spaces] [--mamba]
 
 16 key heads of 128, a convolution of 4 over keys, queries and values, bf16, states in place; StateSpace of the sizes of
 some models. Times are of CUDA graphs of several calls, each with tensors of its own, larger than L2 together where one
@@ -20,10 +20,10 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import cuda_kernels as cuda
 import torch
 from attention_cuda_bench import Call, microseconds
 from attention_spec import delta_spec_of, space_spec_of
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.op import ConvSpec, Spec
 

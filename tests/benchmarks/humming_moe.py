@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+import cuda_kernels as cuda
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +22,6 @@ from humming.schema import HummingWeightSchema
 from humming.transform import prepare_and_transform_humming_tensors
 from humming.tune import get_heuristics_config
 from int4_weights import GROUP, ceil, matrices
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.op import MoESpec
 

@@ -1,7 +1,7 @@
 """QuantLinear on CUDA beside torch's bf16 product of the same sizes.
 
-    PYTHONPATH=tests python tests/benchmarks/linear_cuda_bench.py [--shapes 5120x2048,...] [--rows 1,8,...] [--apart]
-                                                           [--formats int4,fp8,bf16] [--repeats 10] [--json out.json]
+    PYTHONPATH=tests/support python tests/benchmarks/linear_cuda_bench.py [--shapes 5120x2048,...] [--rows 1,8,...]
+        [--apart] [--formats int4,fp8,bf16] [--repeats 10] [--json out.json]
 
 Shapes are out x in features. Times are of CUDA graphs of many calls on weights that take turns, so that each finds its
 own out of L2, replayed in turn with torch's; medians of a call. x and y stay where they are. Calls of ours overlap
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import cuda_kernels as cuda
 import torch
 from cuda_bench import (
     FORMATS,
@@ -26,7 +27,6 @@ from cuda_bench import (
     random_rows,
     times_in_turn,
 )
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import LinearSpec

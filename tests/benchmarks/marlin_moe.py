@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib.metadata import distribution, version
 from typing import Any
 
+import cuda_kernels as cuda
 import torch
 from int4_weights import GROUP, ceil, matrices
-from support import cuda_kernels as cuda
 
 NAME = f"vllm {version('vllm')} Marlin"
 UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's ScalarType.id of 4 bits, value = code - 8

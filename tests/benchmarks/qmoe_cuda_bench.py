@@ -1,7 +1,7 @@
 """QuantMoE beside ONNX Runtime's own com.microsoft::QMoE on a GPU: the same weights, logits and provider.
 
-    PYTHONPATH=tests python tests/benchmarks/qmoe_cuda_bench.py [--shapes gpt-oss-20b,...] [--formats int4,mxfp4]
-                                                                  [--tokens 1,8,64,512,4096] [--group-size 32]
+    PYTHONPATH=tests/support python tests/benchmarks/qmoe_cuda_bench.py [--shapes gpt-oss-20b,...]
+        [--formats int4,mxfp4] [--tokens 1,8,64,512,4096] [--group-size 32]
 
 A model of each side has LAYERS layers of one x, each with logits and, in the GPU's memory, weights of its own: more
 than L2 holds. Ours is MoERouting and QuantMoE, since QMoE routes, too. Both are sessions of ONNX Runtime's CUDA

@@ -2,7 +2,7 @@
 
     g++ -std=c++20 -shared -fPIC tests/benchmarks/tensorrt_bench.cc -o bench.so -lnvinfer -lnvonnxparser \
       -I <TensorRT's and CUDA's include folders>
-    PYTHONPATH=tests python tests/benchmarks/tensorrt_bench.py bench.so libquantmoe_trt.so [--layers 1,48]
+    PYTHONPATH=tests/support python tests/benchmarks/tensorrt_bench.py bench.so libquantmoe_trt.so [--layers 1,48]
         [--capacity 4096]
 
 The graph is written here, of the operators that an exported model has; packed weights are its inputs, so that an engine

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/ort_cuda_bench.py graph hybrid.onnx --model qwen3.6-35b-a3b --lm-head int4 \
       --sizes '{"num_hidden_layers": 8}'
-    PYTHONPATH=tests python tests/benchmarks/tensorrt_graph_bench.py bench.so libquantmoe_trt.so hybrid.onnx
+    PYTHONPATH=tests/support python tests/benchmarks/tensorrt_graph_bench.py bench.so libquantmoe_trt.so hybrid.onnx
 
 The graph is ort_cuda_bench.py's, which makes it where transformers is; weights are random. bench.so is compiled as
 tensorrt_bench.py says. Needs TensorRT, PyTorch, a GPU.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cuda_kernels as cuda
 import numpy as np
 from cuda.built import NUMPY, SM80, TORCH, UNIT, torch
 from specs import attention_spec
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import AttentionSpec

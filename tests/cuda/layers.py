@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce
 
+import cuda_kernels as cuda
 import numpy as np
 from cases import Case
 from cuda.built import TORCH, UNIT, torch
 from cuda.formats import FLOATS, FORMATS
 from specs import linear_spec, moe_spec
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
 from cuda.attention_cases import ALL, CALLS, DEVICE, HEADS, LATENT, LATENTS, SPEC, Inputs, check
 from cuda.built import SM80, UNIT, gpu
 from specs import attention_spec
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.op import AttentionSpec
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
 from cuda.attention_cases import DEVICE, HEADS, LATENT, Inputs, close
 from cuda.built import NUMPY, SM80, UNIT, gpu
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import AttentionSpec

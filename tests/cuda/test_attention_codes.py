@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 from cuda.attention_cases import CALLS, HEADS, SPEC, Inputs, check
 from cuda.built import SM80, gpu
 from specs import attention_spec
-from support import cuda_kernels as cuda
 
 CODES = ["int8", "fp8_e4m3"]
 

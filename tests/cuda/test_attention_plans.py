@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import cuda_kernels as cuda
 import pytest
 import torch
 from cuda.attention_cases import HEADS, LATENT, LATENT_DEVICES, SPEC
 from cuda.built import SM80
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.op import AttentionSpec
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
 from cases import Case
 from cuda.built import UNIT, gpu
 from cuda.layers import FP8, FP8_CASES, SM89, assert_rounded, build, build_linear, codes_of_halves, rounding_bound, run
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,6 @@ from cases import Case
 from cuda.built import TORCH, UNIT, gpu
 from cuda.formats import FLOATS, FORMATS
 from cuda.layers import BASE, CASES, FORMAT_SHAPES, FP8_CASES, ONE, SM89, TILES, build, of_format, run
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
 from cuda.built import TORCH, UNIT, gpu
 from cuda.layers import BASE, EXACT, LINEARS, SM120, build_linear, of_format
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
+import cuda_kernels as cuda
 import pytest
 from cases import INT4
 from cuda.formats import FLOATS, FORMATS, spec_of
 from cuda.layers import FORMAT_SHAPES, FP8, LINEARS, ONE, SM120, TILES, build, build_linear, of_format
 from specs import linear_spec
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.op import enum
 from quantmoe.custom_ops.structs import ERROR_SIZE

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
 from cases import ROUTERS, assert_routed
 from cuda.built import TORCH, gpu
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 

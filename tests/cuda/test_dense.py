@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+import cuda_kernels as cuda  # noqa: E402
 from cases import K_QUANTS  # noqa: E402
 from cuda.built import TORCH, UNIT, gpu  # noqa: E402
 from cuda.formats import FORMATS, spec_of  # noqa: E402
 from cuda.layers import BASE, LINEARS, SM89, build_linear, of_format  # noqa: E402
 from specs import linear_spec  # noqa: E402
-from support import cuda_kernels as cuda  # noqa: E402
 
 from quantmoe.custom_ops import reference  # noqa: E402
 from quantmoe.custom_ops.layouts import marlin  # noqa: E402

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import cuda_kernels as cuda
+import native_kernels as native
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,6 @@ from cases import Case
 from cuda.built import TORCH, UNIT, gpu
 from cuda.formats import FORMATS
 from cuda.layers import BASE, CASES, FP8_CASES, build, of_format
-from support import cuda_kernels as cuda
-from support import native_kernels as native
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 

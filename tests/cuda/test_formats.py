@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import cuda_kernels as cuda
 import pytest
 from cases import K_QUANTS
 from cuda.formats import FLOATS, FORMATS, spec_of
 from specs import linear_spec
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import native
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import cuda_kernels as cuda
 import linear_attention
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from arithmetic import U
 from cuda.built import NUMPY, SM80, TORCH, UNIT, gpu, torch
 from linear_attention import Space, space_span
 from specs import conv_spec, delta_spec, space_spec
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
 from quantmoe.custom_ops.ops.causal_conv import causal_conv

@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from benchmarks.parallel_cuda import run
+from children import PYTHONPATH, TESTS
 from cuda.built import torch
 from engines.test_reduce import write
 
@@ -30,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
     pytest.mark.skipif(PROVIDER not in ort.get_available_providers(), reason="this onnxruntime has no CUDA provider"),
 ]
-TESTS = Path(__file__).parents[1]
 #: of a model of engines/test_reduce.py: x of all ranks -> y of a rank; z is the same of y
 OPERATORS: dict[str, Callable[[list[np.ndarray], int], np.ndarray]] = {
     "AllReduce": lambda xs, rank: all_reduce(xs),
@@ -94,7 +94,7 @@ def start(folder: Path, op: str, rows: int, on: bool = False, more: int = 0) -> 
     command = [sys.executable, "-m", "cuda.test_ranks_cuda", str(folder), group, op, str(int(on))]
     found = []
     for rank in range(2):
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(rank), "PYTHONPATH": PYTHONPATH}
         own = [*command, str(rows + rank * more), str(rank)]
         found.append(subprocess.Popen(own, env=environment, **options))
     return found
@@ -193,7 +193,7 @@ def test_a_rank_that_is_killed_while_a_graph_waits_for_it(tmp_path: Path, rows: 
 @pytest.mark.parametrize("name", ["qwen3_moe+tp2-W4A16", "deepseek_v3+ep2-W4A16", "gpt_oss+tp2-MXFP4A16"])
 def test_slices(tmp_path: Path, name: str) -> None:
     """f16 beside PyTorch in float32: within TOLERANCE of what PyTorch itself is off in f16."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS / "export"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([PYTHONPATH, str(TESTS / "export")])
     command = [sys.executable, TESTS / "tensorrt" / "prepare.py", tmp_path, name]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})
     noise = json.loads((tmp_path / name / "noise.json").read_text(encoding="utf-8"))["f16"]

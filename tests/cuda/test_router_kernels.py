@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 from cases import ROUTERS, assert_routed
 from cuda.built import SM80, TORCH, UNIT, gpu, torch
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import NormSpec, RouterSpec, RoutingSpec, RowsSpec

@@ -21,6 +21,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from cases import CASES, Case
+from children import PYTHONPATH
 from engines.one_layer import NODE, in_threads, run, session, write_model
 
 import quantmoe
@@ -515,9 +516,8 @@ print(report()[-1]["misses"])
 
 
 def environment(preload: Path | None = None, **more: str) -> dict[str, str]:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     before = os.environ.get("LD_PRELOAD", "")
-    return os.environ | {"PYTHONPATH": paths, "LD_PRELOAD": f"{before} {preload or ''}".strip(), **more}
+    return os.environ | {"PYTHONPATH": PYTHONPATH, "LD_PRELOAD": f"{before} {preload or ''}".strip(), **more}
 
 
 def child(path: Path, preload: Path, fault: str, tokens: int, slots: int) -> subprocess.CompletedProcess[str]:

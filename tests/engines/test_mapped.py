@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from children import PYTHONPATH
 from engines.one_layer import session, write_model
 from specs import moe_spec, projection
 
@@ -56,8 +57,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def environment(prefault: str = "") -> dict[str, str]:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": paths, "QUANTMOE_PREFAULT": prefault}
+    return os.environ | {"PYTHONPATH": PYTHONPATH, "QUANTMOE_PREFAULT": prefault}
 
 
 def start(model: Path, prefault: str = "") -> subprocess.Popen[str]:

@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from cases import CASES, Case, Layer
+from children import PYTHONPATH
 from engines.one_layer import NODE, run, session, write_model
 from specs import moe_spec, projection
 
@@ -315,7 +316,7 @@ def test_weights_are_mapped(tmp_path: Path, small: Layer, experts: int, hidden: 
     (tmp_path / "warm").mkdir()
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(experts), path, write(tmp_path / "warm", small)],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     created, ran, seconds = map(float, done.stdout.split())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import PYTHONPATH
 from engines.one_layer import NODE, write_model
 from specs import moe_spec, projection
 
@@ -42,10 +43,9 @@ else:
 
 
 def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True, text=True, env=os.environ | MALLOC | {"PYTHONPATH": paths},
+        capture_output=True, text=True, env=os.environ | MALLOC | {"PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
 
 

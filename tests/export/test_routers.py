@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import native_kernels as native
 import numpy as np
 import pytest
 import torch
 from specs import routing_spec
-from support import native_kernels as native
 from tiny import COMMON, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 

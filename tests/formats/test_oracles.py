@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ml_dtypes
+import native_kernels as native
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,6 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, set_fo
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import save_file
 from specs import linear_spec
-from support import native_kernels as native
 from tiny import make_float_checkpoint, make_scheme, qparams
 
 from quantmoe.custom_ops.layouts import cpu_panel

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from checkpoints import TINY, make_checkpoint, make_gptq_checkpoint, write_checkpoint
 from encoders import CASES, random_matrix
 from hostile.test_exported import one_layer_model

@@ -13,16 +13,16 @@ import mmap
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import ml_dtypes
+import native_kernels as native
 import numpy as np
 import pytest
 from attention import SPECS, assert_bytes, ragged
 from cases import CASES, Case
+from children import PYTHONPATH
 from panels import reference_row
 from specs import linear_spec
-from support import native_kernels as native
 from sweeps import every
 
 from quantmoe.custom_ops.layouts import cpu_panel
@@ -105,9 +105,8 @@ def sweep(kernel: str) -> None:
 def test_kernel_stays_inside_its_buffers(kernel: str) -> None:
     """The child ends by touching a guard page itself, so that a guard that guards nothing fails the test."""
     code = f"from kernels.test_guard_pages import sweep; sweep({kernel!r})"
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PYTHONPATH}
     )
     assert done.returncode != 0
     assert done.stdout.splitlines()[-1] == "now past the end", (done.stdout[-300:], done.stderr[-2000:])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import ml_dtypes
+import native_kernels as native
 import numpy as np
 import pytest
 from arithmetic import Span, assert_within, quant_linear
 from bounds import check_linear, weights
 from cases import FLOAT_ACTIVATIONS, INT4, INT8, INT8_ACTIVATIONS, NVFP4, ONE_OF_EACH, Case
 from specs import linear_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix

@@ -3,6 +3,7 @@
 import dataclasses
 
 import ml_dtypes
+import native_kernels as native
 import numpy as np
 import pytest
 from bounds import check
@@ -21,7 +22,6 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import native_kernels as native
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.matrix import QuantizedMatrix

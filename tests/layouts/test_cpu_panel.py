@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import native_kernels as native
 import numpy as np
 import pytest
 from cases import CASES, WEIGHTS, Case, assert_same
@@ -10,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from panels import reference_row, reference_rows
 from specs import linear_spec, moe_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, marlin

@@ -15,6 +15,7 @@ from functools import reduce
 from typing import Any
 
 import ml_dtypes
+import native_kernels as native
 import numpy as np
 import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
@@ -33,7 +34,6 @@ from linear_attention import (
     space_inputs,
 )
 from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, routing_spec, space_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import native_kernels as native
 import numpy as np
 import pytest
 import reference
@@ -11,7 +12,6 @@ import run
 from arithmetic import Weights
 from cases import WEIGHTS, Case
 from specs import routing_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops.op import RoutingSpec, enum
 

@@ -1,9 +1,10 @@
 """CachedAttention in engines of that one node against float64, on this machine's GPU.
 
-usage: PYTHONPATH=tests:tests/benchmarks python tests/tensorrt/attention.py BENCH LIBRARY. BENCH is tensorrt_bench.cc of
-tests/benchmarks, compiled (tensorrt_bench.py says how), LIBRARY libquantmoe_trt.so. Of each head's engine:
-rows of one batch that differ, prompts, single tokens; present in past's memory, in other memory of as many slots and of
-more; one CUDA graph for several positions.
+    PYTHONPATH=tests:tests/support:tests/benchmarks python tests/tensorrt/attention.py BENCH LIBRARY
+
+BENCH is tensorrt_bench.cc of tests/benchmarks, compiled (tensorrt_bench.py says how), LIBRARY libquantmoe_trt.so. Of
+each head's engine: rows of one batch that differ, prompts, single tokens; present in past's memory, in other memory of
+as many slots and of more; one CUDA graph for several positions.
 """
 
 from __future__ import annotations

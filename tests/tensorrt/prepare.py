@@ -1,9 +1,10 @@
 """Small exported models and what PyTorch says of them, for run.py on a machine that has a GPU but not this package.
 
-usage: PYTHONPATH=tests:tests/export python tests/tensorrt/prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME or
-VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; ARCHITECTURE+mtp-SCHEME is its layer of multi-token prediction, +tp2 and +ep2
-its slices for two GPUs, of tensors and of experts, +external with its experts in the data file; without names all of
-MODELS.
+    PYTHONPATH=tests/support:tests/export python tests/tensorrt/prepare.py FOLDER [NAME...]
+
+A name is ARCHITECTURE-SCHEME or VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; ARCHITECTURE+mtp-SCHEME is its layer of
+multi-token prediction, +tp2 and +ep2 its slices for two GPUs, of tensors and of experts, +external with its experts in
+the data file; without names all of MODELS.
 
 FOLDER/<name>/ gets bf16 and f16, each an exported model, or rank0 and rank1 of it; tokens.npy, int64 [ROWS, LENGTH];
 logits.npy, float32 of the model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same

@@ -11,6 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import cuda_kernels as cuda
+import native_kernels as native
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,6 @@ from cuda.formats import FORMATS
 from cuda.layers import BASE, CASES, build, build_linear, of_format
 from cuda.ort import FAKE, STREAM, constants, gpu, packed_values, value
 from engines.test_identity import identity
-from support import cuda_kernels as cuda
-from support import native_kernels as native
 from sweeps import every
 
 import quantmoe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import cuda_kernels as cuda
 import pytest
 import torch
 from cuda.attention_cases import Inputs, check_results
@@ -11,7 +12,6 @@ from cuda.built import TORCH
 from cuda.plugin_layers import ATTENTION, DEVICES, LATENT, attention_tensors
 from cuda.trt import RUNTIME, TYPES, attributes_of
 from specs import attention_spec
-from support import cuda_kernels as cuda
 
 
 def test_attention_types(others):

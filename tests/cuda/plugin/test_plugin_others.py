@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 
+import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,6 @@ from cuda.plugin_layers import (
     rows_tensors,
 )
 from cuda.trt import RUNTIME, TYPES, attributes_of
-from support import cuda_kernels as cuda
 
 from quantmoe.custom_ops import reference
 

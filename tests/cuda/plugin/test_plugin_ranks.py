@@ -19,6 +19,7 @@ import torch
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
+from children import PYTHONPATH
 from cuda.plugin_rank import NODES, Node, drawn
 from cuda.trt import attributes_of, tensor
 
@@ -41,7 +42,9 @@ class Ranks:
         for rank in range(ranks):
             own = usual | {"rank": rank} | ((of or {}).get(rank, {}))
             environment = (
-                clean | {"QUANTMOE_NCCL": str(NCCL), "TMPDIR": str(folder)} | environments[rank % len(environments)]
+                clean
+                | {"QUANTMOE_NCCL": str(NCCL), "TMPDIR": str(folder), "PYTHONPATH": PYTHONPATH}
+                | environments[rank % len(environments)]
             )
             command = [sys.executable, "-m", "cuda.plugin_rank", json.dumps(own)]
             options = {"env": environment, "cwd": Path(__file__).parents[2], "text": True}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnxruntime
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))
 #: cargo's environment: one folder of compiled crates, small, and Python's ONNX Runtime
 CARGO = {

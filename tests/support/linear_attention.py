@@ -1,5 +1,5 @@
 """CausalConv, GatedDelta and StateSpace in float64, with a bound on how far a kernel may be from it; FORMAT.md 6, as in
-tests/arithmetic.py.
+arithmetic.py.
 
 The error of GatedDelta's state is bounded for each of its columns as a whole (2-norm over the K rows): a token takes an
 error e to (1 - beta k k^T) D e, whose norm is no larger than max(D) times that of e, as |k| <= 1 and 0 <= beta <= 2,
@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import native_kernels as native
 import numpy as np
 from arithmetic import SECOND, SIGMOID, TINY, Span, U, assert_within
 from specs import conv_spec, delta_spec, space_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec

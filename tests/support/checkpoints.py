@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import native_kernels as native
 import numpy as np
 import torch
 from bounds import check
-from support import native_kernels as native
 from tiny import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
 
 from quantmoe.custom_ops.expert import Expert
@@ -93,7 +93,7 @@ def make_integer_checkpoint(
     ignore: Sequence[str] = (),
     **sizes: Any,
 ) -> Path:
-    """A tiny real model quantized round to nearest and stored as an encoder of tests/encoders.py does.
+    """A tiny real model quantized round to nearest and stored as an encoder of encoders.py does.
 
     Args:
         quantization: the tool's configuration, for config.json.

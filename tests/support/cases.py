@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any
 
+import native_kernels as native
 import numpy as np
 from specs import moe_spec, routing_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join

@@ -1,4 +1,4 @@
-"""How far kernels and custom_ops/reference.py may be from tests/arithmetic.py, and so from each other."""
+"""How far kernels and custom_ops/reference.py may be from arithmetic.py, and so from each other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def weights(m: QuantizedMatrix, p: Projection) -> Weights:
 
 
 def check(layer: Any, tokens: tuple[np.ndarray, np.ndarray, np.ndarray], got: np.ndarray) -> None:
-    """Kernel and reference.quant_moe are both where tests/arithmetic.py says that they may be.
+    """Kernel and reference.quant_moe are both where arithmetic.py says that they may be.
 
     Args:
         layer: has ``spec`` and ``experts``. tokens: hidden_states, topk_ids and topk_weights. got: [T, H].

@@ -1,4 +1,4 @@
-"""CachedAttention in float64, with a bound on how far a kernel may be from it; FORMAT.md 5, as in tests/arithmetic.py.
+"""CachedAttention in float64, with a bound on how far a kernel may be from it; FORMAT.md 5, as in arithmetic.py.
 
 Every operation's error is counted where it is done. What a kernel has stored is checked by itself; outputs are then
 held to what follows from the stored keys and values.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import native_kernels as native
 import numpy as np
 from arithmetic import ONE_PLUS, SECOND, TINY, Span, U, assert_within
 from specs import attention_spec
-from support import native_kernels as native
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import AttentionSpec
