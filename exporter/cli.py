@@ -102,9 +102,12 @@ def _option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
-Device = Annotated[Literal["cpu", "cuda"], _option("Hardware", "run on the CPU or on a GPU")]
+Device = Annotated[Literal["cpu", "cuda"], _option("Hardware", "run on the CPU or a GPU")]
 Threads = Annotated[
-    int, _option("Hardware", "use N threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N")
+    int,
+    _option(
+        "Hardware", "use N threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N", show_default=False
+    ),
 ]
 Experts = Annotated[
     Literal["gpu", "host", "disk", "auto"] | None,
@@ -113,7 +116,10 @@ Experts = Annotated[
 Ram = Annotated[Any, _option("Hardware", "limit RAM for experts, as 12GB", **ROOM)]
 GpuMemory = Annotated[Any, _option("Hardware", "limit GPU memory for experts", **ROOM)]
 Chunk = Annotated[
-    int | None, _option("Hardware", f"read N prompt tokens a step: {CPU.chunk}, cuda {CUDA.chunk}", min=1, metavar="N")
+    int | None,
+    _option(
+        "Advanced", "read N prompt tokens a step", min=1, metavar="N", show_default=f"{CPU.chunk}, cuda: {CUDA.chunk}"
+    ),
 ]
 
 
@@ -133,11 +139,11 @@ def options(
 @app.command()
 @with_options(Options, {"SIZE": _bytes, "last|all|N": _logits})
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder, its ORG/MODEL, or a GGUF file")],
-    outdir: Annotated[Path, typer.Argument(help="folder for model.onnx and its weights")],
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder, ORG/MODEL, or GGUF file")],
+    outdir: Annotated[Path, typer.Argument(help="folder for the model")],
     options: Options,
-    force: Annotated[bool, _option("Export", "replace an earlier export", "--force")] = False,
-    dry_run: Annotated[bool, _option("Export", "show sizes, time and refusals only", "--dry-run")] = False,
+    force: Annotated[bool, _option("Options", "replace an earlier export", "--force")] = False,
+    dry_run: Annotated[bool, _option("Options", "show sizes, time and refusals only", "--dry-run")] = False,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     from quantmoe.exporter.reading.hub import fetched
@@ -272,14 +278,13 @@ def inspect(
 def unpack(
     model: Model,
     layer: Annotated[int, typer.Option(min=0, help="unpack this decoder layer")],
-    to: Annotated[Literal["safetensors"], typer.Option(help="write this file format")] = "safetensors",
     output: Annotated[Path | None, typer.Option(help="write this file", show_default="layer_N.safetensors")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace the file if it exists")] = False,
 ) -> None:
     """Write a layer's codes and scales as the checkpoint had them."""
     from quantmoe.exporter.inspecting.unpack import unpack as unpack_layer
 
-    output = output or Path(f"layer_{layer}.{to}")
+    output = output or Path(f"layer_{layer}.safetensors")
     console.print(f"{len(unpack_layer(model, layer, output, force=force))} matrices in {output}")
 
 
@@ -292,8 +297,8 @@ def generate(
     file: Annotated[
         Path | None, _option("Prompt", "answer the text in this file", "--file", "-f", metavar="FILE")
     ] = None,
-    chat: Annotated[bool, _option("Prompt", "hold a conversation; the default in a terminal", "--chat")] = False,
-    raw: Annotated[bool, _option("Prompt", "continue the text, without a chat template", "--raw")] = False,
+    chat: Annotated[bool, _option("Prompt", "hold a conversation, as in a terminal", "--chat")] = False,
+    raw: Annotated[bool, _option("Prompt", "continue text without a chat template", "--raw")] = False,
     system: Annotated[str | None, _option("Prompt", "give a system prompt", "--system", "-sys", metavar="TEXT")] = None,
     tools: Annotated[Path | None, _option("Prompt", "offer functions to call: a JSON list", metavar="FILE")] = None,
     template_arg: Annotated[
@@ -301,18 +306,19 @@ def generate(
     ] = None,
     prompts: Annotated[Path | None, _option("Prompt", "answer each line, as a JSON string", metavar="FILE")] = None,
     batch: Annotated[
-        int | None, _option("Prompt", "run N lines of --prompts at once", min=1, metavar="N", show_default=str(BATCH))
+        int | None, _option("Prompt", "answer N of --prompts at once", min=1, metavar="N", show_default=str(BATCH))
     ] = None,
     ids: Annotated[list[int] | None, _option("Prompt", "continue these token ids", **listed(int))] = None,
     max_new_tokens: Annotated[
         int | None,
         _option(
             "Answer",
-            f"stop after N tokens; else {NEW_TOKENS}, in a terminal never",
+            "stop after N tokens",
             "--max-new-tokens",
             "-n",
             min=1,
             metavar="N",
+            show_default=f"{NEW_TOKENS}, in a terminal none",
         ),
     ] = None,
     stop: Annotated[
@@ -324,7 +330,8 @@ def generate(
     grammar: Annotated[Path | None, _option("Answer", "follow this Lark or GBNF grammar", metavar="FILE")] = None,
     regex: Annotated[str | None, _option("Answer", "match this regular expression", metavar="REGEX")] = None,
     temperature: Annotated[
-        float | None, _option("Answer", "0: take the likeliest token; else the model's", min=0, metavar="X")
+        float | None,
+        _option("Answer", "divide logits by X; 0: likeliest token", min=0, metavar="X", show_default="the model's"),
     ] = None,
     top_k: Annotated[int | None, _option("Answer", "choose among the K likeliest tokens", min=0, metavar="K")] = None,
     top_p: Annotated[float | None, _option("Answer", "choose among tokens of this probability", metavar="P")] = None,
@@ -335,9 +342,7 @@ def generate(
     experts: Experts = None,
     ram: Ram = None,
     gpu_memory: GpuMemory = None,
-    speculate: Annotated[
-        str | None, _option("Answer", "draft tokens: ngram, mtp, or another model's folder", metavar="HOW")
-    ] = None,
+    speculate: Annotated[str | None, _option("Answer", "draft tokens: ngram, mtp, or a folder", metavar="HOW")] = None,
     drafts: Annotated[
         int | None, _option("Answer", "draft N tokens at once", min=1, metavar="N", show_default=str(DRAFTS))
     ] = None,
@@ -349,13 +354,14 @@ def generate(
     presence_penalty: Annotated[float | None, _option("Advanced", "penalize tokens of the answer", metavar="X")] = None,
     frequency_penalty: Annotated[float | None, _option("Advanced", "penalize each occurrence", metavar="X")] = None,
     chunk: Chunk = None,
-    prefault: Annotated[bool, _option("Hardware", "read all weights first", "--prefault")] = False,
+    prefault: Annotated[bool, _option("Advanced", "read all weights first", "--prefault", hidden=True)] = False,
     cuda_graph: Annotated[
-        bool | None, _option("Hardware", "replay each step as a CUDA graph", "--cuda-graph/--no-cuda-graph")
+        bool | None,
+        _option("Advanced", "replay each step as a CUDA graph", "--cuda-graph/--no-cuda-graph", hidden=True),
     ] = None,
-    reserve: Annotated[int | None, _option("Advanced", "leave this memory free", **SIZE)] = None,
+    reserve: Annotated[int | None, _option("Advanced", "leave this memory free", hidden=True, **SIZE)] = None,
     misses: Annotated[
-        str | None, _option("Advanced", "choose what multiplies experts outside GPU memory", metavar="HOW")
+        str | None, _option("Advanced", "choose what multiplies experts outside GPU memory", metavar="HOW", hidden=True)
     ] = None,
     record: Annotated[Path | None, _option("Advanced", "record which experts are used", metavar="FILE")] = None,
     warm: Annotated[Path | None, _option("Advanced", "load a trace's experts first", metavar="FILE")] = None,

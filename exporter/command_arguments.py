@@ -93,7 +93,7 @@ def with_options(kind: Any, parsers: Mapping[str, Callable[[str], Any]]) -> Call
 
     def one(field: Any, hint: Any) -> inspect.Parameter:
         said = field.metadata
-        settings: dict[str, Any] = {"help": said["help"], "rich_help_panel": said["group"]}
+        settings: dict[str, Any] = {"help": said["help"], "rich_help_panel": said["group"], "hidden": "hidden" in said}
         settings["show_default"] = said.get("shown", field.default not in (None, False))
         settings |= {"metavar": said["metavar"]} if "metavar" in said else {}
         settings |= {click: said[name] for click, name in (("min", "least"), ("max", "most")) if name in said}

@@ -32,13 +32,13 @@ WHY = {
 }
 
 
-def option(default: Any, help: str, group: str = "Export", **settings: Any) -> Any:
+def option(default: Any, help: str, group: str = "Options", **settings: Any) -> Any:
     """Return a field that is an option of ``export``.
 
     Args:
         help: a verb phrase of at most 12 words. group: its panel of ``--help``.
         settings: values, metavar, least, most, shown (a default that depends on others), kind (of a value that is no
-            str).
+            str), hidden (the option is in the reference page, not in ``--help``).
     """
     return field(default=default, metadata={"help": help, "group": group, **settings})
 
@@ -111,7 +111,7 @@ class Options:
     vision: bool = option(False, "also export the vision tower")
     paged: bool = option(False, "export for onnxruntime-genai's Engine")
     quantize: str | None = option(
-        None, "quantize to int4, int8, q4_k_m, nvfp4, ..; none: 16 bits", "Numbers", values=QUANTIZE, metavar="FORMAT"
+        None, "quantize to int4, q4_k_m, ..; none: 16 bits", "Numbers", values=QUANTIZE, metavar="FORMAT"
     )
     group_size: int | None = option(
         None, "share a scale among N weights; -1: a row", "Numbers", metavar="N", shown="the format's"
@@ -122,9 +122,14 @@ class Options:
     )
     lm_head: str | None = option(None, "quantize the LM head", "Numbers", values=("int4", "int8"))
     activations: str | None = option(
-        None, "quantize activations", "Numbers", values=ACTIVATIONS, shown="int8 on cpu, else the checkpoint's"
+        None,
+        "quantize activations: int8, int8-token, float",
+        "Numbers",
+        values=ACTIVATIONS,
+        metavar="FORMAT",
+        shown="int8 on cpu, else the checkpoint's",
     )
-    cache: str = option("auto", "choose the type of the KV cache", "Numbers", values=CACHES)
+    cache: str = option("auto", "choose the KV cache's type: f16, fp8, ..", "Numbers", values=CACHES, metavar="TYPE")
     dtype: str | None = option(
         None,
         "choose the type outside experts",
@@ -142,14 +147,14 @@ class Options:
     data_parallel: bool = option(False, "split experts only, not tokens", "Several GPUs or processes")
     logits: str | int | None = option(
         None,
-        "fix the tokens with logits: last, all, or N",
+        "give logits of the last N tokens, or all",
         "Advanced",
         metavar="last|all|N",
         shown=f"last, cuda --mtp: {DRAFTS + 1}",
     )
     state_window: int | None = option(
         None,
-        "keep states of N tokens, to verify drafts",
+        "keep states of N tokens to verify drafts",
         "Advanced",
         metavar="N",
         shown=f"1, --mtp: {DRAFTS + 1}",
@@ -157,11 +162,15 @@ class Options:
         most=64,
     )
     external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
-    dense: str = option("quantmoe", "choose the operator of other linears", "Advanced", values=("quantmoe", "ort"))
-    scales: str = option("exact", "keep scales, or round them to bf16", "Advanced", values=("exact", "bf16"))
+    dense: str = option(
+        "quantmoe", "choose the operator of other linears", "Advanced", values=("quantmoe", "ort"), hidden=True
+    )
+    scales: str = option(
+        "exact", "keep scales, or round them to bf16", "Advanced", values=("exact", "bf16"), hidden=True
+    )
     layers: int | None = option(None, "export only the first N layers", "Advanced", metavar="N", least=1)
     max_file_size: int = option(
-        MAX_FILE_SIZE, "start another weight file at this size", "Advanced", metavar="SIZE", shown="50GB"
+        MAX_FILE_SIZE, "start another weight file at this size", "Advanced", metavar="SIZE", shown="50GB", hidden=True
     )
 
     def __post_init__(self) -> None:

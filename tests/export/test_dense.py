@@ -456,8 +456,6 @@ def test_command_line(exported, checkpoint, tmp_path):
     assert done.exit_code == 0, done.output
     folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
     output = tmp_path / "layer.safetensors"
-    done = CliRunner().invoke(
-        app, ["unpack", str(folder), "--layer", "0", "--to", "safetensors", "--output", str(output)]
-    )
+    done = CliRunner().invoke(app, ["unpack", str(folder), "--layer", "0", "--output", str(output)])
     assert done.exit_code == 0, done.output
     assert output.exists()
