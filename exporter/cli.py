@@ -193,7 +193,7 @@ def inspect(
     why: Annotated[bool, _option("Show", "show every layout and kernel considered", "--explain")] = False,
     as_json: Annotated[bool, _option("Show", "print JSON", "--json")] = False,
     memory: Annotated[int | None, _option("Fit", "show what fits into this memory, as 12GB", "--fit", **SIZE)] = None,
-    ram: Annotated[int | None, _option("Fit", "count RAM beside a GPU's memory", **SIZE)] = None,
+    host_memory: Annotated[int | None, _option("Fit", "count this RAM beside a GPU's memory", **SIZE)] = None,
     context: Annotated[
         int | None,
         _option("Fit", "count a cache of N tokens", "--context", "-c", min=1, metavar="N", show_default=str(CONTEXT)),
@@ -209,8 +209,8 @@ def inspect(
     """Show what a model or checkpoint holds, and what export refuses."""
     from quantmoe.exporter.inspecting.survey import is_model, is_refused, survey
 
-    of_fit = {"context": context, "trace": trace, "memory-speed": memory_speed, "bus-speed": bus_speed, "ram": ram,
-              "disk-speed": disk_speed, "reserve": reserve}  # fmt: skip
+    of_fit = {"context": context, "trace": trace, "memory-speed": memory_speed, "bus-speed": bus_speed,
+              "host-memory": host_memory, "disk-speed": disk_speed, "reserve": reserve}  # fmt: skip
     for option, value in of_fit.items():
         if value is not None and memory is None:
             raise typer.BadParameter("is of --fit", param_hint=f"--{option}")
@@ -252,7 +252,7 @@ def inspect(
             )
         here = gpu.bandwidth() if on_gpu and memory_speed is None else None
         rates = (memory_speed or here, *((bus_speed, disk_speed) if on_gpu else (disk_speed,)))
-        fits = fit(found, memory, context or CONTEXT, read_trace(trace) if trace else None, rates, ram, reserve)
+        fits = fit(found, memory, context or CONTEXT, read_trace(trace) if trace else None, rates, host_memory, reserve)
         if as_json:
             derived = {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}
             print(json.dumps(asdict(fits) | derived, indent=1))
@@ -557,7 +557,7 @@ def trace(
     file: Annotated[
         Path, typer.Argument(help="trace that generate --record or the session entry quantmoe.trace wrote")
     ],
-    ram: Annotated[
+    memory: Annotated[
         list[int] | None,
         typer.Option(help="show this memory for experts; may be repeated", show_default="shares of all", **SIZE),
     ] = None,
@@ -592,7 +592,7 @@ def trace(
         f"{decimal(sum(layer['bytes'] * layer['experts'] for layer in found.layers))} in all"
     )
     shares = [experts * share // 100 for share in (5, 10, 20, 33, 50, 75, 100)]
-    slots = [min(size // found.slot_bytes, experts) for size in ram] if ram else shares
+    slots = [min(size // found.slot_bytes, experts) for size in memory] if memory else shares
     table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(disk_speed)}/s, at most")
     rows = curve(found, sorted({max(count, 1) for count in slots}), disk_speed)
     for row in rows:

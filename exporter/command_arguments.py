@@ -133,7 +133,7 @@ def check_files(json_file: Path | None, plot: Path | None) -> None:
     """
     for file in filter(None, (json_file, plot)):
         if not file.resolve().parent.is_dir():
-            raise typer.BadParameter(f"{file}: no such folder", param_hint="--json or --plot")
+            raise typer.BadParameter(f"{file}: no such folder", param_hint="--output or --plot")
     if plot:
         if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
             raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")

@@ -34,7 +34,7 @@ def run(*arguments: str) -> str:
 
 def test_cells(tmp_path: Path) -> None:
     # group 96 does not divide 128: no peer there
-    files = ["--json", str(tmp_path / "cells.json"), "--plot", str(tmp_path / "cells.png")]
+    files = ["--output", str(tmp_path / "cells.json"), "--plot", str(tmp_path / "cells.png")]
     options = "--shape 128/256/8/2 --group-size 32 --group-size 96 --tokens 1 --tokens 5 --against ort-qmoe"
     out = run(*options.split(), "--repeat", "2", "--threads", "2", *files)
     cells = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
@@ -196,9 +196,9 @@ def test_the_worst_cell() -> None:
         ("--repeat 0", "greater than or equal to 1"),
         ("--tokens 0", "greater than or equal to 1"),
         ("--threads -1", "greater than or equal to 0"),
-        ("--json /nowhere/cells.json", "no such folder"),
+        ("--output /nowhere/cells.json", "no such folder"),
         ("--plot cells.doc", "expected .png"),
-        ("--session --json cells.json", "has no cells to write"),
+        ("--session --output cells.json", "has no cells to write"),
     ],
 )
 def test_bad_options(arguments: str, message: str) -> None:

@@ -71,7 +71,7 @@ def run(*arguments: object) -> str:
 
 
 def test_a_folder(folder: Path, tmp_path: Path) -> None:
-    files = ["--json", tmp_path / "cells.json", "--plot", tmp_path / "cells.png"]
+    files = ["--output", tmp_path / "cells.json", "--plot", tmp_path / "cells.png"]
     lists = "--depths 0,40,300 --prefill 9,300 --batch 1,2 --repeat 2 --steps 3 --threads 2 --cpu-time"
     out = " ".join(run(folder, *lists.split(), *files, "--profile").split())
     found = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     """The trained demo: all cells, and the last step's logits are those of a step that is not captured."""
     export("samples/demo_model/checkpoint", tmp_path / "out", target="cuda", dtype="f16")
     lists = ["--depths", "0,200", "--prefill", "9,100", "--batch", "1,3", "--repeat", "2", "--steps", "3"]
-    run(tmp_path / "out", "--device", "cuda", *lists, "--json", tmp_path / "cells.json")
+    run(tmp_path / "out", "--device", "cuda", *lists, "--output", tmp_path / "cells.json")
     found = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
     assert (len(found["cells"]), found["device"], found["read_gbps"]) == (6, "cuda", None)
     side = OnCuda(str(tmp_path / "out"))
@@ -185,7 +185,7 @@ def test_genai_runs_the_same_folder_and_another(folder: Path, tmp_path: Path) ->
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "libquantmoe_ort.so").write_text("not a library", encoding="utf-8")
     lists = "--depths 0,20 --prefill 9 --batch 1,2 --repeat 2 --steps 2"
-    run(folder, "--against", f"genai,{other}", *lists.split(), "--json", tmp_path / "cells.json")
+    run(folder, "--against", f"genai,{other}", *lists.split(), "--output", tmp_path / "cells.json")
     found = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
     assert [c["peer"] for c in found["cells"]] == ["genai", str(other)] * 5
     assert all(c["ratio"] > 0 for c in found["cells"])
@@ -355,7 +355,7 @@ def test_layers_that_fit() -> None:
         ("qwen3-30b-a3b --weights Q4_K_M --lm-head int4", "a GGUF file has a head of its own"),
         ("qwen3-30b-a3b --depths=-1", "greater than or equal to 0"),
         ("qwen3-30b-a3b --prefill 0", "greater than or equal to 1"),
-        ("qwen3-30b-a3b --json /nowhere/cells.json", "no such folder"),
+        ("qwen3-30b-a3b --output /nowhere/cells.json", "no such folder"),
         ("qwen3-30b-a3b --plot cells.doc", "expected .png"),
         ("qwen3-30b-a3b --device cuda --threads 2", "of the CPU"),
         ("qwen3-30b-a3b --device cuda --profile", "of the CPU"),

@@ -26,6 +26,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from quantmoe.benchmarks.bench import app as bench_app
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.cli import _speed, app
 from quantmoe.exporter.command_arguments import EXTRAS, listed
@@ -134,12 +135,12 @@ def test_a_shell_completes_options() -> None:
     assert "_QUANTMOE_COMPLETE=complete_bash" in script
 
 
-@pytest.mark.parametrize("word", ["experts", "trace", "read", "rate", "disk", "memory_speed", "disk_speed"])
+@pytest.mark.parametrize("word", ["experts", "trace", "memory-speed", "disk-speed", "ram", "json", "layers"])
 def test_no_option_means_two_things(word: str) -> None:
     """Commands that have an option in common say the same of it."""
-    commands = typer.main.get_command(app).commands
-    said = {p.help for command in commands.values() for p in command.params if p.name == word and p.opts[0][0] == "-"}
-    assert len(said) <= 1
+    commands = [of.commands for of in map(typer.main.get_command, (app, bench_app()))]
+    said = {p.help for some in commands for command in some.values() for p in command.params if f"--{word}" in p.opts}
+    assert len(said) == 1
 
 
 def test_help_says_what_a_checkpoint_may_be() -> None:
@@ -501,7 +502,7 @@ def test_trace_shows_hit_rates(tmp_path: Path) -> None:
     file = tmp_path / "trace"
     runs = [[0, 1, 1, 0, expert] for expert in (0, 1, 0, 0, 3)]  # layer, top_k, tokens in two words, ids
     file.write_bytes(TRACE + np.array(runs, "<u2").tobytes())
-    done = quantmoe("trace", file, "--ram", "1000", "--ram", "2000", "--disk-speed", "1000", COLUMNS="1000")
+    done = quantmoe("trace", file, "--memory", "1000", "--memory", "2000", "--disk-speed", "1000", COLUMNS="1000")
     assert (done.code, done.err) == (0, "")
     assert "1 layers, 5 tokens; 3 of 4 experts used" in done.out
     rows = [line.split("│") for line in done.out.splitlines() if "%" in line]
@@ -537,7 +538,7 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
         (("generate", ".", "--prompts", "EMPTY", "--ids", "1"), "--prompts does not go with --ids"),
         (("generate", ".", "--ids", "1", "--load-state", "nowhere"), "--load-state: nowhere: no such file"),
         (("generate", ".", "--ids", "1,,2"), "'1,,2'; expected numbers separated by commas"),
-        (("inspect", ".", "--ram", "1"), "--ram: is of --fit"),
+        (("inspect", ".", "--host-memory", "1"), "--host-memory: is of --fit"),
         (("inspect", ".", "--memory-speed", "1"), "--memory-speed: is of --fit"),
         (("inspect", ".", "--bus-speed", "1"), "--bus-speed: is of --fit"),
         (("inspect", ".", "--disk-speed", "1"), "--disk-speed: is of --fit"),

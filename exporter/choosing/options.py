@@ -168,7 +168,7 @@ class Options:
     scales: str = option(
         "exact", "keep scales, or round them to bf16", "Advanced", values=("exact", "bf16"), hidden=True
     )
-    layers: int | None = option(None, "export only the first N layers", "Advanced", metavar="N", least=1)
+    layers: int | None = option(None, "take only the first N layers", "Advanced", metavar="N", least=1)
     max_file_size: int = option(
         MAX_FILE_SIZE, "start another weight file at this size", "Advanced", metavar="SIZE", shown="50GB", hidden=True
     )

@@ -60,7 +60,7 @@ READ_SHARE = 0.85  # of the read bandwidth, for the target
 
 @dataclass(frozen=True)
 class LayerCell:
-    """One row of the result; the keys of ``--json``. gbps counts packed bytes touched, gops two a multiply-add."""
+    """One row of the result; the keys of ``--output``. gbps counts packed bytes touched, gops two a multiply-add."""
 
     shape: str
     weight_format: str
@@ -304,7 +304,7 @@ def bench(
     skew: Annotated[bool, typer.Option("--skew", help="route tokens by Zipf 1.0, not uniformly")] = False,
     session: Annotated[bool, typer.Option("--session", help="measure only session creation: time and memory")] = False,
     packing: Annotated[bool, typer.Option("--packing", help="measure only the packer")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the results to this file")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="write the results to this file, as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the results into this file")] = None,
 ) -> list[LayerCell]:
     """Time one expert layer beside the machine's limits and other implementations.

@@ -59,7 +59,7 @@ PROFILE_LINES = 10
 
 @dataclass(frozen=True)
 class ModelCell:
-    """One row of the result; the keys of ``--json``.
+    """One row of the result; the keys of ``--output``.
 
     ms is the median of a prompt or a decode step of ``tokens`` tokens. ratio: peer / ours; ratio_min: of their shortest
     runs, which other work on the machine moves least. bytes: that a decode step touches; bandwidth_share: of the read
@@ -208,7 +208,7 @@ def bench_model(
         typer.Option(help="generate N sequences at once", show_default="1,8,32", **listed(int, least=1)),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="cut a shape to N layers", show_default="what memory holds")
+        int | None, typer.Option(min=1, help="take only the first N layers", show_default="what memory holds")
     ] = None,
     lm_head: Annotated[
         Literal["int4", "int8"] | None, typer.Option(help="quantize the LM head of a shape", show_default="bf16")
@@ -219,7 +219,7 @@ def bench_model(
     steps: Annotated[int, typer.Option(min=1, help="generate N tokens in a run")] = 8,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="count CPU seconds; needs --threads 1")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="show QuantMoE's time by node type")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the results to this file")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="write the results to this file, as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw the results into this file")] = None,
     keep: Annotated[Path | None, typer.Option(help="keep the models of a shape or file in this folder")] = None,
     weights: Annotated[

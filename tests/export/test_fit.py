@@ -188,14 +188,14 @@ def test_the_command_of_three_tiers(on_gpu, capsys):
     sizes = ["--fit", str(memory), "--context", str(CONTEXT)]
     for given, said in (
         ([], r"--experts host --gpu-memory \d+$"),
-        (["--ram", str(ram)], rf"--experts disk --gpu-memory \d+ --ram {ram - CPU.reserve}$"),
-        (["--ram", "64GB"], r"--experts host --gpu-memory \d+$"),
+        (["--host-memory", str(ram)], rf"--experts disk --gpu-memory \d+ --ram {ram - CPU.reserve}$"),
+        (["--host-memory", "64GB"], r"--experts host --gpu-memory \d+$"),
     ):
         command_line("inspect", model, *sizes, *given)
         out = capsys.readouterr().out
         assert re.search(said, out, re.M), out
-        assert ("the disk" in out) == (given == ["--ram", str(ram)])
-    command_line("inspect", model, *sizes, "--ram", str(ram), "--disk-speed", "1GB", "--json")
+        assert ("the disk" in out) == (given == ["--host-memory", str(ram)])
+    command_line("inspect", model, *sizes, "--host-memory", str(ram), "--disk-speed", "1GB", "--json")
     found = json.loads(capsys.readouterr().out)
     assert (found["ram_slots"], found["rates"]) == (experts - 2, [*CUDA.rates[:2], 1e9])
 
