@@ -39,6 +39,7 @@ from quantmoe.exporter.report import (
     peak_memory,
     plural,
     print_evaluation,
+    print_export_sizes,
     print_fit,
     print_layers,
     print_model,
@@ -205,19 +206,26 @@ def inspect(
     bus_speed: Annotated[int | None, _option("Fit", "read through a GPU's bus at SIZE a second", **SIZE)] = None,
     disk_speed: Annotated[int | None, _option("Fit", "read the disk at SIZE a second", **SIZE)] = None,
     reserve: Annotated[int | None, _option("Fit", "leave this memory free", **SIZE)] = None,
+    target: Annotated[
+        Literal[tuple(TARGETS)] | None,  # type: ignore[valid-type]
+        _option("Fit", "choose what runs the files", show_default="cpu"),
+    ] = None,
 ) -> None:
     """Show what a model or checkpoint holds, and what export refuses."""
     from quantmoe.exporter.inspecting.survey import is_model, is_refused, survey
 
-    of_fit = {"context": context, "trace": trace, "memory-speed": memory_speed, "bus-speed": bus_speed,
-              "host-memory": host_memory, "disk-speed": disk_speed, "reserve": reserve}  # fmt: skip
-    for option, value in of_fit.items():
+    of_model = {"trace": trace, "memory-speed": memory_speed, "bus-speed": bus_speed, "host-memory": host_memory,
+                "disk-speed": disk_speed}  # fmt: skip
+    for option, value in (of_model | {"context": context, "reserve": reserve, "target": target}).items():
         if value is not None and memory is None:
             raise typer.BadParameter("is of --fit", param_hint=f"--{option}")
     if not is_model(model):
-        if verify or memory is not None:
-            what = "--verify compares the hashes" if verify else "--fit needs the sizes"
-            raise UsageError(f"{what} of an exported model; {model} is none")
+        if verify:
+            raise UsageError(f"--verify compares the hashes of an exported model; {model} is none")
+        if memory is not None:
+            if given := next((option for option, value in of_model.items() if value is not None), None):
+                raise UsageError(f"--{given} is of an exported model; {model} is none")
+            return _fit_checkpoint(model, memory, target or CPU.name, context or CONTEXT, reserve, as_json)
         found = survey(model)
         if why and found.get("layers"):
             _explain(model, as_json)
@@ -245,6 +253,8 @@ def inspect(
         from quantmoe.exporter.inspecting.expert_trace import read_trace
         from quantmoe.exporter.inspecting.fit import fit
 
+        if target is not None:
+            raise typer.BadParameter(f"{model} is exported, it has a target", param_hint="--target")
         on_gpu = TARGETS.get(found["metadata"].get("target"), CPU).on_gpu
         if bus_speed is not None and not on_gpu:
             raise typer.BadParameter(
@@ -272,6 +282,26 @@ def inspect(
     for file in found["files"]:
         if file["resident"] is not None:
             console.print(f"{file['name']}: {decimal(file['resident'])} of {decimal(file['bytes'])} in memory")
+
+
+def _fit_checkpoint(
+    checkpoint: Path, memory: int, target: str, context: int, reserve: int | None, as_json: bool
+) -> None:
+    """Print what exports would take of a memory, and which of them fit."""
+    try:
+        need("torch", "transformers", "onnxscript")
+    except ModuleNotFoundError as error:
+        sys.exit(f"quantmoe: --fit of a checkpoint: {missing(error, 'export')}")
+    from quantmoe.exporter.terminal import progress
+    from quantmoe.exporter.writing.checkpoint_fit import export_sizes
+
+    with progress("reading headers") as tell:
+        found = export_sizes(checkpoint, target=target, context=context, reserve=reserve, progress=tell)
+    if as_json:
+        rows = [asdict(size) | {"total": size.total, "held": size.held(memory)} for size in found]
+        print(json.dumps({"target": target, "memory": memory, "context": context, "exports": rows}, indent=1))
+    else:
+        print_export_sizes(found, memory, target, context)
 
 
 @app.command()
@@ -1007,7 +1037,8 @@ def _plan(checkpoint: Path, outdir: Path, options: Options, *, force: bool) -> N
     console.print(
         f"reads {decimal(found.read)}; writes {decimal(total)}: experts {decimal(found.packed)}, "
         f"other weights {decimal(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
-        f"about {minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
+        f"about {minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}\n"
+        f"the KV cache takes {found.cache:,} bytes a token"
     )
     if text := found.calibration:
         console.print(

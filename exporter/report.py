@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from quantmoe.exporter.targets import CPU, TARGETS
 if TYPE_CHECKING:
     from quantmoe.benchmarks.evaluate import Evaluation
     from quantmoe.exporter.inspecting.fit import Fit
+    from quantmoe.exporter.writing.checkpoint_fit import ExportSize
 
 console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"
@@ -144,6 +145,28 @@ def print_fit(fits: Fit, model: Path, rate: str) -> None:
     elif fits.slots < fits.experts:
         command += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
     console.print(command, highlight=False, soft_wrap=True)
+
+
+def print_export_sizes(sizes: Sequence[ExportSize], memory: int, target: str, context: int) -> None:
+    """Print a table of exports: what each takes, and how much of it the memory holds."""
+    where = "GPU memory" if TARGETS[target].on_gpu else "RAM"
+    cache = f"cache of {context:,} tokens"
+    table = Table("export", "experts", "other weights", cache, "reserve", "in all", f"{decimal(memory)} of {where}")
+    for size in sizes:
+        option = f"--quantize {size.quantize}" if size.quantize else f"--target {target}"
+        if size.refused:
+            table.add_row(option, *[""] * 5, "refused")
+            continue
+        held = size.held(memory)
+        said = "fits" if held == 1 else f"holds {held:.0%} of the experts" if held else "does not fit"
+        parts = (size.experts, size.others, size.cache, size.reserve, size.total)
+        table.add_row(option, *map(decimal, parts), said)
+    console.print(table)
+    for refused in dict.fromkeys(size.refused for size in sizes if size.refused):
+        console.print(refused, style="yellow", highlight=False)
+    if any(0 < size.held(memory) < 1 for size in sizes if not size.refused):
+        there = "host" if TARGETS[target].on_gpu else "disk"
+        console.print(f"generate --experts {there} reads the other experts when a token needs them", highlight=False)
 
 
 def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:

@@ -545,6 +545,8 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
         (("inspect", ".", "--reserve", "1"), "--reserve: is of --fit"),
         (("inspect", ".", "--context", "4096"), "--context: is of --fit"),
         (("inspect", ".", "--trace", "TRACE"), "--trace: is of --fit"),
+        (("inspect", ".", "--target", "cuda"), "--target: is of --fit"),
+        (("inspect", ".", "--fit", "1000", "--trace", "TRACE"), "--trace is of an exported model"),
         (("trace", "."), "FILE: .: is a folder, expected a file"),
         (("trace", "none"), "FILE: none: no such file"),
         (("trace", "TRACE", "--plot", "use.txt"), "--plot: use.txt: expected a file .png, .svg, .pdf"),

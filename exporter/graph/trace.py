@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,14 +165,42 @@ def _trace_layers(skeleton: Skeleton, target: Target) -> ir.Model:
     return _trace(skeleton, target)
 
 
+def cache_sizes(skeleton: Skeleton, attends: Attention, target: Target) -> tuple[int, int]:
+    """Return the bytes that a sequence takes: for the keys and values of each token, and for its states."""
+    if is_encoder(skeleton.model.config):
+        return 0, 0
+    model, own = skeleton.model, skeleton.dtype.itemsize
+    asked = CACHES.get(attends.kind) if target.caches and not attends.plain else None
+    floats = asked.itemsize if asked else own
+    packed = {}
+    for path, module in attends.found.items():
+        spec = replace(module.spec, cache_format=attends.caches.codes.get(path, ("none",))[0])
+        width = spec.kv_num_heads * sum(spec.cache_widths)
+        packed[model.get_submodule(path).layer_idx] = int(width * (1 if spec.cache_dtype else floats))
+    tokens = states = 0
+    with _exporting(skeleton, "sizes of the cache"):
+        for i, layer in enumerate(_one_token(skeleton).layers):
+            if (keys := getattr(layer, "keys", None)) is not None:
+                tokens += packed.get(i, own * (keys.numel() + layer.values.numel()))
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                for state, size in ((layer.conv_states[0], own), (layer.recurrent_states[0], 4)):
+                    states += size * state.numel() if state is not None else 0
+    return tokens, states
+
+
+def _one_token(skeleton: Skeleton) -> Any:
+    """Return the cache of a model that has read one token, without memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        one = torch.ones(1, 1, dtype=torch.int64)
+        return decoder_of(skeleton.model)(one, attention_mask=one, use_cache=True).cache
+
+
 def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example inputs of the model, and which of their sizes are dynamic."""
     if is_encoder(skeleton.model.config):
         return encoder.inputs()
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        one = torch.ones(1, 1, dtype=torch.int64)
-        ran = decoder_of(skeleton.model)(one, attention_mask=one, use_cache=True).cache
+    ran = _one_token(skeleton)
     cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
     dynamic = torch.export.Dim.DYNAMIC
     sizes: list[dict[int, Any]] = []

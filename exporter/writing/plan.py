@@ -42,6 +42,7 @@ class DryRun:
         shared, apart: see Report.
         linears: the same of linears outside the experts; the bytes of a MatMulNBits are close to these.
         read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
+        cache, states: bytes of one sequence: of each token's keys and values, and of what does not grow.
         seconds, memory: estimates; ``rate`` says from what. calibration: what a text takes of them.
         free: bytes of disk where the model would go.
         files: of weights, at least: a tensor is in one.
@@ -59,6 +60,8 @@ class DryRun:
     read: int
     packed: int
     dense: int
+    cache: int
+    states: int
     seconds: float
     memory: float
     calibration: Cost | None
@@ -90,9 +93,12 @@ def _searched(options: Options, ready: Prepared) -> int:
 
 
 def plan(
-    checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Unpack[ExportOptions]
+    checkpoint: str | Path, output: str | Path | None, *, force: bool = False, **options: Unpack[ExportOptions]
 ) -> DryRun:
     """Plan :func:`quantmoe.exporter.writing.convert.export` with the same options; of ranks the first.
+
+    Args:
+        output: where the model would go; None: nowhere, only its sizes are asked for.
 
     Of tensors' data only vectors, scalars and zero points are read; what :func:`choose.not_ort` says it reads.
 
@@ -102,10 +108,11 @@ def plan(
             config.json show it.
     """
     wanted = Options(**options)
-    for path in rank_folders(Path(output), wanted):
-        check_output(Path(checkpoint), path, wanted.facts, force)
-    stale_folders(Path(output), wanted, force)
-    layout, folder = LAYOUTS[wanted.layout], Path(output).resolve()
+    layout, folder = LAYOUTS[wanted.layout], Path(output or ".").resolve()
+    if output is not None:
+        for path in rank_folders(Path(output), wanted):
+            check_output(Path(checkpoint), path, wanted.facts, force)
+        stale_folders(Path(output), wanted, force)
     ready = prepare(checkpoint, wanted, part=wanted.slices[0])
     report, format = ready.report, ready.format
     rows = {layer.title: len(layer.ids) for part in ready.parts for layer in part.chosen.experts.values()}
@@ -141,6 +148,9 @@ def plan(
     for stored in (one.stored for one in ready.beside):
         mine = {source: name for name, source in stored.sources.items() if source not in written}
         others += sum(prod(stored.tensors[name].shape) * stored.itemsize(name) for name in mine.values())
+    from quantmoe.exporter.graph.trace import cache_sizes  # torch, which prepare has imported
+
+    cache, states = cache_sizes(ready.parts[0].skeleton, ready.parts[0].attention, wanted.facts)
     experts, cores, text = sum(size for _, _, size in found.values()), native.cpus(), cost(ready, wanted)
     writing = (experts / PACKING + others / CONVERTING + _searched(wanted, ready) / SEARCHING) / cores
     return DryRun(
@@ -151,6 +161,8 @@ def plan(
         read=format.ckpt.size,
         packed=experts,
         dense=others,
+        cache=cache,
+        states=states,
         seconds=TRACING + writing + (text.seconds if text else 0),
         memory=BASE_MEMORY + max(memory, text.memory if text else 0),
         calibration=text,

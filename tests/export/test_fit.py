@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import make_float_checkpoint
 
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
@@ -20,6 +21,7 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.targets import CPU, CUDA
+from quantmoe.exporter.writing.checkpoint_fit import SIZES, ExportSize, export_sizes
 from quantmoe.runtime.generate import Generator
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
@@ -36,6 +38,45 @@ def command_line(*arguments: str) -> None:
 @pytest.fixture
 def found(exported):
     return inspect(exported("qwen3_moe", activations="float"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen3_moe", {"cache": "auto"}),
+        ("deepseek_v3", {"cache": "auto"}),  # latent attention
+        ("qwen3_next", {"cache": "auto"}),  # states
+        ("qwen3_moe", {"target": "cuda"}),  # attention of standard nodes, whose cache inspect does not count
+    ],
+)
+def test_a_checkpoint_takes_what_its_export_takes(checkpoint, exported, architecture, options):
+    target = options.get("target", "cpu")
+    (size,) = export_sizes(checkpoint(architecture), target=target, context=CONTEXT)
+    want = fit(inspect(exported(architecture, **options)), 1 << 33, CONTEXT)
+    assert (size.quantize, size.refused) == (None, "")
+    assert (size.experts, size.reserve) == (want.all_experts, want.reserve)
+    assert size.cache == (want.cache or CONTEXT * 2 * 2 * prod((2, 48)) * 2)  # layers, keys and values, heads, bf16
+    assert want.weights < size.others < 1.1 * want.weights  # the small ones are in model.onnx itself
+
+
+def test_the_share_of_the_experts_that_fits():
+    size = ExportSize(None, experts=1000, others=50, cache=30, reserve=20, least=10)
+    assert [size.held(memory) for memory in (1100, 1099, 600, 110, 109)] == [1.0, 0.999, 0.5, 0.01, 0.0]
+
+
+def test_floats_are_quantized_to_fit(tmp_path, capsys):
+    source = make_float_checkpoint(tmp_path / "floats", "qwen3_moe", num_hidden_layers=1, num_experts=4)
+    command_line("inspect", str(source), "--fit", "1GB", "--reserve", "1MB", "--json")
+    rows = json.loads(capsys.readouterr().out)["exports"]
+    assert [row["quantize"] for row in rows] == list(SIZES)
+    experts = [row["experts"] for row in rows]
+    assert experts == sorted(experts)
+    assert experts[-1] > 1.8 * experts[-2] > 3 * experts[0]
+    some = rows[0]["total"] - rows[0]["experts"] // 2
+    command_line("inspect", str(source), "--fit", str(some), "--reserve", "1MB")
+    out = capsys.readouterr().out
+    assert re.search(r"--quantize int4.*holds 50% of the experts", out)
+    assert "generate --experts disk" in out
 
 
 def test_everything_fits(found):
