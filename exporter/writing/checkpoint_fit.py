@@ -1,4 +1,4 @@
-"""Whether the exports of a checkpoint fit into a memory, from headers alone: ``inspect CHECKPOINT --fit``."""
+"""Sizes of a checkpoint's exports beside a memory, from headers alone: ``inspect CHECKPOINT --fit``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = ("int4", "q4_k_m", "q6_k", "int8", "none")
 
 @dataclass(frozen=True)
 class ExportSize:
-    """What an export takes of a memory, in bytes.
+    """Bytes that an export takes of a memory.
 
     Attributes:
         quantize: value of ``--quantize``; None: the checkpoint's own format.
