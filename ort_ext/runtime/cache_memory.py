@@ -163,8 +163,8 @@ class DecodeStep:
             arrays[HIDDEN] = model.hidden_array(tokens)
         self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
         #: of what the GPU writes, the places by their names in qm_cuda_choice_tensors
-        names = {"ids": "input_ids", "positions": "position_ids", "mask": "attention_mask"}
-        self.places = {name: self._inputs[of].address() for name, of in names.items()}
+        self._names = {"ids": "input_ids", "positions": "position_ids", "mask": "attention_mask"}
+        self.places = {name: self._inputs[of].address() for name, of in self._names.items()}
         #: tokens of each row before the run whose inputs the GPU has written, and the mask's column; None: the host has
         self._expected: tuple[Sequence[int], int] | None = None
         self.logits = model.logits_of(tokens, model.device, batch)
@@ -202,6 +202,14 @@ class DecodeStep:
             given = np.ascontiguousarray(array)
             device.copy(self._inputs[name].address(), given.ctypes.data, given.nbytes)
             device.wait()
+
+    def give(self, name: str, array: np.ndarray) -> None:
+        """Start to write one of ``places``; the array stays as it is until the run has ended."""
+        self._expected = None
+        if self.model.device == "cpu":
+            self._inputs[self._names[name]].write(array)
+        else:
+            device.copy(self.places[name], array.ctypes.data, array.nbytes)
 
     def expect(self, past: Sequence[int]) -> tuple[int, int, int]:
         """Prepare the mask for inputs that the GPU writes.

@@ -102,41 +102,75 @@ class Choice:
             held["bias"] = np.zeros(vocabulary)
             held["bias"][list(how.logit_bias)] = list(how.logit_bias.values())
         if how.repetition_penalty != 1 or how.presence_penalty or how.frequency_penalty:
-            held["counts"] = np.zeros((batch, vocabulary), np.int32)
-            for counts, text in zip(held["counts"], texts, strict=True):
-                counts[text] = 1
+            held["counts"] = np.stack([*map(self._seen, texts)])
         if how.no_repeat_ngram_size:
-            held["history"] = np.zeros((batch, longest), np.int32)
-            for row, text in zip(held["history"], texts, strict=True):
-                row[: len(text)] = text
+            held["history"] = np.stack([*map(self._written, texts)])
         self._held = {name: Buffer.of(array, "cuda") for name, array in held.items()}
         self._held["workspace"] = Buffer.empty([size], np.uint8, "cuda")
-        self._tensors = Tensors(
-            uniform=self._uniform.ctypes.data, past=self._past.ctypes.data, chosen=self._chosen.ctypes.data,
-            **{name: buffer.address() for name, buffer in self._held.items()},
-        )  # fmt: skip
+        #: of what has a part for each row: where it begins, and the bytes of a part
+        self._parts = {name: (self._held[name].address(), array[0].nbytes) for name, array in held.items()}
+        self._parts.pop("bias", None)
+        for name, array in (("uniform", self._uniform), ("past", self._past), ("chosen", self._chosen)):
+            self._parts[name] = array.ctypes.data, array.itemsize
+        self._tensors = Tensors(**{name: buffer.address() for name, buffer in self._held.items()})
 
-    def start(self, logits: Buffer, past: Sequence[int], step: NextRun | None) -> None:
+    def join(self, row: int, text: Sequence[int], seed: int | None, constraint: Constraint | None) -> None:
+        """Begin another text in a row, all of it in the cache when its first token is chosen.
+
+        Args:
+            constraint: which tokens may come next; None: all. Only if there are ``constraints``.
+        """
+        if self._random:
+            self._random[row] = np.random.Generator(np.random.PCG64(seed))
+        self._constraints.pop(row, None)
+        if constraint is not None:
+            self._constraints[row] = constraint
+        for name, begin in (("counts", self._seen), ("history", self._written)):
+            if name in self._held:
+                at, size = self._parts[name]
+                array = begin(text)
+                copy(at + row * size, array.ctypes.data, size)
+                wait()  # then the array may go
+
+    def _seen(self, text: Sequence[int]) -> np.ndarray:
+        found = np.zeros(self._problem.vocabulary, np.int32)
+        found[list(text)] = 1
+        return found
+
+    def _written(self, text: Sequence[int]) -> np.ndarray:
+        found = np.zeros(self._problem.longest, np.int32)
+        found[: len(text)] = text
+        return found
+
+    def start(self, logits: Buffer, past: Sequence[int], step: NextRun | None, first: int = 0) -> None:
         """Choose after the run that was started last, and write the inputs of the next one.
 
         Args:
-            logits: [batch, rows, vocabulary]. The last row counts; several sequences have one row each.
-            past: tokens of each row; -1: it has ended. Rows that end do not begin again.
+            logits: [sequences, rows, vocabulary]. The last row counts; several sequences have one row each.
+            past: tokens of each sequence; -1: it has ended. It does not go on without :meth:`join`.
             step: what runs next; None: nothing.
+            first: row of the first sequence.
         """
+        count = len(past)
+        own = slice(first, first + count)
         if self._random:
-            self._uniform[:] = [0 if n < 0 else random.random() for n, random in zip(past, self._random, strict=True)]
-        self._past[:] = past
+            drawn = [0 if n < 0 else self._random[row].random() for row, n in enumerate(past, first)]
+            self._uniform[own] = drawn
+        self._past[:] = -1
+        self._past[own] = past
         for row, rule in self._constraints.items():
-            if past[row] >= 0:
+            if self._past[row] >= 0:
                 words = rule.allowed()
                 self._allowed[row] = 2**32 - 1 if words is None else words
         if self._constraints:
             copy(self._held["allowed"].address(), self._allowed.ctypes.data, self._allowed.nbytes)
         if step is not None:
             self._problem.capacity, self._problem.column_before, self._problem.column = step.expect(past)
+        self._problem.batch = count
         self._logits = logits  # is not freed before it is read
-        self._tensors.logits = logits.address() + logits.bytes() - self._problem.batch * logits.row_bytes()
+        self._tensors.logits = logits.address() + logits.bytes() - count * logits.row_bytes()
+        for name, (at, size) in self._parts.items():
+            setattr(self._tensors, name, at + first * size)
         for name in ("ids", "positions", "mask"):
             setattr(self._tensors, name, None if step is None else step.places[name])
         checked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,43 @@ from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache_memory import DecodeStep, Room, States
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.session_thread import SESSION_THREAD
+
+
+class StepInputs:
+    """Inputs of a decode step of a fixed shape, of which only what changes is written.
+
+    Args:
+        step: the step. rows: its sequences. capacity: columns of the mask.
+    """
+
+    def __init__(self, step: DecodeStep, rows: int, capacity: int):
+        self._step, shapes = step, {"ids": (rows, 1), "positions": (rows, 1), "mask": (rows, capacity)}
+        sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
+        self._pages = None if step.model.device == "cpu" else device.Pages(sum(sizes.values()))  # quick to copy from
+        memory = bytearray(sum(sizes.values())) if self._pages is None else self._pages.memory
+        at, self._arrays = 0, dict[str, np.ndarray]()
+        for name, shape in shapes.items():
+            self._arrays[name] = np.frombuffer(memory, np.int64, math.prod(shape), at).reshape(shape)
+            at += sizes[name]
+        #: tokens of each row after the run before, and the mask's column of that run; -1: no run was before
+        self._lengths, self._column = np.full(rows, -1), -1
+
+    def write(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
+        """Write what runs next. The run before has ended.
+
+        Args:
+            tokens: [rows]. lengths: tokens of each row before the run. counts: of each row's new tokens, 0 or 1.
+        """
+        mask, column = self._arrays["mask"], int(lengths.max())
+        (same,), (other,) = np.nonzero(lengths == self._lengths), np.nonzero(lengths != self._lengths)
+        mask[same, self._column] = 0
+        mask[same, lengths[same] - 1] = lengths[same] > 0  # column -1 is behind all texts
+        mask[other] = np.arange(mask.shape[1]) < lengths[other, None]
+        mask[:, column] = counts
+        self._lengths, self._column = lengths + counts, column
+        self._arrays["ids"][:, 0], self._arrays["positions"][:, 0] = tokens, lengths
+        for name, array in self._arrays.items():
+            self._step.give(name, array)
 
 
 class Rows:
@@ -32,30 +70,30 @@ class Rows:
         self._keys = [name for name in model.past if name not in model.states]
         self._parts: dict[tuple[int, int], dict[str, Buffer]] = {}
         self._bindings: dict[tuple[int, int], Any] = {}
-        self._steps: dict[tuple[int, int, object], DecodeStep] = {}
+        self._steps: dict[tuple[int, int, object], tuple[DecodeStep, StepInputs]] = {}
 
-    def read(self, row: int, ids: Sequence[int]) -> np.ndarray:
-        """Run tokens after a row's tokens. Return the logits f32 [vocabulary] after the last of them."""
+    def read(self, row: int, ids: Sequence[int]) -> Buffer:
+        """Run tokens after a row's tokens. Return logits [1, .., vocabulary], the last ones of the last token."""
         given = self._model.feed(np.array([ids], np.int64), len(self.tokens[row]))
-        logits = self._run(row, row + 1, given, len(ids))
+        logits = self._model.in_turn(lambda: self._run(row, row + 1, given, len(ids)))
         self.tokens[row] += ids
-        return logits[0]
+        return logits
 
-    def step(self, tokens: Mapping[int, int]) -> dict[int, np.ndarray]:
-        """Run one token of each of these rows. Return the logits f32 [vocabulary] after it, by row."""
+    def start(self, tokens: Mapping[int, int]) -> tuple[Buffer, int]:
+        """Start the run of one token of each of these rows. On a GPU it goes on when this returns.
+
+        Returns:
+            Logits [rows, .., vocabulary], the last ones of each row's token; and the first of the rows.
+        """
         begin, end = self._between(tokens)
         rows, lengths = range(begin, end), np.array([len(self.tokens[row]) for row in range(begin, end)])
-        past, counts = int(lengths.max()), np.array([row in tokens for row in rows], np.int64)
-        ids = np.array([[tokens.get(row, 0)] for row in rows], np.int64)
-        width = self._capacity if self._model.cuda_graph else past + 1
-        mask = np.zeros((len(rows), width), np.int64)
-        mask[:, :past] = np.arange(past) < lengths[:, None]
-        mask[:, past] = counts
-        given = self._model.feed(ids, past) | {"attention_mask": mask, "position_ids": lengths[:, None]}
-        logits = self._run(begin, end, given, 1)
+        ids = np.array([tokens.get(row, 0) for row in rows], np.int64)
+        counts = np.array([row in tokens for row in rows], np.int64)
+        run = self._step if self._model.cuda_graph else self._run_any
+        logits = self._model.in_turn(lambda: run(begin, ids, lengths, counts))
         for row, token in tokens.items():
             self.tokens[row].append(token)
-        return {row: logits[row - begin] for row in tokens}
+        return logits, begin
 
     def nearest(self, free: Sequence[int], used: Sequence[int]) -> int:
         """Return the free row with which the fewest rows run together."""
@@ -79,31 +117,35 @@ class Rows:
             self._parts[at] = {name: buffer.rows(begin, end) for name, buffer in self._room.buffers.items()}
         return self._parts[at]
 
-    def _run(self, begin: int, end: int, given: dict[str, np.ndarray], new: int) -> np.ndarray:
-        """Return the logits f32 [rows, vocabulary] after the last token of each row."""
-        return self._model.in_turn(lambda: self._run_here(begin, end, given, new))
+    def _step(self, begin: int, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> Buffer:
+        """Start a CUDA graph."""
+        at = begin, begin + len(ids), SESSION_THREAD.thread()
+        if at not in self._steps:
+            part = self._part(begin, begin + len(ids))
+            made = DecodeStep(weakref.proxy(self._model), part, self._capacity, 1, len(ids))
+            self._steps[at] = made, StepInputs(made, len(ids), self._capacity)
+        step, inputs = self._steps[at]
+        inputs.write(ids, lengths, counts)
+        step.launch(int(lengths.max()), ahead=True)
+        return step.logits
 
-    def _run_here(self, begin: int, end: int, given: dict[str, np.ndarray], new: int) -> np.ndarray:
-        model, past = self._model, int(given["position_ids"].max())
-        if model.cuda_graph and new == 1:
-            at = begin, end, SESSION_THREAD.thread()
-            if at not in self._steps:
-                part = self._part(begin, end)
-                self._steps[at] = DecodeStep(weakref.proxy(model), part, self._capacity, 1, end - begin)
-            step = self._steps[at]
-            step.run(given["input_ids"], past, given)
-            return step.logits.numpy()[:, -1].astype(np.float32)
+    def _run_any(self, begin: int, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> Buffer:
+        """Run without a CUDA graph."""
+        past = int(lengths.max())
+        mask = np.arange(past + 1) < lengths[:, None]
+        mask[:, past] = counts
+        given = {"input_ids": ids[:, None], "attention_mask": mask.astype(np.int64), "position_ids": lengths[:, None]}
+        return self._run(begin, begin + len(ids), given, 1)
+
+    def _run(self, begin: int, end: int, given: dict[str, np.ndarray], new: int) -> Buffer:
         if (begin, end) not in self._bindings:
-            self._bindings[begin, end] = binding = model.session.io_binding()
+            self._bindings[begin, end] = binding = self._model.session.io_binding()
             for name, buffer in self._part(begin, end).items():
                 buffer.bind(binding, name, present(name))
         binding = self._bindings[begin, end]
         for name, value in given.items():
             binding.bind_cpu_input(name, value)
-        logits = model.run_bound(binding, new, past, end - begin)
-        if model.device == "cpu":
-            return logits.here()[:, -1].astype(np.float32)
-        return logits.numpy()[:, -1].astype(np.float32)
+        return self._model.run_bound(binding, new, int(given["position_ids"].max()), end - begin)
 
     def contents(self, row: int, begin: int, end: int) -> dict[str, np.ndarray]:
         """Return copies of keys and values of a row's tokens ``begin`` to ``end``, [1, heads, tokens, width]."""

@@ -9,9 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.reading.sampling import Sampling
@@ -19,8 +18,9 @@ from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
 from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.generate import Generator
-from quantmoe.runtime.sampling import Sampler, check_sampling, largest
+from quantmoe.runtime.sampling import check_sampling
 from quantmoe.serving.batch_cache import Rows
+from quantmoe.serving.choosing import Chances, Choosing, Chosen
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
 
 if TYPE_CHECKING:
@@ -38,18 +38,6 @@ class BusyError(Exception):
 
 class ClosedError(Exception):
     """The scheduler has ended."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chances:
-    """Natural logarithms of probabilities, before penalties and temperature.
-
-    Attributes:
-        chosen: of the token that was chosen. top: ids of the likeliest tokens with theirs, likeliest first.
-    """
-
-    chosen: float
-    top: list[tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,44 +92,36 @@ class Answer:
 
     Attributes:
         token: the last token that was chosen, which runs next. count: how many there are.
+        reason: why it ends with that token; None: it goes on. told: the request has heard how it ends.
         keep: lengths of the prompt after which states are kept.
     """
 
     def __init__(self, request: Request, row: int, text: Text):
         self.request, self.row = request, row
-        sample = Sampler(request.sampling, request.ids)
-        self.sample = sample if request.constraint is None else request.constraint.sampler(sample)
         self.text = TextStream(text.tokenizer, request.stop, request.ids if request.after else (), not request.after)
         self.token, self.count = -1, 0
+        self.reason: Literal["stop", "length"] | None = None
+        self.told = False
         self.keep: set[int] = set()
         self._stop = text.stop if request.ends else ()
 
-    def choose(self, logits: np.ndarray) -> Event:
-        """Choose the next token, and return what the request hears."""
-        request = self.request
-        self.token = token = self.sample(logits)
-        self.count += 1
-        chances = None if request.top is None else chances_of(logits, token, request.top)
-        ended = token in self._stop
-        text = "" if ended else self.text.push(token)
-        reason: Literal["stop", "length"] | None = None
-        if ended or self.text.stopped:
+    def add(self, token: int) -> None:
+        """Take the next token."""
+        self.token, self.count = token, self.count + 1
+        if token in self._stop:
+            self.reason = "stop"
+        elif self.count == self.request.max_new_tokens:
+            self.reason = "length"
+
+    def event(self, chosen: Chosen, reason: Literal["stop", "length"] | None) -> Event:
+        """Return what the request hears of a token; reason: why it ends the answer. A stop text may end it, too."""
+        text = "" if reason == "stop" else self.text.push(chosen.token)
+        if self.text.stopped:
             reason = "stop"
-        elif self.count == request.max_new_tokens:
-            reason = "length"
         if reason is not None:
             text += self.text.end()
             reason = "stop" if self.text.stopped else reason
-        return Event(text, token, chances, reason)
-
-
-def chances_of(logits: np.ndarray, token: int, top: int) -> Chances:
-    """Return the logarithms of probabilities that finite logits [vocabulary] give."""
-    scores = logits - logits.max()
-    scores -= np.log(np.exp(scores).sum())
-    ids = largest(scores, top)[:top] if top else np.empty(0, np.int64)
-    ids = ids[np.argsort(-scores[ids], kind="stable")]
-    return Chances(float(scores[token]), [(int(id), float(scores[id])) for id in ids])
+        return Event(text, chosen.token, chosen.chances, reason)
 
 
 class Scheduler:
@@ -165,14 +145,17 @@ class Scheduler:
         check_serves(model)
         self.model, self.text, self.capacity, self.queue = model, text, capacity, queue
         self.failed: BaseException | None = None
-        self._metrics, self._rows = metrics, Rows(model, rows, capacity)
+        self._metrics, self._count = metrics, rows
         self._prefixes = Prefixes(prefix_bytes, bool(model.states))
         self._free, self._waiting = set(range(rows)), deque[Request]()
         self._reading: Answer | None = None
         self._answers: dict[int, Answer] = {}
-        self._changed, self._closed = threading.Condition(), False
+        #: tokens that no request has heard of, and why the answer ends with each
+        self._fresh: list[tuple[Answer, Chosen, Literal["stop", "length"] | None]] = []
+        self._changed, self._closed, self._ready = threading.Condition(), False, Future[None]()
         self._thread = threading.Thread(target=self._work, name="quantmoe-scheduler", daemon=True)
         self._thread.start()
+        self._ready.result()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin requests, all of them or none.
@@ -210,6 +193,13 @@ class Scheduler:
         self._thread.join()
 
     def _work(self) -> None:
+        try:  # here, so that this thread makes the calls of sessions with CUDA graphs
+            self._rows = Rows(self.model, self._count, self.capacity)
+            self._choosing = Choosing(self.model, self._count, self.capacity)
+        except BaseException as error:  # for who waits
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(None)
         try:
             while self._turn():
                 pass
@@ -226,29 +216,66 @@ class Scheduler:
         return "the server ends" if self.failed is None else f"the server has failed: {self.failed}"
 
     def _turn(self) -> bool:
-        """Run a part of one prompt, and one token of each answer. Return False at the end."""
+        """Run one token of each answer, and a part of one prompt. Return False at the end."""
         with self._changed:
-            while not (self._waiting or self._answers or self._reading or self._closed):
+            while not (self._waiting or self._answers or self._reading or self._fresh or self._closed):
                 self._changed.wait()
             if self._closed:
                 return False
         for answer in self._running():
             if answer.request.gone:
                 self._leave(answer)
+        self._step()
         if self._reading is None:
             self._begin()
         if self._reading is not None:
-            answer = self._reading
-            with self._failing([answer]):
-                self._read(answer)
-        if self._answers:
-            answers = [*self._answers.values()]
-            with self._failing(answers), self._metrics.step.time():
-                logits = self._rows.step({answer.row: answer.token for answer in answers})
-            for answer in answers:
-                if answer.row in self._answers:
-                    self._choose(answer, logits[answer.row])
+            with self._failing([self._reading]):
+                self._read(self._reading)
         return True
+
+    def _step(self) -> None:
+        """Run one token of each answer. On a GPU the requests hear of the tokens before while it runs."""
+        answers, chosen = {**self._answers}, dict[int, Chosen]()
+        if answers:
+            with self._failing([*answers.values()]), self._metrics.step.time():
+                logits, first = self._rows.start({row: answer.token for row, answer in answers.items()})
+                self._choosing.start(logits, first, {row: len(self._rows.tokens[row]) for row in answers})
+                self._say()
+                chosen = self._choosing.take()
+        for row, answer in answers.items():
+            if self._answers.get(row) is answer:
+                self._take(answer, chosen[row])
+        if not (self._answers and self._ahead):
+            self._say()
+
+    def _take(self, answer: Answer, chosen: Chosen) -> None:
+        """Take an answer's next token. The request hears of it later."""
+        with self._failing([answer], (Exception,)):
+            if chosen.error is not None:
+                raise chosen.error
+            answer.add(chosen.token)
+            self._metrics.generated.inc()
+            self._fresh.append((answer, chosen, answer.reason))
+            if answer.reason is not None:
+                self._leave(answer)
+
+    def _say(self) -> None:
+        """Tell the requests of the tokens that they have not heard of."""
+        fresh, self._fresh = self._fresh, []
+        for answer, chosen, reason in fresh:
+            if answer.request.gone:
+                continue
+            with self._failing([answer], (Exception,)):
+                event = answer.event(chosen, reason)
+                if event.reason is not None and reason is None:  # by a stop text
+                    self._leave(answer)
+                answer.told = event.reason is not None
+                answer.request.tell(event)
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether a run goes on while its tokens are told."""
+        return self.model.cuda_graph
 
     def _running(self) -> list[Answer]:
         return [*self._answers.values(), *([self._reading] if self._reading else [])]
@@ -259,8 +286,11 @@ class Scheduler:
         try:
             yield
         except caught as error:
-            for answer in answers:
-                self._leave(answer)
+            self._say()
+            for answer in [answer for answer in answers if not answer.told]:
+                if answer in self._running():
+                    self._leave(answer)
+                answer.told = True
                 answer.request.tell(Event(error=_known(error)))
 
     def _begin(self) -> None:
@@ -276,6 +306,7 @@ class Scheduler:
         row = self._rows.nearest([*self._free], [*self._answers])
         try:
             answer = Answer(request, row, self.text)
+            self._choosing.join(row, request.ids, request.sampling, request.constraint, request.top)
         except Exception as error:  # it has no row yet
             request.tell(Event(error=_known(error)))
             return
@@ -308,15 +339,10 @@ class Scheduler:
             self._reading = None
             self._answers[answer.row] = answer
             self._metrics.first.observe(time.monotonic() - answer.request.submitted)
-            self._choose(answer, logits)
-
-    def _choose(self, answer: Answer, logits: np.ndarray) -> None:
-        with self._failing([answer], (Exception,)):
-            event = answer.choose(self.model.finite(logits, len(self._rows.tokens[answer.row])))
-            self._metrics.generated.inc()
-            if event.reason is not None:
-                self._leave(answer)
-            answer.request.tell(event)
+            self._choosing.start(logits, answer.row, {answer.row: len(ids)})
+            self._take(answer, self._choosing.take()[answer.row])
+            if not self._ahead:
+                self._say()
 
     def _leave(self, answer: Answer) -> None:
         """Free a request's row."""
@@ -324,6 +350,7 @@ class Scheduler:
             self._keep(answer, len(answer.request.ids), False)
         self._prefixes.use(Prefixes.names(self._rows.tokens[answer.row]))
         self._rows.tokens[answer.row] = []
+        self._choosing.leave(answer.row)
         self._answers.pop(answer.row, None)
         self._reading = None if self._reading is answer else self._reading
         with self._changed:

@@ -1,20 +1,17 @@
-"""Generation with tokens that the GPU chooses, on the CPU: a stand-in for the kernel reads logits and writes inputs."""
+"""Generation with tokens that the GPU chooses, on the CPU with a stand-in for the kernel."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.chosen_there import Choice, choosing_there
 
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime import cache as caches
-from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.cache_memory import DecodeStep
-from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.generate import Generator, ModelError, OptionError
 from quantmoe.runtime.sampling import Sampler
 
@@ -24,73 +21,13 @@ PROMPTS = [PROMPT, PROMPT[:3], [7], PROMPT[2:] * 3]
 SAMPLED = Sampling(0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.2, no_repeat_ngram_size=3)
 
 
-class Choice:
-    """What qm_cuda_launch_choice does, at once."""
-
-    #: starts after which nothing was taken: at most one, as one run is ahead
-    pending = 0
-
-    def __init__(
-        self,
-        texts: Sequence[Sequence[int]],
-        longest: int,
-        vocabulary: int,
-        dtype: np.dtype,
-        sampling: Sampling | None,
-        constraints: Sequence[Constraint | None] = (),
-    ):
-        self._samplers = [Sampler(sampling, text) for text in texts]
-        for row, constraint in enumerate(constraints):
-            if constraint is not None:
-                self._samplers[row] = constraint.sampler(self._samplers[row])
-        self._lengths, self._longest = [*map(len, texts)], longest
-        self._tokens = [0] * len(texts)
-        self.runs: list[list[int]] = []
-
-    def start(self, logits: Buffer, past: Sequence[int], step: DecodeStep | None) -> None:
-        assert self.pending == 0
-        assert max(past) <= self._longest
-        self.pending, batch = 1, len(past)
-        self.runs.append(list(past))
-        rows = logits.here().reshape(batch, -1, logits.value.shape()[-1])[:, -1]
-        for row, length in enumerate(past):
-            if length >= 0:
-                finite = np.isfinite(rows[row]).all()
-                self._tokens[row] = self._samplers[row](rows[row].astype(np.float32)) if finite else -1
-        if step is None:
-            return
-        capacity, before, column = step.expect(past)
-
-        def inputs(name: str, columns: int) -> np.ndarray:
-            memory = (ctypes.c_int64 * (batch * columns)).from_address(step.places[name])
-            return np.frombuffer(memory, np.int64).reshape(batch, columns)
-
-        ids, positions, mask = inputs("ids", 1), inputs("positions", 1), inputs("mask", capacity)
-        for row, length in enumerate(past):
-            if length < 0:
-                mask[row, column] = 0
-                continue
-            ids[row], positions[row] = self._tokens[row], length
-            if before >= 0:
-                mask[row, before] = 0
-            mask[row, length - 1] = mask[row, column] = 1
-
-    def take(self) -> list[int]:
-        self.pending = 0
-        return list(self._tokens)
-
-
 @pytest.fixture
 def there(exported) -> Callable[..., Generator]:
     """there(architecture, **options of Generator): one whose tokens are chosen by the stand-in."""
 
     def make(architecture: str = "qwen3_moe", path: Path | None = None, **options: object) -> Generator:
         generator = Generator(path or exported(architecture, **FLOAT), threads=1, **options)
-        run, generator.made = generator.session.run_with_iobinding, []
-        generator.session.run_with_iobinding = lambda binding, options: run(binding)
-        generator.cuda_graph, generator.run_options = True, lambda graph, ahead=False: graph
-        generator.choice = lambda *given: generator.made.append(Choice(*given)) or generator.made[-1]
-        return generator
+        return choosing_there(generator)
 
     return make
 

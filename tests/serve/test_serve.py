@@ -31,10 +31,12 @@ from hypothesis.errors import Unsatisfiable
 from once import made_once
 from schemathesis import GenerationMode
 from schemathesis.checks import positive_data_acceptance
+from support.chosen_there import choosing_there
 
 from quantmoe import Generator, ModelError, Text, export
 from quantmoe.serving.app import BODY, Server, application
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.scheduler import Event, Request
 
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
 PROMPTS = ["The sea was", "Then said the captain", "In the beginning", "And the king", "The old house", "Let us go up",
@@ -69,10 +71,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, rows: int = 4, key: str | None = None, capacity: int = CAPACITY, queue: int = QUEUE
+    folder: Path,
+    rows: int = 4,
+    key: str | None = None,
+    capacity: int = CAPACITY,
+    queue: int = QUEUE,
+    opened: Callable[[Path], Generator] = Generator,
 ) -> Iterator[tuple[Server, int]]:
     """A server in this process, and its port."""
-    with Generator(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
+    with opened(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
         server = Server(model, rows, capacity, queue, 1 << 28)
         web = uvicorn.Server(uvicorn.Config(application(server, key), log_level="warning", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=asyncio.run, args=[web.serve([listening])])
@@ -235,7 +242,7 @@ def saying(server: Server, text: str) -> Iterator[None]:
             return next(self.left)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantmoe.serving.scheduler.Sampler", Said)
+        patch.setattr("quantmoe.serving.choosing.Sampler", Said)
         yield
 
 
@@ -363,6 +370,65 @@ def test_states_of_a_hybrid_are_kept_too(tmp_path_factory: pytest.TempPathFactor
             assert [text for _, text in pool.map(ask, prompts)] == [*map(expected, prompts)]
 
 
+@pytest.mark.parametrize("checkpoint", ["checkpoint", "hybrid"])
+def test_tokens_that_a_gpu_chooses(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> None:
+    """Requests of several kinds of sampling run together, come and go, and have the tokens that they have alone."""
+    folder = made_once(tmp_path_factory, lambda to: make(to, checkpoint), f"served-{checkpoint}")
+    drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+    asks: list[dict[str, Any]] = [
+        {"temperature": 0},
+        drawn,
+        drawn | {"seed": 6},
+        drawn | {"extra_body": {"repetition_penalty": 1.3}, "frequency_penalty": 0.5},
+        drawn | {"logit_bias": {"17": 4.0}},
+        drawn | {"extra_body": {"regex": "(sea|king)( and (sea|king)){9}"}},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 0, "stop": ["e"]},
+    ]
+    if checkpoint == "hybrid":  # its tokenizer has more tokens than the model
+        asks[5] = {"temperature": 0}
+    ways: list[Callable[[Path], Generator]] = [Generator, lambda path: choosing_there(Generator(path))]
+    found = []
+    for opened in ways:
+        with running(folder, opened=opened) as (server, port):
+            asked = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+            def ask(number: int, asked: openai.OpenAI = asked) -> Any:
+                fields = {"model": folder.name, "prompt": PROMPTS[number % 5], "max_tokens": 9 + 5 * (number % 7)}
+                answer = asked.completions.create(**fields, **asks[number % len(asks)])
+                return answer.choices[0].model_dump(), answer.usage.completion_tokens
+
+            with ThreadPoolExecutor(7) as pool:
+                found.append([*pool.map(ask, range(2 * len(asks)))])
+            assert settled(server)
+            assert server.scheduler._choosing._kinds == {}
+            made = getattr(server.model, "made", [])
+    assert found[0] == found[1]
+    assert len(made) >= 5
+
+
+def test_a_request_hears_of_a_token_while_the_next_one_is_computed(folder: Path) -> None:
+    with running(folder, rows=1, opened=lambda path: choosing_there(Generator(path))) as (server, _):
+        heard: list[int] = []  # runs that had begun when a token was heard
+        rows, started, ended = server.scheduler._rows, [0], threading.Event()
+        start = rows.start
+
+        def counting(tokens: Any) -> Any:
+            started[0] += 1
+            return start(tokens)
+
+        rows.start = counting  # type: ignore[method-assign]
+
+        def tell(event: Event) -> None:
+            heard.append(started[0])
+            if event.reason is not None:
+                ended.set()
+
+        server.scheduler.submit([Request([5, 6, 7], 4, tell, after=True, ends=False)])
+        assert ended.wait(30)
+        assert heard == [1, 2, 3, 3]
+
+
 def test_the_memory_for_prompts_is_limited() -> None:
     def block() -> Block:
         return Block({"key": np.zeros(100, np.uint8)})
@@ -479,7 +545,7 @@ def test_a_failure_ends_all_requests_and_is_in_health(folder: Path, monkeypatch:
         def fail(*_: Any) -> None:
             raise RuntimeError("broken by the test")
 
-        monkeypatch.setattr(server.scheduler._rows, "step", fail)
+        monkeypatch.setattr(server.scheduler._rows, "start", fail)
         body = json.dumps({"prompt": "a", "max_tokens": 5})
         status, _, answer = send(port, "/v1/completions", body)
         assert (status, answer["error"]["type"]) == (503, "server_error")
@@ -497,7 +563,7 @@ def test_an_error_of_a_step_ends_only_its_requests(
         raise ModelError("broken by the test")
 
     with monkeypatch.context() as context:
-        context.setattr(rows, "step", fail)
+        context.setattr(rows, "start", fail)
         with pytest.raises(openai.InternalServerError, match="broken by the test"):
             complete(client, PROMPTS[0], 5)
     assert settled(served[0])
@@ -508,7 +574,7 @@ def test_a_request_that_cannot_begin_is_told(
     served: tuple[Server, int], client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as context:
-        context.setattr("quantmoe.serving.scheduler.Sampler", None)
+        context.setattr("quantmoe.serving.choosing.Sampler", None)
         with pytest.raises(openai.InternalServerError, match="TypeError: 'NoneType' object is not callable"):
             complete(client, PROMPTS[0], 5)
     assert settled(served[0])

@@ -1,0 +1,165 @@
+"""The next token of each row: chosen on the GPU where its logits are, or on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.runtime import device
+from quantmoe.runtime.buffer import Buffer
+from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
+from quantmoe.runtime.generate import Generator
+from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler, largest
+
+if TYPE_CHECKING:
+    from quantmoe.runtime.constraint import Constraint
+
+#: kinds of sampling that the GPU has at once; the host chooses for the requests of others
+KINDS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Chances:
+    """Natural logarithms of probabilities, before penalties and temperature.
+
+    Attributes:
+        chosen: of the token that was chosen. top: ids of the likeliest tokens with theirs, likeliest first.
+    """
+
+    chosen: float
+    top: list[tuple[int, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A row's next token.
+
+    Attributes:
+        chances: of the token, if they were asked for. error: why there is no token.
+    """
+
+    token: int = -1
+    chances: Chances | None = None
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Rows whose tokens one launch on the GPU chooses."""
+
+    choice: Choice
+    rows: set[int] = dataclasses.field(default_factory=set)
+
+
+class Choosing:
+    """Chooses tokens of rows. Each row has its own sampling.
+
+    Args:
+        rows: how many there are. longest: tokens of a text at most.
+    """
+
+    def __init__(self, model: Generator, rows: int, longest: int):
+        self._model, self._count, self._longest = model, rows, longest
+        #: by what decides how tokens are chosen
+        self._kinds: dict[object, Kind] = {}
+        self._host: dict[int, Choose] = {}
+        self._top: dict[int, int] = {}
+        self._started: list[Kind] = []
+
+    def join(
+        self, row: int, text: Sequence[int], sampling: Sampling | None, constraint: Constraint | None, top: int | None
+    ) -> None:
+        """Begin a text in a row.
+
+        Args:
+            text: the prompt. constraint: which tokens may come; None: all.
+            top: how many of the likeliest tokens :class:`Chances` has; None: there are no Chances.
+        """
+        seed = None if sampling is None else sampling.seed
+        same = None if sampling is None else dataclasses.replace(sampling, seed=None)
+        kind = repr(same), constraint is None
+        if self._model.chooses_there and top is None and (kind in self._kinds or len(self._kinds) < KINDS):
+            if kind not in self._kinds:
+                none = [[]] * self._count  # type: ignore[var-annotated]
+                rules = () if constraint is None else [constraint] * self._count
+                self._kinds[kind] = Kind(
+                    self._model.in_turn(lambda: self._model.choose(none, self._longest, same, rules))
+                )
+            found = self._kinds[kind]
+            self._model.in_turn(lambda: found.choice.join(row, text, seed, constraint))
+            found.rows.add(row)
+            return
+        sample: Choose = Sampler(sampling, text)
+        self._host[row] = sample if constraint is None else constraint.sampler(sample)
+        if top is not None:
+            self._top[row] = top
+
+    def leave(self, row: int) -> None:
+        """End a row's text."""
+        self._host.pop(row, None)
+        self._top.pop(row, None)
+        for kind, found in [*self._kinds.items()]:
+            found.rows.discard(row)
+            if not found.rows:
+                del self._kinds[kind]
+
+    def start(self, logits: Buffer, first: int, past: Mapping[int, int]) -> None:
+        """Choose after the run that was started last.
+
+        Args:
+            logits: [rows, .., vocabulary], of which the last of each row counts. first: the first of these rows.
+            past: tokens of each row that gets a token.
+        """
+        self._logits, self._first, self._past = logits, first, past
+        self._started = [kind for kind in self._kinds.values() if not kind.rows.isdisjoint(past)]
+        for kind in self._started:
+            rows = range(first, first + logits.value.shape()[0])
+            kind.choice.start(logits, [past.get(row, -1) if row in kind.rows else -1 for row in rows], None, first)
+
+    def take(self) -> dict[int, Chosen]:
+        """Wait for the tokens, and return them by row."""
+        found = {}
+        for kind in self._started:
+            tokens = self._model.in_turn(kind.choice.take)
+            for row in kind.rows & self._past.keys():
+                found[row] = self._there(tokens[row], self._past[row])
+        for row in self._host.keys() & self._past.keys():
+            found[row] = self._here(row)
+        return found
+
+    def _there(self, token: int, length: int) -> Chosen:
+        if token == NOT_FINITE:
+            return Chosen(error=self._model.not_finite(length))
+        return Chosen(error=OptionError(NOTHING_LEFT)) if token == NO_TOKEN else Chosen(token)
+
+    def _here(self, row: int) -> Chosen:
+        try:
+            logits = self._model.finite(self._fetch(row - self._first), self._past[row])
+            token = self._host[row](logits)
+        except Exception as error:  # whatever it is, it is of this row
+            return Chosen(error=error)
+        return Chosen(token, chances_of(logits, token, self._top[row]) if row in self._top else None)
+
+    def _fetch(self, at: int) -> np.ndarray:
+        """Return the logits f32 [vocabulary] of one of the rows that ran."""
+        if self._model.device == "cpu":
+            return self._logits.here()[at, -1].astype(np.float32)
+        _, rows, vocabulary = self._logits.value.shape()
+        made = np.empty(vocabulary, self._logits.dtype)
+        place = self._logits.address() + ((at + 1) * rows - 1) * made.nbytes
+        self._model.in_turn(lambda: device.fetch(made, place))
+        return made.astype(np.float32)
+
+
+def chances_of(logits: np.ndarray, token: int, top: int) -> Chances:
+    """Return the logarithms of probabilities that finite logits [vocabulary] give."""
+    scores = logits - logits.max()
+    scores -= np.log(np.exp(scores).sum())
+    ids = largest(scores, top)[:top] if top else np.empty(0, np.int64)
+    ids = ids[np.argsort(-scores[ids], kind="stable")]
+    return Chances(float(scores[token]), [(int(id), float(scores[id])) for id in ids])
