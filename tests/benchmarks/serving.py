@@ -1,4 +1,4 @@
-"""Requests of mixed lengths to onnxruntime-genai's Engine, so many at a time, or to llama.cpp's server.
+"""Requests of mixed lengths, so many at a time, to quantmoe's scheduler, onnxruntime-genai's Engine or a server.
 
     quantmoe export CHECKPOINT paged --target cuda --paged
     quantmoe export CHECKPOINT plain --target cuda
@@ -18,6 +18,9 @@ request after the other there; in the Engine they come while others run, and eve
 ``--steady 1024:1024`` has prompts and answers of these lengths instead. The first answers are shorter, so that requests
 end at different times. Its line counts the tokens after all of the first requests run, until the last one is asked for.
 
+``--own`` runs folders in the scheduler of ``quantmoe serve``, without HTTP. It makes texts of a tokenizer of words.
+``check --own`` compares its requests with the same Generator's, which runs one after the other.
+
 ``make`` writes both folders at a model's sizes with random weights where there are no checkpoint and no transformers,
 from the graphs that ort_cuda_bench.py's ``graph`` made, with and without ``--paged``.
 """
@@ -34,11 +37,15 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quantmoe.exporter.folder.interface import PAGED
+from quantmoe.exporter.folder.metadata import SHARE_BUFFER
+
+if TYPE_CHECKING:
+    from quantmoe.runtime.generate import Generator
 
 #: tokens of prompts and of answers, each request's at random
 PROMPTS, ANSWERS = (32, 128, 512, 1024), (32, 64, 128, 256)
@@ -160,6 +167,82 @@ class Engine:
                     event.request.cancel_turn(event.turn_id)
 
 
+class Own:
+    """A folder in the scheduler of ``quantmoe serve``.
+
+    Args:
+        rows: requests that run together at most. length: tokens of a prompt and its answer.
+    """
+
+    def __init__(self, folder: Path, rows: int, length: int, device: str):
+        from tokenizers import Tokenizer, decoders, models
+
+        from quantmoe.runtime.chat import Text
+        from quantmoe.runtime.generate import Generator
+        from quantmoe.serving.metrics import Metrics
+        from quantmoe.serving.scheduler import Scheduler
+
+        self.model = Generator(folder, device=device)  # type: ignore[arg-type]
+        assert self.model.vocabulary is not None
+        self.name, self.vocabulary = f"{folder.name}, quantmoe's scheduler", self.model.vocabulary
+        text = Text.__new__(Text)
+        made = models.WordLevel({f"Ġw{id}": id for id in range(self.vocabulary)}, "Ġw0")
+        text.tokenizer, text.stop = Tokenizer(made), ()  # type: ignore[assignment]
+        text.tokenizer.decoder = decoders.ByteLevel()
+        self.scheduler = Scheduler(self.model, text, Metrics(), rows, length, rows, 0)
+        self._waited, choosing = 0.0, self.scheduler._choosing
+        take = choosing.take
+
+        def waiting() -> Any:
+            begin = time.perf_counter()
+            found = take()
+            self._waited += time.perf_counter() - begin
+            return found
+
+        choosing.take = waiting  # type: ignore[method-assign]
+
+    def serve(self, requests: Sequence[Request], concurrent: int) -> None:
+        """Fill in what came."""
+        from quantmoe.serving.scheduler import Event
+        from quantmoe.serving.scheduler import Request as Asked
+
+        waiting, left, ended = list(reversed(requests)), len(requests), threading.Event()
+        failed: list[Exception] = []
+
+        def ask(request: Request) -> None:
+            def tell(event: Event) -> None:
+                nonlocal left
+                if event.token is not None:
+                    request.came.append(time.perf_counter())
+                    request.tokens.append(event.token)
+                    asked.gone = 0 < request.leave == len(request.tokens)
+                if event.error is not None:
+                    failed.append(event.error)
+                if asked.gone or event.reason or event.error:
+                    left -= 1
+                    if waiting:
+                        ask(waiting.pop())
+                if failed or not left:
+                    ended.set()
+
+            asked = Asked(request.prompt, request.count, tell, ends=False)
+            request.asked = time.perf_counter()
+            self.scheduler.submit([asked])
+
+        begin, self._waited = time.perf_counter(), 0.0
+        for _ in range(min(concurrent, len(waiting))):
+            ask(waiting.pop())
+        ended.wait()
+        print(f"      the host waited for tokens {self._waited / (time.perf_counter() - begin):.0%} of the time")
+        for error in failed:
+            raise error
+
+    def close(self) -> None:
+        """Free the model."""
+        self.scheduler.close()
+        self.model.close()
+
+
 class Server:
     """A server with OpenAI's interface: ``quantmoe serve``, llama.cpp's, vLLM."""
 
@@ -196,19 +279,18 @@ class Server:
             thread.join()
 
 
-def opened(place: str, vocabulary: int, static: bool) -> Batches | Engine | Server:
-    """Return what serves at a place: a folder, or an address.
-
-    Args:
-        vocabulary: of a server's model. static: an ordinary export in the Engine.
-    """
+def opened(place: str, given: argparse.Namespace) -> Batches | Engine | Own | Server:
+    """Return what serves at a place: a folder, or an address."""
+    vocabulary, static = given.vocabulary, given.static
     if place.startswith("http"):
         return Server(place, vocabulary)
+    if given.own:
+        return Own(Path(place), max(given.concurrent), given.length, given.device)
     inputs = json.loads((Path(place) / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]["inputs"]
     return Engine(Path(place)) if static or "block_table" in inputs else Batches(Path(place))
 
 
-def measure(server: Batches | Engine | Server, mixture: Mixture, concurrent: int, rounds: int) -> None:
+def measure(server: Batches | Engine | Own | Server, mixture: Mixture, concurrent: int, rounds: int) -> None:
     """Print a line, of requests after others in which CUDA graphs are captured."""
     server.serve(mixture.draw(2 * concurrent, seed=1), concurrent)
     requests = mixture.draw(max(8, rounds * concurrent))
@@ -227,7 +309,7 @@ def measure(server: Batches | Engine | Server, mixture: Mixture, concurrent: int
     )
 
 
-def steady(server: Batches | Engine | Server, concurrent: int, prompt: int, answer: int) -> None:
+def steady(server: Batches | Engine | Own | Server, concurrent: int, prompt: int, answer: int) -> None:
     """Print a line, of the time in which as many requests run as may."""
     server.serve(Mixture(server.vocabulary).draw(2 * concurrent, seed=1), concurrent)
     rng = np.random.default_rng(0)
@@ -263,14 +345,22 @@ def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) ->
         )  # of each token
         parts = ", ".join(f"{np.quantile(far, q):.1e}" for q in (0.5, 0.95, 1))
         print(f"{name}: {len(far)} tokens' logits differ by {parts} of the largest (median, 95 %, all)")
+    compare(Engine(paged), generator, prompts, count, max(2, len(prompts) // 2))
+
+
+def compare(
+    server: Engine | Own, generator: Generator, prompts: Sequence[list[int]], count: int, concurrent: int
+) -> None:
+    """Print how many tokens of requests that run together are those that the generator gives to each alone."""
     lengths = np.random.default_rng(0).integers(1, count, len(prompts), endpoint=True)
     requests = [
         Request(prompt, int(length), leave=int(length) // 2 if i % 3 == 2 else 0)
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    engine, equal, same, gaps = Engine(paged), 0, 0, [0.0]
-    engine.serve(requests, max(2, len(prompts) // 2))
+    equal, same, gaps = 0, 0, [0.0]
+    server.serve(requests, concurrent)
     for request in requests:
+        assert request.tokens
         expected = generator.greedy(request.prompt, len(request.tokens))
         pairs = list(zip(request.tokens, expected.tokens, strict=True))
         differing = next((i for i, (found, other) in enumerate(pairs) if found != other), len(pairs))
@@ -280,7 +370,7 @@ def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) ->
             gaps.append(float((logits.max() - logits[request.tokens[differing]]) / np.abs(logits).max()))
     left, total = sum(request.leave > 0 for request in requests), sum(len(request.tokens) for request in requests)
     print(
-        f"Engine: {len(requests)} requests, {left} left on the way: {same} have the ordinary export's tokens; before "
+        f"{server.name}: {len(requests)} requests, {left} left on the way: {same} have their tokens alone; before "
         f"the first other one {equal} of {total}, whose logit is up to {max(gaps):.1e} of the largest behind"
     )
 
@@ -336,10 +426,9 @@ def packed_logits(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray
     return [np.concatenate(parts) for parts in found]
 
 
-def texts(folder: Path, text: Path | None, count: int) -> Iterator[list[int]]:
+def texts(folder: Path, text: Path | None, count: int, vocabulary: int) -> Iterator[list[int]]:
     """Yield the prompts of 1 to 600 tokens: pieces of a text, or random."""
-    config = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
-    rng, vocabulary = np.random.default_rng(1), config["model"]["vocab_size"]
+    rng = np.random.default_rng(1)
     ids = rng.integers(3, vocabulary, 20_000).tolist()
     if text is not None:
         from quantmoe.exporter.reading.tokenizer import load_tokenizer
@@ -363,7 +452,11 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
         out = folder / graph.stem
         out.mkdir(parents=True, exist_ok=True)
         fill(graph, out)
-        names = [value.name for value in onnx.load(graph, load_external_data=False).graph.input]
+        model_file = onnx.load(out / "model.onnx", load_external_data=False)
+        properties = {p.key: p.value for p in model_file.metadata_props} | {SHARE_BUFFER: "true"}
+        onnx.helper.set_model_props(model_file, properties)
+        onnx.save(model_file, out / "model.onnx")
+        names = [value.name for value in model_file.graph.input]
         own = CONFIGS[model] | sizes
         stop = dict.fromkeys(("eos_token_id", "pad_token_id"), own["vocab_size"] - 1)  # what random weights rarely say
         config = genai_config(own, stop, CUDA, shares=True)
@@ -382,6 +475,9 @@ def main() -> None:
     parser.add_argument("--steady", metavar="PROMPT:ANSWER", help="tokens of every prompt and answer")
     parser.add_argument("--rounds", type=int, default=3, help="requests for each that is in flight")
     parser.add_argument("--static", action="store_true", help="ordinary exports in the Engine, too")
+    parser.add_argument("--own", action="store_true", help="the scheduler of quantmoe serve")
+    parser.add_argument("--length", type=int, default=2304, help="of --own: tokens of a request at most")
+    parser.add_argument("--device", default="cuda", help="of --own")
     parser.add_argument("--text", type=Path, help="of check: what prompts are pieces of")
     parser.add_argument("--count", type=int, default=24, help="of check: requests")
     parser.add_argument("--tokens", type=int, default=48, help="of check: of a request at most")
@@ -395,18 +491,28 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "make":
         make([Path(place) for place in given.places], given.folder, given.model, given.sizes, given.most)
+    elif given.what == "check" and given.own:
+        for place in map(Path, given.places):
+            concurrent = max(given.concurrent)
+            own = Own(place, concurrent, given.length, given.device)
+            found = list(texts(place, given.text, given.count, own.vocabulary))
+            compare(own, own.model, found, given.tokens, concurrent)
+            own.close()
     elif given.what == "check":
         paged, plain = map(Path, given.places)
-        check(paged, plain, list(texts(paged, given.text, given.count)), given.tokens)
+        config = json.loads((paged / "genai_config.json").read_text(encoding="utf-8"))
+        check(paged, plain, list(texts(paged, given.text, given.count, config["model"]["vocab_size"])), given.tokens)
     else:
         for place in given.places:
-            server = opened(place, given.vocabulary, given.static)
+            server = opened(place, given)
             print(server.name)
             for concurrent in given.concurrent:
                 if given.steady:
                     steady(server, concurrent, *map(int, given.steady.split(":")))
                 else:
                     measure(server, Mixture(server.vocabulary, given.prompts, given.answers), concurrent, given.rounds)
+            if isinstance(server, Own):
+                server.close()
             del server
 
 
