@@ -229,10 +229,14 @@ class DecodeStep:
         self._expected = past, column
         return self._mask.shape[1], before, column
 
-    def launch(self, length: int, ahead: bool = False) -> None:
-        """Run what was put or written; length: for errors; ahead: return before it has ended."""
+    def launch(self, length: int, ahead: bool = False, states: bool = True) -> None:
+        """Run what was put or written.
+
+        Args:
+            length: for errors. ahead: return before it has ended. states: those before the run matter.
+        """
         with self.model.running(self._tokens, length):
-            if self.model.states and not self._captured:
+            if self.model.states and states and not self._captured:
                 before = self._states.read()
                 self.model.session.run_with_iobinding(self._binding, self._options)
                 self._states.write(before)

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -106,6 +107,24 @@ class Door:
         await refused.response()(scope, receive, counted)
 
 
+class Mail:
+    """Events on the way from the scheduler's thread to an event loop, which one call of it brings together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop, self._items = loop, deque[tuple[asyncio.Queue[Any], Any]]()
+
+    def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
+        """Send an item to a queue of the loop; for the scheduler's thread alone."""
+        self._items.append((queue, item))
+        if len(self._items) == 1:  # else a call is on its way, which takes this item, too
+            self.loop.call_soon_threadsafe(self._bring)
+
+    def _bring(self) -> None:
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
+
+
 class Server:
     """A model and its scheduler. Arguments are as of :class:`Scheduler`."""
 
@@ -113,6 +132,7 @@ class Server:
         folder = model.path.parent
         self.model, self.text, self.name, self.began = model, Text(folder), folder.resolve().name, int(time.time())
         self.metrics, self.most = Metrics(), rows + queue
+        self._mail: Mail | None = None
         self._file = folder / "generation_config.json"
         self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
@@ -192,6 +212,9 @@ class Server:
                 400, f"n is {each} for {len(prompts)} prompts, expected at most {self.most} answers together", "n"
             )
         text, loop = isinstance(ask, AskText), asyncio.get_running_loop()
+        if self._mail is None or self._mail.loop is not loop:
+            self._mail = Mail(loop)
+        mail = self._mail
         most = ask.most or (TOKENS if text else self.scheduler.capacity)
         requests = []
         for number in range(len(prompts) * each):
@@ -200,7 +223,7 @@ class Server:
                 sampling = sampling_of(self._config, self._file, self._vocabulary, **ask.sampling(), seed=seed)
 
             def tell(event: Event, number: int = number) -> None:
-                loop.call_soon_threadsafe(heard.put_nowait, (number, event))
+                mail.put(heard, (number, event))
 
             ids = list(prompts[number // each])
             request = Request(ids, most, tell, after=text, stop=ask.stops, sampling=sampling, top=ask.top)

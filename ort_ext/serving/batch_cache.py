@@ -70,7 +70,9 @@ class Rows:
         self._keys = [name for name in model.past if name not in model.states]
         self._parts: dict[tuple[int, int], dict[str, Buffer]] = {}
         self._bindings: dict[tuple[int, int], Any] = {}
-        self._steps: dict[tuple[int, int, object], tuple[DecodeStep, StepInputs]] = {}
+        self._steps: dict[tuple[int, object], tuple[DecodeStep, StepInputs]] = {}
+        if model.cuda_graph:
+            model.in_turn(self._capture)
 
     def read(self, row: int, ids: Sequence[int]) -> Buffer:
         """Run tokens after a row's tokens. Return logits [1, .., vocabulary], the last ones of the last token."""
@@ -97,6 +99,8 @@ class Rows:
 
     def nearest(self, free: Sequence[int], used: Sequence[int]) -> int:
         """Return the free row with which the fewest rows run together."""
+        if self._model.cuda_graph:
+            return min(free)
 
         def together(row: int) -> int:
             begin, end = self._between([*used, row])
@@ -117,14 +121,23 @@ class Rows:
             self._parts[at] = {name: buffer.rows(begin, end) for name, buffer in self._room.buffers.items()}
         return self._parts[at]
 
-    def _step(self, begin: int, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> Buffer:
-        """Start a CUDA graph."""
-        at = begin, begin + len(ids), SESSION_THREAD.thread()
+    def _capture(self) -> None:
+        """Capture the CUDA graphs while no row has tokens, so that no state need be put back."""
+        for end in sorted({self._between([row])[1] for row in range(self._count)}):
+            step, inputs = self._step_of(end)
+            inputs.write(np.zeros(end, np.int64), np.zeros(end, np.int64), np.ones(end, np.int64))
+            step.launch(0, states=False)
+
+    def _step_of(self, rows: int) -> tuple[DecodeStep, StepInputs]:
+        at = rows, SESSION_THREAD.thread()
         if at not in self._steps:
-            part = self._part(begin, begin + len(ids))
-            made = DecodeStep(weakref.proxy(self._model), part, self._capacity, 1, len(ids))
-            self._steps[at] = made, StepInputs(made, len(ids), self._capacity)
-        step, inputs = self._steps[at]
+            step = DecodeStep(weakref.proxy(self._model), self._part(0, rows), self._capacity, 1, rows)
+            self._steps[at] = step, StepInputs(step, rows, self._capacity)
+        return self._steps[at]
+
+    def _step(self, begin: int, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> Buffer:
+        """Start a CUDA graph. Its rows begin with the first."""
+        step, inputs = self._step_of(len(ids))
         inputs.write(ids, lengths, counts)
         step.launch(int(lengths.max()), ahead=True)
         return step.logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,7 @@ class Chances:
     top: list[tuple[int, float]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A row's next token.
 
     Attributes:
@@ -117,9 +116,14 @@ class Choosing:
         """
         self._logits, self._first, self._past = logits, first, past
         self._started = [kind for kind in self._kinds.values() if not kind.rows.isdisjoint(past)]
-        for kind in self._started:
-            rows = range(first, first + logits.value.shape()[0])
-            kind.choice.start(logits, [past.get(row, -1) if row in kind.rows else -1 for row in rows], None, first)
+        rows = range(first, first + logits.value.shape()[0])
+
+        def launch() -> None:
+            for kind in self._started:
+                own = [past.get(row, -1) if row in kind.rows else -1 for row in rows]
+                kind.choice.start(logits, own, None, first)
+
+        self._model.in_turn(launch)
 
     def take(self) -> dict[int, Chosen]:
         """Wait for the tokens, and return them by row."""

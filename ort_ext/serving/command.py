@@ -13,6 +13,8 @@ from quantmoe.serving.app import Server, application
 
 #: seconds that requests have to end after Ctrl-C
 GRACE = 5
+#: seconds after which the thread of the event loop lets the scheduler's thread go on
+SWITCH = 0.0005
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -41,6 +43,7 @@ def run(server: Server, listening: socket.socket, key: str | None) -> None:
         )
     where = f"[{host}]" if ":" in host else host
     print(f"{server.name} at http://{where}:{port}/v1; Ctrl-C ends it", flush=True)
+    sys.setswitchinterval(SWITCH)
     settings = uvicorn.Config(
         application(server, key), log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE
     )

@@ -242,6 +242,7 @@ class Scheduler:
                 self._choosing.start(logits, first, {row: len(self._rows.tokens[row]) for row in answers})
                 self._say()
                 chosen = self._choosing.take()
+        self._metrics.generated.inc(len(chosen))
         for row, answer in answers.items():
             if self._answers.get(row) is answer:
                 self._take(answer, chosen[row])
@@ -250,13 +251,13 @@ class Scheduler:
 
     def _take(self, answer: Answer, chosen: Chosen) -> None:
         """Take an answer's next token. The request hears of it later."""
-        with self._failing([answer], (Exception,)):
-            if chosen.error is not None:
-                raise chosen.error
-            answer.add(chosen.token)
-            self._metrics.generated.inc()
-            self._fresh.append((answer, chosen, answer.reason))
-            if answer.reason is not None:
+        if chosen.error is not None:
+            self._fail([answer], chosen.error)
+            return
+        answer.add(chosen.token)
+        self._fresh.append((answer, chosen, answer.reason))
+        if answer.reason is not None:
+            with self._failing([answer], (Exception,)):
                 self._leave(answer)
 
     def _say(self) -> None:
@@ -286,12 +287,16 @@ class Scheduler:
         try:
             yield
         except caught as error:
-            self._say()
-            for answer in [answer for answer in answers if not answer.told]:
-                if answer in self._running():
-                    self._leave(answer)
-                answer.told = True
-                answer.request.tell(Event(error=_known(error)))
+            self._fail(answers, error)
+
+    def _fail(self, answers: Sequence[Answer], error: Exception) -> None:
+        """Tell these requests an error, and end them."""
+        self._say()
+        for answer in [answer for answer in answers if not answer.told]:
+            if answer in self._running():
+                self._leave(answer)
+            answer.told = True
+            answer.request.tell(Event(error=_known(error)))
 
     def _begin(self) -> None:
         """Give the oldest waiting request a row, and in it the tokens that are known."""
@@ -340,6 +345,7 @@ class Scheduler:
             self._answers[answer.row] = answer
             self._metrics.first.observe(time.monotonic() - answer.request.submitted)
             self._choosing.start(logits, answer.row, {answer.row: len(ids)})
+            self._metrics.generated.inc()
             self._take(answer, self._choosing.take()[answer.row])
             if not self._ahead:
                 self._say()
