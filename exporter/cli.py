@@ -554,6 +554,9 @@ def serve(
     prefix_cache: Annotated[
         int | None, _option("Server", "keep earlier prompts in this memory; 0: none", show_default="1GB", **SIZE)
     ] = None,
+    cache_memory: Annotated[
+        int | None, _option("Server", "limit the cache of a --paged folder to this memory", **SIZE)
+    ] = None,
     device: Device = "cpu",
     threads: Threads = 0,
     experts: Experts = None,
@@ -564,21 +567,24 @@ def serve(
     """Answer requests of OpenAI's interface over HTTP, many at a time."""
     from quantmoe.exporter.folder.model_file import model_path
     from quantmoe.exporter.terminal import progress
-    from quantmoe.runtime.generate import Generator
     from quantmoe.serving.app import Server
     from quantmoe.serving.command import listen, run
+    from quantmoe.serving.served_model import ServedModel
 
     if api_key == "":
         raise typer.BadParameter("is empty", param_hint="--api-key")
     path = model_path(outdir)
     with listen(host, port) as listening:
         with progress(f"loading {outdir}"):
-            model = Generator(path, threads, chunk=chunk, device=device, experts=experts, ram=ram,
-                              gpu_memory=gpu_memory, max_length=max_length or SERVED, batch=batch)  # fmt: skip
+            model = ServedModel(path, threads, chunk=chunk, device=device, experts=experts, ram=ram,
+                                gpu_memory=gpu_memory, max_length=max_length or SERVED, batch=batch)  # fmt: skip
+            if cache_memory is not None and not model.paged:
+                raise typer.BadParameter("is for folders of export --paged", param_hint="--cache-memory")
             length = min(model.context, model.short_context, max_length or SERVED)
             if max_length is not None and max_length > length:
                 raise typer.BadParameter(f"is {max_length}, this model has {length}", param_hint="--max-length")
-            server = Server(model, batch, length, queue, PREFIXES if prefix_cache is None else prefix_cache)
+            kept = PREFIXES if prefix_cache is None else prefix_cache
+            server = Server(model, batch, length, queue, kept, cache_memory)
         run(server, listening, api_key)
 
 

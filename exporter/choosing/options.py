@@ -26,7 +26,6 @@ FLOATS = CACHES[1:4]
 QUANTIZE = ("int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m", "none")
 #: option that not all targets have -> why
 WHY = {
-    "paged": ": onnxruntime-genai's Engine batches over blocks there alone",
     "external_experts": ": TensorRT's plug-in reads them",
     "tensor_parallel": ": ONNX Runtime has no AllReduce of its own",
 }
@@ -83,9 +82,9 @@ class Options:
         vision: also export the vision tower as vision.onnx, and embeddings.onnx, which puts the tower's features in the
             places of image tokens. model.onnx then takes inputs_embeds [B, S, H] instead of input_ids, and position_ids
             [3, B, S] (docs/guides/vision.md).
-        paged: export for onnxruntime-genai's Engine, which batches requests continuously; for CUDA. input_ids
-            [num_tokens] holds the tokens of all requests, and caches are blocks. logits [num_logits, V] holds the
-            tokens that the input logits_indices names, or all.
+        paged: export for servers: requests share the memory of a cache in blocks. ``quantmoe serve`` runs it, and on
+            CUDA onnxruntime-genai's Engine. input_ids [num_tokens] holds the tokens of all requests. logits
+            [num_logits, V] holds the tokens that the input logits_indices names, or all.
         tensor_parallel: number of ranks. The output gets a folder for each, rank0 and so on. The Report is of rank 0
             (docs/guides/several-gpus.md).
         expert_parallel: give each rank whole experts, not a slice of each expert.
@@ -109,7 +108,7 @@ class Options:
     target: str = option("cpu", "choose what runs the files", values=TARGETS)
     mtp: bool = option(False, "also export the layer that drafts tokens")
     vision: bool = option(False, "also export the vision tower")
-    paged: bool = option(False, "export for onnxruntime-genai's Engine")
+    paged: bool = option(False, "export for servers: requests share a cache in blocks")
     quantize: str | None = option(
         None, "quantize to int4, q4_k_m, ..; none: 16 bits", "Numbers", values=QUANTIZE, metavar="FORMAT"
     )

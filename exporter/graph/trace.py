@@ -11,6 +11,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ def attention_of(
         OptionError: there is no such cache.
     """
     model, decoder = skeleton.model, decoder_of(skeleton.model)
-    refuses: Callable[[AttentionSpec], str] = unpaged if paged else target.refusal
+    refuses: Callable[[AttentionSpec], str] = partial(unpaged, target) if paged else target.refusal
     for name in skeleton.with_states if paged else []:
         raise CheckpointError(
             f"{skeleton.format.ckpt.folder}: {name}: --paged has no linear attention: its states are not in blocks"

@@ -215,6 +215,8 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
 def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> str:
     """Write the files that onnxruntime-genai reads beside the model; return why if there are none."""
     ckpt, parts, target = ready.format.ckpt, ready.parts, options.facts
+    if options.paged and not target.on_gpu:
+        return "no genai_config.json: onnxruntime-genai's Engine has caches in blocks on NVIDIA GPUs only"
     layers = parts[0].skeleton.model.config.num_hidden_layers  # which config.json may say as a list of kinds alone
     config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
     inputs = {str(value.name) for value in parts[0].graph.graph.inputs}

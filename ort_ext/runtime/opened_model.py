@@ -47,6 +47,13 @@ from quantmoe.runtime.session_thread import SESSION_THREAD
 T = TypeVar("T")
 #: ONNX Runtime's entry of sessions: whether threads without work spin
 SPINNING = "session.intra_op.allow_spinning"
+#: types of logits and caches by ONNX Runtime's names; of caches of codes
+FLOATS = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
+}
+CODES = {"tensor(int8)": np.dtype(np.int8), "tensor(uint8)": np.dtype(np.uint8)}
 
 
 class OpenedModel:
@@ -172,12 +179,7 @@ class OpenedModel:
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith(f"{PAST}.")}
-        floats = {
-            "tensor(float)": np.dtype(np.float32),
-            "tensor(float16)": np.dtype(np.float16),
-            "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
-        }
-        codes = {"tensor(int8)": np.dtype(np.int8), "tensor(uint8)": np.dtype(np.uint8)}
+        floats, codes = FLOATS, CODES
         caches = floats | codes
         if (
             [len(o.shape) for o in logits] != [3]
@@ -518,8 +520,8 @@ def check_takes_tokens(path: Path, session: Any) -> None:
         )
     if any(i.name == "block_table" for i in session.get_inputs()):
         raise ModelError(
-            f"{path}: takes the tokens of many requests, as exported with --paged: run it with onnxruntime-genai's "
-            "Engine (docs/guides/serve.md), or export it without"
+            f"{path}: takes the tokens of many requests, as exported with --paged: run it with quantmoe serve "
+            "(docs/guides/serve.md), or export it without"
         )
 
 

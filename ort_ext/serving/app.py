@@ -22,12 +22,12 @@ from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.reading.sampling import read_object, sampling_of, vocabulary_of
 from quantmoe.runtime.chat import TemplateArguments, Text
 from quantmoe.runtime.constraint import Grammar
-from quantmoe.runtime.generate import Generator
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
 from quantmoe.serving.metrics import Metrics
 from quantmoe.serving.protocol import Ask, AskChat, AskText
 from quantmoe.serving.scheduler import BusyError, ClosedError, Event, Request, Scheduler
+from quantmoe.serving.served_model import ServedModel
 
 #: bytes of a request's body at most
 BODY = 4 << 20
@@ -128,7 +128,15 @@ class Mail:
 class Server:
     """A model and its scheduler. Arguments are as of :class:`Scheduler`."""
 
-    def __init__(self, model: Generator, rows: int, capacity: int, queue: int, prefix_bytes: int):
+    def __init__(
+        self,
+        model: ServedModel,
+        rows: int,
+        capacity: int,
+        queue: int,
+        prefix_bytes: int,
+        cache_bytes: int | None = None,
+    ):
         folder = model.path.parent
         self.model, self.text, self.name, self.began = model, Text(folder), folder.resolve().name, int(time.time())
         self.metrics, self.most = Metrics(), rows + queue
@@ -136,7 +144,7 @@ class Server:
         self._file = folder / "generation_config.json"
         self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
-        self.scheduler = Scheduler(model, self.text, self.metrics, rows, capacity, queue, prefix_bytes)
+        self.scheduler = Scheduler(model, self.text, self.metrics, rows, capacity, queue, prefix_bytes, cache_bytes)
 
     async def complete(self, ask: AskText, http: HttpRequest) -> Response:
         """Answer a request to /v1/completions."""

@@ -18,7 +18,7 @@ from quantmoe.runtime.session_thread import SESSION_THREAD
 
 
 class StepInputs:
-    """Inputs of a decode step of a fixed shape, of which only what changes is written.
+    """Inputs of a decode step of a fixed shape. Only the mask's columns that change are computed.
 
     Args:
         step: the step. rows: its sequences. capacity: columns of the mask.
@@ -74,6 +74,14 @@ class Rows:
         if model.cuda_graph:
             model.in_turn(self._capture)
 
+    def take(self, row: int, tokens: int) -> bool:
+        """Give an empty row the memory of so many tokens. Each row has it."""
+        return True
+
+    def leave(self, row: int) -> None:
+        """Empty a row."""
+        self.tokens[row] = []
+
     def read(self, row: int, ids: Sequence[int]) -> Buffer:
         """Run tokens after a row's tokens. Return logits [1, .., vocabulary], the last ones of the last token."""
         given = self._model.feed(np.array([ids], np.int64), len(self.tokens[row]))
@@ -81,11 +89,11 @@ class Rows:
         self.tokens[row] += ids
         return logits
 
-    def start(self, tokens: Mapping[int, int]) -> tuple[Buffer, int]:
+    def start(self, tokens: Mapping[int, int]) -> tuple[Buffer, Sequence[int]]:
         """Start the run of one token of each of these rows. On a GPU it goes on when this returns.
 
         Returns:
-            Logits [rows, .., vocabulary], the last ones of each row's token; and the first of the rows.
+            Logits [rows, .., vocabulary], the last ones of each row's token; and the rows.
         """
         begin, end = self._between(tokens)
         rows, lengths = range(begin, end), np.array([len(self.tokens[row]) for row in range(begin, end)])
@@ -95,7 +103,7 @@ class Rows:
         logits = self._model.in_turn(lambda: run(begin, ids, lengths, counts))
         for row, token in tokens.items():
             self.tokens[row].append(token)
-        return logits, begin
+        return logits, rows
 
     def nearest(self, free: Sequence[int], used: Sequence[int]) -> int:
         """Return the free row with which the fewest rows run together."""

@@ -107,21 +107,20 @@ class Choosing:
             if not found.rows:
                 del self._kinds[kind]
 
-    def start(self, logits: Buffer, first: int, past: Mapping[int, int]) -> None:
+    def start(self, logits: Buffer, rows: Sequence[int], past: Mapping[int, int]) -> None:
         """Choose after the run that was started last.
 
         Args:
-            logits: [rows, .., vocabulary], of which the last of each row counts. first: the first of these rows.
+            logits: [rows, .., vocabulary]; the last of each row counts. rows: these rows, on a GPU a range.
             past: tokens of each row that gets a token.
         """
-        self._logits, self._first, self._past = logits, first, past
+        self._logits, self._rows, self._past = logits, rows, past
         self._started = [kind for kind in self._kinds.values() if not kind.rows.isdisjoint(past)]
-        rows = range(first, first + logits.value.shape()[0])
 
         def launch() -> None:
             for kind in self._started:
                 own = [past.get(row, -1) if row in kind.rows else -1 for row in rows]
-                kind.choice.start(logits, own, None, first)
+                kind.choice.start(logits, own, None, rows[0])
 
         self._model.in_turn(launch)
 
@@ -143,7 +142,7 @@ class Choosing:
 
     def _here(self, row: int) -> Chosen:
         try:
-            logits = self._model.finite(self._fetch(row - self._first), self._past[row])
+            logits = self._model.finite(self._fetch(self._rows.index(row)), self._past[row])
             token = self._host[row](logits)
         except Exception as error:  # whatever it is, it is of this row
             return Chosen(error=error)
@@ -151,11 +150,11 @@ class Choosing:
 
     def _fetch(self, at: int) -> np.ndarray:
         """Return the logits f32 [vocabulary] of one of the rows that ran."""
+        count, *_, vocabulary = self._logits.value.shape()
         if self._model.device == "cpu":
-            return self._logits.here()[at, -1].astype(np.float32)
-        _, rows, vocabulary = self._logits.value.shape()
+            return self._logits.here().reshape(count, -1, vocabulary)[at, -1].astype(np.float32)
         made = np.empty(vocabulary, self._logits.dtype)
-        place = self._logits.address() + ((at + 1) * rows - 1) * made.nbytes
+        place = self._logits.address() + (at + 1) * (self._logits.bytes() // count) - made.nbytes
         self._model.in_turn(lambda: device.fetch(made, place))
         return made.astype(np.float32)
 

@@ -17,11 +17,12 @@ from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
 from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.sampling import check_sampling
 from quantmoe.serving.batch_cache import Rows
 from quantmoe.serving.choosing import Chances, Choosing, Chosen
+from quantmoe.serving.paged_cache import PagedRows
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.served_model import ServedModel
 
 if TYPE_CHECKING:
     from quantmoe.serving.metrics import Metrics
@@ -131,18 +132,28 @@ class Scheduler:
         rows: requests that run together at most. capacity: tokens of a prompt and its answer at most.
         queue: requests that wait at most.
         prefix_bytes: memory for beginnings of prompts; 0: none are kept.
+        cache_bytes: memory of a cache in blocks at most; None: what all rows take.
 
     Attributes:
         failed: why the thread has ended; None: it runs.
 
     Raises:
-        ModelError: the model cannot run requests together.
+        ModelError: the model cannot run requests together. OptionError: cache_bytes are too few.
     """
 
     def __init__(
-        self, model: Generator, text: Text, metrics: Metrics, rows: int, capacity: int, queue: int, prefix_bytes: int
+        self,
+        model: ServedModel,
+        text: Text,
+        metrics: Metrics,
+        rows: int,
+        capacity: int,
+        queue: int,
+        prefix_bytes: int,
+        cache_bytes: int | None = None,
     ):
         check_serves(model)
+        self._size = cache_bytes
         self.model, self.text, self.capacity, self.queue = model, text, capacity, queue
         self.failed: BaseException | None = None
         self._metrics, self._count = metrics, rows
@@ -194,7 +205,8 @@ class Scheduler:
 
     def _work(self) -> None:
         try:  # here, so that this thread makes the calls of sessions with CUDA graphs
-            self._rows = Rows(self.model, self._count, self.capacity)
+            made = (self.model, self._count, self.capacity)
+            self._rows = PagedRows(*made, self._size) if self.model.paged else Rows(*made)
             self._choosing = Choosing(self.model, self._count, self.capacity)
         except BaseException as error:  # for who waits
             self._ready.set_exception(error)
@@ -238,8 +250,8 @@ class Scheduler:
         answers, chosen = {**self._answers}, dict[int, Chosen]()
         if answers:
             with self._failing([*answers.values()]), self._metrics.step.time():
-                logits, first = self._rows.start({row: answer.token for row, answer in answers.items()})
-                self._choosing.start(logits, first, {row: len(self._rows.tokens[row]) for row in answers})
+                logits, rows = self._rows.start({row: answer.token for row, answer in answers.items()})
+                self._choosing.start(logits, rows, {row: len(self._rows.tokens[row]) for row in answers})
                 self._say()
                 chosen = self._choosing.take()
         self._metrics.generated.inc(len(chosen))
@@ -275,7 +287,7 @@ class Scheduler:
 
     @property
     def _ahead(self) -> bool:
-        """Whether a run goes on while its tokens are told."""
+        """Tokens are told while the next run goes on."""
         return self.model.cuda_graph
 
     def _running(self) -> list[Answer]:
@@ -301,23 +313,28 @@ class Scheduler:
     def _begin(self) -> None:
         """Give the oldest waiting request a row, and in it the tokens that are known."""
         with self._changed:
-            request = None
-            while self._waiting and self._free and request is None:
-                request = self._waiting.popleft()
-                request = None if request.gone else request
+            while self._waiting and self._waiting[0].gone:
+                self._waiting.popleft()
+            request = self._waiting[0] if self._waiting and self._free else None
+            if request is not None:
+                row = self._rows.nearest([*self._free], [*self._answers])
+                request.max_new_tokens = min(request.max_new_tokens, self.capacity - len(request.ids))
+                if self._rows.take(row, len(request.ids) + request.max_new_tokens):
+                    self._waiting.popleft()
+                else:  # until another one leaves
+                    request = None
             self._metrics.waiting.set(len(self._waiting))
         if request is None:
             return
-        row = self._rows.nearest([*self._free], [*self._answers])
         try:
             answer = Answer(request, row, self.text)
             self._choosing.join(row, request.ids, request.sampling, request.constraint, request.top)
         except Exception as error:  # it has no row yet
+            self._rows.leave(row)
             request.tell(Event(error=_known(error)))
             return
         self._free.remove(row)
         self._reading = answer
-        request.max_new_tokens = min(request.max_new_tokens, self.capacity - len(request.ids))
         with self._failing([answer]):
             names = Prefixes.names(request.ids[:-1])
             found, known = self._prefixes.find(names)
@@ -344,7 +361,7 @@ class Scheduler:
             self._reading = None
             self._answers[answer.row] = answer
             self._metrics.first.observe(time.monotonic() - answer.request.submitted)
-            self._choosing.start(logits, answer.row, {answer.row: len(ids)})
+            self._choosing.start(logits, [answer.row], {answer.row: len(ids)})
             self._metrics.generated.inc()
             self._take(answer, self._choosing.take()[answer.row])
             if not self._ahead:
@@ -355,7 +372,7 @@ class Scheduler:
         if not self.model.states and answer is not self._reading:
             self._keep(answer, len(answer.request.ids), False)
         self._prefixes.use(Prefixes.names(self._rows.tokens[answer.row]))
-        self._rows.tokens[answer.row] = []
+        self._rows.leave(answer.row)
         self._choosing.leave(answer.row)
         self._answers.pop(answer.row, None)
         self._reading = None if self._reading is answer else self._reading
@@ -382,7 +399,7 @@ def _known(error: Exception) -> Exception:
     return ModelError(f"{type(error).__name__}: {error}")
 
 
-def check_serves(model: Generator) -> None:
+def check_serves(model: ServedModel) -> None:
     """Check that a model can run requests together.
 
     Raises:

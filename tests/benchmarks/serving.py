@@ -178,11 +178,11 @@ class Own:
         from tokenizers import Tokenizer, decoders, models
 
         from quantmoe.runtime.chat import Text
-        from quantmoe.runtime.generate import Generator
         from quantmoe.serving.metrics import Metrics
         from quantmoe.serving.scheduler import Scheduler
+        from quantmoe.serving.served_model import ServedModel
 
-        self.model = Generator(folder, device=device)  # type: ignore[arg-type]
+        self.model = ServedModel(folder, device=device)  # type: ignore[arg-type]
         assert self.model.vocabulary is not None
         self.name, self.vocabulary = f"{folder.name}, quantmoe's scheduler", self.model.vocabulary
         text = Text.__new__(Text)

@@ -158,7 +158,7 @@ def test_attention_that_blocks_do_not_hold_is_refused(checkpoint, tmp_path, arch
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"target": "cpu"}, "paged is for target cuda"),
+        ({"target": "ort"}, "paged is for targets cpu and cuda"),
         ({"logits": 5}, "paged does not go with logits of N tokens"),
         ({"tensor_parallel": 2}, "paged does not go with tensor_parallel"),
         ({"mtp": True}, "paged does not go with mtp"),

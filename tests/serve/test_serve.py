@@ -33,10 +33,12 @@ from schemathesis import GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from support.chosen_there import choosing_there
 
-from quantmoe import Generator, ModelError, Text, export
+from quantmoe import Generator, ModelError, OptionError, Text, export
+from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
 from quantmoe.serving.app import BODY, Server, application
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
 from quantmoe.serving.scheduler import Event, Request
+from quantmoe.serving.served_model import ServedModel
 
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
 PROMPTS = ["The sea was", "Then said the captain", "In the beginning", "And the king", "The old house", "Let us go up",
@@ -57,8 +59,8 @@ TOOLS: Any = [
 ]
 
 
-def make(folder: Path, checkpoint: str) -> None:
-    export(DEMO / checkpoint, folder)
+def make(folder: Path, checkpoint: str, **options: Any) -> None:
+    export(DEMO / checkpoint, folder, **options)
     tokenizer = folder / "tokenizer_config.json"
     fields = json.loads(tokenizer.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
     tokenizer.write_text(json.dumps(fields), encoding="utf-8")
@@ -76,11 +78,12 @@ def running(
     key: str | None = None,
     capacity: int = CAPACITY,
     queue: int = QUEUE,
-    opened: Callable[[Path], Generator] = Generator,
+    opened: Callable[[Path], Any] = ServedModel,
+    size: int | None = None,
 ) -> Iterator[tuple[Server, int]]:
     """A server in this process, and its port."""
     with opened(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
-        server = Server(model, rows, capacity, queue, 1 << 28)
+        server = Server(model, rows, capacity, queue, 1 << 28, size)
         web = uvicorn.Server(uvicorn.Config(application(server, key), log_level="warning", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=asyncio.run, args=[web.serve([listening])])
         thread.start()
@@ -387,7 +390,7 @@ def test_tokens_that_a_gpu_chooses(tmp_path_factory: pytest.TempPathFactory, che
     ]
     if checkpoint == "hybrid":  # its tokenizer has more tokens than the model
         asks[5] = {"temperature": 0}
-    ways: list[Callable[[Path], Generator]] = [Generator, lambda path: choosing_there(Generator(path))]
+    ways: list[Callable[[Path], Any]] = [ServedModel, lambda path: choosing_there(ServedModel(path))]
     found = []
     for opened in ways:
         with running(folder, opened=opened) as (server, port):
@@ -408,7 +411,7 @@ def test_tokens_that_a_gpu_chooses(tmp_path_factory: pytest.TempPathFactory, che
 
 
 def test_a_request_hears_of_a_token_while_the_next_one_is_computed(folder: Path) -> None:
-    with running(folder, rows=1, opened=lambda path: choosing_there(Generator(path))) as (server, _):
+    with running(folder, rows=1, opened=lambda path: choosing_there(ServedModel(path))) as (server, _):
         heard: list[int] = []  # runs that had begun when a token was heard
         rows, started, ended = server.scheduler._rows, [0], threading.Event()
         start = rows.start
@@ -427,6 +430,40 @@ def test_a_request_hears_of_a_token_while_the_next_one_is_computed(folder: Path)
         server.scheduler.submit([Request([5, 6, 7], 4, tell, after=True, ends=False)])
         assert ended.wait(30)
         assert heard == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_cache_in_blocks(
+    tmp_path_factory: pytest.TempPathFactory, alone: Callable[[str, int], str], there: bool
+) -> None:
+    """Requests of a paged folder have the tokens that they have alone, also where blocks are too few for all."""
+    folder = made_once(tmp_path_factory, lambda to: make(to, "checkpoint", paged=True), "served-paged")
+    words = "And it came to pass in those days that the king went up. " * 26
+
+    def opened(path: Path) -> Any:
+        return choosing_there(ServedModel(path)) if there else ServedModel(path)
+
+    with ServedModel(folder) as model:
+        block = sum(int(np.prod(shape[1:])) * dtype.itemsize for shape, dtype in model.past.values())
+    with running(folder, opened=opened, size=5 * block) as (server, port):
+        asked = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        assert {len(buffer.here()) for buffer in server.scheduler._rows._blocks.values()} == {5}
+        ids = server.text.ids(words, begins=True)
+        asks = [(words, 60), *((prompt, 10 + 9 * number) for number, prompt in enumerate(PROMPTS)), (words, 20)]
+        assert BLOCK_SLOTS < len(ids) < CAPACITY - 60
+
+        def ask(prompt: str, most: int) -> Any:
+            return asked.completions.create(model=folder.name, prompt=prompt, max_tokens=most, temperature=0)
+
+        with ThreadPoolExecutor(7) as pool:
+            found = [*pool.map(lambda asked: ask(*asked), asks)]
+        assert [answer.choices[0].text for answer in found] == [alone(*asked) for asked in asks]
+        assert ask(words, 3).usage.prompt_tokens_details.cached_tokens == (len(ids) - 1) // BLOCK * BLOCK
+        assert settled(server)
+        assert sorted(server.scheduler._rows._free) == [1, 2, 3, 4]
+    words = f"cache_memory is 1000, expected at least {3 * block} for 512 tokens of a request"
+    with pytest.raises(OptionError, match=words), running(folder, size=1000):
+        pass
 
 
 def test_the_memory_for_prompts_is_limited() -> None:

@@ -1,7 +1,7 @@
-"""CachedAttention over caches in blocks, and inputs as onnxruntime-genai's Engine batches them (0.18).
+"""CachedAttention over caches in blocks, and inputs as onnxruntime-genai's Engine (0.18) batches them.
 
 A run has the new tokens of all requests in one row, one request after the other, without padding. Of each request the
-Engine says where its tokens begin, how many its cache has, and in which blocks of the caches they are. Everything but
+inputs say where its tokens begin, how many its cache has, and in which blocks of the caches they are. Everything but
 attention takes tokens one by one, so the row is a batch of one sequence for the rest of the graph.
 
 Tables of cosines and sines, which the ordinary graph computes from positions, are tensors of all positions here.
@@ -20,11 +20,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir import tape
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import DOMAIN, AttentionSpec
 from quantmoe.custom_ops.op import inputs as inputs_of
 from quantmoe.exporter.folder.interface import BLOCK, PAGED
 from quantmoe.exporter.graph.passes.last_logits import head_of
+from quantmoe.exporter.targets import Target
 
 #: what the graph has no more: rows and tables tell where tokens are
 _GONE = ("attention_mask", "position_ids")
@@ -42,13 +42,13 @@ class Table:
     array: np.ndarray
 
 
-def refusal(spec: AttentionSpec) -> str:
-    """Why a CachedAttention does not run over the Engine's blocks on CUDA; "" where it does."""
+def refusal(target: Target, spec: AttentionSpec) -> str:
+    """Return why a CachedAttention does not run over blocks; "" where it does."""
     if spec.key_split or spec.nope_size:
         return "latent attention has no keys and values that blocks hold"
     if spec.head_size != spec.v_head_size:
         return f"head_size is {spec.head_size} and v_head_size {spec.v_head_size}, the Engine's blocks have one size"
-    return cuda.refusal(_in_blocks(spec))
+    return target.refusal(_in_blocks(spec))
 
 
 def _in_blocks(spec: AttentionSpec) -> AttentionSpec:
