@@ -19,7 +19,8 @@ request after the other there; in the Engine they come while others run, and eve
 end at different times. Its line counts the tokens after all of the first requests run, until the last one is asked for.
 
 ``--own`` runs folders in the scheduler of ``quantmoe serve``, without HTTP. It makes texts of a tokenizer of words.
-``check --own`` compares its requests with the same Generator's, which runs one after the other.
+``check --own`` compares its requests with the same Generator's, which runs one after the other. Those of NAME-paged are
+compared with NAME's.
 
 ``make`` writes both folders at a model's sizes with random weights where there are no checkpoint and no transformers,
 from the graphs that ort_cuda_bench.py's ``graph`` made, with and without ``--paged``.
@@ -496,7 +497,12 @@ def main() -> None:
             concurrent = max(given.concurrent)
             own = Own(place, concurrent, given.length, given.device)
             found = list(texts(place, given.text, given.count, own.vocabulary))
-            compare(own, own.model, found, given.tokens, concurrent)
+            plain: Generator = own.model
+            if own.model.paged:
+                from quantmoe.runtime.generate import Generator as Alone
+
+                plain = Alone(place.with_name(place.name.removesuffix("-paged")), device=given.device)
+            compare(own, plain, found, given.tokens, concurrent)
             own.close()
     elif given.what == "check":
         paged, plain = map(Path, given.places)
