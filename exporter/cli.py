@@ -607,7 +607,7 @@ def trace(
     plot: Annotated[Path | None, typer.Option(help="draw use, locality and hit rates into this file")] = None,
 ) -> None:
     """Show hit rates from a trace, or place experts on ranks."""
-    from quantmoe.exporter.inspecting.expert_trace import PLOTS, curve, draw, read_trace
+    from quantmoe.exporter.inspecting.expert_trace import curve, draw, read_trace
 
     if not file.exists() or file.is_dir():
         why = "is a folder, expected a file" if file.is_dir() else "no such file"
@@ -617,8 +617,7 @@ def trace(
         print(f"{file}: its last {found.cut} bytes are no whole record, and left out", file=sys.stderr)
     if not found.runs:
         raise typer.BadParameter(f"{file}: no token has been routed yet", param_hint="FILE")
-    if plot is not None and plot.suffix[1:] not in PLOTS:
-        raise typer.BadParameter(f"{plot}: expected a file .{', .'.join(PLOTS)}", param_hint="--plot")
+    _check_plot(plot)
     if expert_map is not None:
         return _place(found, expert_map, ranks, copies, shared)
     experts = sum(layer["experts"] for layer in found.layers)
@@ -639,6 +638,19 @@ def trace(
     console.print(table)
     if plot is not None:
         draw(found, rows, plot)
+
+
+def _check_plot(path: Path | None) -> None:
+    """Refuse, before the measurement, what a plot cannot be written into."""
+    from quantmoe.exporter.inspecting.expert_trace import PLOTS
+
+    if path is None:
+        return
+    need("matplotlib")
+    if path.suffix[1:] not in PLOTS:
+        raise typer.BadParameter(f"{path}: expected a file .{', .'.join(PLOTS)}", param_hint="--plot")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent}: no such folder", param_hint="--plot")
 
 
 def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None:
@@ -958,9 +970,13 @@ def evaluate(
     layers: Annotated[bool, typer.Option("--each-layer", help="also compare hidden states after each layer")] = False,
     threads: Annotated[int, typer.Option(min=0, max=1024, help="use N CPU threads; 0: automatic")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    plot: Annotated[Path | None, typer.Option(help="draw the divergence at all positions into this file")] = None,
 ) -> None:
     """Measure perplexity on a text, and the divergence from another model's predictions."""
     need("onnxruntime", "tokenizers")
+    if plot is not None and against is None:
+        raise typer.BadParameter("is of --against", param_hint="--plot")
+    _check_plot(plot)
     from quantmoe.exporter.inspecting.survey import is_model
 
     if against is not None and not is_model(against):
@@ -977,6 +993,10 @@ def evaluate(
             progress=tell,
         )  # fmt: skip
     print(json.dumps(found.to_dict(), indent=1)) if as_json else print_evaluation(found)
+    if plot is not None:
+        from quantmoe.benchmarks.divergence_plot import draw
+
+        draw(found, plot)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -381,6 +381,10 @@ LACKING = {
     "bench": (["bench", "layer"], "onnxruntime"),
     "evaluate": (["evaluate", "model", "--text", "text"], "onnxruntime"),
     "bench --plot": (["bench", "layer", "--plot", "cells.png"], "matplotlib"),
+    "evaluate --plot": (
+        ["evaluate", "model", "--text", "text", "--against", "model", "--plot", "kld.svg"],
+        "matplotlib",
+    ),
 }
 
 
@@ -391,7 +395,8 @@ def test_a_missing_package_is_one_line_and_said_first(name: str, tmp_path: Path)
     done = quantmoe(command, *arguments, cwd=tmp_path, ABSENT=package)
     assert done.code == 1
     who = "quantmoe bench" if command == "bench" else "quantmoe"
-    assert done.line == f"{who}: {package} is not installed; pip install 'quantmoe[{EXTRAS[str(command)]}]'"
+    extra = "bench" if package == "matplotlib" else EXTRAS[str(command)]
+    assert done.line == f"{who}: {package} is not installed; pip install 'quantmoe[{extra}]'"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -550,6 +555,8 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
         (("trace", "."), "FILE: .: is a folder, expected a file"),
         (("trace", "none"), "FILE: none: no such file"),
         (("trace", "TRACE", "--plot", "use.txt"), "--plot: use.txt: expected a file .png, .svg, .pdf"),
+        (("trace", "TRACE", "--plot", "nowhere/use.svg"), "--plot: nowhere: no such folder"),
+        (("evaluate", ".", "--text", "TRACE", "--plot", "kld.svg"), "--plot: is of --against"),
         (("trace", "TRACE", "--write-map", "nowhere/map.json"), "--write-map: nowhere: no such folder"),
         (("trace", "EMPTY"), "no token has been routed yet"),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 from once import made_once
 from typer.testing import CliRunner
 
-from quantmoe.benchmarks.evaluate import evaluate, outputs
+from quantmoe.benchmarks.evaluate import Outputs, evaluate, outputs
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -79,6 +82,7 @@ def test_figures_are_those_of_the_definition(checkpoint: Path, exact: Path, roun
     assert figures.median_kld == pytest.approx(np.median(kld), **close)
     assert figures.kld_99 == pytest.approx(np.quantile(kld, 0.99), **close)
     assert figures.max_kld == pytest.approx(kld.max(), **close)
+    assert figures.kld_quantiles == pytest.approx(np.quantile(kld, np.arange(101) / 100), abs=1e-6, **close)
     assert figures.rms_delta_p == pytest.approx(np.sqrt(((own - base_of) ** 2).mean()), **close)
     assert figures.same_top.mean == pytest.approx(same.mean(), abs=1 / len(same))
     assert figures.kld.error == pytest.approx(kld.std(ddof=1) / math.sqrt(len(kld)), **close)
@@ -112,6 +116,27 @@ def test_a_model_does_not_differ_from_itself(exact: Path) -> None:
     found = evaluate(exact, TEXT, against=exact, window=WINDOW, windows=1, layers=True)
     assert (found.figures.kld.mean, found.figures.max_kld, found.figures.same_top.mean) == (0, 0, 1)
     assert set(found.layers) == {0}
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_one_window_is_in_memory(exact: Path, rounded: Path, layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both models: the outputs of a window are freed before either runs the next one."""
+    alive: list[weakref.ref] = []
+    most: list[float] = []
+
+    @contextlib.contextmanager
+    def counted(*arguments: object) -> Iterator[Iterator[Outputs]]:
+        with outputs(*arguments) as found:
+            yield map(kept, found)
+
+    def kept(found: Outputs) -> Outputs:
+        alive.extend(map(weakref.ref, (found[0], *found[1])))
+        most.append(sum(one() is not None for one in alive) / (1 + len(found[1])))
+        return found
+
+    monkeypatch.setattr("quantmoe.benchmarks.evaluate.outputs", counted)
+    evaluate(rounded, TEXT, against=exact, window=WINDOW, windows=3, layers=layers)
+    assert most == [1, 2] * 3
 
 
 def test_windows_are_equal_and_begin_as_the_tokenizer_says(exact: Path) -> None:
@@ -151,7 +176,17 @@ def test_the_command(exact: Path, rounded: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
     arguments = ["evaluate", str(rounded), "--text", str(tmp_path / "text"), "--windows", "2", "--window", str(WINDOW)]
     run = CliRunner().invoke
-    shown = run(app, [*arguments, "--against", str(exact), "--each-layer"], catch_exceptions=False).output
+    compared = [*arguments, "--against", str(exact), "--each-layer", "--plot", str(tmp_path / "kld.svg")]
+    shown = run(app, compared, catch_exceptions=False).output
+    drawn = (tmp_path / "kld.svg").read_text(encoding="utf-8")
+    for text in (
+        f"{rounded} -->",
+        f"against {exact} -->",
+        "% of the positions",
+        "KL divergence at most, nats",
+        "mean: ",
+    ):
+        assert f"<!-- {text}" in drawn
     for name in ("Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Median KLD", "99.0% KLD",
                  "Maximum KLD", "RMS Δp", "Same top p", "after layer"):  # fmt: skip
         assert name in shown

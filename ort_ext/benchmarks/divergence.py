@@ -1,4 +1,4 @@
-"""How well a model predicts a text, and how far its predictions are from another's: llama-perplexity's figures."""
+"""Figures of how well a model predicts a text, and how far its predictions are from another's: llama-perplexity's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def estimate(values: np.ndarray) -> Estimate:
 
 @dataclass
 class Positions:
-    """What is known of every position of a text, window after window.
+    """Predictions at every position of a text, window after window.
 
     Attributes:
         loss: negative logarithm of the probability of the token that follows, in nats; a window's last position has
@@ -73,8 +73,8 @@ class Positions:
         found.base_perplexity = Estimate(math.exp(base.mean()), math.exp(base.mean()) * estimate(base).error)
         found.log_ratio = estimate(loss - base)
         found.kld = estimate(kld)
-        for name, share in (("median_kld", 0.5), ("kld_99", 0.99), ("max_kld", 1.0)):
-            setattr(found, name, float(np.quantile(kld, share)))
+        found.kld_quantiles = np.quantile(kld, np.linspace(0, 1, 101)).tolist()
+        found.median_kld, found.kld_99, found.max_kld = (found.kld_quantiles[share] for share in (50, 99, 100))
         found.delta_p = estimate(np.exp(-loss) - np.exp(-base))
         found.rms_delta_p = float(np.sqrt(np.mean((np.exp(-loss) - np.exp(-base)) ** 2)))
         found.same_top = estimate(same.astype(np.float64))
@@ -88,7 +88,7 @@ class Figures:
     Attributes:
         predicted: tokens that were predicted. perplexity, base_perplexity: PPL(Q) and PPL(base).
         log_ratio: ln(PPL(Q) / PPL(base)).
-        kld, median_kld, kld_99, max_kld: of KL(base || Q) in nats.
+        kld, median_kld, kld_99, max_kld: of KL(base || Q) in nats. kld_quantiles: its quantiles of 0, 1, .. 100 %.
         delta_p, rms_delta_p: change of the probability of the token that follows. same_top: share of positions with
             the same likeliest token.
     """
@@ -101,6 +101,7 @@ class Figures:
     median_kld: float | None = None
     kld_99: float | None = None
     max_kld: float | None = None
+    kld_quantiles: list[float] | None = None
     delta_p: Estimate | None = None
     rms_delta_p: float | None = None
     same_top: Estimate | None = None

@@ -108,13 +108,8 @@ def evaluate(
         theirs: Iterator[Outputs | None] = iter([None] * len(texts))
         if against is not None:
             theirs = stack.enter_context(outputs(Path(against), texts, layers, threads, tell))
-        for ids, (logits, hidden), other in zip(texts, ours, theirs, strict=True):
-            if other is not None and (logits.shape, len(hidden)) != (other[0].shape, len(other[1])):
-                sizes = ((part[0].shape[1], len(part[1])) for part in ((logits, hidden), other))
-                found, wanted = (f"a vocabulary of {v}" + f", {n} layers" * layers for v, n in sizes)
-                raise ModelError(f"{path} has {found}; {against} has {wanted}; expected the same model")
-            positions.add(ids, logits, None if other is None else other[0])
-            errors.append([] if other is None else [_squares(*pair) for pair in zip(hidden, other[1], strict=True)])
+        for ids in texts:  # a window's outputs are gone before the next one's are there
+            errors.append(_compare(ids, next(ours), next(theirs), positions, str(path), str(against)))
     difference, size = np.moveaxis(np.array(errors), -1, 0) if layers else (np.zeros((1, 0)),) * 2
     return Evaluation(
         str(model),
@@ -169,6 +164,23 @@ def _of_checkpoint(
         for found in streamed.outputs(texts[at : at + TOGETHER], layers):
             tell(len(texts[0]))
             yield found
+
+
+def _compare(
+    ids: Sequence[int], ours: Outputs, theirs: Outputs | None, positions: Positions, name: str, against: str
+) -> list[tuple[float, float]]:
+    """Add a window to ``positions``, and return the squares of each layer's hidden states.
+
+    Raises:
+        ModelError: the outputs have unlike shapes.
+    """
+    (logits, hidden), other = ours, theirs or (None, [])
+    if theirs is not None and (logits.shape, len(hidden)) != (theirs[0].shape, len(theirs[1])):
+        sizes = ((part[0].shape[1], len(part[1])) for part in (ours, theirs))
+        found, wanted = (f"a vocabulary of {v}" + (f", {n} layers" if n else "") for v, n in sizes)
+        raise ModelError(f"{name} has {found}; {against} has {wanted}; expected the same model")
+    positions.add(ids, logits, other[0])
+    return [_squares(*pair) for pair in zip(hidden, other[1], strict=theirs is not None)]
 
 
 def _squares(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
