@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 from quantmoe.custom_ops import library_file, native
@@ -245,18 +246,37 @@ def attention_problem(
 
 
 def plan_node(
-    spec: Spec, dtype: str, batch: int, tokens: int, device: Device = H200, lib: ctypes.CDLL | None = None
+    spec: Spec,
+    dtype: str,
+    batch: int,
+    tokens: int,
+    device: Device = H200,
+    lib: ctypes.CDLL | None = None,
+    **sizes: int,
 ) -> NodePlan:
     """Plan an operator that runs by its name. Pure, needs no GPU.
 
     Args:
-        dtype: "f16" or "bf16" (or "f32", which is refused). batch, tokens: the sizes B and S of op.def.
+        dtype: "f16" or "bf16" (or "f32", which most refuse).
+        batch, tokens: the sizes B and S of op.def, and its "..". sizes: others by their letters.
         lib: the library that plans; None: the CUDA library.
 
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    shapes = input_shapes(spec.OPERATOR, spec.attributes(), {"B": batch, "S": tokens})
+    free = {"B": batch, "S": tokens, "..": [batch, tokens], **sizes}
+    shapes = input_shapes(spec.OPERATOR, spec.attributes(), free)
+    return plan_shapes(spec, dtype, shapes, device, lib)
+
+
+def plan_shapes(
+    spec: Spec,
+    dtype: str,
+    shapes: Sequence[Sequence[int]],
+    device: Device = H200,
+    lib: ctypes.CDLL | None = None,
+) -> NodePlan:
+    """As :func:`plan_node`, of the inputs' shapes."""
     inputs = (Tensor * len(shapes))(*(Tensor(None, TYPES[dtype], Shape.of(shape)) for shape in shapes))
     found, own = NodePlan(), ctypes.byref(node(native.library(), spec))
     plan_of = (lib or library()).qm_cuda_plan_node

@@ -35,8 +35,8 @@ def output_shapes(
     ]
 
 
-def input_shapes(operator: Operator, attributes: Mapping[str, Any], free: Mapping[str, int]) -> list[list[int]]:
-    """Return the shapes of a node's inputs for sizes that the run decides, as ``{"B": 1, "S": 7}``."""
+def input_shapes(operator: Operator, attributes: Mapping[str, Any], free: Mapping[str, Any]) -> list[list[int]]:
+    """Return the shapes of a node's inputs for sizes that the run decides, as ``{"B": 1, "S": 7, "..": [3, 5]}``."""
     values = _values(operator, attributes)
     return [_sizes(operator.shapes[name], dict(free), values) for name, _ in operator.inputs]
 

@@ -1,34 +1,8 @@
-// TokenRows and CachedAttention.
+// CachedAttention.
 #include "planned.h"
 
 namespace quantmoe {
 namespace {
-
-class TokenRows final : public Plugin {
- public:
-  TokenRows(SharedLayer layer, const qm_rows& node) : Plugin("TokenRows", std::move(layer), &node) {
-    problem_.node = node;
-  }
-
- private:
-  IPluginV3* make_copy() const override { return new TokenRows(layer_, problem_.node); }
-  bool configure(const Inputs&) override { return true; }
-  bool prepare(const Inputs& in) override {
-    const Dims& mask = in.dims[TokenRows_attention_mask];
-    problem_.batch = mask.d[0];
-    problem_.tokens = in.dims[TokenRows_input_ids].d[1];
-    problem_.past_slots = in.dims[TokenRows_past_key].d[2];
-    problem_.length = mask.d[1];
-    return true;
-  }
-  int launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
-    const qm_cuda_rows_tensors tensors{static_cast<const int64_t*>(inputs[TokenRows_attention_mask]),
-                                       static_cast<int32_t*>(outputs[0]), static_cast<int64_t*>(outputs[1])};
-    return qm_cuda_launch_rows(&problem_, &tensors, stream, error);
-  }
-
-  qm_cuda_rows_problem problem_{};
-};
 
 // A cache stays where it is when past and present are bound to the same memory: past is an input of the network,
 // present an output, and TensorRT copies neither. Nothing says so to it (getAliasedInput of IPluginV3OneBuildV2), since
@@ -75,8 +49,6 @@ class Attention final : public Planned<qm_cuda_attention_problem, qm_cuda_attent
 };
 
 }  // namespace
-
-IPluginV3* make_plugin(const SharedLayer& layer, const qm_rows& node, char*) { return new TokenRows(layer, node); }
 
 IPluginV3* make_plugin(const SharedLayer& layer, const qm_attention& node, char* error) {
   if (node.cache_format != k_cache_format_none) {

@@ -4,13 +4,16 @@
 namespace quantmoe {
 namespace {
 
+constexpr char kRest = '.';
+bool is_tokens(char letter) { return letter == 'S' || letter == kRest; }
+
 int plan_node(const NodeProblem* problem, const qm_cuda_device* device, qm_cuda_node_plan* plan, char* err) {
   qm_tensor inputs[kMostInputs];
   std::copy(std::begin(problem->inputs), std::end(problem->inputs), inputs);
   for (int32_t i = 0; i < kMostInputs; ++i)
     for (int32_t d = 0; d < kMostDimensions; ++d) {
       if (problem->free[i][d] == 'B') inputs[i].shape.sizes[d] = problem->batch;
-      if (problem->free[i][d] == 'S') inputs[i].shape.sizes[d] = problem->tokens;
+      if (is_tokens(problem->free[i][d])) inputs[i].shape.sizes[d] = problem->tokens;
     }
   return qm_cuda_plan_node(problem->op, problem->node, inputs, device, plan, err);
 }
@@ -22,7 +25,9 @@ class Plain final : public Planned<NodeProblem, qm_cuda_node_plan, plan_node> {
     for (int32_t i = 0; i < inputs_.count; ++i) {
       const std::vector<Dimension>& dimensions = rules_.input(static_cast<size_t>(i)).dimensions;
       for (size_t d = 0; d < dimensions.size(); ++d)
-        if (dimensions[d].kind == Dimension::kFree) own_.free[i][d] = dimensions[d].name;
+        own_.free[i][d] = dimensions[d].kind == Dimension::kFree   ? dimensions[d].name
+                          : dimensions[d].kind == Dimension::kRest ? kRest
+                                                                   : '\0';
     }
   }
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t count, const DynamicPluginTensorDesc* outputs,
@@ -40,16 +45,32 @@ class Plain final : public Planned<NodeProblem, qm_cuda_node_plan, plan_node> {
 
  private:
   IPluginV3* make_copy() const override { return new Plain(layer_, own_); }
+  bool takes_float() const override {
+    NodeProblem problem = own_;
+    for (qm_tensor& input : problem.inputs) input.type = QM_F32;
+    char error[QM_ERROR_SIZE];
+    return takes(problem, error);
+  }
+  // An input's shape in which ".." is one dimension.
+  qm_shape shape_of(int32_t input, const Dims& dims) const {
+    const size_t others = rules_.input(static_cast<size_t>(input)).dimensions.size() - 1;
+    qm_shape shape{0, {}};
+    for (int32_t d = 0; d < dims.nbDims;) {
+      const bool rest = own_.free[input][shape.rank] == kRest;
+      int64_t& size = shape.sizes[shape.rank++] = 1;
+      for (auto count = rest ? dims.nbDims - static_cast<int32_t>(others) : 1; count > 0; --count) size *= dims.d[d++];
+    }
+    return shape;
+  }
   NodeProblem problem_of(const Inputs& in) const override {
     NodeProblem problem = own_;
     for (int32_t i = 0; i < inputs_.count; ++i) {
       qm_tensor& tensor = problem.inputs[i];
       tensor.type = qm_type(in.types[i]);
-      tensor.shape.rank = in.dims[i].nbDims;
-      std::copy_n(in.dims[i].d, std::max(0, in.dims[i].nbDims), tensor.shape.sizes);
+      tensor.shape = shape_of(i, in.dims[i]);
       for (int32_t d = 0; d < tensor.shape.rank; ++d) {
         if (problem.free[i][d] == 'B') problem.batch = tensor.shape.sizes[d];
-        if (problem.free[i][d] == 'S') problem.tokens = tensor.shape.sizes[d];
+        if (is_tokens(problem.free[i][d])) problem.tokens = tensor.shape.sizes[d];
       }
     }
     return problem;

@@ -15,8 +15,8 @@ namespace quantmoe {
 constexpr qm_cuda_device kDevices[] = {{80, 0, 167936}, {86, 0, 102400},  {89, 0, 102400},
                                        {90, 0, 233472}, {100, 0, 233472}, {120, 0, 102400}};
 
-// What decides the plan of an operator that runs by its name. free: the letters of dimensions that a run decides; the
-// sizes B and S are those of batch and tokens.
+// What decides the plan of an operator that runs by its name. free: the letters of dimensions that a run decides, a dot
+// for "..", whose product is one dimension here; batch is the size B, tokens the size S or that product.
 struct NodeProblem {
   const char* op;
   int32_t node[kMostAttributes];  // the operator's struct
@@ -119,6 +119,7 @@ class Planned : public Plugin {
   }
   // A GPU that kDevices has not, or an engine that another version of this library built, may need more than there is.
   bool check_workspace(const Problem& problem, const Plan& plan) const {
+    if (!plan.workspace_bytes) return true;
     const auto known = [&](const qm_cuda_device& device) {
       return device.sm == device_.sm && device.shared_bytes == device_.shared_bytes;
     };
@@ -138,7 +139,6 @@ class Planned : public Plugin {
   static int64_t& rows_in(qm_cuda_linear_problem& problem) { return problem.rows; }
   static int64_t& rows_in(qm_cuda_attention_problem& problem) { return problem.tokens; }
   static int64_t& rows_in(NodeProblem& problem) { return problem.tokens; }
-  static int64_t& rows_in(qm_cuda_router_problem& problem) { return problem.tokens; }
   template <class Any>
   static int64_t& batch_in(Any&, int64_t& one) {
     return one;

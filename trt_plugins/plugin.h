@@ -210,9 +210,6 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   bool said_type_ = false;
 };
 
-// AddRMSNorm's problem, of either's inputs.
-qm_cuda_norm_problem norm_problem(const qm_norm& norm, const Inputs& in);
-
 // The plug-in of an operator's node, in the file of its class. Attributes that no kernel can have are refused here,
 // where the layer is named, shapes later: null, with the sentence in error.
 #define QM_OP(op, name, version) IPluginV3* make_plugin(const SharedLayer& layer, const qm_##name& node, char* error);

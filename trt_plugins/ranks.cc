@@ -102,18 +102,22 @@ class ReduceNorm final : public OfRanks<qm_reduce_norm> {
  private:
   IPluginV3* make_copy() const override { return new ReduceNorm(layer_, node_); }
   bool prepare(const Inputs& in) override {
-    problem_ = norm_problem(norm_of(node_), in);
+    for (int32_t i = 0; i < inputs_.count; ++i) {
+      tensors_[i] = {nullptr, qm_type(in.types[i]), {in.dims[i].nbDims, {}}};
+      std::copy_n(in.dims[i].d, in.dims[i].nbDims, tensors_[i].shape.sizes);
+    }
     return OfRanks::prepare(in);
   }
   int64_t outputs_of(int64_t count) const override { return count; }
   void run(const void* const* in, void* const* out, void*, cudaStream_t stream) const override {
-    all_->reduce(
-        problem_,
-        {in[AllReduceAddRMSNorm_x], in[AllReduceAddRMSNorm_residual], in[AllReduceAddRMSNorm_weight], out[0], out[1]},
-        stream);
+    qm_tensor inputs[kMostInputs], outputs[kMostOutputs]{};
+    std::copy(std::begin(tensors_), std::end(tensors_), inputs);
+    for (int32_t i = 0; i < inputs_.count; ++i) inputs[i].data = const_cast<void*>(in[i]);
+    for (int32_t i = 0; i < outputs_.count; ++i) outputs[i].data = out[i];
+    all_->reduce(norm_of(node_), {inputs, outputs, nullptr, stream});
   }
 
-  qm_cuda_norm_problem problem_{};
+  qm_tensor tensors_[kMostInputs]{};  // without data
 };
 
 class Gather final : public OfRanks<qm_gather> {

@@ -24,7 +24,7 @@ def test_routing(name, tokens, dtype):
     logits = torch.from_numpy(rng.normal(0, 2, (tokens, spec.logits)).astype(np.float32))
     logits = logits.to(TORCH.get(dtype, torch.float32))
     for bias in (np.zeros(spec.num_experts, np.float32), rng.uniform(0, 1, spec.num_experts).astype(np.float32)):
-        ids, weights = (t.cpu().numpy() for t in cuda.route(spec, logits.cuda(), torch.from_numpy(bias).cuda()))
+        ids, weights = (t.cpu().numpy() for t in cuda.run_node(spec, logits.cuda(), torch.from_numpy(bias).cuda()))
         assert ids.shape == weights.shape == (tokens, spec.slots)
         if not tokens:
             continue
@@ -37,14 +37,14 @@ def test_routing_ties_and_logits_that_are_not_numbers():
         bias = torch.zeros(spec.num_experts).cuda()
         logits = torch.zeros((3, spec.logits))
         logits[1, spec.num_experts - 1] = float("nan")
-        ids, weights = cuda.route(spec, logits.cuda(), bias)
+        ids, weights = cuda.run_node(spec, logits.cuda(), bias)
         shared = range(spec.num_experts, spec.num_experts + spec.shared_experts)
         assert torch.equal(ids.cpu(), torch.tensor([*range(spec.top_k), *shared], dtype=torch.int32).expand(3, -1))
         assert weights[1, : spec.top_k].isnan().all()
         assert (weights[:, spec.top_k :] == (0.5 if spec.shared_gate else 1)).all()
         assert weights[[0, 2]].isfinite().all()
         levels = np.random.default_rng(0).integers(0, 3, (50, spec.logits)).astype(np.float32)
-        ids, _ = cuda.route(spec, torch.from_numpy(levels).cuda(), bias)
+        ids, _ = cuda.run_node(spec, torch.from_numpy(levels).cuda(), bias)
         np.testing.assert_array_equal(ids.cpu().numpy(), reference.route(spec, levels)[0])
 
 
@@ -61,4 +61,4 @@ def test_routing_ties_and_logits_that_are_not_numbers():
 )
 def test_routing_refusals(change, message):
     with pytest.raises(ValueError, match=message):
-        cuda.check_routing(replace(ROUTERS["groups"], **change))
+        cuda.plan_node(replace(ROUTERS["groups"], **change), "f32", 1, 1)

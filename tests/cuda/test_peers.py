@@ -73,11 +73,10 @@ class Ranks:
 
     def add_norm(self, xs: list[np.ndarray], residuals: list[np.ndarray], weight: np.ndarray, dtype: str) -> Norms:
         """Each rank's y and sum."""
-        problem = cuda.norm_problem(NORM, dtype, *xs[0].shape)
         inputs = [[on_gpu(x, dtype) for x in (*own, weight)] for own in zip(xs, residuals, strict=True)]
         made = [[torch.full_like(own[0], float("nan")) for _ in range(2)] for own in inputs]
         torch.cuda.synchronize()
-        self.launch(lambda peers, given, outputs: cuda.launch_sum_norm(peers, problem, *given, *outputs), inputs, made)
+        self.launch(lambda peers, given, outputs: cuda.launch_sum_norm(peers, NORM, *given, *outputs), inputs, made)
         torch.cuda.synchronize()
         return [tuple(off_gpu(y, dtype) for y in own) for own in made]
 
@@ -141,7 +140,7 @@ def test_norms_of_sums(world: int, dtype: str) -> None:
                 own[rank::world] = residual[rank::world]
         total = on_gpu(all_reduce(xs), dtype)
         y, kept = (
-            off_gpu(z, dtype) for z in cuda.add_norm(NORM, total, on_gpu(residual, dtype), on_gpu(weight, dtype))
+            off_gpu(z, dtype) for z in cuda.run_node(NORM, total, on_gpu(residual, dtype), on_gpu(weight, dtype))
         )
         found = ranks.add_norm(xs, residuals, weight, dtype)
         assert_same([own for own, _ in found], y)
@@ -236,5 +235,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="x is of type 0, expected float16 or bfloat16"):
         cuda.launch_sum(cuda.Peers(0, 2, 1), x.float(), x.float())
     for columns in (12, 8200):
+        x = torch.zeros(1, columns, dtype=torch.float16)
         with pytest.raises(ValueError, match=f"x has {columns} columns, expected a multiple of 8 up to 8192"):
-            cuda.launch_sum_norm(cuda.Peers(0, 2, 1), cuda.norm_problem(NORM, "f16", 1, columns), *[x] * 5)
+            cuda.launch_sum_norm(cuda.Peers(0, 2, 1), NORM, x, x, x[0], x, x)

@@ -32,9 +32,9 @@ DEEPSEEK = router_spec(ROUTERS["groups"], 7168)
 
 def test_the_plan() -> None:
     def path(spec: RouterSpec, tokens: int, device: cuda.Device = cuda.H200) -> str:
-        plan = cuda.plan_router(cuda.router_problem(spec, "f16", tokens), device)
-        assert plan.workspace_bytes == (0 if plan.path == 0 else 4 * tokens * spec.routing.logits)
-        return PATHS[plan.path]
+        plan = cuda.plan_node(spec, "f16", 1, tokens, device)
+        assert plan.workspace_bytes == (0 if plan.chosen[0] == 0 else 4 * tokens * spec.routing.logits)
+        return PATHS[plan.chosen[0]]
 
     for spec in (QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK):
         assert [path(spec, tokens) for tokens in (1, 8, 32, 33, 2048)] == ["cluster"] * 3 + ["tiles"] * 2
@@ -57,7 +57,7 @@ def test_the_plan() -> None:
 def test_blocks_of_a_cluster(of: RouterSpec, device: cuda.Device, experts: int, blocks: int) -> None:
     """16 need 16 multiprocessors in a group, as one of eight has of more than 112, and a GPU that takes them."""
     spec = dataclasses.replace(of, num_experts=experts)
-    assert cuda.plan_router(cuda.router_problem(spec, "f16", 1), device).cluster == blocks
+    assert cuda.plan_node(spec, "f16", 1, 1, device).chosen[1] == blocks
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_blocks_of_a_cluster(of: RouterSpec, device: cuda.Device, experts: int, 
 )
 def test_router_refusals(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cuda.plan_router(cuda.router_problem(dataclasses.replace(QWEN3, **change), "f16", 1))
+        cuda.plan_node(dataclasses.replace(QWEN3, **change), "f16", 1, 1)
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"hidden_states is of type 0, the CUDA kernels take float16 \(1\)"):
-        cuda.plan_router(cuda.router_problem(QWEN3, "f32", 1))
+        cuda.plan_node(QWEN3, "f32", 1, 1)
     with pytest.raises(ValueError, match="x is of type 0, the CUDA kernels take float16"):
-        cuda.check_norm(cuda.norm_problem(NormSpec(norm_epsilon=1e-6), "f32", 1, 8))
+        cuda.plan_node(NormSpec(norm_epsilon=1e-6), "f32", 1, 1, H=8)
     with pytest.raises(ValueError, match=r"norm_epsilon is -1"):
-        cuda.check_norm(cuda.norm_problem(NormSpec(norm_epsilon=-1.0), "f16", 1, 8))
+        cuda.plan_node(NormSpec(norm_epsilon=-1.0), "f16", 1, 1, H=8)
     with pytest.raises(ValueError, match="columns of x is 0, the CUDA kernels take 1 to 16777216"):
-        cuda.check_norm(cuda.norm_problem(NormSpec(norm_epsilon=1e-6), "f16", 1, 0))
+        cuda.plan_node(NormSpec(norm_epsilon=1e-6), "f16", 1, 1, H=0)
 
 
 def tensor(x: np.ndarray, dtype: str) -> Any:
@@ -113,7 +113,7 @@ def router_inputs(spec: RouterSpec, tokens: int, dtype: str, biases: bool) -> li
 def check_router(spec: RouterSpec, inputs: list[Any], device: cuda.Device | None = None) -> None:
     """Sums of n products in f32 are off by a few sqrt(n) 2^-24 of 4, logits being of norm 2: ids but of near ties, and
     weights as MoERouting's of logits so far off."""
-    found = [t.cpu().numpy() for t in twice(lambda: cuda.router(spec, *inputs, device=device))]
+    found = [t.cpu().numpy() for t in twice(lambda: cuda.run_node(spec, *inputs, device=device))]
     want = reference.router(spec, *(numbers(t) for t in inputs))
     off = 4 * 2.0**-24 * (spec.hidden_size**0.5 + 8)
     assert_routed((found[0], found[1]), want, 4e-6 + 2 * off, 1e-6 + off)
@@ -151,7 +151,7 @@ def test_routers_of_models(spec: RouterSpec, tokens: int) -> None:
             check_router(spec, inputs)
             check_router(spec, inputs, H20)
         else:
-            assert [t.shape for t in cuda.router(spec, *inputs)] == [(0, spec.routing.slots)] * 2
+            assert [t.shape for t in cuda.run_node(spec, *inputs)] == [(0, spec.routing.slots)] * 2
 
 
 @gpu
@@ -163,7 +163,7 @@ def test_router_ties_and_logits_that_are_not_numbers(hidden: int, tokens: int) -
         spec, rng = router_spec(routing, hidden), np.random.default_rng(1)
         x, weight = rng.integers(-1, 2, (tokens, hidden)), rng.integers(0, 2, (routing.logits, hidden)) * 0.25
         none = torch.zeros(0).cuda()
-        ids, weights = cuda.router(spec, tensor(x, "f16"), tensor(weight, "f16"), none, none)
+        ids, weights = cuda.run_node(spec, tensor(x, "f16"), tensor(weight, "f16"), none, none)
         want, _ = reference.router(spec, x, weight, np.zeros(0), np.zeros(0))
         if spec.method not in ("softmax_topk", "sigmoid_topk"):  # which may tie what differs
             np.testing.assert_array_equal(ids.cpu().numpy(), want)
@@ -171,7 +171,7 @@ def test_router_ties_and_logits_that_are_not_numbers(hidden: int, tokens: int) -
             wrong = x.astype(np.float64)
             wrong[1] = bad
             weight[-1] = -1.0, *[1.0] * (hidden - 1)  # infinities less infinities
-            ids, weights = cuda.router(spec, tensor(wrong, "f16"), tensor(weight, "f16"), none, none)
+            ids, weights = cuda.run_node(spec, tensor(wrong, "f16"), tensor(weight, "f16"), none, none)
             assert torch.equal(ids[1, : spec.top_k].cpu(), torch.arange(spec.top_k, dtype=torch.int32))
             assert weights[1, : spec.top_k].isnan().all()
             assert weights[[0, 2]].isfinite().all()
@@ -187,7 +187,7 @@ def test_norm(columns: int, rows: int, dtype: str) -> None:
     spec, rng = NormSpec(norm_epsilon=1e-5), np.random.default_rng(rows)
     x, residual = (tensor(rng.normal(0, 1, (rows, columns)), dtype) for _ in range(2))
     weight = tensor(rng.uniform(0.5, 2, columns), dtype)
-    y, total = twice(lambda: cuda.add_norm(spec, x, residual, weight))
+    y, total = twice(lambda: cuda.run_node(spec, x, residual, weight))
     assert torch.equal(total, x + residual)
     want, _ = reference.add_norm(spec, numbers(total), np.zeros((rows, columns)), numbers(weight))
     np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] + 2.0**-20, atol=2.0**-25)
@@ -200,7 +200,7 @@ def test_norm_of_extremes() -> None:
     x[1] = 60000.0
     x[2, 5] = float("nan")
     weight = torch.ones(64, dtype=torch.float16).cuda()
-    y, total = cuda.add_norm(spec, x, x.clone(), weight)
+    y, total = cuda.run_node(spec, x, x.clone(), weight)
     assert not y[0].any()
     assert total[1].isinf().all()
     assert y[1].isnan().all()

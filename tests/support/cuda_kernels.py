@@ -25,6 +25,7 @@ from quantmoe.custom_ops.cuda import (  # noqa: F401 - for those who import this
     linear_problem,
     plan,
     plan_node,
+    plan_shapes,
     problem,
     query,
     refusal,
@@ -34,12 +35,10 @@ from quantmoe.custom_ops.op import (
     LinearSpec,
     MoESpec,
     NormSpec,
-    RouterSpec,
-    RoutingSpec,
     RowsSpec,
     Spec,
 )
-from quantmoe.custom_ops.structs import STRUCTS, Shape, Tensor, checked, node
+from quantmoe.custom_ops.structs import Shape, Tensor, checked, node
 from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 if TYPE_CHECKING:
@@ -49,37 +48,6 @@ _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes
 
 
 PATHS = ("decode", "stream", "wgmma", "fp8", "dense")
-
-
-class RoutingProblem(ctypes.Structure):
-    """qm_cuda_routing_problem."""
-
-    _fields_ = [("routing", STRUCTS["MoERouting"]), ("type", _I32), ("tokens", _I64)]
-
-
-class RouterProblem(ctypes.Structure):
-    """qm_cuda_router_problem."""
-
-    PLAN = "qm_cuda_plan_router"
-    _fields_ = [("router", STRUCTS["MoERouter"]), ("type", _I32), ("tokens", _I64)]
-
-
-class RouterPlan(ctypes.Structure):
-    """qm_cuda_router_plan."""
-
-    _fields_ = [("path", _I32), ("cluster", _I32), ("workspace_bytes", _U64)]
-
-
-class NormProblem(ctypes.Structure):
-    """qm_cuda_norm_problem."""
-
-    _fields_ = [("norm", STRUCTS["AddRMSNorm"]), ("type", _I32), ("rows", _I64), ("columns", _I64)]
-
-
-class RowsProblem(ctypes.Structure):
-    """qm_cuda_rows_problem."""
-
-    _fields_ = [("node", STRUCTS["TokenRows"])] + [(n, _I64) for n in ("batch", "tokens", "past_slots", "length")]
 
 
 class NodeCall(ctypes.Structure):
@@ -294,132 +262,10 @@ class CudaLinear:
         _launch("linear", (p, chosen), (x, self.w, y, workspace), 4)
 
 
-def check_routing(spec: RoutingSpec) -> None:
-    """qm_cuda_validate_routing: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute.
-    """
-    found = RoutingProblem(node(native.library(), spec), TYPES["f32"], 1)
-    checked(library().qm_cuda_validate_routing, ctypes.byref(found))
-
-
-def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MoERouting: logits f32, f16 or bf16 [T, logits], correction_bias f32 [E] -> ids int32, weights f32 [T, slots].
-
-    Raises:
-        ValueError: the library's sentence about an attribute.
-    """
-    import torch
-
-    ids = torch.full((len(logits), spec.slots), -1, dtype=torch.int32, device=logits.device)
-    weights = torch.full(ids.shape, float("nan"), device=logits.device)
-    problem = RoutingProblem(node(native.library(), spec), TYPES[_dtype(logits)], len(logits))
-    _launch("routing", (problem,), (logits, correction_bias, ids, weights), 4)
-    return ids, weights
-
-
-def router_problem(spec: RouterSpec, dtype: str, tokens: int) -> RouterProblem:
-    """qm_cuda_router_problem of a node and its tokens; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return RouterProblem(node(native.library(), spec), TYPES[dtype], tokens)
-
-
-def plan_router(problem: RouterProblem, device: Device = H200) -> RouterPlan:
-    """qm_cuda_plan_router: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    found = RouterPlan()
-    fill_plan(library(), problem, device, found)
-    return found
-
-
-def launch_router(problem: RouterProblem, plan: RouterPlan, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: hidden_states, weight, bias, correction_bias ([0]: none), topk_ids, topk_weights, workspace (uint8 of
-            plan.workspace_bytes), contiguous.
-    """
-    _launch("router", (problem, plan), tensors, 7)
-
-
-def router(spec: RouterSpec, *inputs: torch.Tensor, device: Device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """MoERouter on the current CUDA device, as planned for ``device``: op.def's inputs, hidden_states [T, H].
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    import torch
-
-    hidden = inputs[0]
-    ids = torch.full((len(hidden), spec.routing.slots), -1, dtype=torch.int32, device=hidden.device)
-    weights = torch.full(ids.shape, float("nan"), device=hidden.device)
-    problem = router_problem(spec, _dtype(hidden), len(hidden))
-    plan = plan_router(problem, device or query(hidden.device.index or 0))
-    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=hidden.device)
-    launch_router(problem, plan, *inputs, ids, weights, workspace)
-    return ids, weights
-
-
-def norm_problem(spec: NormSpec, dtype: str, rows: int, columns: int) -> NormProblem:
-    """qm_cuda_norm_problem of a node and its sizes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return NormProblem(node(native.library(), spec), TYPES[dtype], rows, columns)
-
-
-def check_norm(problem: NormProblem) -> None:
-    """qm_cuda_validate_norm: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    checked(library().qm_cuda_validate_norm, ctypes.byref(problem))
-
-
-def launch_norm(problem: NormProblem, *tensors: torch.Tensor) -> None:
-    """Enqueue on torch's current stream.
-
-    Args:
-        tensors: x, residual, weight, y, sum, contiguous.
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    _launch("norm", (problem,), tensors, 5)
-
-
-def add_norm(spec: NormSpec, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """AddRMSNorm on the current CUDA device: op.def's inputs and outputs, x [T, H].
-
-    Raises:
-        ValueError: the library's sentence about an attribute or a size.
-    """
-    import torch
-
-    y, total = (torch.full_like(inputs[0], float("nan")) for _ in range(2))
-    launch_norm(norm_problem(spec, _dtype(y), *y.shape), *inputs, y, total)
-    return y, total
-
-
-def rows_problem(spec: RowsSpec, batch: int, tokens: int, past_slots: int, length: int) -> RowsProblem:
-    """qm_cuda_rows_problem of a node's sizes."""
-    return RowsProblem(node(native.library(), spec), batch, tokens, past_slots, length)
-
-
-def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """TokenRows on the current CUDA device: mask int64 [B, L], S and P -> op.def's outputs.
-
-    Raises:
-        ValueError: the library's sentence about a size.
-    """
-    import torch
-
-    rows = torch.full((len(mask), 3), -1, dtype=torch.int32, device=mask.device)
-    last = torch.full((len(mask), 1, 1), -9, dtype=torch.int64, device=mask.device)
-    problem = rows_problem(spec, len(mask), new, past, mask.shape[1])
-    _launch("rows", (problem,), (mask, rows, last), 3)
-    return rows, last
+def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple[torch.Tensor, ...]:
+    """TokenRows on the current CUDA device: mask int64 [B, L], S and P -> op.def's outputs."""
+    cache = mask.new_empty((len(mask), 1, past, 1)).half()
+    return run_node(spec, cache, mask.new_empty((len(mask), new)), mask)
 
 
 def plan_attention(problem: AttentionProblem, device: Device = H200) -> AttentionPlan:
@@ -501,6 +347,12 @@ def launch_node(
     Args:
         inputs, outputs: op.def's, contiguous; one without elements is NULL. workspace: uint8 of plan.workspace_bytes.
     """
+    call = _call_of(inputs, outputs, workspace.data_ptr())
+    own = ctypes.byref(node(library(), spec))
+    checked(library().qm_cuda_launch_node, spec.OP.encode(), own, *map(ctypes.byref, (plan, call)))
+
+
+def _call_of(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], workspace: int | None) -> NodeCall:
     import torch
 
     tensors = [
@@ -509,30 +361,36 @@ def launch_node(
         )
         for given in (inputs, outputs)
     ]
-    call = NodeCall(*tensors, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
-    own = ctypes.byref(node(library(), spec))
-    checked(library().qm_cuda_launch_node, spec.OP.encode(), own, *map(ctypes.byref, (plan, call)))
+    return NodeCall(*tensors, workspace, torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None)
 
 
-def run_node(spec: Spec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """CausalConv, GatedDelta or StateSpace on the current CUDA device: op.def's inputs and outputs.
+def run_node(
+    spec: Spec, *inputs: torch.Tensor, in_place: bool = False, device: Device | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Run an operator that has a QM_CUDA line on the current CUDA device: op.def's inputs and outputs.
 
     Args:
-        in_place: the state that the call makes is in the memory of the one before.
+        in_place: the state that the call makes, its last output, is in the memory of the one before.
+        device: what the plan is for; None: the current one.
 
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
     import torch
 
-    x, past = inputs[0], inputs[-2]
-    shape, _ = output_shapes(spec.OPERATOR, spec.attributes(), [tensor.shape for tensor in inputs])
-    y = torch.full(tuple(shape), float("nan"), dtype=x.dtype, device=x.device)
-    present = past if in_place else torch.full_like(past, float("nan"))
-    plan = plan_node(spec, _dtype(x), *x.shape[:2], device=query(x.device.index or 0))
+    op, x = spec.OPERATOR, inputs[0]
+    sizes = output_shapes(op, spec.attributes(), [tensor.shape for tensor in inputs])
+    types = {"T": x.dtype, "float": torch.float32, "int32": torch.int32, "int64": torch.int64}
+    outputs = [
+        torch.full(tuple(size), -9 if type_.startswith("int") else float("nan"), dtype=types[type_], device=x.device)
+        for size, (_, type_) in zip(sizes, op.outputs, strict=True)
+    ]
+    if in_place:
+        outputs[-1] = inputs[-2]
+    plan = plan_shapes(spec, _dtype(x), [t.shape for t in inputs], device or query(x.device.index or 0))
     workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
-    launch_node(spec, plan, inputs, (y, present), workspace)
-    return y, present
+    launch_node(spec, plan, inputs, outputs, workspace)
+    return tuple(outputs)
 
 
 def new_box(world: int) -> torch.Tensor:
@@ -558,13 +416,15 @@ def launch_sum(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
     _launch_of_ranks("sum", peers, Sum(TYPES[_dtype(x)], x.numel(), x.data_ptr(), y.data_ptr()))
 
 
-def launch_sum_norm(peers: Peers, problem: NormProblem, *tensors: torch.Tensor) -> None:
+def launch_sum_norm(peers: Peers, spec: NormSpec, *tensors: torch.Tensor) -> None:
     """The same of AddRMSNorm of the ranks' sum.
 
     Args:
-        problem: of :func:`norm_problem`. tensors: x, residual, weight, y, sum, contiguous.
+        tensors: x, residual, weight, y, sum, contiguous.
     """
-    _launch_of_ranks("sum_norm", peers, problem, (_PTR * 5)(*(tensor.data_ptr() for tensor in tensors)))
+    call = _call_of(tensors[:3], tensors[3:], None)
+    own = node(native.library(), spec)
+    checked(library().qm_cuda_launch_sum_norm, *map(ctypes.byref, (peers, own, call)))
 
 
 def launch_gather(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:

@@ -186,72 +186,6 @@ QM_API int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void* w, vo
 QM_API int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, const qm_cuda_linear_tensors*,
                                  void* stream, char* err);
 
-// MoERouting: one kernel, no plan, no workspace. Results as quant_moe.h says, but for the last bits of the weights.
-typedef struct {
-  qm_routing routing;
-  int32_t type;  // qm_type of logits, any
-  int64_t tokens;
-} qm_cuda_routing_problem;
-typedef struct {
-  const void* logits;            // [tokens, num_experts + shared_gate]
-  const float* correction_bias;  // [num_experts]
-  int32_t* topk_ids;             // [tokens, top_k + shared_experts]
-  float* topk_weights;           // [tokens, top_k + shared_experts]
-} qm_cuda_routing_tensors;
-QM_API int qm_cuda_validate_routing(const qm_cuda_routing_problem*, char* err);
-QM_API int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void* stream,
-                                  char* err);
-
-// MoERouter. Logits are f32 sums of exact products in an order that the number of tokens decides.
-typedef struct {
-  qm_router router;
-  int32_t type;  // qm_type of hidden_states and weight: QM_F16 or QM_BF16
-  int64_t tokens;
-} qm_cuda_router_problem;
-typedef struct {
-  int32_t path;     // src/cuda/router/router.h
-  int32_t cluster;  // blocks of one, of the path that has them
-  uint64_t workspace_bytes;
-} qm_cuda_router_plan;
-typedef struct {
-  const void* hidden_states;            // [tokens, hidden_size], 16-byte aligned
-  const void* weight;                   // [num_experts + shared_gate, hidden_size], 16-byte aligned; a constant
-  const float *bias, *correction_bias;  // [num_experts + shared_gate], [num_experts]; NULL: none
-  int32_t* topk_ids;                    // [tokens, top_k + shared_experts]
-  float* topk_weights;                  // [tokens, top_k + shared_experts]
-  void* workspace;
-} qm_cuda_router_tensors;
-QM_API int qm_cuda_plan_router(const qm_cuda_router_problem*, const qm_cuda_device*, qm_cuda_router_plan*, char* err);
-QM_API int qm_cuda_launch_router(const qm_cuda_router_problem*, const qm_cuda_router_plan*,
-                                 const qm_cuda_router_tensors*, void* stream, char* err);
-
-// AddRMSNorm: one kernel, no plan, no workspace.
-typedef struct {
-  qm_norm norm;
-  int32_t type;  // qm_type of all tensors: QM_F16 or QM_BF16
-  int64_t rows, columns;
-} qm_cuda_norm_problem;
-typedef struct {
-  const void *x, *residual;  // [rows, columns], 16-byte aligned
-  const void* weight;        // [columns], 16-byte aligned; as packed weights a constant
-  void *y, *sum;             // as x; y may be x's memory
-} qm_cuda_norm_tensors;
-QM_API int qm_cuda_validate_norm(const qm_cuda_norm_problem*, char* err);
-QM_API int qm_cuda_launch_norm(const qm_cuda_norm_problem*, const qm_cuda_norm_tensors*, void* stream, char* err);
-
-// TokenRows: one kernel, no plan, no workspace.
-typedef struct {
-  qm_rows node;
-  int64_t batch, tokens, past_slots, length;  // B, S, P, L
-} qm_cuda_rows_problem;
-typedef struct {
-  const int64_t* attention_mask;  // [batch, length]
-  int32_t* rows;                  // [batch, 3]
-  int64_t* last;                  // [batch]
-} qm_cuda_rows_tensors;
-QM_API int qm_cuda_validate_rows(const qm_cuda_rows_problem*, char* err);
-QM_API int qm_cuda_launch_rows(const qm_cuda_rows_problem*, const qm_cuda_rows_tensors*, void* stream, char* err);
-
 // CachedAttention. `rows` stays on the device, so a plan depends on shapes alone, and a launch that was captured in a
 // CUDA graph serves every position. A batch row of `rows` that asks for tokens or slots that are not there stores
 // nothing, and its output is NaN. With a block_size a row is a request; as many tokens as requests are one of each.
@@ -295,15 +229,18 @@ typedef struct {
   uint64_t workspace_bytes;  // a call that needs none needs none with fewer tokens or rows
 } qm_cuda_node_plan;
 typedef struct {
-  const qm_tensor *inputs, *outputs;  // as qm_call's; data is 16-byte aligned; present is past's memory, or other
+  const qm_tensor *inputs, *outputs;  // as qm_call's; data is 16-byte aligned; present is past's memory, or other, and
+                                      // AddRMSNorm's y x's; an input with a QM_CONSTANT line is as packed weights
   void* workspace;                    // plan.workspace_bytes, 256-byte aligned
   void* stream;                       // a cudaStream_t
 } qm_cuda_call;
-// Reads types and shapes of the inputs, not their data. T is QM_F16 or QM_BF16; QM_UNSUPPORTED for others.
-// CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4. GatedDelta: head sizes 64 and 128.
-// StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.
+// Reads types and shapes of the inputs, not their data. T is QM_F16 or QM_BF16, MoERouting's any; QM_UNSUPPORTED for
+// others. CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4. GatedDelta: head sizes 64 and
+// 128. StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.
 QM_API int qm_cuda_plan_node(const char* op, const void* node, const qm_tensor* inputs, const qm_cuda_device*,
                              qm_cuda_node_plan*, char* err);
+// MoERouting's results are as quant_moe.h says, except the last bits of the weights. MoERouter's logits are f32 sums of
+// exact products in an order that the number of tokens decides.
 QM_API int qm_cuda_launch_node(const char* op, const void* node, const qm_cuda_node_plan*, const qm_cuda_call*,
                                char* err);
 
@@ -337,8 +274,7 @@ QM_API int qm_cuda_launch_sum(const qm_cuda_peers*, const qm_cuda_sum*, void* st
 // of more than a few rows `sum` gets no others: rows r with r % world == rank. QM_UNSUPPORTED for columns that are no
 // multiple of 8 up to QM_CUDA_SUM_COLUMNS.
 #define QM_CUDA_SUM_COLUMNS 8192
-QM_API int qm_cuda_launch_sum_norm(const qm_cuda_peers*, const qm_cuda_norm_problem*, const qm_cuda_norm_tensors*,
-                                   void* stream, char* err);
+QM_API int qm_cuda_launch_sum_norm(const qm_cuda_peers*, const qm_norm*, const qm_cuda_call*, char* err);
 // y = all ranks' x, row after row; of what is not a number the bits may be others.
 QM_API int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void* stream, char* err);
 

@@ -68,6 +68,7 @@ constexpr int32_t kMaxConvWidth = 64;
 int check_conv(const qm_conv& conv, char* err);
 int check_reduce(const qm_reduce& reduce, char* err);
 int check_reduce_norm(const qm_reduce_norm& node, char* err);
+// Their inputs and outputs are alike.
 inline qm_norm norm_of(const qm_reduce_norm& node) { return {node.op_version, node.norm_epsilon}; }
 int check_gather(const qm_gather& gather, char* err);
 int check_scatter(const qm_scatter& scatter, char* err);

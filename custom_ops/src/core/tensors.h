@@ -43,6 +43,13 @@ struct TensorsOf;
   ;
 #include "op.def"
 
+// The product of all sizes except the last.
+inline int64_t rows_of(const qm_shape& shape) {
+  int64_t rows = 1;
+  for (int32_t i = 0; i + 1 < shape.rank; ++i) rows *= shape.sizes[i];
+  return rows;
+}
+
 // A call of an operator whose first input is [B, S, ..].
 template <class Node>
 struct SequenceCall : TensorsOf<Node> {

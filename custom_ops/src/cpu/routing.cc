@@ -1,9 +1,7 @@
 // MoERouting on the CPU: scores, groups, selection and weights of one token after another, all in f32.
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
-#include <numeric>
 
 #include "core/parallel.h"
 #include "cpu/operators.h"
@@ -84,10 +82,7 @@ void route(const qm_routing& routing, const float* bias, const Scratch& scratch,
   for (int j = 0; j < routing.top_k; ++j) weights[j] *= routing.routed_scaling_factor;
 }
 
-int64_t tokens_of(const qm_call& call) {
-  const qm_shape& logits = call.inputs[MoERouting_logits].shape;
-  return std::accumulate(logits.sizes, logits.sizes + logits.rank - 1, int64_t{1}, std::multiplies<>());
-}
+int64_t tokens_of(const qm_call& call) { return rows_of(call.inputs[MoERouting_logits].shape); }
 int64_t tasks_of(const qm_call& call) { return ceil_div(tokens_of(call), kTokensPerTask); }
 // No more than have something to do.
 int lanes_of(const qm_call& call) {

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/tensors.h"
 #include "ranks/hex.h"
 #include "ranks/trap.h"
 
@@ -274,20 +275,25 @@ void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, c
   mark(stream);
 }
 
-void Communicator::reduce(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors,
-                          cudaStream_t stream) const {
-  if (peers_ && Peers::takes(problem)) {
+void Communicator::reduce(const qm_norm& norm, const qm_cuda_call& call) const {
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  if (peers_ && Peers::takes(call)) {
     expect_all();
     order(stream);
-    peers_->reduce(problem, tensors, stream);
+    peers_->reduce(norm, call);
     mark(stream);
     return;
   }
-  reduce(tensors.x, tensors.y, problem.rows * problem.columns, static_cast<qm_type>(problem.type), stream);
-  qm_cuda_norm_tensors summed = tensors;
-  summed.x = tensors.y;  // each thread writes what it has read
+  const qm_tensor& weight = call.inputs[AddRMSNorm_weight];
+  qm_tensor x = call.inputs[AddRMSNorm_x];
+  void* const y = call.outputs[AddRMSNorm_y].data;
+  reduce(x.data, y, rows_of(x.shape) * weight.shape.sizes[0], static_cast<qm_type>(x.type), stream);
+  x.data = y;  // each thread writes what it has read
+  const qm_tensor inputs[] = {x, call.inputs[AddRMSNorm_residual], weight};
+  const qm_cuda_call summed{inputs, call.outputs, nullptr, stream};
+  const qm_cuda_node_plan plan{};
   char error[QM_ERROR_SIZE];
-  if (qm_cuda_launch_norm(&problem, &summed, stream, error) != QM_OK) throw std::runtime_error(error);
+  if (qm_cuda_launch_node("AddRMSNorm", &norm, &plan, &summed, error) != QM_OK) throw std::runtime_error(error);
 }
 
 void Communicator::gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,

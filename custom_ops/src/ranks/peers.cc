@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/slots.h"
 #include "cuda/ranks/peers.h"
 #include "ranks/hex.h"
 
@@ -99,8 +100,9 @@ bool Peers::takes(const qm_cuda_gather& gather) {
   return gather.type != QM_F32 && 2 * gather.rows * gather.columns <= kMostGathered;
 }
 
-bool Peers::takes(const qm_cuda_norm_problem& problem) {
-  return problem.columns % 8 == 0 && problem.columns <= QM_CUDA_SUM_COLUMNS;
+bool Peers::takes(const qm_cuda_call& norm) {
+  const int64_t columns = norm.inputs[AddRMSNorm_weight].shape.sizes[0];
+  return columns % 8 == 0 && columns <= QM_CUDA_SUM_COLUMNS;
 }
 
 void Peers::reduce(const qm_cuda_sum& sum, cudaStream_t stream) const {
@@ -108,10 +110,9 @@ void Peers::reduce(const qm_cuda_sum& sum, cudaStream_t stream) const {
   if (qm_cuda_launch_sum(&peers_, &sum, stream, error) != QM_OK) throw std::runtime_error(error);
 }
 
-void Peers::reduce(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors,
-                   cudaStream_t stream) const {
+void Peers::reduce(const qm_norm& norm, const qm_cuda_call& call) const {
   char error[QM_ERROR_SIZE];
-  if (qm_cuda_launch_sum_norm(&peers_, &problem, &tensors, stream, error) != QM_OK) throw std::runtime_error(error);
+  if (qm_cuda_launch_sum_norm(&peers_, &norm, &call, error) != QM_OK) throw std::runtime_error(error);
 }
 
 void Peers::gather(const qm_cuda_gather& gather, cudaStream_t stream) const {

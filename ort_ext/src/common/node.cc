@@ -135,6 +135,33 @@ void Node::check_place(const Place& first, const Place& own) const {
          " of " + export_of(first.export_id));
 }
 
+void Node::match(size_t index, const Shape& found, FreeSizes<int64_t>& sizes) const {
+  if (!shapes_.match(index, found, sizes, MakeNumbers{}))
+    fail(std::string(op_.inputs.first[index].name) + " has shape " + text_of(found) + ", expected " +
+         shapes_.expected(index, sizes));
+}
+
+std::vector<qm_tensor> Node::read_constants(const OrtKernelInfo* info) const {
+  constexpr struct {
+    std::string_view op;
+    int32_t input;
+  } kConstants[] = {
+#define QM_CONSTANT(op, name) {#op, op##_##name},
+#include "op.def"
+  };
+  std::vector tensors(static_cast<size_t>(op_.inputs.most), qm_tensor{nullptr, op_.type(), {}});
+  FreeSizes<int64_t> sizes;
+  for (const auto& constant : kConstants) {
+    if (constant.op != op_.name) continue;
+    const auto index = static_cast<size_t>(constant.input);
+    const OrtValue* value = get_constant(info, index);
+    const Shape found = shape_of(value);
+    match(index, found, sizes);
+    tensors[index] = tensor_of(op_.inputs.first[index], value, found, false);
+  }
+  return tensors;
+}
+
 FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context, std::vector<qm_tensor>* tensors) const {
   FreeSizes<int64_t> sizes;
   const size_t count = std::max(static_cast<size_t>(op_.inputs.count), input_names_.size());  // with optional ones
@@ -142,9 +169,7 @@ FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context, std::vect
     if (shapes_.input(i).packed || (i < input_names_.size() && input_names_[i].empty())) continue;  // "": left out
     const OrtValue* value = get_input(context, i);
     const Shape found = shape_of(value);
-    if (!shapes_.match(i, found, sizes, MakeNumbers{}))
-      fail(std::string(op_.inputs.first[i].name) + " has shape " + text_of(found) + ", expected " +
-           shapes_.expected(i, sizes));
+    match(i, found, sizes);
     if (tensors) (*tensors)[i] = tensor_of(op_.inputs.first[i], value, found, shapes_.input(i).or_none);
   }
   return sizes;

@@ -56,23 +56,14 @@ class Node {
     std::vector<qm_tensor> inputs, outputs;
   };
   Tensors read_tensors(OrtKernelContext* context) const;
+  // The inputs before a run: initializers with a QM_CONSTANT line, whose shapes are checked, the others without shapes.
+  std::vector<qm_tensor> read_constants(const OrtKernelInfo* info) const;
   size_t input_count() const { return input_names_.size(); }
   // An output of the shape that op.def states.
   OrtValue* get_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
     return get_output(context, index, shapes_.output(index, sizes, MakeNumbers{}));
   }
 
-  // null: an input that is [0] for none.
-  template <class T>
-  void set_input(const OrtKernelContext* context, size_t index, const T*& data) const {
-    const OrtValue* value = get_input(context, index);
-    const bool none = shapes_.input(index).or_none && shape_of(value) == Shape{0};
-    data = none ? nullptr : static_cast<const T*>(data_of(value));
-  }
-  template <class T>
-  void set_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes, T*& data) const {
-    data = static_cast<T*>(data_of(get_output(context, index, sizes)));
-  }
   // As check_inputs, of QuantMoE.
   FreeSizes<int64_t> check_tokens(const OrtKernelContext* context) const {
     const FreeSizes<int64_t> sizes = check_inputs(context);
@@ -133,6 +124,7 @@ class Node {
     return index < input_names_.size() ? input_names_[index] : op_.inputs.first[index].name;
   }
 
+  void match(size_t index, const Shape& found, FreeSizes<int64_t>& sizes) const;  // throws unless it is op.def's
   qm_tensor tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const;
   std::vector<std::string> input_names_;  // the graph's
   ShapeRules shapes_;                     // from read_attributes on

@@ -1,5 +1,6 @@
 #include "common/operator.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include "common/entries.h"
@@ -50,6 +51,16 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   InferOutputShapeFn = [](const OrtCustomOp* self, OrtShapeInferContext* context) {
     return guard(of(self).api, [&] { infer_shapes(of(self), context); });
   };
+}
+
+std::vector<ONNXTensorElementDataType> other_types(const char* op, std::vector<ONNXTensorElementDataType> caches) {
+  const Slots inputs(kInputs, op);
+  const auto has = [&](Type type) {
+    return std::any_of(inputs.first, inputs.first + inputs.most, [&](const TensorSlot& s) { return s.type == type; });
+  };
+  if (has(Type::C)) return caches;
+  if (has(Type::I)) return {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64};
+  return {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32};
 }
 
 }  // namespace quantmoe

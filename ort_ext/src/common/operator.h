@@ -1,5 +1,7 @@
 // An operator of op.def as an OrtCustomOp.
 #pragma once
+#include <vector>
+
 #include "common/ort_api.h"
 #include "core/slots.h"
 #include "experts/experts.h"
@@ -59,5 +61,8 @@ struct Op : OrtCustomOp {
                                                            : QM_BF16;
   }
 };
+
+// The types that an operator's I can have, or its C; one type, which nothing reads, where it has neither.
+std::vector<ONNXTensorElementDataType> other_types(const char* op, std::vector<ONNXTensorElementDataType> caches);
 
 }  // namespace quantmoe

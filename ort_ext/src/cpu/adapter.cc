@@ -141,23 +141,35 @@ Node* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, weights, verify);
 }
 
+// Whether op.def says that the kernels of the CPU run an operator by its name.
+constexpr bool runs_here(std::string_view wanted) {
+#define QM_CPU(op, name) \
+  if (wanted == #op) return true;
+#include "op.def"
+  return false;
+}
+
 template <WeightSource weights, bool verify>
 void add_operators(const OrtApi* api, std::deque<Op>& ops) {
-  constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-  for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-                    ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
-    for (auto id_type : {kId32, kId64})
-      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, make_node<MoENode, weights, verify>);
-    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, make_node<LinearNode, weights, verify>);
-    for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-                       ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8})
-      ops.emplace_back(api, nullptr, "CachedAttention", type, cache, make_node<AttentionNode, weights, verify>);
-    ops.emplace_back(api, nullptr, "AllReduce", type, kId32, make_node<ReduceNode, weights, verify>);
-    ops.emplace_back(api, nullptr, "AllGather", type, kId32, make_node<GatherNode, weights, verify>);
-    ops.emplace_back(api, nullptr, "ReduceScatter", type, kId32, make_node<ScatterNode, weights, verify>);
-    for (const char* other : {"MoERouter", "AddRMSNorm", "AllReduceAddRMSNorm", "TokenRows"})
-      ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
-#define QM_CPU(op, name) ops.emplace_back(api, nullptr, #op, type, kId32, make_node<PlainNode, weights, verify>);
+  constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kFloat16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+  for (auto type : {kFloat, kFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
+    const auto add = [&](const char* op, Op::Make make) {
+      const auto caches = {kFloat, kFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8};
+      for (auto other : other_types(op, caches)) ops.emplace_back(api, nullptr, op, type, other, make);
+    };
+    add("QuantMoE", make_node<MoENode, weights, verify>);
+    add("QuantLinear", make_node<LinearNode, weights, verify>);
+    add("CachedAttention", make_node<AttentionNode, weights, verify>);
+    add("AllReduce", make_node<ReduceNode, weights, verify>);
+    add("AllGather", make_node<GatherNode, weights, verify>);
+    add("ReduceScatter", make_node<ScatterNode, weights, verify>);
+#define QM_CPU(op, name) add(#op, make_node<PlainNode, weights, verify>);
+    const auto refuse = [&](const char* op) {
+      ops.emplace_back(api, nullptr, op, type, type, make_node<OfAnotherTarget, weights, verify>);
+    };
+    refuse("AllReduceAddRMSNorm");
+#define QM_CUDA(op, name) \
+  if (!runs_here(#op)) refuse(#op);
 #include "op.def"
   }
 }

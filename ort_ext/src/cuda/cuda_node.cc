@@ -63,27 +63,11 @@ CudaNode::Scratch CudaNode::scratch_of(OrtKernelContext* context, size_t bytes) 
   return Scratch(memory, Release{allocator_.get()});
 }
 
-// What AllReduceAddRMSNorm has of AddRMSNorm: its inputs and outputs.
-static_assert(AllReduceAddRMSNorm_x == AddRMSNorm_x && AllReduceAddRMSNorm_residual == AddRMSNorm_residual &&
-              AllReduceAddRMSNorm_weight == AddRMSNorm_weight);
-
-qm_cuda_norm_problem CudaNode::read_norm(const OrtKernelInfo* info, const qm_norm& norm) const {
-  const Shape weight = shape_of(get_constant(info, AddRMSNorm_weight));
-  if (weight.size() != 1) fail("weight has shape " + text_of(weight) + ", expected [features]");
-  const qm_cuda_norm_problem problem{norm, op_.type(), 0, weight[0]};
+qm_cuda_node_plan CudaNode::plan_of(const char* op, const void* node, const qm_tensor* inputs) const {
+  qm_cuda_node_plan plan;
   char error[QM_ERROR_SIZE];
-  if (qm_cuda_validate_norm(&problem, error)) fail(error);
-  return problem;
-}
-
-// And the problem's rows.
-qm_cuda_norm_tensors CudaNode::norm_tensors(OrtKernelContext* context, qm_cuda_norm_problem* problem) const {
-  const FreeSizes<int64_t> sizes = check_inputs(context);
-  problem->rows = elements(*sizes.rest());
-  qm_cuda_norm_tensors tensors{};
-#define QM_ONLY "ops/add_rms_norm.def"
-#include "common/tensors.inc"
-  return tensors;
+  if (qm_cuda_plan_node(op, node, inputs, &device_, &plan, error)) fail(error);
+  return plan;
 }
 
 }  // namespace quantmoe

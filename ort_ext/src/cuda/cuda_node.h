@@ -25,8 +25,8 @@ class CudaNode : public Node {
   Scratch scratch_of(OrtKernelContext* context, size_t bytes) const;
   template <class Plan, class Problem, class Make, class Launch>
   void execute(OrtKernelContext* context, const Problem& problem, const Make& make, const Launch& launch) const;
-  qm_cuda_norm_problem read_norm(const OrtKernelInfo* info, const qm_norm& norm) const;
-  qm_cuda_norm_tensors norm_tensors(OrtKernelContext* context, qm_cuda_norm_problem* problem) const;
+  // Of an operator that runs by its name. Throws for what its kernels do not take.
+  qm_cuda_node_plan plan_of(const char* op, const void* node, const qm_tensor* inputs) const;
 
   qm_cuda_device device_{};
 

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "core/tensors.h"
 #include "cuda/cuda_node.h"
 #include "experts/per_session.h"
 #include "ranks/nccl.h"
@@ -64,24 +65,29 @@ class CudaReduce : public CudaRank {
   }
 };
 
+static_assert(AllReduceAddRMSNorm_x == AddRMSNorm_x && AllReduceAddRMSNorm_residual == AddRMSNorm_residual &&
+              AllReduceAddRMSNorm_weight == AddRMSNorm_weight && AllReduceAddRMSNorm_y == AddRMSNorm_y &&
+              AllReduceAddRMSNorm_sum == AddRMSNorm_sum);
+
 class CudaReduceNorm : public CudaRank {
  public:
   CudaReduceNorm(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
     const auto node = read_checked<qm_reduce_norm>(info, check_reduce_norm);
-    problem_ = read_norm(info, norm_of(node));
+    norm_ = norm_of(node);
+    (void)plan_of("AddRMSNorm", &norm_, read_constants(info).data());
     join(info, node);
   }
   void run(OrtKernelContext* context) const override {
-    qm_cuda_norm_problem problem = problem_;
-    const qm_cuda_norm_tensors tensors = norm_tensors(context, &problem);
-    if (problem.rows == 0) return;
-    const auto stream = static_cast<cudaStream_t>(stream_of(context));
-    enqueue({problem.rows, problem.columns}, stream,
-            [&](const Communicator& all) { all.reduce(problem, tensors, stream); });
+    const Tensors tensors = read_tensors(context);
+    const int64_t rows = rows_of(tensors.inputs[AllReduceAddRMSNorm_x].shape);
+    if (rows == 0) return;
+    const qm_cuda_call call{tensors.inputs.data(), tensors.outputs.data(), nullptr, stream_of(context)};
+    const Shape shape{rows, tensors.inputs[AllReduceAddRMSNorm_weight].shape.sizes[0]};
+    enqueue(shape, static_cast<cudaStream_t>(call.stream), [&](const Communicator& all) { all.reduce(norm_, call); });
   }
 
  private:
-  qm_cuda_norm_problem problem_{};  // but for rows
+  qm_norm norm_{};
 };
 
 class CudaGather : public CudaRank {

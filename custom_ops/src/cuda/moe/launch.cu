@@ -12,7 +12,6 @@
 #include "cuda/instances/gemm_kernels.h"
 #include "cuda/moe/expert_cache.cuh"
 #include "cuda/moe/expert_sort.cuh"
-#include "cuda/router/select_experts.cuh"
 
 namespace quantmoe {
 namespace {
@@ -544,19 +543,4 @@ extern "C" int qm_cuda_launch_linear(const qm_cuda_linear_problem* problem, cons
   const qm_moe moe = moe_of(problem->linear);
   const Call call = call_of(*problem, moe, *plan, *tensors);
   return problem->type == QM_BF16 ? launch<__nv_bfloat16>(call, s, err) : launch<__half>(call, s, err);
-}
-
-extern "C" int qm_cuda_launch_routing(const qm_cuda_routing_problem* problem, const qm_cuda_routing_tensors* tensors,
-                                      void* stream, char* err) {
-  if (int status = qm_cuda_validate_routing(problem, err)) return status;
-  if (problem->tokens == 0) return QM_OK;
-  const qm_routing& routing = problem->routing;
-  const SelectParams params{tensors->logits, tensors->correction_bias, tensors->topk_ids, tensors->topk_weights,
-                            routing};
-  Launcher launcher{static_cast<cudaStream_t>(stream)};
-  launcher.run(problem->type == QM_F32    ? moe_select<float>
-               : problem->type == QM_BF16 ? moe_select<__nv_bfloat16>
-                                          : moe_select<__half>,
-               params, dim3(static_cast<unsigned>(problem->tokens)), 32, 4 * select_words(routing), true);
-  return report(launcher.error, err);
 }

@@ -1,4 +1,4 @@
-// What the kernels of QuantMoE, QuantLinear and MoERouting take. Pure; runs without a GPU.
+// What the kernels of QuantMoE and QuantLinear take. Pure; runs without a GPU.
 #include "cuda/moe/validate.h"
 
 #include <string>
@@ -8,9 +8,8 @@
 namespace quantmoe {
 namespace {
 
-constexpr int64_t kMaxExperts = 8192;    // moe_route counts them in shared memory
-constexpr int64_t kMaxCached = 4096;     // resolve_experts has them and their slots in 48 KiB of shared memory
-constexpr int kMaxRoutedExperts = 2048;  // moe_select keeps four words of each there
+constexpr int64_t kMaxExperts = 8192;  // moe_route counts them in shared memory
+constexpr int64_t kMaxCached = 4096;   // resolve_experts has them and their slots in 48 KiB of shared memory
 
 int validate_flag(int value, const char* prefix, const char* name, char* err) {
   if (value == 0 || value == 1) return QM_OK;
@@ -193,16 +192,3 @@ int validate_linear(const qm_cuda_linear_problem& problem, const qm_cuda_device&
 }
 
 }  // namespace quantmoe
-
-using namespace quantmoe;
-
-extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, char* err) {
-  const qm_routing& routing = problem->routing;
-  QM_TRY(check_routing(routing, {kMaxRoutedExperts, false, "the CUDA kernel takes"}, err));
-  if (problem->type < QM_F32 || problem->type > QM_BF16)
-    return fail(err, QM_INVALID, "type is %d, the CUDA kernel takes %d to %d", problem->type, QM_F32, QM_BF16);
-  if (problem->tokens < 0 || problem->tokens > INT32_MAX)
-    return fail(err, QM_INVALID, "logits have %lld rows, expected 0 to %d", static_cast<long long>(problem->tokens),
-                INT32_MAX);
-  return QM_OK;
-}

@@ -3,6 +3,7 @@
 
 #include "core/attributes.h"
 #include "cuda/common/launcher.h"
+#include "cuda/common/operators.h"
 #include "cuda/ranks/peers.cuh"
 
 namespace quantmoe {
@@ -73,18 +74,19 @@ int qm_cuda_launch_sum(const qm_cuda_peers* peers, const qm_cuda_sum* sum, void*
   return sum->type == QM_F16 ? launch_sum<half>(params, queue, err) : launch_sum<nv_bfloat16>(params, queue, err);
 }
 
-int qm_cuda_launch_sum_norm(const qm_cuda_peers* peers, const qm_cuda_norm_problem* problem,
-                            const qm_cuda_norm_tensors* tensors, void* stream, char* err) {
-  if (const int status = check(*peers, problem->type, err)) return status;
-  if (const int status = qm_cuda_validate_norm(problem, err)) return status;
-  if (problem->columns % 8 || problem->columns > QM_CUDA_SUM_COLUMNS)
-    return fail(err, QM_UNSUPPORTED, "x has %lld columns, expected a multiple of 8 up to %d",
-                static_cast<long long>(problem->columns), QM_CUDA_SUM_COLUMNS);
-  if (problem->rows == 0) return QM_OK;
-  const SumNormParams params{*peers, norm_params(*problem, *tensors), problem->rows};
-  const auto queue = static_cast<cudaStream_t>(stream);
-  return problem->type == QM_F16 ? launch_sum_norm<half>(params, queue, err)
-                                 : launch_sum_norm<nv_bfloat16>(params, queue, err);
+int qm_cuda_launch_sum_norm(const qm_cuda_peers* peers, const qm_norm* norm, const qm_cuda_call* call, char* err) {
+  const qm_tensor& x = call->inputs[AddRMSNorm_x];
+  if (const int status = check(*peers, x.type, err)) return status;
+  qm_cuda_node_plan plan;
+  if (const int status = plan_norm(norm, call->inputs, {}, plan, err)) return status;
+  const SumNormParams params{*peers, norm_params(*norm, *call), rows_of(x.shape)};
+  if (params.norm.columns % 8 || params.norm.columns > QM_CUDA_SUM_COLUMNS)
+    return fail(err, QM_UNSUPPORTED, "x has %d columns, expected a multiple of 8 up to %d", params.norm.columns,
+                QM_CUDA_SUM_COLUMNS);
+  if (params.rows == 0) return QM_OK;
+  const auto queue = static_cast<cudaStream_t>(call->stream);
+  return x.type == QM_F16 ? launch_sum_norm<half>(params, queue, err)
+                          : launch_sum_norm<nv_bfloat16>(params, queue, err);
 }
 
 int qm_cuda_launch_gather(const qm_cuda_peers* peers, const qm_cuda_gather* gather, void* stream, char* err) {

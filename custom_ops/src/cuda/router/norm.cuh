@@ -1,5 +1,6 @@
 // AddRMSNorm: a block a row.
 #pragma once
+#include "core/tensors.h"
 #include "cuda/common/ptx.cuh"
 #include "cuda/router/router.h"
 
@@ -13,14 +14,11 @@ struct NormParams {
   float epsilon;
 };
 
-inline NormParams norm_params(const qm_cuda_norm_problem& problem, const qm_cuda_norm_tensors& tensors) {
-  return {tensors.x,
-          tensors.residual,
-          tensors.weight,
-          tensors.y,
-          tensors.sum,
-          static_cast<int>(problem.columns),
-          problem.norm.norm_epsilon};
+inline NormParams norm_params(const qm_norm& norm, const qm_cuda_call& call) {
+  const TensorsOf<qm_norm> tensors{call.inputs, call.outputs};
+  return {tensors.x,        tensors.residual, tensors.weight,
+          tensors.y,        tensors.sum,      static_cast<int>(call.inputs[AddRMSNorm_weight].shape.sizes[0]),
+          norm.norm_epsilon};
 }
 
 // Values that a thread reads at once.

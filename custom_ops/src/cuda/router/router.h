@@ -1,4 +1,4 @@
-// What plan and kernels of the nodes between the products share: MoERouter, AddRMSNorm, TokenRows.
+// What plan and kernels of the nodes between the products share: MoERouting, MoERouter, AddRMSNorm, TokenRows.
 #pragma once
 #include "cuda/common/host_device.h"
 #include "quantmoe/quant_moe_cuda.h"
@@ -10,6 +10,8 @@ QM_CONSTEXPR int slots_of(const qm_routing& r) { return r.top_k + r.shared_exper
 // Shared memory that a warp selects a token's experts in: a word a logit, 1 an expert, 1 a group, 1 a selected one.
 constexpr int select_words(const qm_routing& r) { return logits_of(r) + r.num_experts + r.n_group + r.top_k; }
 
+// What chosen has in a router's qm_cuda_node_plan: a RouterPath; blocks of a cluster.
+enum RouterChoice { kRouterPath = 0, kRouterBlocks = 1 };
 // MoERouter's kernels.
 enum RouterPath {
   kRouterCluster = 0,  // a cluster for eight tokens: a block has the weights of some experts, and selects for a token

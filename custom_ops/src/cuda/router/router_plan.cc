@@ -1,7 +1,9 @@
-// MoERouter, AddRMSNorm and TokenRows: what the kernels take, and the router's plan. Pure; runs without a GPU.
+// MoERouting, MoERouter, AddRMSNorm and TokenRows: what the kernels take, and the router's plan. Pure; runs without a
+// GPU.
 #include <algorithm>
 
 #include "core/attributes.h"
+#include "cuda/common/operators.h"
 #include "cuda/router/router.h"
 
 namespace quantmoe {
@@ -18,43 +20,57 @@ int validate_size(const char* name, int64_t size, int64_t least, int64_t most, c
 }
 constexpr int64_t kMostColumns = 1 << 24, kMostRows = INT32_MAX / 2;
 
+int validate_routing(const qm_routing& routing, char* err) {
+  constexpr int kMostExperts = 2048;  // moe_select keeps four words of each in shared memory
+  return check_routing(routing, {kMostExperts, false, "the CUDA kernel takes"}, err);
+}
+
 }  // namespace
-}  // namespace quantmoe
 
-using namespace quantmoe;
+int plan_routing(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+  QM_TRY(validate_routing(*static_cast<const qm_routing*>(node), err));
+  const qm_tensor& logits = inputs[MoERouting_logits];
+  if (logits.type < QM_F32 || logits.type > QM_BF16)
+    return fail(err, QM_INVALID, "type is %d, the CUDA kernel takes %d to %d", logits.type, QM_F32, QM_BF16);
+  return validate_size("rows of logits", rows_of(logits.shape), 0, INT32_MAX, err);
+}
 
-extern "C" int qm_cuda_plan_router(const qm_cuda_router_problem* problem, const qm_cuda_device* device,
-                                   qm_cuda_router_plan* plan, char* err) {
-  const qm_router& router = problem->router;
+int plan_router(const void* node, const qm_tensor* inputs, const qm_cuda_device& device, qm_cuda_node_plan& plan,
+                char* err) {
+  const qm_router& router = *static_cast<const qm_router*>(node);
   QM_TRY(check_node("MoERouter", &router, err));
   QM_TRY(validate_size("hidden_size", router.hidden_size, 1, kMostColumns, err));
-  const qm_cuda_routing_problem routing{routing_of(router), QM_F32, 0};
-  QM_TRY(qm_cuda_validate_routing(&routing, err));
-  QM_TRY(validate_type("hidden_states", problem->type, err));
-  QM_TRY(validate_size("rows of hidden_states", problem->tokens, 0, kMostRows, err));
-  const bool words = router.hidden_size % 8 == 0, few = problem->tokens <= kRouterFew;
-  *plan = qm_cuda_router_plan{};
-  plan->cluster = router_cluster_of(routing.routing, *device);
-  const bool cluster = device->sm >= 90 && router_tiles_of(routing.routing, plan->cluster) <= kRouterMostTiles;
-  plan->path = words && few && cluster ? kRouterCluster : words && !few ? kRouterTiles : kRouterRows;
-  if (plan->path != kRouterCluster)
-    plan->workspace_bytes =
-        static_cast<uint64_t>(problem->tokens) * static_cast<uint64_t>(logits_of(routing.routing)) * 4;
+  const qm_routing routing = routing_of(router);
+  QM_TRY(validate_routing(routing, err));
+  const qm_tensor& hidden = inputs[MoERouter_hidden_states];
+  const int64_t tokens = rows_of(hidden.shape);
+  QM_TRY(validate_type("hidden_states", hidden.type, err));
+  QM_TRY(validate_size("rows of hidden_states", tokens, 0, kMostRows, err));
+  const bool words = router.hidden_size % 8 == 0, few = tokens <= kRouterFew;
+  const int32_t blocks = router_cluster_of(routing, device);
+  const bool cluster = device.sm >= 90 && router_tiles_of(routing, blocks) <= kRouterMostTiles;
+  plan.chosen[kRouterPath] = words && few && cluster ? kRouterCluster : words && !few ? kRouterTiles : kRouterRows;
+  plan.chosen[kRouterBlocks] = blocks;
+  if (plan.chosen[kRouterPath] != kRouterCluster)
+    plan.workspace_bytes = static_cast<uint64_t>(tokens) * static_cast<uint64_t>(logits_of(routing)) * 4;
   return QM_OK;
 }
 
-extern "C" int qm_cuda_validate_norm(const qm_cuda_norm_problem* problem, char* err) {
-  QM_TRY(check_node("AddRMSNorm", &problem->norm, err));
-  QM_TRY(check_not_negative("norm_epsilon", problem->norm.norm_epsilon, err));
-  QM_TRY(validate_type("x", problem->type, err));
-  QM_TRY(validate_size("columns of x", problem->columns, 1, kMostColumns, err));
-  return validate_size("rows of x", problem->rows, 0, kMostRows, err);
+int plan_norm(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+  QM_TRY(check_node("AddRMSNorm", node, err));
+  QM_TRY(check_not_negative("norm_epsilon", static_cast<const qm_norm*>(node)->norm_epsilon, err));
+  QM_TRY(validate_type("x", inputs[AddRMSNorm_x].type, err));
+  QM_TRY(validate_size("columns of x", inputs[AddRMSNorm_weight].shape.sizes[0], 1, kMostColumns, err));
+  return validate_size("rows of x", rows_of(inputs[AddRMSNorm_x].shape), 0, kMostRows, err);
 }
 
-extern "C" int qm_cuda_validate_rows(const qm_cuda_rows_problem* problem, char* err) {
-  QM_TRY(check_node("TokenRows", &problem->node, err));
-  QM_TRY(validate_size("the batch", problem->batch, 0, kMostRows, err));
-  QM_TRY(validate_size("new tokens", problem->tokens, 0, kMostRows, err));
-  QM_TRY(validate_size("slots of past_key", problem->past_slots, 0, kMostRows, err));
-  return validate_size("columns of attention_mask", problem->length, 0, kMostRows, err);
+int plan_rows(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+  QM_TRY(check_node("TokenRows", node, err));
+  const qm_shape &ids = inputs[TokenRows_input_ids].shape, &mask = inputs[TokenRows_attention_mask].shape;
+  QM_TRY(validate_size("the batch", ids.sizes[0], 0, kMostRows, err));
+  QM_TRY(validate_size("new tokens", ids.sizes[1], 0, kMostRows, err));
+  QM_TRY(validate_size("slots of past_key", inputs[TokenRows_past_key].shape.sizes[2], 0, kMostRows, err));
+  return validate_size("columns of attention_mask", mask.sizes[1], 0, kMostRows, err);
 }
+
+}  // namespace quantmoe
