@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from quantmoe.custom_ops import library_file, native
+from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, Spec
-from quantmoe.custom_ops.structs import STRUCTS, Shape, Tensor, check_structs, checked, node
+from quantmoe.custom_ops.structs import STRUCTS, Shape, Tensor, check_structs, node
 from quantmoe.custom_ops.tensor_shapes import input_shapes
 
 #: whose activations are of the same type

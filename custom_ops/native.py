@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops import library_file, native_name
+from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_none
 from quantmoe.custom_ops.op import (
@@ -23,7 +24,7 @@ from quantmoe.custom_ops.op import (
 )
 from quantmoe.custom_ops.schema import schema
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.custom_ops.structs import check_structs, checked, node, projection
+from quantmoe.custom_ops.structs import check_structs, node, projection
 
 _share = threading.local()
 

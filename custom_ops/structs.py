@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from typing import Self
 
+from quantmoe.custom_ops.c_calls import ERROR_SIZE, check_status
 from quantmoe.custom_ops.nodes import Projection
 from quantmoe.custom_ops.schema import Operator, Spec, schema
-
-ERROR_SIZE = 512
 
 
 def make_struct(operator: Operator) -> type[ctypes.Structure]:
@@ -121,19 +120,3 @@ def projection(p: Projection) -> ctypes.Structure:
             raise ValueError(f"{a.name} is {value}, outside int32")
         setattr(found, a.name, value)
     return found
-
-
-def check_status(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
-    """Raise ValueError with the message of a call that failed."""
-    if status:
-        raise ValueError(err.value.decode())
-
-
-def checked(function: Callable[..., int], *given: Any) -> None:
-    """Call a function of the C ABI whose last argument is where it says why it failed.
-
-    Raises:
-        ValueError: with its message.
-    """
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    check_status(function(*given, err), err)

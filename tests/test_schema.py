@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from quantmoe.custom_ops import native, nodes
+from quantmoe.custom_ops.c_calls import ERROR_SIZE
 from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, read, schema, stub
-from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make_struct
+from quantmoe.custom_ops.structs import STRUCTS, check_structs, make_struct
 
 SOURCES = Path(__file__).parents[1] / "custom_ops"
 SPECS = [getattr(nodes, op) for op in schema().operators]

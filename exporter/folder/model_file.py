@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, MoESpec
 from quantmoe.exporter.errors import ModelError, need_path
 from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.folder.metadata import PRODUCER, RANK, TARGET, WORLD
@@ -18,6 +18,11 @@ from quantmoe.exporter.targets import CPU, TARGETS
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from quantmoe.custom_ops.op import MoESpec
+
+#: number of ModelProto.metadata_props
+METADATA = 14
 
 
 def model_path(path: str | Path) -> Path:
@@ -123,6 +128,9 @@ def _find_external(path: Path, model: ir.Model) -> None:
     """Give nodes with external rows (FORMAT.md 1.2) the tensors that they name."""
     import onnx_ir as ir
 
+    from quantmoe.custom_ops.layouts import LAYOUTS
+    from quantmoe.custom_ops.op import DOMAIN
+
     for node in model.graph:
         if (node.domain, node.op_type) != (DOMAIN, "QuantMoE"):
             continue
@@ -164,6 +172,8 @@ def _pointer(path: Path) -> str:
 
 
 def _moe_spec(path: Path, node: ir.Node) -> MoESpec:
+    from quantmoe.custom_ops.op import MoESpec
+
     try:
         return MoESpec.from_attributes({name: attribute_value(a) for name, a in node.attributes.items()})
     except ValueError as error:
@@ -173,6 +183,56 @@ def _moe_spec(path: Path, node: ir.Node) -> MoESpec:
 def attribute_value(attribute: ir.Attr) -> Any:
     """Return an attribute's value, text as str."""
     return attribute.as_string() if attribute.type.name == "STRING" else attribute.value
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """Return a model's metadata, in milliseconds: :func:`load` imports onnx_ir, which takes most of a second.
+
+    A file that is no model has none. ``load`` says what is wrong with it.
+    """
+    found = {}
+    try:
+        with open(path, "rb") as file:
+            while (field := _field(file)) is not None:
+                number, size = field
+                if number != METADATA:
+                    file.seek(size, os.SEEK_CUR)
+                    continue
+                entry = io.BytesIO(file.read(size))
+                texts = dict[int, str]()
+                while (part := _field(entry)) is not None:
+                    texts[part[0]] = entry.read(part[1]).decode()
+                found[texts.get(1, "")] = texts.get(2, "")
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _field(file: BinaryIO) -> tuple[int, int] | None:
+    """Return the number of the next field of a protobuf message and the bytes that follow; None: the message ends.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (first := file.read(1)):
+        return None
+    number, kind = divmod(_varint(file, first), 8)
+    if kind in (0, 2):  # a number; bytes after their number
+        value = _varint(file, file.read(1))
+        return number, value if kind == 2 else 0
+    if kind not in (1, 5):
+        raise ValueError(f"no kind of a protobuf field: {kind}")
+    return number, 8 if kind == 1 else 4
+
+
+def _varint(file: BinaryIO, byte: bytes) -> int:
+    value = shift = 0
+    while byte and shift < 64:
+        value |= (byte[0] & 127) << shift
+        if byte[0] < 128:
+            return value
+        shift, byte = shift + 7, file.read(1)
+    raise ValueError("no number of a protobuf message")
 
 
 def load_own(model: Path) -> ir.Model | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quantmoe.custom_ops.structs import checked
+from quantmoe.custom_ops.c_calls import checked
 from quantmoe.exporter.errors import ModelError
 from quantmoe.ort_ext import cuda_library_path
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import ml_dtypes
 import numpy as np
 
-from quantmoe.custom_ops.structs import checked
+from quantmoe.custom_ops.c_calls import checked
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.device import Pages, copy, library, stream, wait

@@ -17,8 +17,6 @@ from quantmoe.exporter.folder.files import GENAI, MTP_MODEL
 from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.folder.record import check_recorded, is_recorded
-from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
@@ -534,4 +532,7 @@ def _reserve(path: Path, length: int | None, drafts: bool, batch: int) -> int | 
         length = search["max_length"]
         if type(length) is not int or length < 1:
             raise ModelError(f"{config}: search.max_length is {length!r}, expected a number of tokens")
+    from quantmoe.exporter.inspecting.inspect import inspect  # they take time to import
+    from quantmoe.exporter.inspecting.reserve import reserve as reserve_of
+
     return reserve_of(inspect(path), length, drafts, rows=batch)

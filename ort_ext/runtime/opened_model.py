@@ -32,7 +32,7 @@ from quantmoe.exporter.folder.metadata import (
     TARGET,
     WORLD,
 )
-from quantmoe.exporter.folder.model_file import check_alone, load
+from quantmoe.exporter.folder.model_file import check_alone, load, metadata_of
 from quantmoe.exporter.memory import OnGpu, doing
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.targets import of_device
@@ -543,7 +543,7 @@ def runtime() -> Any:
 
 def shares_buffer_of(path: Path) -> bool:
     """Return whether a model's metadata says that its caches may be written in place."""
-    return any(entry == (SHARE_BUFFER, "true") for entry in load(path).metadata_props.items())
+    return metadata_of(path).get(SHARE_BUFFER) == "true"
 
 
 def _cuda(ort: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantmoe.custom_ops.structs import checked
+from quantmoe.custom_ops.c_calls import checked
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.runtime import device, device_sampling
 from quantmoe.runtime.sampling import Penalties, Sampler, probabilities

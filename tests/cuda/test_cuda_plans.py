@@ -14,8 +14,8 @@ from cuda.formats import FLOATS, FORMATS, spec_of
 from cuda.layers import FORMAT_SHAPES, FP8, LINEARS, ONE, SM120, TILES, build, build_linear, of_format
 from specs import linear_spec
 
+from quantmoe.custom_ops.c_calls import ERROR_SIZE
 from quantmoe.custom_ops.op import enum
-from quantmoe.custom_ops.structs import ERROR_SIZE
 
 BF16 = FLOATS["bf16"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import native
+from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.cuda import (  # noqa: F401 - for those who import this
     H200,
     STEPS,
@@ -38,7 +39,7 @@ from quantmoe.custom_ops.op import (
     RowsSpec,
     Spec,
 )
-from quantmoe.custom_ops.structs import Shape, Tensor, checked, node
+from quantmoe.custom_ops.structs import Shape, Tensor, node
 from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 if TYPE_CHECKING:

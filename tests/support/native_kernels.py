@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.custom_ops.c_calls import ERROR_SIZE, checked
 from quantmoe.custom_ops.native import TYPES, aligned, kernels, library, row_of  # noqa: F401 - for those who import this
 from quantmoe.custom_ops.op import (
     AttentionSpec,
@@ -20,7 +21,7 @@ from quantmoe.custom_ops.op import (
     optional_inputs,
     outputs,
 )
-from quantmoe.custom_ops.structs import ERROR_SIZE, Shape, Tensor, checked, node
+from quantmoe.custom_ops.structs import Shape, Tensor, node
 from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 
