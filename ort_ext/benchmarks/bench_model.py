@@ -44,6 +44,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import GENAI
 from quantmoe.exporter.folder.model_file import check_alone, model_path
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.targets import of_device
 from quantmoe.runtime.opened_model import runtime
 
 #: --against -> what pip installs for it, and its modules
@@ -239,7 +240,8 @@ def bench_model(
     """
     against = list(dict.fromkeys(against or ()))
     _check(model, against, (layers, lm_head, weights, keep), (json_file, plot))
-    if device == "cuda" and (cpu_time or profile or threads):
+    on_gpu = of_device(device).on_gpu
+    if on_gpu and (cpu_time or profile or threads):
         raise typer.BadParameter("of the CPU", param_hint="--cpu-time, --profile or --threads with --device cuda")
     shape = not Path(model).exists()
     runtime()
@@ -256,7 +258,7 @@ def bench_model(
         found = inspect(folder)
         check_alone(model_path(folder), found["metadata"])
         config = _config(folder)
-        ours = (OnCuda, str(folder)) if device == "cuda" else (Ours, str(folder), threads)
+        ours = (OnCuda, str(folder)) if on_gpu else (Ours, str(folder), threads)
         sides = {"ours": Process("ours", *ours, cpu=cpu_time)}
         stack.callback(sides["ours"].close)
         for name in against:
@@ -265,9 +267,9 @@ def bench_model(
                 stack.callback(peer.close)
         cache = sides["ours"].cache_bytes()
         wanted = _steps(console, config, cache, len(sides), prefill, depths, batch)
-        reads = [probe_read(threads, Path(temporary))] if device == "cpu" else []
+        reads = [] if on_gpu else [probe_read(threads, Path(temporary))]
         timed = _timings(console, sides, wanted, repeat, steps)
-        reads += [probe_read(threads, Path(temporary))] if device == "cpu" else []
+        reads += [] if on_gpu else [probe_read(threads, Path(temporary))]
         done = [
             cell
             for step, times in timed
@@ -289,7 +291,7 @@ def bench_model(
             "peak_bytes": peaks,
             "cells": [asdict(cell) for cell in done],
         }
-        where = "on the GPU" if device == "cuda" else f"{threads} threads{', CPU time' if cpu_time else ''}"
+        where = "on the GPU" if on_gpu else f"{threads} threads{', CPU time' if cpu_time else ''}"
         _print(console, done, f"{Path(model).name}, {result['layers']} layers, {where}")
         _limits(console, reads, peaks)
         if profile:
@@ -358,7 +360,7 @@ def _peer(
 ) -> Process | None:
     """None, said in a line, where it cannot run this model: a folder, the GGUF file that it is of, and the device."""
     folder, file, device = model
-    llama_cpp = (threads, True, device == "cuda")
+    llama_cpp = (threads, True, of_device(device).on_gpu)
     try:
         if name != "llama.cpp":
             return Process(name, Genai, str(folder) if name == "genai" else name, threads, cpu=cpu)

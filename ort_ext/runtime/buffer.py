@@ -71,7 +71,7 @@ class Buffer:
 
     def rows(self, begin: int, end: int) -> Buffer:
         """Return a part of the first dimension, in the same memory, which lasts as long as this buffer."""
-        if self._on_host:
+        if self.on_host:
             return Buffer.of(self.here()[begin:end], "cpu")
         return Buffer(self.value.rows(begin, end), self.dtype)
 
@@ -98,14 +98,14 @@ class Buffer:
 
     def copy(self, source: Buffer, to: Slot = None, slot: Slot = None) -> None:
         """Copy a slot of another buffer to a slot of this one. A copy on a GPU is started, not waited for."""
-        if self._on_host and source._on_host:
+        if self.on_host and source.on_host:
             self.here(to)[...] = source.here(slot)
         else:
             gpu.copy(self.address(to), source.address(slot), source.bytes(slot))
 
     def copy_tokens(self, source: Buffer, count: int) -> None:
         """Copy the first ``count`` tokens of every head, as :meth:`copy`. Both are [1, heads, tokens, width]."""
-        if self._on_host and source._on_host:
+        if self.on_host and source.on_host:
             if count:
                 self.here()[:, :, :count] = source.here()[:, :, :count]
             return
@@ -116,7 +116,8 @@ class Buffer:
             gpu.copy(self.address(), source.address(), count * size, heads, tokens * size, pitch)
 
     @property
-    def _on_host(self) -> bool:
+    def on_host(self) -> bool:
+        """Whether the memory is the host's, not a GPU's."""
         return bool(self.value.device_name() == "cpu")
 
     def _place(self, slot: Slot) -> tuple[list[int], int]:

@@ -387,7 +387,7 @@ class SharedCache(Cache):
 
     def _fetch(self, logits: Buffer, count: int) -> np.ndarray:
         _, rows, vocabulary = logits.value.shape()
-        if self.model.device == "cpu":
+        if logits.on_host:
             return np.array(logits.here()[0, -count:], np.float32)
         made = np.empty((min(count, rows), vocabulary), logits.dtype)
         self.model.in_turn(lambda: device.fetch(made, logits.address() + logits.bytes() - made.nbytes))

@@ -196,7 +196,7 @@ class DecodeStep:
 
     def _write(self, name: str, array: np.ndarray) -> None:
         """Write an input, on a GPU after the run that may be ahead."""
-        if self.model.device == "cpu":
+        if self._inputs[name].on_host:
             self._inputs[name].write(array)
         else:
             given = np.ascontiguousarray(array)

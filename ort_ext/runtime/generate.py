@@ -172,7 +172,7 @@ class Generator(OpenedModel):
         num_logits: int | None = None,
     ):
         for name, value, known in (
-            ("device", device, ("cpu", "cuda")),
+            ("device", device, tuple(dict.fromkeys(target.device for target in TARGETS.values()))),
             ("experts", experts, (None, "gpu", "host", "disk", "auto")),
         ):
             if value not in known:
@@ -189,11 +189,12 @@ class Generator(OpenedModel):
                 raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
         path = model_path(path)
         other = None if speculate in (None, "ngram", "mtp") else _drafting_model(speculate, path, device)
-        if cuda_graph and device != "cuda":
+        on_gpu = of_device(device).on_gpu
+        if cuda_graph and not on_gpu:
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
-        captured = device == "cuda" and experts != "disk" and trace is None and shares_buffer_of(path)
-        given = ram if device == "cpu" else gpu_memory
-        if experts in ("host", "disk", "auto")[device == "cpu" :] and given in (None, "auto") and reserve is None:
+        captured = on_gpu and experts != "disk" and trace is None and shares_buffer_of(path)
+        given = gpu_memory if on_gpu else ram
+        if experts in (*["host"] * on_gpu, "disk", "auto") and given in (None, "auto") and reserve is None:
             reserve = _reserve(path, max_length or capacity, drafts=speculate == "mtp", batch=batch)
         entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
         entries |= {

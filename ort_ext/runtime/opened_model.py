@@ -36,7 +36,7 @@ from quantmoe.exporter.folder.model_file import check_alone, load, metadata_of
 from quantmoe.exporter.memory import OnGpu, doing
 from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.targets import of_device
-from quantmoe.ort_ext import OLDEST, cuda_library_path, experts_report, library_path
+from quantmoe.ort_ext import OLDEST, experts_report
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.device import stream, wait
@@ -86,7 +86,8 @@ class OpenedModel:
     ):
         ort = runtime()
         self.path, self.device, self.capacity, self.group = path, device, capacity, entries.get("group")
-        self.chunk = of_device(device).chunk if chunk is None else chunk
+        self.target = of_device(device)
+        self.chunk = self.target.chunk if chunk is None else chunk
         #: what chooses the tokens of a generation: ranks of a launcher have another (ranks.Rank.sampler)
         self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler
         #: options of the runs that go on now
@@ -137,7 +138,9 @@ class OpenedModel:
         for entry, given in entries.items():
             if given is not None:
                 options.add_session_config_entry(f"quantmoe.{entry}", str(given))
-        library = library_path() if self.device == "cpu" else _cuda(ort)
+        if self.target.on_gpu:
+            _check_gpu(ort)
+        library = self.target.library_path()
         try:
             options.register_custom_ops_library(library)
         except Exception as error:  # onnxruntime's exceptions have no public base class
@@ -145,7 +148,7 @@ class OpenedModel:
         cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(self.cuda_graph))})
         if self.cuda_graph:
             cuda[1]["user_compute_stream"] = str(stream())
-        providers = ["CPUExecutionProvider" if self.device == "cpu" else cuda]
+        providers = [cuda if self.target.on_gpu else "CPUExecutionProvider"]
         try:
             with doing(str(self.path), self._on_gpu()):
                 # its own second try, on the CPU, hides the first one's error
@@ -243,7 +246,7 @@ class OpenedModel:
 
     def wait(self) -> None:
         """Wait for the runs and copies that were started on a GPU."""
-        if self.device != "cpu":
+        if self.target.on_gpu:
             wait()
 
     def allocating(self, capacity: int, batch: int) -> contextlib.AbstractContextManager[None]:
@@ -255,20 +258,19 @@ class OpenedModel:
         less += ["fewer prompts at once (--batch)"] if batch > 1 else []
         if any(dtype.itemsize > 1 and name not in self.states for name, (_, dtype) in self.past.items()):
             less += ["export --cache fp8"]
-        where = f"{self.path}: the cache of {tokens}" if self.device == "cpu" else str(self.path)
+        where = str(self.path) if self.target.on_gpu else f"{self.path}: the cache of {tokens}"
         return doing(where, self._on_gpu(f"the cache of {tokens} takes {size:,} bytes, ", less))
 
     def _on_gpu(self, what: str = "", less: Sequence[str] = ()) -> OnGpu | None:
         """Return what an error says about the GPU's memory; None on the cpu."""
-        return OnGpu(what, [*less, *self._less_memory]) if self.device == "cuda" else None
+        return OnGpu(what, [*less, *self._less_memory]) if self.target.on_gpu else None
 
     def experts_report(self) -> dict[str, int]:
         """Return counters of expert offloading: slots, hits, misses, bytes_read and more (guides/large-models).
 
         They are of this process's last session with such a cache; {} if there is none.
         """
-        library = of_device(self.device).library_path()
-        return (experts_report(library) or [{}])[-1]
+        return (experts_report(self.target.library_path()) or [{}])[-1]
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:
         """Return an empty KV cache of arrays, for :meth:`step`.
@@ -546,12 +548,11 @@ def shares_buffer_of(path: Path) -> bool:
     return metadata_of(path).get(SHARE_BUFFER) == "true"
 
 
-def _cuda(ort: Any) -> str:
-    """Return the library for the CUDA provider, whose own libraries are loaded from the packages that have them.
+def _check_gpu(ort: Any) -> None:
+    """Load the libraries of the CUDA provider from the packages that have them.
 
     Raises:
-        ModelError: ONNX Runtime has no such provider, or CUDA's driver no GPU. FileNotFoundError: quantmoe-cuda is not
-            installed.
+        ModelError: ONNX Runtime has no such provider, or CUDA's driver no GPU.
     """
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise ModelError(
@@ -563,7 +564,6 @@ def _cuda(ort: Any) -> str:
         why = "nvidia-smi shows the driver's" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
         raise ModelError(f"no CUDA device: device is cuda, and this process sees no GPU ({why})")
     ort.preload_dlls()
-    return cuda_library_path()
 
 
 def _rank(name: str) -> int:

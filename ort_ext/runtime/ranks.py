@@ -24,6 +24,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.targets import of_device
 from quantmoe.runtime.sampling import Choose, Sampler
 
 #: what torchrun says to each process
@@ -128,7 +129,7 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
     for needed in range(world) if here == world else [rank]:
         if needed not in there:
             raise ModelError(f"{outdir}: has no rank{needed} of {world} ranks: repeat the export, which did not end")
-    if device != "cuda":
+    if not of_device(device).on_gpu:
         raise ModelError(
             f"{outdir}: processes of a launcher are for --device cuda; on the cpu ranks are threads of one"
         )

@@ -204,7 +204,7 @@ class Rows:
     def _move(self, name: str, row: int, begin: int, array: np.ndarray, read: bool) -> None:
         """Copy between a row's keys or values and an array of its tokens from ``begin`` on."""
         buffer, count = self._part(row, row + 1)[name], array.shape[2]
-        if self._model.device == "cpu":
+        if buffer.on_host:
             here = buffer.here()[:, :, begin : begin + count]
             to, source = (array, here) if read else (here, array)
             to[...] = source

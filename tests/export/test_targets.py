@@ -62,3 +62,12 @@ def test_no_module_compares_a_target() -> None:
     files = [path for folder in folders for path in (ROOT / "exporter" / folder).rglob("*.py")]
     found = [line for path in (*files, *(ROOT / "exporter").glob("*.py")) for line in compared(path)]
     assert found == ['exporter/choosing/choose.py: dense == "ort"']  # an operator of --dense
+
+
+def test_what_runs_a_model_compares_no_device() -> None:
+    names = ("cache", "generate", "opened_model", "ranks", "buffer")
+    files = [ROOT / "ort_ext" / "runtime" / f"{name}.py" for name in names]
+    found = [line for path in (*files, ROOT / "ort_ext" / "benchmarks" / "bench_model.py") for line in compared(path)]
+    assert found == [
+        f"ort_ext/runtime/buffer.py: {one}" for one in ('device == "cpu"', 'self.value.device_name() == "cpu"')
+    ]
