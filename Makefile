@@ -209,7 +209,7 @@ fuzz: build
 # One wheel for every Python and for glibc 2.28 or newer, and the sdist. Compiles what `make build` has not; needs no PyTorch.
 wheel: compiler
 	$(UV) --group wheel
-	rm -rf dist build/raw
+	rm -rf build/raw dist/quantmoe-*_$(ARCH).whl dist/quantmoe-*.tar.gz
 	env -u CXX uv build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir build/raw
 	auditwheel repair --only-plat --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/raw/*.whl
 	uv build --quiet --sdist --no-build-isolation --python $(BIN)/python --out-dir dist
@@ -240,8 +240,8 @@ test-macos: macos
 	python -m pytest tests/packages/macho.py
 
 # The libraries for the next two: those in NATIVES, a folder of wheels or of libraries, such as an exported one; else those of dist's
-# wheels, with a wheel of this machine's where there is none.
-natives: $(if $(NATIVES)$(wildcard dist/*.whl),,wheel)
+# wheels. This machine's wheel is made anew: CMake knows whether its library is older than the sources.
+natives: $(if $(NATIVES),,wheel)
 	python3 packages/natives.py $(or $(NATIVES),dist) build/natives
 
 # A Maven artifact in build/java and in this machine's Maven repository.
@@ -292,7 +292,7 @@ test-wheel: wheel
 	for version in $(ORT_VERSIONS); do \
 	  uv venv --quiet --clear --python $(BIN)/python build/ort-$$version && \
 	  UV_REQUIRE_HASHES=false UV_CONSTRAINT=$(LOCKED)/$$(test $$version = $(firstword $(ORT_VERSIONS)) && echo oldest || echo main).txt \
-	    $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest pytest-xdist && \
+	    $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/quantmoe-*_$(ARCH).whl "onnxruntime==$$version.*" pytest pytest-xdist && \
 	  build/ort-$$version/bin/$(PYTEST) tests/engines || exit 1; \
 	done
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -85,3 +87,24 @@ def test_packages_need_no_pytorch(tmp_path: Path) -> None:
     assert "dotnet pack" in said
     assert "--extra" not in said
     assert "uv" not in commands("jar", "nupkg", f"NATIVES={tmp_path}")
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_packages_get_the_library_of_these_sources(tmp_path: Path) -> None:
+    """A wheel of an earlier day in dist is made anew; wheels for other platforms and NuGet's packages stay."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "packages" / "locked", tmp_path / "packages" / "locked")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    dist = tmp_path / "dist"
+    (dist / "cuda").mkdir(parents=True)
+    own, others = (
+        f"quantmoe-0-py3-none-manylinux_2_28_{platform.machine()}.whl",
+        {"quantmoe-0-win.whl", "a.nupkg", "cuda"},
+    )
+    for name in (own, *others - {"cuda"}):
+        (dist / name).touch()
+    said = subprocess.run(["make", "-n", "-C", tmp_path, "jar"], capture_output=True, text=True, check=True).stdout
+    assert "uv build --quiet --wheel" in said
+    (removed,) = re.findall(r"^rm .* dist/.*$", said, re.M)
+    subprocess.run(["sh", "-c", removed], cwd=tmp_path, check=True)
+    assert {path.name for path in dist.iterdir()} == others
