@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint: its tensors under transformers' names, its metadata as a configuration.
 
-Names and keys are those of gguf-py's constants.py and tensor_mapping.py. A module of blocks of the ggml type T has the
+Names and keys are gguf-py's (constants.py, tensor_mapping.py). A module of blocks of the ggml type T has the
 tensor ``<module>.T`` U8 [N, bytes of a row], which formats/gguf.py decodes; floats are ``<module>.weight``.
 """
 
@@ -9,20 +9,27 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, CheckpointError, Entry
+from quantmoe.exporter.reading.checkpoint import DTYPES, MAX_TENSORS, CheckpointError, Entry
 from quantmoe.exporter.reading.checkpoint import Checkpoint as Checkpoint
 from quantmoe.exporter.reading.checkpoint import is_outline as is_outline
 from quantmoe.exporter.reading.config_fields import check_sizes, reading
 from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
-from quantmoe.exporter.reading.gguf.families import FAMILIES, JOINED, Metadata, common_name
+from quantmoe.exporter.reading.gguf.families import FAMILIES
+from quantmoe.exporter.reading.gguf.families.base import GgufFamily
 from quantmoe.exporter.reading.gguf.header import TYPES, Header, read_header, shown
+from quantmoe.exporter.reading.gguf.joined_tensors import Part, add_joined
+from quantmoe.exporter.reading.gguf.metadata import Metadata
+from quantmoe.exporter.reading.gguf.tensor_names import JOINED, common_name
 from quantmoe.exporter.reading.gguf.tokenizer import write_tokenizer
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
@@ -30,14 +37,17 @@ _PIECE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[^.]*)?", re.DOTALL)
 
 
 class GGUF(ChangedTensors):
-    """A GGUF file; of a model in pieces, any of them.
+    """A GGUF file, or any piece of a model in pieces.
 
     Raises:
         CheckpointError: naming the file, the field or tensor, what was found and what was expected.
     """
 
+    #: prefix and module -> GGUF's name and leaf of each of its parts -> the part
+    _parts: dict[tuple[str, str], dict[tuple[str, str], Part]]
+
     def _open(self) -> None:
-        self._changes = {}
+        self._changes, self._made, self._parts = {}, {}, {}
         self.rows, self.columns = {}, {}
         headers = self._headers()
         self._first = next(iter(headers))
@@ -53,15 +63,33 @@ class GGUF(ChangedTensors):
         kind = fields.get("tokenizer.ggml.model", "none")
         self._has_tokenizer = isinstance(kind, str) and kind not in ("none", "no_vocab")
         with doing(str(self.folder)), reading(f"{self.folder}: its fields cannot be read as {architecture}'s"):
-            metadata = Metadata(self.folder, architecture, fields, shapes)
+            metadata = Metadata(self.folder, architecture, fields, shapes, partial(self._floats, headers))
             self.config = family.config(metadata)
+            metadata.check_read()
             ends = metadata.ends()
             self.generation_config = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
             check_sizes(self.folder, self.config)
             for shard, header in headers.items():
                 for name, (shape, kind, begin) in header.tensors.items():
-                    self._add(shard, name, shape, kind, begin, family.names)
+                    self._add(shard, name, shape, kind, begin, family)
+            for (prefix, module), parts in self._parts.items():
+                add_joined(self, prefix + module, family.joined[module], parts)
             family.undo(self)
+
+    def _floats(self, headers: dict[Path, Header], name: str) -> np.ndarray:
+        """Return a tensor of floats.
+
+        Raises:
+            CheckpointError: it is missing, or has blocks.
+        """
+        for shard, header in headers.items():
+            if name in header.tensors:
+                shape, kind, begin = header.tensors[name]
+                title, weights, _ = TYPES[kind]
+                if weights > 1:
+                    raise CheckpointError(f"{shard}: {name} is {title} {list(shape)}, expected floats")
+                return self._read(Entry(shard, title, shape, begin, name)).view(DTYPES[title]).astype(np.float32)
+        raise CheckpointError(f"{self.folder}: {name} is missing")
 
     def _headers(self) -> dict[Path, Header]:
         """Piece -> its header, in the model's order.
@@ -118,27 +146,31 @@ class GGUF(ChangedTensors):
             return f"transformers cannot make a tokenizer of the file's fields ({str(error)[:300] or repr(error)})"
         return ""
 
-    def _add(
-        self, shard: Path, name: str, shape: tuple[int, ...], kind: int, begin: int, names: dict[str, str]
-    ) -> None:
+    def _add(self, shard: Path, name: str, shape: tuple[int, ...], kind: int, begin: int, family: GgufFamily) -> None:
         layer, stem, leaf = match.groups() if (match := _NAME.fullmatch(name)) else (None, name, None)
         if layer is not None and int(layer) >= self.config["num_hidden_layers"]:
             return  # a layer that drafts
-        stem, expert = common_name(stem)
+        prefix = f"model.layers.{layer}." if layer is not None else ""
+        stem, leaf, expert = common_name(stem, leaf)
+        names = family.names
+        if module := next((module for module, join in family.joined.items() if stem in join.parts), None):
+            self._parts.setdefault((prefix, module), {})[stem, leaf] = Part(shard, name, shape, kind, begin)
+            return
         whole = names.get(f"{stem}.{leaf}")  # a name of its own, which no module's is
-        parts = JOINED.get(stem, (stem,))
+        parts = (stem,) if stem in names else JOINED.get(stem, (stem,))
         if whole is None and not all(part in names for part in parts):
             raise CheckpointError(f"{shard}: {name} is a tensor that this architecture is not known to have")
+        if names.get(stem) == "":
+            return
         title, weights, block = TYPES[kind]
         blocks = weights > 1
         if blocks and (whole or leaf != "weight" or len(shape) < 2):
             raise CheckpointError(f"{shard}: {name} is {title} {list(shape)}, expected floats")
         dtype, shape = ("U8", (*shape[:-1], shape[-1] // weights * block)) if blocks else (title, shape)
         places = [whole] if whole else [f"{names[part]}.{title if blocks else leaf}" for part in parts]
-        if layer is not None:
-            places = [f"model.layers.{layer}.{place}" for place in places]
+        places = [prefix + place for place in places]
         if "{}" not in places[0]:
-            self._put(places[0], Entry(shard, dtype, shape, begin, name))
+            self._put_rows(Entry(shard, dtype, shape, begin, name), places)
             return
         experts = range(shape[0]) if expert is None else [expert]
         rows = shape[expert is None :]
@@ -149,6 +181,22 @@ class GGUF(ChangedTensors):
             self._put(place.format(e), Entry(shard, dtype, rows, begin, name))
             begin += prod(rows) * (1 if blocks else block)
 
+    def _put_rows(self, entry: Entry, places: list[str]) -> None:
+        """Add a tensor under one name, or its rows under the names of queries, keys and values."""
+        if len(places) == 1:
+            self._put(places[0], entry)
+            return
+        heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        begin, each = entry.begin, self.config.get("head_dim", 0)
+        if entry.shape[0] != (heads + 2 * groups) * each:
+            raise CheckpointError(
+                f"{entry.shard}: {entry.name} is {list(entry.shape)}, expected {(heads + 2 * groups) * each} rows"
+            )
+        for place, count in zip(places, (heads, groups, groups), strict=True):
+            shape = (count * each, *entry.shape[1:])
+            self._put(place, replace(entry, shape=shape, begin=begin))
+            begin += prod(shape) * DTYPES[entry.dtype].itemsize
+
     def _put(self, name: str, entry: Entry) -> None:
         if name in self._entries:
             raise CheckpointError(f"{self.where(name)} and {entry.name} are both {name}")
@@ -158,7 +206,10 @@ class GGUF(ChangedTensors):
 
 
 def _pieces(path: Path) -> list[Path]:
-    """Return all files of a model that llama.cpp's gguf-split has cut into pieces, of which this is one.
+    """Return all files of a model that llama.cpp's gguf-split has cut into pieces.
+
+    Args:
+        path: one of them.
 
     Raises:
         CheckpointError: naming a piece that is missing, or this one if it is none of them.

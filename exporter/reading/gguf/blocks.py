@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantmoe.custom_ops.matrix import SCALE_DTYPES
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.gguf import codebooks
 
 
@@ -121,3 +121,15 @@ CARRIED = {
     "TQ2_0": Block("int4", 256, "f16", codebooks.tq2_0),
     "Q1_0": Block("int4", 128, "f16", codebooks.q1_0),
 }
+
+
+def dequantized(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """Return the weights f32 [N, K] of rows of blocks.
+
+    Args:
+        kind: a ggml type of :data:`CARRIED`.
+        blocks: uint8 [N, blocks in a row, bytes].
+    """
+    block = CARRIED[kind]
+    codes, scales = (part.reshape(len(blocks), -1) for part in block.decode(blocks))
+    return QuantizedMatrix(block.kind, codes, scales, block.group_size).dequantize(np.float32)

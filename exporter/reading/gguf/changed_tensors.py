@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, Entry, is_outline
+from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, is_outline
 
 _LAYER = re.compile(r"model\.layers\.[0-9]+")
 Change = Callable[[np.ndarray], np.ndarray]
@@ -24,12 +24,35 @@ class ChangedTensors(Checkpoint):
     """
 
     _changes: dict[str, Change]
+    _made: dict[str, Callable[[], np.ndarray]]
     rows: dict[str, np.ndarray]
     columns: dict[str, np.ndarray]
 
     def tensor(self, name: str, decides: bool = False) -> np.ndarray:
-        found = super().tensor(name, decides)
+        entry = self._entry(name)
+        outlined = self._headers_only and len(entry.shape) > 1 and not decides
+        if name in self._made and not outlined:
+            found = self._made[name]().view(DTYPES[entry.dtype]).reshape(entry.shape)
+        else:
+            found = super().tensor(name, decides)
         return self._changes[name](found) if name in self._changes and not is_outline(found) else found
+
+    def sample(self, name: str, size: int) -> bytes:
+        return self.tensor(name).tobytes()[:size] if name in self._made else super().sample(name, size)
+
+    def octets(self, entry: Entry) -> np.ndarray:
+        """Return the bytes of a tensor of the file."""
+        return self._read(entry)
+
+    def make(self, name: str, entry: Entry, what: Callable[[], np.ndarray]) -> None:
+        """Add a tensor that the file does not have.
+
+        Args:
+            entry: its type and shape, and the file and the name of its first part.
+            what: makes its numbers.
+        """
+        self._entries[name] = entry
+        self._made[name] = what
 
     def change(self, name: str, what: Change) -> None:
         """Make a tensor be read through a function of its numbers, after the functions that it has."""
@@ -61,6 +84,11 @@ class ChangedTensors(Checkpoint):
     def layers(self) -> list[str]:
         """Return ``model.layers.<number>`` of the layers that have tensors."""
         return list(dict.fromkeys(match[0] for name in self._entries if (match := _LAYER.match(name))))
+
+    def flatten(self, name: str) -> None:
+        """Make a tensor a vector."""
+        if (entry := self._entries.get(name)) is not None:
+            self.reshape(name, (prod(entry.shape),))
 
     def reshape(self, name: str, shape: tuple[int, ...]) -> None:
         """Give a tensor another shape of as many elements."""

@@ -1,0 +1,117 @@
+"""Families with layers that keep a state from token to token, beside Qwen's."""
+
+from __future__ import annotations
+
+from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
+from quantmoe.exporter.reading.gguf.families.base import (
+    ATTENTION,
+    Config,
+    GgufFamily,
+    a_log,
+    common,
+    sparse,
+    undo_pairs,
+)
+from quantmoe.exporter.reading.gguf.families.decoders import GRANITE, GRANITE_JOINED, granite
+from quantmoe.exporter.reading.gguf.metadata import Metadata
+
+
+def _mamba2(name: str) -> dict[str, str]:
+    return {
+        "ssm_in": f"{name}.in_proj",
+        "ssm_conv1d": f"{name}.conv1d",
+        "ssm_norm": f"{name}.norm",
+        "ssm_out": f"{name}.out_proj",
+        "ssm_a.None": f"{name}.A_log",
+        "ssm_d.None": f"{name}.D",
+        "ssm_dt.bias": f"{name}.dt_bias",
+    }
+
+
+def _undo_mamba2(ckpt: ChangedTensors, name: str) -> None:
+    """Undo dimensions of 1, and decays as -exp(A_log)."""
+    for layer in ckpt.layers:
+        for leaf in ("A_log", "D", "norm.weight"):
+            ckpt.flatten(f"{layer}.{name}.{leaf}")
+        ckpt.change(f"{layer}.{name}.A_log", a_log)
+        if (weight := f"{layer}.{name}.conv1d.weight") in ckpt:
+            channels, width = ckpt.shape(weight)
+            ckpt.reshape(weight, (channels, 1, width))
+
+
+def _granite_hybrid(m: Metadata) -> Config:
+    states = m.layer_has("ssm_in")
+    heads = m.integer("ssm.time_step_rank")
+    rotary = m.flag("rope.scaling.finetuned", default=True)
+    return granite(m, "granitemoehybrid") | {
+        "layer_types": ["linear_attention" if state else "full_attention" for state in states],
+        "position_embedding_type": "rope" if rotary else "nope",
+        "mamba_n_heads": heads,
+        "mamba_d_head": m.integer("ssm.inner_size") // heads,
+        "mamba_expand": m.integer("ssm.inner_size") // m.integer("embedding_length"),
+        "mamba_n_groups": m.integer("ssm.group_count"),
+        "mamba_d_state": m.integer("ssm.state_size"),
+        "mamba_d_conv": m.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": m.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": m.has("ssm_in.bias"),
+    }
+
+
+def _undo_granite_hybrid(ckpt: ChangedTensors) -> None:
+    undo_pairs(ckpt)
+    _undo_mamba2(ckpt, "mamba")
+
+
+def _nemotron_h(m: Metadata) -> Config:
+    heads = m.integer("ssm.time_step_rank")
+    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    has = {kind: m.layer_has(stem) for stem, kind in kinds.items()}
+    config = common(m, "nemotron_h", "mlp_hidden_act", "relu2") | sparse(m)
+    return config | {
+        "layers_block_type": [next((kind for kind in has if has[kind][i]), "") for i in range(m.layers)],
+        "layer_norm_epsilon": config.pop("rms_norm_eps"),
+        "moe_shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length", 0) or None,
+        "moe_latent_size": m.integer("moe_latent_size", 0) or None,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": m.integer("ssm.inner_size") // heads,
+        "ssm_state_size": m.integer("ssm.state_size"),
+        "n_groups": m.integer("ssm.group_count"),
+        "conv_kernel": m.integer("ssm.conv_kernel"),
+        "use_conv_bias": m.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": m.has("ssm_in.bias"),
+        "attention_bias": m.has("attn_q.bias"),
+        "mlp_bias": m.has("ffn_up.bias"),
+    }
+
+
+def _undo_nemotron_h(ckpt: ChangedTensors) -> None:
+    undo_pairs(ckpt, "mixer")
+    _undo_mamba2(ckpt, "mixer")
+
+
+_MIXER = {stem: name.replace("self_attn", "mixer") for stem, name in ATTENTION.items()}
+FAMILIES = {
+    "granitehybrid": GgufFamily(GRANITE | _mamba2("mamba"), _granite_hybrid, _undo_granite_hybrid, GRANITE_JOINED),
+    "nemotron_h_moe": GgufFamily(
+        _MIXER
+        | _mamba2("mixer")
+        | {
+            "token_embd": "model.embeddings",
+            "output_norm": "model.norm_f",
+            "output": "lm_head",
+            "attn_norm": "norm",
+            "ffn_gate_inp": "mixer.gate",
+            "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+            "ffn_up_exps": "mixer.experts.{}.up_proj",
+            "ffn_down_exps": "mixer.experts.{}.down_proj",
+            "ffn_up_shexp": "mixer.shared_experts.up_proj",
+            "ffn_down_shexp": "mixer.shared_experts.down_proj",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+            "ffn_up": "mixer.up_proj",
+            "ffn_down": "mixer.down_proj",
+        },
+        _nemotron_h,
+        _undo_nemotron_h,
+    ),
+}
