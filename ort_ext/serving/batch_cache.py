@@ -27,7 +27,7 @@ class StepInputs:
     def __init__(self, step: DecodeStep, rows: int, capacity: int):
         self._step, shapes = step, {"ids": (rows, 1), "positions": (rows, 1), "mask": (rows, capacity)}
         sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
-        self._pages = None if step.model.device == "cpu" else device.Pages(sum(sizes.values()))  # quick to copy from
+        self._pages = device.Pages(sum(sizes.values())) if step.model.target.on_gpu else None  # quick to copy from
         memory = bytearray(sum(sizes.values())) if self._pages is None else self._pages.memory
         at, self._arrays = 0, dict[str, np.ndarray]()
         for name, shape in shapes.items():

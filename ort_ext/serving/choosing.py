@@ -151,7 +151,7 @@ class Choosing:
     def _fetch(self, at: int) -> np.ndarray:
         """Return the logits f32 [vocabulary] of one of the rows that ran."""
         count, *_, vocabulary = self._logits.value.shape()
-        if self._model.device == "cpu":
+        if self._logits.on_host:
             return self._logits.here().reshape(count, -1, vocabulary)[at, -1].astype(np.float32)
         made = np.empty(vocabulary, self._logits.dtype)
         place = self._logits.address() + (at + 1) * (self._logits.bytes() // count) - made.nbytes

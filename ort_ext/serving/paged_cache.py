@@ -25,7 +25,7 @@ class BlockStep:
     def __init__(self, model: ServedModel, blocks: Mapping[str, Buffer], given: Mapping[str, np.ndarray]):
         self._options = model.run_options(next(model.graphs), ahead=True)
         self._inputs = {name: Buffer.of(array, model.device) for name, array in given.items()}
-        self._pages = None if model.device == "cpu" else device.Pages(sum(array.nbytes for array in given.values()))
+        self._pages = device.Pages(sum(array.nbytes for array in given.values())) if model.target.on_gpu else None
         self.logits = model.logits_of(1, model.device, len(given["input_ids"]))
         self._binding = bind(model, blocks)
         self.logits.bind(self._binding, output="logits")
@@ -188,7 +188,7 @@ class PagedRows:
         block, slot = int(self._table[row, begin // BLOCK]), begin % BLOCK
         for name, array in arrays.items():
             buffer = self._blocks[name]
-            if self._model.device == "cpu":
+            if buffer.on_host:
                 here = buffer.here()[block, slot : slot + len(array)]
                 to, source = (array, here) if read else (here, array)
                 to[...] = source
