@@ -569,6 +569,7 @@ def serve(
     from quantmoe.exporter.terminal import progress
     from quantmoe.serving.app import Server
     from quantmoe.serving.command import listen, run
+    from quantmoe.serving.embeddings import Embeddings
     from quantmoe.serving.served_model import ServedModel
 
     if api_key == "":
@@ -584,7 +585,9 @@ def serve(
             if max_length is not None and max_length > length:
                 raise typer.BadParameter(f"is {max_length}, this model has {length}", param_hint="--max-length")
             kept = PREFIXES if prefix_cache is None else prefix_cache
-            server = Server(model, batch, length, queue, kept, cache_memory)
+            server = Embeddings(model, queue) if model.encoder else Server(
+                model, batch, length, queue, kept, cache_memory
+            )  # fmt: skip
         run(server, listening, api_key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hmac
 import json
@@ -24,8 +25,9 @@ from quantmoe.runtime.chat import TemplateArguments, Text
 from quantmoe.runtime.constraint import Grammar
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
+from quantmoe.serving.embeddings import Embeddings
 from quantmoe.serving.metrics import Metrics
-from quantmoe.serving.protocol import Ask, AskChat, AskText
+from quantmoe.serving.protocol import Ask, AskChat, AskText, AskVectors
 from quantmoe.serving.scheduler import BusyError, ClosedError, Event, Request, Scheduler
 from quantmoe.serving.served_model import ServedModel
 
@@ -35,7 +37,7 @@ BODY = 4 << 20
 TOKENS = 16
 #: path that needs no key, and all paths that are counted by name
 HEALTH = "/health"
-PATHS = (HEALTH, "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+PATHS = (HEALTH, "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 #: OpenAI's types of errors; of other statuses below 500 invalid_request_error, above server_error
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -146,6 +148,15 @@ class Server:
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
         self.scheduler = Scheduler(model, self.text, self.metrics, rows, capacity, queue, prefix_bytes, cache_bytes)
 
+    @property
+    def failed(self) -> BaseException | None:
+        """Why the scheduler has ended; None: it runs."""
+        return self.scheduler.failed
+
+    def close(self) -> None:
+        """End all requests."""
+        self.scheduler.close()
+
     async def complete(self, ask: AskText, http: HttpRequest) -> Response:
         """Answer a request to /v1/completions."""
         given = ask.prompt if isinstance(ask.prompt, list) else [ask.prompt]
@@ -174,8 +185,7 @@ class Server:
         arguments: TemplateArguments | None = None,
     ) -> Response:
         """Return one object, or a stream of them."""
-        if ask.model not in (None, self.name):
-            raise Refused(404, f"model is {ask.model!r}, expected {self.name!r}", "model", "model_not_found")
+        _check_model(self, ask.model)
         heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
         requests = self._requests(ask, prompts, heard)
         rules = ask.rules()
@@ -322,7 +332,28 @@ async def _lines(
     yield "data: [DONE]\n\n"
 
 
-def application(server: Server, key: str | None = None) -> FastAPI:
+def _check_model(server: Server | Embeddings, name: str | None) -> None:
+    if name not in (None, server.name):
+        raise Refused(404, f"model is {name!r}, expected {server.name!r}", "model", "model_not_found")
+
+
+async def _vectors(server: Embeddings, ask: AskVectors) -> Response:
+    """Answer a request to /v1/embeddings."""
+    _check_model(server, ask.model)
+    given = ask.input if isinstance(ask.input, list) else [ask.input]
+    if isinstance(given[0], int):
+        given = [given]
+    with _refusing("input"):
+        texts = [await _apart(server.ids, text) if isinstance(text, str) else text for text in given]
+        found = await server.vectors(texts)
+    coded = ask.encoding_format == "base64"
+    vectors = [base64.b64encode(one.astype("<f4").tobytes()).decode() if coded else one.tolist() for one in found]
+    data = [{"object": "embedding", "index": number, "embedding": one} for number, one in enumerate(vectors)]
+    usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, texts)))
+    return JSONResponse({"object": "list", "model": server.name, "data": data, "usage": usage})
+
+
+def application(server: Server | Embeddings, key: str | None = None) -> FastAPI:
     """Return the application of a server.
 
     Args:
@@ -332,7 +363,7 @@ def application(server: Server, key: str | None = None) -> FastAPI:
     @contextlib.asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await _apart(server.scheduler.close)
+        await _apart(server.close)
 
     app = FastAPI(
         title="QuantMoE",
@@ -345,8 +376,8 @@ def application(server: Server, key: str | None = None) -> FastAPI:
 
     @app.get(HEALTH, response_model=protocol.Health, responses=_ERRORS)
     async def health() -> Response:
-        if server.scheduler.failed is not None:
-            raise Refused(503, f"the server has failed: {server.scheduler.failed}")
+        if server.failed is not None:
+            raise Refused(503, f"the server has failed: {server.failed}")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_ERRORS)
@@ -359,17 +390,23 @@ def application(server: Server, key: str | None = None) -> FastAPI:
 
     @app.get("/v1/models/{name}", response_model=protocol.Model, responses=_ERRORS)
     async def model(name: str) -> Response:
-        if name != server.name:
-            raise Refused(404, f"model is {name!r}, expected {server.name!r}", "model", "model_not_found")
+        _check_model(server, name)
         return JSONResponse(_model(server))
 
-    @post("/v1/completions", response_model=protocol.TextAnswer)
-    async def completions(ask: AskText, http: HttpRequest) -> Response:
-        return await server.complete(ask, http)
+    if isinstance(server, Embeddings):
 
-    @post("/v1/chat/completions", response_model=protocol.ChatAnswer)
-    async def chat(ask: AskChat, http: HttpRequest) -> Response:
-        return await server.chat(ask, http)
+        @app.post("/v1/embeddings", response_model=protocol.Vectors, responses=_ERRORS)
+        async def embeddings(ask: AskVectors) -> Response:
+            return await _vectors(server, ask)
+    else:
+
+        @post("/v1/completions", response_model=protocol.TextAnswer)
+        async def completions(ask: AskText, http: HttpRequest) -> Response:
+            return await server.complete(ask, http)
+
+        @post("/v1/chat/completions", response_model=protocol.ChatAnswer)
+        async def chat(ask: AskChat, http: HttpRequest) -> Response:
+            return await server.chat(ask, http)
 
     @app.exception_handler(Refused)
     async def refused(_: HttpRequest, error: Refused) -> Response:
@@ -398,5 +435,5 @@ def application(server: Server, key: str | None = None) -> FastAPI:
     return app
 
 
-def _model(server: Server) -> dict[str, Any]:
+def _model(server: Server | Embeddings) -> dict[str, Any]:
     return {"id": server.name, "object": "model", "created": server.began, "owned_by": "quantmoe"}

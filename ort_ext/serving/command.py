@@ -10,6 +10,7 @@ import uvicorn
 
 from quantmoe.exporter.errors import OptionError
 from quantmoe.serving.app import Server, application
+from quantmoe.serving.embeddings import Embeddings
 
 #: seconds that requests have to end after Ctrl-C
 GRACE = 5
@@ -34,7 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise OptionError(f"port is {port}, {host} cannot listen there: {reason}; choose another --port") from None
 
 
-def run(server: Server, listening: socket.socket, key: str | None) -> None:
+def run(server: Server | Embeddings, listening: socket.socket, key: str | None) -> None:
     """Answer requests until Ctrl-C."""
     host, port = listening.getsockname()[:2]
     if not ipaddress.ip_address(host).is_loopback and key is None:

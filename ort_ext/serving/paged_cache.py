@@ -146,7 +146,7 @@ class PagedRows:
         news = [tokens.get(row, (0,)) for row in rows]
         live = np.array([row in tokens for row in rows])
         ends = np.cumsum([len(new) for new in news])
-        given = {
+        given: dict[str, np.ndarray] = {
             "input_ids": np.concatenate(news, dtype=np.int64),
             "block_table": np.where(live[:, None], self._table[list(rows)], 0).astype(np.int32),
             "cumulative_sequence_lengths": np.array([0, *ends], np.int32),
@@ -190,10 +190,12 @@ class PagedRows:
             buffer = self._blocks[name]
             if buffer.on_host:
                 here = buffer.here()[block, slot : slot + len(array)]
-                to, source = (array, here) if read else (here, array)
-                to[...] = source
+                if read:
+                    array[...] = here
+                else:
+                    here[...] = array
                 continue
             there = buffer.address((block, slot))
-            pair = (array.ctypes.data, there) if read else (there, array.ctypes.data)
-            device.copy(*pair, array.nbytes)
+            to, source = (array.ctypes.data, there) if read else (there, array.ctypes.data)
+            device.copy(to, source, array.nbytes)
         self._model.wait()

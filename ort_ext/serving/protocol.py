@@ -12,6 +12,8 @@ from quantmoe.runtime.chat import TemplateArguments
 
 #: answers to one request at most
 ANSWERS = 128
+#: texts of a request for vectors at most, as OpenAI's
+TEXTS = 2048
 Whole = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
@@ -99,6 +101,21 @@ class AskText(Ask):
     @property
     def top(self) -> int | None:
         return self.logprobs
+
+
+class AskVectors(Options):
+    """A request to /v1/embeddings."""
+
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=TEXTS)]
+        | Annotated[list[Id], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=TEXTS)]
+    )
+    model: StrictStr | None = Field(None, description="the name in /v1/models")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: None = None
+    user: StrictStr | None = Field(None, description="has no effect")
 
 
 class Part(Options):
@@ -289,6 +306,24 @@ class ChatAnswer(Head):
 class TextAnswer(Head):
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+class Vector(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Read(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Vectors(BaseModel):
+    object: Literal["list"]
+    model: str
+    data: list[Vector]
+    usage: Read
 
 
 class Model(BaseModel):

@@ -341,6 +341,7 @@ class Scheduler:
             for at, block in enumerate(found):
                 self._rows.put(row, at * BLOCK, block.keys)
             if found and found[-1].states is not None:
+                assert isinstance(self._rows, Rows)  # blocks hold no states
                 self._rows.put_states(row, found[-1].states)
             request.cached = len(found) * BLOCK
             self._rows.tokens[row] = request.ids[: request.cached]
@@ -387,8 +388,11 @@ class Scheduler:
         for at in range(begin // BLOCK, len(names)):
             last = states and (at + 1) * BLOCK == len(tokens)
             if not self._prefixes.has(names[at], last):
-                keys = self._rows.contents(answer.row, at * BLOCK, (at + 1) * BLOCK)
-                self._prefixes.add(names[at], Block(keys, self._rows.states(answer.row) if last else None))
+                block = Block(self._rows.contents(answer.row, at * BLOCK, (at + 1) * BLOCK))
+                if last:
+                    assert isinstance(self._rows, Rows)  # blocks hold no states
+                    block.states = self._rows.states(answer.row)
+                self._prefixes.add(names[at], block)
 
 
 def _known(error: Exception) -> Exception:
