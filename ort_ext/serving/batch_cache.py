@@ -15,6 +15,7 @@ from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache_memory import DecodeStep, Room, States
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.session_thread import SESSION_THREAD
+from quantmoe.serving.prefixes import BLOCK
 
 
 class StepInputs:
@@ -168,31 +169,25 @@ class Rows:
             binding.bind_cpu_input(name, value)
         return self._model.run_bound(binding, new, int(given["position_ids"].max()), end - begin)
 
-    def contents(self, row: int, begin: int, end: int) -> dict[str, np.ndarray]:
-        """Return copies of keys and values of a row's tokens ``begin`` to ``end``, [1, heads, tokens, width]."""
+    def contents(self, row: int, begin: int, end: int) -> list[dict[str, np.ndarray]]:
+        """Return copies of keys and values of a row's tokens, of each BLOCK tokens [1, heads, BLOCK, width].
+
+        Args:
+            begin, end: the first token, and that behind the last one; multiples of BLOCK.
+        """
         made = {}
         for name in self._keys:
             buffer = self._part(row, row + 1)[name]
             _, heads, _, width = buffer.value.shape()
             made[name] = np.empty((1, heads, end - begin, width), buffer.dtype)
+        self._model.in_turn(lambda: self._move(row, begin, made, read=True))
+        parts = (slice(at, at + BLOCK) for at in range(0, end - begin, BLOCK))
+        return [{name: array[:, :, part].copy() for name, array in made.items()} for part in parts]
 
-        def copy() -> None:
-            for name, array in made.items():
-                self._move(name, row, begin, array, read=True)
-            self._model.wait()
-
-        self._model.in_turn(copy)
-        return made
-
-    def put(self, row: int, begin: int, contents: Mapping[str, np.ndarray]) -> None:
-        """Write the :meth:`contents` of tokens that begin at ``begin``."""
-
-        def copy() -> None:
-            for name, array in contents.items():
-                self._move(name, row, begin, array, read=False)
-            self._model.wait()
-
-        self._model.in_turn(copy)
+    def put(self, row: int, contents: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Write the :meth:`contents` of a row's first tokens."""
+        joined = {name: np.concatenate([block[name] for block in contents], 2) for name in self._keys}
+        self._model.in_turn(lambda: self._move(row, 0, joined, read=False))
 
     def states(self, row: int) -> dict[str, np.ndarray]:
         """Return copies of the states of linear attention after a row's last token."""
@@ -201,18 +196,20 @@ class Rows:
     def put_states(self, row: int, states: Mapping[str, np.ndarray]) -> None:
         self._model.in_turn(lambda: States(self._model, self._part(row, row + 1)).write(states))
 
-    def _move(self, name: str, row: int, begin: int, array: np.ndarray, read: bool) -> None:
-        """Copy between a row's keys or values and an array of its tokens from ``begin`` on."""
-        buffer, count = self._part(row, row + 1)[name], array.shape[2]
-        if buffer.on_host:
-            here = buffer.here()[:, :, begin : begin + count]
-            to, source = (array, here) if read else (here, array)
-            to[...] = source
-            return
-        _, heads, capacity, width = buffer.value.shape()
-        size = width * buffer.dtype.itemsize
-        there, pitches = buffer.address() + begin * size, (count * size, capacity * size)
-        if read:
-            device.copy(array.ctypes.data, there, count * size, heads, *pitches)
-        else:
-            device.copy(there, array.ctypes.data, count * size, heads, *pitches[::-1])
+    def _move(self, row: int, begin: int, arrays: Mapping[str, np.ndarray], read: bool) -> None:
+        """Copy between a row's keys and values and arrays of its tokens from ``begin`` on."""
+        for name, array in arrays.items():
+            buffer, count = self._part(row, row + 1)[name], array.shape[2]
+            if buffer.on_host:
+                here = buffer.here()[:, :, begin : begin + count]
+                to, source = (array, here) if read else (here, array)
+                to[...] = source
+                continue
+            _, heads, capacity, width = buffer.value.shape()
+            size = width * buffer.dtype.itemsize
+            there, pitches = buffer.address() + begin * size, (count * size, capacity * size)
+            if read:
+                device.copy(array.ctypes.data, there, count * size, heads, *pitches)
+            else:
+                device.copy(there, array.ctypes.data, count * size, heads, *pitches[::-1])
+        self._model.wait()

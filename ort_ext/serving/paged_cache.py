@@ -12,6 +12,7 @@ from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.folder.interface import BLOCK, present
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
+from quantmoe.serving.prefixes import BLOCK as PART
 from quantmoe.serving.served_model import ServedModel
 
 
@@ -171,31 +172,39 @@ class PagedRows:
             self._model.session.run_with_iobinding(self._binding, self._model.run_options(-1))
         return logits if len(rows) == new or self._model.indexed else logits.rows(new - 1, new)
 
-    def contents(self, row: int, begin: int, end: int) -> dict[str, np.ndarray]:
-        """Return copies of keys and values of a row's tokens, [tokens, heads, width], all in one block."""
+    def contents(self, row: int, begin: int, end: int) -> list[dict[str, np.ndarray]]:
+        """Return copies of keys and values of a row's tokens, of each part of a prompt [PART, heads, width].
+
+        Args:
+            begin, end: the first token, and that behind the last one; multiples of PART.
+        """
         made = {
             name: np.empty((end - begin, *buffer.value.shape()[2:]), buffer.dtype)
             for name, buffer in self._blocks.items()
         }
         self._model.in_turn(lambda: self._copy(row, begin, made, read=True))
-        return made
+        parts = (slice(at, at + PART) for at in range(0, end - begin, PART))
+        return [{name: array[part].copy() for name, array in made.items()} for part in parts]
 
-    def put(self, row: int, begin: int, contents: Mapping[str, np.ndarray]) -> None:
-        """Write the :meth:`contents` of tokens that begin at ``begin``."""
-        self._model.in_turn(lambda: self._copy(row, begin, contents, read=False))
+    def put(self, row: int, contents: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Write the :meth:`contents` of a row's first tokens."""
+        joined = {name: np.concatenate([part[name] for part in contents]) for name in self._blocks}
+        self._model.in_turn(lambda: self._copy(row, 0, joined, read=False))
 
     def _copy(self, row: int, begin: int, arrays: Mapping[str, np.ndarray], read: bool) -> None:
-        block, slot = int(self._table[row, begin // BLOCK]), begin % BLOCK
-        for name, array in arrays.items():
-            buffer = self._blocks[name]
-            if buffer.on_host:
-                here = buffer.here()[block, slot : slot + len(array)]
-                if read:
-                    array[...] = here
-                else:
-                    here[...] = array
-                continue
-            there = buffer.address((block, slot))
-            to, source = (array.ctypes.data, there) if read else (there, array.ctypes.data)
-            device.copy(to, source, array.nbytes)
+        """Copy between a row's blocks and arrays of its tokens from ``begin`` on."""
+        for name, whole in arrays.items():
+            buffer, at = self._blocks[name], 0
+            while at < len(whole):
+                column, slot = divmod(begin + at, BLOCK)
+                array, block = whole[at : at + BLOCK - slot], int(self._table[row, column])
+                at += len(array)
+                if buffer.on_host:
+                    here = buffer.here()[block, slot : slot + len(array)]
+                    to, source = (array, here) if read else (here, array)
+                    to[...] = source
+                    continue
+                there = buffer.address((block, slot))
+                target, origin = (array.ctypes.data, there) if read else (there, array.ctypes.data)
+                device.copy(target, origin, array.nbytes)
         self._model.wait()

@@ -338,8 +338,8 @@ class Scheduler:
         with self._failing([answer]):
             names = Prefixes.names(request.ids[:-1])
             found, known = self._prefixes.find(names)
-            for at, block in enumerate(found):
-                self._rows.put(row, at * BLOCK, block.keys)
+            if found:
+                self._rows.put(row, [block.keys for block in found])
             if found and found[-1].states is not None:
                 assert isinstance(self._rows, Rows)  # blocks hold no states
                 self._rows.put_states(row, found[-1].states)
@@ -385,14 +385,17 @@ class Scheduler:
         """Keep the blocks that end after a row's first ``begin`` tokens; ``states``: and those after the last token."""
         tokens = self._rows.tokens[answer.row]
         names = Prefixes.names(tokens) if self._prefixes.limit else []
-        for at in range(begin // BLOCK, len(names)):
-            last = states and (at + 1) * BLOCK == len(tokens)
-            if not self._prefixes.has(names[at], last):
-                block = Block(self._rows.contents(answer.row, at * BLOCK, (at + 1) * BLOCK))
-                if last:
-                    assert isinstance(self._rows, Rows)  # blocks hold no states
-                    block.states = self._rows.states(answer.row)
-                self._prefixes.add(names[at], block)
+        last = len(tokens) // BLOCK - 1 if states and len(tokens) % BLOCK == 0 else -1
+        new = [at for at in range(begin // BLOCK, len(names)) if not self._prefixes.has(names[at], at == last)]
+        if not new:
+            return
+        contents = self._rows.contents(answer.row, new[0] * BLOCK, (new[-1] + 1) * BLOCK)
+        for at in new:
+            block = Block(contents[at - new[0]])
+            if at == last:
+                assert isinstance(self._rows, Rows)  # blocks hold no states
+                block.states = self._rows.states(answer.row)
+            self._prefixes.add(names[at], block)
 
 
 def _known(error: Exception) -> Exception:
