@@ -99,7 +99,7 @@ def parse(text: str) -> Schema:
     lines = [line for text_line in text.splitlines() if (line := split(text_line))]
 
     def of(macro: str, op: str | None = None) -> list[list[str]]:
-        """Arguments of a macro's lines; of an operator's, without its name."""
+        """Return the arguments of a macro's lines; of an operator's, without its name."""
         return [a if op is None else a[1:] for m, a, _ in lines if m == macro and op in (None, a[0])]
 
     enums: dict[str, dict[str, int]] = {kind: {} for (kind,) in of("ENUM")}
@@ -167,8 +167,8 @@ def schema() -> Schema:
 class Spec:
     """All attributes of a node; a subclass for each operator, its projections fields of type Projection.
 
-    Those that may be left out: op_version, which is the one that this release writes, and what came with a later
-    op_version than 1, whose absence op.def gives a meaning.
+    op_version may be left out: it is the one that this release writes. So may attributes of a later op_version than 1:
+    op.def says what their absence means.
     """
 
     OPERATOR: ClassVar[Operator]

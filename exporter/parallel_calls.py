@@ -53,10 +53,10 @@ def ahead(calls: Iterable[Callable[[], T]], size: int) -> Generator[T, None, Non
 def expert_size(spec: MoESpec) -> int:
     """Return the bytes that decoding and packing an expert takes at most.
 
-    Codes are a byte each, twice where act-order has rows moved; as many bytes as the packed rows have are scales on
-    their way, or read of the checkpoint; rounding goes by pieces (``--quantize``), whatever the size. Layout marlin
-    puts gate and up of different act-orders beside each other: each has the columns of both (FORMAT.md 3.4), and so
-    have the zero points of one while they are spread over them.
+    Codes are a byte each, twice where act-order has rows moved. Scales on their way, or read of the checkpoint, are as
+    many bytes as the packed rows. Rounding goes by pieces (``--quantize``), whatever the size. Layout marlin puts gate
+    and up of different act-orders beside each other. Each then has the columns of both (FORMAT.md 3.4). So have the
+    zero points of one while they are spread over them.
     """
     packed = sum(LAYOUTS[spec.w13.layout].row_bytes(spec, projection) for projection in ("w13", "w2"))
     weights = (2 + spec.gated) * spec.hidden_size * spec.intermediate_size

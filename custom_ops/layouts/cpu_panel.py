@@ -1,5 +1,7 @@
-"""Layout ``cpu_panel`` (FORMAT.md section 2): KleidiAI's p8x8 geometry for 4-bit codes, p4x8 for 8-bit integers, 16
-rows column by column for floats, 16 rows four columns at a time for ggml's K-quants.
+"""Layout ``cpu_panel`` (FORMAT.md section 2).
+
+4-bit codes have KleidiAI's p8x8 geometry, 8-bit integers p4x8. Floats are 16 rows column by column, ggml's K-quants 16
+rows four columns at a time.
 
 Geometry, bytes and what attributes cannot say together are the library's (src/layouts/cpu_panel.h).
 tests/support/panels.py states the bytes once more, in NumPy.
@@ -78,7 +80,7 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
         raise ValueError("gate or up is in act-order and the other experts of the layer are not (w13_perm is 0)")
     if spec.w13.perm == 1 and not same_order(orders[0], orders[-1]):
         raise ValueError(
-            "gate and up have different act-orders, those of the other experts of the layer do not (w13_perm is 1)"
+            "gate and up have different act-orders, the other experts of the layer have one for both (w13_perm is 1)"
         )
     native.pack_expert(expert, spec, w13_row, w2_row)
 

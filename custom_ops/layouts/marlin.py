@@ -97,7 +97,7 @@ def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
 
 
 def row(spec: MoESpec, projection: str) -> native.Row:
-    """Where the parts of one packed row of ``projection`` ("w13" or "w2") are.
+    """Return where the parts of one packed row of ``projection`` ("w13" or "w2") are.
 
     Raises:
         ValueError: the layout refuses the attributes, in the library's words.

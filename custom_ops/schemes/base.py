@@ -57,10 +57,10 @@ class Scheme:
         return codes.reshape(n, -1)[:, :k], scales
 
     def error_bound(self, scales: np.ndarray) -> np.ndarray:
-        """Largest |w - dequantized w| that :meth:`quantize` may leave in each group.
+        """Return the largest |w - dequantized w| that :meth:`quantize` may leave in each group.
 
-        Half the widest gap of the table, and what the rounding of the scale itself moves or clips: at most half an ulp
-        of its type, a binade for e8m0; a scale that is too small for the type rounds to zero.
+        It is half the widest gap of the table, and what the rounding of the scale moves or clips. The rounding is at
+        most half an ulp of its type, a binade for e8m0. A scale that is too small for the type rounds to zero.
         """
         values = np.sort(self.table[np.isfinite(self.table)])
         reach = min(values[-1], -values[0])

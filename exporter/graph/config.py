@@ -131,7 +131,7 @@ def _validating(folder: Path) -> Iterator[None]:
 
 
 def _check_layers(format: Format, count: int) -> None:
-    """Refuse layers that have no tensors, and Nemotron's lists of another length, of which transformers takes that."""
+    """Refuse layers that have no tensors, and Nemotron's lists of another length, which transformers takes."""
     own = format.ckpt.text_config.get("num_hidden_layers")
     for field in ("hybrid_override_pattern", "layers_block_type"):
         blocks = format.ckpt.text_config.get(field)

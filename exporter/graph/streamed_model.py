@@ -1,4 +1,4 @@
-"""Transformers' model on its dequantized weights, of which it has one decoder layer's at a time: for any size."""
+"""Transformers' model on its dequantized weights, one decoder layer at a time, so that any size fits into memory."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Streamed:
         """Run texts of one length together.
 
         Yields:
-            Of each text the logits after each token, f32 [tokens, vocabulary], and if asked for the hidden states after
-            each decoder layer, f32 [tokens, width]; after the last one behind the final norm.
+            The logits of a text after each token, f32 [tokens, vocabulary]. If asked for, also the hidden states after
+            each decoder layer, f32 [tokens, width]. After the last layer they are behind the final norm.
         """
         states: list[np.ndarray] = []
 

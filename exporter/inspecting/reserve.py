@@ -1,4 +1,4 @@
-"""What experts are to leave of memory for the rest of a model, and for its cache."""
+"""Memory that experts leave for the rest of a model, and for its cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quantmoe.exporter.targets import CPU, TARGETS
 
 
 def cache_bytes(found: Mapping[str, Any], length: int) -> int:
-    """Of the keys, values and states of one sequence of so many tokens; found: of ``inspect``.
+    """Return the bytes of the keys, values and states of one sequence of so many tokens; found: of ``inspect``.
 
-    Of a window of states each takes as much.
+    Each state of a window takes as much.
     """
     keys = sum(node["bytes_per_token"] for node in found["attention"])
     states = (int(n["state_bytes"]) * n["attributes"].get("state_window", 1) for n in found["linear_attention"])

@@ -1,4 +1,4 @@
-"""What clients need to know of an exported folder: onnxruntime-genai's ``genai_config.json``."""
+"""The file ``genai_config.json``, by which onnxruntime-genai knows an exported folder."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def add_mtp(config: dict[str, Any], filename: str, shared: list[dict[str, Any]])
 
 
 def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
-    """Make genai_config.json that of a model for onnxruntime-genai's Engine (0.18), which batches continuously.
+    """Make a genai_config.json for onnxruntime-genai's Engine (0.18), which batches continuously.
 
     Args:
         names: of the model's inputs; the config has those that PAGED has.

@@ -374,7 +374,7 @@ def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) ->
 
 
 def save_part(part: Part | Beside, path: Path, metadata: dict[str, str], files: str = "") -> None:
-    """files: FILES, of the model that is renamed last."""
+    """Write a graph without its weights. files: FILES, of the model that is renamed last."""
     graph = part.graph
     values = [weight.value for weight in part.weights]
     if isinstance(part, Part):

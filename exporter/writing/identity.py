@@ -1,4 +1,4 @@
-"""What the ranks of one export have in common, and no other export has."""
+"""The number that the ranks of one export have in common, and no other export has."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quantmoe.exporter.writing.external_data import LINE
 def export_id(ckpt: Checkpoint, options: Options) -> int:
     """Return the attribute of nodes that need the other ranks (FORMAT.md 7), 1 to 2^31 - 1.
 
-    It is made of the release, the options, the configuration, what the tensors are, and 64 bytes of each: two
-    fine-tunes of a model differ in nothing else. It is the same in all ranks and whenever the export is repeated.
+    It is made of the release, the options, the configuration, names, types and shapes of the tensors, and 64 bytes of
+    each. Two fine-tunes of a model differ in these bytes alone. All ranks have one number, and a repeated export too.
 
     Raises:
         CheckpointError: a tensor cannot be read.

@@ -35,8 +35,8 @@ def write_tokenizer(folder: Path, partial: Callable[[str], Path], gguf: bool = F
             for the architecture may add rules that the file does not have, and llama.cpp does not apply.
 
     Returns:
-        Why there is no tokenizer.json although the checkpoint has a tokenizer; how that of a GGUF file differs from
-        AutoTokenizer's for the exported folder; or a line for each of :data:`RULES` that the file does not have.
+        Why there is no tokenizer.json although the checkpoint has a tokenizer. Or how a GGUF file's tokenizer differs
+        from AutoTokenizer's for the exported folder. Or a line for each of :data:`RULES` that the file does not have.
         Else "".
     """
     if not any(path.is_file() for name in SOURCES for path in folder.glob(name)):

@@ -1,4 +1,4 @@
-"""What an export's quantization lost, on a built-in text: the line that ends ``export --quantize``."""
+"""Loss of an export's quantization on a built-in text: the line that ends ``export --quantize``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lost(checkpoint: Path, output: Path, seconds: float, layers: int | None = No
         return f"what was lost is not measured: {missing[0]} is not installed"
 
     def check(done: int, total: int) -> None:
-        """From the first layer on it is known how long all of them take."""
+        """End what would take too long: from the first layer on it is known how long all of them take."""
         if (time.perf_counter() - begin) * total / done > limit:
             raise _TooLongError
 

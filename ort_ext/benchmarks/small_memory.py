@@ -4,8 +4,8 @@
     python -m quantmoe.benchmarks.small_memory MODEL.gguf
 
 A GGUF file is llama.cpp's, mapped and not repacked. Tokens are random ids, so that routes have as little locality as
-the model's router gives them. The CRC is of all logits: it is that of a run with all experts in memory. Start it within
-a control group to limit its page cache, too.
+the model's router gives them. The CRC is of all logits. A run with all experts in memory has an equal one. Start it
+within a control group to limit its page cache, too.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Buffer:
 
     @property
     def on_host(self) -> bool:
-        """Whether the memory is the host's, not a GPU's."""
+        """The memory is the host's, not a GPU's."""
         return bool(self.value.device_name() == "cpu")
 
     def _place(self, slot: Slot) -> tuple[list[int], int]:

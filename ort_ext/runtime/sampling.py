@@ -74,7 +74,7 @@ def _most_likely(ids: np.ndarray, found: np.ndarray, top_p: float) -> tuple[np.n
 
 
 class Penalties:
-    """What the text so far changes in the next token's logits.
+    """Changes of the next token's logits by the text so far.
 
     Args:
         prompt: tokens before the first that is chosen.
@@ -97,7 +97,7 @@ class Penalties:
             self._last = [*self._last, token][max(len(self._last) + 2 - size, 0) :]
 
     def add(self, token: int) -> None:
-        """A token that was chosen."""
+        """Count a token that was chosen."""
         self._read(token)
         self._chosen[token] += 1
 

@@ -98,9 +98,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Llama4TextAttention.forward, in the order [batch, heads, sequence, head_dim] from the projections on.
 
-    TensorRT 10.6 fuses a change of that order with the products beside it, and in engines for sequences of 1 to 512
-    heads but the first then get factors (of the norm) that are another's, without a message. docs/lab/tensorrt.md
-    has the other faults of this kind.
+    TensorRT 10.6 fuses a change of that order with the products beside it. In engines for sequences of 1 to 512, all
+    heads except the first then get another head's factors of the norm, without a message. docs/lab/tensorrt.md has the
+    other faults of this kind.
     """
     batch, new = hidden_states.shape[:-1]
 

@@ -10,7 +10,7 @@ from transformers.models.minimax import modeling_minimax
 
 
 def configure(config: PreTrainedConfig) -> None:
-    """Blocks of one token, which compute the same: those tables are a gigabyte of 80 layers with 64 heads."""
+    """Set blocks of one token, with equal results. Tables of longer ones are a gigabyte for 80 layers of 64 heads."""
     config.block_size = 1
 
 

@@ -10,10 +10,11 @@ from quantmoe.exporter.graph.passes.norms import RMSNorm
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Time steps are limited as config.json says (time_step_limit), as in NVIDIA's own code and in training.
-    transformers 5.24 makes those of a prompt at least time_step_min, 0.001, and those of single tokens not
+    """Limit time steps as config.json says (time_step_limit), as in NVIDIA's own code and in training.
+
+    transformers 5.24 makes time steps of a prompt at least time_step_min, 0.001, but not time steps of single tokens
     (https://github.com/huggingface/transformers/pull/48989 measures what that changes). Norms are multiplied by their
-    weight in the graph's type: where it is in f32 the fusion makes a node whose output has another type than it says.
+    weight in the graph's type. In f32, the fusion makes a node whose output has another type than it says.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, NemotronHMamba2Mixer):

@@ -1,7 +1,9 @@
 """QuantLinear -> com.microsoft::MatMulNBits, where the weights mean the same in both.
 
-The operator (ONNX Runtime, docs/ContribOperators.md): B uint8 [N, blocks, block_size / 2], low nibble first, of codes
-whose zero is 8 or zero_points uint8 [N, ceil(blocks / 2)]; scales [N, blocks] of A's type.
+Inputs of the operator (ONNX Runtime, docs/ContribOperators.md):
+
+- B: codes, uint8 [N, blocks, block_size / 2], low nibble first. Their zero is 8 without zero_points.
+- zero_points: uint8 [N, ceil(blocks / 2)]. scales: [N, blocks] of A's type.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """QuantMoE -> com.microsoft::QMoE: the last of our operators in a graph for ONNX Runtime alone, with its weights as
 layout ``qmoe`` has them.
 
-Routers are a MoERouting of method topk_softmax, which QMoE computes from its logits on every provider, and perhaps a
-factor of the weights, which then multiplies the output (passes/routers.py).
+Routers are a MoERouting of method topk_softmax, which QMoE computes from its logits on every provider. A factor of the
+weights then multiplies the output (passes/routers.py).
 """
 
 from __future__ import annotations

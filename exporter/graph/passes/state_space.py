@@ -45,14 +45,14 @@ _TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class StateSpace:
-    """What a module computes: its nodes, which read a row of in_proj's output, z, then x, B and C, then dt."""
+    """Nodes that compute a module. They read a row of in_proj's output, z, then x, B and C, then dt."""
 
     conv: ConvSpec
     space: SpaceSpec
 
     @property
     def features(self) -> int:
-        """Of in_proj."""
+        """Outputs of in_proj."""
         return self.space.z_size
 
 

@@ -1,7 +1,7 @@
 """Rotary tables without what no node reads.
 
 transformers joins the angles to themselves, and CachedAttention takes the first half of their cosines and sines. Models
-whose positions have several axes, as pictures do, repeat those of text for each, and take one.
+whose positions have several axes, as pictures do, repeat a text's positions for each axis, and take one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quantmoe.exporter.graph.passes.divided_norms import producer
 
 
 def narrow_tables(model: ir.Model) -> None:
-    """Remove the Concat of a value with itself whose second half is cut off, and the axes of which one is selected."""
+    """Remove the Concat of a value with itself whose second half is cut off, and axes if one alone is selected."""
     for node in list(model.graph):
         if node.op_type == "Concat":
             _halve(model.graph, node)

@@ -1,11 +1,11 @@
 """Vision towers, for ``export --vision``: a family's module each, one line here.
 
-onnxruntime-genai runs three files of a multimodal model: vision.onnx makes features of an image's patches,
-embeddings.onnx puts them in the places of the prompt's image tokens, and the decoder takes these embeddings and
-positions of three axes. A module provides
+onnxruntime-genai runs three files of a multimodal model. vision.onnx makes features of an image's patches.
+embeddings.onnx puts them in the places of the prompt's image tokens. The decoder takes these embeddings and positions
+of three axes. A module provides
 
-- ``tower(config)``: transformers' module of the configuration's tower, with a forward of ``pixel_values`` f32
-  [patches, values of a patch] and ``image_grid_thw`` int64 [images, 3] that torch.export can follow. Returns
+- ``tower(config)``: transformers' module of the configuration's tower. torch.export can follow its forward of
+  ``pixel_values`` f32 [patches, values of a patch] and ``image_grid_thw`` int64 [images, 3]. Returns
   ``image_features`` [patches / merged, hidden size]. Raises ValueError of a configuration that makes none.
 - ``derived(tower)``: parameters of it that are functions of the checkpoint's tensors: name -> (that tensor's shape,
   the function).

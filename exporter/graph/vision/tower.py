@@ -117,7 +117,7 @@ class Tower(Stored):
         return own if stored is None else min(own, int(stored.itemsize))
 
     def _check_source(self, name: str, want: tuple[int, ...]) -> None:
-        """The shape that a tensor has by its header."""
+        """Refuse a tensor whose header has another shape."""
         source = self.sources[name]
         module = source.rpartition(".")[0]
         quantized = source.endswith(".weight") and self.format.is_quantized(module)

@@ -1,5 +1,6 @@
-"""Attention of a vision tower: each patch to all of its frame, as ONNX Runtime's MultiHeadAttention, which keeps no
-product of all patches with all in memory."""
+"""Attention of a vision tower: each patch attends to all patches of its frame.
+
+ONNX Runtime's MultiHeadAttention keeps no product of all patches with all in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _NAME = "FrameAttention"
 def attend_in_frames(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """In a trace: a node that :func:`place_attention` replaces.
+    """Put a node into a trace that :func:`place_attention` replaces.
 
     Args:
         query, key, value: f32 [patches, heads, width]. frames: int64 [2], their number and the patches of each.

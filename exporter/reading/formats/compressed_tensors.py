@@ -2,8 +2,8 @@
 
 Tensors of a linear with N outputs and K inputs, groups of g, b bits (read from the library's compressors 0.13 to 0.20):
 
-- ``pack-quantized``: weight_packed I32 [N, ceil(K b / 32)], a dense bit stream along K of q + 2^(b-1); weight_scale
-  [N, K/g]; weight_shape I64 [2]; weight_zero_point I32 [ceil(N b / 32), K/g], the same packing along N;
+- ``pack-quantized``: weight_packed I32 [N, ceil(K b / 32)], a dense bit stream along K of q + 2^(b-1).
+  weight_scale [N, K/g]; weight_shape I64 [2]. weight_zero_point I32 [ceil(N b / 32), K/g] is packed along N.
   weight_g_idx I32 [K] (actorder "group", older releases).
 - ``int-quantized``: weight I8 [N, K], one code a byte whatever b is; weight_scale [N, K/g]; weight_zero_point I8.
 - ``float-quantized``, ``mxfp8-quantized``: weight F8_E4M3 [N, K]; weight_scale [N, K/g] or, by blocks, [N/bn, K/bk]

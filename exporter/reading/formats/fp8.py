@@ -1,11 +1,14 @@
 """``quant_method: fp8``: DeepSeek's and transformers' block-scaled checkpoints, GPTQModel's, and per-tensor ones.
 
-Tensors of a linear with N outputs and K inputs: weight F8_E4M3 [N, K] and either weight_scale_inv [ceil(N / bn),
-ceil(K / bk)] (``weight_block_size`` bn x bk; the last block of a row or column may be short; F8_E8M0 with DeepSeek's
-``scale_fmt`` ue8m0), or weight_scale of one
-element or one a row, with input_scale when activations are static. DeepSeek multiplies by weight_scale_inv; GPTQModel
-divides, and says so with ``weight_scale_semantics: inverse``; it has weight_scale_inv also by tensor and by row, and
-quantizes no activations.
+Tensors of a linear with N outputs and K inputs:
+
+- weight F8_E4M3 [N, K];
+- by blocks: weight_scale_inv [ceil(N / bn), ceil(K / bk)], with ``weight_block_size`` bn x bk. The last block of a row
+  or column may be short. With DeepSeek's ``scale_fmt`` ue8m0 it is F8_E8M0;
+- else weight_scale of one element or one a row, with input_scale when activations are static.
+
+DeepSeek multiplies by weight_scale_inv. GPTQModel divides, and says so with ``weight_scale_semantics: inverse``. It has
+weight_scale_inv also by tensor and by row, and quantizes no activations.
 """
 
 from __future__ import annotations

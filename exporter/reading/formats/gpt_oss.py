@@ -1,8 +1,12 @@
 """gpt-oss as OpenAI published it (``quant_method: mxfp4``): experts fused in 3-D tensors.
 
-E experts, hidden size H, intermediate size I: gate_up_proj_blocks U8 [E, 2 I, H/32, 16] (e2m1, low nibble first),
-gate_up_proj_scales U8 [E, 2 I, H/32] (e8m0), gate_up_proj_bias [E, 2 I]; even rows are gate, odd rows up.
-down_proj_blocks U8 [E, H, I/32, 16], down_proj_scales, down_proj_bias. Everything else is unquantized.
+E experts, hidden size H, intermediate size I:
+
+- gate_up_proj_blocks U8 [E, 2 I, H/32, 16] (e2m1, low nibble first). Even rows are gate, odd rows up;
+- gate_up_proj_scales U8 [E, 2 I, H/32] (e8m0), gate_up_proj_bias [E, 2 I];
+- down_proj_blocks U8 [E, H, I/32, 16], down_proj_scales, down_proj_bias.
+
+Everything else is unquantized.
 """
 
 from __future__ import annotations

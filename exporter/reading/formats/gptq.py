@@ -1,8 +1,11 @@
 """GPTQ, as GPTQModel, AutoGPTQ and AutoRound write it.
 
-Tensors of a linear with N outputs and K inputs, groups of g, b bits: qweight I32 [K b / 32, N] packed along K; qzeros
-I32 [K/g, N b / 32] packed along N; scales [K/g, N]; g_idx I32 [K] names each input feature's group. b is 2, 3, 4 or 8;
-codes of 2 and 3 bits are carried as int4's.
+Tensors of a linear with N outputs and K inputs, groups of g, b bits:
+
+- qweight I32 [K b / 32, N], packed along K. b is 2, 3, 4 or 8. Codes of 2 and 3 bits are carried as int4's;
+- qzeros I32 [K/g, N b / 32], packed along N. scales [K/g, N];
+- g_idx I32 [K] names each input feature's group.
+
 ``checkpoint_format`` gptq (v1) stores zero points less one, gptq_v2 as they are. v1 was made from v2 by subtracting
 words of ones (GPTQModel's convert_gptq_v2_to_v1_format), borrows included, so whole words are added back here.
 AutoRound writes no checkpoint_format: its ``packing_format`` (``backend`` before release 0.5) says which, see

@@ -65,7 +65,7 @@ def weighed(mean_squares: np.ndarray) -> np.ndarray:
 
 
 def distance(m: QuantizedMatrix, weight: np.ndarray) -> float:
-    """Root of the mean square error of a matrix without biases or blocks of rows, relative to that of ``weight``."""
+    """Return the root mean square error of a matrix without biases or blocks of rows, divided by ``weight``'s own."""
     errors = squares = 0.0
     step = max(1, PIECE // max(1, weight.shape[1]))
     for at in range(0, len(weight), step):

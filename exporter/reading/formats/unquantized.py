@@ -1,8 +1,8 @@
 """A checkpoint of floats, quantized while it is read (src/quantize), or its experts as they are.
 
-Experts one by one, or fused: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as Qwen3.5 stores them; gpt-oss, Llama-4
-and Aria store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it has
-gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H]. Step-3.5 has gate_proj and up_proj [E, I, H].
+Experts are stored one by one, or fused as gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as in Qwen3.5. gpt-oss,
+Llama-4 and Aria store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it
+has gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H]. Step-3.5 has gate_proj and up_proj [E, I, H].
 """
 
 from __future__ import annotations
