@@ -1,4 +1,4 @@
-"""How the commands take their arguments: lists, and one line for what is wrong."""
+"""Arguments of the commands: lists, options of a dataclass, and one line for what is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def terminal(markup: bool = False) -> Console:
-    """Of the terminal's width, or COLUMNS; wide in a file. No markup where names come from files."""
+    """Return a console of the terminal's width, or COLUMNS; wide in a file. No markup where names come from files."""
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=150 if wide else None, markup=markup)
 
@@ -141,7 +141,7 @@ def check_files(json_file: Path | None, plot: Path | None) -> None:
 
 
 def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:
-    """A command: a wrong argument is one line and exit code 2."""
+    """Run a command: a wrong argument is one line and exit code 2."""
     try:
         code = app(arguments, prog_name=name, standalone_mode=False)
     except typer.Abort:  # typer's older releases for Ctrl-C

@@ -47,7 +47,7 @@ class Stored:
         self.tied: dict[str, str] = {}
 
     def fill(self, name: str, values: np.ndarray, beside: str) -> None:
-        """Add a parameter, f32, of which the checkpoint has no tensor.
+        """Add a parameter, f32, for which the checkpoint has no tensor.
 
         Args:
             beside: another parameter, whose tensor stands for its own.
@@ -71,13 +71,15 @@ class Stored:
         return ir.DataType.from_numpy(STORED[self.format.ckpt.dtype(source)])
 
     def lookups(self) -> list[str]:
-        """Return the parameters of which only rows are looked up: the weights of embeddings."""
+        """Return the parameters whose rows are only looked up: the weights of embeddings."""
         modules = ((name, self.model.get_submodule(name.rpartition(".")[0])) for name in self.tensors)
         return [name for name, module in modules if isinstance(module, torch.nn.Embedding)]
 
     def itemsize(self, name: str) -> int:
-        """Return the bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer
-        in a table that is only looked up (passes/embeddings.py)."""
+        """Return the bytes of an element of a parameter that is not packed.
+
+        They are the graph's. A table that is only looked up has the checkpoint's, if fewer (passes/embeddings.py).
+        """
         own, stored = self.tensors[name].element_size(), self.stored_type(name)
         return min(own, int(stored.itemsize)) if stored is not None and name in self.lookups() else own
 

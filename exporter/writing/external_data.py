@@ -24,7 +24,7 @@ INLINE = 65536
 
 
 def byte_size(value: ir.Value) -> int:
-    """Of a value whose shape is static."""
+    """Return the bytes of a value whose shape is static."""
     assert value.shape is not None
     assert value.dtype is not None
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)  # itemsize is a float: 4-bit types exist
@@ -71,7 +71,7 @@ class DataFile:
 
     @property
     def end(self) -> int:
-        """Where the next tensor may begin."""
+        """Return where the next tensor may begin."""
         return -(-self.size // ALIGNMENT) * ALIGNMENT
 
     def close(self) -> None:
@@ -125,6 +125,6 @@ class Region:
         )
 
     def identity(self, checkpoint: str) -> str:
-        """Of the bytes written, as a node's attribute (FORMAT.md 1.1)."""
+        """Return the identity of the bytes written, as a node's attribute (FORMAT.md 1.1)."""
         samples = new_hash().update(self._samples).hexdigest()[:32]
         return f"{self._hash.hexdigest()} {samples} {self._data.location} of {checkpoint}"

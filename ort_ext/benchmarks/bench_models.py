@@ -26,7 +26,7 @@ GGUF_TYPES = {"int4": "Q4_0", "mxfp4": "MXFP4", "nvfp4": "Q4_0", "int8": "Q8_0",
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int:
-    """Of a random checkpoint, and about of its export and of a GGUF file."""
+    """Return the bytes of a random checkpoint, and about as many as its export and its GGUF file take."""
     return round(
         sum(
             prod(shape) * ((4 + 16 / GROUP_SIZE) / 8 if quantized(name) else 2)
@@ -79,7 +79,7 @@ def layers_that_fit(config: Mapping[str, Any], layers: int | None, copies: int, 
 def make_model(
     folder: Path, config: Mapping[str, Any], lm_head: Literal["int4", "int8"] | None, device: Literal["cpu", "cuda"]
 ) -> None:
-    """A random checkpoint, exported to ``folder`` for the device, in f16 on cuda; the checkpoint is removed."""
+    """Export a random checkpoint to ``folder`` for the device, in f16 on cuda; the checkpoint is removed."""
     from quantmoe.exporter.writing.convert import export
 
     checkpoint = folder.with_name(folder.name + "-checkpoint")
@@ -91,7 +91,7 @@ def make_model(
 
 
 def gguf_types(found: Mapping[str, Any]) -> tuple[str, str]:
-    """Of as many bits as the model's experts, and as its head."""
+    """Return the types with as many bits as the model's experts, and as its head."""
     formats = {linear["module"]: linear["attributes"]["w_format"] for linear in found["linears"]}
     experts = found["layers"][0]["attributes"]["w2_format"] if found["layers"] else "int4"
     return GGUF_TYPES[experts], GGUF_TYPES[formats.get("lm_head", "bf16")]

@@ -1,7 +1,7 @@
 """A GGUF file of a model's sizes with random weights, for llama.cpp as a peer of ``quantmoe bench model``.
 
-Names come from the ``gguf`` package's map of transformers' names; fields are those that llama.cpp's loaders read (its
-src/models/*.cpp) and that a size or a speed depends on. There is no tokenizer: prompts are token ids.
+Names come from the ``gguf`` package's map of transformers' names. A field is written if llama.cpp's loaders read it
+(its src/models/*.cpp) and a size or a speed depends on it. There is no tokenizer: prompts are token ids.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
     Args:
         config: a Hugging Face configuration.
         weights: one of MIXED, or the GGMLQuantizationType of experts and other linears.
-        head: of lm_head and embeddings, whose linears then have one type; without it, those of the file type.
+        head: of lm_head and embeddings, whose linears then have one type; without it, the file type's.
 
     Raises:
         ValueError: an architecture or a tensor that llama.cpp has no name for.

@@ -14,7 +14,7 @@ from quantmoe.exporter.targets import Target
 
 
 class Rows:
-    """What all nodes of a model share, made once in a trace: the mask, where each row's tokens are, and the tables."""
+    """Values that all nodes share, made once in a trace: the mask, where each row's tokens are, and the tables."""
 
     def __init__(self, decoder: torch.nn.Module, target: Target):
         self.mask = self.rows = torch.empty(0)
@@ -86,8 +86,9 @@ class Rows:
 
 
 def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
-    """Return the node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token
-    that counts, how many do, and those before.
+    """Return the node's ``rows``, which TokenRows makes in the CUDA graph.
+
+    Each row of a batch has the first new token that counts, how many do, and how many were before.
 
     The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
     the cache has room for them, and they end with the last column that any row has set.

@@ -1,7 +1,7 @@
 """RMS norms in the words that ONNX Runtime's CUDA provider fuses to one kernel when a session is created.
 
-Its SimplifiedLayerNormFusion knows x / sqrt(mean(x^2) + epsilon), cast back and then times the weight; transformers
-multiplies by a reciprocal, and some of its architectures by the weight before the cast. TensorRT fuses either.
+Its SimplifiedLayerNormFusion knows x / sqrt(mean(x^2) + epsilon), cast back and then times the weight. transformers
+multiplies by a reciprocal, and some of its architectures multiply by the weight before the cast. TensorRT fuses either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def divide_by_roots(model: ir.Model) -> None:
 
 
 def _cast_before_weight(quotient: ir.Node) -> None:
-    """See :func:`divide_by_roots`."""
+    """Move the cast of a quotient before its weight (:func:`divide_by_roots`)."""
     (y,) = quotient.outputs
     product = only_user(y, "Mul")
     cast = only_user(product.outputs[0], "Cast") if product is not None else None
@@ -47,7 +47,7 @@ def _cast_before_weight(quotient: ir.Node) -> None:
 
 
 def _replace(node: ir.Node, made: list[ir.Node], value: ir.Value) -> None:
-    """Put nodes in the place of one, a value in that of its output."""
+    """Put nodes in the place of one, and a value in the place of its output."""
     assert node.graph is not None
     (old,) = node.outputs
     value.type, value.shape = old.type, old.shape

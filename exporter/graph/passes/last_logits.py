@@ -1,6 +1,6 @@
 """Logits of each row's last tokens only.
 
-A prompt needs the logits of one token, a step that verifies drafts those of several.
+A prompt needs the logits of one token. A step that verifies drafts needs several tokens' logits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Div", "Identity", "Mul", "T
 
 
 def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:
-    """Select what the last product reads: [B, S, H] becomes [B, n, H], n = min(S, count), of each row's last token
-    that the mask shows, so that prompts may be padded on either side, and of the n - 1 before it. Logits become
-    [B, n, V].
+    """Select what the last product reads: [B, S, H] becomes [B, n, H] with n = min(S, count).
+
+    The n tokens of a row end with its last one that the mask shows, so that prompts may be padded on either side.
+    Logits become [B, n, V].
 
     Args:
         count: 1 makes n a fixed size. None: a session chooses by an initializer ``num_logits``, int64 [1], which is 1
@@ -74,8 +75,8 @@ def output_hidden(model: ir.Model, name: str, size: int) -> bool:
 
 
 def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
-    """Return the product with a weight that makes the logits, what it reads, and its output and what elementwise
-    follows; None where there is no such."""
+    """Return the product with a weight that makes the logits, what it reads, and its output with the elementwise
+    values after it. Without such a product, return None."""
     value = next(output for output in graph.outputs if output.name == "logits")
     chain: list[ir.Value] = []
     while (node := value.producer()) is not None and node.op_type in _ELEMENTWISE:

@@ -2,7 +2,7 @@
 constant of its head and layer.
 
 S_t = exp(-rate) S_(t-1) + k_t^T v_t, o_t = q_t S_t. As the decay is constant, a run of several tokens needs no loop:
-o = ((q k^T) * D) v + (q S) * d, where D and d are powers of it, exponentials of what is never above 0. The first
+o = ((q k^T) * D) v + (q S) * d. D and d are powers of the decay, exponentials of what is never above 0. The first
 product is of every two tokens of the run. All of it is f32 in any graph, since nothing bounds the sums.
 
 As linear_attention.py, modules are recognised by what they compute.
@@ -44,7 +44,7 @@ _TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class Lightning:
-    """What a module computes.
+    """Numbers that a module computes with.
 
     Attributes:
         heads, size: of queries, keys and values.
@@ -169,7 +169,7 @@ def _attend(
     live = live * ((past > 0) | (count == 0)).float()[..., None, None]
 
     def decay(tokens: torch.Tensor) -> torch.Tensor:
-        """Of so many tokens [.., N], of less than none 1: [.., heads, N]."""
+        """Return the decay of so many tokens [.., N], 1 of less than none: [.., heads, N]."""
         return torch.exp(-rate[:, None] * tokens.clamp(min=0).float().unsqueeze(-2))
 
     back = at[:, None] - at

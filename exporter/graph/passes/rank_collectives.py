@@ -1,7 +1,11 @@
-"""What ranks of a sliced model give each other: an AllReduce after each layer's experts and each linear of divided
-columns, an AllGather after a linear of divided rows, and before it where ranks have parts of its input; of ranks with
-tokens of their own an AllGather of the tokens before each layer's experts and their router, and a ReduceScatter after
-the experts. An AllReduce and the AddRMSNorm of what it gives are one node."""
+"""Sums and joins between the ranks of a sliced model.
+
+- An AllReduce follows each layer's experts and each linear of divided columns. With the AddRMSNorm of its sum it is one
+  node.
+- An AllGather follows a linear of divided rows. Another is before it where ranks have parts of its input.
+- A rank with its own tokens has an AllGather of the tokens before each layer's experts and their router. A
+  ReduceScatter follows the experts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from quantmoe.exporter.reading.slices import Slice
 
 
 def meet(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec | GatherSpec) -> None:
-    """Make the outputs of modules, by name, those of all ranks."""
+    """Make the outputs of modules, by name, all ranks' outputs."""
     attributes = json.dumps(spec.attributes())
     operator = torch.ops.quantmoe.all_reduce if isinstance(spec, ReduceSpec) else torch.ops.quantmoe.all_gather
 

@@ -1,8 +1,8 @@
 """ggml's blocks of quantized weights, as GGUF files hold them: block_q4_0 and so on of ggml-common.h.
 
-A block is a scale, or two levels of scales, and its weights' codes. All that is carried is carried exactly: Q4_K, Q5_K
-and Q6_K with both levels and their minima; of Q3_K and of codebooks (IQ) they are multiplied in f32, where f16 times
-8 bits needs 19. Codebooks take 8 bits a weight. Types with minima (Q2_K, Q4_1, Q5_1) and others of REFUSED are refused.
+A block is a scale, or two levels of scales, and its weights' codes. All that is carried is carried exactly. Q4_K, Q5_K
+and Q6_K keep both levels and their minima. For Q3_K and codebooks (IQ) both levels are multiplied in f32: f16 times 8
+bits needs 19. Codebooks take 8 bits a weight. Types with minima (Q2_K, Q4_1, Q5_1) and others of REFUSED are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its KV cache: compressed-tensors' kv_cache_scheme, ModelOpt's kv_cache_quant_algo, Quark's
+"""A checkpoint's wishes for its KV cache: compressed-tensors' kv_cache_scheme, ModelOpt's kv_cache_quant_algo, Quark's
 kv_cache_quant_config, AutoFP8's scales alone; and the scales.
 
 A key or value stands for its code times the scale (compressed-tensors' QuantizedKVCache, ModelOpt's export).
@@ -33,7 +33,7 @@ _LEAST, _MOST = 2.0**-64, 2.0**64
 
 @dataclass(frozen=True)
 class KVCache:
-    """How a checkpoint wants its KV cache quantized.
+    """Quantization of the KV cache that a checkpoint wants.
 
     Attributes:
         said: in the tool's words.
@@ -57,7 +57,7 @@ class KVCache:
 
     @property
     def remark(self) -> str:
-        """What an export would say that is not asked for another cache."""
+        """The remark of an export that is not asked for another cache."""
         return f"the KV cache is {self.format} ({self.said})" if self.format else self.floats(self.reason)
 
 

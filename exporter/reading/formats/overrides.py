@@ -1,4 +1,4 @@
-"""What a configuration says of single modules: GPTQModel's ``dynamic`` and AutoRound's ``extra_config``."""
+"""Fields of a configuration for single modules: GPTQModel's ``dynamic`` and AutoRound's ``extra_config``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Overrides:
 
     Of ``dynamic`` the first pattern counts that matches from the beginning of the module's name (GPTQModel's
     dynamic_get). Of ``extra_config`` the module's own name counts, then the first pattern that is found anywhere in its
-    name; the name of another module is no pattern (AutoRound's get_layer_config).
+    name. The name of another module is no pattern (AutoRound's get_layer_config).
 
     Raises:
         CheckpointError: an entry has a group size or fields that cannot be.
@@ -48,7 +48,7 @@ class Overrides:
                     continue
 
     def of(self, module: str) -> dict[str, Any]:
-        """Return the fields of a module; {}: those of the whole checkpoint."""
+        """Return the fields of a module; {}: it has the whole checkpoint's fields."""
         return self._found(module)[1]
 
     def where(self, module: str) -> str:
