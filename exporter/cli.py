@@ -635,9 +635,9 @@ def trace(
     rows = curve(found, sorted({max(count, 1) for count in slots}), disk_speed)
     for row in rows:
         speed = row["tokens_per_second"]
-        memory, missed = (decimal(int(row[key])) for key in ("bytes", "read"))
+        held, missed = (decimal(int(row[key])) for key in ("bytes", "read"))
         fastest = f"{speed:.1f}" if speed < 1e6 else "-"
-        table.add_row(memory, str(row["slots"]), f"{row['hit_rate']:.1%}", missed, fastest)
+        table.add_row(held, str(row["slots"]), f"{row['hit_rate']:.1%}", missed, fastest)
     console.print(table)
     if plot is not None:
         draw(found, rows, plot)
