@@ -202,9 +202,23 @@ def inspect(
     trace: Annotated[
         Path | None, _option("Fit", "take hit rates of a trace (generate --record)", metavar="FILE")
     ] = None,
-    memory_speed: Annotated[int | None, _option("Fit", "read memory at SIZE bytes a second", **SIZE)] = None,
-    bus_speed: Annotated[int | None, _option("Fit", "read through a GPU's bus at SIZE a second", **SIZE)] = None,
-    disk_speed: Annotated[int | None, _option("Fit", "read the disk at SIZE a second", **SIZE)] = None,
+    memory_speed: Annotated[
+        int | None,
+        _option(
+            "Fit",
+            "read memory at SIZE bytes a second",
+            show_default=f"this GPU's, else {decimal(int(CUDA.rates[0]))}; cpu: {decimal(int(CPU.rates[0]))}",
+            **SIZE,
+        ),
+    ] = None,
+    bus_speed: Annotated[
+        int | None,
+        _option("Fit", "read through the bus at SIZE a second", show_default=decimal(int(CUDA.rates[1])), **SIZE),
+    ] = None,
+    disk_speed: Annotated[
+        int | None,
+        _option("Fit", "read the disk at SIZE a second", show_default=decimal(int(CPU.rates[1])), **SIZE),
+    ] = None,
     reserve: Annotated[int | None, _option("Fit", "leave this memory free", **SIZE)] = None,
     target: Annotated[
         Literal[tuple(TARGETS)] | None,  # type: ignore[valid-type]
