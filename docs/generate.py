@@ -107,7 +107,7 @@ def operators() -> str:
     """Return the page of op.def's operators, projections and enums."""
     page = [f"{MADE}{OPERATORS}"]
     comment, rows = [], {}
-    for line in read(CUSTOM_OPS).partition("#else\n")[2].splitlines():
+    for line in read(CUSTOM_OPS).splitlines():
         if line.startswith("//"):
             comment.append(line[2:].strip())
         if not (found := split(line)):

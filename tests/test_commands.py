@@ -27,6 +27,7 @@ import typer
 from typer.testing import CliRunner
 
 from quantmoe.benchmarks.bench import app as bench_app
+from quantmoe.custom_ops.schema import schema
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.cli import _speed, app
 from quantmoe.exporter.command_arguments import EXTRAS, listed
@@ -88,8 +89,19 @@ def test_help_reads_at_a_glance(command: str) -> None:
         assert len((parameter.help or "").split()) <= 12, parameter.name
 
 
+def reference(page: str) -> str:
+    """A page that docs/generate.py makes."""
+    made: str = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "generate.py"))[page]()
+    return made
+
+
+def test_the_reference_has_every_operator() -> None:
+    found = re.findall(r"^## (\w+)$", reference("operators"), re.M)
+    assert found[: len(schema().operators)] == sorted(schema().operators)
+
+
 def test_rare_options_are_in_the_reference_alone() -> None:
-    page = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "generate.py"))["commands"]()
+    page = reference("commands")
     for command, option in (("export", "--max-file-size"), ("generate", "--misses")):
         assert option not in quantmoe(command, "--help").out
         section = page.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
