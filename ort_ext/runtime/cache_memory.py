@@ -205,9 +205,9 @@ class DecodeStep:
 
     def give(self, name: str, array: np.ndarray) -> None:
         """Start to write one of ``places``; the array stays as it is until the run has ended."""
-        self._expected = None
-        if self._inputs[name].on_host:
-            self._inputs[self._names[name]].write(array)
+        self._expected, buffer = None, self._inputs[self._names[name]]
+        if buffer.on_host:
+            buffer.write(array)
         else:
             device.copy(self.places[name], array.ctypes.data, array.nbytes)
 
