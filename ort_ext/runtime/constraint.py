@@ -74,7 +74,7 @@ class Vocabulary:
 
     Args:
         tokenizer: a tokenizers.Tokenizer.
-        size: tokens that have logits.
+        size: tokens that have logits; a tokenizer may have more.
         stop: ids that end an answer.
 
     Raises:
@@ -87,7 +87,8 @@ class Vocabulary:
         if not stop:
             raise OptionError("a grammar needs a token that ends the answer, and the folder names none (eos_token_id)")
         self.tokenizer, self.size, self.stop = tokenizer, size, frozenset(stop)
-        self.guide = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[*stop])
+        self.tokens = max(size, tokenizer.get_vocab_size())
+        self.guide = LLTokenizer(tokenizer.to_str(), n_vocab=self.tokens, eos_token=[*stop])
 
 
 class Constraint:
@@ -107,7 +108,7 @@ class Constraint:
         self._matcher = _matcher()(vocabulary.guide, grammar.compiled(), log_level=0)
         self._check()
         self._vocabulary = vocabulary
-        self._words = np.zeros(-(-vocabulary.size // 32), np.uint32)
+        self._words = np.zeros(-(-vocabulary.tokens // 32), np.uint32)
         self._tail: list[int] = []
         #: what ends the part that is free; "": the rule holds
         self._free = ("" if grammar.calls else format.answer) or (
@@ -130,7 +131,7 @@ class Constraint:
         self._check()
         if self._opens is not None:
             self._words[self._opens // 32] |= np.uint32(1 << self._opens % 32)
-        return self._words
+        return self._words[: -(-self._vocabulary.size // 32)]
 
     def add(self, token: int) -> None:
         """Go on after a token that was chosen.

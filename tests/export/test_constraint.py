@@ -185,6 +185,51 @@ def test_bits_are_copied_before_each_choice(text: Text, monkeypatch: pytest.Monk
     assert len(launched) == 3
 
 
+def test_a_row_of_a_choice_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text, its random numbers and its place are those of the new text; other rows take no part."""
+    launched: list[dict[str, Any]] = []
+
+    class Library:
+        def qm_cuda_choice_bytes(self, problem: Any) -> int:
+            return 16
+
+        def qm_cuda_launch_choice(self, problem: Any, tensors: Any, stream: Any, error: Any) -> int:
+            sizes = {"counts": 40, "history": 8, "past": 1}
+            found: dict[str, Any] = {"batch": problem._obj.batch}
+            for name, size in sizes.items():
+                found[name] = list((ctypes.c_int32 * size).from_address(getattr(tensors._obj, name)))
+            launched.append(found | {"uniform": ctypes.c_double.from_address(tensors._obj.uniform).value})
+            return 0
+
+    for name, stand_in in {
+        "library": Library, "wait": lambda: None, "stream": lambda: 0, "Pages": Pages, "Buffer": Memory,
+        "copy": ctypes.memmove,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(device_sampling, name, stand_in)
+    sampling = Sampling(0.5, presence_penalty=1, no_repeat_ngram_size=2, seed=3)
+    choice = device_sampling.Choice([[5], [6], [7]], 8, 40, np.dtype(np.float32), sampling)
+    logits = SimpleNamespace(address=lambda: 0, bytes=lambda: 0, row_bytes=lambda: 0)
+    choice.join(1, [4, 4, 2], 9, None)
+    choice.start(logits, [3], None, 1)  # type: ignore[arg-type]
+    choice.start(logits, [1, 4, -1], None)  # type: ignore[arg-type]
+    one, all_three = launched
+    drawn = np.random.Generator(np.random.PCG64(9))
+    assert (one["batch"], one["past"], one["uniform"]) == (1, [3], drawn.random())
+    assert one["counts"] == [int(id in (2, 4)) for id in range(40)]
+    assert one["history"] == [4, 4, 2, 0, 0, 0, 0, 0]
+    assert (all_three["batch"], all_three["counts"][5]) == (3, 1)
+    assert choice._uniform[1] == drawn.random()
+    assert list(choice._past) == [1, 4, -1]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(text: Text) -> None:
+    """Bits are those of the model's tokens."""
+    size = text.tokenizer.get_vocab_size() - 40
+    words = Constraint(RULES["gbnf"][0], Vocabulary(text.tokenizer, size, text.stop), reply_format("")).allowed()
+    assert words is not None
+    assert len(words) == -(-size // 32)
+
+
 THINKS = "<think></think>"
 
 

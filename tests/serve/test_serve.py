@@ -388,8 +388,6 @@ def test_tokens_that_a_gpu_chooses(tmp_path_factory: pytest.TempPathFactory, che
         {"temperature": 0, "logprobs": 2},
         {"temperature": 0, "stop": ["e"]},
     ]
-    if checkpoint == "hybrid":  # its tokenizer has more tokens than the model
-        asks[5] = {"temperature": 0}
     ways: list[Callable[[Path], Any]] = [ServedModel, lambda path: choosing_there(ServedModel(path))]
     found = []
     for opened in ways:
