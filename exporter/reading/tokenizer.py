@@ -159,11 +159,12 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """Special tokens that have names, by these, and those that have none: texts, or objects with their ``content``."""
-    named = {name: token for name, token in config.items() if name.endswith("_token") and _text(token)}
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if isinstance(extra, dict):
-        return named | {name: token for name, token in extra.items() if _text(token)}, []
-    return named, [token for token in extra if _text(token)] if isinstance(extra, list) else []
+    for tokens in (config.get("model_specific_special_tokens"), extra):
+        named |= tokens if isinstance(tokens, dict) else {}
+    others = [token for token in extra if _text(token)] if isinstance(extra, list) else []
+    return {name: token for name, token in named.items() if _text(token)}, others
 
 
 def _text(token: Any) -> str:

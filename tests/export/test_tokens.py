@@ -113,6 +113,7 @@ def added(first: int, *names: str) -> dict[str, Any]:
         ("added_tokens.json", lambda n: {"<|im_end|>": n + 1, "<|im_start|>": n}),
         ("tokenizer_config.json", lambda n: {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]}),
         ("tokenizer_config.json", lambda n: {"extra_special_tokens": {"begin_token": "<|im_start|>"}}),
+        ("tokenizer_config.json", lambda n: {"model_specific_special_tokens": {"begin_token": "<|im_start|>"}}),
         ("tokenizer_config.json", lambda n: {"additional_special_tokens": ["<|im_end|>"]}),
         ("special_tokens_map.json", lambda n: {"eos_token": FLAGS | {"content": "<|im_end|>"}}),
         ("tokenizer_config.json", lambda n: {"image_token": "<|im_start|>", "add_bos_token": True}),
@@ -131,9 +132,10 @@ def test_special_tokens_of_added_tokens_json_are_special(source: Path) -> None:
     assert ours.decode(given) == auto.decode(given, skip_special_tokens=True) == "a"
 
 
-def test_named_tokens_are_variables_of_templates(source: Path) -> None:
+@pytest.mark.parametrize("field", ["extra_special_tokens", "model_specific_special_tokens"])
+def test_named_tokens_are_variables_of_templates(source: Path, field: str) -> None:
     template = "{{ begin_token }}{{ bos_token }}{{ messages[0].content }}{{ add_bos_token }}"
-    tokens = {"extra_special_tokens": {"begin_token": "<b>"}, "add_bos_token": False}
+    tokens = {field: {"begin_token": "<b>"}, "add_bos_token": False}
     edit(source / "tokenizer_config.json", tokens | {"chat_template": template})
     said = [{"role": "user", "content": "a"}]
     wanted = AutoTokenizer.from_pretrained(source).apply_chat_template(said, tokenize=False)
