@@ -288,6 +288,11 @@ def test_what_is_not_applied_is_named(tmp_path: Path) -> None:
         ({"repetition_penalty": 1.1, "min_p": 0.1, "no_repeat_ngram_size": 3, "suppress_tokens": [5]}, []),
         ({"typical_p": 0.5, "top_h": 0.2, "do_sample": True}, ["top_h", "typical_p"]),
         ({"bad_words_ids": [[5]], "min_new_tokens": 3}, ["bad_words_ids", "min_new_tokens"]),
+        ({"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}, []),
+        (
+            {"encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3},
+            ["encoder_no_repeat_ngram_size", "encoder_repetition_penalty"],
+        ),
         ({"sequence_bias": [[[5], 2.0]]}, []),
         ({"sequence_bias": [[[5, 6], 2.0]]}, ["sequence_bias"]),
     ):

@@ -47,6 +47,8 @@ _NOT_APPLIED: dict[str, Any] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
     "exponential_decay_length_penalty": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
