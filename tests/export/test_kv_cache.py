@@ -195,6 +195,10 @@ def test_scales_of_tools(tmp_path, fields, tensors, method, want):
             r"k_scale is missing .*; found m.0.self_attn.v_scale; --cache f16 \(.*auto\) needs no scales",
         ),
         ({"k_proj.k_scale": ONE}, "v_scale is missing .*; found m.0.self_attn.k_proj.k_scale; --cache f16"),
+        (
+            {"k_cache_scale": ONE, "q_proj.weight_scale": ONE},
+            "k_scale is missing .*; found m.0.self_attn.k_cache_scale; --cache f16",
+        ),
         ({"kv_scale": -ONE}, "kv_scale is -1, expected"),
         ({"k_scale": ONE, "v_scale": 0 * ONE}, "v_scale.* is 0, expected a number from 2.-64 to 2.64"),
         ({"k_scale": -ONE, "v_scale": ONE}, "k_scale.* is -1, expected"),

@@ -18,6 +18,8 @@ from quantmoe.exporter.reading.checkpoint import Checkpoint
 _FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 #: ends of the names of scales: compressed-tensors', ModelOpt's and AutoFP8's; Quark's
 _SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+#: the same of scales of weights and activations
+_OTHERS = (".weight_scale", ".input_scale")
 _FLOATS = ("F32", "F16", "BF16")
 #: where an attention module's scales may be, as vLLM's maybe_remap_kv_scale_name has it; kv_scale is of both
 _PLACES = {
@@ -115,7 +117,8 @@ def scales(ckpt: Checkpoint, cache: KVCache, module: str) -> tuple[float, float]
             if cache.unscaled and not cache.scales:
                 found.append(1.0)
                 continue
-            there = ", ".join(scale for scale in cache.scales if scale.startswith(f"{module}."))
+            own = (name for name in ckpt.names() if name.startswith(f"{module}."))
+            there = ", ".join(name for name in own if name.endswith("_scale") and not name.endswith(_OTHERS))
             raise CheckpointError(
                 f"{ckpt.folder}: {module}.{places[0]} is missing ({cache.said}); found {there or 'no scale'}; "
                 "--cache f16 (--target cuda: --cache auto) needs no scales"
