@@ -482,11 +482,11 @@ def token_ids(what: str, ids: Iterable[int]) -> list[int]:
     """
     try:
         found = list(ids)
-        if any(isinstance(id, bool) for id in found):
+        if isinstance(ids, bytes | Mapping) or any(isinstance(id, bool) for id in found):
             raise TypeError
         return [operator.index(id) for id in found]
     except TypeError:
-        text = ": quantmoe.Chat and quantmoe.Text take text" if isinstance(ids, str) else ""
+        text = ": quantmoe.Chat and quantmoe.Text take text" if isinstance(ids, str | bytes) else ""
         raise OptionError(f"{what} is {reprlib.repr(ids)}, expected token ids, which are integers{text}") from None
 
 

@@ -171,7 +171,7 @@ def test_wrong_arguments_are_named(exported):
             call(*arguments)
     generator = Generator(folder)
     for call in (generator.generate, generator.stream, generator.greedy, generator.scores):
-        for ids in ([1.5], [5, "a"], "text", 5, [[5]], [None], [True]):
+        for ids in ([1.5], [5, "a"], "text", b"text", {5: 6}, 5, [[5]], [None], [True]):
             with pytest.raises(OptionError, match=r"^the prompt is .*, expected token ids, which are integers"):
                 call(ids)
         for ids in ([], [-1], [1 << 20]):
