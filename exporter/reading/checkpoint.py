@@ -164,7 +164,7 @@ class Checkpoint:
         family = self.text_config.get("model_type")
         own = OWN_NAMES.get(family.removesuffix("_text"), {}) if isinstance(family, str) else {}
         for shard in self._shards():
-            self._see(shard)
+            self.see(shard)
             with doing(str(shard)):
                 header = read_header(shard)
             for entry in header.values():
@@ -326,11 +326,11 @@ class Checkpoint:
         except FileNotFoundError:
             raise _changed(path, "it is not there any more") from None
 
-    def _see(self, path: Path) -> None:
-        """Note how a file is that is about to be read."""
+    def see(self, path: Path) -> None:
+        """Note how a file is that is about to be read, for :meth:`check_unchanged`."""
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
-            self._seen[path] = (found.st_size, found.st_mtime_ns, _beginning(file))
+            self._seen.setdefault(path, (found.st_size, found.st_mtime_ns, _beginning(file)))
 
     def _check_seen(self, path: Path, file: BinaryIO) -> None:
         size, time, _ = self._seen[path]
@@ -423,7 +423,7 @@ class Checkpoint:
             if path.stat().st_size > MAX_CONFIG:
                 raise CheckpointError(f"{path}: larger than {MAX_CONFIG} bytes, not a configuration")
             with doing(str(path)):
-                self._see(path)
+                self.see(path)
                 found = _parse(path.read_bytes())
         except CheckpointError:
             raise
@@ -471,7 +471,7 @@ class Checkpoint:
         found, shards = [], {entry.shard for entry in self._entries.values()}
         for path in sorted(set(self.folder.glob("*.safetensors")) - shards):
             shard = self._shard(path.name)
-            self._see(shard)
+            self.see(shard)
             with doing(str(shard)):
                 own = {name: e for name, e in read_header(shard).items() if name.startswith(begins)}
             if new := own.keys() - self._entries.keys():

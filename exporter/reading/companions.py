@@ -18,13 +18,14 @@ LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_part
 
 def check_companions(ckpt: Checkpoint) -> None:
     """Refuse links to elsewhere (nobody's private file goes into a folder that is passed on), and a
-    generation_config.json that ``generate`` would refuse.
+    generation_config.json that ``generate`` would refuse. ``ckpt.check_unchanged`` then looks at these files, too.
 
     Raises:
         CheckpointError: naming the file, and where it leads or which field is wrong.
     """
     for path in [*companion_files(ckpt.folder), *ckpt.folder.glob(f"{NAMED_TEMPLATES}/*.jinja")]:  # of a GGUF file none
         ckpt.check_file(path)
+        ckpt.see(path)
     generation, config, folder = ckpt.generation_config, ckpt.config, ckpt.folder
     try:
         sampling_of(generation, folder / ENDS[0], vocabulary_of(config))

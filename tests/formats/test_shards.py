@@ -11,6 +11,7 @@ import pytest
 from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetensors
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
+from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import MTP, VISION
 
@@ -132,4 +133,19 @@ def test_files_that_change(change, text, at_once, name, tmp_path):
             with pytest.raises(CheckpointError, match=changed):
                 read()
     with pytest.raises(CheckpointError, match=changed):
+        ckpt.check_unchanged()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_companions_that_change(name, tmp_path):
+    """The exported folder would have the weights of one model and the tokenizer or the template of another."""
+    folder = write_checkpoint(tmp_path, {"a": np.ones((2, 3), np.float32)}, {})
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}", encoding="utf-8")
+    ckpt = open_checkpoint(folder)
+    check_companions(ckpt)
+    ckpt.check_unchanged()
+    path.write_text("{ }", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=rf"{name}: changed while it was read: it has 3 bytes, and had 2"):
         ckpt.check_unchanged()

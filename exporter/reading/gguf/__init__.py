@@ -102,7 +102,7 @@ class GGUF(ChangedTensors):
         for i, shard in enumerate(pieces):
             if shard != self.folder:
                 self.check_file(shard)
-            self._see(shard)
+            self.see(shard)
             with doing(str(shard)):
                 headers[shard] = read_header(shard)
             fields = headers[shard].fields
