@@ -558,6 +558,14 @@ def _no_folder(path: Path) -> str:
     return f"no such folder; {expected}"
 
 
+def dense(path: Path, kind: object) -> CheckpointError:
+    """Return the refusal of a model without experts, which no option helps."""
+    return CheckpointError(
+        f"{path}: a dense model ({kind}): no experts; expected a mixture of experts; optimum-onnx (optimum-cli export "
+        "onnx) and onnxruntime-genai's model builder export dense ones"
+    )
+
+
 def is_plain(name: str) -> bool:
     """Return whether a name in a stranger's file names a file in its own folder, on every system."""
     return name not in ("", ".", "..") and not any(mark in name for mark in "/\\\0")

@@ -553,6 +553,15 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         header(field(b"general.architecture", 9, struct.pack("<IQI", 4, 1, 7))),
         "architecture [7] is not read from GGUF",
     ),
+    "a dense model": (
+        header(
+            field(b"general.architecture", 8, struct.pack("<Q", 5) + b"llama"),
+            tensors=tensor((2, 8), name=b"token_embd.weight"),
+            count=1,
+            data=bytes(64),
+        ),
+        "a dense model ('llama'): no experts; expected a mixture of experts; optimum-onnx",
+    ),
     "another architecture": (
         header(field(b"general.architecture", 8, struct.pack("<Q", 5) + b"mamba")),
         "architecture 'mamba' is not read from GGUF",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.checkpoint import CheckpointError, dense
 from quantmoe.exporter.reading.formats.base import ALL_BESIDE
 
 if TYPE_CHECKING:
@@ -79,10 +79,7 @@ def refuse_dense(ckpt: Checkpoint) -> None:
     """
     named = any(re.search(r"\bexpert", name) for name in ckpt.names())
     if not named and not any("expert" in key and value for key, value in ckpt.text_config.items()):
-        raise CheckpointError(
-            f"{ckpt.folder}: a dense model ({ckpt.text_config.get('model_type')}): no experts; expected a mixture of "
-            "experts; optimum-onnx (optimum-cli export onnx) and onnxruntime-genai's model builder export dense ones"
-        )
+        raise dense(ckpt.folder, ckpt.text_config.get("model_type"))
 
 
 def _absence(ckpt: Checkpoint, fused: tuple[str, ...], has: Callable[[str], bool], part: str) -> str:

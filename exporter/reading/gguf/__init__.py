@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import DTYPES, MAX_TENSORS, CheckpointError, Entry
+from quantmoe.exporter.reading.checkpoint import DTYPES, MAX_TENSORS, CheckpointError, Entry, dense
 from quantmoe.exporter.reading.checkpoint import Checkpoint as Checkpoint
 from quantmoe.exporter.reading.checkpoint import is_outline as is_outline
 from quantmoe.exporter.reading.config_fields import check_sizes, reading
@@ -54,6 +54,9 @@ class GGUF(ChangedTensors):
         fields = headers[self._first].fields
         shapes = {name: shape for header in headers.values() for name, (shape, *_) in header.tensors.items()}
         architecture = fields.get("general.architecture")
+        routed = type(count := fields.get(f"{architecture}.expert_count")) is int and count > 0
+        if "token_embd.weight" in shapes and not routed and not any("ffn_gate_inp" in name for name in shapes):
+            raise dense(self.folder, shown(architecture))
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise CheckpointError(
