@@ -47,7 +47,7 @@ fn turns_are_one_prompt_of_all() {
 const TEMPLATE: &str = r#"{%- if messages[0].role == 'system' %}S{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}
 {%- for m in messages %}
     {%- if m.role == 'user' %}
-{{ loop.index }}. {{ m.content.strip() }}{{ eos_token }}
+{{ loop.index }}. {{ m.content.strip() }}{{ eos_token }}{{ end_token }}{{ turn_token }}
     {%- else %}
 {{ '\n' + m.content.split('</think>')[-1] }}
     {%- endif %}
@@ -58,14 +58,16 @@ const TEMPLATE: &str = r#"{%- if messages[0].role == 'system' %}S{{ messages[0].
 fn a_template_is_rendered_where_there_are_no_turns() {
     let copy = Copy::new(&folder("hybrid"), &[("no_chat", "the template counts messages")]);
     fs::write(copy.0.join("chat_template.jinja"), TEMPLATE).unwrap();
-    fs::write(copy.0.join("tokenizer_config.json"), r#"{"eos_token": {"content": "<e>"}}"#).unwrap();
+    let tokens = r#"{"eos_token": {"content": "<e>"}, "extra_special_tokens": {"end_token": "<n>"},
+        "model_specific_special_tokens": {"turn_token": "<t>"}}"#;
+    fs::write(copy.0.join("tokenizer_config.json"), tokens).unwrap();
     let model = Generator::open(&copy.0).unwrap();
     let mut chat = Chat::with_system(&model, "Be kind.").unwrap();
     let mut ids = Vec::new();
     for (text, message) in [
-        ("SBe kind.1. Who [answer]?<e>\nA:", " Who [answer]? "),
-        ("3. Whence?<e>\nA:", "Whence?"),
-        ("5. Why?<e>\nA:", "Why?"),
+        ("SBe kind.1. Who [answer]?<e><n><t>\nA:", " Who [answer]? "),
+        ("3. Whence?<e><n><t>\nA:", "Whence?"),
+        ("5. Why?<e><n><t>\nA:", "Why?"),
     ] {
         ids.extend(model.tokenizer().unwrap().encode(text, false).unwrap());
         let mut answer = fresh(&model, &ids, 8);

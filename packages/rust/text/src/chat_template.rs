@@ -34,6 +34,8 @@ impl ChatTemplate {
             (false, None) => return Err(wrong(&path, &"is missing, and tokenizer_config.json has no chat_template")),
         };
         let tokens = object.as_object().into_iter().flatten().filter(|(name, _)| name.ends_with("_token"));
+        let more = ["model_specific_special_tokens", "extra_special_tokens"].into_iter();
+        let tokens = tokens.chain(more.filter_map(|key| object[key].as_object()).flatten());
         let names = tokens.filter_map(|(name, value)| Some((name.clone(), text(value)?))).collect();
 
         let mut environment = Environment::new();
