@@ -36,6 +36,7 @@ def print_survey(found: dict[str, Any]) -> None:
             console.print(f"{part}: {text}")
     if "format" in found:
         console.print(f"architecture {found['model_type']}, format {found['format'] or 'floats, not quantized'}")
+    _print_types(found.get("types", []))
     rows = (
         (x["scheme"], x["experts"], x["hidden_size"], x["intermediate_size"], x["shared_size"])
         for x in found.get("layers", ())
@@ -59,6 +60,20 @@ def print_survey(found: dict[str, Any]) -> None:
             "export --dry-run also asks transformers for the architecture",
             highlight=False,
         )
+
+
+def _print_types(rows: list[dict[str, Any]]) -> None:
+    """Print the types of a GGUF file's tensors, a line each, and the bits a weight of the file."""
+    for row in rows:
+        text = f"{row['weights'] / 1e6:,.1f} M weights, {row['bits']:.4g} bits each"
+        carried = row["scheme"].partition(", ")[2]
+        kernel = f"CPU kernel here: {row['kernel']}" if row["kernel"] else ""
+        console.print(
+            f"{row['part']}: {row['type']}, {'; '.join(filter(None, (text, carried, kernel)))}", highlight=False
+        )
+    if rows:
+        bits = sum(row["weights"] * row["bits"] for row in rows) / sum(row["weights"] for row in rows)
+        console.print(f"all tensors: {bits:.3g} bits a weight", highlight=False)
 
 
 def experts_of(attributes: Mapping[str, Any], shared: int) -> str:

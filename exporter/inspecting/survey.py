@@ -14,10 +14,12 @@ from quantmoe.custom_ops.op import ConvSpec
 from quantmoe.exporter.choosing.choose import check_floats, choose_experts
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.folder.files import MODEL, ranks_in
+from quantmoe.exporter.inspecting.gguf_types import types
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, is_gguf
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import Format, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.targets import TARGETS
 
 
@@ -37,7 +39,8 @@ def survey(path: str | Path) -> dict[str, Any]:
         count, bytes), ``format`` (None: of floats), ``layers`` (one dict each, of experts of several formats one for
         each: module, scheme, experts, hidden_size, intermediate_size, shared_size: of the shared expert, 0 without
         one), ``linears`` (scheme -> how many outside the experts), ``attention`` (how many layers are of which type,
-        where config.json says), ``kv_cache`` and ``left_out`` (see Report).
+        where config.json says), ``kv_cache`` and ``left_out`` (see Report); of a GGUF file ``types`` (see
+        gguf_types.py).
 
     Raises:
         CheckpointError: there is nothing of that name.
@@ -63,6 +66,8 @@ def survey(path: str | Path) -> dict[str, Any]:
         found |= _quantized(format)
     except CheckpointError as error:
         return found | {"refused": dict.fromkeys(TARGETS, reason or str(error))}
+    if isinstance(ckpt, GGUF):
+        found["types"] = types(format.outline())
     for name, target in TARGETS.items() if not reason else ():
         try:
             nodes = choose_experts(format, target.layout, target.default_activations, "exact")

@@ -32,6 +32,7 @@ from quantmoe.exporter.reading.formats import find_format, moe_layers, open_chec
 from quantmoe.exporter.reading.gguf.blocks import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.report import print_survey
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -187,22 +188,26 @@ def rewritten(
     return path
 
 
-def random_blocks(kind: str, experts: int, size: int) -> np.ndarray:
-    """Any codes, and scales that are numbers."""
+def random_blocks(kind: str, experts: int, size: int, rows: int | None = None, spread: float = 1.0) -> np.ndarray:
+    """Return any codes, and scales that are numbers, as experts [experts, rows, size]; of as many rows as columns if
+    nothing else is said."""
     weights, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (experts, size, size // weights, octets), np.uint8)
+    rows = rows or size
+    blocks = rng.integers(0, 256, (experts, rows, size // weights, octets), np.uint8)
     two, elsewhere = (0, 2), {"Q3_K": 108, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}
     at = two if kind in ("Q4_K", "Q5_K") else (elsewhere.get(kind, 0),)
     if kind == "MXFP4":
         blocks[..., 0] = rng.integers(100, 150, blocks.shape[:-1])
+    elif kind == "NVFP4":
+        blocks[..., :4] &= 0x7F
     elif kind == "IQ1_M":
         blocks[..., 55] &= 0xBF  # the exponent's highest bit
     else:
         for i in at:
-            scales = rng.normal(0, 1, blocks.shape[:-1]).astype("<f2")
+            scales = rng.normal(0, spread, blocks.shape[:-1]).astype("<f2")
             blocks[..., i : i + 2] = scales[..., None].view(np.uint8)
-    return blocks.reshape(experts, size, -1)
+    return blocks.reshape(experts, rows, -1)
 
 
 def llama_cpps(kind: str, blocks: np.ndarray) -> np.ndarray:
@@ -234,12 +239,39 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
     )
 
 
+def test_factors_of_nvfp4(tmp_path: Path) -> None:
+    """llama.cpp's converter writes one for each expert, and one of activations, which is not used."""
+    blocks, kind = random_blocks("NVFP4", 2, 256), gguf.GGMLQuantizationType.NVFP4
+    factors = {"gate": [0.5, 0.75], "up": [1.5, 3.0], "down": [0.1, 0.2]}
+    scales = {
+        f"blk.0.ffn_{part}_exps.{name}": (np.array(values, np.float32), gguf.GGMLQuantizationType.F32)
+        for part, values in factors.items()
+        for name in ("scale", "input_scale")
+    }
+    source = small_file(tmp_path / "small.gguf", "NVFP4", blocks)
+    path = rewritten(str(source.with_suffix("")), tmp_path / "model.gguf", tensors=lambda found: found | scales)
+    (layer,) = moe_layers(find_format(open_checkpoint(path)))
+    for e in range(2):
+        for part, values in factors.items():
+            want = gguf.dequantize(blocks[e], kind).astype(np.float64) * float(np.float32(values[e]))
+            np.testing.assert_array_equal(getattr(layer.expert(e), part).dequantize(), want)
+
+
+def test_a_factor_of_another_type(tmp_path: Path) -> None:
+    scale = {"blk.0.attn_q.scale": (np.ones(1, np.float32), gguf.GGMLQuantizationType.F32)}
+    path = rewritten("qwen3moe-Q4_0", tmp_path / "model.gguf", tensors=lambda found: found | scale)
+    with pytest.raises(
+        CheckpointError, match=r"blk\.0\.attn_q\.scale: expected a positive number beside a matrix of NVFP4"
+    ):
+        find_format(open_checkpoint(path)).matrix("model.layers.0.self_attn.q_proj")
+
+
 @pytest.mark.parametrize("kind", CARRIED)
 def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
     """What layout marlin packs has llama.cpp's numbers, too."""
     blocks = random_blocks(kind, 2, 256)
     format = find_format(open_checkpoint(small_file(tmp_path / "model.gguf", kind, blocks)))
-    if CARRIED[kind].group_size == 16:
+    if CARRIED[kind].group_size == 16 and kind != "NVFP4":
         with pytest.raises(CheckpointError, match="group_size is 16, the CUDA kernels take -1, 32 and powers of two"):
             choose_experts(format, "marlin", None, "bf16")
         assert "w13_group_size is 16" in survey(format.ckpt.folder)["refused"]["cuda"]  # which no --scales helps
@@ -421,6 +453,71 @@ def test_a_tokenizer_that_transformers_cannot_make(tmp_path: Path) -> None:
     assert len(Generator(tmp_path / "out").generate([5, 6], 2).tokens) == 2
     with pytest.raises(ModelError, match=r"tokenizer.json: missing; give token ids \(--ids 1,2,3\)"):
         load_tokenizer(tmp_path / "out")
+
+
+#: stem of a tensor -> the types of it in the four layers: as in Unsloth's UD-Q4_K_XL, with rare ones of other UD files
+UNSLOTH = {
+    "ffn_gate_exps": ("Q4_K", "IQ4_XS", "Q5_K", "IQ3_S"),
+    "ffn_up_exps": ("Q4_K", "IQ4_XS", "Q5_K", "IQ3_S"),
+    "ffn_down_exps": ("Q5_0", "IQ4_NL", "Q8_0", "IQ4_NL"),  # rows of 32 features
+    "ffn_gate_shexp": ("Q8_0", "Q6_K", "Q8_0", "Q5_K"),
+    "ffn_up_shexp": ("Q8_0", "Q6_K", "Q8_0", "Q5_K"),
+    "attn_qkv": ("Q6_K", "Q5_K", "Q8_0", "Q4_K"),
+    "attn_gate": ("Q5_K", "Q4_K", "IQ4_XS", "Q4_K"),
+    "ssm_out": ("Q5_K", "Q8_0", "Q6_K", "Q4_K"),
+    "attn_q": ("Q5_K",) * 4,
+    "attn_k": ("Q8_0",) * 4,
+    "attn_v": ("Q6_K",) * 4,
+    "token_embd": ("Q8_0",) * 4,
+    "output": ("Q6_K",) * 4,
+}
+
+
+def unsloth(found: dict[str, Any]) -> dict[str, Any]:
+    """Give a model of Qwen3.6's kind matrices of :data:`UNSLOTH`, with random codes."""
+    made = dict(found)
+    for name, old in found.items():
+        match = re.fullmatch(r"(?:blk\.(\d)\.)?(\w+)\.weight", name)
+        if match is None or match[2] not in UNSLOTH:
+            continue
+        kind, shape = UNSLOTH[match[2]][int(match[1] or 0)], [int(size) for size in old.shape[::-1]]
+        experts, rows, size = [1, *shape][-3:]
+        spread = 0.05 / llama_cpps(kind, random_blocks(kind, 1, size, rows)[0]).std()
+        blocks = random_blocks(kind, experts, size, rows, spread)
+        made[name] = blocks.reshape(*shape[:-1], -1), gguf.GGMLQuantizationType[kind]
+    return made
+
+
+def test_a_file_with_unsloths_mix_of_types(tmp_path: Path) -> None:
+    """No UD file can be fetched here: a tiny model of Qwen3.6's kind has its mix of types. It exports and writes."""
+    path = rewritten("qwen35moe-Q4_K_M", tmp_path / "model.gguf", tensors=unsloth)
+    types = {row["type"] for row in survey(path)["types"]}
+    assert types >= {kind for kinds in UNSLOTH.values() for kind in kinds}
+    export(path, tmp_path / "out", activations="float", cache="f32", logits="all")
+    generator = Generator(tmp_path / "out")
+    found = generator.step(LOGITS["ids"][None], generator.start())[0].reshape(len(LOGITS["ids"]), -1)
+    model = dequantized(Skeleton(find_format(open_checkpoint(path))))
+    with torch.no_grad():
+        want = model(torch.from_numpy(LOGITS["ids"][None])).logits[0].numpy()
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * np.abs(want).max())
+    assert len(generator.generate([5, 6], 3).tokens) == 3
+
+
+def test_inspect_shows_types(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bits are the file's: all rows together have the bytes of its tensors."""
+    path = FILES / "qwen35moe-Q4_K_M.gguf"
+    rows = survey(path)["types"]
+    data = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
+    assert sum(row["weights"] * row["bits"] for row in rows) == 8 * data
+    found = {(row["part"], row["type"]): row for row in rows}
+    experts = found["experts, gate and up", "Q4_K"]
+    assert (experts["bits"], experts["weights"], experts["scheme"]) == (4.5, 4 * 2 * 2 * 32 * 256, "GGUF Q4_K")
+    assert experts["kernel"].startswith("panel_")
+    assert not found["norms and biases", "F32"]["kernel"]
+    print_survey(survey(path))
+    shown = capsys.readouterr().out
+    assert "experts, gate and up: Q4_K, 0.1 M weights, 4.5 bits each; CPU kernel here: panel_" in shown
+    assert "bits a weight" in shown
 
 
 def test_explain() -> None:

@@ -6,6 +6,7 @@ fixtures/make_gguf_architectures.py makes the files and the logits.
 from __future__ import annotations
 
 import lzma
+import re
 from pathlib import Path
 
 import gguf
@@ -15,7 +16,9 @@ import torch
 from sweeps import every
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.gguf.families import FAMILIES
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 
@@ -24,6 +27,38 @@ LOGITS = dict(np.load(FILES / "logits.npz"))
 NAMES = sorted(set(LOGITS) - {"ids"})
 #: names of the files of bench's and inspect's tests; quick runs take these alone
 BRIEF = ("deepseek2", "nemotron_h_moe", "qwen3next")
+
+
+def test_the_page_has_every_architecture() -> None:
+    """Those of five families have files in fixtures/gguf alone."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
+    table = page.partition("| architecture | models |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    assert sorted(name for row in rows for name in re.findall("`(.+?)`", row)) == sorted(FAMILIES)
+    others = {"qwen2moe", "qwen3moe", "qwen35moe", "gpt-oss", "llama"}
+    assert {name.partition(" ")[0] for name in NAMES} | others == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("key", "value"), [("attn_logit_softcapping", 30.0), ("attention.sliding_window", 8)])
+def test_a_key_that_is_not_read(key: str, value: float, tmp_path: Path) -> None:
+    """A model that computes something else is refused, naming the key."""
+    path = file("granitemoe", tmp_path)
+    reader, other = gguf.GGUFReader(path), tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(other, "granitemoe")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kind = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], kind)
+    kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+    writer.add_key_value(f"granitemoe.{key}", value, kind)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=rf"granitemoe\.{key} is {value}, expected 0.*are not read of granitemoe"):
+        open_checkpoint(other)
 
 
 def file(name: str, folder: Path) -> Path:

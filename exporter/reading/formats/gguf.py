@@ -1,8 +1,8 @@
 """ggml's blocks of quantized weights, as GGUF files hold them: block_q4_0 and so on of ggml-common.h.
 
-A block is a scale, or two levels of scales, and its weights' codes. All that is carried is carried exactly. Q4_K, Q5_K
-and Q6_K keep both levels and their minima. For Q3_K and codebooks (IQ) both levels are multiplied in f32: f16 times 8
-bits needs 19. Codebooks take 8 bits a weight. Types with minima (Q2_K, Q4_1, Q5_1) and others of REFUSED are refused.
+A block is a scale, or two levels of scales, and its weights' codes. Values are carried exactly. Q4_K, Q5_K and Q6_K
+keep both levels and their minima. Scales of Q3_K and of codebooks (IQ) are products in f32, because f16 times 8 bits
+needs 19 bits. Codebooks take 8 bits a weight. The types of REFUSED are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ REFUSED = {
     "Q2_K": "has minima beside its scales",
     "Q8_1": "is for activations",
     "Q8_K": "is for activations",
-    "NVFP4": "is not read yet",
 }
 _BLOCK_OF = {name: (weights, size) for name, weights, size in TYPES.values()}
 
@@ -85,4 +84,21 @@ class GGML(Format):
                 perm = np.argsort(columns).astype(np.int32)
             elif not outlined:
                 codes, scales = codes[:, columns], scales[:, first // block.group_size]
-        return QuantizedMatrix(block.kind, codes, scales, block.group_size, bias=self.bias(module, n), perm=perm)
+        return QuantizedMatrix(
+            block.kind, codes, scales, block.group_size,
+            bias=self.bias(module, n), perm=perm, global_scale=self._global_scale(module, block),
+        )  # fmt: skip
+
+    def _global_scale(self, module: str, block: Block) -> float | None:
+        """Return the factor of an NVFP4 matrix: beside it, or 1. Others have none.
+
+        Raises:
+            CheckpointError: it is not a positive number, or the matrix is of another type than NVFP4.
+        """
+        found = self.take(module, [Tensor("scale", ("F32",), (), required=False)])
+        if not found:
+            return 1.0 if block.kind == "nvfp4" else None
+        if block.kind != "nvfp4" or not 0 < (scale := found["scale"].item()) < np.inf:
+            where = self.ckpt.where(f"{module}.scale")
+            raise CheckpointError(f"{where}: expected a positive number beside a matrix of NVFP4")
+        return float(scale)

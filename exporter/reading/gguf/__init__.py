@@ -33,6 +33,8 @@ from quantmoe.exporter.reading.gguf.tensor_names import JOINED, common_name
 from quantmoe.exporter.reading.gguf.tokenizer import write_tokenizer
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
+#: factors of a matrix and of its activations, beside NVFP4
+_SCALES = ("scale", "input_scale")
 _PIECE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[^.]*)?", re.DOTALL)
 
 
@@ -153,11 +155,16 @@ class GGUF(ChangedTensors):
         layer, stem, leaf = match.groups() if (match := _NAME.fullmatch(name)) else (None, name, None)
         if layer is not None and int(layer) >= self.config["num_hidden_layers"]:
             return  # a layer that drafts
-        prefix = f"model.layers.{layer}." if layer is not None else ""
+        prefix = family.layer.format(layer) if layer is not None else ""
         stem, leaf, expert = common_name(stem, leaf)
         names = family.names
         if module := next((module for module, join in family.joined.items() if stem in join.parts), None):
             self._parts.setdefault((prefix, module), {})[stem, leaf] = Part(shard, name, shape, kind, begin)
+            return
+        if (of := stem.rpartition(".")) and of[2] in _SCALES and f"{stem}.{leaf}" not in names:
+            self._add_scale(
+                shard, name, shape, kind, begin, [prefix + names[p] for p in JOINED.get(of[0], (of[0],)) if p in names]
+            )
             return
         whole = names.get(f"{stem}.{leaf}")  # a name of its own, which no module's is
         parts = (stem,) if stem in names else JOINED.get(stem, (stem,))
@@ -183,6 +190,18 @@ class GGUF(ChangedTensors):
         for e, place in product(experts, places):
             self._put(place.format(e), Entry(shard, dtype, rows, begin, name))
             begin += prod(rows) * (1 if blocks else block)
+
+    def _add_scale(
+        self, shard: Path, name: str, shape: tuple[int, ...], kind: int, begin: int, modules: list[str]
+    ) -> None:
+        """Add the factors of NVFP4 matrices: one, or one for each expert. Scales of activations are left out."""
+        if name.endswith(".input_scale"):
+            return
+        if TYPES[kind][0] != "F32" or len(shape) != 1 or not modules:
+            raise CheckpointError(f"{shard}: {name} is {TYPES[kind][0]} {list(shape)}, expected F32 of a known matrix")
+        for module in modules:
+            for e in range(shape[0] if "{}" in module else 1):
+                self._put(f"{module.format(e)}.scale", Entry(shard, "F32", (1,), begin + 4 * e, name))
 
     def _put_rows(self, entry: Entry, places: list[str]) -> None:
         """Add a tensor under one name, or its rows under the names of queries, keys and values."""

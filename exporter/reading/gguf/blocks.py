@@ -36,6 +36,13 @@ def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _halves(blocks[..., 1:]), np.ascontiguousarray(blocks[..., :1]).view(SCALE_DTYPES["e8m0"])
 
 
+def _nvfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Decode four scales e4m3, then four runs of 8 bytes with the nibbles of 16 weights. Scale 127 is 0 in ggml."""
+    runs = _halves(blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 8))
+    scales = np.where(blocks[..., :4] == 127, 0, blocks[..., :4]).astype(np.uint8)
+    return runs.reshape(*blocks.shape[:-1], 64), scales.view(SCALE_DTYPES["e4m3"])
+
+
 def _q3_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """32 bytes of third bits, 64 of pairs of bits, 12 of 16 scales of 6 bits, and their scale."""
     high = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # of weight 32 i + j bit i of byte j
@@ -104,6 +111,7 @@ CARRIED = {
     "Q5_0": Block("int8", 32, "f16", _q5_0),
     "Q8_0": Block("int8", 32, "f16", _q8_0),
     "MXFP4": Block("mxfp4", 32, "e8m0", _mxfp4),
+    "NVFP4": Block("nvfp4", 16, "e4m3", _nvfp4),
     "Q3_K": Block("int4", 16, "f32", _q3_k),
     "Q4_K": Block("q4_k", 256, "k32", _q4_k),
     "Q5_K": Block("q5_k", 256, "k32", _q5_k),

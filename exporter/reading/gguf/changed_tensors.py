@@ -11,7 +11,7 @@ import numpy as np
 
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, is_outline
 
-_LAYER = re.compile(r"model\.layers\.[0-9]+")
+_LAYER = re.compile(r"(model\.layers|transformer\.blocks)\.[0-9]+")
 Change = Callable[[np.ndarray], np.ndarray]
 
 

@@ -41,6 +41,7 @@ class GgufFamily:
         names: GGUF's name without ``blk.<layer>.`` and ``.weight`` or ``.bias`` -> transformers' module, {} being an
             expert's number. A name with its end -> a tensor that is no module's weight or bias. "" -> left out.
         config: makes the text model's config.json.
+        layer: how transformers' names of a layer's modules begin.
         undo: registers which changes of the numbers are to be undone.
         joined: transformers' module -> the parts that the file has.
     """
@@ -49,6 +50,7 @@ class GgufFamily:
     config: Callable[[Metadata], Config]
     undo: Callable[[ChangedTensors], None] = lambda ckpt: None
     joined: Mapping[str, Join] = field(default_factory=dict)
+    layer: str = "model.layers.{}."
 
 
 ATTENTION = {
@@ -162,6 +164,27 @@ def sparse(m: Metadata) -> Config:
 def dense_layers(m: Metadata) -> int:
     """Return how many layers at the beginning have a dense MLP, as the tensors show."""
     return [*m.layer_has("ffn_gate_inp"), True].index(True)
+
+
+def kinds(m: Metadata, stem: str, there: str, other: str) -> list[str]:
+    """Return a kind of each layer: ``there`` where it has a tensor of this name."""
+    return [there if has else other for has in m.layer_has(stem)]
+
+
+def sliding(m: Metadata, usual: int = 0) -> Config:
+    """Return the fields of layers with a sliding window.
+
+    Args:
+        usual: every so many layers one has no window, in files without a pattern.
+    """
+    if m.get("attention.sliding_window_pattern") is None and usual:
+        slides = [bool((i + 1) % usual) for i in range(m.layers)]
+    else:
+        slides = [bool(slides) for slides in m.by_layer("attention.sliding_window_pattern")]
+    return {
+        "sliding_window": m.integer("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in slides],
+    }
 
 
 def gating(m: Metadata) -> str:

@@ -74,4 +74,13 @@ def _deepseek2(m: Metadata) -> Config:
     return config | {"topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
 
 
-FAMILIES = {"deepseek2": GgufFamily(_NAMES, _deepseek2, joined=_JOINED)}
+def _mistral4(m: Metadata) -> Config:
+    config = latent(m, "mistral4")
+    config["rope_parameters"]["llama_4_scaling_beta"] = m.number("attention.temperature_scale", 0.1)
+    return config
+
+
+FAMILIES = {
+    "deepseek2": GgufFamily(_NAMES, _deepseek2, joined=_JOINED),
+    "mistral4": GgufFamily(_NAMES, _mistral4, joined=_JOINED),
+}

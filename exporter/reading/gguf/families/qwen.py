@@ -140,6 +140,8 @@ _BASE = DECODER | experts("mlp")
 FAMILIES = {
     "qwen2moe": GgufFamily(_BASE | _SHARED, _qwen2_moe, _undo_shared),
     "qwen3moe": GgufFamily(_BASE | QK_NORM, _qwen3_moe),
+    # text has one position on all axes, as Qwen3-MoE
+    "qwen3vlmoe": GgufFamily(_BASE | QK_NORM, _qwen3_moe),
     "qwen3next": GgufFamily(
         _BASE | _SHARED | QK_NORM | _LINEAR | {"ssm_ba": "linear_attn.in_proj_ba"},
         _qwen3_next,

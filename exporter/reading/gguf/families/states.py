@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
 from quantmoe.exporter.reading.gguf.families.base import (
     ATTENTION,
+    DECODER,
     Config,
     GgufFamily,
     a_log,
     common,
+    dense_layers,
+    experts,
+    kinds,
+    mlp,
     sparse,
     undo_pairs,
 )
@@ -40,11 +46,10 @@ def _undo_mamba2(ckpt: ChangedTensors, name: str) -> None:
 
 
 def _granite_hybrid(m: Metadata) -> Config:
-    states = m.layer_has("ssm_in")
     heads = m.integer("ssm.time_step_rank")
     rotary = m.flag("rope.scaling.finetuned", default=True)
     return granite(m, "granitemoehybrid") | {
-        "layer_types": ["linear_attention" if state else "full_attention" for state in states],
+        "layer_types": kinds(m, "ssm_in", "linear_attention", "full_attention"),
         "position_embedding_type": "rope" if rotary else "nope",
         "mamba_n_heads": heads,
         "mamba_d_head": m.integer("ssm.inner_size") // heads,
@@ -89,9 +94,116 @@ def _undo_nemotron_h(ckpt: ChangedTensors) -> None:
     _undo_mamba2(ckpt, "mixer")
 
 
+def _lfm2_moe(m: Metadata) -> Config:
+    config = common(m, "lfm2_moe")
+    del config["head_dim"], config["hidden_act"]
+    return config | {
+        "layer_types": kinds(m, "shortconv.conv.weight", "conv", "full_attention"),
+        "norm_eps": config.pop("rms_norm_eps"),
+        "conv_L_cache": m.integer("shortconv.l_cache"),
+        "conv_bias": m.has("shortconv.conv.bias"),
+        "num_experts": m.integer("expert_count"),
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "intermediate_size": max(m.by_layer("feed_forward_length")),
+        "num_dense_layers": dense_layers(m),
+        "use_expert_bias": m.has("exp_probs_b.bias"),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": m.number("expert_weights_scale", 1.0),
+    }
+
+
+def _undo_lfm2_moe(ckpt: ChangedTensors) -> None:
+    for layer in ckpt.layers:
+        if (weight := f"{layer}.conv.conv.weight") in ckpt:
+            channels, width = ckpt.shape(weight)
+            ckpt.reshape(weight, (channels, 1, width))
+
+
+def _jamba(m: Metadata) -> Config:
+    attends, sparse_layers = m.layer_has("attn_q"), m.layer_has("ffn_gate_inp")
+    config = common(m, "jamba")
+    del config["head_dim"], config["rope_parameters"]
+    return config | {
+        **_period(m, "attn_layer", attends),
+        **_period(m, "expert_layer", sparse_layers),
+        "num_experts": m.integer("expert_count"),
+        "intermediate_size": max(m.by_layer("feed_forward_length")),
+        "mamba_d_state": m.integer("ssm.state_size"),
+        "mamba_d_conv": m.integer("ssm.conv_kernel"),
+        "mamba_dt_rank": m.integer("ssm.time_step_rank"),
+        "mamba_expand": m.integer("ssm.inner_size") // m.integer("embedding_length"),
+        "mamba_conv_bias": m.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": m.has("ssm_in.bias"),
+    }
+
+
+def _period(m: Metadata, name: str, found: list[bool]) -> Config:
+    """Return the period and the offset of layers that have something.
+
+    Raises:
+        CheckpointError: the layers have no period.
+    """
+    places = [i for i, has in enumerate(found) if has]
+    offset = places[0] if places else len(found)
+    period = places[1] - offset if len(places) > 1 else max(offset + 1, len(found))
+    if found != [i % period == offset for i in range(len(found))]:
+        raise CheckpointError(f"{m.path}: the layers {places} have no period, expected one for {name}_period")
+    return {f"{name}_period": period, f"{name}_offset": offset}
+
+
+def _undo_jamba(ckpt: ChangedTensors) -> None:
+    for layer in ckpt.layers:
+        ckpt.change(f"{layer}.mamba.A_log", a_log)
+        if (weight := f"{layer}.mamba.conv1d.weight") in ckpt:
+            channels, width = ckpt.shape(weight)
+            ckpt.reshape(weight, (channels, 1, width))
+
+
 _MIXER = {stem: name.replace("self_attn", "mixer") for stem, name in ATTENTION.items()}
 FAMILIES = {
     "granitehybrid": GgufFamily(GRANITE | _mamba2("mamba"), _granite_hybrid, _undo_granite_hybrid, GRANITE_JOINED),
+    "lfm2moe": GgufFamily(
+        ATTENTION
+        | experts("feed_forward", projections=("w1", "w3", "w2"))
+        | mlp("feed_forward", projections=("w1", "w3", "w2"))
+        | {
+            "token_embd": "model.embed_tokens",
+            "token_embd_norm": "model.embedding_norm",
+            "output": "lm_head",
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        _lfm2_moe,
+        _undo_lfm2_moe,
+    ),
+    "jamba": GgufFamily(
+        DECODER
+        | experts("feed_forward", "router")
+        | mlp("feed_forward")
+        | {
+            "output_norm": "model.final_layernorm",
+            "ffn_norm": "pre_ff_layernorm",
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_x": "mamba.x_proj",
+            "ssm_dt": "mamba.dt_proj",
+            "ssm_out": "mamba.out_proj",
+            "ssm_b_norm": "mamba.b_layernorm",
+            "ssm_c_norm": "mamba.c_layernorm",
+            "ssm_dt_norm": "mamba.dt_layernorm",
+            "ssm_a.None": "mamba.A_log",
+            "ssm_d.None": "mamba.D",
+        },
+        _jamba,
+        _undo_jamba,
+    ),
     "nemotron_h_moe": GgufFamily(
         _MIXER
         | _mamba2("mixer")
