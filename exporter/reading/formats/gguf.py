@@ -18,7 +18,7 @@ from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
 
-#: the same of those that are not -> why
+#: ggml type that is not carried -> why
 REFUSED = {
     "Q4_1": "has minima beside its scales",
     "Q5_1": "has minima beside its scales",

@@ -123,8 +123,15 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """Layers of the model, without layers that draft."""
-        return self.integer("block_count") - self.integer("nextn_predict_layers", 0)
+        """Layers of the model, without layers that draft.
+
+        Raises:
+            CheckpointError: there are none, or more than the file has tensors.
+        """
+        found = self.integer("block_count") - self.integer("nextn_predict_layers", 0)
+        if not 0 < found <= len(self.shapes):
+            raise self._error("block_count", found, f"1 to {len(self.shapes)} layers, the number of tensors")
+        return found
 
     def layer_has(self, stem: str) -> list[bool]:
         """Return whether each layer has a tensor ``blk.<layer>.<stem>``, with ``.weight`` if nothing else is said."""
