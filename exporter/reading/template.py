@@ -13,6 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.reading.reply_formats import reply_format
 from quantmoe.exporter.reading.sampling import is_there, read_object
@@ -22,6 +27,8 @@ from quantmoe.exporter.reading.tokenizer import CONFIG, NAMED_TEMPLATES, special
 OLDEST_JINJA = (3, 1, 6)
 #: of processor time, and bytes, that rendering a template for its turns may take: templates take milliseconds
 SECONDS, MEMORY = 5, 512 << 20
+#: seconds by the clock, for a process that waits. Where the system limits no processor time, a loaded machine counts too
+CLOCK = 600 if resource else 50
 #: a folder's default template, and the folder in which transformers keeps the others, each by its name
 DEFAULT = "chat_template.jinja"
 #: names that a message's reasoning may have
@@ -229,21 +236,21 @@ def folder_turns(folder: Path) -> tuple[dict[str, str], str]:
     ``chat.format`` is the name of the format of replies, if it is known.
 
     A template is code of whoever made the checkpoint: a process renders it that has :data:`SECONDS` of processor time
-    and :data:`MEMORY` bytes, where the system limits these, and ten times the seconds by the clock.
+    and :data:`MEMORY` bytes, where the system limits these, and :data:`CLOCK` seconds by the clock.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-P", "-m", __name__, str(folder)]  # -P: nothing of the current folder
     file = folder / DEFAULT
     where = file if file.is_file() else folder / CONFIG
     try:
-        done = subprocess.run(command, capture_output=True, env=environment, timeout=10 * SECONDS)
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=CLOCK)
         found, reason = json.loads(done.stdout)
         return found, reason
     except subprocess.TimeoutExpired:
-        return {}, f"{where}: rendering takes longer than {10 * SECONDS} s"
+        return {}, f"{where}: rendering takes longer than {CLOCK} s"
     except ValueError:  # it ended without a word
         if done.returncode == -getattr(signal, "SIGXCPU", 0):
-            return {}, f"{where}: rendering takes longer than {SECONDS} s"
+            return {}, f"{where}: rendering takes longer than {SECONDS} s of processor time"
         return {}, f"{where}: rendering ended its process with status {done.returncode}"
 
 
@@ -263,9 +270,7 @@ def _turns(folder: Path) -> tuple[dict[str, str], str]:
 
 def _limit() -> None:
     """Limits this process, as far as the system does."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    if resource is None:
         return
     used = Path("/proc/self/statm")
     size = int(used.read_text(encoding="utf-8").split()[0]) * resource.getpagesize() if used.exists() else 0

@@ -388,6 +388,25 @@ def test_a_template_that_takes_too_much_ends(tmp_path: Path, template: str, monk
     assert "longer than" in reason or "out of memory" in reason
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no processor time")
+def test_a_template_on_a_loaded_machine_keeps_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of processor time are not those of the clock: here the process waits longer than it may compute."""
+    wait = tmp_path / "wait"
+    wait.mkdir()
+    (wait / "sitecustomize.py").write_text("import time\ntime.sleep(0.5)", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [str(wait), *sys.path])
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    monkeypatch.setattr("quantmoe.exporter.reading.template.SECONDS", 0.04)
+    turns, reason = folder_turns(tmp_path)
+    assert (turns["chat.begin"], turns["chat.reply"], reason) == ("<user>", "</><assistant>", "")
+    monkeypatch.setattr("quantmoe.exporter.reading.template.CLOCK", 0.4)
+    assert folder_turns(tmp_path) == (
+        {},
+        f"{tmp_path / 'chat_template.jinja'}: rendering takes longer than 0.4 s",
+    )
+
+
 def test_no_module_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('this ran')", encoding="utf-8")
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
