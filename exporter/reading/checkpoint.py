@@ -443,16 +443,22 @@ class Checkpoint:
 
     @cached_property
     def _index(self) -> dict[str, str]:
-        """Tensor -> shard. transformers takes model.safetensors first: an index without it is another model's."""
+        """Tensor -> shard. transformers takes model.safetensors first: an index without it is another model's, and
+        one that cannot be read does not matter."""
         whole, index = self._named
         path = self.folder / index
         if not index or not path.exists():
             return {}
-        weight_map = self._json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise CheckpointError(f"{path}: weight_map is not an object of tensor name to file name")
-        left_over = whole and (self.folder / whole).exists() and whole not in weight_map.values()
-        return {} if left_over else weight_map
+        is_whole = bool(whole) and (self.folder / whole).exists()
+        try:
+            weight_map = self._json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise CheckpointError(f"{path}: weight_map is not an object of tensor name to file name")
+        except CheckpointError:
+            if is_whole:
+                return {}
+            raise
+        return {} if is_whole and whole not in weight_map.values() else weight_map
 
     def _shards(self) -> list[Path]:
         whole, _ = self._named

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetensors
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
+from quantmoe.exporter.reading.checkpoint import LFS_POINTER
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import MTP, VISION
@@ -53,6 +54,19 @@ def test_an_index_of_the_whole_model_and_more(tmp_path):
     weights = {"a": "model.safetensors", "b": "model_mtp.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}), encoding="utf-8")
     assert sorted(open_checkpoint(tmp_path).names()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("index", [b"", b"{", b"[]", b"{}", b'{"weight_map": {"a": 5}}', b"\xff", LFS_POINTER + b"v1"])
+def test_an_index_that_cannot_be_read(index, tmp_path):
+    """transformers does not read it beside a whole model; without one it names the shards."""
+    write_checkpoint(tmp_path, {"a": np.zeros(1)}, {})
+    (tmp_path / INDEX).write_bytes(index)
+    found, _ = _get_resolved_checkpoint_files(str(tmp_path), None, None, None, None, False, None)
+    assert [Path(path).name for path in found] == ["model.safetensors"]
+    assert list(open_checkpoint(tmp_path).names()) == ["a"]
+    (tmp_path / "model.safetensors").rename(tmp_path / SHARDS[0])
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: "):
+        open_checkpoint(tmp_path)
 
 
 def test_a_file_that_config_json_names_is_missing(tmp_path):
