@@ -9,7 +9,6 @@ it, header included.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import secrets
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from quantmoe.runtime.opened_model import OpenedModel
 
 MODEL, TOKENS, CHECKSUM = "model", "tokens", "checksum"
+#: what :func:`load` takes
+EXPECTED = "expected a file that generate --save-state or save_cache wrote"
 
 
 def target(path: str | Path) -> Path:
@@ -83,17 +84,22 @@ def save(cache: Cache, path: str | Path) -> None:
 def load(cache: Cache, path: str | Path) -> None:
     """Make a cache what :func:`save` wrote.
 
+    The file is read and not mapped: a mapped file that somebody truncates ends the process (SIGBUS).
+
     Raises:
         ModelError: the file is damaged, of another model, or has more tokens than the context or the cache holds.
         OSError: it cannot be read.
     """
     path, model = Path(path), cache.model
+    with open(path, "rb") as file:
+        if file.read(9)[8:] != b"{":  # after its length, the header
+            raise ModelError(f"{path}: no saved state; {EXPECTED}")
     try:
         header = read_header(path)
     except CheckpointError as error:
         raise ModelError(str(error)) from None
-    with doing(str(path)), open(path, "rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with doing(str(path)):
+        memory = np.fromfile(path, np.uint8)
 
     def take(name: str, dtype: np.dtype, shape: list[int]) -> np.ndarray:
         entry = header.pop(name, None)
@@ -104,11 +110,14 @@ def load(cache: Cache, path: str | Path) -> None:
                 f"{path}: {name} is {entry.dtype} {list(entry.shape)}, expected {dtype.name} {shape} of this model"
             )
         count = int(np.prod(shape)) * dtype.itemsize
-        return np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
+        found = memory[entry.begin : entry.begin + count]
+        if len(found) < count:
+            raise ModelError(f"{path}: {name}: {len(found)} of {count} bytes could be read; is it truncated?")
+        return found.view(dtype).reshape(shape)
 
     for name in (MODEL, TOKENS):
         if name not in header:
-            raise ModelError(f"{path}: no saved state: no tensor {name}")
+            raise ModelError(f"{path}: no saved state: no tensor {name}; {EXPECTED}")
     identity = _identity(model)
     if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
         raise ModelError(f"{path}: saved with another model than {model.path}: its {IDENTITY} is another")
@@ -133,7 +142,7 @@ def load(cache: Cache, path: str | Path) -> None:
         raise ModelError(f"{path}: expected states after its {length} tokens, found those after {sorted(ends)}")
     if summed + 4 != len(memory):
         raise ModelError(f"{path}: {CHECKSUM} is not its last tensor")
-    if (found := zlib.crc32(memoryview(memory)[:summed])) != checksum:
+    if (found := zlib.crc32(memory[:summed])) != checksum:
         raise ModelError(
             f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
             f"{checksum:08x}"

@@ -6,8 +6,10 @@ import os
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -109,14 +111,50 @@ def test_damaged_files_are_named(saved, tmp_path):
     refused(rf"{key} is missing", {key: None})
     refused(rf"{key} is F32 \[1, 2, 22, 48\], expected float32 \[1, 2, 23, 48\]", {key: tensors[key][:, :, 1:].copy()})
     refused(rf"{key} is F16 ", {key: tensors[key].astype(np.float16)})
-    refused("state: no saved state: no tensor model$", {"model": None})
-    refused("state: no saved state: no tensor tokens$", {"tokens": None})
+    refused("state: no saved state: no tensor model; expected a file that generate --save-state", {"model": None})
+    refused("state: no saved state: no tensor tokens; expected", {"tokens": None})
     refused("tokens is I64 ", {"tokens": tensors["tokens"][None]})
     refused(rf"{path}: {key} has numbers that are not finite", {key: tensors[key] * np.float32(np.nan)})
     refused("more is not of this model's cache", {"more": np.zeros(1, np.float32)})
     refused(f"^{path}: token id 99999 is outside the vocabulary", {"tokens": np.full(23, 99999)})
     refused(r"past_key_values\.0\.key@-4 is not of this model", {"past_key_values.0.key@-4": np.zeros(1, np.float32)})
     refused(r"past_key_values\.0\.key@4 is not of this model", {"past_key_values.0.key@4": np.zeros(1, np.float32)})
+
+
+def test_a_file_that_is_truncated_while_it_is_read(saved, monkeypatch):
+    """Before it is read, its end is missing; afterwards it does not matter. A mapped file would end this process."""
+    generator, path = saved
+    whole, identity = path.read_bytes(), saved_states._identity
+
+    def truncated(size: int, after: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def wrapped(argument: Any) -> Any:
+            found = after(argument)
+            os.truncate(path, size)
+            return found
+
+        return wrapped
+
+    with monkeypatch.context() as during:
+        during.setattr(saved_states, "_identity", truncated(0, identity))
+        assert generator.load_cache(path).tokens == PROMPT
+    path.write_bytes(whole)
+    with monkeypatch.context() as during:
+        during.setattr(saved_states, "read_header", truncated(len(whole) // 2, read_header))
+        with pytest.raises(ModelError, match=rf"^{path}: .*bytes could be read; is it truncated\?$"):
+            generator.load_cache(path)
+
+
+def test_a_file_that_is_no_saved_state(saved):
+    generator, path = saved
+    config = generator.path.parent / "config.json"
+    arguments = ["generate", str(config.parent), "--ids", "1", "--load-state", str(config)]
+    done = CliRunner().invoke(app, arguments)
+    assert str(done.exception) == (
+        f"{config}: no saved state; expected a file that generate --save-state or save_cache wrote"
+    )
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ModelError, match=r"state: header length \d+; the file has 100 bytes"):
+        generator.load_cache(path)
 
 
 def test_numbers_that_were_altered_are_noticed(exported, tmp_path):
