@@ -27,7 +27,7 @@ from quantmoe.exporter.reading.tokenizer import CONFIG, NAMED_TEMPLATES, special
 OLDEST_JINJA = (3, 1, 6)
 #: of processor time, and bytes, that rendering a template for its turns may take: templates take milliseconds
 SECONDS, MEMORY = 5, 512 << 20
-#: seconds by the clock, for a process that waits. Where the system limits no processor time, a loaded machine counts too
+#: seconds by the clock, for a process that waits. On Windows, which limits no processor time, for all that one does
 CLOCK = 600 if resource else 50
 #: a folder's default template, and the folder in which transformers keeps the others, each by its name
 DEFAULT = "chat_template.jinja"
