@@ -116,7 +116,7 @@ class Generator(OpenedModel):
             layer of multi-token prediction beside the model. One step verifies a token and its draft tokens, so the
             answer has the same tokens in fewer steps. The model must give the logits of several tokens. A folder:
             the exported model in it drafts; it has the same tokenizer, and runs on the same device.
-        drafts: most draft tokens in a step; None: DRAFTS, or what the model's logits and states allow.
+        drafts: most draft tokens in a step of ``speculate``; None: DRAFTS, or what the model's logits and states allow.
         num_logits: last tokens whose logits a step gives, if the model lets a session choose; None: 1. With drafts
             there are at least as many as a step verifies.
         experts: place of the experts (guides/large-models). On the cpu: "host", the default, or "disk", which keeps
@@ -183,6 +183,8 @@ class Generator(OpenedModel):
             if number is not None:
                 need_count(name, number)
         need_count("threads", threads, 0)
+        if drafts is not None and speculate is None:
+            raise OptionError(f"drafts is {drafts}, but speculate is None, expected one of: ngram, mtp, a folder")
         for name, size in {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}.items():
             auto = "" if name == "reserve" else " or auto"
             if not (size is None or is_count(size, 0) or (auto and size == "auto")):

@@ -154,7 +154,7 @@ def test_wrong_arguments_are_named(exported):
     folder = exported("qwen3_moe", activations="float")
     for wrong in (
         {"device": "tpu"}, {"speculate": "lookup"}, {"experts": "ram"}, {"chunk": 0}, {"chunk": 1.5}, {"capacity": "x"},
-        {"drafts": True}, {"max_length": -1}, {"batch": 0}, {"threads": -1}, {"threads": "2"},
+        {"drafts": True}, {"drafts": 3}, {"max_length": -1}, {"batch": 0}, {"threads": -1}, {"threads": "2"},
         {"ram": "2GB"}, {"ram": 1.5}, {"ram": True}, {"gpu_memory": "all"}, {"gpu_memory": -1}, {"reserve": "auto"},
     ):  # fmt: skip
         with pytest.raises(OptionError, match=f"^{next(iter(wrong))} is .*, expected "):
