@@ -70,8 +70,8 @@ void qm_sampler_free(qm_sampler* sampler);
 
 typedef struct qm_template qm_template;
 
-// Reads a folder's chat template: chat_template.jinja, or the one in tokenizer_config.json. Any number of threads may
-// use it.
+// Reads a folder's chat template: the default one of chat_template.jinja and additional_chat_templates, else of
+// tokenizer_config.json. Any number of threads may use it.
 qm_template* qm_template_open(const char* folder);
 
 // The last of a conversation's messages with all that the template writes around it: from the end of the answer before
