@@ -1002,12 +1002,19 @@ def evaluate(
     from rich.progress import TimeRemainingColumn
 
     from quantmoe.benchmarks.evaluate import evaluate as evaluate_model
-    from quantmoe.exporter.terminal import TokensColumn, progress
+    from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
+    from quantmoe.runtime.generate import Generator
 
-    with progress("reading", TokensColumn(), TimeRemainingColumn()) as tell:
+    opened: list[Generator] = []
+
+    def interrupt() -> None:
+        for model in opened:
+            model.interrupt()
+
+    with ended_by_signals(interrupt), progress("reading", TokensColumn(), TimeRemainingColumn()) as tell:
         found = evaluate_model(
             outdir, content, against=against, window=window, windows=windows, layers=layers, threads=threads,
-            progress=tell,
+            progress=tell, opened=opened.append,
         )  # fmt: skip
     print(json.dumps(found.to_dict(), indent=1)) if as_json else print_evaluation(found)
     if plot is not None:

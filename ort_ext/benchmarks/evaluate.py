@@ -69,6 +69,7 @@ def evaluate(
     layers: bool = False,
     threads: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    opened: Callable[[Generator], None] = lambda model: None,
 ) -> Evaluation:
     """Measure how well an exported model predicts a text.
 
@@ -82,6 +83,7 @@ def evaluate(
         layers: also compare hidden states; needs ``against``.
         threads: of each ONNX Runtime session; 0 is its choice.
         progress: called with tokens done, and tokens in all.
+        opened: called with each exported model; another thread may interrupt it.
 
     Raises:
         OptionError: an argument that does not go with the others, or outside its range.
@@ -104,10 +106,10 @@ def evaluate(
         progress(done, total)
 
     with contextlib.ExitStack() as stack:
-        ours = stack.enter_context(outputs(path, texts, layers, threads, tell))
+        ours = stack.enter_context(outputs(path, texts, layers, threads, tell, opened))
         theirs: Iterator[Outputs | None] = iter([None] * len(texts))
         if against is not None:
-            theirs = stack.enter_context(outputs(Path(against), texts, layers, threads, tell))
+            theirs = stack.enter_context(outputs(Path(against), texts, layers, threads, tell, opened))
         for ids in texts:  # a window's outputs are gone before the next one's are there
             errors.append(_compare(ids, next(ours), next(theirs), positions, str(path), str(against)))
     difference, size = np.moveaxis(np.array(errors), -1, 0) if layers else (np.zeros((1, 0)),) * 2
@@ -124,7 +126,12 @@ def evaluate(
 
 @contextlib.contextmanager
 def outputs(
-    path: Path, texts: Sequence[Sequence[int]], layers: bool, threads: int, tell: Callable[[int], None]
+    path: Path,
+    texts: Sequence[Sequence[int]],
+    layers: bool,
+    threads: int,
+    tell: Callable[[int], None],
+    opened: Callable[[Generator], None] = lambda model: None,
 ) -> Iterator[Iterator[Outputs]]:
     """Yield the outputs of a model, or of a checkpoint in transformers, for texts of one length, one after another."""
     if not is_model(path):
@@ -135,6 +142,7 @@ def outputs(
         device = TARGETS.get(load(path).metadata_props.get(TARGET, ""), CPU).device
         size = len(texts[0])
         with Generator(whole, threads, device=device, cuda_graph=False, num_logits=size) as generator:
+            opened(generator)
             yield (_of_model(generator, ids, names, tell) for ids in texts)
 
 

@@ -478,12 +478,12 @@ def test_the_folder_s_processors_are_applied_or_named(talking: Path, tmp_path: P
 
 
 @contextlib.contextmanager
-def terminal(*arguments: object, **environment: str) -> Iterator[Terminal]:
-    """The command in a terminal of its own."""
+def terminal(*arguments: object, command: str = "generate", **environment: str) -> Iterator[Terminal]:
+    """A command in a terminal of its own."""
     master, slave = pty.openpty()
     code = "from quantmoe.exporter.command import main; main()"
     program = subprocess.Popen(
-        [sys.executable, "-c", code, "generate", *map(str, arguments)],
+        [sys.executable, "-c", code, command, *map(str, arguments)],
         stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
         env=os.environ | {"TERM": "xterm"} | environment,
     )  # fmt: skip
@@ -604,6 +604,16 @@ def test_ctrl_c_ends_the_run_of_a_prompt(endless: Path) -> None:
         assert b"reading the prompt" in shell.shown
     with terminal(endless, "--prompt", "hello") as shell:
         shell.until_said(b"reading the prompt")
+        shell.interrupt()
+        assert shell.program.wait(60) == 130
+        assert b"Traceback" not in shell.shown
+
+
+def test_ctrl_c_ends_an_evaluation(endless: Path, tmp_path: Path) -> None:
+    """The engine is in one run, also of the model that is compared."""
+    (tmp_path / "text").write_text("hello " * 40, encoding="utf-8")
+    with terminal(endless, "--text", tmp_path / "text", "--window", 8, command="evaluate") as shell:
+        shell.until_said(b"reading")
         shell.interrupt()
         assert shell.program.wait(60) == 130
         assert b"Traceback" not in shell.shown
