@@ -992,7 +992,7 @@ def evaluate(
     """Measure perplexity on a text, and the divergence from another model's predictions."""
     need("onnxruntime", "tokenizers")
     if plot is not None and against is None:
-        raise typer.BadParameter("is of --against", param_hint="--plot")
+        raise typer.BadParameter("needs --against: it draws the divergence from that model", param_hint="--plot")
     _check_plot(plot)
     from quantmoe.exporter.inspecting.survey import is_model
 
@@ -1092,8 +1092,8 @@ def _plan(checkpoint: Path, outdir: Path, options: Options, *, force: bool) -> N
     )
     if text := found.calibration:
         console.print(
-            f"the model reads {text.tokens} tokens of {options.calibrate} first: about {minutes(text.seconds)} "
-            f"of these, with {decimal(round(text.memory))}"
+            f"the model reads {text.tokens:,} tokens of {options.calibrate} first: about {minutes(text.seconds)} "
+            f"of the time above, with {decimal(round(text.memory))} of memory"
         )
     print_reasons(FLOAT_HERE, found.dequantized)
     print_reasons(APART, found.apart)

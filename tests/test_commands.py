@@ -568,7 +568,7 @@ def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
         (("trace", "none"), "FILE: none: no such file"),
         (("trace", "TRACE", "--plot", "use.txt"), "--plot: use.txt: expected a file .png, .svg, .pdf"),
         (("trace", "TRACE", "--plot", "nowhere/use.svg"), "--plot: nowhere: no such folder"),
-        (("evaluate", ".", "--text", "TRACE", "--plot", "kld.svg"), "--plot: is of --against"),
+        (("evaluate", ".", "--text", "TRACE", "--plot", "kld.svg"), "--plot: needs --against: it draws"),
         (("trace", "TRACE", "--write-map", "nowhere/map.json"), "--write-map: nowhere: no such folder"),
         (("trace", "EMPTY"), "no token has been routed yet"),
     ],

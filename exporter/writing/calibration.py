@@ -11,6 +11,7 @@ import numpy as np
 
 from quantmoe.custom_ops import native
 from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.folder.record import new_hash
 from quantmoe.exporter.reading.checkpoint import is_gguf
 from quantmoe.exporter.reading.formats.rounding import weighed
@@ -38,16 +39,29 @@ class Cost(NamedTuple):
 
 
 def text_of(ready: Prepared, options: Options) -> list[list[int]]:
-    """Return the windows of the text that ``--calibrate`` names; none where it names an importance matrix."""
+    """Return the windows of the text that ``--calibrate`` names; none where it names an importance matrix.
+
+    Raises:
+        OptionError: the file is no text. OSError: it cannot be read.
+    """
     path = Path(str(options.calibrate))
-    return [] if is_gguf(path) else windows_of(ready.format.ckpt.companions, path.read_text("utf-8-sig"), WINDOW)
+    if is_gguf(path):
+        return []
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise OptionError(f"calibrate {path}: expected text in UTF-8, or llama-imatrix's file in GGUF") from None
+    if not text.strip():
+        raise OptionError(f"calibrate {path}: expected text, found no text")
+    return windows_of(ready.format.ckpt.companions, text, WINDOW)
 
 
 def cost(ready: Prepared, options: Options) -> Cost | None:
     """Estimate what ``--calibrate`` takes; None: it reads no text.
 
     Raises:
-        CheckpointError: the importance matrix is none. OSError: the file cannot be read.
+        OptionError: the file is no text. CheckpointError: the importance matrix is none. OSError: the file cannot be
+            read.
     """
     if options.calibrate is None:
         return None
@@ -103,4 +117,4 @@ def weigh(
     )
     ready.format.importance |= found.importance
     unreached = f"; {found.unreached} of {found.experts} experts were not reached" if found.unreached else ""
-    return f"calibrated on {len(windows) * len(windows[0])} tokens of {options.calibrate}{unreached}"
+    return f"calibrated on {len(windows) * len(windows[0]):,} tokens of {options.calibrate}{unreached}"

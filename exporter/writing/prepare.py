@@ -372,7 +372,7 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
         report.kv_cache = report.kv_cache or part.attention.caches.remark
         for name, spec in chosen.layers.items():
             layer = chosen.experts[name]
-            report.layers[layer.title] = layer.scheme.text, spec
+            report.layers[layer.title] = layer.scheme_text, spec
             report.shared[layer.title] = len([e for e in layer.members or range(layer.every) if e >= layer.num_experts])
             schemes += [layer.scheme, layer.down_scheme]
             if spec.w2.activation_format != activation_format(layer.down_scheme, options.wanted):

@@ -182,7 +182,7 @@ def test_an_export_is_calibrated(floats: Path, quantized: Path, tmp_path: Path) 
     text.write_text(TEXT.read_text(encoding="utf-8")[:500], encoding="utf-8")
     report = export(floats, tmp_path / "out", quantize="int4", calibrate=text)
     (window,) = windows_of(floats, text.read_text(encoding="utf-8"), TOKENS)
-    assert report.calibration.startswith(f"calibrated on {len(window)} tokens of {text}")
+    assert report.calibration.startswith(f"calibrated on {len(window):,} tokens of {text}")
     data = [(folder / "model.onnx.data").read_bytes() for folder in (quantized, tmp_path / "out")]
     assert len(data[0]) == len(data[1])
     assert data[0] != data[1]
@@ -256,11 +256,26 @@ def test_a_dry_run_says_what_calibration_takes(floats: Path, tmp_path: Path) -> 
     assert found.memory >= found.calibration.memory > found.memory / 100
     command = ["export", str(floats), str(tmp_path / "out"), "--dry-run", "--layers", "2", "--quantize", "q4_k"]
     said = CliRunner().invoke(app, [*command, "--calibrate", str(text)], catch_exceptions=False).output
-    wanted = f"the model reads {found.calibration.tokens} tokens of {text} first: about"
+    wanted = f"the model reads {found.calibration.tokens:,} tokens of {text} first: about"
     assert "".join(wanted.split()) in "".join(said.split())  # a long path is cut at the end of a line
     assert "the model reads" not in CliRunner().invoke(app, command, catch_exceptions=False).output
     with pytest.raises(FileNotFoundError, match="nothing"):
         plan(floats, tmp_path / "out", **options, calibrate=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("café".encode("latin-1"), r"text: expected text in UTF-8, or llama-imatrix's file in GGUF$"),
+        (b"\n", r"text: expected text, found no text$"),
+    ],
+    ids=["latin-1", "empty"],
+)
+def test_a_calibration_that_is_no_text(floats: Path, tmp_path: Path, content: bytes, said: str) -> None:
+    """llama-imatrix's older files, named .dat, are no GGUF files either."""
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(OptionError, match="^calibrate .*" + said):
+        plan(floats, tmp_path / "out", quantize="q4_k", layers=1, calibrate=tmp_path / "text")
 
 
 def test_ctrl_c_says_where_the_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +324,9 @@ def test_llama_cpps_importance_matrix(floats: Path, quantized: Path, tmp_path: P
         read_imatrix(Path(__file__).parents[1] / "fixtures/gguf/mixtral-Q5_0.gguf")
 
 
-def test_a_mixture_has_more_bits_where_they_gain_most(floats: Path) -> None:
-    """Attention everywhere; down as llama-quant.cpp's use_more_bits: of six layers the last, and every third."""
+def test_a_mixture_has_more_bits_where_they_gain_most(floats: Path, tmp_path: Path) -> None:
+    """Attention everywhere; down as llama-quant.cpp's use_more_bits: of six layers the last, and every third. A dry run
+    says so."""
     format = open_format(floats, "q4_k_m", None)
     for i in range(6):
         for leaf in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -320,6 +336,9 @@ def test_a_mixture_has_more_bits_where_they_gain_most(floats: Path) -> None:
         assert (expert.gate.kind, expert.up.kind) == ("q4_k", "q4_k")
         assert expert.down.kind == ("q6_k" if layer.index in (2, 5) else "q4_k")
         assert layer.down_scheme.format == expert.down.kind
+    texts = [text for text, *_ in plan(floats, tmp_path / "out", quantize="q4_k_m").layers.values()]
+    usual, more = "quantized to q4_k group 256", "quantized to q4_k group 256; down: quantized to q6_k group 256"
+    assert texts == [usual, usual, more, usual, usual, more]
 
 
 @pytest.mark.parametrize(
