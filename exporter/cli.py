@@ -146,7 +146,7 @@ def export(
     force: Annotated[bool, _option("Options", "replace an earlier export", "--force")] = False,
     dry_run: Annotated[bool, _option("Options", "show sizes, time and refusals only", "--dry-run")] = False,
 ) -> None:
-    """Turn a quantized checkpoint into an ONNX model with packed experts."""
+    """Turn a checkpoint into an ONNX model with packed weights."""
     from quantmoe.exporter.reading.hub import fetched
 
     checkpoint = fetched(checkpoint, download=not dry_run)
@@ -910,7 +910,8 @@ def _placed(report: dict[str, int], device: str) -> str:
 
 def _speed(found: Any) -> str:
     speed = (
-        f"prompt: {found.prompt} tokens, {found.prompt / found.prefill:.1f} tokens/s ({found.prefill:.3f} s); "
+        f"prompt: {found.prompt} {plural('token', found.prompt)}, "
+        f"{found.prompt / found.prefill:.1f} tokens/s ({found.prefill:.3f} s); "
         f"decode: {len(found.tokens)} {plural('token', len(found.tokens))}"
     )
     if len(found.tokens) > 1:  # the prompt's run chose the first one

@@ -314,7 +314,7 @@ def test_the_command(exported, tmp_path):
     again = run(app, ["generate", folder, "--ids", f"{ids},{said}", *count, "--load-state", str(tmp_path / "state")])
     want = run(app, ["generate", folder, "--ids", f"{ids},{said}", *count])
     assert again.stdout.splitlines()[0] == want.stdout.splitlines()[0]
-    assert "prompt: 1 tokens" in again.stderr
+    assert "prompt: 1 token, " in again.stderr
     assert "prompt: 29 tokens" in want.stderr
     assert "tokens are used" not in again.stderr + want.stderr
     part = run(app, ["generate", folder, "--ids", ids, *count, "--load-state", str(tmp_path / "state")])
