@@ -17,6 +17,7 @@ import pytest
 
 from quantmoe.exporter import gpu
 from quantmoe.exporter.memory import OutOfMemoryError
+from quantmoe.exporter.targets import of_device
 from quantmoe.runtime import cache as caches
 from quantmoe.runtime import cache_memory, opened_model
 from quantmoe.runtime.cache import ROOM, Buffer
@@ -286,7 +287,7 @@ def test_too_little_gpu_memory_names_the_cache(exported, driver, monkeypatch, te
         raise RuntimeError(text)
 
     monkeypatch.setattr(Buffer, "several", fail)
-    generator.device, tokens = "cuda", len(PROMPT) + ROOM
+    generator.device, generator.target, tokens = "cuda", of_device("cuda"), len(PROMPT) + ROOM
     shapes = (generator.shape(name)[1] * generator.shape(name)[3] for name in generator.past)
     size = 4 * tokens * sum(shapes)
     with pytest.raises(OutOfMemoryError) as raised:
@@ -306,7 +307,7 @@ def test_too_little_gpu_memory_for_a_prompt(captured, driver, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError(LACKING[0])
 
-    generator.session.run_with_iobinding, generator.device = fail, "cuda"
+    generator.session.run_with_iobinding, generator.target = fail, of_device("cuda")
     monkeypatch.setattr(Buffer, "several", lambda shapes, device, of=Buffer.several: of(shapes, "cpu"))
     with pytest.raises(
         OutOfMemoryError, match=r"8 tokens after 0: out of GPU memory: 123,456,789 bytes are free; .* a smaller --chunk"

@@ -20,6 +20,7 @@ from quantmoe.exporter.inspecting.fit import device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve
 from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.report import console
 from quantmoe.exporter.targets import CPU, CUDA
 from quantmoe.exporter.writing.checkpoint_fit import SIZES, ExportSize, export_sizes
 from quantmoe.runtime.generate import Generator
@@ -64,7 +65,8 @@ def test_the_share_of_the_experts_that_fits():
     assert [size.held(memory) for memory in (1100, 1099, 600, 110, 109)] == [1.0, 0.999, 0.5, 0.01, 0.0]
 
 
-def test_floats_are_quantized_to_fit(tmp_path, capsys):
+def test_floats_are_quantized_to_fit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(console, "width", 200)
     source = make_float_checkpoint(tmp_path / "floats", "qwen3_moe", num_hidden_layers=1, num_experts=4)
     command_line("inspect", str(source), "--fit", "1GB", "--reserve", "1MB", "--json")
     rows = json.loads(capsys.readouterr().out)["exports"]

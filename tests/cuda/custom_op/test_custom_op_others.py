@@ -32,7 +32,8 @@ def test_wrong_linear(driver, shape, constant, message):
     assert message in driver.error
 
 
-def test_wrong_routing(driver):
+def test_wrong_routing(driver, fake):
+    fake()
     attributes = replace(ROUTING, top_k=25).attributes()
     assert driver.create(driver.op("f32", name="MoERouting"), attributes, []) is None
     assert driver.error == 'MoERouting node "moe": top_k is 25, the CUDA kernel takes 1 to 24'
