@@ -34,7 +34,14 @@ from quantmoe.exporter.graph import encoder
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.passes import latent, linear_attention, run_passes, selective_scan
+from quantmoe.exporter.graph.passes import (
+    hyper_connections,
+    latent,
+    linear_attention,
+    run_passes,
+    selective_scan,
+    token_windows,
+)
 from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
     RecognisedAttention,
@@ -361,4 +368,4 @@ def keeping(placeholders: set[str]) -> Any:
     return patch_attribute(onnxscript.optimizer, "optimize_ir", lambda _: optimize)
 
 
-exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX | selective_scan.ONNX
+exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX | selective_scan.ONNX | hyper_connections.ONNX | token_windows.ONNX

@@ -202,6 +202,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     }
     | {"indexer_compress_ratio": 2, "rope_parameters": {"mrope_section": [1, 1, 0]}, "eos_token_id": EOS},
     "hy_v4": INDEXED | {"swiglu_limit": 0.5, "indexer_types": ["full", "full", "shared", "full"]},
+    "deepseek_v4": {"num_key_value_heads": 1, "head_dim": 32, "o_groups": 2, "o_lora_rank": 16, "swiglu_limit": 0.5}
+    | {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 3, "mlp_layer_types": ["hash_moe", *["moe"] * 3]}
+    | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
+    | {"num_nextn_predict_layers": 0},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -268,11 +272,6 @@ TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "doge": ({"is_moe": True}, "doge: experts that are not on transformers' experts interface are not supported"),
     "inkling_text": ({}, "inkling_text: a short convolution after attention and experts is not supported"),
-    "deepseek_v4": (
-        {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16}
-        | {"mlp_layer_types": ["hash_moe", *["moe"] * 3], "num_nextn_predict_layers": 0},
-        "DeepseekV4Experts.: its own gating is not silu",
-    ),
     "inkling2_loop_text": (
         {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8}
         | {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4}
@@ -288,6 +287,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 SELECTING = (
     "axk2",
     "deepseek_v32",
+    "deepseek_v4",
     "dots3_note_text",
     "glm_moe_dsa",
     "hy_v4",
@@ -342,6 +342,9 @@ def make_checkpoint(folder: Path, name: str, **sizes: Any) -> None:
         torch.manual_seed(0)
         model = transformers_class(config).from_config(config, dtype=torch.float32)
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias"))
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # the experts of each token
+                buffer.copy_(torch.stack([torch.randperm(8)[: buffer.shape[1]] for _ in buffer]))
         for name, tensor in (*model.named_parameters(), *biases):
             own = torch.randn_like(tensor)
             if "norm" in name:

@@ -552,6 +552,26 @@ PUBLISHED: dict[str, Published] = {
         {"norm_topk_prob": True, "routed_scaling_factor": 2.827, "n_group": 1, "hc_mult": 4, "hc_magnitude": 2.0}
         | {"rope_parameters": _rope()},
     ),
+    "deepseek_v4": Published(
+        "deepseek-ai/DeepSeek-V4-Flash-Base",
+        _DEFAULTS,
+        {
+            "layer_types": {
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            },
+            "mlp_layer_types": {"hash_moe", "moe"},
+            "scoring_func": "sqrtsoftplus",
+            "routed_scaling_factor": 1.5,
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 20,
+            "rope_parameters": {
+                "main": _rope(rope_theta=1e4, partial_rotary_factor=0.125),
+                "compress": _yarn(16.0, 65536, rope_theta=1.6e5, partial_rotary_factor=0.125, attention_factor=1.0),
+            },
+        },
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

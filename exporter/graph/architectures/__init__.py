@@ -21,6 +21,7 @@ from types import ModuleType
 from quantmoe.exporter.graph.architectures import (
     dbrx,
     deepseek_v2,
+    deepseek_v4,
     ernie4_5_vl_moe,
     indexed,
     jetmoe,
@@ -42,6 +43,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "dbrx": dbrx,
     "deepseek_v2": deepseek_v2,
     "deepseek_v32": indexed,
+    "deepseek_v4": deepseek_v4,
     "dots3_note_text": indexed,
     "ernie4_5_vl_moe_text": ernie4_5_vl_moe,
     "glm4v_moe_text": mrope,
