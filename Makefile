@@ -267,7 +267,7 @@ text-library:
 test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid
 	$(UV) --group test
 	python packages/sbom.py dist build/java
-	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_HYBRID=$(CURDIR)/build/sample-hybrid python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py
+	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_HYBRID=$(CURDIR)/build/sample-hybrid python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dhybrid=$(CURDIR)/build/sample-hybrid -Dquantmoe=$(VERSION)
 
 # The first program of each language's guide, on an exported folder: at most 20 lines, and the text of `quantmoe generate`.

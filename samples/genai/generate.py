@@ -47,10 +47,11 @@ def number(text):
     return int(text)
 
 
-try:
-    if len(sys.argv) < 4:
-        raise ValueError("usage: generate.py FOLDER COUNT ID...")
-    count, *ids = map(number, sys.argv[2:])
-    print(*generate(sys.argv[1], count, ids))
-except Exception as error:  # onnxruntime-genai's exceptions have no base class of their own
-    sys.exit(str(error))
+if __name__ == "__main__":
+    try:
+        if len(sys.argv) < 4:
+            raise ValueError("usage: generate.py FOLDER COUNT ID...")
+        count, *ids = map(number, sys.argv[2:])
+        print(*generate(sys.argv[1], count, ids))
+    except Exception as error:  # onnxruntime-genai's exceptions have no base class of their own
+        sys.exit(str(error))
