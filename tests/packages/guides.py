@@ -1,5 +1,6 @@
 """The first program of each language's guide, built against the package, on the demo's folder: `make test-guides`."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from other_languages import CARGO, ROOT, cmake, quantmoe, run
+from tokenizers import Tokenizer
 
 MOST_LINES = 20
 POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
@@ -33,41 +35,49 @@ def block(guide: str, language: str) -> str:
     text = (ROOT / f"docs/guides/{guide}.md").read_text(encoding="utf-8")
     found = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
     assert found, f"docs/guides/{guide}.md has no block of {language}"
-    return found[1].replace("/path/to/quantmoe", str(ROOT)).replace("OUTDIR", os.environ["QUANTMOE_MODEL"])
+    paths = {"/path/to/quantmoe": ROOT, "/path/to/dist": ROOT / "dist"}
+    program = found[1]
+    for named, here in paths.items():
+        program = program.replace(named, str(here))
+    return program
 
 
-def python(folder: Path) -> str:
+def python(folder: Path, _: str) -> str:
     return run(sys.executable, folder / "main.py")
 
 
-def csharp(folder: Path) -> str:
+def project(folder: Path, guide: str) -> None:
     packages = f"<RestorePackagesPath>{ROOT}/build/nuget/packages</RestorePackagesPath></PropertyGroup>"
-    project = block("csharp", "xml").replace("/path/to/dist", f"{ROOT}/dist").replace("</PropertyGroup>", packages)
-    (folder / "First.csproj").write_text(project, encoding="utf-8")
+    text = block(guide, "xml").replace("</PropertyGroup>", packages)
+    (folder / "First.csproj").write_text(text, encoding="utf-8")
+
+
+def csharp(folder: Path, guide: str) -> str:
+    project(folder, guide)
     return run("dotnet", "run", "--project", folder)
 
 
-def cpp(folder: Path) -> str:
-    (folder / "CMakeLists.txt").write_text(block("cpp", "cmake"), encoding="utf-8")
+def cpp(folder: Path, guide: str) -> str:
+    (folder / "CMakeLists.txt").write_text(block(guide, "cmake"), encoding="utf-8")
     cmake(folder, folder / "build")
     return run(folder / "build/app")
 
 
-def rust(folder: Path) -> str:
+def rust(folder: Path, guide: str) -> str:
     (folder / "src").mkdir()
     (folder / "main.rs").rename(folder / "src/main.rs")
     package = '[package]\nname = "first"\nversion = "1.0.0"\nedition = "2021"\n\n'
-    (folder / "Cargo.toml").write_text(package + block("rust", "toml"), encoding="utf-8")
+    (folder / "Cargo.toml").write_text(package + block(guide, "toml"), encoding="utf-8")
     shutil.copy(ROOT / "packages/rust/Cargo.lock", folder)
     return run("cargo", "run", "--quiet", "--manifest-path", folder / "Cargo.toml", **CARGO)
 
 
-def java(folder: Path) -> str:
+def java(folder: Path, guide: str) -> str:
     """Build in a Maven project of Java 17, whose dependencies are the guide's."""
     sources = folder / "src/main/java"
     sources.mkdir(parents=True)
     (folder / "Main.java").rename(sources / "Main.java")
-    (folder / "pom.xml").write_text(POM.replace("DEPENDENCIES", block("java", "xml")), encoding="utf-8")
+    (folder / "pom.xml").write_text(POM.replace("DEPENDENCIES", block(guide, "xml")), encoding="utf-8")
     copy = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"  # that of samples/java
     run("mvn", "-q", "-B", "-f", folder / "pom.xml", "compile", copy)
     classes = f"{folder}/target/classes:{folder}/target/dependency/*"
@@ -75,26 +85,44 @@ def java(folder: Path) -> str:
 
 
 #: a guide, the language of its blocks, the program's file, what must stand on this machine, and what runs it
-GUIDES: dict[str, tuple[str, str, str, Callable[[Path], str]]] = {
-    "python": ("python", "main.py", "python", python),
-    "csharp": ("csharp", "Program.cs", "dotnet", csharp),
-    "cpp": ("cpp", "main.cc", "cargo", cpp),
-    "java": ("java", "Main.java", "mvn", java),
-    "rust": ("rust", "main.rs", "cargo", rust),
-}
+GUIDES: list[tuple[str, str, str, str, Callable[[Path, str], str]]] = [
+    ("python", "python", "main.py", "python", python),
+    ("csharp", "csharp", "Program.cs", "dotnet", csharp),
+    ("cpp", "cpp", "main.cc", "cargo", cpp),
+    ("java", "java", "Main.java", "mvn", java),
+    ("rust", "rust", "main.rs", "cargo", rust),
+    ("genai", "python", "main.py", "python", python),
+]
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_first_program(guide: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("guide", "language", "name", "command", "start"), GUIDES, ids=[f"{of[0]}-{of[1]}" for of in GUIDES]
+)
+def test_first_program(
+    guide: str, language: str, name: str, command: str, start: Callable[[Path, str], str], tmp_path: Path
+) -> None:
     """It has at most 20 lines without comments and blank lines, and prints what `quantmoe generate` prints."""
-    language, name, command, start = GUIDES[guide]
     if not shutil.which(command):
         pytest.skip(f"needs {command}")
     program = block(guide, language)
     lines = [line for line in program.splitlines() if line.strip() and not re.match(r"\s*(//|#(?!include))", line)]
     assert len(lines) <= MOST_LINES, f"docs/guides/{guide}.md: {len(lines)} lines, expected at most {MOST_LINES}"
-    prompt = re.search(r'[rR]eply(?:Async)?\(\s*"(.*?)"', program)
+    prompt = re.search(r'(?:[rR]eply(?:Async)?|[eE]ncode)\(\s*"(.*?)"', program)
     assert prompt
-    (tmp_path / name).write_text(program, encoding="utf-8")
-    expected = quantmoe("generate", os.environ["QUANTMOE_MODEL"], "--prompt", prompt[1], "--temperature", "0")
-    assert start(tmp_path).strip() == expected.strip()
+    model = os.environ["QUANTMOE_MODEL"]
+    expected = quantmoe("generate", model, "--prompt", prompt[1], "--temperature", "0")
+    if guide == "genai":
+        model = greedy(model, prompt[1], tmp_path / "model")
+    (tmp_path / name).write_text(program.replace("OUTDIR", model), encoding="utf-8")
+    assert start(tmp_path, guide).strip() == expected.strip()
+
+
+def greedy(model: str, prompt: str, copy: Path) -> str:
+    """Return a copy of a folder whose genai_config.json takes the likeliest tokens, as many as `quantmoe generate`."""
+    shutil.copytree(model, copy)
+    file = copy / "genai_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    most = len(Tokenizer.from_file(f"{model}/tokenizer.json").encode(prompt).ids) + 512
+    config["search"] |= {"do_sample": False, "max_length": most}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return str(copy)
