@@ -142,7 +142,7 @@ def load(cache: Cache, path: str | Path) -> None:
         raise ModelError(f"{path}: expected states after its {length} tokens, found those after {sorted(ends)}")
     if summed + 4 != len(memory):
         raise ModelError(f"{path}: {CHECKSUM} is not its last tensor")
-    if (found := zlib.crc32(memory[:summed])) != checksum:
+    if (found := zlib.crc32(memory.data[:summed])) != checksum:
         raise ModelError(
             f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
             f"{checksum:08x}"
