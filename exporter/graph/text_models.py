@@ -19,6 +19,7 @@ CLASSES = {
     "deepseek_ocr2_text": ("deepseek_ocr2", "DeepseekOcr2TextModel"),
     "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
     "glm4v_moe_text": ("glm4v_moe", "Glm4vMoeTextModel"),
+    "glm5_next_text": ("glm5_next", "Glm5NextTextModel"),
     "mistral4": ("mistral4", "Mistral4Model"),
     "mistral_large4_text": ("mistral_large4", "MistralLarge4TextModel"),
     "muse_spark_text": ("muse_spark", "MuseSparkTextModel"),

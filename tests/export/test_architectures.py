@@ -108,6 +108,9 @@ OUTER: dict[str, dict[str, Any]] = {
         "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "in_channels": 3}
     },
     "glm4v_moe": {"vision_config": QWEN_TOWER | {"image_size": 56, "patch_size": 14}},
+    "glm5_next": {
+        "vision_config": QWEN_TOWER | {"image_size": 56, "patch_size": 14, "projection_intermediate_size": 32}
+    },
     "kimi_k25": {
         "tie_word_embeddings": False,
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -206,6 +209,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 3, "mlp_layer_types": ["hash_moe", *["moe"] * 3]}
     | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
     | {"num_nextn_predict_layers": 0},
+    "glm5_next": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_n_heads": 8, "index_head_dim": 24}
+    | {"index_topk": 6, "index_kpool": 2, "swiglu_limit": 0.5, "linear_num_heads": 2, "linear_head_dim": 16},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -289,6 +294,7 @@ SELECTING = (
     "deepseek_v32",
     "deepseek_v4",
     "dots3_note_text",
+    "glm5_next",
     "glm_moe_dsa",
     "hy_v4",
     "minimax_m3_vl_text",

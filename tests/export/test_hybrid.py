@@ -400,11 +400,7 @@ def test_layers_without_attention_are_refused(floats, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "missing"),
-    [
-        ("inkling_text", "a short convolution after attention and experts"),
-        ("glm5_next", "sparse attention's indexer"),
-    ],
+    ("architecture", "missing"), [("inkling_text", "a short convolution after attention and experts")]
 )
 def test_other_recurrences_are_refused_by_name(floats, tmp_path, architecture, missing):
     folder = rewritten(floats, tmp_path / "checkpoint", lambda *named: [named], lambda c: {"model_type": architecture})

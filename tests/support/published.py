@@ -572,6 +572,20 @@ PUBLISHED: dict[str, Published] = {
             },
         },
     ),
+    "glm5_next": Published(
+        "zai-org/GLM-5.3-Flash",
+        _DEFAULTS,
+        {
+            "layer_types": {"linear_attention", "indexed_attention"},
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 20,
+            "linear_lower_bound": -5.0,
+            "index_kpool_always_select_tail": True,
+        },
+    ),
     "longcat_flash": Published(
         "meituan-longcat/LongCat-Flash-Chat",
         _DEFAULTS,

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-from quantmoe.exporter.graph.architectures.indexed import chosen, in_order, placed, visible
+from quantmoe.exporter.graph.architectures.indexed import chosen, placed, visible
 from quantmoe.exporter.graph.passes import hyper_connections, token_windows
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
@@ -44,18 +44,25 @@ def _model(self: Any, *args: Any, cache: Any = None, use_cache: bool = True, **k
         kwargs["position_ids"] = positions = places[:, -new:]
     mask = visible(seen, places, positions, self.embed_tokens.weight.dtype, self.config.sliding_window)
     rates = {layer.self_attn.compressor.compress_rate for layer in self.layers if layer.self_attn.compressor}
-    kwargs |= {"attention_mask": {"window": mask}, "windows": {rate: token_windows.of(slots, rate) for rate in rates}}
+    windows = {rate: _windows(slots, positions, rate) for rate in sorted(rates)}
+    kwargs |= {"attention_mask": {"window": mask}, "windows": windows}
     return type(self).forward(self, *args, cache=cache, use_cache=False, **kwargs)
+
+
+def _windows(slots: torch.Tensor, positions: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of each window of tokens, [batch, windows, size], and whether a token sees its compressed key,
+    [batch, sequence, windows]. A token sees it from the last token of the window on."""
+    found = token_windows.of(slots, size)
+    return found, torch.arange(found.shape[1]) < ((positions + 1) // size)[..., None]
 
 
 def _attention(
     self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: Any,
-    position_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     cache: Any,
-    windows: dict[int, torch.Tensor],
+    windows: dict[int, tuple[torch.Tensor, torch.Tensor]],
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     x, tables, compressor = hidden_states, position_embeddings[self.rope_layer_type], self.compressor
@@ -72,12 +79,9 @@ def _attention(
     kept = torch.cat(cache.update(kept[..., :cut], kept[..., cut:], self.layer_idx), -1)
     kv, *made = kept.split([self.head_dim, *(part.shape[-1] for part in made)], -1)
     if pooled:
-        slots = windows[compressor.compress_rate]
-        of = [in_order(part[:, 0], slots.flatten(1)).unflatten(1, slots.shape[1:]) for part in made]
+        slots, seen = windows[compressor.compress_rate]
+        of = [token_windows.take(part[:, 0], slots) for part in made]
         compressed = [_compressed(part, *of[2 * i : 2 * i + 2]) for i, part in enumerate(pooled)]
-        # a compressed key is seen from the last token of its window on
-        ready = (position_ids + 1) // compressor.compress_rate
-        seen = torch.arange(compressed[0].shape[1]) < ready[..., None]
         if len(pooled) > 1:
             seen = seen & _selected(compressor.indexer, x, residual, tables, compressed[1], seen)
         lowest = torch.finfo(attention_mask.dtype).min

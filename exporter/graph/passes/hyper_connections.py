@@ -1,4 +1,4 @@
-"""Hyper-connections whose mixing matrix has rows and columns of sum 1 (DeepSeek-V4).
+"""Hyper-connections whose mixing matrix has rows and columns of sum 1 (DeepSeek-V4, GLM-5-Next).
 
 Rows and columns are divided by their sums in turn, 20 times in published models. Traced, these are 40 operations of
 each connection. ONNX' Loop has one round as its body.

@@ -21,6 +21,12 @@ def of(slots: torch.Tensor, size: int) -> torch.Tensor:
     return slots.index_select(1, tokens.flatten()).unflatten(1, tokens.shape)
 
 
+def take(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return what slots [batch, windows, size] have of x [batch, slots, features]."""
+    index = slots.flatten(1)[..., None]
+    return x.gather(1, index.expand(*index.shape[:2], x.shape[-1])).unflatten(1, slots.shape[1:])
+
+
 @torch.library.custom_op("quantmoe::token_windows", mutates_args=())
 def token_windows(slots: torch.Tensor, size: int) -> torch.Tensor:
     """Return the tokens of each window, int64 [windows, size]."""

@@ -23,7 +23,6 @@ RECURRENT = {
     "inkling": "a short convolution after attention and experts",
     "inkling2": "a short convolution after attention and experts",
     "inkling2_loop": "a short convolution after attention and experts",
-    "glm5_next": "sparse attention's indexer",
 }
 _OFF_INTERFACE = "experts that are not on transformers' experts interface"
 #: the same of families that have something else which nothing here computes
