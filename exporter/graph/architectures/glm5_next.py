@@ -80,7 +80,8 @@ def _attention(
         named = _selected(indexer, x, residual, packed.keys, position_ids, pools)
         selected = by_slot(named[:, None], places // indexer.index_kpool)
     mask = torch.where(selected, attention_mask, torch.finfo(attention_mask.dtype).min)
-    found, _none = grouped_attention(self, q, *self.expand_kv(latent, key), mask, self.scaling)
+    k, v = self.expand_kv(latent, key)
+    found, _none = grouped_attention(self, q, k, v, mask, self.scaling)
     return self.o_proj(found.flatten(2)), None, selected if self.next_skip_topk or indexer is None else None
 
 
