@@ -163,13 +163,6 @@ def in_order(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return x.gather(1, slots[..., None].expand(*slots.shape, x.shape[-1]))
 
 
-def windows(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return windows of tokens, [batch, windows, size, features]; the last one is not whole."""
-    count = x.shape[1] // size + 1
-    padded = torch.nn.functional.pad(x, (0, 0, 0, size))
-    return padded[:, : count * size].unflatten(1, (count, size))
-
-
 def visible(
     attention_mask: torch.Tensor, places: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, window: int = 0
 ) -> torch.Tensor:

@@ -21,11 +21,10 @@ from quantmoe.exporter.graph.architectures.indexed import (
     PackedCache,
     by_slot,
     chosen,
-    in_order,
     placed,
     visible,
-    windows,
 )
+from quantmoe.exporter.graph.passes import token_windows
 from quantmoe.exporter.graph.passes.linear_attention import convolve
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
@@ -122,8 +121,9 @@ def _selected(
         queries: [batch, heads, sequence, features]. keys: [batch, slots, features]. tokens: of ``placed``.
     """
     (places, slots), size, most = tokens, indexer.compress_ratio, indexer.block_topk
-    count = slots.shape[1] // size + 1
-    pooled = windows(in_order(keys, slots), size).float().mean(2).to(keys.dtype)
+    blocks = token_windows.of(slots, size)
+    count = blocks.shape[1]
+    pooled = token_windows.take(keys, blocks).float().mean(2).to(keys.dtype)
     tables = rotary(pooled, torch.arange(count)[None] * size)
     pooled = qwen4.apply_rotary_pos_emb(indexer.k_layernorm(pooled)[:, None], cos=tables[0], sin=tables[1])
     scores = torch.relu(torch.matmul(queries.float(), pooled.float().transpose(2, 3))).sum(1)
