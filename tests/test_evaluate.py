@@ -120,7 +120,7 @@ def test_a_model_does_not_differ_from_itself(exact: Path) -> None:
 
 @pytest.mark.parametrize("layers", [False, True])
 def test_one_window_is_in_memory(exact: Path, rounded: Path, layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both models: the outputs of a window are freed before either runs the next one."""
+    """Outputs of both models for a window are freed before either runs the next one."""
     alive: list[weakref.ref] = []
     most: list[float] = []
 

@@ -149,6 +149,15 @@ class Pages:
         self.memory = bytearray(size)
 
 
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch, library: type) -> None:
+    """Let device_sampling call a library of the test, over memory of the host."""
+    for name, stand_in in {
+        "library": library, "wait": lambda: None, "stream": lambda: 0, "Pages": Pages, "Buffer": Memory,
+        "copy": ctypes.memmove,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(device_sampling, name, stand_in)
+
+
 def test_bits_are_copied_before_each_choice(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with a rule has its bits, others have ones. The rule goes on after the token that was chosen."""
     vocabulary, launched = text.tokenizer.get_vocab_size(), []
@@ -165,11 +174,7 @@ def test_bits_are_copied_before_each_choice(text: Text, monkeypatch: pytest.Monk
             (ctypes.c_int32 * 2).from_address(tensors._obj.chosen)[:] = [9, token]
             return 0
 
-    for name, stand_in in {
-        "library": Library, "wait": lambda: None, "stream": lambda: 0, "Pages": Pages, "Buffer": Memory,
-        "copy": ctypes.memmove,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(device_sampling, name, stand_in)
+    without_a_gpu(monkeypatch, Library)
     rule, alike = (text.constraint(RULES["gbnf"][0], [], vocabulary) for _ in range(2))
     choice = device_sampling.Choice([[5], [6]], 8, vocabulary, np.dtype(np.float32), None, [None, rule])
     logits = SimpleNamespace(address=lambda: 0, bytes=lambda: 0, row_bytes=lambda: 0)
@@ -201,11 +206,7 @@ def test_a_row_of_a_choice_begins_again(monkeypatch: pytest.MonkeyPatch) -> None
             launched.append(found | {"uniform": ctypes.c_double.from_address(tensors._obj.uniform).value})
             return 0
 
-    for name, stand_in in {
-        "library": Library, "wait": lambda: None, "stream": lambda: 0, "Pages": Pages, "Buffer": Memory,
-        "copy": ctypes.memmove,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(device_sampling, name, stand_in)
+    without_a_gpu(monkeypatch, Library)
     sampling = Sampling(0.5, presence_penalty=1, no_repeat_ngram_size=2, seed=3)
     choice = device_sampling.Choice([[5], [6], [7]], 8, 40, np.dtype(np.float32), sampling)
     logits = SimpleNamespace(address=lambda: 0, bytes=lambda: 0, row_bytes=lambda: 0)

@@ -30,7 +30,7 @@ BRIEF = ("deepseek2", "nemotron_h_moe", "qwen3next")
 
 
 def test_the_page_has_every_architecture() -> None:
-    """Those of five families have files in fixtures/gguf alone."""
+    """Every family has a file here; five have theirs in fixtures/gguf."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
     table = page.partition("| architecture | models |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
