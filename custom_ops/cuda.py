@@ -277,7 +277,7 @@ def plan_shapes(
     device: Device = H200,
     lib: ctypes.CDLL | None = None,
 ) -> NodePlan:
-    """As :func:`plan_node`, of the inputs' shapes."""
+    """Plan an operator as :func:`plan_node`, for inputs of these shapes."""
     inputs = (Tensor * len(shapes))(*(Tensor(None, TYPES[dtype], Shape.of(shape)) for shape in shapes))
     found, own = NodePlan(), ctypes.byref(node(native.library(), spec))
     plan_of = (lib or library()).qm_cuda_plan_node
