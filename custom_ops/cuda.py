@@ -179,8 +179,10 @@ def fill_plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found
 
 
 def refusal(spec: Spec) -> str:
-    """Why the kernels do not run nodes with these attributes: what the plan of one token on an H200 says, which the
-    library of the CPU kernels has, too; "" when they do."""
+    """Return why the kernels do not run nodes with these attributes, "" when they do.
+
+    The plan of one token on an H200 says it. The library of the CPU kernels has this plan, too.
+    """
     lib = native.library()
     try:
         if isinstance(spec, AttentionSpec):
@@ -207,8 +209,10 @@ def _type_of(weights: Projection) -> str:
 
 
 def absence(spec: MoESpec | LinearSpec) -> str:
-    """Why the kernels do not run nodes with these attributes on this machine, which :func:`refusal` has none for: there
-    is no library, no GPU or one that they do not run on; "" when they do."""
+    """Return why this machine does not run nodes that :func:`refusal` takes, "" when it does.
+
+    There is no library, no GPU, or a GPU that the kernels do not run on.
+    """
     try:
         device = query()
     except FileNotFoundError:

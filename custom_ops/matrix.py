@@ -242,8 +242,10 @@ def in_order(m: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def gates_first(rows: int, heads: int) -> np.ndarray:
-    """Of a query projection whose rows are each head's queries and then its gates: the order of all gates before all
-    queries."""
+    """Return the order of rows that puts all gates before all queries.
+
+    The rows of the projection are each head's queries, then its gates.
+    """
     return np.arange(rows).reshape(heads, 2, -1)[:, ::-1].swapaxes(0, 1).reshape(-1)
 
 
@@ -260,11 +262,12 @@ def scattered(m: QuantizedMatrix, count: int) -> bool:
 
 
 def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatrix:
-    """Return one of ``count`` equal parts of a matrix: rows (axis 0), or columns (axis 1), whose products' sum is the
-    whole's.
+    """Return one of ``count`` equal parts of a matrix: rows (axis 0), or columns (axis 1).
+
+    The products of all parts of columns add up to the whole matrix's product.
 
     Raises:
-        ValueError: rows or columns that share a scale or a bias would be divided, also those of a group in act-order.
+        ValueError: rows or columns that share a scale or a bias would be divided, also in act-order.
     """
     if count == 1:
         return m
@@ -283,7 +286,7 @@ def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatri
     groups: slice | np.ndarray = slice(features.start // together, features.stop // together)
     if m.perm is not None:
         if scattered(m, count):
-            raise ValueError("columns in act-order, a group of which has features of several parts, are not divided")
+            raise ValueError("columns in act-order are not divided: a group has features of several parts")
         groups = np.flatnonzero(m.perm[::together] // size == i)
         columns = np.flatnonzero(m.perm // size == i)
         perm = m.perm[columns] - np.int32(i * size)
@@ -302,7 +305,7 @@ def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatri
 
 
 def _below(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays below each other; without memory where they are one number that none of them keeps in memory twice."""
+    """Join arrays along the first axis; a view without memory if all of them are views of one number."""
     first = arrays[0][:1, :1]
     if all(not any(array.strides) and array[:1, :1].tobytes() == first.tobytes() for array in arrays):
         return np.broadcast_to(first, (sum(map(len, arrays)), arrays[0].shape[1]))
@@ -310,7 +313,7 @@ def _below(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def same_order(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    """Return whether two act-order permutations are the same; None is the identity."""
+    """Return whether two act-order permutations are equal; None is the identity."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 

@@ -74,7 +74,7 @@ class Row(ctypes.Structure):
     ]
 
     def part(self, name: str) -> slice:
-        """Where one of ROW_PARTS is; empty where the attributes do not name it."""
+        """Return where one of ROW_PARTS is; an empty slice if the attributes do not name it."""
         i = ROW_PARTS.index(name)
         return slice(self.at[i], self.at[i] + self.sizes[i])
 
@@ -104,12 +104,12 @@ def library() -> ctypes.CDLL:
 
 
 def cpus() -> int:
-    """CPUs that this process may use: those of its affinity, within the CPU quota of its control groups."""
+    """Return how many CPUs this process may use, by its affinity and the CPU quota of its control groups."""
     return library().qm_cpus(0, b"")
 
 
 def share_threads(parts: int) -> None:
-    """From now on packing on the calling thread uses one of so many equal parts of the CPUs."""
+    """Let packing on the calling thread use one of ``parts`` equal parts of the CPUs."""
     _share.parts = parts
 
 
@@ -227,7 +227,7 @@ def _pool() -> tuple[int, Any, None]:
 
 
 def _address(spec: MoESpec, projection: str, row: np.ndarray) -> ctypes.c_void_p:
-    """Of a row that is as long as it should be."""
+    """Return the address of a row; raise if it has another length than the attributes give."""
     try:
         want = row_of(*spec.matrices(projection)).bytes
     except ValueError as error:

@@ -29,7 +29,7 @@ def inputs(op: str) -> tuple[tuple[str, str], ...]:
 
 
 def optional_inputs(op: str) -> tuple[tuple[str, str], ...]:
-    """Those after them, of nodes that have a use for them."""
+    """Return the inputs after the required ones, which only some nodes have."""
     return schema().operators[op].optional_inputs
 
 
@@ -47,7 +47,7 @@ class MoESpec(nodes.QuantMoE):
     """All attributes of a QuantMoE node. Sizes: H hidden, I intermediate, in features."""
 
     def matrices(self, projection: str) -> tuple[Projection, int, int, int]:
-        """Of "w13" or "w2": the attributes, and N, K and the number of an expert's matrices."""
+        """Return the attributes of "w13" or "w2", and N, K and the number of an expert's matrices."""
         if projection == "w13":
             return self.w13, self.intermediate_size, self.hidden_size, 1 + self.gated
         return self.w2, self.hidden_size, self.intermediate_size, 1
@@ -79,7 +79,7 @@ class RoutingSpec(nodes.MoERouting):
 
     @property
     def logits(self) -> int:
-        """Of a token: the experts' and the shared experts' one."""
+        """The number of a token's logits: one for each expert, and the gate of the shared experts."""
         return self.num_experts + self.shared_gate
 
     @property

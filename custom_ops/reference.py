@@ -1,7 +1,7 @@
 """The slow, obvious truth: QuantMoE, linear, router, norm, attention and what keeps a state in NumPy float64.
 
-Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
-everything after them is exact arithmetic rounded to float64.
+Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1).
+Everything after them is exact arithmetic rounded to float64.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def quantize_activations(x: np.ndarray, activation_format: str, stored: float | 
 
 
 def step_columns(m: QuantizedMatrix) -> int:
-    """Packed columns of which int8_group activations share a step (FORMAT.md 4.1)."""
+    """Return how many packed columns share a step of int8_group activations (FORMAT.md 4.1)."""
     group = {"q4_k": 32, "q5_k": 32, "q6_k": 16}.get(m.kind, m.group_size)
     if group == -1:
         group = -(-m.shape[1] // 32) * 32
@@ -249,7 +249,7 @@ def add_norm(spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.nda
 
 
 def token_rows(mask: np.ndarray, new: int, past: int) -> tuple[np.ndarray, np.ndarray]:
-    """TokenRows: rows int32 [B, 3], last int64 [B, 1, 1].
+    """Return the outputs of TokenRows: rows int32 [B, 3], last int64 [B, 1, 1].
 
     The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
     the cache has room for them, and they end with the last column that any row has set.
@@ -344,8 +344,11 @@ def rotate(spec: AttentionSpec, x: np.ndarray, cos: np.ndarray, sin: np.ndarray)
 
 
 def encode_cache(spec: AttentionSpec, x: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
-    """Keys or values [.., n] as a cache has them, FORMAT.md 5.1: numbers of ``dtype``, or codes by ``scale``, which is
-    k_scale or v_scale, [.., n + 4] with their own scale."""
+    """Return keys or values [.., n] as a cache has them (FORMAT.md 5.1): numbers of ``dtype``, or codes.
+
+    Args:
+        scale: of the codes, k_scale or v_scale. int8_token has a scale of its own behind its codes, [.., n + 4].
+    """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         if spec.cache_format == "none":
             return x.astype(dtype)
@@ -388,16 +391,17 @@ def attention(
     v_up: np.ndarray | None = None,
     block_table: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """CachedAttention.
+    """Return the outputs of CachedAttention.
 
     Args:
-        spec: the node's attributes. length: L, attention_mask's. The others: inputs of op.def's shapes, any float type;
-            caches of codes int8 or uint8; k_up and v_up where the spec has a nope_size; block_table where it has a
-            block_size.
+        spec: the node's attributes. length: L, attention_mask's.
+        the others: inputs of op.def's shapes, of any float type; caches of codes are int8 or uint8. k_up and v_up come
+            with a nope_size, block_table comes with a block_size.
 
     Returns:
-        output float64 [B, S, num_heads * V], or out_size for V, zero for tokens that do not count; present_key and
-        present_value of past's types and widths, with max(P, L) slots, zero after the last token, or past's blocks.
+        output: float64 [B, S, num_heads * V], or out_size for V; zero for tokens that do not count.
+        present_key, present_value: of past's types and widths, with past's blocks or max(P, L) slots. Slots after the
+            last token are zero.
 
     Raises:
         ValueError: ``rows`` asks for tokens or slots that are not there.

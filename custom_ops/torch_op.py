@@ -136,7 +136,7 @@ def moe_router(
 
 @torch.library.custom_op("quantmoe::all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor, attributes: str) -> torch.Tensor:
-    """Return the sum of all ranks' x, [..], of which one process has one.
+    """Return the sum of all ranks' x, [..].
 
     Raises:
         NotImplementedError: PyTorch has no other ranks here.
@@ -192,7 +192,7 @@ def cached_attention(
         qkv: [B, S, (num_heads + kv_num_heads) * D + kv_num_heads * V], gated: num_heads * V more before.
         past_key, past_value: [B, kv_num_heads, P, D] and [.., V], one type.
         rows: int32 [B, 3]: the first new token that counts, how many do, tokens in the cache before them.
-        attention_mask: int64 [B, L], of which only L is read.
+        attention_mask: int64 [B, L]; only L is read.
         cos, sin: f32 [B, S, rotary_size / 2].
         q_norm, k_norm: f32, [0], [D] or [heads * D], by qk_norm.
         sinks: f32 [num_heads], -infinity for none.

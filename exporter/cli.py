@@ -478,7 +478,7 @@ def generate(
                    reserve=reserve, misses=misses, trace=record, warm=warm, group=group)  # fmt: skip
 
     def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
-        """Of texts of so many tokens, if that is known."""
+        """Return a generator for texts of ``length`` tokens, if that is known."""
         with progress(f"loading {outdir}"):
             model = make(max_length=None if shown and max_new_tokens is None else length, batch=rows)
         context.with_resource(ended_by_signals(model.interrupt))
@@ -713,7 +713,7 @@ def _reply(chat: Any, message: Any, tell: Callable[[int], None], max_new_tokens:
 
 
 def _tell_end(found: Any, most: int, context: int) -> None:
-    """How fast an answer came, and why it ended where that is not its own end."""
+    """Print how fast an answer came, and why it ended if it was cut."""
     print(_speed(found), file=sys.stderr)
     if found.finish_reason == "length":
         limit = f"--max-new-tokens {most}" if len(found.tokens) == most else f"the model's context of {context} tokens"
@@ -882,7 +882,7 @@ def _check_text(message: str) -> None:
 
 
 def _placed(report: dict[str, int], device: str) -> str:
-    """Where experts were: a line of what the library reports."""
+    """Return a line that says where experts were, from the library's report."""
     if not report.get("slots"):
         return f"experts: all in {'GPU memory' if of_device(device).on_gpu else 'the mapped file'}"
     uses = report["hits"] + report["misses"]

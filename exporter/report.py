@@ -1,4 +1,4 @@
-"""What the ``quantmoe`` command prints for people, on :data:`console`."""
+"""The text that the ``quantmoe`` command prints for people, on :data:`console`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def experts_of(attributes: Mapping[str, Any], shared: int) -> str:
 
 
 def print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
-    """Layers of the same description together: (scheme, attributes, shared experts, packed bytes or None)."""
+    """Print layers with one description together: (scheme, attributes, shared experts, packed bytes or None)."""
     described = (
         (scheme, experts_of(a := spec.attributes(), shared), _activations(a, "w13", "w2"), spec.w13.scale_type, size)
         for scheme, spec, shared, size in layers
@@ -185,7 +185,7 @@ def print_export_sizes(sizes: Sequence[ExportSize], memory: int, target: str, co
 
 
 def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:
-    """Nodes of the same description together; linears of one may have any size."""
+    """Print nodes with one description together; linears with one description may have any size."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for node in nodes:
         described = {k: v for k, v in node["attributes"].items() if k not in ("in_features", "out_features")}
@@ -287,7 +287,7 @@ def _weights(format_: str, group_size: int, scale_type: str) -> str:
 
 
 def _print_block(heading: str, rows: dict[str, Any]) -> None:
-    """A description that fits any width: cells wrap, and are not cut."""
+    """Print a description that fits any width: cells wrap, and are not cut."""
     console.print(heading, style="bold", highlight=False)
     table = Table.grid(padding=(0, 2))
     table.add_column()
@@ -302,7 +302,7 @@ def plural(noun: str, count: int) -> str:
 
 
 def print_reasons(heading: str, reasons: dict[str, str]) -> None:
-    """A line for each reason: the first of the names that have it, and how many more."""
+    """Print a line for each reason: the first name that has it, and how many more there are."""
     found: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         found.setdefault(reason, []).append(name)

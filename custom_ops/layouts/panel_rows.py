@@ -1,4 +1,4 @@
-"""Where the bytes of one row are in a matrix of layout ``cpu_panel`` (FORMAT.md 2.1 to 2.4, 2.7 and 2.10)."""
+"""The places of one row's bytes in a matrix of layout ``cpu_panel`` (FORMAT.md 2.1 to 2.4, 2.7 and 2.10)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Pieces:
 
 @dataclass(frozen=True)
 class PanelRows:
-    """How to read one row of a matrix of 4 to 8 bits.
+    """A reader of one row of a matrix of 4 to 8 bits.
 
     Attributes:
         rows: of a panel. stride: bytes of a panel. group: columns that share a scale.
-        codes: all 8 bits, or the low 4 bits of 32 columns: bytes 0 to 15 have those of columns 0 to 15 low and of
-            columns 16 to 31 high. flip: what their bytes are XORed with.
+        codes: all 8 bits, or the low 4 bits of 32 columns. Byte i has column i in its low half, and column 16 + i in
+            its high half. flip: what their bytes are XORed with.
         high: bits 4 and above of 32 columns: each plane of 4 bytes has ``8 / high_bits`` columns of each byte in turn.
         zero: the code of value 0.
         factors: the scales; of two levels, a block's scale, and where there are minima the factor of those.

@@ -1,9 +1,9 @@
 """Layout ``qmoe``: the tensors of ONNX Runtime's own com.microsoft::QMoE and MatMulNBits, for files that run without a
 library of ours. No node of domain ``quantmoe`` has it.
 
-A row holds one expert's part of each tensor (:func:`parts`), scales in their own type. Codes lie as QMoE's schema of
-ONNX Runtime 1.28 to 1.32 and MatMulNBits' have them: along K, two of 4 bits a byte, the first low; rows of gate and up
-alternate. MXFP4 alone lies as ONNX Runtime's CUDA kernels read it: [K, N / 2], two rows a byte.
+A row holds one expert's part of each tensor (:func:`parts`), scales in their own type. Codes lie as in QMoE of
+ONNX Runtime 1.28 to 1.32 and in MatMulNBits: along K, two of 4 bits a byte, the first low. Rows of gate and up
+alternate. MXFP4 has the order of ONNX Runtime's CUDA kernels: [K, N / 2], two rows a byte.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GLOBAL_SCALES = 15, 16
 
 @dataclass(frozen=True)
 class RowPart:
-    """Where a part of a row lies; scales in their own type, biases in f32, the rest in bytes."""
+    """The place of a part of a row; scales are in their own type, biases in f32, the rest in bytes."""
 
     at: int
     dtype: np.dtype
@@ -62,7 +62,7 @@ class RowPart:
 def describe(
     expert: Expert, activation_format: str, down_activation_format: str | None = None
 ) -> tuple[Projection, Projection]:
-    """See layouts/__init__.py."""
+    """Return the attributes of a layer's node (layouts/__init__.py)."""
     if expert.gate is None:
         w13 = _describe(expert.up, activation_format, "up")
     else:
@@ -182,8 +182,10 @@ def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
-    """Return the expert that :func:`pack` wrote, bit for bit; zero points that are all the middle and biases that are
-    all zero come back as None."""
+    """Return the expert that :func:`pack` wrote, bit for bit.
+
+    Zero points that are all the middle, and biases that are all zero, come back as None.
+    """
     *gate, up = _unpack(spec, "w13", w13_row)
     return Expert(gate[0] if gate else None, up, unpack_down(spec, w2_row))
 
@@ -258,7 +260,7 @@ def _unpack(spec: MoESpec, projection: str, row: np.ndarray) -> list[QuantizedMa
 
 
 def _put(out: np.ndarray, codes: np.ndarray, format: str, fill: np.uint8) -> None:
-    """Rows of codes into rows of bytes; ``fill``: what is not there."""
+    """Write rows of codes into rows of bytes, and ``fill`` where there are no codes."""
     if SCHEMES[format].bits == 8:
         out[:, : codes.shape[1]], out[:, codes.shape[1] :] = codes, fill
         return
@@ -299,7 +301,7 @@ def attributes(spec: MoESpec) -> dict[str, Any]:
 
 
 def shape(spec: MoESpec, projection: str, name: str) -> tuple[int, ...]:
-    """Of QMoE's tensor of a part."""
+    """Return the shape of QMoE's tensor of a part."""
     found = parts(spec, projection)[name].shape
     own = getattr(spec, projection)
     if name == "codes" and own.format == "mxfp4":  # CUDA's bytes under the schema's name of the sizes

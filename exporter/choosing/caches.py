@@ -1,4 +1,4 @@
-"""What the KV cache of an export holds: as it is asked for, as the checkpoint says, as the target's kernels take it."""
+"""The content of an export's KV cache, from the option, the checkpoint and the target's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantmoe.exporter.targets import CPU, Target
 
 @dataclasses.dataclass(frozen=True)
 class Caches:
-    """What the caches of a graph's CachedAttention nodes hold.
+    """The content of the caches of a graph's CachedAttention nodes.
 
     Attributes:
         codes: module -> cache_format, k_scale, v_scale; modules that are not in it have floats.
@@ -61,7 +61,7 @@ def choose_caches(
     if format == "int8_token" and not target.cache_scales:
         raise OptionError(
             f"cache is int8: for target {target.name} int8 needs one scale a layer, and the checkpoint has none; cache "
-            "fp8 needs no scales, and target cpu has int8 with a scale of each token"
+            "fp8 needs no scales. Target cpu has int8 with a scale of each token"
         )
     reason = next((f"{module} is standard nodes: {why}" for module, why in plain.items()), "")
     for module, spec in specs.items():

@@ -1,8 +1,8 @@
 """Which layout, node attributes and kernels an expert layer or a linear gets, and why not the others.
 
-Dry run, ``inspect --explain`` and export all ask here. What is asked is the checkpoint's own format over headers and
-the few tensors whose numbers decide (:meth:`quantmoe.exporter.reading.formats.base.Format.outline`), so the answer is
-what the data will be packed as: ``pack`` refuses an expert that is not what its node says. Torch-free.
+Dry run, ``inspect --explain`` and export all ask here. The checkpoint's own format answers, from headers and the few
+tensors whose numbers decide (:meth:`quantmoe.exporter.reading.formats.base.Format.outline`). The data is packed as this
+answer says: ``pack`` refuses an expert that differs from its node. Torch-free.
 """
 
 from __future__ import annotations
@@ -72,24 +72,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a model is made of.
+    """The nodes that a model gets.
 
     Attributes:
-        layers: name of a node of experts -> its attributes. It is their module's, or of several groups
+        layers: name of a node of experts -> its attributes. The name is their module's; several groups have
             ``<module>.groups.<number>``.
-        linears: the same of the linears outside the experts: what the layout carries of Skeleton.linears; some of them
-            together as one, ``qkv_proj`` beside where ``q_proj`` was.
+        linears: name of a linear outside the experts -> its node's attributes, if the layout carries it. Some of them
+            are one node, such as ``qkv_proj`` beside where ``q_proj`` was.
         parts: name of a linear -> the model's modules whose rows it has, in this order, and their checkpoint modules.
         dequantized: checkpoint tensor of a linear that stays float -> why.
-        experts: the same names -> what the node has, a shared expert included where it is one of them.
+        experts: name of a node of experts -> its experts, with the shared expert if it is one of them.
         nodes: experts module name -> its nodes.
         shared: experts module name -> that shared expert in the model.
         apart: checkpoint module of a shared expert that stays a module of its own -> why.
-        not_ort: with ``dense="ort"`` of every quantized linear why it is no MatMulNBits, "" of one that is.
-        tables: name of a parameter of which only rows are looked up -> the attributes under which it is packed, and the
-            linear whose packed weight it is, "" for none.
-        gated: name of a linear whose first part has each head's gates behind its queries -> heads, where all gates are
-            written before all queries; :func:`trace` finds them.
+        not_ort: with ``dense="ort"``, why a quantized linear is no MatMulNBits, "" if it is one.
+        tables: name of a parameter whose rows are looked up -> the attributes of its packed form, and the linear that
+            shares it, "" for none.
+        gated: name of a linear whose first part has each head's gates behind its queries -> heads. The file has all
+            gates before all queries. :func:`trace` finds them.
     """
 
     layers: dict[str, MoESpec]
@@ -449,8 +449,12 @@ def linear_matrix(format: Format, modules: Sequence[str], scales: str) -> tuple[
 
 
 def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]]]:
-    """Of every layer and every quantized linear: the kind of its node's attributes, its scheme in the tool's words, its
-    module, and every layout's verdict with the activations that it has by default."""
+    """Yield, for every layer and every quantized linear, what each layout says to it.
+
+    Yields:
+        The kind of the node's attributes, the scheme in the tool's words, the module, and the verdict of each layout
+        with default activations.
+    """
     for layer in moe_layers(format):
         own = layer.groups()
         for group in own:
@@ -532,8 +536,8 @@ def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix)
         return "none" if wanted in WHOLE_ROWS else wanted
     if wanted in WHOLE_ROWS and not (wanted == "fp8_tensor" and m.input_scale is not None):
         raise ValueError(
-            f"{wanted} rounds activations by the largest of all features, of which each rank has a part; expected "
-            "groups, a stored scale, --activations float, or --expert-parallel --data-parallel"
+            f"{wanted} rounds activations by the largest of all features, and each rank has a part; expected groups, "
+            "a stored scale, --activations float, or --expert-parallel --data-parallel"
         )
     return wanted
 

@@ -36,8 +36,8 @@ def option(default: Any, help: str, group: str = "Options", **settings: Any) -> 
 
     Args:
         help: a verb phrase of at most 12 words. group: its panel of ``--help``.
-        settings: values, metavar, least, most, shown (a default that depends on others), kind (of a value that is no
-            str), hidden (the option is in the reference page, not in ``--help``).
+        settings: values, metavar, least, most. shown: a default that depends on other options. kind: the type, if it
+            is no str. hidden: the option is on the reference page, not in ``--help``.
     """
     return field(default=default, metadata={"help": help, "group": group, **settings})
 
@@ -251,17 +251,17 @@ class Options:
 
     @property
     def kept_logits(self) -> str | int:
-        """How many tokens' logits the model gives: "last", "all" or a number."""
+        """The tokens that get logits: "last", "all" or a number."""
         return self.logits or (DRAFTS + 1 if self.mtp and not self.facts.session_chooses_logits else "last")
 
     @property
     def kept_states(self) -> int:
-        """How many tokens' states are kept, if the model has any."""
+        """The number of tokens whose states are kept, if the model has states."""
         return self.state_window or (DRAFTS + 1 if self.mtp else 1)
 
     @property
     def slices(self) -> list[Slice | None]:
-        """What each rank has; of one rank all, None."""
+        """The slice of each rank; None if one rank has all."""
         from quantmoe.exporter.reading.slices import Slice
 
         world = self.tensor_parallel
@@ -271,7 +271,7 @@ class Options:
 
     @property
     def facts(self) -> Target:
-        """What the target is."""
+        """The target of the export."""
         return TARGETS[self.target]
 
     @property

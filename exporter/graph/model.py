@@ -69,16 +69,16 @@ class Skeleton(Stored):
     Attributes:
         model: its experts modules have no parameters.
         experts: experts module name -> MoELayer, in the model's order.
-        linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes or has in a
-            16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
+        linears: linear module name -> its name in the checkpoint. The checkpoint quantizes them, or has them in another
+            16-bit type. A head that shares the embedding's weight has the embedding's name.
         embedding_width: of the embeddings that the graph takes in the place of tokens, with ``vision``.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         linear_attention, lightning, state_space, selective_scan: module name -> what it computes, of those that keep a
             state. own_states: modules that keep a state beside keys and values, with the node that has it.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
         stored_as: parameter name -> the shape of its tensor, and the function of that, where they are not alike.
-        by_rows: linears that take the features of all ranks and of which a rank has rows, by name: their shapes, which
-            :meth:`take_rows` gives them.
+        by_rows: linears that take the features of all ranks, and are divided by rows: name -> the shape that
+            :meth:`take_rows` gives it.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
@@ -189,7 +189,7 @@ class Skeleton(Stored):
         return {name: by_name[name] for name in modules}
 
     def _find_sources(self) -> None:
-        """Where the other parameters are in the checkpoint; makes them placeholders."""
+        """Find the other parameters in the checkpoint, and make them placeholders."""
         format, model, folder = self.format, self.model, self.format.ckpt.folder
         known = set(self._names())
         renamed = {self._rename(name): name for name in format.parameters()}
@@ -218,7 +218,7 @@ class Skeleton(Stored):
 
     @property
     def divided(self) -> Slice | None:
-        """The rank's share of a model of which ranks have parts; None where they have all of it but for the experts."""
+        """The rank's share of a model that is divided; None if each rank has all of it, except experts."""
         part = self.format.slice
         return part if part and not part.own_tokens else None
 
@@ -244,7 +244,7 @@ class Skeleton(Stored):
         return found
 
     def _check_whole(self, kind: str, modules: Iterable[str], why: str = "it normalizes heads together") -> None:
-        """What has no parts for ranks is named."""
+        """Raise, naming a module, if there are modules that cannot be divided among ranks."""
         for name in modules if self.divided else ():
             raise CheckpointError(
                 f"{self.format.ckpt.folder}: {name}: {kind} is not divided among ranks: {why}, which would be on "
@@ -315,8 +315,10 @@ class Skeleton(Stored):
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     def join(self, path: str, parts: Sequence[str], whole: str) -> None:
-        """Make float linears of a module that read one input one linear, whose rows are theirs in this order; where
-        one of them is of another kind, nothing."""
+        """Join float linears of a module that read one input to one linear, with their rows in this order.
+
+        If one of them is no float linear, nothing changes.
+        """
         module = self.model.get_submodule(path)
         linears: list[Any] = [getattr(module, part, None) for part in parts]
         kinds = {(type(part), getattr(part, "in_features", 0), getattr(part, "bias", None) is None) for part in linears}
@@ -346,8 +348,10 @@ class Skeleton(Stored):
             self.derived[name] = derived
 
     def _narrow_head(self, world: int) -> None:
-        """Of a rank: its part of the vocabulary; all of it where the embeddings are the same tensor, or the ranks do
-        not divide it."""
+        """Give the head a rank's part of the vocabulary.
+
+        It keeps all of it if the embeddings are the same tensor, or if the ranks do not divide it.
+        """
         head = self.model.get_output_embeddings()
         if type(head) is not torch.nn.Linear or self.model.config.tie_word_embeddings or head.out_features % world:
             return
@@ -381,7 +385,7 @@ class Skeleton(Stored):
                     yield name, source
 
     def _check_parameters(self) -> None:
-        """Shapes, from the headers; where a rank has less than the checkpoint, which parts."""
+        """Compare shapes with the headers, and find which parts a rank has of larger tensors."""
         quantized = self.format.outline()
         for name, source in self.sources.items():
             module, _, leaf = source.rpartition(".")
@@ -417,11 +421,13 @@ class Skeleton(Stored):
         return None
 
     def _divide_act_order(self, part: Slice) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Divide linears in act-order of which a rank would have columns that share scales with other ranks': it has
-        features in the order of an MLP's columns, or else rows, which take the features of all ranks.
+        """Divide linears in act-order whose columns share scales with other ranks' columns.
 
-        Returns:
-            Of linears that are divided by rows, :attr:`by_rows`.
+        A rank has features in the order of an MLP's columns. Of other linears it has rows, which take the features of
+        all ranks.
+
+        Yields:
+            Entries of :attr:`by_rows`.
 
         Raises:
             CheckpointError: the ranks do not divide the rows.
@@ -457,7 +463,7 @@ class Skeleton(Stored):
                 self.tensors[f"{path}.{leaf}"] = linear._parameters[leaf]
 
     def _sections(self, name: str) -> tuple[int, ...]:
-        """Of a parameter that a rank has its heads or channels of linear attention of, see :class:`Cut`; (): others."""
+        """Return :attr:`Cut.sections` of a parameter with heads or channels of linear attention; () for others."""
         if self.divided:
             for path, found in self.linear_attention.items():
                 if name.startswith(f"{path}."):
@@ -491,8 +497,10 @@ class Skeleton(Stored):
         return (name for name, _ in self._tensors())
 
     def _rename(self, name: str) -> str:
-        """Return a checkpoint's name as the model has it now: without what wraps a language model that also sees
-        pictures, and as this version of transformers names modules."""
+        """Return the model's name for a checkpoint's name.
+
+        It lacks the prefixes of a model that also sees pictures, and follows this version of transformers.
+        """
         if self.format.part:
             for prefix, own in mtp.names(self.format.next_layer).items():
                 if name.startswith(prefix):

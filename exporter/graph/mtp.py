@@ -2,12 +2,13 @@
 have it as ``mtp.*``, DeepSeek-V3's and GLM-4.5's as the layer after the last one, MiMo-V2-Flash's as
 ``model.mtp.layers.0.*``.
 
-From the hidden state h_i that the main model's last norm gives and the embedding of the next token, t_(i + 1), it makes
-h'_i = layer(fc([norm(embedding), norm(h_i)])), and from that with a norm of its own and the main model's head the
-logits of t_(i + 2). Its normed h'_i is the h_(i + 1) of a draft after that. As transformers' MtpLayer,
-onnxruntime-genai's Qwen builder and vLLM's qwen3_next_mtp have it. MiMo's, as sglang's mimo_v2_flash_nextn.py and
-vLLM's mimo_v2_mtp.py have it, is a layer of a sliding window and without experts; of its three, trained to draft a
-token further ahead each, vLLM has the first, and so has this.
+h_i is the hidden state after the main model's last norm, and e the embedding of the next token t_(i + 1). The layer
+computes h'_i = layer(fc([norm(e), norm(h_i)])). A norm of its own and the main model's head then give the logits of
+t_(i + 2). The normed h'_i is the h_(i + 1) of the next draft. Sources: transformers' MtpLayer, onnxruntime-genai's Qwen
+builder, vLLM's qwen3_next_mtp.
+
+MiMo's layer has a sliding window and no experts (sglang's mimo_v2_flash_nextn.py, vLLM's mimo_v2_mtp.py). MiMo has
+three such layers, each trained for one token further ahead. vLLM uses the first one, and so does this module.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _MIMO = _INPUT | {
 
 
 def names(layer: str) -> dict[str, str]:
-    """Return how names of its tensors begin -> those of a model of one layer.
+    """Return prefixes of the layer's tensors -> prefixes in a model of one layer.
 
     Args:
         layer: Format.next_layer; "": Qwen's.
@@ -56,7 +57,7 @@ def names(layer: str) -> dict[str, str]:
 
 
 class Input(torch.nn.Module):
-    """What the layer reads: the embedding of a token and the hidden state before it, each normed, in one projection."""
+    """The input of the layer: a token's embedding and the hidden state before it, each normed, in one projection."""
 
     def __init__(self, size: int, norm: torch.nn.Module, dtype: torch.dtype):
         super().__init__()

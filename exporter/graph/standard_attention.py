@@ -3,13 +3,13 @@
 transformers expands a group's keys and values to every head, which ONNX Runtime and TensorRT then copy for each token,
 longer with each. Here a group's heads are rows of one product with the cache as it is.
 
-The scale is a tensor, of which only the mask's values say that it is one number. TensorRT 10.6 moves a number past the
-reshape that puts heads below each other, and the change of order before it; it then multiplies the queries as they lie
-in memory, where those rows have no common distance: heads but a group's first are wrong, without a message. It does so
-in engines for sequences of 1 to 512 of layers that have no positions: a rotary embedding in between keeps it from it.
+The scale is a tensor made from the mask's values, so an engine cannot see that it is one number. TensorRT 10.6 moves a
+number past the transpose and the reshape of the heads. It then multiplies queries whose rows have no common distance in
+memory. All heads of a group except the first are wrong, without a message. This happens in engines for sequences of 1
+to 512, in layers without a rotary embedding.
 
-Rows that see no key, which are padding, are not zeroed as transformers' ONNX export zeroes them: they are finite, and
-nothing that is not padding reads them. TensorRT 10.6 fuses that test wrongly where one token is new.
+Rows that see no key are padding. transformers' ONNX export zeroes them, this module does not: they are finite, and only
+padding reads them. TensorRT 10.6 fuses the test for such rows wrongly when one token is new.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def attention_of(
         paged: all attention is to have caches in blocks (passes/paged.py).
 
     Raises:
-        CheckpointError: the model does not run, for which :func:`trace` would refuse it, too; scales of the KV cache
-            are damaged; with ``paged``, a module that blocks do not hold.
+        CheckpointError: the model does not run, so :func:`trace` would refuse it, too. Scales of the KV cache are
+            damaged. With ``paged``, a module does not fit into blocks.
         OptionError: there is no such cache.
     """
     model, decoder = skeleton.model, decoder_of(skeleton.model)
@@ -142,8 +142,11 @@ def attention_of(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Yield no garbage collections: tracing makes few cycles and so many objects that the collector would look at all
-    of torch's and sympy's again and again, a tenth of the time."""
+    """Switch the garbage collector off while the block runs.
+
+    Tracing makes few cycles, and many objects. The collector would look at all objects of torch and sympy again and
+    again, for a tenth of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,7 +157,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _trace_layers(skeleton: Skeleton, target: Target) -> ir.Model:
-    """See :func:`trace`."""
+    """Return the graph of all layers; one traced layer of each kind is copied where that is possible."""
     model = skeleton.model
     stack = decoder_of(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)

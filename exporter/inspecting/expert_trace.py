@@ -1,4 +1,4 @@
-"""What the session entry ``quantmoe.trace`` writes: routes of tokens (reference/expert-offloading)."""
+"""The file that the session entry ``quantmoe.trace`` writes: routes of tokens (reference/expert-offloading)."""
 
 from __future__ import annotations
 
@@ -44,10 +44,13 @@ class Trace:
             yield [(layer, int(e)) for e in np.unique(ids) if e != NONE]
 
     def lru(self, *levels: int | Sequence[int]) -> tuple[int, int, int]:
-        """Hits, misses and missed bytes of a cache of so many experts, or of each layer, that evicts the least recently
-        used; of several levels the last one's, which is asked for what the one above it misses.
+        """Return hits, misses and missed bytes of a cache that evicts the least recently used expert.
 
-        The counts of ``quantmoe.experts`` = disk with slots for all experts of a run at least.
+        The numbers are those that ``quantmoe.experts`` = disk counts, if there are slots for all experts of a run.
+
+        Args:
+            levels: experts in the cache, or in each layer's cache. A further level is asked for what the level before
+                misses; the result is of the last level.
         """
         asked = missed = list(self.visits())
         for slots in levels:
@@ -129,7 +132,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def curve(trace: Trace, slots: Sequence[int], read: float) -> list[dict[str, float]]:
-    """For numbers of slots: memory, hit rate, bytes read a token, tokens/s that reading ``read`` bytes/s allows."""
+    """Return a row for each number of slots: memory, hit rate, bytes read a token, tokens/s at ``read`` bytes/s."""
     tokens, rows = max(trace.tokens, 1), []
     for count in slots:
         hits, misses, missed = trace.lru(count)

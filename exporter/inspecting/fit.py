@@ -1,4 +1,4 @@
-"""What of an exported model a memory holds, and what a token then reads from where, without that machine."""
+"""A prediction of how much of an exported model fits into a memory, and what a token then reads from where."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOKENS = 200  # of a simulation
 
 @dataclass(frozen=True)
 class Fit:
-    """Where weights lie in a memory, in bytes, and what a token reads after ``context`` others.
+    """The place of weights in a memory, in bytes, and what a token reads after ``context`` others.
 
     Attributes:
         target: "cuda": the memory is a GPU's, and misses come through the bus. "cpu": RAM, and they come from the disk.
@@ -30,14 +30,14 @@ class Fit:
         reserve: workspaces and the engine.
         budget: what is left for experts, which take ``all_experts``.
         slots: experts that it holds. experts: how many there are.
-        hit_rate: of the experts that tokens ask for. from_trace: a trace says so; otherwise it is the share that the
-            memory holds, as if all experts were as likely as others, and what was used lately were not. RAM that holds
-            fewer experts than a token asks for hits none.
+        hit_rate: of the experts that tokens ask for. from_trace: a trace gives it. Otherwise it is the share that the
+            memory holds, as if all experts were equally likely. RAM that holds fewer experts than a token asks for hits
+            none.
         external: the model is for TensorRT, whose plug-in reads the experts.
         read: of the memory by a token. missed: of the bus or disk. rates: bytes a second of both, and of the disk
             below a GPU.
         ram: beside a GPU's memory; None: it holds the whole file. in_file: it does not, and they are read from there.
-        ram_slots: experts that it holds, those of the GPU's memory among them. from_disk: what a token reads into it.
+        ram_slots: experts that it holds, also experts that the GPU holds. from_disk: what a token reads into it.
         drafting: what mtp.onnx beside the model takes in addition where it drafts, weights and cache: it is not counted
             in the others. 0: there is none.
     """
@@ -102,9 +102,9 @@ def fit(
         reserve: bytes of the memory for workspaces and the engine; None: the target's.
 
     Raises:
-        ModelError: the model has no QuantMoE node, or one that says no top_k; the rest leaves no room for one expert
-            of each layer (cuda) or for one (cpu); the trace is of another model; ``ram`` leaves no room for the experts
-            of one layer, or the model is for the CPU, whose RAM is the memory.
+        ModelError: the model has no QuantMoE node, or a node without top_k. The rest leaves no room for one expert of
+            each layer (cuda) or for one expert (cpu). The trace is of another model. ``ram`` leaves no room for the
+            experts of one layer, or the model is for the CPU, whose RAM is the memory.
     """
     layers, said = found["layers"], found["metadata"].get(TARGET, CPU.name)
     target = TARGETS.get(said)
@@ -125,9 +125,9 @@ def fit(
     budget, least = memory - rest, sum(sizes) if target.on_gpu else file_slot_bytes(layers)
     if budget < least:
         raise ModelError(
-            f"{found['model']}: {memory:,} bytes, expected at least {rest + least:,}: {weights:,} of weights outside "
-            f"the experts, {cache:,} of cache for {context:,} tokens, {reserve:,} of reserve, "
-            f"{least:,} of experts"
+            f"{found['model']}: {memory:,} bytes, expected at least {rest + least:,}. {weights:,} are for weights "
+            f"outside the experts. A cache for {context:,} tokens takes {cache:,}. There are {reserve:,} of reserve, "
+            f"and experts take {least:,}"
         )
     every = sum(layer["bytes"] for layer in layers)
     names = [layer["module"] or layer["node"] for layer in layers]
@@ -208,7 +208,7 @@ def _drafting(found: Mapping[str, Any], context: int, target: Target) -> int:
 def _missed_below(
     wanted: Sequence[int], counts: Sequence[int], sizes: Sequence[int], slots: int | list[int], in_ram: int
 ) -> float:
-    """Of what a GPU's caches miss the share that RAM below them misses, too, if all experts are as likely.
+    """Return which share of a GPU's misses RAM below it misses, too, if all experts are equally likely.
 
     RAM has what the GPU read last, which the GPU asks for least: there is no short formula. Both are simulated, the
     first half of the tokens fills them.

@@ -1,4 +1,4 @@
-"""What a folder or file holds that is no exported model, and why an export would refuse it: inspect CHECKPOINT.
+"""The content of a folder or file that is no exported model, and why an export would refuse it: inspect CHECKPOINT.
 
 From headers and config.json alone, like all that is decided before torch is imported.
 """
@@ -34,13 +34,21 @@ def survey(path: str | Path) -> dict[str, Any]:
     """Return what is there, as far as it can be read.
 
     Returns:
-        ``checkpoint`` (path), ``files`` (of a folder, by ending: count, bytes), ``refused`` (target -> why an export
-        would be, as far as headers show it, else ""); where it can be read ``model_type``, ``tensors`` (by dtype:
-        count, bytes), ``format`` (None: of floats), ``layers`` (one dict each, of experts of several formats one for
-        each: module, scheme, experts, hidden_size, intermediate_size, shared_size: of the shared expert, 0 without
-        one), ``linears`` (scheme -> how many outside the experts), ``attention`` (how many layers are of which type,
-        where config.json says), ``kv_cache`` and ``left_out`` (see Report); of a GGUF file ``types`` (see
-        gguf_types.py).
+        checkpoint: the path.
+        files: of a folder, by ending: count, bytes.
+        refused: target -> why an export would be refused, as far as headers show it, else "".
+
+        If the checkpoint can be read, also:
+
+        model_type: of config.json.
+        tensors: by dtype: count, bytes.
+        format: None for floats.
+        layers: a dict for each layer and format of experts: module, scheme, experts, hidden_size, intermediate_size,
+            and shared_size, the shared expert's or 0.
+        linears: scheme -> number of linears outside the experts.
+        attention: number of layers of each type, if config.json says.
+        kv_cache, left_out: see Report.
+        types: of a GGUF file, see gguf_types.py.
 
     Raises:
         CheckpointError: there is nothing of that name.

@@ -1,7 +1,7 @@
 """A checkpoint folder as its quantizer wrote it: config files, and safetensors shards read tensor by tensor.
 
-Torch-free. The safetensors package's own NumPy reader has no bfloat16 or float8 and copies, so the header (format:
-https://github.com/huggingface/safetensors#format) is read here, every field checked before a byte is used.
+Torch-free. The safetensors package's own NumPy reader has no bfloat16 or float8, and copies. So this module reads the
+header (https://github.com/huggingface/safetensors#format), and checks every field before a byte is used.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ _HUB_NAME = re.compile(r"(https?:/huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)(
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies."""
+    """The place of a tensor."""
 
     shard: Path
     dtype: str
@@ -225,7 +225,7 @@ class Checkpoint:
 
     @cached_property
     def image_processor(self) -> dict[str, Any]:
-        """How images become a vision tower's patches, in transformers' words; {} when nothing says it."""
+        """The image processor's configuration, in transformers' words; {} if there is none."""
         for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
             if (self.folder / name).exists():
                 found = self._json(name)
@@ -391,7 +391,7 @@ class Checkpoint:
         where = f"{entry.shard}: {entry.name}"
         if leaf not in ("weight", "bias"):
             raise CheckpointError(
-                f"{where}: {joined} is quantized, expected a weight of floats: its rows are those of "
+                f"{where}: {joined} is quantized, expected a weight of floats: it joins the rows of "
                 f"{', '.join(counts)}, and only floats are divided"
             )
         if not all(type(count) is int and count > 0 for count in counts.values()):
@@ -498,8 +498,9 @@ class Checkpoint:
         return path
 
     def check_file(self, path: Path) -> None:
-        """Refuse a link to anywhere but the folder itself and the Hugging Face cache that it is in, and what Git LFS
-        leaves in a file's place (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
+        """Refuse a link that leaves the folder and its Hugging Face cache, and a pointer file of Git LFS.
+
+        The pointer's format: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md.
 
         Raises:
             CheckpointError: naming the link and where it leads, or the file.
@@ -601,8 +602,8 @@ def unlike_rows(array: np.ndarray) -> np.ndarray:
 def read_header(path: Path) -> dict[str, Entry]:
     """Return the tensors of one safetensors file.
 
-    Checks what the format demands: the data is entirely covered by tensors without overlap or holes, each tensor's span
-    is its dtype times its shape, names are unique.
+    It checks what the format demands: Tensors cover the data without overlap or holes. A tensor's span is its dtype
+    times its shape. Names are unique.
 
     Raises:
         CheckpointError: naming the file, the tensor, what was found and what was expected.

@@ -1,8 +1,8 @@
 """Which experts stand on which rank, by measured load: ``export --expert-map`` (docs/reference/slices.md).
 
-A file of JSON, ``{"physical_to_logical_map": [[...], ...]}``: a row for each layer of experts, in the model's order, of
-the experts that the ranks hold one after the other, as many each. An expert may stand several times; tokens are then
-spread over its copies by their positions. The name and the form are those of DeepSeek's EPLB.
+The file is JSON, ``{"physical_to_logical_map": [[...], ...]}``, with the name and the form of DeepSeek's EPLB. Each
+layer of experts has a row, in the model's order. A row has the experts that the ranks hold one after the other, equally
+many for each rank. An expert may stand several times. Tokens are then spread over its copies by their positions.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ KEY = "physical_to_logical_map"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the experts of a layer are: ``ranks[r]`` has the ids of rank r's, in the order of its file."""
+    """The ranks of a layer's experts: ``ranks[r]`` has the ids of rank r's, in the order of its file."""
 
     ranks: tuple[tuple[int, ...], ...]
 
     @property
     def copies(self) -> int:
-        """Of the expert that stands most often."""
+        """The number of copies of the expert that stands most often."""
         return int(np.bincount(np.concatenate(self.ranks)).max())
 
     def table(self, rank: int, every: int) -> np.ndarray:
         """Return the rows of the rank's file: int64 [copies, every], -1 where another rank has the pair.
 
-        Column e is expert e's. A token at position p takes row p % copies, and so the copy p % copies % (how often e
-        stands): each pair is computed by exactly one rank.
+        Column e is expert e's. A token at position p takes row p % copies, and so copy p % copies % (copies of e).
+        Exactly one rank computes each pair.
         """
         found = np.full((self.copies, every), -1)
         for expert in range(every):
@@ -47,7 +47,7 @@ class Placement:
         return found
 
     def load(self, tokens: ArrayLike) -> np.ndarray:
-        """Of each rank, of so many tokens of each expert."""
+        """Return the load of each rank, for ``tokens`` of each expert."""
         each = np.asarray(tokens, float)
         each = each / np.maximum(np.bincount(np.concatenate(self.ranks), minlength=len(each)), 1)
         return np.array([each[list(own)].sum() for own in self.ranks])
@@ -112,9 +112,10 @@ def placements(path: Path, world: int, experts: Mapping[int, int]) -> dict[int, 
 
 
 def balance(tokens: ArrayLike, world: int, copies: int) -> Placement:
-    """The hottest experts get ``copies`` copies more; then each, the hottest first, goes to the idlest rank with room.
+    """Return a placement with ``copies`` more copies, for the hottest experts.
 
-    The greedy steps of DeepSeek's EPLB (replicate, then pack), within one group of ranks.
+    Each expert or copy, the hottest first, goes to the idlest rank with room. These are the greedy steps of DeepSeek's
+    EPLB (replicate, then pack), within one group of ranks.
 
     Args:
         tokens: of each expert.

@@ -1,11 +1,11 @@
-"""What one of several ranks has of a model: a smaller configuration, and parts of tensors that give it those sizes.
+"""The slice of a model that a rank has: a smaller configuration, and parts of tensors with its sizes.
 
-Rows of linears that make heads, features or logits, channels of convolutions, columns of linears that take them,
-experts' rows and columns or whole experts; the rest is in all ranks. Sums over the ranks of what the columns give are
-the whole model's.
+A rank has rows of linears that make heads, features or logits, and columns of linears that take them. It has channels
+of convolutions, and experts' rows and columns or whole experts. The rest is in all ranks. The products of all ranks'
+columns add up to the whole model's.
 
-Columns in act-order share scales with others from anywhere. Where the same expert or MLP makes their features, which
-nothing else sees, a rank takes features in the order of the columns; a linear of heads is divided by its rows instead.
+Columns in act-order share scales with columns anywhere. If an expert or MLP makes their features, and nothing else sees
+these, a rank takes features in the order of the columns. A linear of heads is divided by its rows instead.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Cut:
     """A rank's part of a tensor: the ``index``-th of ``count`` equal ones.
 
     Attributes:
-        axis: 0: rows; 1: columns of a linear, of which every rank's product is a part of a sum; None: what is added to
-            that sum, which the first rank has and others have zeros for.
-        sections: relative sizes of what the axis has one after the other, such as queries, keys and values: the part is
-            that of each.
-        order: act-order of the columns, or of those that take what the rows make, in which the parts lie; None: parts
-            of features as they are.
+        axis: 0: rows. 1: columns of a linear; the ranks' products are added up. None: what is added to this sum; the
+            first rank has it, and the others have zeros.
+        sections: relative sizes of what the axis has one after the other, such as queries, keys and values. A part has
+            a piece of each.
+        order: parts lie in this act-order, of the columns or of the columns that take what the rows make. None: they
+            lie in the order of features.
     """
 
     axis: int | None
@@ -84,7 +84,7 @@ class Cut:
         return replace(portion(replace(m, bias=None), self.index, self.count, 1), bias=bias)
 
     def _sections(self, size: int) -> Iterator[tuple[int, int]]:
-        """Where they begin and end on an axis of this size."""
+        """Yield where the sections begin and end on an axis of this size."""
         ends = [size * end // sum(self.sections) for end in itertools.accumulate(self.sections)]
         return itertools.pairwise([0, *ends])
 
@@ -97,7 +97,7 @@ class Slice:
         rank: 0 to world - 1.
         whole_experts: it has some experts, not a part of each.
         placements: of layers by their numbers, where a map says which experts are where.
-        own_tokens: it has tokens of its own, and all of the model but for the experts.
+        own_tokens: it has tokens of its own, and all of the model except the experts.
         export_id: of the export, the same in all ranks (exporter/writing/identity.py); 0: not known.
     """
 
@@ -110,7 +110,7 @@ class Slice:
 
     @property
     def place(self) -> dict[str, int]:
-        """What nodes that need the other ranks say of the rank."""
+        """Return the attributes about ranks, for nodes that need the other ranks."""
         return {"rank": self.rank, "world": self.world, "export_id": self.export_id}
 
     def expert(self, expert: Expert, rounded: str) -> Expert:
@@ -152,7 +152,7 @@ class Slice:
         return range(self.rank * experts // self.world, (self.rank + 1) * experts // self.world)
 
     def width(self, intermediate_size: int, where: str) -> int:
-        """Of the rank's experts."""
+        """Return the intermediate size of the rank's experts."""
         return intermediate_size if self.whole_experts else self.part(intermediate_size, where)
 
     def narrow(self, config: Any, where: str) -> None:
@@ -210,9 +210,8 @@ class Slice:
             count, rest = divmod(found[axis], want[axis])
         if not count or rest or self.world % count or (sections and count < self.world):
             raise CheckpointError(
-                f"{where} has shape {list(found)}, {list(want)} in each of {self.world} ranks: expected rows of "
-                f"{', '.join(ROWS)}, columns of {', '.join(COLUMNS)} or heads of linear attention; nothing else is "
-                "divided"
+                f"{where} has shape {list(found)}, {list(want)} in each of {self.world} ranks. Only rows of "
+                f"{', '.join(ROWS)}, columns of {', '.join(COLUMNS)} and heads of linear attention are divided"
             )
         own = sections if sections and len(names) == 1 else (1,)
         made = {name: Cut(axis, self.rank * count // self.world, count, own) for name in names}

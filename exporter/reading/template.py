@@ -41,7 +41,7 @@ class Template:
     Args:
         path: the file it is from, for errors.
         names: special tokens by their names, which templates use.
-        tool_use: the template of conversations with tools, None where it is the same.
+        tool_use: the template of conversations with tools, None for ``text``.
 
     Raises:
         ModelError: one is no Jinja template; jinja2 is too old.
@@ -167,8 +167,10 @@ class Template:
         return found
 
     def _around(self, *said: str) -> list[str]:
-        """Return what is rendered before, between and after messages, whose roles are their first words; [] where the
-        template refuses them or renders one not just once, or in another order."""
+        """Return what is rendered before, between and after messages. A message's first word is its role.
+
+        [] if the template refuses the messages, renders one more than once or not at all, or changes their order.
+        """
         try:
             rest, parts = self.render([{"role": text.split()[0], "content": text} for text in said]), []
         except ModelError:
@@ -235,8 +237,8 @@ def folder_turns(folder: Path) -> tuple[dict[str, str], str]:
 
     ``chat.format`` is the name of the format of replies, if it is known.
 
-    A template is code of whoever made the checkpoint: a process renders it that has :data:`SECONDS` of processor time
-    and :data:`MEMORY` bytes, where the system limits these, and :data:`CLOCK` seconds by the clock.
+    A template is code of whoever made the checkpoint. So a process of its own renders it, within :data:`SECONDS` of
+    processor time, :data:`MEMORY` bytes and :data:`CLOCK` seconds by the clock. Not every system has the first two.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-P", "-m", __name__, str(folder)]  # -P: nothing of the current folder
@@ -269,7 +271,7 @@ def _turns(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def _limit() -> None:
-    """Limits this process, as far as the system does."""
+    """Limit this process, as far as the system can."""
     if resource is None:
         return
     used = Path("/proc/self/statm")

@@ -1,11 +1,11 @@
 """The folder that an export writes: a whole model is there at every moment, also after a kill or a power failure.
 
 New files grow in ``STAGE``, a folder inside, under their final names. They are on the disk before the first of them is
-renamed, and the model is renamed last. The configuration, the tokenizer and the like are renamed one by one before it:
-a kill in that moment leaves the old model, whole, beside some of the new of these. A model that is replaced reads its
-weights from a file of the same name; so the new one first reads them from ``<name>.partial``, a second name (hard link)
-of the same file. ONNX Runtime loads that, too. ``STAGE`` lists its files, and only these are removed from it. What an
-export wrote is recorded in its model: ``force`` replaces these files, also those edited since; any other file never.
+renamed, and the model is renamed last. The configuration, the tokenizer and the like are renamed one by one before it.
+A kill in that moment leaves the whole old model beside some of these new files. A model that is replaced reads its
+weights from a file with the new file's name. So the new model first reads them from ``<name>.partial``, a second name
+(hard link) of the new file. ONNX Runtime loads that, too. ``STAGE`` lists its files, and only these are removed from
+it. A model records what its export wrote. ``force`` replaces these files, also edited ones, and never any other file.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _commit(folder: Path, force: bool) -> None:
 
 
 def _save_interim(stage: Path) -> None:
-    """The stage's model with its weights under their second names."""
+    """Write the stage's model with its weights under their second names."""
     import onnx_ir as ir  # it imports sympy, half a second
 
     model = ir.load(stage / MODEL)
@@ -175,7 +175,7 @@ def _save_interim(stage: Path) -> None:
 
 
 def _own(stage: Path, name: str) -> Path:
-    """Where to write a file of the stage, whose list it is on from now on."""
+    """Put a file on the stage's list, and return where to write it."""
     names = stage / _NAMES
     with naming(names), names.open("ab") as file:
         file.write(b"".join(os.fsencode(own) + b"\0" for own in ([] if file.tell() else [_NAMES]) + [name]))
@@ -212,11 +212,10 @@ def _check_links(folder: Path) -> None:
 
 
 def _recorded(model: Path) -> dict[str, str]:
-    """Return what the export that wrote a model wrote: name -> hash, "" of the model and its weights; {} for another
-    model.
+    """Return what the export of a model wrote: name -> hash, "" for the model and its weights; {} for another model.
 
-    A stranger's file is read here: no name leads out of its folder, and what is removed must have the hash, or a name
-    that only exports use.
+    A stranger's file is read here. No name leads out of its folder. A file that is removed must have the hash, or a
+    name that only exports use.
     """
     if (graph := load_own(model)) is None:
         return {}

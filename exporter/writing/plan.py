@@ -1,4 +1,4 @@
-"""What an export would write, how long it would take and in how much memory: from headers and config.json."""
+"""A dry run: what an export would write, how long and in how much memory, from headers and config.json."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASE_MEMORY = 0.8e9
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What :func:`plan` found.
+    """The result of :func:`plan`.
 
     Attributes:
         layers: as in Report -> (scheme in the tool's words, node attributes, packed bytes).
@@ -50,7 +50,7 @@ class DryRun:
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
         activations, kv_cache, left_out, drafting, chat, tokenizer: see Report.
-        attention: how many layers are of which type, "" of models that have one.
+        attention: how many layers each type has, "" for models with one type.
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
@@ -184,8 +184,10 @@ def plan(
 
 
 def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout: ModuleType) -> int:
-    """Return experts or blocks ahead of the writing, a linear, or a tensor that is quantized and stays float; and the
-    largest tensor outside the experts.
+    """Return the bytes that are in memory while the weights are written.
+
+    These are experts or blocks ahead of the writing, a linear, or a quantized tensor that stays float, and the largest
+    tensor outside the experts.
 
     Args:
         left: names of parameters that no linear has.

@@ -1,4 +1,4 @@
-"""What an export and its dry run do alike: options, headers, transformers' model, every choice. Nothing is traced.
+"""The common steps of an export and its dry run: options, headers, transformers' model, every choice, no trace.
 
 The first steps ask headers and config.json alone, and torch is imported after them: what they refuse takes no seconds.
 """
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Report:
-    """What an export did.
+    """The summary of an export.
 
     Attributes:
         format: name of the checkpoint format.
@@ -152,12 +152,12 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What is known before the tracing.
+    """The facts that are known before the trace.
 
     Attributes:
         format: the checkpoint. parts: the model, and what drafts for it. beside: what makes its inputs.
         whole: transformers' configuration of the text model and its tower, where that is exported.
-        report: but for what tracing and writing add. ends: see :func:`stops`.
+        report: without what tracing and writing add. ends: see :func:`stops`.
         turns: ``chat.*`` of the metadata.
     """
 
@@ -239,10 +239,10 @@ def prepare(
 
 
 def _vision(format: Format) -> tuple[ModuleType, Format]:
-    """See family_of.
+    """Return the module of the checkpoint's vision family, and the format of its tower.
 
     Raises:
-        CheckpointError: see there; nothing says how images become patches.
+        CheckpointError: as :func:`family_of`; nothing says how images become patches.
     """
     from quantmoe.exporter.graph.vision import family_of
 
@@ -258,7 +258,7 @@ def _vision(format: Format) -> tuple[ModuleType, Format]:
 
 
 def formats_of(format: Format, mtp: bool) -> list[Format]:
-    """Of the graphs of an export: the checkpoint's text model, and if asked for its multi-token prediction.
+    """Return the format of each graph of an export: the text model, and with ``mtp`` its drafting layer.
 
     Raises:
         CheckpointError: it has none.
@@ -274,7 +274,7 @@ def formats_of(format: Format, mtp: bool) -> list[Format]:
 
 
 def rank_folders(output: Path, options: Options) -> list[Path]:
-    """Where each of the slices goes."""
+    """Return the folder of each slice."""
     return [output if part is None else output / f"rank{part.rank}" for part in options.slices]
 
 
@@ -334,8 +334,9 @@ def open_format(
 
 
 def stops(skeleton: Skeleton) -> dict[str, str]:
-    """Return what a program that has only the model must know of its texts, as metadata of it: ``eos_token_id``,
-    numbers with commas between, ``context_length`` and ``short_context``; what the checkpoint does not say is left out.
+    """Return the metadata that a program needs for texts: ``eos_token_id``, ``context_length``, ``short_context``.
+
+    Values that the checkpoint does not say are left out.
     """
     ckpt, found = skeleton.format.ckpt, {}
     if ends := end_tokens(ckpt.generation_config, ckpt.config, ckpt.folder):
@@ -420,7 +421,7 @@ def _drafting(states: bool, options: Options) -> str:
 
 
 def _rounded_activations(report: Report, options: Options) -> str:
-    """Where ONNX Runtime's CPU kernels round activations; "" for nowhere."""
+    """Return where ONNX Runtime's CPU kernels round activations; "" for nowhere."""
     if options.accuracy_level:
         return "ONNX Runtime may round activations to int8, in blocks of the weights' (accuracy_level 4)"
     blocks = [spec for _, spec in report.layers.values() if spec.w13.format == "int8" and spec.w13.group_size != -1]

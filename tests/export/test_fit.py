@@ -296,7 +296,7 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
 
 def test_what_is_refused(found, tmp_path):
     with pytest.raises(
-        ModelError, match=r"1,000 bytes, expected at least [\d,]+: [\d,]+ of weights outside the experts"
+        ModelError, match=r"1,000 bytes, expected at least [\d,]+\. [\d,]+ are for weights outside the experts"
     ):
         fit(found, 1000, CONTEXT)
     header = {"quantmoe_trace": 1, "slot_bytes": 9, "layers": [{"node": "a", "experts": 3, "bytes": 9}]}

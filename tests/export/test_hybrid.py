@@ -404,9 +404,7 @@ def test_layers_without_attention_are_refused(floats, tmp_path):
 )
 def test_other_recurrences_are_refused_by_name(floats, tmp_path, architecture, missing):
     folder = rewritten(floats, tmp_path / "checkpoint", lambda *named: [named], lambda c: {"model_type": architecture})
-    message = (
-        rf"config\.json: {architecture}: {missing}.* is not supported; of layers with a state those of Kimi-Linear"
-    )
+    message = rf"config\.json: {architecture}: {missing}.* is not supported. Supported layers with a state: Kimi-Linear"
     for quantize in (None, "none"):
         with pytest.raises(CheckpointError, match=message):
             plan(folder, tmp_path / "model", quantize=quantize)

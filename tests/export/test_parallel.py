@@ -850,9 +850,7 @@ def test_what_ranks_do_not_divide_is_named(checkpoint, tmp_path):
     rows = r"self_attn\.o_proj is in act-order and divided by its rows, whose number is 128, expected a multiple of "
     refused(ordered, rows + "--tensor-parallel 3", tensor_parallel=3, expert_parallel=True)
     rows = make_checkpoint(tmp_path / "rows", scheme="W8A8", group_size=None, **TINY | {"num_hidden_layers": 1})
-    refused(
-        rows, rf"{experts}\.0: int8_token rounds activations by the largest of all features, of which each rank has"
-    )
+    refused(rows, rf"{experts}\.0: int8_token rounds activations by the largest of all features, and each rank has")
     refused(rows, r"self_attn\.o_proj among 2 ranks: int8_token rounds activations", expert_parallel=True)
     plan(rows, "nowhere", tensor_parallel=2, activations="float")
     norms = make_checkpoint(tmp_path / "norms", "olmoe", **TINY | {"num_hidden_layers": 1})

@@ -1,8 +1,8 @@
 """Attention modules of transformers -> CachedAttention: recognised by what they compute, replaced before the trace.
 
-A module is given queries, keys and values in the place of its projections, and its own parameters at random. What it
-attends with, transformers' attention interface says; which slots a token sees, the function of its mask; how the rotary
-table lies, the model's rotary module. All of it together must give what the operator's reference gives.
+A module gets random parameters, and random queries, keys and values in the place of its projections. transformers'
+attention interface tells what it attends with. The mask's function tells which slots a token sees. The model's rotary
+module tells the order of the rotary table. The module's output must equal the output of the operator's reference.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Kind:
     Attributes:
         fits: whether a module is one of them.
         compare: what it computes, as a model calls it; raises Unlike.
-        attach: makes its forward its projections and one node, that of attention_inputs.py's :meth:`Rows.attend`.
+        attach: makes its forward its projections and the node of :meth:`Rows.attend` (attention_inputs.py).
     """
 
     fits: Callable[[Any], bool]
@@ -67,12 +67,12 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class RecognisedAttention:
-    """What a module computes.
+    """The computation of a module.
 
     Attributes:
         spec: of its node.
-        table: how the node's cosines lie in the model's table: "halves" and "pairs" have each twice, below each other
-            or side by side, "once" has them as they are.
+        table: the order of cosines in the model's table. "halves" and "pairs" have each cosine twice, below each other
+            or side by side. "once" has them as the node does.
         sinks: name of the parameter, "" for none.
         outputs: how many values its forward returns, the output first.
         kind: of the module.
@@ -89,10 +89,10 @@ class RecognisedAttention:
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """How a model calls a module.
+    """A model's call of a module.
 
     Attributes:
-        arguments: those of the module, in a run of the model.
+        arguments: of the module, in a run of the model.
         window: its sliding window, 0 for none; a probe's is :data:`NEAR`.
         table: see :class:`RecognisedAttention`.
     """
@@ -125,7 +125,7 @@ class Called:
 
 @dataclasses.dataclass
 class Run:
-    """What a run of the whole model showed: by attention module the arguments it got, and what they were made by."""
+    """The calls in a run of the whole model: by attention module its arguments, and the modules that made them."""
 
     arguments: dict[torch.nn.Module, dict[str, Any]] = dataclasses.field(default_factory=dict)
     masks: list[tuple[torch.Tensor, Callable[..., Any]]] = dataclasses.field(default_factory=list)
@@ -189,7 +189,7 @@ def judged(
 
 
 def once_a_kind(compare: Callable[..., Judged]) -> Callable[..., Judged]:
-    """Of modules that are alike it is called with the first one: the others have what it returned."""
+    """Call a function with the first of modules that are alike, and give its result for the others."""
     known: dict[str, Judged] = {}
 
     def call(module: Any, *given: Any) -> Judged:
@@ -290,14 +290,14 @@ def _window(run: Run, module: torch.nn.Module) -> int:
             slots = torch.arange(slot + 2)
             want = (slots <= slot) & (slots > slot - (window or slot + 1))
             if not torch.equal(visible(slot), want):
-                raise Unlike("its mask is not that of a sliding window")
+                raise Unlike("its mask is no sliding window")
     except FAILURES as error:
         raise Unlike(f"its mask cannot be evaluated: {error}") from None
     return window
 
 
 def _table(run: Run, module: torch.nn.Module) -> str:
-    """See :class:`RecognisedAttention`."""
+    """Return :attr:`RecognisedAttention.table` of a module."""
     if (given := run.arguments[module].get("position_embeddings")) is None:
         return "once"
     made = next(((maker, args) for output, maker, args in run.tables if _same(output, given)), None)
@@ -332,7 +332,7 @@ REPEAT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Given(torch.nn.Module):
-    """In the place of a projection."""
+    """A module in the place of a projection, with a given output."""
 
     def __init__(self, values: torch.Tensor):
         super().__init__()
@@ -343,7 +343,7 @@ class Given(torch.nn.Module):
 
 
 class Past:
-    """In the place of a cache: nothing but keys and values, of more tokens than a position-dependent factor ignores."""
+    """A stand-in for a cache, with keys and values of more tokens than a position-dependent factor ignores."""
 
     def __init__(self, *past: torch.Tensor):
         self.past = past
@@ -424,7 +424,7 @@ class Trial:
     seen: Seen
 
     def gives(self, found: RecognisedAttention) -> bool:
-        """Return whether the operator gives the same."""
+        """Return whether the operator gives the module's output."""
         spec = found.spec
         batch, new, length = len(self.qkv), self.qkv.shape[1], self.present[0].shape[2]
         norms = [torch.zeros(0)] * 2

@@ -1,5 +1,7 @@
-"""What clients see of the graph: inputs, outputs and sizes have onnxruntime-genai's names, so that its and our clients
-find them, and nothing of the machine that made it is left."""
+"""The graph as clients see it: inputs, outputs and sizes have onnxruntime-genai's names.
+
+Nothing of the machine that made it is left.
+"""
 
 from __future__ import annotations
 

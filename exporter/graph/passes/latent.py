@@ -1,11 +1,12 @@
 """Latent attention (DeepSeek-V2's MLA, arXiv 2405.04434): the cache keeps what all heads share, and it is not expanded.
 
 transformers multiplies the whole cache by kv_b_proj at every step, which makes the keys and values of each head. Here
-queries are multiplied by the half that makes keys, and outputs by the half that makes values: the queries of all heads
-meet the latent itself, one key whose end is its value. The CPU's node has both halves as inputs, and does that for few
-tokens; for a prompt it expands the latent, a block and a head at a time. For CUDA products around the node do it.
+queries are multiplied by the half of kv_b_proj that makes keys, and outputs by the half that makes values. So the
+queries of all heads meet the latent itself, one key whose end is its value. The CPU's node has both halves as inputs,
+and multiplies so for few tokens. For a prompt it expands the latent, a block and a head at a time. For CUDA, products
+around the node do it.
 
-Modules that compute no more than that become CachedAttention; of the others the forward stays, but for this change of
+Modules that compute no more than that become CachedAttention. Other modules keep their forward with this change of
 order, and standard nodes attend.
 """
 
@@ -95,11 +96,11 @@ class Absorbed(torch.nn.Module):
 
 
 def _by_heads(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[batch, S, heads, K] times [heads, N, K]; one product a head, however many rows the batch has.
+    """Return [batch, S, heads, K] times [heads, N, K]; one product a head, however many rows the batch has.
 
-    Tokens are columns, and no more than two dimensions change places at once: TensorRT 10.6 reads [heads, tokens, K],
-    made from tokens by any other change of order, in the wrong places, in engines for sequences of 1 to 512 and without
-    a message (tests/tensorrt/run.py, deepseek_v3 and kimi_linear).
+    Tokens are columns, and no more than two dimensions change places at once. TensorRT 10.6 reads wrong places, without
+    a message, if [heads, tokens, K] is made by another change of order. This happens in engines for sequences of 1 to
+    512 (tests/tensorrt/run.py, deepseek_v3 and kimi_linear).
     """
     batch, new, heads, size = x.shape
     columns = x.reshape(batch * new, heads * size).t().reshape(heads, size, batch * new)
@@ -186,7 +187,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 class _Checked(Given):
-    """In the place of a projection whose input is known."""
+    """A module in the place of a projection, which checks that it gets the known input."""
 
     def __init__(self, values: torch.Tensor, expected: torch.Tensor):
         super().__init__(values)

@@ -49,7 +49,7 @@ _TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class StateFamily:
-    """Where modules keep what their nodes take.
+    """Names of the submodules and parameters that nodes take.
 
     Attributes:
         projections: of the hidden states, each one linear or several in a row.
@@ -57,8 +57,8 @@ class StateFamily:
         sizes: the attributes that say key heads, value heads, and the width of each.
         apart: q, k and v beside each other, z, b and a, of what the projections give.
         per_key: each key feature has a decay.
-        mixed: a projection whose rows are queries, keys and values, or gates and what they multiply, one after the
-            other; None: each has one of these, or parts of each head beside each other.
+        mixed: a projection whose rows are queries, keys and values one after the other, or gates and what they
+            multiply. None: each projection has one of these, or has each head's parts beside each other.
     """
 
     projections: tuple[tuple[str, ...], ...]
@@ -145,7 +145,7 @@ def _decays(decay: Any, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 
 @dataclasses.dataclass(frozen=True)
 class RecognisedState:
-    """What a module computes: the specs of its nodes; of a short convolution there is one."""
+    """The computation of a module: the specs of its nodes. A short convolution has one."""
 
     conv: ConvSpec
     delta: DeltaSpec | None
@@ -155,8 +155,10 @@ class RecognisedState:
         return [self.conv, self.delta] if self.delta else [self.conv]
 
     def sections(self, parameter: str) -> tuple[int, ...]:
-        """Relative sizes of what heads or channels divide in a parameter of the module, of each of which ranks have
-        parts (see :class:`quantmoe.exporter.reading.slices.Cut`); (): of a norm, or what all heads have."""
+        """Return :attr:`quantmoe.exporter.reading.slices.Cut.sections` of a parameter that heads or channels divide.
+
+        A norm, and what all heads have in common, give ().
+        """
         module, family, delta = parameter.rpartition(".")[0], self.family, self.delta
         if module not in {family.conv, family.decay, *(chain[-1] for chain in family.projections)}:
             return ()
@@ -167,7 +169,7 @@ class RecognisedState:
 
 
 def narrow(model: torch.nn.Module, part: Slice, where: str) -> None:
-    """Give short convolutions a rank's channels, of which a configuration has no size.
+    """Give short convolutions a rank's channels, since their size is not in the configuration.
 
     Raises:
         CheckpointError: the ranks do not divide them.
@@ -341,8 +343,12 @@ def _rows(x: np.ndarray, past: bool) -> np.ndarray:
 def _try(
     probe: Any, spec: DeltaSpec, family: StateFamily, sizes: tuple[int, int], past: bool, draw: Draw
 ) -> tuple[list[np.ndarray], list[np.ndarray], bool]:
-    """Return what the nodes are given (x, a, b, z, weights and states) and what a probe makes of the same: its output
-    and its states afterwards. Third: whether there are tokens before."""
+    """Run a probe of a module.
+
+    Returns:
+        The nodes' inputs: x, a, b, z, weights and states. The probe's output, and its states afterwards. Whether there
+        are tokens before.
+    """
     batch, new = sizes
     outputs = [draw(batch, new, features) for features in probe.features]
     for (*_, last), values in zip(family.projections, outputs, strict=True):
@@ -361,7 +367,7 @@ def _try(
 
 
 def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: list[np.ndarray], past: bool) -> bool:
-    """Return whether the nodes make the same."""
+    """Return whether the nodes give what the module gave."""
     qkv, a, b, z, weight, bias, conv, a_log, dt_bias, norm, state = given
     rows = _rows(qkv, past)
     mixed, present_conv = reference_conv(specs[0], qkv, weight, bias, conv, rows)

@@ -59,7 +59,8 @@ def to_paged(model: ir.Model, context: int, every: bool) -> list[Table]:
     """Replace every CachedAttention, the inputs around them, and the logits.
 
     Inputs are then ``input_ids`` int64 [num_tokens], :data:`PAGED`'s, and caches [num_blocks, BLOCK, kv_num_heads,
-    head_size]; logits are [num_logits, V], of the tokens that ``logits_indices`` names, or of all [num_tokens, V].
+    head_size]. Logits are [num_logits, V], of the tokens that ``logits_indices`` names. Of all tokens they are
+    [num_tokens, V].
 
     Args:
         model: named by passes/interface.py. context: tokens of a request, at most. every: logits of all tokens.

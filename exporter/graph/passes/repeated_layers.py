@@ -1,5 +1,6 @@
-"""Deep models from shallow traces: copies of the nodes of a decoder layer, or of a group of different ones that comes
-again and again, for the layers that were left out of the trace.
+"""Deep models from shallow traces: layers that were left out of the trace are copies of traced ones.
+
+What is copied is a decoder layer, or a group of different layers that repeats.
 
 Tracing, optimizing and fusing 48 equal layers takes minutes, growing faster than their number; three take seconds.
 """
@@ -21,12 +22,12 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
     """Insert the layers missing between ``groups`` of layers, as copies of the traced group before, and number all.
 
     Requires:
-        the parameters in model.meta["placeholders"], as ``<prefix>.<position>.*``; inputs and outputs of the cache as
-        ``*.layers.<position>.*``, position i being the i-th layer of all groups; the two groups before a gap, those in
-        it and the one after it are alike, layer by layer.
+        Parameters are in model.meta["placeholders"], as ``<prefix>.<position>.*``. Inputs and outputs of the cache are
+        ``*.layers.<position>.*``. Position i is the i-th layer of all groups. The two groups before a gap, the groups
+        in it and the group after it are alike, layer by layer.
     Ensures:
-        names have the model's own layer numbers; new parameters are among the placeholders; graph inputs and outputs
-        are in the order of layers, nodes in topological order.
+        Names have the model's own layer numbers. New parameters are among the placeholders. Graph inputs and outputs
+        are in the order of layers, nodes are in topological order.
 
     Raises:
         RepeatError: a group's counterpart in the next one is not found, before anything is changed.

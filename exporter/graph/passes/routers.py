@@ -36,10 +36,10 @@ def replace_routers(
     A MoERouter is for logits that are a product. Nodes of ai.onnx are for routers that equal topk_softmax.
 
     Args:
-        shared: router -> its shared experts, and 1 where their gate's row follows those of its weight.
+        shared: router -> its shared experts, and 1 if their gate's row follows the rows of its weight.
 
-    A router is a module of a class named ``*Router`` with ``weight`` [E, H] whose forward returns (logits [T, E],
-    weights [T, k], ids [T, k]), as transformers' are.
+    A router is a module of a class named ``*Router`` with ``weight`` [E, H]. Its forward returns logits [T, E], weights
+    [T, k] and ids [T, k], as transformers' routers do.
 
     Returns:
         What was found, by module name.
@@ -132,8 +132,10 @@ def _correction_bias(router: torch.nn.Module) -> torch.Tensor | None:
 
 
 def attach(router: Any, spec: RoutingSpec, product: torch.dtype | None = None) -> None:
-    """Make the router's forward one node after its logits, or with their product in the graph's type; what it computed
-    is dead code to the exporter."""
+    """Make the router's forward one node after its logits; with ``product``, one node that includes their product.
+
+    What the forward computed is dead code to the exporter.
+    """
     attributes = spec.attributes()
     if product:
         own = attributes | {"hidden_size": router.weight.shape[1], "op_version": RouterSpec.OPERATOR.version}
@@ -175,8 +177,11 @@ def _logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _selected_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the router as a softmax of selected logits, the one router that com.microsoft::QMoE has on every provider,
-    times a factor a token: the logits are logarithms of weights, the factor is what the weights add up to."""
+    """Return the router as a softmax of selected logits, times a factor for each token.
+
+    com.microsoft::QMoE has this router on every provider. The logits are logarithms of the weights, the factor is the
+    sum of the weights.
+    """
     spec, logits = RoutingSpec.from_attributes(json.loads(self.routing)), _logits(self, hidden_states)
     x, bias = logits.float(), _correction_bias(self)
     softmax = spec.method in ("softmax_topk", "topk_softmax")

@@ -1,5 +1,6 @@
-"""A shared expert that is computed as the routed ones are, in their width or a multiple, becomes some of them: the ids
-after theirs, which every token has.
+"""Shared experts become routed experts: the ids after the routed ones, which every token has.
+
+A shared expert must be computed like the routed ones, and have their width or a multiple.
 
 A mixture is recognised by what it computes. Its router, its experts and the shared expert's linears give random
 numbers; what it makes of them must be routed + shared, or routed + sigmoid(gate) * shared.
@@ -76,8 +77,7 @@ def _recognise(module: Any, mixture: str, experts: str, spec: MoESpec) -> Shared
 
 
 def _projections(module: Any, spec: MoESpec) -> tuple[str, ...] | None:
-    """Return the names of a module's linears as gate, up and down of an expert, if it is one of the activation that
-    routed ones have."""
+    """Return the names of a module's linears as gate, up and down of an expert with the activation of ``spec``."""
     linears = {name: child for name, child in module.named_children() if type(child) is torch.nn.Linear}
     parameters = sum(len(list(child.parameters())) for child in linears.values())
     down = [name for name, child in linears.items() if child.out_features == spec.hidden_size]
@@ -111,8 +111,10 @@ def _activates(module: Any, names: tuple[str, ...], last: str, width: int, spec:
 
 
 def _adds(module: Any, experts: str, router: str, expert: str, gate: str, hidden: int) -> tuple[bool, bool] | None:
-    """Return how a mixture returns its output (``flat``, ``logits``), if that is the routed experts' and the shared
-    one's, times the gate's sigmoid; None where it computes something else."""
+    """Return how a mixture returns its output (``flat``, ``logits``), None if it computes something else.
+
+    The output must be the routed experts' output plus the shared expert's, times the gate's sigmoid.
+    """
     draw = drawing()
     x, routed, shared, full = draw(2, 3, hidden), draw(6, hidden), draw(6, hidden), draw(6, 1)
     logits, weights = draw(6, 8), draw(6, 2)
@@ -146,7 +148,7 @@ def _with(module: Any, replaced: Mapping[str, torch.nn.Module]) -> Any:
 
 
 class _Heard(torch.nn.Module):
-    """In the place of experts, or of a linear: keeps what it is given."""
+    """A module in the place of experts or of a linear, which keeps its input."""
 
     def __init__(self, output: torch.Tensor, heard: list[torch.Tensor]):
         super().__init__()
@@ -158,7 +160,7 @@ class _Heard(torch.nn.Module):
 
 
 class _As(torch.nn.Module):
-    """In the place of what computes each token: numbers [T, N] in the shape of its input."""
+    """A module with a given output [T, N], in the shape of its input."""
 
     def __init__(self, output: torch.Tensor):
         super().__init__()

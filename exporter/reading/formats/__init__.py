@@ -54,7 +54,7 @@ def find_format(ckpt: Checkpoint) -> Format:
     if not ckpt.quantization:
         named_experts(ckpt, Unquantized.fused)
         raise CheckpointError(
-            f"{ckpt.folder}: no quantization configuration; supported formats: {supported}; a checkpoint in "
+            f"{ckpt.folder}: no quantization configuration; supported formats: {supported}. A checkpoint in "
             "floating point is quantized with --quantize int4 or another format, or left as it is with none"
         )
     for format in FORMATS:

@@ -1,4 +1,4 @@
-"""What a checkpoint format provides, and the loop that checks tensors against its declarations."""
+"""The interface of a checkpoint format, and the loop that checks tensors against its declarations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModuleScheme:
-    """How a module is quantized, in op.def's words.
+    """The quantization of a module, in op.def's words.
 
     Attributes:
         format: what a weight code means.
@@ -78,7 +78,7 @@ class SharedExpert:
         return self.modules[0].rpartition(".")[0]
 
     def names(self) -> list[str]:
-        """Of the experts, as ``unpack`` calls them."""
+        """Return the names of the experts, as ``unpack`` calls them."""
         return [self.name] if self.count == 1 else [f"{self.name}.{i}" for i in range(self.count)]
 
     def expert(self, i: int) -> Expert:
@@ -133,7 +133,7 @@ class MoELayer:
 
     @property
     def ids(self) -> Sequence[int]:
-        """Those in a file, in its order: all of them, or a rank's, or those of them that are in the group."""
+        """The ids of the experts in a file, in its order: all of them, a rank's, or a group's."""
         return self._held if self.members is None else tuple(e for e in self._held if e in self.members)
 
     @property
@@ -144,16 +144,18 @@ class MoELayer:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Of the ids that the node knows, the first one in its file and how many there are; a node after a table counts
-        its file's experts from 0. A group that the rank has nothing of has the layer's."""
+        """The first of the node's ids that is in its file, and how many ids the node knows.
+
+        A node after a table counts its file's experts from 0. A group without experts in the rank has the layer's span.
+        """
         ids = self.ids
         return (ids.start, self.every) if isinstance(ids, range) else (0, len(ids) or self.every)
 
     def table(self) -> np.ndarray | None:
-        """Return the node's row of each expert, -1 where it has none: int64 [copies, every]; None: those of
-        ``expert_offset``.
+        """Return the node's row of each expert, int64 [copies, every]; -1 where it has none.
 
-        A rank whose experts a map says has one, see :meth:`Placement.table`; and so has each of several groups.
+        A rank whose experts come from a map has a table (:meth:`Placement.table`), and each of several groups has one.
+        Others have None: ``expert_offset`` gives their rows.
         """
         part, held = self.format.slice, self._held
         if part is None or part.placements is None:
@@ -172,8 +174,9 @@ class MoELayer:
         return np.vectorize(lambda at: rows.get(at, -1), otypes=[np.int64])(found)
 
     def groups(self) -> list[MoELayer]:
-        """Return the layer in parts that one node each can hold: experts of the same formats, group sizes, types of
-        scales and formats of activations; mostly it is one, the layer itself.
+        """Return the layer in groups that a node can hold. Most layers are one group, the layer itself.
+
+        Experts of a group have equal formats, group sizes, types of scales and formats of activations.
 
         Raises:
             CheckpointError: see :meth:`expert`.
@@ -229,8 +232,7 @@ class MoELayer:
         return f"{self.name}.{e}" if shared < 0 or self.shared is None else self.shared.names()[shared]
 
     def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
-        """Return names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when
-        fused."""
+        """Return names, dtypes and shapes of expert ``e``'s tensors, from the headers; of all experts when fused."""
         modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]
         return [self.format.ckpt.beside(module) for module in modules]
 
@@ -275,14 +277,13 @@ class MoELayer:
         return range(self.num_experts) if self.members is None else [e for e in self.members if e < self.num_experts]
 
     def odd(self) -> list[int]:
-        """Return experts whose tensors are not named, typed or shaped as those of the first one, or configured
-        otherwise."""
+        """Return experts whose tensors or configuration differ from the first expert's, in names, types or shapes."""
         first, *others = self.routed
         return [e for e in others if self._stored[e] != self._stored[first]]
 
     @cached_property
     def _stored(self) -> list[tuple[object, list[ModuleScheme]]]:
-        """What headers and configuration say of each routed expert."""
+        """The tensors and schemes of each routed expert, from headers and configuration."""
         of = self.format.scheme_of
         return [
             (self.tensors(e), [of(f"{self.name}.{e}.{projection}") for projection in self.projections])
@@ -324,7 +325,7 @@ class Format(ABC):
         self.part = ""
 
     def beside(self, part: str) -> Format | None:
-        """This format of a part beside the text model; None where the checkpoint has none.
+        """Return this format for a part beside the text model; None if the checkpoint has no such part.
 
         It may be in a file that no index lists: tools that do not quantize it copy it from the source.
         """
@@ -366,11 +367,11 @@ class Format(ABC):
 
     @property
     def own_global_scales(self) -> bool:
-        """Whether each matrix has a global scale that only its values say."""
+        """True if each matrix has a global scale, which only its values show."""
         return False
 
     def outline(self) -> Self:
-        """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
+        """Return this format over headers: its decoders give matrices and refusals, without time or memory.
 
         What a matrix has (types, shapes, act-order, which scales and zero points) is as in the checkpoint. Its codes
         and other numbers are ones, except vectors and what a decoder looks at.
@@ -444,7 +445,7 @@ class Format(ABC):
         return found.remark if found else ""
 
     def attention(self, first: int | None = None) -> str:
-        """Return how many layers have attention of which type, as config.json says; "" of models that have one.
+        """Return how many layers each type of attention has, by config.json; "" for models with one type.
 
         Args:
             first: of so many layers at the beginning; None: of all.
@@ -570,7 +571,7 @@ class Format(ABC):
             raise self.odd_zero_points(name)
 
     def odd_zero_points(self, name: str) -> CheckpointError:
-        """For zero points that are not the middle of the codes, beside weights that have none."""
+        """Return an error for zero points that are not the middle of the codes, beside weights that have none."""
         return CheckpointError(
             f"{self.ckpt.where(name)} has zero points that are not the middle of the codes; expected none, the "
             f"configuration describes weights without zero points ({self.name})"
@@ -629,7 +630,7 @@ def dividing(format: Format, what: str) -> Iterator[None]:
 
 
 def float_scheme(dtype: str) -> ModuleScheme:
-    """Of weights that a tool left in a type of FLOAT_KINDS."""
+    """Return the scheme of weights that a tool left in a type of FLOAT_KINDS."""
     kind = FLOAT_KINDS[dtype]
     return ModuleScheme(kind, -1, "none", f"{kind}, not quantized")
 

@@ -1,4 +1,4 @@
-"""How checkpoints name their experts, and which families have experts that nothing here computes."""
+"""The names of experts in checkpoints, and the families whose experts nothing here computes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def named_experts(
     kind = ckpt.text_config.get("model_type")
     if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
         raise CheckpointError(
-            f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
-            "Kimi-Linear, LFM2, MiniMax-Text-01, Mamba (Jamba, Nemotron-H, Granite 4), Qwen3-Next and Qwen3.5 are"
+            f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported. Supported layers with "
+            "a state: Kimi-Linear, LFM2, MiniMax-Text-01, Mamba (Jamba, Nemotron-H, Granite 4), Qwen3-Next and Qwen3.5"
         )
     dense = kind == "doge" and not ckpt.text_config.get("is_moe")
     if isinstance(kind, str) and not dense and (what := UNLIKE.get(kind.removesuffix("_text"))):

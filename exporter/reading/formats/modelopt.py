@@ -9,11 +9,11 @@ Tensors of a linear with N outputs and K inputs by quant_algo:
   with activations in groups of 128, as TensorRT-LLM runs it; often DeepSeek's files, with weight_scale_inv.
 - MXFP4: weight U8 [N, K/2], weight_scale U8 [N, K/32], e8m0. MXFP8: weight F8_E4M3 [N, K]. Activations are
   quantized the same way; the tool's weights-only MXFP4 configuration says nothing else.
-- W4A16_AWQ: weight U8 [N/2, K], a byte holding two's-complement nibbles of rows 2 i (low) and 2 i + 1; weight_scale F32
-  [N, K/g]; pre_quant_scale [K] multiplies the activations.
+- W4A16_AWQ: weight U8 [N/2, K], weight_scale F32 [N, K/g]. A byte holds two's-complement nibbles of rows 2 i (low) and
+  2 i + 1. pre_quant_scale [K] multiplies the activations.
 - W8A16: weight I8 [N, K], weight_scale F32 [N].
-- W4A8_NVFP4_FP8: as NVFP4 in groups of 32, with FP8 activations. W4A8_MXFP4_FP8: as MXFP4; input_scale F32 [] of FP8
-  activations, but the tool's own configuration calibrates none: linears have none (the scale is found at run time),
+- W4A8_NVFP4_FP8: as NVFP4 in groups of 32, with FP8 activations. W4A8_MXFP4_FP8: as MXFP4, with input_scale F32 [] of
+  FP8 activations. The tool's own configuration calibrates none: linears have none, and find the scale at run time;
   experts have 0.5 / 448.
 
 Llama-4's and gpt-oss' experts stay fused, [E, K, N] in the place of [N, K]: gate_up_proj, gate_up_proj_weight_scale and
@@ -21,7 +21,7 @@ so on, down_proj likewise. NVFP4 has U8 [E, K/2, N] and scales [E, K/16, N], FP8
 FP8_PER_CHANNEL_PER_TOKEN one of [E]. gpt-oss' columns alternate between gate and up, and have biases [E, N]. What the
 tool forgets to transpose before it quantizes (MXFP4, MXFP8, W4A8_*) has groups of output features.
 
-Release 0.47 writes some of these names in lower case, and the group size of the whole checkpoint into
+Release 0.47 writes some of these names in lower case. It writes the group size of the whole checkpoint into
 hf_quant_config.json only: the shape of weight_scale gives it.
 """
 

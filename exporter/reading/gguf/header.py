@@ -107,7 +107,7 @@ def shown(value: object) -> str:
 
 @dataclass
 class Header:
-    """What a file says before its data.
+    """The part of a file before its data.
 
     Attributes:
         fields: key -> number or string, or an array as :class:`numpy.ndarray` or :class:`Strings`.
@@ -138,7 +138,7 @@ class _Cursor:
         raise CheckpointError(f"{self.path}: {text[:1000]}")
 
     def numbers(self, letters: str) -> tuple[Any, ...]:
-        """As struct writes them."""
+        """Read numbers by a format of ``struct``."""
         if self.at + struct.calcsize(letters) > self.size:
             self.fail(f"the header does not end in {self.size} bytes; is it truncated?")
         found = self.bytes_at(self.at, struct.calcsize(letters))
