@@ -354,7 +354,7 @@ empty.state: 0 bytes|--load-state "$work/empty.state" "$work/hybrid" 4 1
 cut.state: .*; is it truncated\?|--load-state "$work/cut.state" "$work/hybrid" 4 1
 half.state: .*; is it truncated\?|--load-state "$work/half.state" "$work/hybrid" 4 1
 altered.state: was altered or is damaged: its bytes have another CRC-32 than its checksum says|--load-state "$work/altered.state" "$work/hybrid" 4 1
-older.state: checksum is missing, as in files of earlier versions: save it again|--load-state "$work/older.state" "$work/hybrid" 4 1
+older.state: checksum is missing: save it again|--load-state "$work/older.state" "$work/hybrid" 4 1
 json.state: corrupt header|--load-state "$work/json.state" "$work/hybrid" 4 1
 nowhere.state|--load-state "$work/nowhere.state" "$work/hybrid" 4 1
 nowhere|--save-state "$work/nowhere/state" "$work/hybrid" 4 1

@@ -1,6 +1,6 @@
 """What a reader stumbles over, counted: long sentences, phrases that look back, first words of docstrings.
 
-``python tests/test_style.py FILE ..`` prints the faults of files. style_not_yet.txt has files that are not yet clean.
+``python tests/test_style.py FILE ..`` prints the faults of files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 import typer
 
 ROOT = Path(__file__).parents[1]
-NOT_YET = ROOT / "tests" / "style_not_yet.txt"
 PACKAGES = ("exporter", "custom_ops", "ort_ext", "trt_plugins")
 FOUND = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKAGES) for p in (ROOT / d).rglob("*.md"))]
 PAGES = [page for page in FOUND if not page.read_text(encoding="utf-8").startswith("<!-- made by")]
@@ -83,9 +82,7 @@ def faults(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_file(path: Path) -> None:
-    listed = str(path.relative_to(ROOT)) in NOT_YET.read_text(encoding="utf-8").split()
-    found = faults(path)
-    assert bool(found) == listed, "\n".join(found) or f"{path.name} is clean: take it out of {NOT_YET.name}"
+    assert (found := faults(path)) == [], "\n".join(found)
 
 
 def test_help() -> None:

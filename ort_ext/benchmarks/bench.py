@@ -2,19 +2,18 @@
 
 Method:
 
-- Both sides are one-node .onnx files run by one process on one thread pool, ONNX Runtime's global one, so threads and
-  spinning are the same (ggml: its C API, as many threads of its own). They alternate call by call (A B A B) on one
-  set of activations and routing; times are medians. Only ``Run`` with bound inputs and outputs is timed. QMoE is given
-  logits, so its node also selects the k experts; ours is given their ids.
-- A layer's bytes are those of ``DISTINCT`` random experts in turn, each expert at its own place in memory. Scales are
-  bf16 for us and the same values in f32 for QMoE, which has no other form for f32 activations. Outputs are compared.
-- Decode reads weights from memory: the experts of a routing are renamed so that consecutive calls walk a random cycle
-  over all experts of the layer. How many experts are touched, and by how many tokens each, is that of the routing drawn
-  (uniform or Zipf), and an expert is touched again only after the rest of the layer, which is larger than the caches,
-  was read (twice, when there is a peer).
-- Read bandwidth is that of the best 64 MiB in several passes over a file mapping larger than the caches; the int8 peak
-  the best 10 ms of the kernel's own dot-product instructions on registers. Both are measured before and after the
-  cells, and the best counts.
+- Both sides are one-node .onnx files that one process runs on ONNX Runtime's global thread pool. So threads and
+  spinning are equal. (ggml has its C API, and as many threads of its own.) They alternate call by call (A B A B) on
+  one set of activations and routing. Times are medians. Only ``Run`` with bound inputs and outputs is timed. QMoE gets
+  logits, so its node also selects the k experts. Ours gets their ids.
+- A layer's bytes repeat ``DISTINCT`` random experts, each expert at its own place in memory. Scales are bf16 for us.
+  QMoE has these values in f32, because it has no other form for f32 activations. Outputs are compared.
+- Decode reads weights from memory. The experts of a routing are renamed so that consecutive calls walk a random cycle
+  over all experts of the layer. The routing drawn (uniform or Zipf) gives how many experts are touched, and by how many
+  tokens each. An expert is touched again only after the rest of the layer was read, which is larger than the caches.
+- Read bandwidth is the best 64 MiB in several passes over a file mapping larger than the caches. The int8 peak is the
+  best 10 ms of the kernel's own dot-product instructions on registers. Both are measured before and after the cells,
+  and the best counts.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ class Side:
     """A session and the inputs it takes for (x, ids, weights)."""
 
     def __init__(self, path: Path, experts: int, threads: int | None = None):
-        """threads: of a pool of its own; None: the global pool."""
+        """Open a model; ``threads`` are of a pool of its own, None is the global pool."""
         import onnxruntime as ort
 
         self._ort, self._experts = ort, experts
@@ -534,7 +533,7 @@ def _by_layer(cells: Sequence[LayerCell]) -> dict[tuple[str, str, int, str | Non
 
 
 def draw(cells: Sequence[LayerCell], path: Path) -> None:
-    """One panel a layer: ms over tokens for us, the peer, the target and the floor, both axes logarithmic."""
+    """Draw a panel a layer: ms over tokens for us, the peer, the target and the floor, both axes logarithmic."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -51,18 +51,19 @@ def token_ids(batch: int, tokens: int) -> np.ndarray:
 
 
 def random_numbers(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """Of a cache: a million, repeated."""
+    """Return a cache's content: a million random numbers, repeated."""
     return np.resize(np.random.default_rng(0).normal(size=1 << 20), shape).astype(dtype)
 
 
 def token_bytes(shape: Sequence[Any], dtype: DTypeLike) -> int:
-    """Of a token in a row of keys or values [batch, heads, length, width]."""
+    """Return the bytes of a token in a row of keys or values [batch, heads, length, width]."""
     return int(shape[1] * shape[3] * np.dtype(dtype).itemsize)
 
 
 class Ours:
-    """An exported model in ONNX Runtime with I/O binding: a step's present is the next one's past, without a copy; of
-    models that write the cache in place, both are one buffer, and a prompt is run in parts of 512 tokens.
+    """An exported model in ONNX Runtime with I/O binding: a step's present is the next step's past, without a copy.
+
+    If the model writes the cache in place, both are one buffer, and a prompt is run in pieces of 512 tokens.
 
     Args:
         path: of the model or its folder.
@@ -144,7 +145,7 @@ class Ours:
         return total / steps
 
     def cache_bytes(self) -> dict[str, int]:
-        """Of a token in a row: by input, of keys and values."""
+        """Return the bytes of a token in a row: by input, of keys and values."""
         inputs = {name: self._inputs[name] for name in self._past if not name.endswith(STATES)}
         return {name: token_bytes(i.shape, TYPES[i.type]) for name, i in inputs.items()}
 
@@ -162,8 +163,9 @@ class Ours:
 
 
 class OnCuda:
-    """An exported model in ONNX Runtime's CUDA provider, all of it bound in the GPU's memory: a decode step is a CUDA
-    graph, one for each cache, that the runs before the first one that is timed capture. A prompt is run in parts of
+    """An exported model in ONNX Runtime's CUDA provider, all of it bound in the GPU's memory.
+
+    A decode step is a CUDA graph, one for each cache, captured before the first timed run. A prompt is run in pieces of
     2,048 tokens.
 
     Args:
@@ -175,7 +177,7 @@ class OnCuda:
         self._caches: dict[str, Buffer] = {}
 
     def _random(self, batch: int, slots: int) -> None:
-        """A cache of so many tokens a row; the one before is freed first."""
+        """Make a cache of ``slots`` tokens a row; the cache before is freed first."""
         self._caches = {}
         for name, (_, dtype) in self._model.past.items():
             shape = self._model.shape(name, batch)
@@ -217,7 +219,7 @@ class OnCuda:
         return total / steps
 
     def cache_bytes(self) -> dict[str, int]:
-        """As :meth:`Ours.cache_bytes`."""
+        """Return what :meth:`Ours.cache_bytes` returns."""
         past, states = self._model.past, self._model.states
         return {name: token_bytes(*past[name]) for name in past if name not in states}
 
@@ -278,8 +280,10 @@ class Genai:
 
 
 class LlamaCpp:
-    """llama.cpp by its C API; its defaults but for threads: flash attention where it is chosen, an f16 cache,
-    prompts in parts of 512, windows' caches of the window's size (as its own programs have it).
+    """llama.cpp by its C API, with its defaults except threads.
+
+    Flash attention is used where llama.cpp chooses it. The cache is f16, and a window's cache has the window's size, as
+    in its own programs. Prompts are run in pieces of 512 tokens.
 
     Args:
         path: a GGUF file.
@@ -318,7 +322,7 @@ class LlamaCpp:
         self._context, self._memory, self._shape, self._length, self._most = None, None, (0, 0), 0, 0
 
     def _reserve(self, length: int, batch: int) -> None:
-        """A context of at least so many tokens a row, its cache empty or as it was."""
+        """Make a context of at least ``length`` tokens a row, with an empty cache or the old one."""
         api = self._api
         if self._context and length <= self._shape[0] and batch == self._shape[1]:
             return
@@ -390,7 +394,7 @@ class LlamaCpp:
         self._length = depth
 
     def _rewind(self) -> None:
-        """Every row to what fill made of it."""
+        """Take every row back to what ``fill`` made."""
         for row in range(self._shape[1]):
             self._api.llama_memory_seq_rm(self._memory, row, 0 if self._saves else self._length, -1)
             if (
@@ -474,6 +478,6 @@ def _serve(pipe: Any, side: type, arguments: tuple[Any, ...], cpu: bool) -> None
 
 
 def peak_bytes() -> int:
-    """Of this process, pages of mapped files included (VmHWM)."""
+    """Return the peak memory of this process, with pages of mapped files (VmHWM)."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return int(found[1]) * 1024 if found else 0

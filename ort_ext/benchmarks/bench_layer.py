@@ -38,7 +38,7 @@ PAGE = 65536  # alignment of weights in a data file
 
 @dataclass(frozen=True)
 class Layer:
-    """One random layer. Weight e is that of expert e % DISTINCT."""
+    """One random layer. Expert e has the weights of expert e % DISTINCT."""
 
     shape: Shape
     kind: str
@@ -98,7 +98,7 @@ class Layer:
 
     @property
     def operations(self) -> int:
-        """Of one token in one expert: two a multiply-add."""
+        """The operations of one token in one expert: two a multiply-add."""
         return 2 * 3 * self.shape.hidden * self.shape.intermediate
 
     def write(self, folder: Path) -> Path:
@@ -114,11 +114,11 @@ class Layer:
         return self._save(folder / "quantmoe.onnx", "QuantMoE", DOMAIN, inputs, weights, order, spec.attributes())
 
     def write_qmoe(self, folder: Path) -> Path:
-        """com.microsoft::QMoE with the same weights: inputs x [n, H], logits and weights [n, E]; output y [n, H].
+        """Write com.microsoft::QMoE with equal weights: inputs x [n, H], logits and weights [n, E]; output y [n, H].
 
-        Gate and up rows alternate (swiglu_fusion 1), 4-bit codes lie two a byte, the even column low; accuracy_level 4
-        lets it use int8 activations, as we do. With one scale a row it has no integer kernel and uses f32. Source: the
-        operator's schema in onnxruntime 1.31.
+        Gate and up rows alternate (swiglu_fusion 1). 4-bit codes lie two a byte, the even column low. accuracy_level 4
+        lets it use int8 activations, as QuantMoE does. With one scale a row it has no integer kernel and uses f32.
+        Source: the operator's schema in onnxruntime 1.31.
 
         Raises:
             ValueError: QMoE cannot hold the layer.
@@ -167,7 +167,7 @@ class Layer:
         return self._save(folder / "qmoe.onnx", "QMoE", "com.microsoft", inputs, weights, order, attributes)
 
     def write_data(self, path: Path, weights: Sequence[Sequence[np.ndarray]]) -> list[tuple[int, int]]:
-        """Write each weight's distinct experts, repeated to all, to a file that is no longer being written to disk.
+        """Write each weight's distinct experts, repeated to all, to a file, and wait until it is on the disk.
 
         Returns:
             First byte and bytes of each.

@@ -9,8 +9,8 @@ Method:
 - A depth's cache is random numbers for us (no time depends on them), computed tokens for llama.cpp and genai.
 - A shape's weights are random, int4 with groups of 32, and exported by our exporter. llama.cpp gets a file of the same
   sizes in Q4_0; lm_head and embeddings have the same bits on both sides. Routing is by random routers, near uniform.
-- Bytes touched by a decode step are all linears, the head, the experts that so many tokens are expected to choose, and
-  the keys and values that attention reads, windows' only.
+- A decode step touches all linears, the LM head, and the experts that its tokens are expected to choose. It also
+  touches the keys and values that attention reads.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ModelCell:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """What is timed: a prompt of ``tokens`` (batch 1, depth 0), or a token in each of ``batch`` rows at ``depth``."""
+    """A timed step: a prompt of ``tokens`` (batch 1, depth 0), or a token in each of ``batch`` rows at ``depth``."""
 
     step: Literal["prefill", "decode"]
     tokens: int
@@ -103,7 +103,7 @@ def cells(
     """Return one cell for each peer, or one without peers.
 
     Args:
-        times: seconds by side, the first is ours; those of a round stand at the same place.
+        times: seconds by side, the first is ours; times of a round stand at one place.
         touched: bytes; read: bytes/s, None: not known.
     """
     (_, ours), *peers = times.items()
@@ -518,7 +518,7 @@ def _limits(console: Console, reads: Sequence[float], peaks: Mapping[str, int]) 
 
 
 def draw(done: Sequence[ModelCell], path: Path) -> None:
-    """Tokens/s of prompts by their length, and of decode steps by depth, a line a batch and side."""
+    """Draw tokens/s of prompts by their length, and of decode steps by depth, a line a batch and side."""
     import matplotlib
 
     matplotlib.use("agg")

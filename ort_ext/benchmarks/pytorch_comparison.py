@@ -31,10 +31,10 @@ class Comparison:
 
     Attributes:
         difference: largest, relative to the largest logit. PyTorch's activations are float.
-        float_difference: that of the same packed weights with float activations and a float32 cache too, None when the
+        float_difference: the difference with these packed weights, float activations and a float32 cache; None if the
             model has them anyway.
         divergence: mean over positions of KL(PyTorch's distribution || ours), in nats.
-        agreement: share of positions whose likeliest token is the same.
+        agreement: share of positions where both have one likeliest token.
     """
 
     tokens: list[int]
@@ -104,7 +104,7 @@ def divergence(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 def _float_twin(model: Path) -> Iterator[Path | None]:
     """Yield the model with float activations and a float32 cache, while the block runs; None when it has them itself.
 
-    It reads the same data file but for weights that stand beside the scales of their inputs.
+    It reads the model's data file, except weights that stand beside the scales of their inputs.
     """
     found, graph = inspect(model), ir.load(model)
     nodes, changed = {node.name: node for node in graph.graph}, any(n["cache"] != "float" for n in found["attention"])

@@ -37,8 +37,8 @@ class Batch(Iterator[tuple[int, int]]):
 
     Raises:
         OptionError: prompts that are no token ids.
-        ModelError: no prompts, one that cannot run alone, more tokens than the capacity that the Generator was given; a
-            model that drafts, or whose cache grows with each run.
+        ModelError: no prompts, a prompt that cannot run alone, or more tokens than the Generator's capacity. A model
+            that drafts, or whose cache grows with each run.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Batch(Iterator[tuple[int, int]]):
         if self._capacity > model.short_context:
             raise ModelError(
                 f"{model.path}: {self._capacity} tokens of a prompt and its answer, expected at most "
-                f"{model.short_context} of prompts that run together: longer texts have other rotary frequencies; "
+                f"{model.short_context} of prompts that run together. Longer texts have other rotary frequencies: "
                 "give fewer new tokens or generate one after the other"
             )
         if model.capacity is not None:
@@ -114,11 +114,11 @@ class Batch(Iterator[tuple[int, int]]):
         return row, token
 
     def step(self) -> DecodeStep:
-        """The run of a token of each row, with a CUDA graph."""
+        """Return the step that runs a token of each row, with a CUDA graph."""
         return self._room.step(self._model)
 
     def end(self, row: int) -> None:
-        """A prompt gets no more tokens.
+        """Give a prompt no more tokens.
 
         Raises:
             ModelError: there is no such prompt.
@@ -148,8 +148,7 @@ class Batch(Iterator[tuple[int, int]]):
             self._run(ids, self._counts())
 
     def _steps_there(self, choice: Choice) -> Iterator[tuple[int, int]]:
-        """With tokens that the GPU chooses: the next run goes on while these are read. A row whose text ends here takes
-        part in it, and no longer."""
+        """Yield tokens that the GPU chooses, while the next run goes on. A row that ends takes part in this run."""
         model, step = self._model, self.step()
 
         def start(live: set[int]) -> list[int]:
@@ -241,7 +240,7 @@ class Batch(Iterator[tuple[int, int]]):
             model.in_turn(lambda: self._keep(logits, at.tolist(), range(batch) if wanted is None else wanted))
 
     def _keep(self, logits: Buffer, at: Sequence[int], rows: Sequence[int]) -> None:
-        """Copy the logits of some rows, each those of its token ``at[row]``, to ``_last``."""
+        """Copy the logits of some rows, each at its token ``at[row]``, to ``_last``."""
         if self._kept is None:
             self._kept = self._model.logits_of(1, self._model.device, len(at))
         self._last = self._kept

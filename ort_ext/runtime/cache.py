@@ -1,7 +1,8 @@
 """The cache of one sequence: one that grows with each run, and one of a capacity that is bound in place.
 
-Linear attention has states instead of keys and values. They are of all tokens so far: there is no going back but to
-where they were copied, at the ends of prompts, and in models with a window of states over the last run's tokens.
+Linear attention has states instead of keys and values. A state summarizes all tokens so far. So a cache goes back only
+to where states were copied, at the ends of prompts. With a window of states it also goes back over the last run's
+tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ ROOM = 1024
 class Cache:
     """KV cache of one sequence of tokens, which can go back to earlier tokens and on from there.
 
-    A model with states of linear attention can go back only to some lengths (:meth:`ends`): to 0, to the ends of the
-    last calls of :meth:`append` with several tokens, and within the state window of the last step.
+    A model with states of linear attention can go back only to some lengths (:meth:`ends`). These are 0, the ends of
+    the last calls of :meth:`append` with several tokens, and the state window of the last step.
 
     Attributes:
         tokens: ids of the tokens in the cache.
-        tail: states are also copied so many tokens before the end of such a call, or at its begin if it is shorter;
-            0: they are not.
+        tail: states are also copied so many tokens before the end of such a call, or at its begin if it is shorter.
+            With 0 they are not.
         hidden: hidden states [S, H] of the last step's tokens, if the model gives them; else None.
         given: inputs of the next steps beside the tokens.
         progress: called by :meth:`append` with the number of tokens run so far, and with the number of all.
@@ -77,8 +78,8 @@ class Cache:
             Logits f32 [vocabulary] after the last of them.
 
         Raises:
-            ModelError: no tokens, ids outside the vocabulary, more than the model's context or the cache holds; a run
-                before was interrupted, and states are not of these tokens: go back first.
+            ModelError: there are no tokens, ids outside the vocabulary, or more tokens than the context or the cache
+                holds. Or a run before was interrupted, and states are not of these tokens: go back first.
         """
         return self._fetch(self.read(ids, heard), 1)[0]
 
@@ -192,7 +193,7 @@ class Cache:
 
     @property
     def whole(self) -> bool:
-        """Whether it can go on as it is: no run was interrupted that changed a state."""
+        """True if no run was interrupted that changed a state, so the cache can go on as it is."""
         return self._whole or not self.model.states
 
     def _check_end(self, length: int) -> None:
@@ -204,7 +205,7 @@ class Cache:
             )
 
     def _states(self) -> dict[str, np.ndarray]:
-        """Copies of the states after the last token."""
+        """Return copies of the states after the last token."""
         return {name: self._live(self._past[name]).copy() for name in self.model.states}
 
     def _restore(self, states: dict[str, np.ndarray]) -> None:
@@ -246,7 +247,7 @@ class Cache:
         self._long = len(tokens) > self.model.short_context
 
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Keys and values of at least the tokens, by name."""
+        """Yield keys and values of at least the tokens, by name."""
         return ((name, array) for name, array in self._past.items() if name not in self.model.states)
 
     def _set_keys(self, keys: dict[str, np.ndarray]) -> None:
@@ -272,8 +273,10 @@ class Cache:
 
 
 class SharedCache(Cache):
-    """Of models that write a cache in place: past and present are one buffer [1, heads, capacity, width], which is
-    allocated once. When it is full it is copied to one of twice the capacity, or refuses if the caller said which."""
+    """A cache that is written in place: past and present are one buffer [1, heads, capacity, width].
+
+    A full buffer is copied to one of twice the capacity. If the caller gave the capacity, it refuses instead.
+    """
 
     def __init__(self, model: OpenedModel, rooms: Rooms):
         self._rooms = rooms
@@ -310,7 +313,7 @@ class SharedCache(Cache):
         self.model.in_turn(lambda: self._move(self._rooms.take(slots, capacity)))
 
     def _move(self, room: Room) -> None:
-        """What is in the cache to a larger room."""
+        """Copy what is in the cache to a larger room."""
         if self._room is not None:
             self._copy(self._room, room)
         self._leave()

@@ -1,5 +1,8 @@
-"""Ranks of a sliced model that a launcher started, a process each: torchrun's environment, and its store for what rank
-0 tells the others: the group, and each token that it chooses."""
+"""Ranks of a sliced model, one process each, started by a launcher.
+
+They meet by torchrun's environment and store. In the store, rank 0 tells the others the group, and each token that it
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ TOKEN = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Rank:
-    """Of this process.
+    """The rank of this process.
 
     Attributes:
         path: its folder. group: the session entry, one in all ranks. seed: of sampling, rank 0's.
@@ -53,7 +56,7 @@ class Rank:
     chosen: Iterator[int] = field(default_factory=itertools.count)
 
     def sampler(self, sampling: Sampling | None, prompt: Sequence[int] = ()) -> Choose:
-        """In the place of Sampler: rank 0 chooses, the others hear it.
+        """Return a stand-in for Sampler: rank 0 chooses, the others hear it.
 
         Hosts round differently: NumPy by the CPU's instructions, an lm_head that all ranks have by the GPU. Ranks that
         went on with other tokens, or ended at others, would make wrong sums, or wait without end.
@@ -112,8 +115,8 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
         outdir: what ``export --tensor-parallel`` wrote. seed: rank 0's is all ranks'; None: it takes one.
 
     Raises:
-        ModelError: the folder has no slice of this rank, or one of another number of ranks; on one host, not all of
-            them; the device is no GPU; this host has fewer GPUs than ranks; rank 0 has no NCCL, or does not come.
+        ModelError: the folder has no slice of this rank, a slice of another number of ranks, or, on one host, not all
+            slices. The device is no GPU. The host has fewer GPUs than ranks. Rank 0 has no NCCL, or does not come.
     """
     rank, local, world = (_number(name) for name in LAUNCHED[:3])
     here = _number("LOCAL_WORLD_SIZE", local + 1)  # this host's, of which others may have the other folders
@@ -153,7 +156,7 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
 
 
 def _group(library: str, seed: int | None) -> dict[str, Any]:
-    """Return what rank 0 says to all, of which an error is one."""
+    """Return what rank 0 says to all; it may be an error."""
     try:
         return {"group": nccl_id(library), "seed": secrets.randbits(32) if seed is None else seed}
     except ModelError as error:
@@ -161,7 +164,7 @@ def _group(library: str, seed: int | None) -> dict[str, Any]:
 
 
 def _number(name: str, absent: int | None = None) -> int:
-    """Of the environment."""
+    """Return a number from the environment."""
     text = os.environ.get(name, absent)
     try:
         return int(text)  # type: ignore[arg-type]

@@ -1,10 +1,12 @@
 """A cache on disk: a prompt that was read once, keys, values and states, for another process.
 
-A safetensors file, which C#, C++ and Rust read and write, too. ``model``: the 64 characters of
-``identity`` in the model's metadata. ``tokens``: int64 [n]. Keys and values by the names of the model's inputs, of
-these tokens only, [1, heads, n, width]; of linear attention the states after m tokens as ``<name>@<m>``, without a
-window, for each m that the cache goes back to. ``checksum``, the last: U32 [1], the CRC-32 (zlib's) of all bytes before
-it, header included.
+A safetensors file, which C#, C++ and Rust read and write, too. It has these tensors, in this order:
+
+- ``model``: the 64 characters of ``identity`` in the model's metadata.
+- ``tokens``: int64 [n].
+- Keys and values of these tokens, by the names of the model's inputs: [1, heads, n, width].
+- ``<name>@<m>``: the states of linear attention after m tokens, without a window, for each m to go back to.
+- ``checksum``: U32 [1], the CRC-32 (zlib's) of all bytes before it, header included.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ def load(cache: Cache, path: str | Path) -> None:
     if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
         raise ModelError(f"{path}: saved with another model than {model.path}: its {IDENTITY} is another")
     if CHECKSUM not in header:
-        raise ModelError(f"{path}: {CHECKSUM} is missing, as in files of earlier versions: save it again")
+        raise ModelError(f"{path}: {CHECKSUM} is missing: save it again")
     summed = header[CHECKSUM].begin
     checksum = int(take(CHECKSUM, np.dtype("<u4"), [1])[0])
     length = header[TOKENS].shape[0] if header[TOKENS].shape else 0

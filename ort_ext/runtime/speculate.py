@@ -1,10 +1,9 @@
 """Speculation: tokens that are likely to come are drafted, and one run verifies them.
 
-A run of a token and its drafts gives the logits after each. A token is chosen from them as without drafts, and where it
-is the draft, so are the next. A draft is one token, not a distribution: to choose from the model's own and to accept if
-that is the draft is rejection sampling (Leviathan et al., arXiv 2211.17192) of a distribution with one token. Tokens
-have the distribution that they have without drafts, and where a run gives each row the logits that it has alone, with
-the same seed they are the same.
+A run of a token and its drafts gives the logits after each. A token is chosen from them as without drafts. If it is the
+draft, the next one is chosen, too. A draft is one token, not a distribution. So this is rejection sampling (Leviathan
+et al., arXiv 2211.17192) of a distribution with one token: tokens are distributed as without drafts. One seed gives the
+tokens that it gives without drafts, if a run gives each row the logits that it has alone.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Lookup:
         """Take nothing: the text is enough."""
 
     def __call__(self, tokens: Sequence[int], count: int) -> list[int]:
-        """At most so many tokens that may follow.
+        """Return at most ``count`` tokens that may follow.
 
         Args:
-            tokens: those of the call before, and more.
+            tokens: the tokens of the call before, and more.
         """
         for at in range(self._read, len(tokens)):
             self._after |= {tuple(tokens[at - n : at]): at for n in ENDS if n <= at}
@@ -58,13 +57,13 @@ class Lookup:
 
 
 class Head:
-    """Drafts of a layer of multi-token prediction: from the hidden state h_i of the main model and the token after it,
-    t_(i + 1), the likeliest t_(i + 2); from its own hidden state and that, the next.
+    """Drafts of a layer of multi-token prediction.
 
-    It has seen the tokens of one stream. Where those are a conversation's next turn, it knows nothing of those before.
+    From the main model's hidden state h_i and the next token t_(i + 1) it drafts the likeliest t_(i + 2). From its own
+    hidden state and this draft it drafts the next token. It has seen the tokens of one stream, and no earlier turns.
 
     Args:
-        cache: of the layer, from stream to stream the same, and with it its CUDA graphs.
+        cache: of the layer. It stays from stream to stream, with its CUDA graphs.
     """
 
     def __init__(self, cache: Cache):
@@ -75,7 +74,7 @@ class Head:
         self._hidden: list[np.ndarray] = []
 
     def hear(self, ids: Sequence[int], hidden: np.ndarray | None) -> None:
-        """Tokens that are certain, with their hidden states [S, H]."""
+        """Take tokens that are certain, with their hidden states [S, H]."""
         assert hidden is not None
         if self._last is not None:
             self._hidden.append(self._last)
@@ -148,7 +147,7 @@ class Speculation:
 
     Attributes:
         draft: None when the generation has ended: its cache is the next one's.
-        drafted, accepted: tokens so far. runs: of the model, after those of the prompt.
+        drafted, accepted: tokens so far. runs: of the model, after the prompt.
     """
 
     def __init__(self, draft: Lookup | Head | OtherModel, limit: int):
@@ -165,9 +164,9 @@ class Speculation:
         sample: Choose,
         constraint: Constraint | None = None,
     ) -> Generation[tuple[int, np.ndarray], None, None]:
-        """At most ``count`` tokens after those of a cache and ``ids``, until one of ``stop``, each with its logits.
+        """Yield at most ``count`` tokens after a cache and ``ids``, each with its logits, until one of ``stop``.
 
-        Whenever it is left, the cache has all tokens but the last that was given.
+        Whenever it is left, the cache has all tokens except the last one that was yielded.
         """
         assert self.draft is not None  # a Speculation is of one generation
         maker = self.draft

@@ -182,7 +182,7 @@ def test_numbers_that_were_altered_are_noticed(exported, tmp_path):
         generator.load_cache(path)
     del tensors[CHECKSUM]
     save_file(tensors, path)
-    with pytest.raises(ModelError, match="state: checksum is missing, as in files of earlier versions: save it again"):
+    with pytest.raises(ModelError, match="state: checksum is missing: save it again"):
         generator.load_cache(path)
 
 

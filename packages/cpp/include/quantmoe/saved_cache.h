@@ -145,7 +145,7 @@ class StateFile {
     std::string model(identity.size(), 0);
     read_at(take_entry("model", "U8", {static_cast<int64_t>(model.size())}), 0, model.size(), model.data());
     if (model != identity) fail("saved with another model: its identity is another");
-    if (!entries_.contains("checksum")) fail("checksum is missing, as in files of earlier versions: save it again");
+    if (!entries_.contains("checksum")) fail("checksum is missing: save it again");
     const Entry checksum = take_entry("checksum", "U32", {1});
     const auto entry = entries_.find("tokens");
     tokens_.resize(

@@ -58,7 +58,7 @@ namespace QuantMoe
             {
                 byte[] model = Bytes(Take("model", "U8", 1, new long[] { identity.Length }));
                 if (Encoding.ASCII.GetString(model) != identity) throw Bad("saved with another model: its identity is another");
-                if (!entries.ContainsKey("checksum")) throw Bad("checksum is missing, as in files of earlier versions: save it again");
+                if (!entries.ContainsKey("checksum")) throw Bad("checksum is missing: save it again");
                 Entry checksum = Take("checksum", "U32", 4, new long[] { 1 });
                 long length = 0;
                 if (entries.TryGetValue("tokens", out Entry row) && row.Shape.Length > 0) length = (row.End - row.Begin) / 8;

@@ -47,7 +47,7 @@ impl<'a> SavedCache<'a> {
             return Err(file.wrong("saved with another model: its identity is another"));
         }
         if !file.entries.contains_key("checksum") {
-            return Err(file.wrong("checksum is missing, as in files of earlier versions: save it again"));
+            return Err(file.wrong("checksum is missing: save it again"));
         }
         let checksum = file.take("checksum", "U32", Some(vec![1]))?;
         if checksum.end != file.bytes.len() {
