@@ -24,7 +24,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.command_arguments import UsageError, listed, missing, need, run, with_options
+from quantmoe.exporter.command_arguments import UsageError, listed, missing, need, outdated, run, with_options
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.report import (
@@ -1029,7 +1029,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"quantmoe: {missing(error, arguments[0])}")
     except ImportError as error:  # a library that does not fit into memory, or not to this machine; the text names it
-        sys.exit(f"quantmoe: {_line(str(error))}")
+        sys.exit(f"quantmoe: {outdated(arguments[0]) or _line(str(error))}")
+    except Exception:
+        if old := outdated(arguments[0]):
+            sys.exit(f"quantmoe: {old}")
+        raise
 
 
 def _main(arguments: Sequence[str]) -> None:

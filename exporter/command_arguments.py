@@ -7,8 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import wraps
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -42,9 +44,34 @@ def need(*modules: str) -> None:
 def missing(error: ModuleNotFoundError, command: str) -> str:
     """Return what to install."""
     package = (error.name or str(error)).partition(".")[0]
+    if find_spec(package):  # a module of it is missing
+        return outdated(command) or str(error)
     wanted = "bench" if package == "matplotlib" else EXTRAS.get(command, "")  # what --plot asks for, of any command
     extra = f"[{wanted}]" if wanted else ""
     return f"{package} is not installed; pip install 'quantmoe{extra}'"
+
+
+def outdated(command: str) -> str:
+    """Return what to install if packages of a command have versions that pyproject.toml excludes, or an empty text."""
+    pattern = re.compile(r'([\w-]+)(?:\[(.*)\])?([^;]*)(?:; extra == "(.*)")?')
+    lines = [line.groups() for line in map(pattern.fullmatch, requires("quantmoe") or ()) if line]
+    extras = {None, EXTRAS.get(command)}
+    for name, brought, _, extra in lines:
+        if name == "quantmoe" and extra in extras:
+            extras |= set(brought.split(","))
+    wrong = {}  # what to install: what stands
+    for name, _, bounds, extra in lines:
+        with suppress(PackageNotFoundError):  # what missing() says
+            found = version(name)
+            if extra in extras and not all(_holds(found, bound) for bound in bounds.split(",")):
+                wrong[f"'{name}{bounds}'"] = f"{name} is {found}, expected {bounds}"
+    return f"{'; '.join(wrong.values())}; pip install {' '.join(wrong)}" if wrong else ""
+
+
+def _holds(found: str, bound: str) -> bool:
+    """Return whether a version keeps a bound: >= or <, and numbers; an empty bound holds."""
+    numbers, wanted = ([int(part) for part in re.findall(r"\d+", text)] for text in (found, bound))
+    return (numbers < wanted) == bound.startswith("<")
 
 
 def steps(text: str) -> list[int]:

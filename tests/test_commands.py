@@ -15,6 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -410,6 +411,20 @@ def test_a_missing_package_is_one_line_and_said_first(name: str, tmp_path: Path)
     extra = "bench" if package == "matplotlib" else EXTRAS[str(command)]
     assert done.line == f"{who}: {package} is not installed; pip install 'quantmoe[{extra}]'"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_package_that_is_too_old_is_not_called_missing(tmp_path: Path) -> None:
+    """The line names what stands, what is needed, and the command. A module, a name or an attribute is missing."""
+    package, metadata = tmp_path / "transformers", tmp_path / "transformers-5.17.0.dist-info/METADATA"
+    package.mkdir()
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n", encoding="utf-8")
+    bounds = next(line for line in requires("quantmoe") or () if line.startswith("transformers")).partition(";")[0]
+    expected = f"transformers is 5.17.0, expected {bounds[12:]}; pip install '{bounds}'"
+    for source in ("", "from os import absent", "import os; os.absent"):
+        (package / "__init__.py").write_text(source, encoding="utf-8")
+        done = quantmoe("export", QWEN, "out", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert (done.code, done.line) == (1, f"quantmoe: {expected}")
 
 
 def test_an_older_onnx_runtime_is_one_line(tmp_path: Path) -> None:

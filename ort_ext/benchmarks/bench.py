@@ -46,7 +46,7 @@ from quantmoe.benchmarks.layer_sizes import SHAPES, Shape
 from quantmoe.benchmarks.machine_limits import cache_bytes, probe_int8, probe_read
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.exporter.command_arguments import check_files, listed, missing, run, terminal
+from quantmoe.exporter.command_arguments import check_files, listed, missing, outdated, run, terminal
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.ort_ext import library_path
 from quantmoe.runtime.opened_model import runtime
@@ -587,6 +587,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"quantmoe bench: {str(error) or 'out of memory'}")
     except ModuleNotFoundError as error:
         sys.exit(f"quantmoe bench: {missing(error, 'bench')}")
+    except Exception:
+        if old := outdated("bench"):
+            sys.exit(f"quantmoe bench: {old}")
+        raise
 
 
 if __name__ == "__main__":
