@@ -30,12 +30,16 @@ DEPENDENCIES
 """
 
 
+#: onnxruntime-genai as NuGet's client unpacks it
+GENAI = ROOT / "build/nuget/packages/microsoft.ml.onnxruntimegenai/0.18.0"
+
+
 def block(guide: str, language: str) -> str:
     """Return the first block of a language in a guide, with the paths of this machine."""
     text = (ROOT / f"docs/guides/{guide}.md").read_text(encoding="utf-8")
     found = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
     assert found, f"docs/guides/{guide}.md has no block of {language}"
-    paths = {"/path/to/quantmoe": ROOT, "/path/to/dist": ROOT / "dist"}
+    paths = {"/path/to/quantmoe": ROOT, "/path/to/dist": ROOT / "dist", "/path/to/genai": GENAI}
     program = found[1]
     for named, here in paths.items():
         program = program.replace(named, str(here))
@@ -54,13 +58,20 @@ def project(folder: Path, guide: str) -> None:
 
 def csharp(folder: Path, guide: str) -> str:
     project(folder, guide)
-    return run("dotnet", "run", "--project", folder)
+    run("dotnet", "build", folder)  # prints warnings, which are not the program's
+    return run("dotnet", "run", "--no-build", "--project", folder)
 
 
 def cpp(folder: Path, guide: str) -> str:
     (folder / "CMakeLists.txt").write_text(block(guide, "cmake"), encoding="utf-8")
     cmake(folder, folder / "build")
     return run(folder / "build/app")
+
+
+def cpp_of_genai(folder: Path, guide: str) -> str:
+    project(folder, guide)
+    run("dotnet", "restore", folder)
+    return cpp(folder, guide)
 
 
 def rust(folder: Path, guide: str) -> str:
@@ -92,18 +103,21 @@ GUIDES: list[tuple[str, str, str, str, Callable[[Path, str], str]]] = [
     ("java", "java", "Main.java", "mvn", java),
     ("rust", "rust", "main.rs", "cargo", rust),
     ("genai", "python", "main.py", "python", python),
+    ("genai", "csharp", "Program.cs", "dotnet", csharp),
+    ("genai", "cpp", "main.cc", "dotnet cargo", cpp_of_genai),
 ]
 
 
 @pytest.mark.parametrize(
-    ("guide", "language", "name", "command", "start"), GUIDES, ids=[f"{of[0]}-{of[1]}" for of in GUIDES]
+    ("guide", "language", "name", "commands", "start"), GUIDES, ids=[f"{of[0]}-{of[1]}" for of in GUIDES]
 )
 def test_first_program(
-    guide: str, language: str, name: str, command: str, start: Callable[[Path, str], str], tmp_path: Path
+    guide: str, language: str, name: str, commands: str, start: Callable[[Path, str], str], tmp_path: Path
 ) -> None:
     """It has at most 20 lines without comments and blank lines, and prints what `quantmoe generate` prints."""
-    if not shutil.which(command):
-        pytest.skip(f"needs {command}")
+    for command in commands.split():
+        if not shutil.which(command):
+            pytest.skip(f"needs {command}")
     program = block(guide, language)
     lines = [line for line in program.splitlines() if line.strip() and not re.match(r"\s*(//|#(?!include))", line)]
     assert len(lines) <= MOST_LINES, f"docs/guides/{guide}.md: {len(lines)} lines, expected at most {MOST_LINES}"
