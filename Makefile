@@ -242,9 +242,11 @@ test-macos: macos
 	python -m pytest tests/packages/macho.py
 
 # The libraries for the next two: those in NATIVES, a folder of wheels or of libraries, such as an exported one; else those of dist's
-# wheels. This machine's wheel is made anew: CMake knows whether its library is older than the sources.
-natives: $(if $(NATIVES),,wheel)
+# wheels. This machine's wheel is made anew: CMake knows whether its library is older than the sources. Beside it stands the text library.
+RID := linux-$(patsubst x86_64,x64,$(patsubst aarch64,arm64,$(ARCH)))
+natives: $(if $(NATIVES),,wheel) $(TEXT)
 	python3 packages/natives.py $(or $(NATIVES),dist) build/natives
+	$(if $(TEXT),! test -d build/natives/$(RID) || cp build/rust/release/libquantmoe_text.so build/natives/$(RID))
 
 # A Maven artifact in build/java and in this machine's Maven repository.
 jar: natives
@@ -254,6 +256,7 @@ jar: natives
 # Packages for NuGet in dist, by the .NET SDK 10.
 nupkg: natives
 	@command -v dotnet >/dev/null || { echo "No dotnet: NuGet's packages need the .NET SDK 10, https://dot.net"; exit 1; }
+	@ls build/natives/*/*quantmoe_text.* >/dev/null || { echo "No cargo: the packages' tokenizer needs Rust 1.92, https://rustup.rs"; exit 1; }
 	rm -rf dist/*.nupkg build/nuget/packages/quantmoe*
 	for project in QuantMoe QuantMoe.Extensions.AI; do \
 	  dotnet pack -v q -p:Version=$(VERSION) -p:Natives=$(CURDIR)/build/natives --artifacts-path build/nuget/artifacts \
@@ -261,9 +264,12 @@ nupkg: natives
 	done
 	python3 packages/nuget/dates.py $(SOURCE_DATE_EPOCH) dist/*.nupkg
 
-# libquantmoe_text.so, which C++ programs take, in build/rust/release.
+# libquantmoe_text.so, which C++ and C# programs take, in build/rust/release, with the licences of what it contains. PyPI's clang links it,
+# where `make compiler` has left it: the library then needs glibc 2.28, as the wheel's.
 text-library:
-	cargo build --quiet --release --locked --package quantmoe-text --manifest-path packages/rust/Cargo.toml --target-dir build/rust
+	cargo rustc --quiet --release --locked --package quantmoe-text --manifest-path packages/rust/Cargo.toml --target-dir build/rust --lib -- \
+	  $$(test ! -x $(BIN)/python-zig || echo -C linker=$(CURDIR)/packages/rust/zig-cc)
+	python3 packages/rust/notices.py >build/rust/THIRD_PARTY_NOTICES_TEXT.txt
 
 # The packages in projects that have nothing else, their contents, and a bill of materials in dist. C# where dotnet stands, C++ and Rust where cargo stands.
 test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid

@@ -66,8 +66,8 @@ static class Generate
         int count = Number(args[1]);
         using Generator model = Open(args[0]);
         bool talks = args.Length == 2;
-        if (talks && !model.Metadata.ContainsKey("chat.begin"))
-            throw new ArgumentException("the model has no turns of a chat template; usage: Generate --text FOLDER COUNT TEXT");
+        if (talks && !model.Metadata.ContainsKey("chat.begin") && !model.Metadata.ContainsKey("no_chat"))
+            throw new ArgumentException("the model has no chat template; usage: Generate --text FOLDER COUNT TEXT");
         using var chat = new Chat(model, raw: !talks);
         using var lines = new Lines();
         foreach (string message in talks ? lines.Messages() : [args[2]])

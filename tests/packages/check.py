@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from elf import check_segments
+from elf import check_segments, newest_glibc
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -49,7 +49,11 @@ def test_natives():
     for name, data in NATIVES.items():
         magic = {"linux": b"\x7fELF", "win": b"MZ", "osx": b"\xcf\xfa\xed\xfe"}[name.split("-")[0]]
         assert data.startswith(magic), name
-        assert b"RegisterCustomOps" in data, name
+        assert (b"qm_tokenizer_open" if "_text." in name else b"RegisterCustomOps") in data, name
+        if magic == b"\x7fELF":
+            check_segments(data)
+        if name.startswith("linux-x64/"):
+            assert newest_glibc(data) <= (2, 28), name
 
 
 def check_dates(archive):
@@ -180,6 +184,8 @@ def test_nupkg(nupkg):
     found = {f"{m[1]}/{m[2]}": nupkg.read(m[0]) for m in map(native.fullmatch, nupkg.namelist()) if m}
     assert found == (NATIVES if name == "QuantMoe" else {})
     assert {name: nupkg.read(name) for name in LICENCES} == LICENCES
+    if any("_text." in library for library in found):
+        assert b"\ntokenizers " in nupkg.read("THIRD_PARTY_NOTICES_TEXT.txt")
     for framework in ("netstandard2.0", "net10.0"):
         for suffix in ("dll", "xml"):  # the assembly, which has its symbols, and its documentation
             assert nupkg.read(f"lib/{framework}/{name}.{suffix}")

@@ -106,6 +106,7 @@ def _csharp() -> Path:
     """The program here with the package's sources."""
     if not shutil.which("dotnet"):
         raise NotHereError("no dotnet here")
+    _cargo("--package", "quantmoe-text")
     artifacts = BUILD / "csharp"
     _run(["dotnet", "build", "-v", "q", "--artifacts-path", artifacts, HERE / "programs/csharp"])
     return artifacts / "bin/Tokens/debug/Tokens.dll"

@@ -21,3 +21,10 @@ def check_segments(library: bytes, thread_local: int = THREAD_LOCAL) -> None:
         assert segment["p_align"] % LARGEST_PAGE == 0, segment.header
         assert (segment["p_vaddr"] - segment["p_offset"]) % LARGEST_PAGE == 0, segment.header
     assert sum(s["p_memsz"] for s in segments if s["p_type"] == "PT_TLS") <= thread_local
+
+
+def newest_glibc(library: bytes) -> tuple[int, ...]:
+    """Return the newest version of the C library whose functions a library calls."""
+    section = ELFFile(io.BytesIO(library)).get_section_by_name(".gnu.version_r")
+    names = [version.name for _, versions in section.iter_versions() for version in versions]
+    return max(tuple(map(int, name.split("_")[1].split("."))) for name in names if name.startswith("GLIBC_"))

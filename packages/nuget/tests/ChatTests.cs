@@ -2,6 +2,7 @@ using System;
 using System.Collections.Generic;
 using System.IO;
 using System.Linq;
+using System.Text.Json.Nodes;
 using System.Threading;
 using System.Threading.Tasks;
 using Xunit;
@@ -42,6 +43,56 @@ public class ChatTests
             ids.AddRange(answer.Where(id => !model.StopTokens.Contains(id)));
             before = "\nQ: ";
         }
+    }
+
+    [Fact]
+    public async Task ATemplateIsRenderedWhereThereAreNoTurns()
+    {
+        using var folder = new Temporary();
+        string made = folder.Model(Models.Hybrid, new Dictionary<string, string> { ["no_chat"] = "the template counts messages" });
+        File.WriteAllText(Path.Combine(made, "chat_template.jinja"), """
+            {%- for m in messages %}
+                {%- set users = messages[: loop.index] | selectattr('role', 'equalto', 'user') | list | length %}
+                {{- m.content if m.role != 'user' else '|' ~ users ~ ' ' ~ m.content ~ '\nA:' }}
+            {%- endfor %}
+            """);
+        using var model = new Generator(made);
+        using var chat = new Chat(model, system: "Be kind.");
+        var ids = new List<long>();
+        foreach (var (text, message) in new[] { ("Be kind.|1 Wérs 日本?\nA:", "Wérs 日本?"), ("|2 Whence?\nA:", "Whence?"), ("|3 Why?\nA:", "Why?") })
+        {
+            ids.AddRange(model.Tokenizer.Encode(text, special: false));
+            long[] answer = (await Models.Fresh(model, ids, 8)).Where(id => !model.StopTokens.Contains(id)).ToArray();
+            Assert.Equal(model.Tokenizer.Decode(answer), await Said(chat.ReplyAsync(message, 8, Sampling.Greedy)));
+            Assert.Equal(ids.Count, chat.Last!.PromptTokens);
+            ids.AddRange(answer);
+        }
+        File.WriteAllText(Path.Combine(made, "chat_template.jinja"), "{{ raise_exception('only ' ~ 'tools') }}");
+        using var other = new Generator(made);
+        using var refused = new Chat(other);
+        Assert.EndsWith("chat_template.jinja: invalid operation: only tools (in chat:1)",
+            (await Assert.ThrowsAsync<InvalidDataException>(() => Said(refused.ReplyAsync("Why?")))).Message);
+    }
+
+    [Fact]
+    public void SpecialTokensAreAddedAndLeftByASwitchEach()
+    {
+        using var folder = new Temporary();
+        JsonNode json = JsonNode.Parse(File.ReadAllText(Path.Combine(Models.Plain, "tokenizer.json")))!;
+        json["post_processor"] = JsonNode.Parse("""
+            {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [0], "tokens": ["</s>"]}}}
+            """);
+        File.WriteAllText(folder["tokenizer.json"], json.ToJsonString());
+        var tokenizer = new TextTokenizer(folder.Path);
+        long[] ids = tokenizer.Encode("a b", special: true);
+        Assert.Equal([0, .. tokenizer.Encode("a b", special: false)], ids);
+        Assert.Equal("a b", tokenizer.Decode(ids).TrimStart());
+        Assert.Equal("</s>" + tokenizer.Decode(ids), tokenizer.Decode(ids, special: true));
+        Assert.Contains("-1: expected a token id", Assert.Throws<InvalidDataException>(() => tokenizer.Decode([-1])).Message);
+        tokenizer.Dispose();
+        Assert.Throws<ObjectDisposedException>(() => tokenizer.Decode(ids));
     }
 
     [Fact]
@@ -154,7 +205,7 @@ public class ChatTests
             Assert.Contains("takes no system prompt", Assert.Throws<NotSupportedException>(() => new Chat(model, system: "Be kind.")).Message);
         string made = folder.Model(Models.Plain, new Dictionary<string, string> { ["no_chat"] = "the template counts messages" });
         using (var model = new Generator(made))
-            Assert.Contains("the template counts messages; render", Assert.Throws<NotSupportedException>(() => new Chat(model)).Message);
+            Assert.Contains("chat_template.jinja: is missing", Assert.Throws<InvalidDataException>(() => new Chat(model)).Message);
         File.Delete(Path.Combine(made, "tokenizer.json"));
         using (var model = new Generator(made))
             Assert.Contains("tokenizer.json is missing", Assert.Throws<FileNotFoundException>(() => new Chat(model, raw: true)).Message);

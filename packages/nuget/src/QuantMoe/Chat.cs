@@ -44,6 +44,7 @@ namespace QuantMoe
         TokenCache? cache;
         bool disposed;
         readonly string? system;
+        readonly ChatTemplate? template; // of a model whose turns are more than text around messages
         readonly bool raw;
         readonly List<Turn> turns;
 
@@ -51,8 +52,9 @@ namespace QuantMoe
         /// <param name="model">The model that answers.</param>
         /// <param name="system">A system prompt.</param>
         /// <param name="raw">Ignore the model's chat template.</param>
-        /// <exception cref="NotSupportedException">The chat template needs more than text around messages, or takes no system prompt.</exception>
+        /// <exception cref="NotSupportedException">The model takes no system prompt.</exception>
         /// <exception cref="System.IO.FileNotFoundException">The folder has no tokenizer.json.</exception>
+        /// <exception cref="System.IO.InvalidDataException">The chat template is missing or damaged.</exception>
         public Chat(Generator model, string? system = null, bool raw = false)
             : this(model, system, raw, new List<Turn>(), ids => new TokenCache(model))
         {
@@ -61,11 +63,9 @@ namespace QuantMoe
         internal Chat(Generator model, string? system, bool raw, List<Turn> turns, Func<IReadOnlyList<long>, TokenCache> begin)
         {
             this.model = model ?? throw new ArgumentNullException(nameof(model));
-            if (!raw && model.Metadata.TryGetValue("no_chat", out string? why))
-                throw new NotSupportedException(
-                    $"{model.Folder}: {why}; render the messages in your program and use TokenCache, or begin the chat with raw: true");
-            this.raw = raw || !model.Metadata.ContainsKey("chat.begin");
-            if (system != null && (this.raw || !model.Metadata.ContainsKey("chat.system")))
+            if (!raw && model.Metadata.ContainsKey("no_chat")) template = model.Template;
+            this.raw = raw || (template == null && !model.Metadata.ContainsKey("chat.begin"));
+            if (system != null && (this.raw || (template == null && !model.Metadata.ContainsKey("chat.system"))))
                 throw new NotSupportedException($"{model.Folder}: the model takes no system prompt");
             this.system = system;
             this.turns = turns;
@@ -134,9 +134,12 @@ namespace QuantMoe
         long[] Ids(Turn last, int dropped)
         {
             var ids = new List<long>();
+            var messages = new List<string>();
             foreach (Turn turn in turns.Skip(dropped).Concat(new[] { last }))
             {
-                if (raw) ids.AddRange(model.Tokenizer.Encode(turn.Message, special: ids.Count == 0));
+                messages.Add(turn.Message);
+                if (template != null) ids.AddRange(model.Tokenizer.Encode(template.Turn(system, messages), special: false));
+                else if (raw) ids.AddRange(model.Tokenizer.Encode(turn.Message, special: ids.Count == 0));
                 else
                 {
                     string before = ids.Count > 0 ? model.Value("chat.next")

@@ -14,6 +14,7 @@ namespace QuantMoe
     {
         readonly HashSet<TokenCache> caches = new HashSet<TokenCache>();
         readonly Lazy<TextTokenizer> tokenizer;
+        readonly Lazy<ChatTemplate> template;
         bool disposed;
 
         /// <summary>Open an exported folder.</summary>
@@ -47,6 +48,7 @@ namespace QuantMoe
                 throw;
             }
             tokenizer = new Lazy<TextTokenizer>(() => new TextTokenizer(folder));
+            template = new Lazy<ChatTemplate>(() => new ChatTemplate(folder));
         }
 
         /// <summary>The folder as it was given.</summary>
@@ -66,15 +68,18 @@ namespace QuantMoe
 
         /// <summary>The folder's tokenizer.</summary>
         /// <exception cref="FileNotFoundException">The folder has no tokenizer.json.</exception>
-        public TextTokenizer Tokenizer
+        public TextTokenizer Tokenizer => Open(tokenizer);
+
+        /// <summary>The folder's chat template.</summary>
+        /// <exception cref="InvalidDataException">There is none, or it is damaged.</exception>
+        internal ChatTemplate Template => Open(template);
+
+        T Open<T>(Lazy<T> of)
         {
-            get
+            lock (caches)
             {
-                lock (caches)
-                {
-                    if (disposed) throw new ObjectDisposedException(nameof(Generator));
-                    return tokenizer.Value;
-                }
+                if (disposed) throw new ObjectDisposedException(nameof(Generator));
+                return of.Value;
             }
         }
 
@@ -116,6 +121,7 @@ namespace QuantMoe
             foreach (TokenCache cache in open) cache.Dispose();
             Session.Dispose();
             if (tokenizer.IsValueCreated) tokenizer.Value.Dispose();
+            if (template.IsValueCreated) template.Value.Dispose();
         }
     }
 }

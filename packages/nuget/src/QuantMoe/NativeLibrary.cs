@@ -20,11 +20,15 @@ namespace Microsoft.ML.OnnxRuntime
 
         /// <summary>Return the path of the package's native library for this platform.</summary>
         /// <exception cref="DllNotFoundException">The package has no library for this platform.</exception>
-        public static string LibraryPath()
+        public static string LibraryPath() => PathOf("quantmoe_ort");
+
+        /// <summary>Return the path of one of the package's native libraries for this platform.</summary>
+        /// <exception cref="DllNotFoundException">The package has no such library for this platform.</exception>
+        internal static string PathOf(string library)
         {
             string system = RuntimeInformation.IsOSPlatform(OSPlatform.Windows) ? "win"
                 : RuntimeInformation.IsOSPlatform(OSPlatform.OSX) ? "osx" : "linux";
-            string name = system == "win" ? "quantmoe_ort.dll" : system == "osx" ? "libquantmoe_ort.dylib" : "libquantmoe_ort.so";
+            string name = system == "win" ? library + ".dll" : "lib" + library + (system == "osx" ? ".dylib" : ".so");
             string platform = system + "-" + RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
             string[] folders = Folders(Path.Combine("runtimes", platform, "native")).Where(folder => folder.Length > 0).ToArray();
             return folders.Select(folder => Path.Combine(folder, name)).FirstOrDefault(File.Exists)
