@@ -42,9 +42,11 @@ def text_of(ready: Prepared, options: Options) -> list[list[int]]:
     """Return the windows of the text that ``--calibrate`` names; none where it names an importance matrix.
 
     Raises:
-        OptionError: the file is no text. OSError: it cannot be read.
+        OptionError: there is no such file, or it is no text. OSError: it cannot be read.
     """
     path = Path(str(options.calibrate))
+    if not path.is_file():
+        raise OptionError(f"calibrate {path}: no such file; expected text, or llama-imatrix's file in GGUF")
     if is_gguf(path):
         return []
     try:

@@ -259,7 +259,7 @@ def test_a_dry_run_says_what_calibration_takes(floats: Path, tmp_path: Path) -> 
     wanted = f"the model reads {found.calibration.tokens:,} tokens of {text} first: about"
     assert "".join(wanted.split()) in "".join(said.split())  # a long path is cut at the end of a line
     assert "the model reads" not in CliRunner().invoke(app, command, catch_exceptions=False).output
-    with pytest.raises(FileNotFoundError, match="nothing"):
+    with pytest.raises(OptionError, match=r"^calibrate .*nothing: no such file"):
         plan(floats, tmp_path / "out", **options, calibrate=tmp_path / "nothing")
 
 
