@@ -19,6 +19,8 @@ SCALE_DTYPES = {
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "k32": np.dtype([("d", "<f2"), ("d_min", "<f2"), ("scales", "i1", 8), ("minima", "i1", 8)]),
     "k16": np.dtype([("d", "<f2"), ("scales", "i1", 16)]),
+    "k16_minima": np.dtype([("d", "<f2"), ("d_min", "<f2"), ("levels", "u1", 16)]),
+    "f16_minima": np.dtype([("d", "<f2"), ("d_min", "<f2")]),
 }
 
 
@@ -27,7 +29,7 @@ class QuantizedMatrix:
     """One projection of one expert (N output features, K input features), losslessly as the checkpoint has it.
 
     ``w[n, perm[j]] = value(codes[n, j]) * scales[n // block_n, j // group_size] * global_scale``; value is the scheme's
-    table, or code - zero_point. Scales of two levels (k32, k16) are products, from which k32's minima are subtracted.
+    table, or code - zero_point. Scales with fields (``levels``) are products, and minima are subtracted.
 
     Attributes:
         kind: a ``format`` of op.def; says what a code means.
@@ -128,8 +130,10 @@ class QuantizedMatrix:
         if self.scales.dtype.names is None:
             w *= self.expand(self.scales.astype(dtype))
         else:
-            scales, minima = (np.repeat(part, 256 // part.shape[2], axis=2).reshape(len(w), -1)[:, : w.shape[1]]
-                              for part in levels(self.scales, dtype))  # fmt: skip
+            scales, minima = (
+                np.repeat(part, self.group_size // part.shape[2], axis=2).reshape(len(w), -1)[:, : w.shape[1]]
+                for part in levels(self.scales, dtype)
+            )
             w *= scales
             w -= minima
         if self.global_scale is not None:
@@ -148,14 +152,30 @@ def _factors(scales: np.ndarray) -> list[np.ndarray]:
 
 
 def levels(scales: np.ndarray, dtype: type = np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales and minima of the groups of k32 or k16 scales [N, blocks]: [N, blocks, 8 or 16] each, exact in
-    float32."""
+    """Return scales and minima of the groups of scales with fields [N, blocks]: [N, blocks, groups] each, exact in
+    float32.
 
-    def product(factor: str, codes: str) -> np.ndarray:
-        return scales[factor].astype(dtype)[..., None] * scales[codes].astype(dtype)
+    ``levels`` has a scale in the low 4 bits and a minimum in the high ones. Without fields beside ``d`` and ``d_min`` a
+    block is one group.
+    """
+    names = scales.dtype.names or ()
+    if "levels" in names:
+        of_scales, of_minima = scales["levels"] & 15, scales["levels"] >> 4
+    else:
+        one = np.ones((*scales.shape, 1))
+        of_scales = scales["scales"] if "scales" in names else one
+        of_minima = scales["minima"] if "minima" in names else one
 
-    found = product("d", "scales")
-    return found, product("d_min", "minima") if "minima" in (scales.dtype.names or ()) else np.zeros_like(found)
+    def product(factor: str, of_groups: np.ndarray) -> np.ndarray:
+        return scales[factor].astype(dtype)[..., None] * of_groups.astype(dtype)
+
+    found = product("d", of_scales)
+    return found, product("d_min", of_minima) if "d_min" in names else np.zeros_like(found)
+
+
+def k_group(m: QuantizedMatrix) -> int:
+    """Return how many columns share a scale, also where scales have two levels."""
+    return m.group_size if m.scales.dtype.names is None else m.group_size // levels(m.scales[:1, :1])[0].shape[2]
 
 
 def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:

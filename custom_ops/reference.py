@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import QuantizedMatrix, k_group
 from quantmoe.custom_ops.op import (
     AttentionSpec,
     ConvSpec,
@@ -119,8 +119,7 @@ def quantize_activations(x: np.ndarray, activation_format: str, stored: float | 
 
 def step_columns(m: QuantizedMatrix) -> int:
     """Return how many packed columns share a step of int8_group activations (FORMAT.md 4.1)."""
-    group = {"q4_k": 32, "q5_k": 32, "q6_k": 16}.get(m.kind, m.group_size)
-    if group == -1:
+    if (group := k_group(m)) == -1:
         group = -(-m.shape[1] // 32) * 32
     return 64 if group % 64 == 0 else 32
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from arithmetic import activate, assert_within, exactly
 from bounds import check, check_linear
-from cases import FLOAT_ACTIVATIONS, INT4, INT8_ACTIVATIONS, K_QUANTS, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
+from cases import FLOAT_ACTIVATIONS, GGML, INT4, INT8_ACTIVATIONS, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
 from specs import attention_spec
 
 from quantmoe.custom_ops import reference
@@ -33,7 +33,7 @@ CASES = [
         activation_format=activation_format,
         bias=True,
     )
-    for weights in (*ONE_OF_EACH, *WEIGHTS[-2:], *K_QUANTS.values())
+    for weights in (*ONE_OF_EACH, *WEIGHTS[-2:], *GGML.values())
     for activation_format in ("none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS)
     if not (weights[0] in ("fp8_e4m3", "bf16", "f16") and activation_format in INT8_ACTIVATIONS)
 ]
@@ -42,7 +42,7 @@ Change = Callable[[QuantizedMatrix], QuantizedMatrix]
 
 def scaled(m: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
     """The last scale of some rows off by 2^-10."""
-    if m.kind in K_QUANTS:  # by one of f16's steps, which are that large
+    if m.kind in GGML:  # by one of f16's steps, which are that large
         scales = m.scales.copy()
         scales["d"][rows, -1] = np.nextafter(scales["d"][rows, -1], np.float16(2))
         return dataclasses.replace(m, scales=scales)
@@ -54,8 +54,8 @@ def scaled(m: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
 def swapped(m: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
     """The scales, or minima, of two groups exchanged."""
     scales = m.scales.copy()
-    if m.kind in K_QUANTS:
-        of_groups = scales["scales" if m.kind == "q6_k" else "minima"]
+    if scales.dtype.names and len(scales.dtype.names) > 2:
+        of_groups = scales[scales.dtype.names[-1]]
         of_groups[rows, :, :2] = of_groups[rows, :, 1::-1]
         return dataclasses.replace(m, scales=scales)
     scales[rows, :2] = scales[rows, 1::-1]
@@ -77,7 +77,7 @@ def test_numbers(case: Case) -> None:
     layer, tokens = case.build(), case.tokens(30)
     check(layer, tokens, result(layer, tokens))
     for change in (scaled, swapped):
-        if change is swapped and case.weights[0] not in K_QUANTS and layer.experts[0].up.scales.shape[1] == 1:
+        if change is swapped and case.weights[0] not in GGML and layer.experts[0].up.scales.shape[1] == 1:
             continue
         for side, rows in (("down", slice(1)), ("gate", slice(None)), ("up", slice(None))):
             changed = result(

@@ -28,22 +28,23 @@ class Pieces:
 
 @dataclass(frozen=True)
 class PanelRows:
-    """A reader of one row of a matrix of 4 to 8 bits.
+    """A reader of one row of a matrix of 2 to 8 bits.
 
     Attributes:
         rows: of a panel. stride: bytes of a panel. group: columns that share a scale.
         codes: all 8 bits, or the low 4 bits of 32 columns. Byte i has column i in its low half, and column 16 + i in
-            its high half. flip: what their bytes are XORed with.
-        high: bits 4 and above of 32 columns: each plane of 4 bytes has ``8 / high_bits`` columns of each byte in turn.
+            its high half. None for codes of 2 bits. flip: what their bytes are XORed with.
+        high: bits 4 and above of 32 columns, or codes of 2 bits. Each plane of 4 bytes has ``8 / high_bits`` columns of
+            each byte in turn.
         zero: the code of value 0.
-        factors: the scales; of two levels, a block's scale, and where there are minima the factor of those.
-        levels: of two levels, a group's scale and minimum.
+        factors: a block's scale, and where there are minima the factor of those.
+        levels: of two levels, a group's scale and minimum; or both, the scale in the low 4 bits of a byte.
     """
 
     rows: int
     stride: int
     group: int
-    codes: Pieces
+    codes: Pieces | None
     zero: int
     factors: tuple[Pieces, ...]
     levels: tuple[Pieces, ...] = ()
@@ -56,24 +57,20 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
     """Return how to read a row of a packed matrix; None where only a kernel does."""
     w, columns = spec.w, spec.in_features
     scales = SCALE_DTYPES[w.scale_type]
-    two_levels = scales.names is not None
-    if w.format not in ("int4", "int8", "q4_k", "q5_k", "q6_k") or w.scale_type == "e4m3":
+    names = scales.names
+    if (w.format not in ("int4", "int8") and names is None) or w.scale_type == "e4m3":
         return None
     if w.zero_points or w.perm or w.bias or w.pre_scale or w.block_n != 1 or w.group_size < 1:
         return None
     bits, block = SCHEMES[w.format].bits, max(32, w.group_size)
     if columns % block:
         return None
-    rows = 16 if two_levels else 8 if bits == 4 else 4
+    rows = 16 if names else 8 if bits == 4 else 4
     codes = rows * block * bits // 8
-    if two_levels:
-        group = block // scales["scales"].shape[0]
-        sizes = [2 * rows, 2 * rows] if "minima" in (scales.names or ()) else [2 * rows]
-        level = rows * (block // group)
-        size = codes + sum(sizes) + level * len(sizes)
-    else:
-        group = w.group_size
-        size = codes + rows * (block // group) * scales.itemsize
+    factors = [name for name in names or () if name.startswith("d")]
+    levels = [name for name in names or () if name not in factors]
+    group = block // scales[levels[0]].shape[0] if levels else w.group_size
+    size = codes + rows * (1 if names else block // group) * scales.itemsize
     blocks = np.arange(columns // block, dtype=np.int64) * size
     stride = len(blocks) * size + 8 * rows
 
@@ -82,20 +79,20 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
         at = blocks[:, None] + first + apart * np.arange(count, dtype=np.int64)
         return Pieces(at.reshape(-1), step, np.dtype(dtype), width)
 
-    if two_levels:
-        low = Pieces(
-            (blocks[:, None, None] + 64 * bits * np.arange(block // 32)[:, None] + 64 * np.arange(4)).reshape(-1),
-            4,
-            np.dtype(np.uint8),
-            4,
-        )
-        planes = blocks[:, None, None] + 64 * bits * np.arange(block // 32)[:, None] + 256 + 64 * np.arange(bits - 4)
-        ends = [codes + sum(sizes) + level * i for i in range(len(sizes))]
+    def planes(first: int, count: int) -> Pieces | None:
+        """Return planes of codes of each 32 columns, from plane ``first`` on."""
+        at = blocks[:, None, None] + 64 * bits * np.arange(block // 32)[:, None] + 64 * (first + np.arange(count))
+        return Pieces(at.reshape(-1), 4, np.dtype(np.uint8), 4) if count else None
+
+    if names:
+        low = 4 if bits >= 4 else 0  # bits of a code in its nibble
+        ends = codes + rows * (2 * len(factors) + block // group * np.arange(len(levels)))
         found = PanelRows(
-            rows, stride, group, low, 32 if w.format == "q6_k" else 0,
-            tuple(pieces(codes + 2 * rows * i, 1, 0, 2, np.float16) for i in range(len(sizes))),
-            tuple(pieces(end, block // group, rows, 1, np.int8) for end in ends),
-            high=Pieces(planes.reshape(-1), 4, np.dtype(np.uint8), 4) if bits > 4 else None, high_bits=bits - 4,
+            rows, stride, group, planes(0, low), 32 if w.format == "q6_k" else 0,
+            tuple(pieces(codes + 2 * rows * i, 1, 0, 2, np.float16) for i in range(len(factors))),
+            tuple(pieces(end, block // group, rows, 1, scales[name].base)
+                  for name, end in zip(levels, ends.tolist(), strict=True)),
+            high=planes(low, bits - low), high_bits=bits - low,
         )  # fmt: skip
     else:
         own = pieces(codes, block // group, rows * scales.itemsize, scales.itemsize, scales)

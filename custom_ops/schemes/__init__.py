@@ -13,4 +13,7 @@ SCHEMES = {
     "q4_k": k_quants.Q4_K,
     "q5_k": k_quants.Q5_K,
     "q6_k": k_quants.Q6_K,
+    "q2_k": k_quants.Q2_K,
+    "q4_1": k_quants.Q4_1,
+    "q5_1": k_quants.Q5_1,
 }

@@ -14,6 +14,7 @@ from sweeps import every
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.graph.passes.packed_tables import pack_tables
 from quantmoe.exporter.graph.passes.weights import Weight
@@ -25,20 +26,20 @@ from quantmoe.runtime.generate import Generator
 
 FILES = Path(__file__).parents[1] / "fixtures" / "gguf"
 IDS = np.array([[0, 5, 36], [21, 7, 5]])
-BITS = {"int4": 4, "int8": 8, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 
 
 def random_table(kind: str, group_size: int, scales: str, n: int = 37, k: int = 512) -> QuantizedMatrix:
     """Every code, and rows that do not fill the last panel."""
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 1 << BITS[kind], (n, k), np.uint8)
+    codes = rng.integers(0, 1 << SCHEMES[kind].bits, (n, k), np.uint8)
     dtype, shape = SCALE_DTYPES[scales], (n, k // group_size)
     if dtype.names is None:
         return QuantizedMatrix(kind, codes, rng.normal(0, 1, shape).astype(dtype), group_size)
     found = np.empty(shape, dtype)
     for name in dtype.names:
         part = dtype[name]
-        found[name] = rng.normal(0, 1, shape) if part.shape == () else rng.integers(-63, 64, (*shape, *part.shape))
+        low, high = (0, 256) if name == "levels" else (-63, 64)
+        found[name] = rng.normal(0, 1, shape) if part.shape == () else rng.integers(low, high, (*shape, *part.shape))
     return QuantizedMatrix(kind, codes, found, group_size)
 
 
@@ -74,6 +75,9 @@ def looked_up(m: QuantizedMatrix, wide: ir.DataType, ids: np.ndarray) -> np.ndar
         ("q4_k", 256, "k32"),
         ("q5_k", 256, "k32"),
         ("q6_k", 256, "k16"),
+        ("q2_k", 256, "k16_minima"),
+        ("q4_1", 32, "f16_minima"),
+        ("q5_1", 32, "f16_minima"),
     ],
 )
 def test_rows(kind: str, group_size: int, scales: str) -> None:

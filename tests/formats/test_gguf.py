@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from sweeps import every
 from transformers import AutoTokenizer
 
-from quantmoe.custom_ops.layouts import marlin
+from quantmoe.custom_ops.layouts import cpu_panel, marlin
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.choose import choose_experts
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -195,8 +196,8 @@ def random_blocks(kind: str, experts: int, size: int, rows: int | None = None, s
     rng = np.random.default_rng(0)
     rows = rows or size
     blocks = rng.integers(0, 256, (experts, rows, size // weights, octets), np.uint8)
-    two, elsewhere = (0, 2), {"Q3_K": 108, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}
-    at = two if kind in ("Q4_K", "Q5_K") else (elsewhere.get(kind, 0),)
+    places = {"Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "Q2_K": (80, 82)}
+    places |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
     if kind == "MXFP4":
         blocks[..., 0] = rng.integers(100, 150, blocks.shape[:-1])
     elif kind == "NVFP4":
@@ -204,7 +205,7 @@ def random_blocks(kind: str, experts: int, size: int, rows: int | None = None, s
     elif kind == "IQ1_M":
         blocks[..., 55] &= 0xBF  # the exponent's highest bit
     else:
-        for i in at:
+        for i in places.get(kind, (0,)):
             scales = rng.normal(0, spread, blocks.shape[:-1]).astype("<f2")
             blocks[..., i : i + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(experts, rows, -1)
@@ -271,6 +272,11 @@ def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
     """What layout marlin packs has llama.cpp's numbers, too."""
     blocks = random_blocks(kind, 2, 256)
     format = find_format(open_checkpoint(small_file(tmp_path / "model.gguf", kind, blocks)))
+    if CARRIED[kind].kind in ("q2_k", "q4_1", "q5_1"):
+        refused = f"format {CARRIED[kind].kind}; layout marlin carries int4, .*q6_k$"
+        with pytest.raises(CheckpointError, match=refused):
+            choose_experts(format, "marlin", None, "exact")
+        return
     if CARRIED[kind].group_size == 16 and kind != "NVFP4":
         with pytest.raises(CheckpointError, match="group_size is 16, the CUDA kernels take -1, 32 and powers of two"):
             choose_experts(format, "marlin", None, "bf16")
@@ -503,6 +509,78 @@ def test_a_file_with_unsloths_mix_of_types(tmp_path: Path) -> None:
     assert len(generator.generate([5, 6], 3).tokens) == 3
 
 
+#: GGUF's name -> type of a file whose types have minima
+MINIMA = {
+    "token_embd": "Q2_K",
+    "attn_q": "Q4_1",
+    "attn_k": "Q4_1",
+    "attn_v": "Q4_1",
+    "attn_output": "Q5_1",
+    "ffn_down_exps": "Q5_1",
+    "ffn_gate_exps": "Q2_K",
+    "ffn_up_exps": "Q2_K",
+    "output": "Q2_K",
+}
+
+
+def with_minima(found: dict[str, Any]) -> dict[str, Any]:
+    """Give matrices the types of :data:`MINIMA`: by gguf-py's quantizer, or, of Q2_K, which it lacks, by hand."""
+    made = dict(found)
+    for name, old in found.items():
+        if (kind := MINIMA.get(re.sub(r"^blk\.\d+\.|\.weight$", "", name))) is None:
+            continue
+        weights = gguf.dequantize(old.data, old.tensor_type)
+        type_ = gguf.GGMLQuantizationType[kind]
+        made[name] = (q2_k_blocks(weights) if kind == "Q2_K" else gguf.quantize(weights, type_)), type_
+    return made
+
+
+def q2_k_blocks(weights: np.ndarray) -> np.ndarray:
+    """Quantize [.., K] to block_q2_K: 16 bytes of scales and minima, 64 of pairs of bits, two f16."""
+    groups = weights.reshape(*weights.shape[:-1], -1, 16, 16)
+    minima = np.maximum(-groups.min(-1), 0)
+    scales = (groups.max(-1) + minima) / 3
+    d, d_min = (np.float16(part.max(-1, keepdims=True) / 15) for part in (scales, minima))
+    levels = [np.rint(part / unit).clip(0, 15).astype(np.uint8) for part, unit in ((scales, d), (minima, d_min))]
+    exact = [(unit * part)[..., None] for part, unit in zip(levels, (d, d_min), strict=True)]
+    codes = np.rint((groups + exact[1]) / np.where(exact[0] > 0, exact[0], 1)).clip(0, 3).astype(np.uint8)
+    pairs = codes.reshape(*codes.shape[:-2], 2, 4, 32)
+    packed = np.bitwise_or.reduce(pairs << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=-2)
+    parts = [levels[0] | levels[1] << 4, packed.reshape(*codes.shape[:-2], 64), d.view(np.uint8), d_min.view(np.uint8)]
+    return np.concatenate(parts, axis=-1).reshape(*weights.shape[:-1], -1)
+
+
+def test_a_file_with_minima(tmp_path: Path) -> None:
+    """Q4_1, Q5_1 and Q2_K keep their bits, also in the table of tokens, and the model has transformers' logits."""
+    path = rewritten("qwen3moe-Q6_K", tmp_path / "model.gguf", tensors=with_minima)
+    assert {row["type"]: row["scheme"] for row in survey(path)["types"] if row["bits"] < 8} == {
+        kind: f"GGUF {kind}" for kind in MINIMA.values()
+    }
+    report = export(path, tmp_path / "out", activations="float", cache="f32", logits="all")
+    assert not report.dequantized
+    generator = Generator(tmp_path / "out")
+    found = generator.step(LOGITS["ids"][None], generator.start())[0].reshape(len(LOGITS["ids"]), -1)
+    model = dequantized(Skeleton(find_format(open_checkpoint(path))))
+    with torch.no_grad():
+        want = model(torch.from_numpy(LOGITS["ids"][None])).logits[0].numpy()
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_dry_run_says_how_a_type_grows(kind: str, tmp_path: Path) -> None:
+    """By the bits that the packed rows have, without their tails, which are of rows."""
+    weights, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    path = small_file(tmp_path / "model.gguf", kind, random_blocks(kind, 2, 256))
+    ((_, spec),) = next(iter(choose_experts(find_format(open_checkpoint(path)), "cpu_panel", None, "exact").values()))
+    tails = 256 * (12 if SCHEMES[spec.w2.format].table.min() == -6 else 8)
+    bits = (cpu_panel.row_bytes(spec, "w2") - tails) * 8 / 256**2
+    said = survey(path)["types"][0]["scheme"]
+    if bits == 8 * octets / weights:
+        assert said == f"GGUF {kind}"
+    else:
+        assert said.endswith(f": {bits:.4g} bits a weight, the file has {8 * octets / weights:.4g}")
+
+
 def test_inspect_shows_types(capsys: pytest.CaptureFixture[str]) -> None:
     """Bits are the file's: all rows together have the bytes of its tensors."""
     path = FILES / "qwen35moe-Q4_K_M.gguf"
@@ -511,12 +589,14 @@ def test_inspect_shows_types(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(row["weights"] * row["bits"] for row in rows) == 8 * data
     found = {(row["part"], row["type"]): row for row in rows}
     experts = found["experts, gate and up", "Q4_K"]
-    assert (experts["bits"], experts["weights"], experts["scheme"]) == (4.5, 4 * 2 * 2 * 32 * 256, "GGUF Q4_K")
+    scheme = "GGUF Q4_K, carried as q4_k: 4.625 bits a weight, the file has 4.5"
+    assert (experts["bits"], experts["weights"], experts["scheme"]) == (4.5, 4 * 2 * 2 * 32 * 256, scheme)
     assert experts["kernel"].startswith("panel_")
     assert not found["norms and biases", "F32"]["kernel"]
     print_survey(survey(path))
     shown = " ".join(capsys.readouterr().out.split())  # lines of any width
-    assert "experts, gate and up: Q4_K, 0.1 M weights, 4.5 bits each; CPU kernel here: panel_" in shown
+    row = "experts, gate and up: Q4_K, 0.1 M weights, 4.5 bits each; carried as q4_k: 4.625 bits a weight, the file has"
+    assert f"{row} 4.5; CPU kernel here: panel_" in shown
     assert "bits a weight" in shown
 
 

@@ -93,10 +93,11 @@ inline double value_at(int type, const void* data, int64_t i) {
   return to_float(static_cast<const uint16_t*>(data)[i], type == QM_F16);
 }
 
-// What q4_k, q5_k and q6_k are carried with.
+// What the formats from q4_k on are carried with: one group size and type of scales each.
 inline void set_two_levels(qm_projection* p) {
-  p->group_size = 256;
-  p->scale_type = p->format == quantmoe::k_format_q6_k ? quantmoe::k_scale_type_k16 : quantmoe::k_scale_type_k32;
+  for (int32_t group_size : {256, 32})
+    for (int32_t type = 0; type < quantmoe::count_values("scale_type"); ++type)
+      if (quantmoe::takes_k_scales(p->format, group_size, type)) p->group_size = group_size, p->scale_type = type;
   p->block_n = 1;
   p->zero_points = 0;
 }

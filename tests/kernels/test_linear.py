@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from arithmetic import Span, assert_within, quant_linear
 from bounds import check_linear, weights
-from cases import FLOAT_ACTIVATIONS, INT4, INT8, INT8_ACTIVATIONS, NVFP4, ONE_OF_EACH, Case
+from cases import FLOAT_ACTIVATIONS, GGML, INT4, INT8, INT8_ACTIVATIONS, NVFP4, ONE_OF_EACH, Case
 from specs import linear_spec
 
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -38,6 +38,9 @@ CASES = [
     Case(weights=("mxfp4", "e8m0", False)),
     Case(intermediate=300, weights=("q5_k", "k32", False), bias=True),
     Case(intermediate=520, weights=("q6_k", "k16", False), act_order="shared"),
+    Case(intermediate=520, weights=GGML["q2_k"], act_order="shared"),
+    Case(intermediate=300, weights=GGML["q4_1"], bias=True),
+    Case(intermediate=300, weights=GGML["q5_1"], activation_format="none"),
     # Rows longer than what AVX2's prompts unpack at a time: whole groups of it, and parts of groups.
     Case(intermediate=1100),
     Case(intermediate=1100, group_size=96, weights=("int4", "f16", True)),
@@ -46,11 +49,13 @@ CASES = [
     Case(intermediate=1100, group_size=16, weights=INT8),
     Case(intermediate=1100, weights=("mxfp4", "e8m0", False)),
     Case(intermediate=1100, weights=NVFP4, group_size=16, activation_format="nvfp4"),
-    Case(intermediate=1100, weights=("q4_k", "k32", False)),
+    Case(intermediate=1100, weights=GGML["q4_k"]),
+    Case(intermediate=1100, weights=GGML["q2_k"]),
+    Case(intermediate=1100, weights=GGML["q4_1"]),
     *(
         Case(intermediate=k, weights=w, group_size=g, activation_format="int8_group", act_order=order)
         for k, order in ((1100, "none"), (1120, "shared"))
-        for w in (*ONE_OF_EACH[:-1], ("q4_k", "k32", False), ("q6_k", "k16", False))
+        for w in (*ONE_OF_EACH[:-1], GGML["q4_k"], GGML["q6_k"], GGML["q2_k"], GGML["q5_1"])
         for g in (-1, 16, 32, 128)
     ),
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),
@@ -109,9 +114,7 @@ def test_same_bytes_on_every_kernel(case: Case, kernel: str, monkeypatch: pytest
         (("int4", "bf16", True), 128),
         (("mxfp4", "e8m0", False), 32),
         (NVFP4, 16),
-        (("q4_k", "k32", False), 32),
-        (("q5_k", "k32", False), 32),
-        (("q6_k", "k16", False), 16),
+        *((weights, 32) for weights in GGML.values()),
     ],
     ids=str,
 )

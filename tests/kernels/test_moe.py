@@ -11,9 +11,9 @@ from cases import (
     CASES,
     FLOAT_ACTIVATIONS,
     FP8,
+    GGML,
     INT4,
     INT8_ACTIVATIONS,
-    K_QUANTS,
     NVFP4,
     ONE_OF_EACH,
     WEIGHTS,
@@ -114,7 +114,7 @@ def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("activation_format", ["int8_token", "int8_group"])
-@pytest.mark.parametrize("weights", [*ONE_OF_EACH[:-1], *K_QUANTS.values()], ids=str)
+@pytest.mark.parametrize("weights", [*ONE_OF_EACH[:-1], *GGML.values()], ids=str)
 @pytest.mark.parametrize("kernel", USABLE)
 def test_the_largest_products_do_not_saturate(
     kernel: str, weights: tuple[str, str, bool], activation_format: str, monkeypatch: pytest.MonkeyPatch

@@ -11,14 +11,16 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from arithmetic import SECOND, SIGMOID, SMALLEST_SIGMOID, TINY, Span, U, Weights, assert_within
+from arithmetic import GGML, SECOND, SIGMOID, SMALLEST_SIGMOID, TINY, Span, U, Weights, assert_within
 
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec
 
 #: rows of a panel and bits of a code (2.1, 2.7, 2.8)
 PANELS = {"int4": (8, 4), "int8": (4, 8), "mxfp4": (8, 4), "nvfp4": (8, 4), "fp8_e4m3": (16, 8), "bf16": (16, 16),
-          "f16": (16, 16), "q4_k": (16, 4), "q5_k": (16, 5), "q6_k": (16, 6)}  # fmt: skip
-SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "k32": 20, "k16": 18}
+          "f16": (16, 16), "q4_k": (16, 4), "q5_k": (16, 5), "q6_k": (16, 6), "q2_k": (16, 2), "q4_1": (16, 4),
+          "q5_1": (16, 5)}  # fmt: skip
+SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "k32": 20, "k16": 18, "k16_minima": 20,
+               "f16_minima": 4}  # fmt: skip
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float64)
 
 
@@ -49,7 +51,7 @@ class Matrix:
     def __init__(self, p: Projection, n: int, k: int):
         self.p, self.n, self.k = p, n, k
         self.nr, self.bits = PANELS[p.format]
-        self.two_levels = p.format in ("q4_k", "q5_k", "q6_k")
+        self.two_levels = p.format in GGML
         self.integer = p.format in ("int4", "int8") or self.two_levels
         self.by_column = p.format in ("fp8_e4m3", "bf16", "f16")
         self.grouped = not self.integer or bool(p.zero_points) or p.group_size != -1
@@ -120,31 +122,40 @@ class Matrix:
         return found
 
     def decode_two_levels(self, data: np.ndarray) -> Weights:
-        """The same of panels with scales of two levels (2.10)."""
+        """The same of panels with scales of two levels, or minima (2.10)."""
         body = data[:, : -self.tail_bytes].reshape(self.panels, self.blocks, self.block_bytes)
         tail = data[:, -self.tail_bytes :].reshape(self.panels, 2, 16, 4)
-        chunk, values = 64 * self.bits, np.empty((self.panels, 16, self.blocks, 256))
-        for column in range(256):
+        chunk, values = 64 * self.bits, np.empty((self.panels, 16, self.blocks, self.block))
+        for column in range(self.block):
             c, j, i = column // 32, column % 32 // 4, column % 4
             at = c * chunk + 4 * np.arange(16) + i
-            code = body[:, :, at + 64 * (j % 4)] >> (0 if j < 4 else 4) & 15
+            if self.bits == 2:
+                code = body[:, :, at + 64 * (j // 4)] >> 2 * (j % 4) & 3
+            else:
+                code = body[:, :, at + 64 * (j % 4)] >> (0 if j < 4 else 4) & 15
             if self.bits == 5:
                 code = code + 16 * (body[:, :, at + 256] >> j & 1)
             if self.bits == 6:
                 code = code + 16 * (body[:, :, at + 256 + 64 * (j // 4)] >> 2 * (j % 4) & 3)
             values[..., column] = code.transpose(0, 2, 1)
         levels = []
-        minima, groups = self.bits < 6, 8 if self.bits < 6 else 16
+        minima, groups = self.bits < 6, self.block // (16 if self.bits in (2, 6) else 32)
         for which in range(1 + minima):
             at = self.code_bytes + 32 * which
             d = number(body[:, :, at : at + 32].reshape(self.panels, self.blocks, 16, 2), "f16")
             at = self.code_bytes + 32 * (1 + minima) + 16 * groups * which
-            n = np.ascontiguousarray(body[:, :, at : at + 16 * groups]).view(np.int8)
+            if self.bits == 2:  # of both the same bytes
+                at = self.code_bytes + 64
+                n = body[:, :, at : at + 16 * groups] >> 4 * which & 15
+            elif self.block == 32:
+                n = np.ones((self.panels, self.blocks, 16), np.int8)
+            else:
+                n = np.ascontiguousarray(body[:, :, at : at + 16 * groups]).view(np.int8)
             product = n.reshape(self.panels, self.blocks, groups, 16) * d[:, :, None]
             levels.append(self.rows(product.transpose(0, 3, 1, 2).reshape(self.panels, 16, -1)))
         found = Weights(
             self.p.format,
-            256 // groups,
+            self.block // groups,
             False,
             self.rows(values.reshape(self.panels, 16, -1))[:, : self.k] - (0 if minima else 32),
             levels[0],

@@ -39,6 +39,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import enum
+from quantmoe.custom_ops.schemes import SCHEMES
 
 KERNELS = [name for name, usable in native.kernels().items() if usable]
 #: input types and their quiet NaNs (FORMAT.md 4.3)
@@ -60,6 +61,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], float]] = {
     "q4_k": (("k32",), 4.6),
     "q5_k": (("k32",), 9.2),
     "q6_k": (("k16",), 18.5),
+    "q2_k": (("k16_minima",), 1.1),
+    "q4_1": (("f16_minima",), 4.6),
+    "q5_1": (("f16_minima",), 9.2),
 }
 #: ranges of exp(a_log): usual, near 1, near 0
 DECAYS = ((0.01, 16.0), (0.01, 16.0), (1e-6, 1e-3), (10.0, 1000.0))
@@ -130,7 +134,7 @@ class Draw:
             format_,
             activation_format,
             self.one_of(*FORMATS[format_][0]),
-            -1 if format_ in ("bf16", "f16") else 256 if format_[0] == "q" else group_size,
+            -1 if format_ in ("bf16", "f16") else SCHEMES[format_].group_size if format_[0] == "q" else group_size,
             self.one_of(1, 16, 128, self.int(2, 40)) if format_ == "fp8_e4m3" else 1,
             zero_points=format_ in ("int4", "int8") and self.chance(0.5),
             bias=self.chance(0.4),
@@ -153,22 +157,25 @@ class Draw:
         if kind.format in ("bf16", "f16"):
             values = (rng.normal(0, unit, (n, k))).astype(SCALE_DTYPES[kind.format])
             return QuantizedMatrix(kind.format, values.view(np.uint16), np.ones((n, 1), np.float32), -1, **found)
-        codes_of = {"q5_k": 32, "q6_k": 64}.get(
-            kind.format, 16 if kind.format[-1] == "4" or kind.format == "q4_k" else 256
-        )
+        codes_of = 1 << SCHEMES[kind.format].bits
         codes = rng.integers(0, codes_of, (n, k), dtype=np.uint8)
         if self.chance(0.1):
             codes[self.int(0, n - 1)] = self.one_of(0, codes_of // 2, codes_of - 1)
         if kind.format == "fp8_e4m3":
             codes[codes & 0x7F == 0x7F] ^= 1  # not numbers
         if kind.format[0] == "q":
-            levels = np.zeros((n, -(-k // 256)), SCALE_DTYPES[kind.scale_type])
+            levels = np.zeros((n, -(-k // kind.group_size)), SCALE_DTYPES[kind.scale_type])
+            names = levels.dtype.names
             for factor, of_groups in (("d", "scales"), ("d_min", "minima")):
-                if factor in levels.dtype.names:
-                    levels[factor] = rng.uniform(0.3, 1.5, levels.shape) * min(unit, 1) / 32
+                if factor in names:
+                    size = 32 if of_groups in names else 8 if "levels" in names else 1
+                    levels[factor] = rng.uniform(0.3, 1.5, levels.shape) * min(unit, 1) / size
                     low = -128 if kind.signed or factor == "d" else 0
-                    levels[of_groups] = rng.integers(low, 128, levels[of_groups].shape)
-            return QuantizedMatrix(kind.format, codes, levels, 256, **found)
+                    if of_groups in names:
+                        levels[of_groups] = rng.integers(low, 128, levels[of_groups].shape)
+            if "levels" in names:
+                levels["levels"] = rng.integers(0, 256, levels["levels"].shape)
+            return QuantizedMatrix(kind.format, codes, levels, kind.group_size, **found)
         groups = 1 if kind.group_size == -1 else -(-k // kind.group_size)
         shape = -(-n // kind.block_n), groups
         scales = rng.uniform(0.3, 1.5, shape)

@@ -25,6 +25,8 @@ from quantmoe.custom_ops.op import MoESpec
 U, TINY, SECOND = 2.0**-24, 2.0**-150, 1 + 2.0**-10
 LARGEST = float(np.finfo(np.float32).max)
 
+#: formats of 2.10
+GGML = ("q4_k", "q5_k", "q6_k", "q2_k", "q4_1", "q5_1")
 #: float activations: bits after the point, smallest exponent, largest value, features of a group (0: the row)
 FLOATS = {
     "fp8_token": (3, -6, 448.0, 0),
@@ -71,7 +73,7 @@ class Weights:
         perm: [K], column j takes feature perm[j]; None when the node has none.
         pre_scale: float32 [K] by feature; or None.
         stored: the input scale; 0 when there is none.
-        minima: float64 [N, G] of q4_k and q5_k, what the groups' weights are less by (2.10); None elsewhere.
+        minima: float64 [N, G] of GGML's except q6_k, what the groups' weights are less by (2.10); None elsewhere.
     """
 
     format: str
@@ -89,7 +91,7 @@ class Weights:
     @property
     def two_levels(self) -> bool:
         """Panels of 2.10; group_size is that of the groups, 32 or 16."""
-        return self.format in ("q4_k", "q5_k", "q6_k")
+        return self.format in GGML
 
     @property
     def group(self) -> int:
@@ -430,21 +432,23 @@ def _stepped_sums(x: Rounded, w: Weights) -> tuple[np.ndarray, np.ndarray, np.nd
     for first in range(0, k, columns):
         step = x.steps[:, first // columns][:, None]
         all_, of_step = np.zeros((p, n)), np.zeros((p, n))
-        for begin in range(first, min(first + columns, k), size):
-            part, scale = slice(begin, min(begin + size, first + columns)), w.scales[:, begin // group]
+        end = min(first + columns, k)
+        for begin in range(first, end, size):
+            part, scale = slice(begin, min(begin + size, end)), w.scales[:, begin // group]
             all_ = all_ + (x.value[:, part] @ w.values[:, part].T) * scale
             if not w.channelwise:
                 of_step = of_step + U * np.abs(all_) + TINY * step
             largest = np.maximum(largest, np.where(step > 0, np.abs(all_) / np.maximum(step, TINY), 0))
-        acc = acc + all_
-        factor = np.abs(w.scales[:, 0]) if w.channelwise else 1
-        error = error + of_step + U * np.abs(acc) + TINY * factor
-        largest = np.maximum(largest, np.abs(acc))
-        if minima is not None:
-            of_tokens, minimum = x.value[:, part].sum(1, keepdims=True), minima[:, first // group]
-            acc = acc - of_tokens * minimum
-            error = error + (U * np.abs(of_tokens) + TINY) * np.abs(minimum) + U * np.abs(acc) + TINY
-            largest = np.maximum(largest, np.abs(acc))
+            if begin + size >= end:
+                acc = acc + all_
+                factor = np.abs(w.scales[:, 0]) if w.channelwise else 1
+                error = error + of_step + U * np.abs(acc) + TINY * factor
+                largest = np.maximum(largest, np.abs(acc))
+            if minima is not None:
+                of_tokens, minimum = x.value[:, part].sum(1, keepdims=True), minima[:, begin // group]
+                acc = acc - of_tokens * minimum
+                error = error + (U * np.abs(of_tokens) + TINY) * np.abs(minimum) + U * np.abs(acc) + TINY
+                largest = np.maximum(largest, np.abs(acc))
     if w.channelwise:
         error = error + U * np.abs(acc) + TINY
     return acc, error, largest

@@ -5,22 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from arithmetic import Weights, assert_within, exactly, quant_linear, quant_moe
+from arithmetic import GGML, Weights, assert_within, exactly, quant_linear, quant_moe
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix, levels
+from quantmoe.custom_ops.matrix import QuantizedMatrix, k_group, levels
 from quantmoe.custom_ops.op import MoESpec, Projection
 
 
 def weights(m: QuantizedMatrix, p: Projection) -> Weights:
     """The matrix of a node whose projection is ``p``."""
-    integer = m.kind in ("int4", "int8", "q4_k", "q5_k", "q6_k")
-    values, group, minima = m.values(), m.group_size, None
+    integer = m.kind in ("int4", "int8", *GGML)
+    values, group, minima = m.values(), k_group(m), None
     if m.scales.dtype.names is None:
         scales = np.repeat(m.scales.astype(np.float64), m.block_n, axis=0)[: len(m.codes)]
     else:
-        group = 16 if m.kind == "q6_k" else 32
         scales, minima = (part.reshape(len(values), -1) for part in levels(m.scales, np.float64))
     multiplier = np.full(len(values), np.float32(m.global_scale or 1), np.float64)
     if m.kind in ("mxfp4", "nvfp4"):

@@ -51,8 +51,8 @@ class Case:
             object.__setattr__(self, "activation_format", "none")
         if self.weights[0] in ("bf16", "f16"):
             object.__setattr__(self, "group_size", -1)
-        if self.weights[0] in K_QUANTS:
-            object.__setattr__(self, "group_size", 256)
+        if self.weights[0] in GGML:
+            object.__setattr__(self, "group_size", SCHEMES[self.weights[0]].group_size)
 
     @property
     def stored_scale(self) -> bool:
@@ -71,8 +71,9 @@ class Case:
         codes = rng.integers(0, top, (n, k), dtype=np.uint8)
         if kind == "fp8_e4m3":
             codes[codes & 0x7F == 0x7F] -= 1  # NaN
-        if kind in K_QUANTS:
-            return QuantizedMatrix(kind, codes, two_levels(rng, kind, n, k), 256, **self.extras(rng, n, k, perm))
+        if kind in GGML:
+            scales = two_levels(rng, kind, n, k)
+            return QuantizedMatrix(kind, codes, scales, self.group_size, **self.extras(rng, n, k, perm))
         spread = np.nanstd(SCHEMES[kind].table) * np.sqrt(k)  # products keep unit variance
         global_scale = float(np.float32(rng.uniform(0.5, 1.5) / spread)) if kind == "nvfp4" else None
         scales = rng.uniform(0.5, 1.5, shape) / (1 if global_scale else spread)
@@ -181,13 +182,21 @@ def assert_same(a: QuantizedMatrix | None, b: QuantizedMatrix | None) -> None:
 
 
 def two_levels(rng: np.random.Generator, kind: str, n: int, k: int) -> np.ndarray:
-    """Scales of two levels [n, ceil(k / 256)], of either sign, that bring products to unit variance."""
-    scales = np.zeros((n, -(-k // 256)), SCALE_DTYPES[SCHEMES[kind].scale_type])
-    spread = np.std(SCHEMES[kind].table) * np.sqrt(k)
-    for factor, codes, unit in (("d", "scales", spread * 64), ("d_min", "minima", 64 * k**0.5)):
-        if factor in scales.dtype.names:
+    """Scales with fields [n, blocks], of either sign, that bring products to unit variance."""
+    scheme = SCHEMES[kind]
+    scales = np.zeros((n, -(-k // scheme.group_size)), SCALE_DTYPES[scheme.scale_type])
+    names = scales.dtype.names
+    level = 64 if "scales" in names else 8 if "levels" in names else 1
+    spread = np.std(scheme.table) * np.sqrt(k)
+    for factor, codes, unit in (("d", "scales", spread * level), ("d_min", "minima", level * k**0.5)):
+        if factor in names:
             scales[factor] = rng.uniform(0.5, 1.5, scales.shape) / unit
-            scales[codes] = rng.integers(-128, 128, scales[codes].shape)
+            if codes in names:
+                scales[codes] = rng.integers(-128, 128, scales[codes].shape)
+            else:
+                scales[factor] *= rng.choice([1, -1], scales.shape)
+    if "levels" in names:
+        scales["levels"] = rng.integers(0, 256, scales["levels"].shape)
     return scales
 
 
@@ -195,9 +204,15 @@ INT4, INT8, FP8 = ("int4", "bf16", False), ("int8", "bf16", False), ("fp8_e4m3",
 NVFP4 = ("nvfp4", "e4m3", False)
 FLOATS = ("fp8_e4m3", "bf16", "f16")
 K_QUANTS = {"q4_k": ("q4_k", "k32", False), "q5_k": ("q5_k", "k32", False), "q6_k": ("q6_k", "k16", False)}
+#: and what CUDA's kernels do not run
+GGML = K_QUANTS | {
+    "q2_k": ("q2_k", "k16_minima", False),
+    "q4_1": ("q4_1", "f16_minima", False),
+    "q5_1": ("q5_1", "f16_minima", False),
+}
 #: kind, scale type, zero points: all that cpu_panel carries
 WEIGHTS = [
-    *K_QUANTS.values(),
+    *GGML.values(),
     *((k, s, z) for k in ("int4", "int8") for s in ("f32", "f16", "bf16") for z in (False, True)),
     ("mxfp4", "e8m0", False),
     NVFP4,
@@ -247,13 +262,13 @@ CASES = [
     Case(weights=("mxfp4", "e8m0", False), bias=True, activation="swiglu_oai", hidden=90, intermediate=90),
     *(
         Case(weights=w, activation_format=a, **sizes)
-        for w in K_QUANTS.values()
+        for w in GGML.values()
         for a in ("none", *INT8_ACTIVATIONS)
         for sizes in ({"hidden": 512, "intermediate": 256}, {"hidden": 100, "intermediate": 290, "bias": True})
     ),
     *(
         Case(weights=w, activation_format=a, hidden=290, intermediate=40, act_order="split", pre_scale=True)
-        for w in K_QUANTS.values()
+        for w in GGML.values()
         for a in ("none", "int8_token_asym", "int8_group", "fp8_token")
     ),
     *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "swiglu_clamp")),

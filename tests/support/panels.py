@@ -24,12 +24,15 @@ ROWS = {
     "q4_k": 16,
     "q5_k": 16,
     "q6_k": 16,
+    "q2_k": 16,
+    "q4_1": 16,
+    "q5_1": 16,
 }
 #: formats that are multiplied column by column
 COLUMNS = ("fp8_e4m3", "bf16", "f16")
 INTEGERS = ("int4", "int8")
-#: bits beyond the nibbles
-K_QUANTS = {"q4_k": 0, "q5_k": 1, "q6_k": 2}
+#: ggml's with scales of two levels, or minima: bits beyond the nibbles; q2_k has no nibbles
+GGML = {"q4_k": 0, "q5_k": 1, "q6_k": 2, "q2_k": 2, "q4_1": 0, "q5_1": 1}
 
 
 def reference_rows(expert: Expert, spec: MoESpec) -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +72,7 @@ def _own_scales(m: QuantizedMatrix) -> QuantizedMatrix:
 
 def reference_panels(m: QuantizedMatrix) -> np.ndarray:
     """Panels of one matrix: uint8 [panels, bytes of a panel]. The definition the native packer is tested against."""
-    if m.kind in K_QUANTS:
+    if m.kind in GGML:
         return _reference_k_panels(m)
     if not _plain(m):
         return _reference_scaled_panels(m)
@@ -155,15 +158,17 @@ def _reference_scaled_panels(m: QuantizedMatrix) -> np.ndarray:
 
 
 def _reference_k_panels(m: QuantizedMatrix) -> np.ndarray:
-    """Panels with two levels of scales: FORMAT.md 2.10."""
-    (n, k), blocks, high = m.shape, m.scales.shape[1], K_QUANTS[m.kind]
-    panels = -(-n // 16)
+    """Panels with two levels of scales, or minima: FORMAT.md 2.10."""
+    (n, k), blocks, high = m.shape, m.scales.shape[1], GGML[m.kind]
+    panels, columns = -(-n // 16), m.group_size
     rows = np.minimum(np.arange(panels * 16), n - 1)
-    codes, real = np.zeros((2, panels * 16, blocks * 256), np.uint8)
+    codes, real = np.zeros((2, panels * 16, blocks * columns), np.uint8)
     codes[:, :k], real[:, :k] = m.codes[rows], 1
     # [panels, blocks, chunks, fours, rows, columns]
-    fours = codes.reshape(panels, 16, blocks, 8, 8, 4).transpose(0, 2, 3, 4, 1, 5)
+    fours = codes.reshape(panels, 16, blocks, columns // 32, 8, 4).transpose(0, 2, 3, 4, 1, 5)
     planes = [fours[:, :, :, j] & 15 | fours[:, :, :, j + 4] << 4 & 0xF0 for j in range(4)]
+    if m.kind == "q2_k":
+        planes, fours = [], fours << 4
     for plane in range(high):
         of_plane = range(4 * plane, 4 * plane + 4) if high == 2 else range(8)
         planes.append(sum((fours[:, :, :, j] >> 4) << (i * high) for i, j in enumerate(of_plane)))
@@ -172,18 +177,25 @@ def _reference_k_panels(m: QuantizedMatrix) -> np.ndarray:
     body += [_bytes(stored[name].transpose(0, 2, 1)).reshape(panels, blocks, -1)
              for name in ("d", "d_min") if name in stored.dtype.names]  # fmt: skip
     body += [_bytes(stored[name].transpose(0, 2, 3, 1)).reshape(panels, blocks, -1)
-             for name in ("scales", "minima") if name in stored.dtype.names]  # fmt: skip
+             for name in ("scales", "minima", "levels") if name in stored.dtype.names]  # fmt: skip
     sums = np.zeros(panels * 16, np.float32)
-    groups, wide = (8, 32) if high < 2 else (16, 16)
-    values = ((codes.astype(np.int32) - (32 if high == 2 else 0)) * real).reshape(-1, blocks, groups, wide).sum(3)
+    wide = 16 if high == 2 else 32
+    groups, minima = columns // wide, m.kind != "q6_k"
+    values = ((codes.astype(np.int32) - (0 if minima else 32)) * real).reshape(-1, blocks, groups, wide).sum(3)
     counts = real.reshape(-1, blocks, groups, wide).sum(3, dtype=np.int32)
     flat = m.scales[rows]
+    one = np.ones((panels * 16, blocks, groups), np.float32)
+    if m.kind == "q2_k":
+        levels = (flat["levels"] & 15).astype(np.float32), (flat["levels"] >> 4).astype(np.float32)
+    else:
+        levels = tuple(flat[name].astype(np.float32) if name in flat.dtype.names else one
+                       for name in ("scales", "minima"))  # fmt: skip
     for b in range(blocks):
         for g in range(groups):
-            d = flat["d"][:, b].astype(np.float32) * flat["scales"][:, b, g].astype(np.float32)
+            d = flat["d"][:, b].astype(np.float32) * levels[0][:, b, g]
             sums = sums + values[:, b, g].astype(np.float32) * d
-            if high < 2:
-                minimum = flat["d_min"][:, b].astype(np.float32) * flat["minima"][:, b, g].astype(np.float32)
+            if minima:
+                minimum = flat["d_min"][:, b].astype(np.float32) * levels[1][:, b, g]
                 sums = sums - counts[:, b, g].astype(np.float32) * minimum
     bias = np.zeros(panels * 16, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
     tail = [_bytes(a.reshape(panels, 16)) for a in (sums, bias)]

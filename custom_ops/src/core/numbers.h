@@ -14,24 +14,37 @@ constexpr int scale_size(int32_t scale_type) {
          : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2
          : scale_type == k_scale_type_k32                                    ? 20
          : scale_type == k_scale_type_k16                                    ? 18
+         : scale_type == k_scale_type_k16_minima                             ? 20
+         : scale_type == k_scale_type_f16_minima                             ? 4
                                                                              : 1;
 }
 constexpr bool is_integer(int32_t format) { return format == k_format_int4 || format == k_format_int8; }
 constexpr bool is_e2m1(int32_t format) { return format == k_format_mxfp4 || format == k_format_nvfp4; }
-constexpr bool is_k(int32_t format) { return format >= k_format_q4_k && format <= k_format_q6_k; }
+constexpr bool is_k(int32_t format) { return format >= k_format_q4_k && format <= k_format_q5_1; }
+// Of ggml's types with minima, or scales of two levels: features that share a scale, and whether they have a minimum.
+constexpr int k_group(int32_t format) { return format == k_format_q6_k || format == k_format_q2_k ? 16 : 32; }
+constexpr bool has_minima(int32_t format) { return is_k(format) && format != k_format_q6_k; }
 constexpr int code_bits(int32_t format) {
-  static_assert(count_values("format") == 10, "a new format: its bits, and is_integer, is_e2m1");
+  static_assert(count_values("format") == 13, "a new format: its bits, and is_integer, is_e2m1");
   return format == k_format_bf16 || format == k_format_f16        ? 16
          : format == k_format_int8 || format == k_format_fp8_e4m3 ? 8
-         : is_k(format)                                           ? 4 + format - k_format_q4_k
+         : format == k_format_q6_k                                ? 6
+         : format == k_format_q5_k || format == k_format_q5_1     ? 5
+         : format == k_format_q2_k                                ? 2
                                                                   : 4;
 }
 
-// ggml's K-quants: the one group size and type of scales of each.
+// The one group size and type of scales of each.
 constexpr bool takes_k_scales(int32_t format, int32_t group_size, int32_t scale_type) {
-  return group_size == 256 && scale_type == (format == k_format_q6_k ? k_scale_type_k16 : k_scale_type_k32);
+  if (format == k_format_q4_1 || format == k_format_q5_1)
+    return group_size == 32 && scale_type == k_scale_type_f16_minima;
+  return group_size == 256 && scale_type == (format == k_format_q6_k   ? k_scale_type_k16
+                                             : format == k_format_q2_k ? k_scale_type_k16_minima
+                                                                       : k_scale_type_k32);
 }
-constexpr const char* kKScales = "q4_k and q5_k have k32 scales, q6_k has k16 scales, in groups of 256";
+constexpr const char* kKScales =
+    "q4_k and q5_k have k32 scales, q6_k has k16 and q2_k k16_minima scales, in groups of 256; q4_1 and q5_1 have "
+    "f16_minima scales in groups of 32";
 
 // Whether the row holds the scales that its activations are quantized with.
 inline bool has_input_scales(const qm_projection& w) {

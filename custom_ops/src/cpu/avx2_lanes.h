@@ -64,6 +64,11 @@ struct Avx2Lanes {
   static Floats floats(const Sums& sums) { return _mm256_cvtepi32_ps(sums.wide); }
   static Floats halves(const uint8_t* at) { return _mm256_cvtph_ps(load_half(at)); }
   static Floats int8s(const uint8_t* at) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_quarter(at))); }
+  template <bool high>
+  static Floats halves_of_bytes(const uint8_t* at) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(load_quarter(at));
+    return _mm256_cvtepi32_ps(high ? _mm256_srli_epi32(bytes, 4) : _mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+  }
   static Floats bf16s(const uint8_t* at) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(at)), 16));
   }

@@ -100,24 +100,24 @@ struct CodePanels {
       }
     }
   }
-  template <int kHigh>
+  template <int kBits>
   void load_k(const uint8_t* panel, const Piece& piece) {
-    using Levels = LevelsAt<V, kHigh>;
-    constexpr int kChunk = 256 + 64 * kHigh;
     Fours* to = codes;
     for (int64_t column = piece.column; column < piece.column + piece.spans * piece.columns; column += 32, to += 8) {
-      const uint8_t* chunk = panel + column / 256 * matrix.block_bytes + column % 256 / 32 * kChunk;
+      const uint8_t* chunk =
+          panel + column / matrix.block * matrix.block_bytes + column % matrix.block / 32 * KCodes<kBits>::kChunk;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
-        for (int v = 0; v < V::kCodeVectors; ++v) to[j][v] = load_codes<V, kHigh, j>(chunk + 4 * V::kRows * v);
+        for (int v = 0; v < V::kCodeVectors; ++v) to[j][v] = load_codes<V, kBits, j>(chunk + 4 * V::kRows * v);
       });
     }
     for (int v = 0; v < V::kCodeVectors; ++v)
       for (int i = 0; i < piece.spans; ++i) {
         const int64_t group = piece.span + i;
-        const Levels levels(panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes, V::kRows * v);
+        const LevelsAt<V, kBits> levels(matrix, panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes,
+                                        V::kRows * v);
         scales[i][v] = levels.scale(group % matrix.parts);
-        if constexpr (Levels::kMinima) minima[i][v] = levels.minimum(group % matrix.parts);
+        if constexpr (KCodes<kBits>::kMinima) minima[i][v] = levels.minimum(group % matrix.parts);
       }
   }
 
@@ -179,12 +179,15 @@ struct CodePanels {
       // Once: sums might be anywhere, and the compiler would read these for each.
       Floats scale[kVectors], minimum[kVectors];
       for (int v = 0; v < kVectors; ++v) scale[v] = of.scales[span][v], minimum[v] = of.minima[span][v];
+      const float* factors = reinterpret_cast<const float*>(start);  // of minima
       if constexpr (kCodes.steps == kPairStep)
         if (span % 2 == 0) {
-          QM_EACH_SUM of_pair[i][v] = V::multiply(V::floats(dot[i][v]), scale[v]);
+          QM_EACH_SUM {
+            of_pair[i][v] = V::multiply(V::floats(dot[i][v]), scale[v]);
+            if constexpr (kCodes.minima) sum[i][v] = V::negative_fma(V::broadcast(factors + i), minimum[v], sum[i][v]);
+          }
           continue;
         }
-      const float* factors = reinterpret_cast<const float*>(start);  // of minima
       const bool rows_have_scales = kCodes.steps == kSpanStep && !kCodes.minima && !of.matrix.grouped;
       if (rows_have_scales) {
         QM_EACH_SUM {
@@ -331,9 +334,10 @@ void multiply_integer_codes(const PanelProduct& product) {
   multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, kZero, kRowStep, false, kOffset}>(product);
 }
 
-template <class V, int kHigh, Steps kSteps>
+template <class V, int kBits, Steps kSteps>
 void multiply_k_codes(const PanelProduct& product) {
-  constexpr int kWidth = kHigh == 2 ? 4 : 8, kFours = V::template kFours<4 + kHigh>;
+  using Of = KCodes<kBits>;
+  constexpr int kFours = V::template kFours<4 + Of::kHigh>;
   const PanelMatrix& matrix = *product.matrix;
   CodePanels<V> of(matrix);
   for (int64_t index = 0; index < product.panel_count; ++index) {
@@ -341,9 +345,9 @@ void multiply_k_codes(const PanelProduct& product) {
     float* out = product.out + index % product.halves * product.half_stride + index / product.halves * matrix.nr;
     const uint8_t* ahead = panel + matrix.stride;
     for_tiles<V>(product, [&](const TokenTile* tiles, int64_t count, int tokens) {
-      of.template run<Codes{4, kFours, kWidth / kFours, false, kSteps, kHigh < 2, kHigh == 2}>(
+      of.template run<Codes{4, kFours, Of::kWidth / kFours, false, kSteps, Of::kMinima, !Of::kMinima}>(
           tiles, count, tokens, ahead, matrix.stride,
-          [&](const auto& piece) { of.template load_k<kHigh>(panel, piece); },
+          [&](const auto& piece) { of.template load_k<kBits>(panel, piece); },
           [&](const TokenTile& tile, int first) {
             const uint8_t* const tail = tile.data + (matrix.kp + 4 * matrix.spans()) * tile.m;
             for (int v = 0; v < V::kCodeVectors; ++v)
@@ -357,13 +361,16 @@ void multiply_k_codes(const PanelProduct& product) {
   }
 }
 
-// Steps: of a group, or of two of codes with 6 bits.
+// Steps: of a group, or of two with 16 columns.
 template <class V, Steps kSteps>
 void multiply_k_codes(const PanelProduct& product) {
   const int bits = product.matrix->bits;
-  if constexpr (V::kLeastGroup == 16)
-    if (bits == 6) return multiply_k_codes < V, 2, kSteps == kRowStep ? kRowStep : kPairStep > (product);
-  return bits == 4 ? multiply_k_codes<V, 0, kSteps>(product) : multiply_k_codes<V, 1, kSteps>(product);
+  constexpr Steps kOfPairs = kSteps == kRowStep ? kRowStep : kPairStep;
+  if constexpr (V::kLeastGroup == 16) {
+    if (bits == 2) return multiply_k_codes<V, 2, kOfPairs>(product);
+    if (bits == 6) return multiply_k_codes<V, 6, kOfPairs>(product);
+  }
+  return bits == 4 ? multiply_k_codes<V, 4, kSteps>(product) : multiply_k_codes<V, 5, kSteps>(product);
 }
 
 template <class V, int kFours, int kUnits, Steps kSteps>

@@ -1,9 +1,10 @@
-// The panels of FORMAT.md 2.10, ggml's K-quants, for every instruction set: 16 rows, of which V has kRows in its lanes.
-// pack_k_tile packs their tiles. Everything is in an unnamed namespace, as in elementwise.h.
+// The panels of FORMAT.md 2.10, ggml's types with minima or scales of two levels, for every instruction set: 16 rows,
+// of which V has kRows in its lanes. pack_k_tile packs their tiles. Everything is in an unnamed namespace, as in
+// elementwise.h.
 //
-//   a block of a panel, 256 columns                                   of each row and token
+//   a block of a panel                                                of each row and token
 //     codes of 32 columns [four 0 .. 7][row 0 .. 15][4 columns]         s = the int8 products of a group, an integer
-//     ... eight times
+//     ... eight times, or once where a block has 32 columns
 //     scales and minima   [group][row 0 .. 15]                          sum += scale * s * step - minimum * the
 //                                                                              group's sum of x
 //
@@ -17,6 +18,7 @@
 //   dot(sums, codes, x)              adds codes < 2^(4 + count) times the 4 int8 at x
 //   kDots<count>, settle(sums)       after how many of 4 columns a sum has to be settled: 16-bit sums
 //   floats(sums), halves(at), int8s(at), column<i>(bytes): as Floats, f16, int8 and byte i of each row
+//   halves_of_bytes<high>(at)        as Floats, the low or the high 4 bits of a byte of each row
 //   fma(a, b, c), fma_less, negative_fma a * b + c, a * b - c, c - a * b, rounded once: where there is no such
 //                                    instruction, scalar.h's for each row
 //   multiply, add, broadcast(x), load_floats(at), store(to, v): of floats; broadcast takes a float or a pointer to one
@@ -48,32 +50,54 @@ template <class F>
   body(Number<7>{});
 }
 
-// Codes of columns 4j to 4j + 3 of a chunk. kHigh: their bits beyond 4.
-template <class V, int kHigh, int j>
+// What the width of a code says. Codes of 2 bits are times 16 to a product, as if their bits were above 4 others, and
+// scales are divided by it: both are exact.
+template <int kBits>
+struct KCodes {
+  static constexpr int kHigh = kBits == 2 ? 2 : kBits - 4;  // bits beyond 4
+  static constexpr bool kMinima = kBits != 6;
+  static constexpr int kWidth = kBits == 4 || kBits == 5 ? 8 : 4;  // fours of columns of a group
+  static constexpr int kChunk = 64 * kBits;                        // bytes of 32 columns
+};
+
+// Codes of columns 4j to 4j + 3 of a chunk.
+template <class V, int kBits, int j>
 [[gnu::always_inline]] inline typename V::Bytes load_codes(const uint8_t* chunk) {
-  const typename V::Bytes n = V::template nibbles<(j >= 4)>(V::load(chunk + 64 * (j % 4)));
-  if constexpr (kHigh == 0) return n;
-  if constexpr (kHigh == 1) return V::template with_bits<j, 1>(n, V::load(chunk + 256));
-  if constexpr (kHigh == 2) return V::template with_bits<2 * (j % 4), 2>(n, V::load(chunk + 256 + 64 * (j / 4)));
+  if constexpr (kBits == 2) {
+    return V::template with_bits<2 * (j % 4), 2>(typename V::Bytes{}, V::load(chunk + 64 * (j / 4)));
+  } else {
+    const typename V::Bytes n = V::template nibbles<(j >= 4)>(V::load(chunk + 64 * (j % 4)));
+    if constexpr (kBits == 4) return n;
+    if constexpr (kBits == 5) return V::template with_bits<j, 1>(n, V::load(chunk + 256));
+    if constexpr (kBits == 6) return V::template with_bits<2 * (j % 4), 2>(n, V::load(chunk + 256 + 64 * (j / 4)));
+  }
 }
 
+// The levels of a block whose scale and minimum have none.
+constexpr uint8_t kNoLevels[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 // Where the scales of a block lie, from its row on.
-template <class V, int kHigh>
+template <class V, int kBits>
 struct LevelsAt {
-  static constexpr bool kMinima = kHigh < 2;
-  static constexpr int kGroups = kMinima ? 8 : 16;
   const uint8_t *of_group, *of_minimum;
   typename V::Floats d, d_min;
-  [[gnu::always_inline]] LevelsAt(const uint8_t* scales, int row) : d(V::halves(scales + 2 * row)), d_min(d) {
-    of_group = scales + (kMinima ? 64 : 32) + row;
-    of_minimum = of_group + 16 * kGroups;
-    if constexpr (kMinima) d_min = V::halves(scales + 32 + 2 * row);
+  [[gnu::always_inline]] LevelsAt(const PanelMatrix& matrix, const uint8_t* scales, int row)
+      : d(V::halves(scales + 2 * row)), d_min(d) {
+    of_group = scales + (KCodes<kBits>::kMinima ? 64 : 32) + row;
+    of_minimum = of_group + (kBits == 2 ? 0 : 16 * 8);
+    if constexpr (kBits == 2) d = V::multiply(d, V::broadcast(0.0625f));
+    if constexpr (KCodes<kBits>::kMinima) d_min = V::halves(scales + 32 + 2 * row);
+    if (kBits != 2 && matrix.block == 32) of_group = of_minimum = kNoLevels;
   }
   [[gnu::always_inline]] typename V::Floats scale(int64_t group) const {
-    return V::multiply(d, V::int8s(of_group + 16 * group));
+    const uint8_t* const at = of_group + 16 * group;
+    if constexpr (kBits == 2) return V::multiply(d, V::template halves_of_bytes<false>(at));
+    return V::multiply(d, V::int8s(at));
   }
   [[gnu::always_inline]] typename V::Floats minimum(int64_t group) const {
-    return V::multiply(d_min, V::int8s(of_minimum + 16 * group));
+    const uint8_t* const at = of_minimum + 16 * group;
+    if constexpr (kBits == 2) return V::multiply(d_min, V::template halves_of_bytes<true>(at));
+    return V::multiply(d_min, V::int8s(at));
   }
 };
 
@@ -95,11 +119,12 @@ template <class V, bool kStepped, class Sum>
 }
 
 // Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
-template <class V, int M, int kHigh, bool kWhole, bool kStepped>
+template <class V, int M, int kBits, bool kWhole, bool kStepped>
 void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
             int first, float* out, int64_t row_stride) {
-  using Levels = LevelsAt<V, kHigh>;
-  constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;  // bytes; fours of columns of a group
+  using Codes = KCodes<kBits>;
+  constexpr int kWidth = Codes::kWidth;
+  const int chunks = static_cast<int>(matrix.block / 32);
   const int tile_tokens = kWhole ? M : tokens;
   const uint8_t* x = tile + 4 * first;
   const uint8_t* starts = tile + matrix.kp * tile_tokens + 4 * first;
@@ -109,37 +134,37 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
-    const Levels levels(panel + block * matrix.block_bytes + matrix.codes_bytes, row);
-    for (int chunk_index = 0; chunk_index < 8; ++chunk_index, chunk += kChunk) {
-      V::prefetch(chunk, kChunk, ahead);
+    const LevelsAt<V, kBits> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
+    for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk) {
+      V::prefetch(chunk, Codes::kChunk, ahead);
       typename V::Sums sums[M];
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
         if constexpr (j % kWidth == 0) QM_EACH_TOKEN {
-            if constexpr (Levels::kMinima)
+            if constexpr (Codes::kMinima)
               sums[i] = V::start(0);
             else
               sums[i] = V::start(reinterpret_cast<const int32_t*>(starts)[i]);
           }
-        const typename V::Bytes codes = load_codes<V, kHigh, j>(chunk);
+        const typename V::Bytes codes = load_codes<V, kBits, j>(chunk);
         QM_EACH_TOKEN V::dot(sums[i], codes, x + 4 * i);
         x += 4 * tile_tokens;
-        if constexpr ((j + 1) % V::template kDots<kHigh> == 0) QM_EACH_TOKEN V::settle(sums[i]);
+        if constexpr ((j + 1) % V::template kDots<Codes::kHigh> == 0) QM_EACH_TOKEN V::settle(sums[i]);
         if constexpr ((j + 1) % kWidth == 0) {
           const int64_t group = chunk_index * 8 / kWidth + j / kWidth;
           const typename V::Floats scale = levels.scale(group);
-          constexpr bool kFirst = kStepped && !Levels::kMinima && j == 3;  // of two groups that share a step
+          constexpr bool kFirst = kStepped && kWidth == 4 && j == 3;  // of two groups that share a step
           QM_EACH_TOKEN if constexpr (!kStepped) { acc[i] = V::fma(V::floats(sums[i]), scale, acc[i]); }
           else if constexpr (kFirst) {
             of_pair[i] = V::multiply(V::floats(sums[i]), scale);
           }
           else {
-            const typename V::Floats all = Levels::kMinima ? V::multiply(V::floats(sums[i]), scale)
-                                                           : V::fma(V::floats(sums[i]), scale, of_pair[i]);
+            const typename V::Floats all =
+                kWidth == 8 ? V::multiply(V::floats(sums[i]), scale) : V::fma(V::floats(sums[i]), scale, of_pair[i]);
             acc[i] = V::fma(all, V::broadcast(reinterpret_cast<const float*>(steps) + i), acc[i]);
           }
           if constexpr (kStepped && !kFirst) steps += 4 * tile_tokens;
-          if constexpr (Levels::kMinima) {
+          if constexpr (Codes::kMinima) {
             const typename V::Floats minimum = levels.minimum(group);
             QM_EACH_TOKEN acc[i] =
                 V::negative_fma(V::broadcast(reinterpret_cast<const float*>(starts) + i), minimum, acc[i]);
@@ -155,20 +180,21 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
 }
 
 // The same of float activations, x f32 [kp][tokens].
-template <class V, int M, int kHigh, bool kWhole>
+template <class V, int M, int kBits, bool kWhole>
 void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile,
                   int tokens, int first, float* out, int64_t row_stride) {
-  using Levels = LevelsAt<V, kHigh>;
-  constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;
+  using Codes = KCodes<kBits>;
+  constexpr int kWidth = Codes::kWidth;
+  const int chunks = static_cast<int>(matrix.block / 32);
   const int tile_tokens = kWhole ? M : tokens;
   const float* x = reinterpret_cast<const float*>(tile) + first;
   typename V::Floats acc[M];
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
-    const Levels levels(panel + block * matrix.block_bytes + matrix.codes_bytes, row);
-    for (int chunk_index = 0; chunk_index < 8; ++chunk_index, chunk += kChunk) {
-      V::prefetch(chunk, kChunk, ahead);
+    const LevelsAt<V, kBits> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
+    for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk) {
+      V::prefetch(chunk, Codes::kChunk, ahead);
       typename V::Floats part[M], scale, minimum;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
@@ -176,12 +202,12 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int6
           const int64_t group = chunk_index * 8 / kWidth + j / kWidth;
           QM_EACH_TOKEN part[i] = V::broadcast(0.0f);
           scale = levels.scale(group);
-          if constexpr (Levels::kMinima) minimum = levels.minimum(group);
+          if constexpr (Codes::kMinima) minimum = levels.minimum(group);
         }
-        const typename V::Bytes codes = load_codes<V, kHigh, j>(chunk);
+        const typename V::Bytes codes = load_codes<V, kBits, j>(chunk);
         const auto column = [&](auto byte) __attribute__((always_inline)) {
           typename V::Floats weight = V::template column<decltype(byte)::value>(codes);
-          if constexpr (Levels::kMinima)
+          if constexpr (Codes::kMinima)
             weight = V::fma_less(weight, scale, minimum);
           else
             weight = V::multiply(V::add(weight, V::broadcast(-32.0f)), scale);
@@ -204,17 +230,20 @@ using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, int64_t, const u
 template <class V, bool kWhole, int... M>
 constexpr auto k_tiles(std::integer_sequence<int, M...>) {
   struct KTiles {
-    KTile of[3][3][sizeof...(M)];  // [float, a step a row, stepped][bits beyond 4][tokens - 1]
+    KTile of[3][4][sizeof...(M)];  // [float, a step a row, stepped][bits: 2, 4, 5, 6][tokens - 1]
   };
-  return KTiles{{{{k_float_tile<V, M + 1, 0, kWhole>...},
-                  {k_float_tile<V, M + 1, 1, kWhole>...},
-                  {k_float_tile<V, M + 1, 2, kWhole>...}},
-                 {{k_tile<V, M + 1, 0, kWhole, false>...},
-                  {k_tile<V, M + 1, 1, kWhole, false>...},
-                  {k_tile<V, M + 1, 2, kWhole, false>...}},
-                 {{k_tile<V, M + 1, 0, kWhole, true>...},
-                  {k_tile<V, M + 1, 1, kWhole, true>...},
-                  {k_tile<V, M + 1, 2, kWhole, true>...}}}};
+  return KTiles{{{{k_float_tile<V, M + 1, 2, kWhole>...},
+                  {k_float_tile<V, M + 1, 4, kWhole>...},
+                  {k_float_tile<V, M + 1, 5, kWhole>...},
+                  {k_float_tile<V, M + 1, 6, kWhole>...}},
+                 {{k_tile<V, M + 1, 2, kWhole, false>...},
+                  {k_tile<V, M + 1, 4, kWhole, false>...},
+                  {k_tile<V, M + 1, 5, kWhole, false>...},
+                  {k_tile<V, M + 1, 6, kWhole, false>...}},
+                 {{k_tile<V, M + 1, 2, kWhole, true>...},
+                  {k_tile<V, M + 1, 4, kWhole, true>...},
+                  {k_tile<V, M + 1, 5, kWhole, true>...},
+                  {k_tile<V, M + 1, 6, kWhole, true>...}}}};
 }
 
 // kMost: tokens at a time. Tiles have as many at most where kWhole.
@@ -222,7 +251,7 @@ template <class V, int kMost, bool kWhole>
 void multiply_k(const PanelProduct& product) {
   static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& matrix = *product.matrix;
-  const KTile* const tiles = kTiles.of[product.quantized + matrix.stepped][matrix.bits - 4];
+  const KTile* const tiles = kTiles.of[product.quantized + matrix.stepped][matrix.bits == 2 ? 0 : matrix.bits - 3];
   for (int64_t panel = 0; panel < product.panel_count; ++panel) {
     float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * matrix.nr;
     for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
@@ -240,7 +269,7 @@ void multiply_k(const PanelProduct& product) {
 }
 
 // pack_tile's sums become what a tile starts from: codes of 6 bits are 32 more than their values; of the others
-// minima take the sums as floats, times the step where each group has its own.
+// minima take the sums as floats, times the step where groups have their own.
 template <auto kPlace = interleave>
 inline void pack_k_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
                         uint8_t* out) {
@@ -253,10 +282,11 @@ inline void pack_k_tile(const PanelMatrix& matrix, bool quantized, const Activat
     for (int64_t i = 0; i < count; ++i) sums[i] *= -32;
     return;
   }
-  for (int64_t i = 0; i < count; ++i) {
-    const float wide = static_cast<float>(sums[i]);
-    sums[i] = bit_cast<int32_t>(matrix.stepped ? wide * steps[i] : wide);
-  }
+  for (int64_t span = 0, i = 0; span < matrix.spans(); ++span)
+    for (int token = 0; token < tokens; ++token, ++i) {
+      const float wide = static_cast<float>(sums[i]);
+      sums[i] = bit_cast<int32_t>(matrix.stepped ? wide * steps[span / matrix.step_spans * tokens + token] : wide);
+    }
 }
 
 }  // namespace

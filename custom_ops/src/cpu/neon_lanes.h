@@ -52,9 +52,15 @@ struct NeonLanes {
     widen_f16(vreinterpretq_u16_u8(vld1q_u8(at)), out.v);
     return out;
   }
-  static Floats int8s(const uint8_t* at) {
-    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(vld1_u8(at)));
+  static Floats int8s(const uint8_t* at) { return int8s(vreinterpret_s8_u8(vld1_u8(at))); }
+  static Floats int8s(int8x8_t bytes) {
+    const int16x8_t wide = vmovl_s8(bytes);
     return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_high_s16(wide))}};
+  }
+  template <bool high>
+  static Floats halves_of_bytes(const uint8_t* at) {
+    const uint8x8_t bytes = vld1_u8(at);
+    return int8s(vreinterpret_s8_u8(high ? vshr_n_u8(bytes, 4) : vand_u8(bytes, vdup_n_u8(15))));
   }
   static Floats bf16s(const uint8_t* at) {
     Floats out;

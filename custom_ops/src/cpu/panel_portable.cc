@@ -36,12 +36,12 @@ struct GroupLevels {
 };
 GroupLevels load_levels(const PanelMatrix& matrix, const uint8_t* panel, int64_t group, int row) {
   const uint8_t* block = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
-  const bool minima = matrix.format != k_format_q6_k;
-  const uint8_t* const codes = block + (minima ? 64 : 32) + group % matrix.parts * 16;
-  const auto product = [&](const uint8_t* of_block, const uint8_t* of_group) {
-    return half_to_float(load<uint16_t>(of_block, row)) * static_cast<float>(load<int8_t>(of_group, row));
+  const bool minima = has_minima(matrix.format);
+  const KLevels levels = k_levels(matrix, block + (minima ? 64 : 32) + row, group % matrix.parts, 16);
+  const auto product = [&](const uint8_t* of_block, int level) {
+    return half_to_float(load<uint16_t>(of_block, row)) * static_cast<float>(level);
   };
-  return {product(block, codes), minima ? product(block + 32, codes + 16 * matrix.parts) : 0.0f};
+  return {product(block, levels.scale), minima ? product(block + 32, levels.minimum) : 0.0f};
 }
 
 // Some columns of one row of a panel, decoded.
@@ -56,13 +56,14 @@ struct Decoded {
 void decode_k(const PanelMatrix& matrix, const uint8_t* panel, int row, Decoded& out) {
   for (int64_t k = out.first; k < out.end; ++k) {
     const int column = static_cast<int>(k % 32), quad = column / 4;
-    const uint8_t* chunk = panel + k / matrix.block * matrix.block_bytes +
-                           k % matrix.block / 32 * (matrix.codes_bytes / 8) + 4 * row + column % 4;
-    const int nibble = chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15;
-    const int high = matrix.bits == 5   ? chunk[256] >> quad & 1
-                     : matrix.bits == 6 ? chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3
-                                        : 0;
-    const int32_t value = (nibble | high << 4) - (matrix.bits == 6 ? 32 : 0);
+    const uint8_t* chunk = panel + k / matrix.block * matrix.block_bytes + k % matrix.block / 32 * (64 * matrix.bits) +
+                           4 * row + column % 4;
+    const auto nibble = [&] { return chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15; };
+    const auto pair = [&](const uint8_t* planes) { return planes[quad / 4 * 64] >> quad % 4 * 2 & 3; };
+    const int32_t value = matrix.bits == 2   ? pair(chunk)
+                          : matrix.bits == 4 ? nibble()
+                          : matrix.bits == 5 ? nibble() | (chunk[256] >> quad & 1) << 4
+                                             : (nibble() | pair(chunk + 256) << 4) - 32;
     const GroupLevels levels = load_levels(matrix, panel, k / matrix.group(), row);
     out.values[k - out.first] = value;
     out.floats[k - out.first] = fma(static_cast<float>(value), levels.scale, -levels.minimum);
@@ -130,7 +131,7 @@ void add_span(const PanelMatrix& matrix, bool quantized, const uint8_t* panel, i
   } else {
     sum.acc = matrix.grouped ? fma(of_span, scale, sum.acc) : sum.partial;
   }
-  if (is_k(matrix.format) && quantized && matrix.format != k_format_q6_k) {
+  if (has_minima(matrix.format) && quantized) {
     const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, span * tile.m + i));
     sum.acc = fma(-minimum, of_tokens * step, sum.acc);
   }

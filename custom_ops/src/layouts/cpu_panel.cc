@@ -18,8 +18,8 @@ constexpr int32_t kMaxZeroPointBlock = 32768;
 // Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
 const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n, bool zero_points) {
   const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
-  if (format < k_format_int4 || format > k_format_q6_k)
-    return "it carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16, q4_k, q5_k, q6_k";
+  if (format < k_format_int4 || format > k_format_q5_1)
+    return "it carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16, q4_k, q5_k, q6_k, q2_k, q4_1, q5_1";
   if (is_k(format) && !takes_k_scales(format, group_size, scale_type)) return kKScales;
   if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
     return "group_size must be -1, 16 or a multiple of 32 up to 65536";
@@ -215,39 +215,39 @@ void pack_scaled_panel(const qm_pack_source& source, const PanelMatrix& matrix, 
 void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
   int64_t rows[kMaxRows];
   panel_rows(source, matrix, panel, rows);
-  const int size = scale_size(matrix.scale_type), high = matrix.bits - 4, width = static_cast<int>(matrix.group());
-  const bool minima = matrix.format != k_format_q6_k;
-  const int zero = minima ? 0 : 32;
+  const int size = scale_size(matrix.scale_type), width = static_cast<int>(matrix.group());
+  const bool minima = has_minima(matrix.format);
+  const int low = matrix.bits == 2 ? 0 : 4, high = matrix.bits - low;  // bits in planes of each kind
+  const int zero = minima ? 0 : 32, factors = minima ? 2 : 1, levels = size - 2 * factors;
   uint8_t* const tail = out + matrix.tail();
   float sums[kMaxRows] = {};
   for (int64_t block = 0; block < matrix.blocks; ++block, out += matrix.block_bytes) {
     std::memset(out, 0, static_cast<size_t>(matrix.codes_bytes));
-    uint8_t* const scales = out + matrix.codes_bytes;  // f16 [16], minima's f16 [16], int8 [parts][16], int8 minima
-    uint8_t* const of_groups = scales + (minima ? 64 : 32);
+    uint8_t* const scales = out + matrix.codes_bytes;  // f16 [16], minima's f16 [16], bytes of groups [levels][16]
+    uint8_t* const of_groups = scales + 32 * factors;
     for (int row = 0; row < matrix.nr; ++row) {
       const uint8_t* stored = static_cast<const uint8_t*>(source.scales) + (rows[row] * matrix.blocks + block) * size;
       const float scale_unit = widen(k_scale_type_f16, stored, 0),
                   minimum_unit = minima ? widen(k_scale_type_f16, stored, 1) : 0.0f;
-      for (int i = 0; i < (minima ? 2 : 1); ++i) std::memcpy(scales + 32 * i + 2 * row, stored + 2 * i, 2);
-      stored += minima ? 4 : 2;
-      for (int64_t i = 0; i < matrix.parts * (minima ? 2 : 1); ++i) of_groups[16 * i + row] = stored[i];
+      for (int i = 0; i < factors; ++i) std::memcpy(scales + 32 * i + 2 * row, stored + 2 * i, 2);
+      stored += 2 * factors;
+      for (int i = 0; i < levels; ++i) of_groups[16 * i + row] = stored[i];
       const uint8_t* const row_codes = static_cast<const uint8_t*>(source.codes) + rows[row] * matrix.k;
       for (int group = 0; group < matrix.parts; ++group) {
         int32_t sum = 0, columns = 0;
         for (int64_t column = group * width; column < (group + 1) * width && block * matrix.block + column < matrix.k;
              ++column, ++columns) {
           const int code = row_codes[block * matrix.block + column], quad = static_cast<int>(column % 32 / 4);
-          uint8_t* const chunk = out + column / 32 * (matrix.codes_bytes / 8) + 4 * row + column % 4;
+          uint8_t* const chunk = out + column / 32 * (64 * matrix.bits) + 4 * row + column % 4;
           sum += code - zero;
-          chunk[quad % 4 * 64] |= static_cast<uint8_t>((code & 15) << (quad < 4 ? 0 : 4));
-          if (high == 1) chunk[256] |= static_cast<uint8_t>((code >> 4 & 1) << quad);
-          if (high == 2) chunk[256 + quad / 4 * 64] |= static_cast<uint8_t>((code >> 4 & 3) << quad % 4 * 2);
+          if (low) chunk[quad % 4 * 64] |= static_cast<uint8_t>((code & 15) << (quad < 4 ? 0 : 4));
+          if (high == 1) chunk[256] |= static_cast<uint8_t>((code >> low & 1) << quad);
+          if (high == 2) chunk[64 * low + quad / 4 * 64] |= static_cast<uint8_t>((code >> low & 3) << quad % 4 * 2);
         }
-        const float scale = scale_unit * static_cast<float>(static_cast<int8_t>(stored[group]));
-        sums[row] = sums[row] + static_cast<float>(sum) * scale;
-        if (!minima) continue;
-        const float minimum = minimum_unit * static_cast<float>(static_cast<int8_t>(stored[matrix.parts + group]));
-        sums[row] = sums[row] - static_cast<float>(columns) * minimum;
+        const KLevels of_group = k_levels(matrix, stored, group, 1);
+        sums[row] = sums[row] + static_cast<float>(sum) * (scale_unit * static_cast<float>(of_group.scale));
+        if (minima)
+          sums[row] = sums[row] - static_cast<float>(columns) * (minimum_unit * static_cast<float>(of_group.minimum));
       }
     }
   }
@@ -301,7 +301,8 @@ void unpack_codes(const PanelMatrix& matrix, const uint8_t* panel, int row, void
                         });
   unpack_codes(matrix, panel, bytes, [&, high = matrix.bits - 4](const uint8_t* block, int64_t column) {
     const int quad = static_cast<int>(column % 32 / 4);
-    const uint8_t* const chunk = block + column / 32 * (matrix.codes_bytes / 8) + 4 * row + column % 4;
+    const uint8_t* const chunk = block + column / 32 * (64 * matrix.bits) + 4 * row + column % 4;
+    if (matrix.bits == 2) return chunk[quad / 4 * 64] >> quad % 4 * 2 & 3;
     int code = chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15;
     if (high == 1) code |= (chunk[256] >> quad & 1) << 4;
     if (high == 2) code |= (chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3) << 4;
@@ -324,11 +325,11 @@ void unpack_scales(const PanelMatrix& matrix, const uint8_t* panel, int row, int
     std::memcpy(scales + group * size, block + matrix.codes_bytes + place * size, static_cast<size_t>(size));
     if (zeros) zeros[group] = block[matrix.zeros() + place];
   }
-  const int factors = matrix.format == k_format_q6_k ? 1 : 2;  // f16, then int8 of the groups for each
+  const int factors = has_minima(matrix.format) ? 2 : 1;  // f16, then bytes of the groups
   for (int64_t b = 0; b < matrix.blocks && is_k(matrix.format); ++b, scales += size) {
     const uint8_t* const of_rows = panel + b * matrix.block_bytes + matrix.codes_bytes;
     for (int i = 0; i < factors; ++i) std::memcpy(scales + 2 * i, of_rows + 32 * i + 2 * row, 2);
-    for (int64_t i = 0; i < matrix.parts * factors; ++i) scales[2 * factors + i] = of_rows[32 * factors + 16 * i + row];
+    for (int i = 2 * factors; i < size; ++i) scales[i] = of_rows[16 * i + row];
   }
 }
 

@@ -62,7 +62,7 @@ inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t grou
   matrix.codes_bytes = matrix.nr * matrix.block * matrix.bits / 8;
   matrix.block_bytes =
       matrix.codes_bytes + (matrix.grouped ? matrix.parts * matrix.nr * (scale_size(scale_type) + zero_points) : 0);
-  if (is_k(format)) matrix.parts = matrix.block / (format == k_format_q6_k ? 16 : 32);  // whose scales lie as one
+  if (is_k(format)) matrix.parts = matrix.block / k_group(format);  // whose scales lie as one
   matrix.stride = matrix.biases() + 4 * matrix.nr;
   matrix.panels = ceil_div(n, matrix.nr);
   matrix.span = matrix.group();
@@ -81,6 +81,18 @@ inline PanelMatrix panel_matrix(const qm_projection& weights, int64_t n, int64_t
                      matrix.parts == 2 && !weights.perm;
   }
   return matrix;
+}
+
+// The factors of a group's scale and minimum, FORMAT.md 2.10. of_block: a row's, each `apart` bytes from the next.
+struct KLevels {
+  int scale, minimum;
+};
+inline KLevels k_levels(const PanelMatrix& matrix, const uint8_t* of_block, int64_t group, int apart) {
+  if (matrix.scale_type == k_scale_type_f16_minima) return {1, 1};
+  const uint8_t first = of_block[group * apart];
+  if (matrix.scale_type == k_scale_type_k16_minima) return {first & 15, first >> 4};
+  return {static_cast<int8_t>(first),
+          has_minima(matrix.format) ? static_cast<int8_t>(of_block[(matrix.parts + group) * apart]) : 0};
 }
 
 // Activations that are int8; all others are rounded, if at all, and stay f32, or are nvfp4.

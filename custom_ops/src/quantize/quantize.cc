@@ -137,7 +137,7 @@ extern "C" int qm_quantize(const qm_quantization* q, const qm_matrix* to, int la
                          : q->format == k_format_nvfp4 ? 16
                          : is_k(q->format)             ? kBlock
                                                        : q->group_size;
-  if (!is_integer(q->format) && !is_e2m1(q->format) && !is_k(q->format))
+  if (q->format > k_format_q6_k || (!is_integer(q->format) && !is_e2m1(q->format) && !is_k(q->format)))
     return fail(err, QM_UNSUPPORTED, "floats are quantized to integers, e2m1 and K-quants, not to format %d",
                 q->format);
   if (q->group_size != wanted || (q->group_size != -1 && q->group_size < 1))

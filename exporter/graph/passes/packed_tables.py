@@ -116,6 +116,11 @@ class _Lookup:
         index = self.op("Add", self.op("Add", panel, row), self.integers(pieces.at // size))
         return self.op("Gather", self.table.view(pieces), index, axis=0)
 
+    def halves(self, octets: ir.Value) -> list[ir.Value]:
+        """Return the low and the high 4 bits of bytes."""
+        low = self.op("BitwiseAnd", octets, self.octets(15))
+        return [low, self.op("BitShift", octets, self.octets(4), direction="RIGHT")]
+
     def wide(self, pieces: Pieces) -> ir.Value:
         """Return the pieces in f32, [T, pieces, width]."""
         return self.op("Cast", self.pieces(pieces), to=ir.DataType.FLOAT)
@@ -123,20 +128,22 @@ class _Lookup:
     def codes(self) -> ir.Value:
         """Return the codes of the rows, f32 [T, groups, columns of a group]; 0 where the weight is 0."""
         rows, columns = self.rows, self.table.spec.in_features
-        codes = self.pieces(rows.codes)
-        if rows.codes.dtype == np.uint8:
+        codes = None if rows.codes is None else self.pieces(rows.codes)
+        if codes is not None and rows.codes.dtype == np.uint8:
             if rows.flip:
                 codes = self.op("BitwiseXor", codes, self.octets(rows.flip))
-            pairs = self.reshape(codes, columns // 32, 16)
-            low = self.op("BitwiseAnd", pairs, self.octets(15))
-            codes = self.op("Concat", low, self.op("BitShift", pairs, self.octets(4), direction="RIGHT"), axis=-1)
+            codes = self.op("Concat", *self.halves(self.reshape(codes, columns // 32, 16)), axis=-1)
         if rows.high is not None:
             planes = self.reshape(self.pieces(rows.high), columns // 32, rows.high_bits, 1, 4)
             shifts = range(0, 8, rows.high_bits)  # one node each: a shift that broadcasts 4 bytes is slow
             parts = [self.op("BitShift", planes, self.octets(shift), direction="RIGHT") for shift in shifts]
             bits = self.op("BitwiseAnd", self.op("Concat", *parts, axis=-2), self.octets((1 << rows.high_bits) - 1))
             bits = self.reshape(bits, columns // 32, 32)
-            codes = self.op("BitwiseOr", codes, self.op("BitShift", bits, self.octets(4), direction="LEFT"))
+            if codes is None:
+                codes = bits
+            else:
+                codes = self.op("BitwiseOr", codes, self.op("BitShift", bits, self.octets(4), direction="LEFT"))
+        assert codes is not None
         found = self.op("Cast", codes, to=ir.DataType.FLOAT)
         if rows.zero:
             found = self.op("Sub", found, self.constant(np.array(rows.zero, np.float32)))
@@ -146,9 +153,13 @@ class _Lookup:
         """Return the rows, f32 in the shape of the ids and one more dimension."""
         columns, group = self.table.spec.in_features, self.rows.group
         scales = [self.wide(factor) for factor in self.rows.factors]
-        for i, level in enumerate(self.rows.levels):
+        levels = [self.pieces(level) for level in self.rows.levels]
+        if 0 < len(levels) < len(scales):
+            levels = self.halves(levels[0])
+        for i, level in enumerate(levels):
             blocks = len(self.rows.factors[i].at)
-            product = self.op("Mul", self.reshape(self.wide(level), blocks, columns // group // blocks), scales[i])
+            wide = self.op("Cast", level, to=ir.DataType.FLOAT)
+            product = self.op("Mul", self.reshape(wide, blocks, columns // group // blocks), scales[i])
             scales[i] = self.reshape(product, columns // group, 1)
         found = self.op("Mul", self.codes(), scales[0])
         for minimum in scales[1:]:

@@ -1,8 +1,8 @@
 """ggml's blocks of quantized weights, as GGUF files hold them: block_q4_0 and so on of ggml-common.h.
 
-A block is a scale, or two levels of scales, and its weights' codes. Values are carried exactly. Q4_K, Q5_K and Q6_K
-keep both levels and their minima. Scales of Q3_K and of codebooks (IQ) are products in f32, because f16 times 8 bits
-needs 19 bits. Codebooks take 8 bits a weight. The types of REFUSED are refused.
+A block is a scale, or two levels of scales, and its weights' codes. Values are carried exactly. Q4_1, Q5_1, Q2_K, Q4_K,
+Q5_K and Q6_K keep their scales and minima. Scales of Q3_K and of codebooks (IQ) are products in f32, because f16 times
+8 bits needs 19 bits. Codebooks take 8 bits a weight. The types of REFUSED are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline
 from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Tensor
 from quantmoe.exporter.reading.gguf import GGUF
@@ -20,9 +21,6 @@ from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
 
 #: ggml type that is not carried -> why
 REFUSED = {
-    "Q4_1": "has minima beside its scales",
-    "Q5_1": "has minima beside its scales",
-    "Q2_K": "has minima beside its scales",
     "Q8_1": "is for activations",
     "Q8_K": "is for activations",
 }
@@ -42,10 +40,9 @@ class GGML(Format):
         name, block = self._block(module)
         weights, size = _BLOCK_OF[name]
         said = f"GGUF {name}"
-        if block.kind in ("int4", "int8"):
-            bits = int(block.kind[3:]) + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
-            if bits > 8 * size / weights:
-                said += f", carried as {block.kind}: {bits:.3g} bits a weight, the file has {8 * size / weights:.3g}"
+        bits = SCHEMES[block.kind].bits + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
+        if bits > 8 * size / weights:
+            said += f", carried as {block.kind}: {bits:.4g} bits a weight, the file has {8 * size / weights:.4g}"
         return ModuleScheme(block.kind, block.group_size, "none", said)
 
     def _block(self, module: str) -> tuple[str, Block]:

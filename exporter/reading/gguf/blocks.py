@@ -28,6 +28,22 @@ def _q5_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (_halves(blocks[..., 6:]) | fifth << 4) + 112, _f16(blocks[..., :2])  # 16 is their zero, 128 int8's
 
 
+def _q4_1(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _halves(blocks[..., 4:]), _less_minima(blocks)
+
+
+def _q5_1(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    fifth = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")
+    return _halves(blocks[..., 8:]) | fifth << 4, _less_minima(blocks)
+
+
+def _less_minima(blocks: np.ndarray) -> np.ndarray:
+    """Return f16_minima scales. ggml adds what they subtract."""
+    levels = np.empty((*blocks.shape[:-1], 1), SCALE_DTYPES["f16_minima"])
+    levels["d"], levels["d_min"] = _f16(blocks[..., :2]), -_f16(blocks[..., 2:4])
+    return levels
+
+
 def _q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return blocks[..., 2:] ^ 128, _f16(blocks[..., :2])
 
@@ -41,6 +57,15 @@ def _nvfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     runs = _halves(blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 8))
     scales = np.where(blocks[..., :4] == 127, 0, blocks[..., :4]).astype(np.uint8)
     return runs.reshape(*blocks.shape[:-1], 64), scales.view(SCALE_DTYPES["e4m3"])
+
+
+def _q2_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Decode 16 bytes with a scale and a minimum of 4 bits, 64 bytes of pairs of bits, and two f16."""
+    pairs = blocks[..., 16:80].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    levels = np.empty((*blocks.shape[:-1], 1), SCALE_DTYPES["k16_minima"])
+    levels["d"], levels["d_min"] = _f16(blocks[..., 80:82]), _f16(blocks[..., 82:])
+    levels["levels"][..., 0, :] = blocks[..., :16]
+    return pairs.reshape(*blocks.shape[:-1], 256), levels
 
 
 def _q3_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -108,10 +133,13 @@ class Block(NamedTuple):
 #: ggml type -> how it is carried
 CARRIED = {
     "Q4_0": Block("int4", 32, "f16", _q4_0),
+    "Q4_1": Block("q4_1", 32, "f16_minima", _q4_1),
     "Q5_0": Block("int8", 32, "f16", _q5_0),
+    "Q5_1": Block("q5_1", 32, "f16_minima", _q5_1),
     "Q8_0": Block("int8", 32, "f16", _q8_0),
     "MXFP4": Block("mxfp4", 32, "e8m0", _mxfp4),
     "NVFP4": Block("nvfp4", 16, "e4m3", _nvfp4),
+    "Q2_K": Block("q2_k", 256, "k16_minima", _q2_k),
     "Q3_K": Block("int4", 16, "f32", _q3_k),
     "Q4_K": Block("q4_k", 256, "k32", _q4_k),
     "Q5_K": Block("q5_k", 256, "k32", _q5_k),
