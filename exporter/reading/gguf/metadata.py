@@ -168,6 +168,18 @@ class Metadata:
             raise self._error(key, found, "a list of integers")
         return [int(n) for n in found]
 
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of numbers of each layer, 0 where there is none; [] where the file has no list.
+
+        Raises:
+            CheckpointError: it is something else, or a list that is too short.
+        """
+        if (found := self.get(key)) is None:
+            return []
+        if not isinstance(found, np.ndarray) or found.dtype.kind != "f" or len(found) < self.layers:
+            raise self._error(key, found, f"a number for each of {self.layers} layers")
+        return [float(str(n)) for n in found[: self.layers]]
+
     def token(self, key: str) -> int | None:
         """Return a token of the vocabulary; None where the file names none, or as llama.cpp has it a number beyond.
 

@@ -6,7 +6,9 @@ documents. What no key says is the family's own, as in all of its published mode
 
 from __future__ import annotations
 
-from quantmoe.exporter.reading.gguf.families import decoders, gemma4, latent, qwen, states
+from quantmoe.exporter.reading.gguf.families import decoders, gemma4, latent, qwen, states, unlike_layers
 
 #: general.architecture -> family
-FAMILIES = qwen.FAMILIES | decoders.FAMILIES | latent.FAMILIES | states.FAMILIES | gemma4.FAMILIES
+FAMILIES = (
+    qwen.FAMILIES | decoders.FAMILIES | unlike_layers.FAMILIES | latent.FAMILIES | states.FAMILIES | gemma4.FAMILIES
+)

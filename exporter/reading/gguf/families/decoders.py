@@ -155,6 +155,19 @@ def _hy_v3(m: Metadata) -> Config:
     }
 
 
+def _hunyuan(m: Metadata) -> Config:
+    return common(m, "hunyuan_v1_moe") | {
+        "num_experts": m.integer("expert_count"),
+        "moe_topk": m.integer("expert_used_count"),
+        "intermediate_size": m.integer("expert_feed_forward_length"),
+    }
+
+
+def _sarvam(m: Metadata) -> Config:
+    """Return a configuration of Sarvam's model, whose computation is Ling 2.0's."""
+    return with_partial_rope(m, common(m, "sarvam_moe") | sparse(m)) | {"use_qk_norm": m.has("attn_q_norm")}
+
+
 def _exaone_moe(m: Metadata) -> Config:
     found = sparse(m)
     own = {
@@ -266,6 +279,14 @@ FAMILIES = {
         | {"exp_probs_b.bias": "mlp.expert_bias"},
         _hy_v3,
     ),
+    "hunyuan-moe": GgufFamily(
+        DECODER
+        | experts("mlp", "gate.wg")
+        | mlp("mlp.shared_mlp", "_shexp")
+        | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        _hunyuan,
+    ),
+    "bailingmoe2": GgufFamily(_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED, _sarvam),
     "exaone-moe": GgufFamily(
         _BASE | QK_NORM | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}, _exaone_moe
     ),
