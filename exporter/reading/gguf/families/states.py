@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
 from quantmoe.exporter.reading.gguf.families.base import (
@@ -19,6 +21,7 @@ from quantmoe.exporter.reading.gguf.families.base import (
     undo_pairs,
 )
 from quantmoe.exporter.reading.gguf.families.decoders import GRANITE, GRANITE_JOINED, granite
+from quantmoe.exporter.reading.gguf.families.latent import JOINED, NAMES, latent
 from quantmoe.exporter.reading.gguf.metadata import Metadata
 
 
@@ -159,6 +162,55 @@ def _undo_jamba(ckpt: ChangedTensors) -> None:
             ckpt.reshape(weight, (channels, 1, width))
 
 
+def _kimi_linear(m: Metadata) -> Config:
+    config = latent(m, "kimi_linear")
+    del config["rope_parameters"]
+    return config | {
+        "layer_types": kinds(m, "ssm_conv1d_q", "linear_attention", "full_attention"),
+        "mlp_layer_types": kinds(m, "ffn_gate_inp", "sparse", "dense"),
+        "norm_topk_prob": True,
+        **kda(m),
+    }
+
+
+def kda(m: Metadata) -> Config:
+    """Return the fields of Kimi's delta attention."""
+    decays = next((shape for name, shape in m.shapes.items() if name.endswith(".ssm_a")), ())
+    return {
+        "linear_head_dim": m.integer("kda.head_dim"),
+        "linear_num_heads": prod(decays),
+        "linear_conv_kernel_dim": m.integer("ssm.conv_kernel"),
+    }
+
+
+def undo_kda(ckpt: ChangedTensors, decays: tuple[int, ...]) -> None:
+    """Undo the shapes of convolutions, and decays as -exp(A_log).
+
+    Args:
+        decays: shape of A_log.
+    """
+    heads = ckpt.config["linear_num_heads"]
+    for layer in ckpt.layers:
+        for part in "qkv":
+            if (weight := f"{layer}.self_attn.{part}_conv1d.weight") in ckpt:
+                width = ckpt.shape(weight)[-1]
+                ckpt.reshape(weight, (heads * ckpt.config["linear_head_dim"], 1, width))
+        ckpt.reshape(f"{layer}.self_attn.A_log", decays)
+        ckpt.change(f"{layer}.self_attn.A_log", a_log)
+
+
+def _undo_kimi_linear(ckpt: ChangedTensors) -> None:
+    undo_kda(ckpt, (1, 1, ckpt.config["linear_num_heads"], 1))
+
+
+#: names of Kimi's delta attention
+KDA = {f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"} | {
+    "ssm_a.None": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+}
 _MIXER = {stem: name.replace("self_attn", "mixer") for stem, name in ATTENTION.items()}
 FAMILIES = {
     "granitehybrid": GgufFamily(GRANITE | _mamba2("mamba"), _granite_hybrid, _undo_granite_hybrid, GRANITE_JOINED),
@@ -183,6 +235,7 @@ FAMILIES = {
         _lfm2_moe,
         _undo_lfm2_moe,
     ),
+    "kimi-linear": GgufFamily(NAMES | KDA, _kimi_linear, _undo_kimi_linear, JOINED),
     "jamba": GgufFamily(
         DECODER
         | experts("feed_forward", "router")
