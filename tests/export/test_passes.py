@@ -541,6 +541,21 @@ def test_layers_are_repeated() -> None:
     assert [int(value[0]) for value in found] == [-111111, 2, 22, 222, 2222, 22222, 222222]
 
 
+def test_layers_share_what_sizes_decide() -> None:
+    """Ones of the size of the first layer's hidden states, which the trace makes once."""
+    ones = "size = Shape (h0)\n ones = ConstantOfShape <value = float[1] {1}> (size)"
+    adds = [f"h{i} = Add ({'x' if i == 0 else f'h{i - 1}'}, w{i})" for i in range(3)]
+    caches = [f"m{i} = Add (k{i}, ones)\n l{i} = Mul (m{i}, h{i})" for i in range(3)]
+    model = chain("\n".join([adds[0], ones, caches[0], adds[1], caches[1], adds[2], caches[2], "y = Neg (h2)"]))
+    repeat_layers(model, "model.layers", [[0], [1], [5]])
+    assert ops(model).count("Shape") == 1
+    weights = {v.name: np.float32([10 ** int(v.name.split(".")[2])]) for v in model.meta["placeholders"]}
+    model.graph.inputs.extend(model.meta["placeholders"])
+    given = {f"input.cache.layers.{i}.keys": np.float32([2]) for i in range(6)}
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | given | weights)
+    assert [int(value[0]) for value in found] == [-111111, 3, 33, 333, 3333, 33333, 333333]
+
+
 def test_layers_that_are_no_chain_are_not_repeated() -> None:
     model = chain(f"{LAYERS.replace('Add (h1, w2)', 'Sub (h1, w2)')}\n y = Neg (h2)")
     before = ops(model)

@@ -51,8 +51,10 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
         at = max((level.get(value, -1) for value in node.inputs if value is not None), default=-1)
         if node.op_type in ("Shape", "TokenRows") and node.inputs[0] in graph.inputs:
             at = -1  # all layers' caches have one shape
-        block.setdefault(at, []).append(node)
         level |= dict.fromkeys(node.outputs, at)
+    level |= dict.fromkeys((value for node in _shared_sizes(graph, level) for value in node.outputs), -1)
+    for node in graph:
+        block.setdefault(level[node.outputs[0]], []).append(node)
 
     plans = []
     if missing := set(range(len(groups))) - block.keys():
@@ -90,6 +92,25 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
         ordered = sorted(ends, key=lambda value: rename.get(value, -1))
         ends[:] = ordered
     graph.sort()
+
+
+def _shared_sizes(graph: ir.Graph, level: dict[ir.Value, int]) -> list[ir.Node]:
+    """Return nodes that sizes alone decide, in one group of layers, and of which groups after the next one read.
+
+    Alike layers have the same sizes, and the tracing makes what depends on them alone once.
+    """
+    sized: dict[ir.Node, None] = {}
+    for node in graph:
+        known = (v is None or level.get(v, -1) < 0 or v.producer() in sized for v in node.inputs)
+        if level[node.outputs[0]] >= 0 and (node.op_type == "Shape" or all(known)):
+            sized[node] = None
+    found: dict[ir.Node, None] = {}
+    for node in reversed(sized):
+        users = [user for value in node.outputs for user, _ in value.uses()]
+        own = level[node.outputs[0]]
+        if any(user in found or level[user.outputs[0]] > own + 1 for user in users):
+            found[node] = None
+    return list(found)
 
 
 def _carried(
