@@ -264,7 +264,7 @@ nupkg: natives
 	done
 	python3 packages/nuget/dates.py $(SOURCE_DATE_EPOCH) dist/*.nupkg
 
-# libquantmoe_text.so, which C++ and C# programs take, in build/rust/release, with the licences of what it contains. PyPI's clang links it,
+# libquantmoe_text.so, which C++, C# and Java programs take, in build/rust/release, with the licences of what it contains. PyPI's clang links it,
 # where `make compiler` has left it: the library then needs glibc 2.28, as the wheel's.
 text-library:
 	cargo rustc --quiet --release --locked --package quantmoe-text --manifest-path packages/rust/Cargo.toml --target-dir build/rust --lib -- \

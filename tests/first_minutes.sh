@@ -203,7 +203,7 @@ texts() { # COMMAND...: a sample that takes text, and a line for each message
   done
   bad 1 "^${#tokens[@]} tokens and 1 for the answer do not fit into the model's context of 8 tokens$" "$@" "$work/context" 24 "$long"
   bad 1 '^usage: .*[Tt]ext FOLDER COUNT \[TEXT\]$' "$@" "$model"
-  bad 1 'no turns of a chat template' "$@" "$model" 24
+  bad 1 'the model has no chat template' "$@" "$model" 24
   bad 1 'nowhere/model.onnx' "$@" nowhere 24 "$text"
   bad 1 '^the prompt has no tokens$' "$@" "$model" 24 ""
   cancelled() { "${program[@]}" "$1" 1000000 "$text" <<<""; } # Enter, as it begins
@@ -372,6 +372,7 @@ TABLE
   [ "$(echo "$work"/*.partial)" = "$work/linked.state.partial" ] || complain "expected no file that is left over" "$@"
 }
 identical=1 states build/samples-cpp/generate
+identical='' states java -jar samples/java/target/generate.jar # of Maven's ONNX Runtime, whose last bits may be others
 if command -v dotnet >/dev/null; then # of NuGet's ONNX Runtime, whose last bits may be others
   identical='' states dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
 fi

@@ -1,6 +1,6 @@
 """A cache on disk: a prompt that was read once, keys, values and states, for another process.
 
-A safetensors file, which C#, C++ and Rust read and write, too. It has these tensors, in this order:
+A safetensors file, which C#, Java, C++ and Rust read and write, too. It has these tensors, in this order:
 
 - ``model``: the 64 characters of ``identity`` in the model's metadata.
 - ``tokens``: int64 [n].

@@ -68,6 +68,8 @@ def test_jar(jar):
     }
     assert found == NATIVES
     assert {name: jar.read(f"META-INF/{name}") for name in LICENCES} == LICENCES
+    if any("_text." in library for library in found):
+        assert b"\ntokenizers " in jar.read("META-INF/THIRD_PARTY_NOTICES_TEXT.txt")
     check_dates(jar)
     assert f"Implementation-Version: {VERSION}".encode() in jar.read("META-INF/MANIFEST.MF")
     for kind in ("sources", "javadoc"):

@@ -38,7 +38,7 @@ pub struct SamplingNumbers {
 }
 
 /// Return what `work` makes. After an error or a panic, keep the message for qm_text_error and return `failed`.
-fn guarded<T>(failed: T, work: impl FnOnce() -> Result<T, TextError>) -> T {
+pub(crate) fn guarded<T>(failed: T, work: impl FnOnce() -> Result<T, TextError>) -> T {
     let error = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(made)) => return made,
         Ok(Err(error)) => error.0,
@@ -78,6 +78,11 @@ fn given_text(found: String) -> Text {
 }
 
 const NO_TEXT: Text = Text { data: null_mut(), size: 0 };
+
+/// Return why the last function of this thread failed.
+pub(crate) fn last_error() -> String {
+    LAST.with(|last| last.borrow().to_string_lossy().into_owned())
+}
 
 #[no_mangle]
 pub extern "C" fn qm_text_error() -> *const c_char {

@@ -2,6 +2,7 @@
 
 mod c_interface;
 mod chat_template;
+mod java_interface;
 mod sampling;
 mod text_stream;
 

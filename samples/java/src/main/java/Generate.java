@@ -1,27 +1,41 @@
 import ai.onnxruntime.OrtLoggingLevel;
 import ai.onnxruntime.OrtSession;
+import java.io.IOException;
+import java.nio.file.*;
 import java.util.*;
 import java.util.stream.LongStream;
 import quantmoe.*;
 
-/** Greedy decoding of an exported folder: Generate FOLDER COUNT ID... prints up to COUNT token ids. */
+/**
+ * Greedy decoding of an exported folder: Generate FOLDER COUNT ID... prints up to COUNT token ids. What was read and said may be loaded
+ * from a file and saved.
+ */
 public class Generate {
   public static void main(String[] args) {
     try {
-      Map<String, String> entries = new HashMap<>();
-      for (; args.length > 1 && args[0].equals("--entry"); args = Arrays.copyOfRange(args, 2, args.length)) {
+      Map<String, String> entries = new HashMap<>(), files = new HashMap<>();
+      for (; args.length > 1 && args[0].matches("--(entry|load-state|save-state)"); args = Arrays.copyOfRange(args, 2, args.length)) {
         String[] entry = args[1].split("=", 2);
-        entries.put(entry[0], entry[entry.length - 1]);
+        if (args[0].equals("--entry")) entries.put(entry[0], entry[entry.length - 1]);
+        else files.put(args[0], args[1]);
       }
-      if (args.length < 3) throw new IllegalArgumentException("usage: Generate [--entry NAME=VALUE] FOLDER COUNT ID...");
+      if (args.length < 3)
+        throw new IllegalArgumentException(
+            "usage: Generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE] FOLDER COUNT ID...");
       long[] numbers = Arrays.stream(args).skip(1).mapToLong(Generate::number).toArray();
       long[] ids = LongStream.of(numbers).skip(1).toArray();
-      try (Generator model = open(args[0], entries); TokenCache cache = new TokenCache(model)) {
+      String load = files.get("--load-state"), save = files.get("--save-state");
+      if (save != null && !Files.isDirectory(Path.of(save).toAbsolutePath().getParent()))
+        throw new NoSuchFileException(save + ": its folder is missing");
+      try (Generator model = open(args[0], entries);
+          TokenCache cache = load == null ? new TokenCache(model, save != null) : TokenCache.load(model, Path.of(load), save != null)) {
         StringJoiner generated = new StringJoiner(" ");
-        for (long id : cache.generate(ids, Options.greedy().maxNewTokens(numbers[0]))) generated.add(Long.toString(id));
-        System.out.println(generated);
+        long[] rest = Arrays.copyOfRange(ids, cache.keep(ids), ids.length);
+        for (long id : cache.generate(rest, Options.greedy().maxNewTokens(numbers[0]))) generated.add(Long.toString(id));
+        System.out.println(generated); // before the file, which may fail
+        if (save != null) cache.save(Path.of(save));
       }
-    } catch (RuntimeException error) {
+    } catch (IOException | RuntimeException error) {
       System.err.println(error.getMessage());
       System.exit(1);
     }

@@ -20,8 +20,8 @@ public class Text {
       Options options = Options.greedy().maxNewTokens(Generate.number(args[1]));
       boolean talks = args.length == 2;
       try (Generator model = Generate.open(args[0], Map.of()); Chat chat = new Chat(model, null, !talks)) {
-        if (talks && !model.metadata().containsKey("chat.begin"))
-          throw new IllegalArgumentException("the model has no turns of a chat template; usage: Text FOLDER COUNT TEXT");
+        if (talks && !model.metadata().containsKey("chat.begin") && !model.metadata().containsKey("no_chat"))
+          throw new IllegalArgumentException("the model has no chat template; usage: Text FOLDER COUNT TEXT");
         read();
         String message = talks ? messages.take() : args[2];
         for (; !message.isEmpty(); message = talks ? messages.take() : "") say(chat.reply(message, options), out);

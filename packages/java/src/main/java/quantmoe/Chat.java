@@ -22,6 +22,7 @@ public final class Chat implements AutoCloseable {
   private final TextTokenizer tokenizer;
   private final TokenCache cache;
   private final String system; // null: none
+  private final ChatTemplate template; // of a model whose turns are more than text around messages; null: of another
   private final boolean raw;
   private final List<Turn> turns = new ArrayList<>();
   private ReplyInfo last;
@@ -41,18 +42,15 @@ public final class Chat implements AutoCloseable {
    * @param model the model that answers
    * @param system a system prompt; null: none
    * @param raw ignore the model's chat template
-   * @throws UnsupportedOperationException the chat template needs more than text around messages, or takes no system prompt
-   * @throws ModelException the folder has no tokenizer.json
+   * @throws UnsupportedOperationException the model takes no system prompt
+   * @throws ModelException the folder has no tokenizer.json, or no chat template
    */
   public Chat(Generator model, String system, boolean raw) {
     this.model = model;
     this.system = system;
-    if (!raw && model.metadata().containsKey("no_chat"))
-      throw new UnsupportedOperationException(
-          model.folder() + ": " + model.value("no_chat")
-              + "; render the messages in your program and use TokenCache, or begin the chat with raw");
-    this.raw = raw || !model.metadata().containsKey("chat.begin");
-    if (system != null && (this.raw || !model.metadata().containsKey("chat.system")))
+    template = !raw && model.metadata().containsKey("no_chat") ? model.template() : null;
+    this.raw = raw || (template == null && !model.metadata().containsKey("chat.begin"));
+    if (system != null && (this.raw || (template == null && !model.metadata().containsKey("chat.system"))))
       throw new UnsupportedOperationException(model.folder() + ": the model takes no system prompt");
     tokenizer = model.tokenizer();
     cache = new TokenCache(model);
@@ -123,15 +121,18 @@ public final class Chat implements AutoCloseable {
     List<Turn> all = new ArrayList<>(turns.subList(dropped, turns.size()));
     all.add(message);
     LongStream.Builder ids = LongStream.builder();
-    boolean first = true;
+    List<String> messages = new ArrayList<>();
     for (Turn turn : all) {
+      boolean first = messages.isEmpty();
+      messages.add(turn.message);
       String before = !first ? model.value("chat.next")
           : system == null ? model.value("chat.begin")
           : model.value("chat.system") + system + model.value("chat.system_end");
-      String text = raw ? turn.message : before + turn.message + model.value("chat.reply");
+      String text = template != null ? template.turn(system, messages)
+          : raw ? turn.message
+          : before + turn.message + model.value("chat.reply");
       for (long id : tokenizer.encode(text, raw && first)) ids.add(id);
       for (long id : turn.answer) ids.add(id);
-      first = false;
     }
     return ids.build().toArray();
   }

@@ -30,6 +30,7 @@ public final class Generator implements AutoCloseable {
   private final List<Long> stopTokens = new ArrayList<>();
   private Sampling sampling;
   private TextTokenizer tokenizer;
+  private ChatTemplate template;
   private volatile boolean closing;
 
   /**
@@ -117,6 +118,12 @@ public final class Generator implements AutoCloseable {
     return metadata.getOrDefault(name, "");
   }
 
+  synchronized ChatTemplate template() {
+    checkOpen();
+    if (template == null) template = new ChatTemplate(folder);
+    return template;
+  }
+
   boolean hasStates() {
     return inputs.stream().anyMatch(input -> input.isState);
   }
@@ -154,6 +161,7 @@ public final class Generator implements AutoCloseable {
     for (TokenCache cache : open) cache.close();
     synchronized (this) {
       if (tokenizer != null) tokenizer.close();
+      if (template != null) template.close();
     }
     gate.writeLock().lock();
     try {

@@ -5,11 +5,13 @@ import java.io.InputStream;
 import java.io.UncheckedIOException;
 import java.nio.file.Files;
 import java.nio.file.Path;
+import java.util.HashMap;
 import java.util.Locale;
+import java.util.Map;
 
 /** The operators of exported models, as a native library that this jar carries for each platform. */
 public final class QuantMoE {
-  private static String path;
+  private static final Map<String, String> paths = new HashMap<>();
 
   private QuantMoE() {}
 
@@ -22,23 +24,28 @@ public final class QuantMoE {
    * @throws UnsupportedOperationException this jar has no library for the platform
    * @throws UncheckedIOException it cannot be copied
    */
-  public static synchronized String libraryPath() {
-    if (path != null) return path;
+  public static String libraryPath() {
+    return pathOf("quantmoe_ort");
+  }
+
+  static synchronized String pathOf(String library) {
+    if (paths.containsKey(library)) return paths.get(library);
     String os = System.getProperty("os.name").toLowerCase(Locale.ROOT), arch = System.getProperty("os.arch");
     boolean windows = os.startsWith("windows"), mac = os.startsWith("mac");
     String cpu = arch.equals("amd64") || arch.equals("x86_64") ? "x64" : arch.equals("aarch64") ? "arm64" : arch;
     String platform = (windows ? "win" : mac ? "osx" : os) + "-" + cpu;
-    String name = windows ? "quantmoe_ort.dll" : mac ? "libquantmoe_ort.dylib" : "libquantmoe_ort.so";
+    String name = windows ? library + ".dll" : "lib" + library + (mac ? ".dylib" : ".so");
     String resource = "native/" + platform + "/" + name;
-    try (InputStream library = QuantMoE.class.getResourceAsStream(resource)) {
-      if (library == null)
+    try (InputStream bytes = QuantMoE.class.getResourceAsStream(resource)) {
+      if (bytes == null)
         throw new UnsupportedOperationException(
-            "this jar of QuantMoE has no library for " + platform + " (os.name " + os + ", os.arch " + arch + ")");
+            "this jar of QuantMoE has no " + name + " for " + platform + " (os.name " + os + ", os.arch " + arch + ")");
       Path folder = Files.createTempDirectory("quantmoe"), file = folder.resolve(name);
       folder.toFile().deleteOnExit(); // in reverse order: the file first
       file.toFile().deleteOnExit();
-      Files.copy(library, file);
-      return path = file.toAbsolutePath().toString();
+      Files.copy(bytes, file);
+      paths.put(library, file.toAbsolutePath().toString());
+      return paths.get(library);
     } catch (IOException error) {
       throw new UncheckedIOException("QuantMoE's library: " + error.getMessage(), error);
     }

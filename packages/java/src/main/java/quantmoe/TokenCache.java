@@ -1,6 +1,8 @@
 package quantmoe;
 
 import ai.onnxruntime.*;
+import java.io.IOException;
+import java.nio.file.Path;
 import java.util.*;
 import java.util.concurrent.CancellationException;
 import java.util.concurrent.locks.ReentrantLock;
@@ -44,8 +46,8 @@ public final class TokenCache implements AutoCloseable {
    * Make an empty cache.
    *
    * @param model the model that reads and answers
-   * @param goesBack keep copies of a hybrid model's states, so that {@link #keep} goes back to the end of a prompt. Other models can
-   *     always go back.
+   * @param goesBack keep copies of a hybrid model's states, so that {@link #keep} goes back to the end of a prompt and files of
+   *     {@link #save} serve prompts that begin alike. Other models can always go back.
    */
   public TokenCache(Generator model, boolean goesBack) {
     this.model = model;
@@ -67,6 +69,69 @@ public final class TokenCache implements AutoCloseable {
     } catch (IllegalStateException error) {
       close();
       throw error;
+    }
+  }
+
+  /**
+   * Read a file of {@link #save} or of {@code quantmoe generate --save-state}.
+   *
+   * @param model the model that wrote the file
+   * @param path the file
+   * @param goesBack as for an empty cache
+   * @return a cache that goes on from there
+   * @throws ModelException the file is damaged or of another model
+   * @throws IOException the file cannot be read
+   */
+  public static TokenCache load(Generator model, Path path, boolean goesBack) throws IOException {
+    TokenCache made = new TokenCache(model, goesBack);
+    try (SavedCache file = new SavedCache(path, model.value("identity"), model.inputs)) {
+      made.fill(file, path);
+      return made;
+    } catch (IOException | RuntimeException error) {
+      made.close();
+      throw error;
+    }
+  }
+
+  private void fill(SavedCache file, Path path) throws IOException {
+    gate.lock();
+    try {
+      checkOpen();
+      long[] tokens = file.tokens();
+      if (tokens.length > model.contextLength())
+        throw new ModelException(path + ": has " + tokens.length + " tokens, the model's context has " + model.contextLength());
+      if (shares) reserve(tokens.length);
+      else replace(tokens.length, 0);
+      for (int i = 0; i < cache.length; i++) file.load(model.inputs.get(i), cache[i]);
+      states.putAll(file.loadStates());
+      read = tokens;
+      length = tokens.length;
+    } catch (OrtException error) {
+      throw new ModelException(error);
+    } finally {
+      gate.unlock();
+    }
+  }
+
+  /**
+   * Write the tokens that were read, as {@code quantmoe generate --save-state} does. The file has its name when all is there. A symbolic
+   * link stays a link.
+   *
+   * @param path the file; an earlier saved state is replaced
+   * @throws IOException the file cannot be written, or is there and no saved state
+   * @throws IllegalStateException the cache or the model is closed, or the cache has no tokens
+   */
+  public void save(Path path) throws IOException {
+    gate.lock();
+    try {
+      checkOpen();
+      String identity = model.value("identity");
+      if (identity.isEmpty()) throw new ModelException(model.folder() + ": no identity in its metadata; export it again");
+      if (length == 0) throw new IllegalStateException(path + ": the cache has no tokens to save");
+      if (model.hasStates()) keepStates();
+      SavedCache.save(path, identity, tokens(), model.inputs, cache, states);
+    } finally {
+      gate.unlock();
     }
   }
 

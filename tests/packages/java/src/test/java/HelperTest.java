@@ -3,6 +3,7 @@ import static org.junit.jupiter.api.Assertions.*;
 import ai.onnxruntime.OrtLoggingLevel;
 import java.io.IOException;
 import java.io.OutputStream;
+import java.io.UncheckedIOException;
 import java.nio.charset.StandardCharsets;
 import java.nio.file.*;
 import java.util.*;
@@ -226,6 +227,160 @@ class HelperTest {
   }
 
   @Test
+  void aTemplateIsRenderedWhereThereAreNoTurns() throws Exception {
+    Path folder = Path.of(copy("hybrid", Map.of("no_chat", "the template counts messages")));
+    Files.writeString(folder.resolve("chat_template.jinja"), String.join("\n",
+        "{%- for m in messages %}",
+        "{%- set users = messages[: loop.index] | selectattr('role', 'equalto', 'user') | list | length %}",
+        "{{- m.content if m.role != 'user' else '|' ~ users ~ ' ' ~ m.content ~ '\\nA:' }}",
+        "{%- endfor %}"));
+    try (Generator model = new Generator(folder.toString()); Chat chat = new Chat(model, "Be kind.", false)) {
+      long[] ids = {};
+      String[][] turns = {{"Be kind.|1 日本語 𝄞?\nA:", "日本語 𝄞?"}, {"|2 Whence?\nA:", "Whence?"}, {"|3 Why?\nA:", "Why?"}};
+      for (String[] turn : turns) {
+        ids = joined(ids, model.tokenizer().encode(turn[0], false));
+        long[] answer = LongStream.of(fresh(model, ids, 8)).filter(id -> !model.stopTokens().contains(id)).toArray();
+        assertEquals(model.tokenizer().decode(answer, false), said(chat.reply(turn[1], greedy(8))));
+        assertEquals(ids.length, chat.last().promptTokens);
+        ids = joined(ids, answer);
+      }
+      model.close();
+      assertThrows(IllegalStateException.class, () -> chat.reply("Why?", greedy(1)));
+    }
+    Files.writeString(folder.resolve("chat_template.jinja"), "{{ raise_exception('only ' ~ 'tools') }}");
+    try (Generator model = new Generator(folder.toString()); Chat chat = new Chat(model)) {
+      var error = assertThrows(ModelException.class, () -> chat.reply("Why?", greedy(1)));
+      assertTrue(error.getMessage().contains("chat_template.jinja: invalid operation: only tools"), error.getMessage());
+    }
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void aLoadedPromptGoesOn(String name) throws Exception {
+    Path path = temporary.resolve("state");
+    try (Generator model = new Generator(folder(name)); TokenCache cache = new TokenCache(model, true)) {
+      assertThrows(IllegalStateException.class, () -> cache.save(path));
+      all(cache.generate(PROMPT, greedy(6)));
+      cache.save(path);
+      assertEquals(0, Files.readAllBytes(path)[0] % 8); // tensors are aligned
+      long[][] texts = {joined(cache.tokens(), 20), joined(PROMPT, 20, 21)};
+      int[] expected = {17, 12};
+      for (int i = 0; i < texts.length; i++) {
+        try (TokenCache loaded = TokenCache.load(model, path, true)) {
+          assertArrayEquals(cache.tokens(), loaded.tokens());
+          int kept = loaded.keep(texts[i]);
+          assertEquals(expected[i], kept);
+          long[] rest = Arrays.copyOfRange(texts[i], kept, texts[i].length);
+          assertArrayEquals(fresh(model, texts[i], 6), all(loaded.generate(rest, greedy(6))));
+        }
+      }
+    }
+  }
+
+  @ParameterizedTest
+  @ValueSource(strings = {"model", "hybrid"})
+  void aStateThatIsSavedAfterACancelledRunIsWhole(String name) throws Exception {
+    long[] more = LongStream.range(0, 300).map(i -> i * 11 % 4000 + 1).toArray();
+    int ended = 0;
+    try (Generator model = new Generator(folder(name))) {
+      for (int i = 0; i < 20; i++) {
+        try (TokenCache cache = new TokenCache(model)) {
+          all(cache.generate(PROMPT, greedy(2)));
+          Answer<Long> answer = cache.generate(more, greedy(4));
+          CompletableFuture<Void> cancel = CompletableFuture.runAsync(
+              answer::cancel, CompletableFuture.delayedExecutor(700 * i, TimeUnit.MICROSECONDS));
+          try {
+            all(answer);
+          } catch (CancellationException error) {
+            ended++;
+          }
+          cancel.get();
+          cache.save(temporary.resolve("state"));
+          try (TokenCache loaded = TokenCache.load(model, temporary.resolve("state"), false)) {
+            assertArrayEquals(cache.tokens(), loaded.tokens());
+            long[] expected = fresh(model, joined(cache.tokens(), 50, 51), 4);
+            assertArrayEquals(expected, all(loaded.generate(new long[] {50, 51}, greedy(4))));
+          }
+        }
+      }
+    }
+    assertNotEquals(0, ended);
+  }
+
+  @Test
+  void saversOfOnePathDoNotDisturbEachOther() throws Exception {
+    Path path = temporary.resolve("state"), other = temporary.resolve("state.partial");
+    Files.writeString(other, "another program's");
+    try (Generator model = new Generator(folder("hybrid"))) {
+      List<CompletableFuture<Void>> savers = new ArrayList<>();
+      for (int i = 0; i < 6; i++)
+        savers.add(CompletableFuture.runAsync(() -> {
+          try (TokenCache cache = new TokenCache(model)) {
+            all(cache.generate(PROMPT, greedy(3)));
+            for (int save = 0; save < 10; save++) {
+              cache.save(path);
+              TokenCache.load(model, path, false).close();
+            }
+          } catch (IOException error) {
+            throw new UncheckedIOException(error);
+          }
+        }));
+      for (CompletableFuture<Void> saver : savers) saver.get();
+    }
+    assertEquals("another program's", Files.readString(other));
+    try (Stream<Path> files = Files.list(temporary)) {
+      assertEquals(2, files.count());
+    }
+  }
+
+  @Test
+  void aLinkStaysALinkAndOtherFilesAreNotReplaced() throws Exception {
+    Path real = temporary.resolve("real"), link = temporary.resolve("link"), notes = temporary.resolve("notes");
+    try (Generator model = new Generator(folder("model")); TokenCache cache = new TokenCache(model)) {
+      all(cache.generate(PROMPT, greedy(2)));
+      Files.createSymbolicLink(link, Path.of("real"));
+      cache.save(link);
+      TokenCache.load(model, real, false).close();
+      assertTrue(Files.isSymbolicLink(link));
+      for (String text : List.of("my notes", "a text of more than eight bytes", "\2\0\0\0\0\0\0\0{}")) {
+        Files.writeString(notes, text);
+        var error = assertThrows(IOException.class, () -> cache.save(notes));
+        assertEquals(notes + ": is there, and is no saved state: expected an earlier one, or no file", error.getMessage());
+        assertEquals(text, Files.readString(notes));
+      }
+      for (Path wrong : List.of(temporary.resolve("nowhere/state"), temporary)) {
+        var error = assertThrows(IOException.class, () -> cache.save(wrong));
+        assertTrue(error.getMessage().startsWith(wrong + ": "), error.getMessage());
+      }
+      try (Stream<Path> files = Files.list(temporary)) {
+        assertEquals(Set.of(real, link, notes), files.collect(Collectors.toSet()));
+      }
+    }
+  }
+
+  @Test
+  void damagedStatesAreNamed() throws Exception {
+    Path path = temporary.resolve("state");
+    try (Generator model = new Generator(folder("model")); Generator hybrid = new Generator(folder("hybrid"));
+        TokenCache cache = new TokenCache(model)) {
+      all(cache.generate(PROMPT, greedy(2)));
+      cache.save(path);
+      byte[] whole = Files.readAllBytes(path), altered = whole.clone();
+      altered[whole.length - 9] ^= 1;
+      var error = assertThrows(ModelException.class, () -> TokenCache.load(hybrid, path, false));
+      assertTrue(error.getMessage().startsWith(path + ": saved with another model"), error.getMessage());
+      Map<String, byte[]> damaged = Map.of("was altered or is damaged", altered, "5 bytes, expected", Arrays.copyOf(whole, 5),
+          "is the file truncated?", Arrays.copyOf(whole, 100), "is it truncated?", Arrays.copyOf(whole, whole.length - 1),
+          "corrupt header", joined(new byte[] {4, 0, 0, 0, 0, 0, 0, 0}, bytes("{]  ")));
+      for (var file : damaged.entrySet()) {
+        Files.write(path, file.getValue());
+        error = assertThrows(ModelException.class, () -> TokenCache.load(model, path, false));
+        assertTrue(error.getMessage().startsWith(path + ": ") && error.getMessage().contains(file.getKey()), error.getMessage());
+      }
+    }
+  }
+
+  @Test
   void oldestTurnsAreDroppedWhereTheContextIsFull() throws Exception {
     Map<String, String> metadata = new HashMap<>(TURNS);
     metadata.put("context_length", "64");
@@ -283,8 +438,8 @@ class HelperTest {
     Files.delete(Path.of(folder, "tokenizer.json"));
     Files.writeString(Path.of(folder, "generation_config.json"), "{\"do_sample\": true, \"top_p\": 2}");
     try (Generator model = new Generator(folder)) {
-      var error = assertThrows(UnsupportedOperationException.class, () -> new Chat(model));
-      assertTrue(error.getMessage().contains("the template counts messages; render"), error.getMessage());
+      var error = assertThrows(ModelException.class, () -> new Chat(model));
+      assertTrue(error.getMessage().contains("chat_template.jinja: is missing"), error.getMessage());
       var missing = assertThrows(ModelException.class, () -> new Chat(model, null, true));
       assertTrue(missing.getMessage().contains("tokenizer.json is missing"), missing.getMessage());
       var config = assertThrows(ModelException.class, model::sampling);
