@@ -272,11 +272,15 @@ text-library:
 	python3 packages/rust/notices.py >build/rust/THIRD_PARTY_NOTICES_TEXT.txt
 
 # The packages in projects that have nothing else, their contents, and a bill of materials in dist. C# where dotnet stands, C++ and Rust where cargo stands.
-test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid
+test-packages: export QUANTMOE_MODEL = $(abspath $(MODEL))
+test-packages: export QUANTMOE_HYBRID = $(CURDIR)/build/sample-hybrid
+test-packages: export QUANTMOE_MTP = $(CURDIR)/build/sample-mtp
+test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid build/sample-mtp
 	$(UV) --group test
 	python packages/sbom.py dist build/java
-	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_HYBRID=$(CURDIR)/build/sample-hybrid python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py
-	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dhybrid=$(CURDIR)/build/sample-hybrid -Dquantmoe=$(VERSION)
+	python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py
+	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dhybrid=$(CURDIR)/build/sample-hybrid \
+	  -Dmtp=$(CURDIR)/build/sample-mtp -Dquantmoe=$(VERSION)
 
 # The first program of each language's guide, on an exported folder: at most 20 lines, and the text of `quantmoe generate`.
 test-guides: jar $(NUPKG) $(TEXT) build | $(MODEL)
@@ -350,6 +354,9 @@ build/sample-model: | build
 
 build/sample-hybrid: | build
 	quantmoe export samples/demo_model/hybrid $@ --activations float
+
+build/sample-mtp: | build
+	quantmoe export samples/demo_model/hybrid $@ --activations float --mtp
 
 # The samples on one exported folder must print the same tokens; C# and Rust where dotnet and rustc stand.
 samples: build jar $(NUPKG) | $(MODEL)

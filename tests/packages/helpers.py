@@ -48,6 +48,7 @@ def test_rust(tmp_path: Path) -> None:
 
 
 def test_cpp(tmp_path: Path) -> None:
+    mtp = os.environ["QUANTMOE_MTP"]
     plain, hybrid = os.environ["QUANTMOE_MODEL"], os.environ["QUANTMOE_HYBRID"]
     turns = variant(hybrid, tmp_path / "turns", TURNS)
     context = variant(hybrid, tmp_path / "context", {**TURNS, "context_length": "64"})
@@ -57,4 +58,4 @@ def test_cpp(tmp_path: Path) -> None:
     (template / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     build = ROOT / "build/cpp-tests"
     cmake(ROOT / "packages/cpp/tests", build, "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON")
-    assert run(build / "tests", plain, hybrid, turns, context, refused, template) == "all passed\n"
+    assert run(build / "tests", plain, hybrid, turns, context, refused, template, mtp) == "all passed\n"

@@ -1,6 +1,7 @@
-// tests PLAIN HYBRID TURNS CONTEXT NO_CHAT: tests of chat.h and token_cache.h with folders of the demo models. TURNS is
-// the hybrid model with turns, CONTEXT has turns and a context of 64 tokens, NO_CHAT is the plain model with a reason
-// and without a tokenizer.
+// tests PLAIN HYBRID TURNS CONTEXT NO_CHAT TEMPLATE MTP: tests of chat.h and token_cache.h with folders of the demo
+// models. TURNS is the hybrid model with turns, CONTEXT has turns and a context of 64 tokens, NO_CHAT is the plain
+// model with a reason and without a tokenizer, TEMPLATE is the hybrid model with a reason and a template, MTP has
+// mtp.onnx.
 #include <quantmoe/chat.h>
 
 #include <chrono>
@@ -167,6 +168,47 @@ void threads_share_a_model(const std::string& folder) {
   for (const Ids& ids : found) CHECK(ids == expected);
 }
 
+void drafts_give_the_same_tokens(const std::string& folder, Drafts drafts) {
+  const Generator plain(folder), model(folder, {}, drafts);
+  Ids ids = model.tokenizer().encode("And he said unto them, And he said unto them, And he said", true);
+  const Ids whole = fresh(plain, ids, 60);
+  TokenCache cache(model, true);
+  CHECK(all(cache.generate(ids, {.max_new_tokens = 60})) == whole);
+  CHECK(cache.accepted() > 0 && cache.accepted() <= cache.drafted());
+  CHECK(cache.tokens() == joined(ids, {whole.begin(), whole.end() - 1}));
+  for (size_t count = 1; count < 20; ++count) {  // an answer that is left within a step
+    TokenCache left(model, true);
+    Stream<int64_t> stream = left.generate(ids, {.max_new_tokens = 60});
+    Ids found;
+    while (found.size() < count) found.push_back(*stream.next());
+    CHECK(left.tokens() == joined(ids, {found.begin(), found.end() - 1}));
+    if (count % 2) {
+      CHECK(joined(found, all(left.generate({}, {.max_new_tokens = 60 - count}))) == whole);
+    } else {
+      const Ids other = joined(ids, joined({found.begin(), found.end() - 1}, {20, 21}));
+      const size_t kept = left.keep(other);
+      CHECK(kept == other.size() - 2);
+      CHECK(all(left.generate(from(other, kept), {.max_new_tokens = 6})) == fresh(plain, other, 6));
+    }
+  }
+  const auto text = [&](const Generator& of) {
+    Chat chat(of, {}, true);
+    const Sampling sampling = {.temperature = 0.6, .seed = 3};
+    return said(chat.reply("And it came to pass", {.max_new_tokens = 40, .sampling = sampling}));
+  };
+  CHECK(text(model) == text(plain));
+  Chat chat(model, {}, true);
+  said(chat.reply("And he said unto them, And he said", greedy(60)));
+  CHECK(chat.last().accepted > 0 && chat.last().tokens > chat.last().accepted);
+}
+
+void drafts_that_a_model_cannot_verify_are_refused(const std::string& plain, const std::string& hybrid) {
+  CHECK(has(refused<std::invalid_argument>([&] { Model(hybrid, {}, Drafts::ngram()); }),
+            ": 4 draft tokens need an export with --state-window 5"));
+  CHECK(has(refused<std::invalid_argument>([&] { Model(plain, {}, Drafts::mtp(2)); }),
+            ": 2 draft tokens need an export with --mtp"));
+}
+
 void text_goes_on(const std::string& folder) {
   const Generator model(folder);
   const std::string prompt = "Then said the captain";
@@ -284,6 +326,10 @@ int main(int, char** argv) {
   oldest_turns_are_dropped(argv[4]);
   what_the_folder_lacks_is_named(argv[5]);
   a_template_is_rendered_where_there_are_no_turns(argv[6]);
+  drafts_give_the_same_tokens(plain, Drafts::ngram());
+  drafts_give_the_same_tokens(argv[7], Drafts::ngram(3));
+  drafts_give_the_same_tokens(argv[7], Drafts::mtp());
+  drafts_that_a_model_cannot_verify_are_refused(plain, hybrid);
   std::cout << (failed ? "failed\n" : "all passed\n");
   return failed != 0;
 }

@@ -147,8 +147,8 @@ class Generator : public Model {
  public:
   // Opens a folder as Model does. The tokenizer is read when it is first used.
   explicit Generator(const std::filesystem::path& folder,
-                     const std::function<void(Ort::SessionOptions&)>& configure = {})
-      : Model(folder, configure), text_(std::make_shared<Text>(Sampling::of_folder(folder))) {}
+                     const std::function<void(Ort::SessionOptions&)>& configure = {}, Drafts drafts = {})
+      : Model(folder, configure, drafts), text_(std::make_shared<Text>(Sampling::of_folder(folder))) {}
 
   // How the model's makers choose tokens, from generation_config.json.
   const Sampling& sampling() const { return text_->sampling; }
@@ -184,6 +184,8 @@ struct ReplyInfo {
   size_t prompt_tokens = 0;  // of the conversation before the answer
   size_t kept_tokens = 0;    // those of them that the cache had already
   size_t tokens = 0;         // of the answer
+  size_t drafted = 0;        // draft tokens that were verified
+  size_t accepted = 0;       // those of them that are tokens of the answer
   bool stopped = false;      // whether the model or a stop string ended the answer, and not the number of tokens
 };
 
@@ -237,6 +239,7 @@ class Chat {
       const std::optional<int64_t> id = tokens.next();
       std::string piece;
       if (id) ++last_.tokens;
+      last_.drafted = cache_.drafted(), last_.accepted = cache_.accepted();
       over = !id || std::ranges::find(stop, *id) != stop.end();
       last_.stopped = id && over;
       if (over) {

@@ -96,23 +96,32 @@ class Stream {
   std::function<std::optional<T>()> next_;
 };
 
+// How the tokens of an answer are drafted. A step verifies a token and its draft tokens, so the answer has the same
+// tokens in fewer steps.
+struct Drafts {
+  enum Kind {
+    kNone,
+    kNgram,  // the tokens that followed the last tokens before in the text
+    kMtp     // of the layer of multi-token prediction, mtp.onnx
+  };
+  Kind kind = kNone;
+  size_t most = 4;  // draft tokens of a step
+
+  static Drafts ngram(size_t most = 4) { return {kNgram, most}; }
+  static Drafts mtp(size_t most = 4) { return {kMtp, most}; }
+};
+
 // An exported folder that is open. Copies are the same model, and any thread may use them.
 class Model {
  public:
   // Opens a folder that `quantmoe export` wrote. `configure` changes the session's options, for example threads,
   // entries or an execution provider. The environment variable QUANTMOE_ORT_LIBRARY names the library of the operators.
   // Without it the folder's copy is loaded, which is native code of whoever exported the folder.
-  explicit Model(const std::filesystem::path& folder, const std::function<void(Ort::SessionOptions&)>& configure = {})
-      : open_(std::make_shared<Open>()) {
-    static Ort::Env environment(ORT_LOGGING_LEVEL_ERROR, "quantmoe");
-    Ort::SessionOptions options;
-    if (configure) configure(options);
-    const char* own = std::getenv("QUANTMOE_ORT_LIBRARY");
-    const std::filesystem::path library = own ? std::filesystem::path(own) : folder / kLibrary;
-    options.RegisterCustomOpsLibrary(library.c_str());  // reads the session's entries
-    open_->folder = folder;
-    open_->session.emplace(environment, (folder / "model.onnx").c_str(), options);
-    read_metadata();
+  explicit Model(const std::filesystem::path& folder, const std::function<void(Ort::SessionOptions&)>& configure = {},
+                 Drafts drafts = {})
+      : Model(folder, "model.onnx", configure, drafts) {
+    if (drafts.kind != Drafts::kNone) check_drafts();
+    if (drafts.kind == Drafts::kMtp) open_->drafting = Model(folder, "mtp.onnx", configure, {}).open_;
   }
 
   // The folder as it was given.
@@ -134,6 +143,7 @@ class Model {
   // Closed.
   void close() const {
     open_->closing = true;
+    if (open_->drafting) Model(open_->drafting).close();
     {
       const std::lock_guard lock(open_->runs_gate);
       for (Ort::RunOptions* run : open_->runs) run->SetTerminate();
@@ -163,12 +173,72 @@ class Model {
         short_context;  // texts longer than the second are run again from their first token (longrope)
     Ids stop_tokens;
     std::vector<Past> pasts;
+    Drafts drafts;
+    std::shared_ptr<Open> drafting;  // the model of mtp.onnx
+    int64_t num_logits = 1;          // the tokens whose logits a step gives
+    Ort::Value rows{nullptr};        // what the session knows of it
+    std::string hidden;              // the output of hidden states; empty: nobody drafts from them
+    ONNXTensorElementDataType hidden_type;
+    int64_t hidden_width = 0;
     std::atomic<bool> closing = false;
     std::shared_mutex gate;  // a step shares the session
     std::optional<Ort::Session> session;
     std::mutex runs_gate;
     std::set<Ort::RunOptions*> runs;
   };
+
+  explicit Model(std::shared_ptr<Open> open) : open_(std::move(open)) {}
+
+  Model(const std::filesystem::path& folder, const char* file,
+        const std::function<void(Ort::SessionOptions&)>& configure, Drafts drafts)
+      : open_(std::make_shared<Open>()) {
+    static Ort::Env environment(ORT_LOGGING_LEVEL_ERROR, "quantmoe");
+    Ort::SessionOptions options;
+    if (configure) configure(options);
+    const char* own = std::getenv("QUANTMOE_ORT_LIBRARY");
+    const std::filesystem::path library = own ? std::filesystem::path(own) : folder / kLibrary;
+    options.RegisterCustomOpsLibrary(library.c_str());  // reads the session's entries
+    open_->folder = folder;
+    open_->drafts = drafts;
+    if (drafts.kind != Drafts::kNone) {
+      open_->num_logits = static_cast<int64_t>(drafts.most) + 1;
+      const int64_t shape[] = {1};
+      const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
+      open_->rows = Ort::Value::CreateTensor<int64_t>(memory, &open_->num_logits, 1, shape, 1);
+      options.AddInitializer("num_logits", open_->rows);
+    }
+    open_->session.emplace(environment, (folder / file).c_str(), options);
+    read_metadata();
+  }
+
+  // Fails unless a step gives the logits and the states after a token and each of its draft tokens.
+  void check_drafts() const {
+    const int64_t tokens = open_->num_logits;
+    int64_t rows = tokens, window = tokens;
+    for (size_t i = 0; i < open_->session->GetOutputCount(); ++i) {
+      Ort::AllocatorWithDefaultOptions allocator;
+      if (std::string(open_->session->GetOutputNameAllocated(i, allocator).get()) != "logits") continue;
+      if (metadata("num_logits")) continue;
+      const auto shape = open_->session->GetOutputTypeInfo(i).GetTensorTypeAndShapeInfo().GetShape();
+      const Ids fixed = numbers("logits");
+      rows = shape[1] == 1 ? 1 : fixed.empty() ? tokens : fixed[0];
+    }
+    for (const Past& past : open_->pasts)
+      if (past.is_state()) window = past.window ? past.dims[0] : 1;
+    if (open_->drafts.kind == Drafts::kMtp && metadata("short_context"))
+      throw std::invalid_argument(folder().string() +
+                                  ": rope_type longrope with a layer of multi-token prediction is not supported; take "
+                                  "Drafts::ngram");
+    std::string options;
+    if (rows < tokens) options += " --logits " + std::to_string(tokens);
+    if (window < tokens) options += " --state-window " + std::to_string(tokens);
+    if (open_->drafts.kind == Drafts::kMtp &&
+        (open_->hidden.empty() || !std::filesystem::exists(folder() / "mtp.onnx")))
+      options += " --mtp";
+    if (!options.empty())
+      throw std::invalid_argument(folder().string() + ": " + std::to_string(open_->drafts.most) +
+                                  " draft tokens need an export with" + options);
+  }
 
   void read_metadata() {
     Ort::AllocatorWithDefaultOptions allocator;
@@ -185,6 +255,13 @@ class Model {
       const std::string name = session.GetInputNameAllocated(i, allocator).get();
       if (name.starts_with("past_key_values."))
         open_->pasts.emplace_back(name, session.GetInputTypeInfo(i).GetTensorTypeAndShapeInfo());
+    }
+    for (size_t i = 0; i < session.GetOutputCount(); ++i) {
+      const std::string name = session.GetOutputNameAllocated(i, allocator).get();
+      if (name != "hidden_states_out" && !(name == "hidden_states" && open_->drafts.kind == Drafts::kMtp)) continue;
+      const auto type = session.GetOutputTypeInfo(i);
+      const auto info = type.GetTensorTypeAndShapeInfo();
+      open_->hidden = name, open_->hidden_type = info.GetElementType(), open_->hidden_width = info.GetShape()[2];
     }
   }
 
@@ -259,12 +336,17 @@ class TokenCache {
   TokenCache& operator=(const TokenCache&) = delete;
 
   // The tokens that were read.
-  const Ids& tokens() const { return read_; }
+  Ids tokens() const { return {read_.begin(), read_.end() - ahead_}; }
+
+  // Draft tokens of the last answer, and those of them that were right.
+  size_t drafted() const { return drafted_; }
+  size_t accepted() const { return accepted_; }
 
   // Goes back to the tokens with which a text begins, or as near before their end as states allow. Returns the number
   // of tokens kept, at most all of the text except the last, whose logits are needed.
   size_t keep(const Ids& ids) {
     model_.check_open();
+    settle();
     const size_t most = ids.empty() ? 0 : ids.size() - 1;
     size_t same = 0;
     while (same < std::min(most, read_.size()) && read_[same] == ids[same]) ++same;
@@ -282,6 +364,7 @@ class TokenCache {
   // ends the answer is the last one. The stream ends with the cache and with the next answer.
   Stream<int64_t> generate(const Ids& ids, TokenOptions options = {}) {
     model_.check_open();
+    settle();
     Ids next = unread_;
     next.insert(next.end(), ids.begin(), ids.end());
     if (next.empty()) throw std::invalid_argument("the prompt has no tokens");
@@ -291,16 +374,34 @@ class TokenCache {
                                   " tokens and 1 for the answer do not fit into the model's context of " +
                                   std::to_string(context) + " tokens");
     size_t left = std::min(options.max_new_tokens, context - std::min(context, total));
-    return Stream<int64_t>([this, options, next, left, answer = ++answers_]() mutable -> std::optional<int64_t> {
+    begin_drafts();
+    return Stream<int64_t>([this, options, next, left, most = open().drafts.most, drafts = Ids(), at = size_t{0},
+                            rows = Rows(), answer = ++answers_]() mutable -> std::optional<int64_t> {
       if (left == 0) return std::nullopt;
       if (answer != answers_) throw std::logic_error("another answer was begun");
       const size_t steps = std::exchange(left, 0);
-      std::vector<float> logits = read(next, options.cancel);
-      const int64_t id = options.choose(logits);
-      next = {id};
+      if (at == rows.size()) {
+        drafts = rows.empty() ? Ids() : draft(next.front(), std::min(most, steps - 1), options.cancel);
+        rows = read(next, drafts, options.cancel), at = 0;
+        drafted_ += drafts.size();
+      }
+      const int64_t id = options.choose(rows[at]);
+      ahead_ = drafts.size() - at;
       const Ids& stop = model_.stop_tokens();
-      if (std::ranges::find(stop, id) == stop.end())  // what follows an answer begins with the token that ends it
-        unread_ = next, left = steps - 1;
+      const bool over = std::ranges::find(stop, id) != stop.end();
+      // What follows an answer begins with the token that ends it.
+      unread_ = over ? Ids() : Ids{id}, left = over ? 0 : steps - 1;
+      if (left > 0 && at < drafts.size() && drafts[at] == id) {
+        ++at, ++accepted_;
+        return id;
+      }
+      settle();
+      if (!drafts.empty()) {
+        most = std::min(open().drafts.most, std::max<size_t>(1, 2 * at));
+        drafts.resize(at), drafts.insert(drafts.begin(), next.front());
+        hear(drafts);
+      }
+      next = {id}, at = rows.size();
       return id;
     });
   }
@@ -309,6 +410,7 @@ class TokenCache {
   // there.
   void save(const std::filesystem::path& path) {
     model_.check_open();
+    settle();
     save_state(path, model_.metadata("identity").value_or(""), read_, pasts_, cache_, states_);
   }
 
@@ -316,6 +418,10 @@ class TokenCache {
   static constexpr size_t kChunk = 512;     // prompt tokens of a step
   static constexpr size_t kTail = 8;        // tokens before a prompt's end, to whose states a hybrid model can go back
   static constexpr size_t kMostStates = 4;  // states are large
+
+  static constexpr size_t kPending = 256;  // tokens that the layer of multi-token prediction reads at once
+
+  using Rows = std::vector<std::vector<float>>;  // logits of tokens
 
   Model::Open& open() const { return *model_.open_; }
 
@@ -329,8 +435,13 @@ class TokenCache {
     return Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), past.type);
   }
 
-  // Reads ids, and returns the logits after the last of them.
-  std::vector<float> read(Ids ids, const Cancel& cancel) {
+  // Reads ids, and returns the logits after the last of them. Those of draft tokens follow.
+  Rows read(Ids ids, const Ids& drafts, const Cancel& cancel) {
+    if (!drafts.empty()) {  // they are not unread if the run fails
+      ids.insert(ids.end(), drafts.begin(), drafts.end());
+      reserve(read_.size() + ids.size());
+      return step(ids, ids.size(), cancel);
+    }
     const size_t total = read_.size() + ids.size(), limit = open().short_context;
     if (!read_.empty() && read_.size() <= limit && total > limit) {
       ids.insert(ids.begin(), read_.begin(),
@@ -342,12 +453,14 @@ class TokenCache {
     // A hybrid model's prompt ends twice: for the same prompt again, and for one with another end.
     const bool copies = goes_back_ && ids.size() > 1;
     const size_t tail = copies && ids.size() > kTail ? ids.size() - kTail : ids.size();
-    std::vector<float> logits;
+    Rows logits;
     try {
       for (size_t at = 0, end; at < ids.size(); at = end) {
         const size_t least = total > limit && at == 0 && read_.empty() ? std::min(limit + 1, ids.size()) : 0;
         end = std::min(std::max(at + kChunk, least), at < tail ? tail : ids.size());
-        logits = step({ids.begin() + at, ids.begin() + end}, end == ids.size(), cancel);
+        const Ids part(ids.begin() + at, ids.begin() + end);
+        logits = step(part, end == ids.size(), cancel);
+        hear(part);
         unread_.assign(ids.begin() + end, ids.end());
         if (copies && (end == tail || end == ids.size())) keep_states();
       }
@@ -358,8 +471,8 @@ class TokenCache {
     return logits;
   }
 
-  // Runs the model once. Returns the logits after the last token, if they are wanted.
-  std::vector<float> step(Ids ids, bool wanted, const Cancel& cancel) {
+  // Runs the model once. Returns the logits after the last so many tokens.
+  Rows step(Ids ids, size_t wanted, const Cancel& cancel) {
     const std::shared_lock lock(open().gate);
     // In this order: a model that is closed or an answer that is cancelled from now on ends the run.
     run_.UnsetTerminate();
@@ -379,6 +492,11 @@ class TokenCache {
     binding.BindInput("input_ids", row(ids));
     binding.BindInput("attention_mask", row(mask));
     binding.BindInput("position_ids", row(positions));
+    if (!given_.empty()) {
+      const int64_t shape[] = {1, static_cast<int64_t>(ids.size()), open().hidden_width};
+      const auto hidden = Ort::Value::CreateTensor(memory, given_.data(), given_.size(), shape, 3, open().hidden_type);
+      binding.BindInput("hidden_states", hidden);
+    }
     for (size_t i = 0; i < pasts_.size(); ++i) {
       binding.BindInput(pasts_[i].name.c_str(), cache_[i]);
       if (shares_)
@@ -386,6 +504,7 @@ class TokenCache {
       else
         binding.BindOutput(pasts_[i].present.c_str(), memory);
     }
+    if (!open().hidden.empty()) binding.BindOutput(open().hidden.c_str(), memory);
     binding.BindOutput("logits", memory);
     try {
       open().session->Run(run_, binding);
@@ -395,29 +514,37 @@ class TokenCache {
       throw;
     }
     std::vector<Ort::Value> results = binding.GetOutputValues();
-    std::vector<float> logits;
-    if (wanted) logits = last_logits(results.back());
+    const Rows logits = last_logits(results.back(), wanted);
+    if (!open().hidden.empty()) {
+      const Ort::Value& hidden = results[pasts_.size()];
+      const size_t size = open().hidden_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? 4 : 2;
+      hidden_.assign(static_cast<const char*>(hidden.GetTensorRawData()), ids.size() * open().hidden_width * size);
+    }
     for (size_t i = 0; i < pasts_.size(); ++i)
       if (!shares_)
         cache_[i] = std::move(results[i]);
       else if (spare_[i])
         std::swap(cache_[i], spare_[i]);
     read_.insert(read_.end(), ids.begin(), ids.end());
+    step_size_ = ids.size();
     return logits;
   }
 
-  // The numbers at the last position of logits [1, sequence, vocabulary].
-  static std::vector<float> last_logits(const Ort::Value& value) {
+  // The numbers at the last so many positions of logits [1, sequence, vocabulary].
+  static Rows last_logits(const Ort::Value& value, size_t count) {
     const auto info = value.GetTensorTypeAndShapeInfo();
-    const size_t size = static_cast<size_t>(info.GetShape().back()), from = info.GetElementCount() - size;
-    std::vector<float> found(size);
+    const size_t size = static_cast<size_t>(info.GetShape().back());
+    const size_t from = info.GetElementCount() - count * size;
+    Rows found(count, std::vector<float>(size));
     const auto copy = [&](const auto* numbers) {
-      std::transform(numbers + from, numbers + from + size, found.begin(), [](auto number) {
-        if constexpr (std::is_same_v<decltype(number), float>)
-          return number;
-        else
-          return number.ToFloat();
-      });
+      for (size_t row = 0; row < count; ++row)
+        std::transform(numbers + from + row * size, numbers + from + (row + 1) * size, found[row].begin(),
+                       [](auto number) {
+                         if constexpr (std::is_same_v<decltype(number), float>)
+                           return number;
+                         else
+                           return number.ToFloat();
+                       });
     };
     switch (info.GetElementType()) {
       case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
@@ -432,9 +559,82 @@ class TokenCache {
       default:
         throw std::runtime_error("logits have an unknown type, expected f32, f16 or bf16");
     }
-    if (!std::ranges::all_of(found, [](float logit) { return std::isfinite(logit); }))
-      throw std::runtime_error("logits are not finite");
+    for (const std::vector<float>& row : found)
+      if (!std::ranges::all_of(row, [](float logit) { return std::isfinite(logit); }))
+        throw std::runtime_error("logits are not finite");
     return found;
+  }
+
+  void begin_drafts() {
+    drafted_ = accepted_ = 0;
+    heard_.clear(), heard_hidden_.clear(), heard_last_.clear();
+    if (!open().drafting) return;
+    if (!drafting_) drafting_ = std::make_unique<TokenCache>(Model(open().drafting));
+    drafting_->rewind(0);
+  }
+
+  // Tokens that may follow the tokens that were read and one more.
+  Ids draft(int64_t last, size_t most, const Cancel& cancel) {
+    const size_t length = read_.size() + 1, limit = open().short_context;
+    const size_t end = length <= limit ? std::min(limit, model_.context_length()) : model_.context_length();
+    const size_t count = std::min(most, end - std::min(end, length));
+    if (open().drafts.kind == Drafts::kNone || count == 0) return {};
+    if (drafting_) return draft_by_layer(last, count, cancel);
+    Ids text = read_;
+    text.push_back(last);
+    for (const size_t n : {4, 3, 2})  // what followed the longest end that was there before, at the latest place
+      for (size_t at = text.size() - 1; at >= n; --at)
+        if (std::equal(text.end() - n, text.end(), text.begin() + at - n))
+          return {text.begin() + at, text.begin() + std::min(at + count, text.size())};
+    return {};
+  }
+
+  // From the hidden state of a token and the token after it, the layer gives the next one; from its own hidden state
+  // and that, one more.
+  Ids draft_by_layer(int64_t last, size_t count, const Cancel& cancel) {
+    if (heard_last_.empty()) return {};
+    TokenCache& layer = *drafting_;
+    const size_t known = layer.read_.size() + heard_.size();
+    Ids found, ids = std::exchange(heard_, {});
+    ids.push_back(last);
+    layer.given_ = std::exchange(heard_hidden_, {}) + heard_last_;
+    while (true) {
+      layer.reserve(layer.read_.size() + ids.size());
+      found.push_back(likeliest(layer.step(ids, 1, cancel)[0]));
+      if (found.size() == count) break;
+      ids = {found.back()}, layer.given_ = layer.hidden_.substr(layer.hidden_.size() - heard_last_.size());
+    }
+    layer.crop(layer.read_.size() - known);
+    return found;
+  }
+
+  // Takes tokens that are certain, whose hidden states are the first ones of the last step.
+  void hear(const Ids& ids) {
+    if (!drafting_) return;
+    const size_t width = hidden_.size() / step_size_, before = (ids.size() - 1) * width;
+    heard_hidden_ += heard_last_ + hidden_.substr(0, before);
+    heard_.insert(heard_.end(), ids.begin() + heard_last_.empty(), ids.end());
+    heard_last_ = hidden_.substr(before, width);
+    if (heard_.size() < kPending) return;
+    drafting_->given_ = std::exchange(heard_hidden_, {});
+    drafting_->reserve(drafting_->read_.size() + heard_.size());
+    drafting_->step(std::exchange(heard_, {}), 0, {});
+  }
+
+  // Takes back draft tokens that are not of the answer.
+  void settle() { crop(std::exchange(ahead_, 0)); }
+
+  // Goes back over so many of the last step's tokens.
+  void crop(size_t back) {
+    if (back == 0) return;
+    const size_t length = read_.size() - back;
+    for (size_t i = 0; i < pasts_.size(); ++i)
+      if (pasts_[i].is_state()) {
+        const Pieces pieces(pasts_[i], cache_[i], 0);
+        std::copy_n(pieces.data - back * pieces.bytes, pieces.bytes, pieces.data);
+      }
+    if (!shares_) replace(length, length);
+    read_.resize(length);
   }
 
   void rewind(size_t length) {
@@ -488,6 +688,13 @@ class TokenCache {
   Ends states_;
   std::vector<Ort::Value> cache_, spare_;  // a step reads a state from one and writes it into the other
   size_t capacity_ = 0, answers_ = 0;
+  size_t ahead_ = 0, drafted_ = 0,
+         accepted_ = 0;                    // draft tokens at the end of read_ that were not given, or given last
+  std::unique_ptr<TokenCache> drafting_;   // of mtp.onnx
+  std::string hidden_, given_;             // hidden states of the last step, and those that the next step reads
+  size_t step_size_ = 1;                   // tokens of the last step
+  Ids heard_;                              // tokens that the layer of multi-token prediction has not read
+  std::string heard_hidden_, heard_last_;  // the hidden states before them, and the last token's
 };
 
 }  // namespace quantmoe
