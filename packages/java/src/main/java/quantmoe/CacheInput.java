@@ -99,6 +99,18 @@ final class CacheInput {
     return found;
   }
 
+  /** Return a copy of the state so many tokens before the last one of a step. */
+  byte[] state(Tensor value, int back) {
+    byte[] found = new byte[bytes(0)];
+    value.bytes().position(pieces(value)[0] - back * found.length).get(found);
+    return found;
+  }
+
+  /** Return after how many last tokens of a step there are states. */
+  long window() {
+    return window == 0 ? 1 : dims[0];
+  }
+
   /** Put a copy back into a tensor that was allocated. */
   void put(byte[] copy, Tensor value, long length) {
     int bytes = bytes(length);

@@ -100,6 +100,8 @@ public final class Chat implements AutoCloseable {
     while (!over[0]) {
       Long id = tokens.hasNext() ? tokens.next() : null;
       if (id != null) info.tokens++;
+      info.drafted = cache.drafted();
+      info.accepted = cache.accepted();
       over[0] = id == null || model.stopTokens().contains(id);
       info.stopped = id != null && over[0];
       String piece;

@@ -1,7 +1,7 @@
 package quantmoe;
 
 import ai.onnxruntime.*;
-import java.nio.file.Path;
+import java.nio.file.*;
 import java.util.*;
 import java.util.concurrent.locks.*;
 
@@ -28,6 +28,12 @@ public final class Generator implements AutoCloseable {
   private final Map<String, String> metadata;
   private final long contextLength;
   private final List<Long> stopTokens = new ArrayList<>();
+  final Drafts drafts;
+  final TensorInfo hidden; // null: the model gives no hidden states
+  final String hiddenName;
+  Generator layer; // of mtp.onnx; null: nobody drafts with it
+  private final OnnxTensor numLogits;
+  private final long logitsOfStep; // as declared; -1: one of each token
   private Sampling sampling;
   private TextTokenizer tokenizer;
   private ChatTemplate template;
@@ -53,15 +59,47 @@ public final class Generator implements AutoCloseable {
    * @throws UnsupportedOperationException this jar has no library for the platform
    */
   public Generator(String folder, Configure configure) {
+    this(folder, configure, Drafts.NONE);
+  }
+
+  /**
+   * Open an exported folder whose answers are drafted.
+   *
+   * @param folder the folder that {@code quantmoe export} wrote
+   * @param configure changes the options
+   * @param drafts how tokens are drafted
+   * @throws ModelException the folder has no model, or a damaged one
+   * @throws UnsupportedOperationException the export cannot verify so many draft tokens, or this jar has no library for the platform
+   */
+  public Generator(String folder, Configure configure, Drafts drafts) {
+    this(folder, "model.onnx", configure, drafts);
+    try {
+      if (drafts.kind != Drafts.Kind.NONE) checkDrafts();
+      layer = drafts.kind == Drafts.Kind.MTP ? new Generator(folder, "mtp.onnx", configure, Drafts.NONE) : null;
+    } catch (RuntimeException error) {
+      close();
+      throw error;
+    }
+  }
+
+  private Generator(String folder, String file, Configure configure, Drafts drafts) {
     this.folder = folder;
+    this.drafts = drafts;
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
       configure.apply(options);
+      numLogits = drafts.most > 0 ? OnnxTensor.createTensor(environment, new long[] {drafts.most + 1}) : null;
+      if (numLogits != null) options.addInitializer("num_logits", numLogits); // lives as long as the session
       options.registerCustomOpLibrary(QuantMoE.libraryPath()); // reads the session's entries
-      session = environment.createSession(Path.of(folder, "model.onnx").toString(), options);
+      session = environment.createSession(Path.of(folder, file).toString(), options);
       metadata = Collections.unmodifiableMap(session.getMetadata().getCustomMetadata());
       for (NodeInfo input : session.getInputInfo().values())
         if (input.getName().startsWith("past_key_values."))
           inputs.add(new CacheInput(input.getName(), (TensorInfo) input.getInfo()));
+      Map<String, NodeInfo> outputs = session.getOutputInfo();
+      String output = outputs.containsKey("hidden_states_out") ? "hidden_states_out" : "hidden_states";
+      hidden = !outputs.containsKey(output) ? null : (TensorInfo) outputs.get(output).getInfo();
+      hiddenName = hidden == null ? null : output;
+      logitsOfStep = outputs.containsKey("logits") ? ((TensorInfo) outputs.get("logits").getInfo()).getShape()[1] : 1;
     } catch (OrtException error) {
       throw new ModelException(error);
     }
@@ -118,6 +156,22 @@ public final class Generator implements AutoCloseable {
     return metadata.getOrDefault(name, "");
   }
 
+  /** Fail unless a step gives the logits and the states after a token and each of its draft tokens. */
+  private void checkDrafts() {
+    long tokens = drafts.most + 1, rows = tokens;
+    boolean layered = drafts.kind == Drafts.Kind.MTP;
+    if (layered && metadata.containsKey("short_context"))
+      throw new UnsupportedOperationException(
+          folder + ": rope_type longrope with a layer of multi-token prediction is not supported; take Drafts.ngram");
+    if (!metadata.containsKey("num_logits")) rows = logitsOfStep == 1 ? 1 : Long.parseLong(metadata.getOrDefault("logits", "" + tokens));
+    StringBuilder options = new StringBuilder();
+    if (rows < tokens) options.append(" --logits ").append(tokens);
+    if (inputs.stream().anyMatch(input -> input.isState && input.window() < tokens)) options.append(" --state-window ").append(tokens);
+    if (layered && (hidden == null || !Files.exists(Path.of(folder, "mtp.onnx")))) options.append(" --mtp");
+    if (options.length() > 0)
+      throw new UnsupportedOperationException(folder + ": " + drafts.most + " draft tokens need an export with" + options);
+  }
+
   synchronized ChatTemplate template() {
     checkOpen();
     if (template == null) template = new ChatTemplate(folder);
@@ -159,6 +213,7 @@ public final class Generator implements AutoCloseable {
       open = List.copyOf(caches);
     }
     for (TokenCache cache : open) cache.close();
+    if (layer != null) layer.close();
     synchronized (this) {
       if (tokenizer != null) tokenizer.close();
       if (template != null) template.close();
@@ -166,6 +221,7 @@ public final class Generator implements AutoCloseable {
     gate.writeLock().lock();
     try {
       session.close();
+      if (numLogits != null) numLogits.close();
     } catch (OrtException error) {
       throw new ModelException(error);
     } finally {

@@ -8,7 +8,7 @@ public final class ReplyInfo {
   /** Those of them that the cache had already. */
   public final int keptTokens;
 
-  int tokens;
+  int tokens, drafted, accepted;
   boolean stopped;
 
   ReplyInfo(int promptTokens, int keptTokens) {
@@ -19,6 +19,16 @@ public final class ReplyInfo {
   /** @return tokens of the answer */
   public int tokens() {
     return tokens;
+  }
+
+  /** @return draft tokens that were verified */
+  public int drafted() {
+    return drafted;
+  }
+
+  /** @return those of them that are tokens of the answer */
+  public int accepted() {
+    return accepted;
   }
 
   /** @return whether the model or a stop string ended the answer, and not the number of tokens */

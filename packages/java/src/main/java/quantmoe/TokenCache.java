@@ -2,6 +2,8 @@ package quantmoe;
 
 import ai.onnxruntime.*;
 import java.io.IOException;
+import java.nio.ByteBuffer;
+import java.nio.ByteOrder;
 import java.nio.file.Path;
 import java.util.*;
 import java.util.concurrent.CancellationException;
@@ -16,19 +18,26 @@ public final class TokenCache implements AutoCloseable {
   private static final int CHUNK = 512; // prompt tokens of a step
   private static final int TAIL = 8; // tokens before a prompt's end, to whose states a hybrid model can go back
   private static final int MOST_STATES = 4; // states are large
+  private static final int PENDING = 256; // tokens that the layer of multi-token prediction reads at once
 
   private final Generator model;
   private final boolean shares; // keys and values are written in place
   private final boolean goesBack;
   private final ReentrantLock gate = new ReentrantLock(); // held by each use of native memory
+  private final TokenCache layer; // of mtp.onnx; null: nobody drafts with it
   private final OrtSession.RunOptions run;
   private final CacheInput.Tensor[] cache, spare; // a step reads a state from one and writes it into the other
   private final TreeMap<Integer, List<byte[]>> states = new TreeMap<>();
   private OrtSession.Result last; // has a cache that is not written in place
   private long[] read = new long[256], unread = {}; // tokens of the text that no step has read
   private int length;
+  private int ahead, drafted, accepted; // draft tokens at the end that were not given, or given last
+  private byte[] hidden = {}, given; // hidden states of the last step, and those that the next step reads
+  private long[] heard = {}; // tokens that the layer has not read, with the hidden states before them, and the last token's
+  private byte[] heardHidden = {}, heardLast = {};
   private long capacity;
   private int answers;
+  private int lastStep; // tokens of the last step
   private volatile Object cancelled; // the answer that was cancelled
   private volatile boolean closing;
   private boolean closed;
@@ -52,6 +61,7 @@ public final class TokenCache implements AutoCloseable {
   public TokenCache(Generator model, boolean goesBack) {
     this.model = model;
     this.goesBack = goesBack && model.hasStates();
+    layer = model.layer == null ? null : new TokenCache(model.layer);
     shares = model.value("past_present_share_buffer").equals("true");
     cache = new CacheInput.Tensor[model.inputs.size()];
     spare = new CacheInput.Tensor[cache.length];
@@ -127,9 +137,12 @@ public final class TokenCache implements AutoCloseable {
       checkOpen();
       String identity = model.value("identity");
       if (identity.isEmpty()) throw new ModelException(model.folder() + ": no identity in its metadata; export it again");
+      settle();
       if (length == 0) throw new IllegalStateException(path + ": the cache has no tokens to save");
       if (model.hasStates()) keepStates();
       SavedCache.save(path, identity, tokens(), model.inputs, cache, states);
+    } catch (OrtException error) {
+      throw new ModelException(error);
     } finally {
       gate.unlock();
     }
@@ -137,7 +150,15 @@ public final class TokenCache implements AutoCloseable {
 
   /** @return the tokens that were read */
   public long[] tokens() {
-    return Arrays.copyOf(read, length);
+    return Arrays.copyOf(read, length - ahead);
+  }
+
+  int drafted() {
+    return drafted;
+  }
+
+  int accepted() {
+    return accepted;
   }
 
   /**
@@ -150,6 +171,7 @@ public final class TokenCache implements AutoCloseable {
     gate.lock();
     try {
       checkOpen();
+      settle();
       int same = 0;
       while (same < Math.min(length, ids.length - 1) && read[same] == ids[same]) same++;
       if (same < length && model.hasStates()) {
@@ -180,6 +202,7 @@ public final class TokenCache implements AutoCloseable {
     gate.lock();
     try {
       checkOpen();
+      settle();
       long[] first = joined(unread, unread.length, ids);
       if (first.length == 0) throw new IllegalArgumentException("the prompt has no tokens");
       long total = length + first.length, context = model.contextLength();
@@ -188,40 +211,98 @@ public final class TokenCache implements AutoCloseable {
             total + " tokens and 1 for the answer do not fit into the model's context of " + context + " tokens");
       Sampling sampling = options.sampling == null ? model.sampling() : options.sampling;
       Sampler sampler = new Sampler(sampling, LongStream.of(joined(read, length, first)));
-      return answer(first, Math.min(options.maxNewTokens, context - total), sampler, ++answers);
+      drafted = accepted = 0;
+      if (layer != null) layer.keep(new long[0]);
+      heard = new long[0];
+      heardHidden = heardLast = new byte[0];
+      Steps steps = new Steps(first, Math.min(options.maxNewTokens, context - total), sampler, ++answers);
+      return new Answer<>(steps::next, () -> cancel(steps));
+    } catch (OrtException error) {
+      throw new ModelException(error);
     } finally {
       gate.unlock();
     }
   }
 
-  private Answer<Long> answer(long[] first, long most, Sampler sampler, int number) {
-    Object token = new Object();
-    long[] left = {most};
-    long[][] ids = {first};
-    return new Answer<>(
-        () -> {
-          if (left[0]-- <= 0) return null;
-          gate.lock();
-          try {
-            checkOpen();
-            if (number != answers) throw new IllegalStateException("another answer was begun");
-            long id = sampler.choose(read(ids[0], token));
-            ids[0] = new long[] {id};
-            if (model.stopTokens().contains(id)) left[0] = 0; // what follows an answer begins with the token that ends it
-            else unread = ids[0];
-            return id;
-          } finally {
-            gate.unlock();
-          }
-        },
-        () -> {
-          cancelled = token;
-          terminate(true);
-        });
+  private void cancel(Object steps) {
+    cancelled = steps;
+    terminate(true);
+    if (layer != null) layer.cancel(steps);
   }
 
-  /** Read ids, and return the logits after the last of them. */
-  private float[] read(long[] ids, Object token) {
+  /** The tokens of an answer, one after the other. */
+  private final class Steps {
+    private long[] next, drafts = {};
+    private long left;
+    private int at, most = model.drafts.most;
+    private float[][] rows = {};
+    private final Sampler sampler;
+    private final int number;
+
+    Steps(long[] first, long left, Sampler sampler, int number) {
+      next = first;
+      this.left = left;
+      this.sampler = sampler;
+      this.number = number;
+    }
+
+    /** Return the next token; null: the answer is over. */
+    Long next() {
+      long count = left;
+      left = 0; // unless a token comes
+      if (count <= 0) return null;
+      gate.lock();
+      try {
+        checkOpen();
+        if (number != answers) throw new IllegalStateException("another answer was begun");
+        long id = sampler.choose(logits(count));
+        ahead = drafts.length - at;
+        boolean over = model.stopTokens().contains(id);
+        unread = over ? new long[0] : new long[] {id}; // what follows an answer begins with the token that ends it
+        left = over ? 0 : count - 1;
+        if (left > 0 && ahead > 0 && drafts[at] == id) {
+          at++;
+          accepted++;
+          return id;
+        }
+        settle();
+        if (drafts.length > 0) {
+          most = Math.min(model.drafts.most, Math.max(1, 2 * at));
+          hear(joined(next, 1, Arrays.copyOf(drafts, at)), this);
+        }
+        next = new long[] {id};
+        at = rows.length;
+        return id;
+      } catch (OrtException error) {
+        throw ended(error, this);
+      } finally {
+        gate.unlock();
+      }
+    }
+
+    private float[] logits(long count) throws OrtException {
+      if (at == rows.length) {
+        drafts = rows.length == 0 ? drafts : draft(next[0], (int) Math.min(most, count - 1), this);
+        rows = read(next, drafts, this);
+        at = 0;
+        drafted += drafts.length;
+      }
+      return rows[at];
+    }
+  }
+
+  /** Return what an answer throws after a run that failed. */
+  private RuntimeException ended(OrtException error, Object steps) {
+    checkOpen();
+    return cancelled == steps ? new CancellationException("the answer was cancelled") : new ModelException(error);
+  }
+
+  /** Read ids, and return the logits after the last of them. Those of draft tokens follow. */
+  private float[][] read(long[] ids, long[] drafts, Object steps) throws OrtException {
+    if (drafts.length > 0) { // they are not unread if the run fails
+      reserve(length + ids.length + drafts.length);
+      return step(joined(ids, ids.length, drafts), ids.length + drafts.length, steps);
+    }
     long[] before = unread;
     try {
       long total = length + ids.length, limit = model.shortContext;
@@ -234,25 +315,105 @@ public final class TokenCache implements AutoCloseable {
       // A hybrid model's prompt ends twice: for the same prompt again, and for one with another end.
       boolean copies = goesBack && ids.length > 1;
       int tail = copies && ids.length > TAIL ? ids.length - TAIL : ids.length;
-      float[] logits = null;
+      float[][] logits = {};
       for (int at = 0, end; at < ids.length; at = end) {
         int least = total > limit && at == 0 && length == 0 ? (int) Math.min(limit + 1, ids.length) : 0;
         end = Math.min(Math.max(at + CHUNK, least), at < tail ? tail : ids.length);
-        logits = step(Arrays.copyOfRange(ids, at, end), end == ids.length, token);
+        long[] part = Arrays.copyOfRange(ids, at, end);
+        logits = step(part, end == ids.length ? 1 : 0, steps);
         unread = Arrays.copyOfRange(ids, end, ids.length);
+        hear(part, steps);
         if (copies && (end == tail || end == ids.length)) keepStates();
       }
       return logits;
     } catch (OrtException error) {
-      checkOpen();
-      if (cancelled == token) throw new CancellationException("the answer was cancelled");
-      unread = before; // an id outside the vocabulary, for example
-      throw new ModelException(error);
+      RuntimeException thrown = ended(error, steps);
+      if (thrown instanceof ModelException) unread = before; // an id outside the vocabulary, for example
+      throw thrown;
     }
   }
 
-  /** Run the model once. Return the logits after the last token, if they are wanted. */
-  private float[] step(long[] ids, boolean wanted, Object token) throws OrtException {
+  /** Return tokens that may follow the tokens that were read and one more. */
+  private long[] draft(long last, int most, Object steps) throws OrtException {
+    long begin = length + 1, limit = model.shortContext, context = model.contextLength();
+    int count = (int) Math.min(most, (begin <= limit ? Math.min(limit, context) : context) - begin);
+    if (model.drafts.kind == Drafts.Kind.NONE || count < 1) return new long[0];
+    if (layer != null) return draftByLayer(last, count, steps);
+    long[] text = joined(read, length, new long[] {last});
+    for (int n = 4; n > 1; n--) // what followed the longest end that was there before, at the latest place
+      for (int at = text.length - 1; at >= n; at--)
+        if (Arrays.equals(text, text.length - n, text.length, text, at - n, at))
+          return Arrays.copyOfRange(text, at, Math.min(at + count, text.length));
+    return new long[0];
+  }
+
+  /**
+   * From the hidden state of a token and the token after it, the layer gives the next one; from its own hidden state and that, one
+   * more.
+   */
+  private long[] draftByLayer(long last, int count, Object steps) throws OrtException {
+    if (heardLast.length == 0) return new long[0];
+    int known = layer.length + heard.length;
+    long[] ids = joined(heard, heard.length, new long[] {last}), found = new long[count];
+    byte[] hidden = joined(heardHidden, heardLast);
+    heard = new long[0];
+    heardHidden = new byte[0];
+    for (int i = 0; i < count; i++) {
+      float[] logits = layer.follow(ids, hidden, 1, steps)[0];
+      for (int id = 1; id < logits.length; id++) if (logits[id] > logits[(int) found[i]]) found[i] = id;
+      ids = new long[] {found[i]};
+      hidden = Arrays.copyOfRange(layer.hidden, layer.hidden.length - heardLast.length, layer.hidden.length);
+    }
+    layer.crop(layer.length - known);
+    return found;
+  }
+
+  /** Take tokens that are certain, whose hidden states are the first ones of the last step. */
+  private void hear(long[] ids, Object steps) throws OrtException {
+    if (layer == null) return;
+    int width = hidden.length / lastStep, before = (ids.length - 1) * width;
+    heardHidden = joined(joined(heardHidden, heardLast), Arrays.copyOf(hidden, before));
+    heard = joined(heard, heard.length, Arrays.copyOfRange(ids, heardLast.length == 0 ? 1 : 0, ids.length));
+    heardLast = Arrays.copyOfRange(hidden, before, before + width);
+    if (heard.length < PENDING) return;
+    layer.follow(heard, heardHidden, 0, steps);
+    heard = new long[0];
+    heardHidden = new byte[0];
+  }
+
+  /** Read ids with hidden states of the model. */
+  private float[][] follow(long[] ids, byte[] hidden, int wanted, Object steps) throws OrtException {
+    gate.lock();
+    try {
+      checkOpen();
+      reserve(length + ids.length);
+      given = hidden;
+      return step(ids, wanted, steps);
+    } finally {
+      gate.unlock();
+    }
+  }
+
+  /** Take back draft tokens that are not of the answer. */
+  private void settle() throws OrtException {
+    int back = ahead;
+    ahead = 0;
+    crop(back);
+  }
+
+  /** Go back over so many of the last step's tokens. */
+  private void crop(int back) throws OrtException {
+    if (back == 0) return;
+    List<byte[]> found = new ArrayList<>();
+    for (int i = 0; i < cache.length; i++) if (model.inputs.get(i).isState) found.add(model.inputs.get(i).state(cache[i], back));
+    length -= back;
+    if (!shares) replace(length, length);
+    Iterator<byte[]> state = found.iterator();
+    for (int i = 0; i < cache.length; i++) if (model.inputs.get(i).isState) model.inputs.get(i).put(state.next(), cache[i], 0);
+  }
+
+  /** Run the model once. Return the logits after the last so many tokens. */
+  private float[][] step(long[] ids, int wanted, Object steps) throws OrtException {
     long total = length + ids.length;
     Map<String, OnnxTensor> inputs = new HashMap<>(), pinned = new HashMap<>();
     for (int i = 0; i < cache.length; i++) {
@@ -262,19 +423,27 @@ public final class TokenCache implements AutoCloseable {
     }
     Set<String> outputs = new HashSet<>(model.session.getOutputNames());
     outputs.removeAll(pinned.keySet());
+    if (model.hidden != null && model.drafts.kind != Drafts.Kind.MTP && given == null) outputs.remove(model.hiddenName);
     model.gate.readLock().lock();
     try (OnnxTensor tokens = row(LongStream.of(ids));
         OnnxTensor mask = row(LongStream.range(0, total).map(i -> 1));
-        OnnxTensor positions = row(LongStream.range(length, total))) {
+        OnnxTensor positions = row(LongStream.range(length, total));
+        OnnxTensor states = given == null ? null : hiddenStates(ids.length)) {
+      if (states != null) inputs.put("hidden_states", states);
       inputs.putAll(Map.of("input_ids", tokens, "attention_mask", mask, "position_ids", positions));
       // In this order: a model that is closed or an answer that is cancelled from now on ends the run.
       terminate(false);
       checkOpen();
-      if (cancelled == token) throw new CancellationException("the answer was cancelled");
+      if (cancelled == steps) throw new CancellationException("the answer was cancelled");
       OrtSession.Result result = model.session.run(inputs, outputs, pinned, run);
-      float[] logits = null;
+      float[][] logits;
       try {
-        if (wanted) logits = logits((OnnxTensor) result.get("logits").orElseThrow());
+        logits = logits((OnnxTensor) result.get("logits").orElseThrow(), wanted);
+        if (outputs.contains(model.hiddenName)) {
+          ByteBuffer bytes = ((OnnxTensor) result.get(model.hiddenName).orElseThrow()).getByteBuffer();
+          hidden = new byte[bytes.remaining()];
+          bytes.get(hidden);
+        }
       } catch (ModelException error) {
         result.close();
         throw error;
@@ -294,6 +463,7 @@ public final class TokenCache implements AutoCloseable {
       if (shares) result.close();
       read = joined(read, length, ids);
       length += ids.length;
+      lastStep = ids.length;
       return logits;
     } finally {
       model.gate.readLock().unlock();
@@ -304,13 +474,20 @@ public final class TokenCache implements AutoCloseable {
     return OnnxTensor.createTensor(model.environment, new long[][] {values.toArray()});
   }
 
-  /** Return the numbers at the last position of logits [1, sequence, vocabulary]. */
-  private static float[] logits(OnnxTensor tensor) {
+  private OnnxTensor hiddenStates(int tokens) throws OrtException {
+    ByteBuffer memory = ByteBuffer.allocateDirect(given.length).order(ByteOrder.nativeOrder()).put(given).flip();
+    return OnnxTensor.createTensor(model.environment, memory, new long[] {1, tokens, model.hidden.getShape()[2]}, model.hidden.type);
+  }
+
+  /** Return the numbers at the last so many positions of logits [1, sequence, vocabulary]. */
+  private static float[][] logits(OnnxTensor tensor, int count) {
     var values = tensor.getFloatBuffer(); // f16 and bf16 are converted
-    float[] found = new float[(int) tensor.getInfo().getShape()[2]];
-    values.position(values.limit() - found.length);
-    values.get(found);
-    for (float number : found) if (!Float.isFinite(number)) throw new ModelException("logits are not finite");
+    float[][] found = new float[count][(int) tensor.getInfo().getShape()[2]];
+    if (count > 0) values.position(values.limit() - count * found[0].length);
+    for (float[] row : found) {
+      values.get(row);
+      for (float number : row) if (!Float.isFinite(number)) throw new ModelException("logits are not finite");
+    }
     return found;
   }
 
@@ -362,6 +539,12 @@ public final class TokenCache implements AutoCloseable {
     return all;
   }
 
+  private static byte[] joined(byte[] first, byte[] second) {
+    byte[] all = Arrays.copyOf(first, first.length + second.length);
+    System.arraycopy(second, 0, all, first.length, second.length);
+    return all;
+  }
+
   private void checkOpen() {
     model.checkOpen();
     if (closing) throw new IllegalStateException("the cache is closed; make another");
@@ -380,6 +563,7 @@ public final class TokenCache implements AutoCloseable {
   /** Cancel an answer that is being generated, wait for its step, and free the cache. */
   @Override
   public void close() {
+    if (layer != null) layer.close();
     closing = true;
     terminate(true);
     gate.lock();

@@ -12,6 +12,7 @@ import java.util.stream.*;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.io.TempDir;
 import org.junit.jupiter.params.ParameterizedTest;
+import org.junit.jupiter.params.provider.CsvSource;
 import org.junit.jupiter.params.provider.ValueSource;
 import quantmoe.*;
 
@@ -190,6 +191,79 @@ class HelperTest {
       long[] expected = fresh(model, PROMPT, 20);
       IntStream.range(0, 8).parallel().forEach(i -> assertArrayEquals(expected, fresh(model, PROMPT, 20)));
     }
+  }
+
+  static Drafts drafts(String kind) {
+    return kind.equals("layer") ? Drafts.mtp(4) : Drafts.ngram(3);
+  }
+
+  @ParameterizedTest
+  @CsvSource({"model,ngram", "mtp,ngram", "mtp,layer"})
+  void draftsGiveTheSameTokens(String name, String kind) {
+    try (Generator plain = new Generator(folder(name)); Generator model = new Generator(folder(name), options -> {}, drafts(kind))) {
+      long[] ids = model.tokenizer().encode("And he said unto them, And he said unto them, And he said", true);
+      long[] whole = fresh(plain, ids, 60);
+      for (int count = 1; count < 20; count++) { // an answer that is left within a step
+        try (TokenCache left = new TokenCache(model, true)) {
+          Answer<Long> answer = left.generate(ids, greedy(60));
+          long[] found = LongStream.range(0, count).map(i -> answer.next()).toArray();
+          assertArrayEquals(joined(ids, Arrays.copyOf(found, count - 1)), left.tokens());
+          if (count % 2 == 1) {
+            assertArrayEquals(whole, joined(found, all(left.generate(new long[0], greedy(60 - count)))));
+          } else {
+            long[] other = joined(left.tokens(), 20, 21);
+            assertEquals(other.length - 2, left.keep(other));
+            assertArrayEquals(fresh(plain, other, 6), all(left.generate(new long[] {20, 21}, greedy(6))));
+          }
+        }
+      }
+      try (Chat chat = new Chat(model, null, true); Chat other = new Chat(plain, null, true)) {
+        String prompt = "And he said unto them, And he said";
+        assertEquals(said(other.reply(prompt, greedy(60))), said(chat.reply(prompt, greedy(60))));
+        assertTrue(chat.last().accepted() > 0 && chat.last().accepted() <= chat.last().drafted());
+        assertEquals(0, other.last().drafted());
+        Sampling sampling = new Sampling().temperature(0.6).seed(3);
+        Options options = new Options().maxNewTokens(40).sampling(sampling);
+        assertEquals(said(other.reply(" And", options)), said(chat.reply(" And", options)));
+      }
+    }
+  }
+
+  @Test
+  void closeAndCancelEndDraftedAnswers() throws Exception {
+    for (int i = 0; i < 8; i++) {
+      Generator model = new Generator(folder("mtp"), options -> {}, Drafts.mtp(4));
+      TokenCache cache = new TokenCache(model);
+      Answer<Long> tokens = cache.generate(PROMPT, greedy(100000));
+      CompletableFuture<long[]> answer = CompletableFuture.supplyAsync(() -> all(tokens));
+      Thread.sleep(20 + 5 * i);
+      if (i % 2 == 0) tokens.cancel();
+      else model.close();
+      Throwable error = assertThrows(ExecutionException.class, answer::get).getCause();
+      if (i % 2 == 0) {
+        assertInstanceOf(CancellationException.class, error);
+        long[] text = cache.tokens();
+        assertArrayEquals(fresh(model, joined(text, 50), 6), goesOn(cache, text));
+      } else {
+        assertTrue(error.getMessage().matches("the (cache|model) is closed; .*"), error.toString());
+      }
+      model.close();
+    }
+  }
+
+  private static long[] goesOn(TokenCache cache, long[] text) {
+    assertEquals(text.length, cache.keep(joined(text, 50)));
+    return all(cache.generate(new long[] {50}, greedy(6)));
+  }
+
+  @Test
+  void draftsThatAModelCannotVerifyAreRefused() {
+    var error = assertThrows(
+        UnsupportedOperationException.class, () -> new Generator(folder("hybrid"), options -> {}, Drafts.ngram(4)));
+    assertTrue(error.getMessage().endsWith(": 4 draft tokens need an export with --state-window 5"), error.getMessage());
+    error = assertThrows(UnsupportedOperationException.class, () -> new Generator(folder("model"), options -> {}, Drafts.mtp(2)));
+    assertTrue(error.getMessage().endsWith(": 2 draft tokens need an export with --mtp"), error.getMessage());
+    assertThrows(IllegalArgumentException.class, () -> Drafts.ngram(0));
   }
 
   @Test
