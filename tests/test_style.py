@@ -1,5 +1,7 @@
 """What a reader stumbles over, counted: long sentences, phrases that look back, first words of docstrings.
 
+Pages, docstrings, raised messages, help, and the comments of the C headers that users include.
+
 ``python tests/test_style.py FILE ..`` prints the faults of files.
 """
 
@@ -19,6 +21,7 @@ PACKAGES = ("exporter", "custom_ops", "ort_ext", "trt_plugins")
 FOUND = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKAGES) for p in (ROOT / d).rglob("*.md"))]
 PAGES = [page for page in FOUND if not page.read_text(encoding="utf-8").startswith("<!-- made by")]
 SOURCES = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
+HEADERS = [path for folder in ("custom_ops", "packages/cpp") for path in (ROOT / folder / "include").rglob("*.h")]
 #: words in a sentence, in a page's sentences on average, of an option's help; numbers in a sentence; bytes of a guide
 WORDS, MEAN, HELP, NUMBERS, GUIDE = 25, 15, 12, 2, 8192
 BACK = r"that of|those of|those which|the latter|the former|of which|but (for|in|with)|the same(?=[.,;:)]|$)"
@@ -75,12 +78,25 @@ def source(text: str) -> Iterator[str]:
             yield from (f"{line}: {fault}" for fault in prose(doc))
 
 
+def header(text: str) -> Iterator[str]:
+    """Yield the faults of comments. A comment goes on in lines that begin with // in its column."""
+    found: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        comment = re.search(r"(?<!:)// ?(.*)$", line)
+        if comment and not line[: comment.start()].strip() and found and comment.start() == found[-1][0]:
+            found[-1] = (comment.start(), f"{found[-1][1]}\n{comment[1]}")
+        else:
+            found.append((comment.start(), comment[1]) if comment else (-1, ""))
+    for _, comment in found:
+        yield from prose(comment)
+
+
 def faults(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
-    return [*(page(path, text) if path.suffix == ".md" else source(text))]
+    return [*(page(path, text) if path.suffix == ".md" else source(text) if path.suffix == ".py" else header(text))]
 
 
-@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES, *HEADERS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_file(path: Path) -> None:
     assert (found := faults(path)) == [], "\n".join(found)
 

@@ -1,13 +1,13 @@
-// C ABI of the CUDA kernels: problem -> plan -> launch, three plain structs. No engine, no global state;
-// no allocation and no synchronization but where a function says so; a launch is a fixed sequence of kernels for a
-// plan, so it can be captured in a CUDA graph.
+// C ABI of the CUDA kernels: problem -> plan -> launch, three plain structs. It has no engine and no global state.
+// Functions neither allocate nor synchronize, unless their comment says so. A plan's launch is a fixed sequence of
+// kernels, so a CUDA graph can capture it.
 //
-// The plan is a pure function of problem and device (no CUDA call), so that an engine can make it when shapes become
-// known, keep it, and tests can make it without a GPU.
+// The plan is a pure function of problem and device, without a CUDA call. An engine makes it when shapes become known,
+// and keeps it. Tests make it without a GPU.
 //
-// A launch's first kernel may start while the kernel before it in the stream ends (programmatic dependent launch). It
-// waits for it before it reads or writes anything but packed weights: these are constants, which no kernel before it
-// still writes. Slots of a cache are written within the call that reads them, before its first product starts.
+// A launch's first kernel may start while the kernel before it in the stream ends (programmatic dependent launch).
+// Until the earlier kernel has ended, it writes nothing and reads only packed weights, which are constants. A call
+// writes slots of a cache before its first product starts.
 #pragma once
 #include "quantmoe/quant_moe.h"
 
@@ -17,7 +17,7 @@ extern "C" {
 
 typedef struct {
   int32_t sm;               // compute capability, 90 for 9.0
-  int32_t multiprocessors;  // 132 on an H200; 0: the plan's workspace does for any number, and it is not to be launched
+  int32_t multiprocessors;  // 132 on an H200. 0: the workspace is large enough for any number; do not launch the plan
   int32_t shared_bytes;     // shared memory a multiprocessor has for blocks, 233472 on sm_90
 } qm_cuda_device;
 
@@ -26,12 +26,12 @@ typedef struct {
   int32_t type;      // qm_type of hidden_states and output: QM_F16 or QM_BF16
   int32_t id_bytes;  // 4 or 8: width of topk_ids
   int64_t tokens, top_k, local_experts;
-  // A cache of the experts in device memory: slots that keep one expert each, and rows that a call fills for itself
-  // when it asks for more. 0 slots: none, the experts are read where w13 and w2 are.
+  // A cache of experts in device memory. A slot keeps an expert. A call that needs more experts fills staging. 0 slots:
+  // no cache, and experts are read from w13 and w2.
   int32_t slots, staging;
-  // Of 256 experts that the cache misses, so many are the host's to multiply (qm_cuda_host), rounded down in each call,
-  // and the others are copied; 0: none, and no host is asked. host_layer: what a request says. At most
-  // QM_CUDA_HOST_TOKENS and QM_CUDA_HOST_PAIRS.
+  // host_share: of 256 experts that miss, the host multiplies so many (qm_cuda_host), rounded down in each call. The
+  // others are copied. 0: no host is asked. host_layer: the layer in a request. A call that asks has at
+  // most QM_CUDA_HOST_TOKENS tokens and QM_CUDA_HOST_PAIRS pairs.
   int32_t host_share, host_layer;
 } qm_cuda_problem;
 #define QM_CUDA_HOST_TOKENS 8
@@ -47,7 +47,7 @@ typedef enum {
   QM_CUDA_DENSE = 4,  // a linear of more than a few rows on wgmma (sm_90a): one kernel
 } qm_cuda_path;
 
-// What a step does. x is the call's activations or what the step before made of them.
+// What a step does. x: the call's activations, or what the step before made of them.
 typedef enum {
   QM_CUDA_ROUND = 0,            // x in the values of an activation format, or as codes
   QM_CUDA_GATHER = 1,           // x in act-order, a row a pair
@@ -70,20 +70,20 @@ typedef enum {
 typedef struct {
   int32_t kind;  // qm_cuda_step_kind
   int32_t grid, grid_y, block, block_y, shared_bytes;
-  int32_t cluster;    // blocks; of a product those that share one output tile, each with a part of K
-  int32_t dependent;  // may start while the kernel before it in the stream, of this call or not, still runs
-  // Of a product the row of src/cuda/instances/instances.inc: 16-row panels a warp holds at once, wgmma and dense: a
-  // block; 8-token tiles a warp holds at once, dense: of a tile; stages of a warp's ring of weights, where there are 2
-  // of two units of K each.
+  int32_t cluster;    // blocks of a cluster; in a product they share one output tile, each with a part of K
+  int32_t dependent;  // may start while the kernel before it in the stream still runs
+  // A product's row of src/cuda/instances/instances.inc. panels: 16-row panels that a warp holds at once (wgmma and
+  // dense: a block). n_tiles: 8-token tiles that a warp holds at once (dense: a tile). stages: of a warp's ring of
+  // weights; 2 stages have two units of K each.
   int32_t panels, n_tiles, stages;
-  // Warps that split K; the others take other panels. 0: a block's warps share all its units of K. wgmma: parts of K
-  // that blocks share, also of the step that adds them up.
+  // Warps that split K; the others take other panels. 0: a block's warps share all its units of K. wgmma: the parts of
+  // K that blocks share, also in the step that adds them up.
   int32_t warps_k;
-  int32_t packed;    // mma.sync: tokens are codes and scales, of e4m3 (sm_89 and later) or nvfp4 (sm_120a); of a step
-                     // that rounds: it makes them
+  int32_t packed;    // mma.sync: tokens are codes and scales, e4m3 (sm_89 and later) or nvfp4 (sm_120a). In a step that
+                     // rounds: it makes them
   int32_t weighted;  // multiplies by the router's weight
-  int32_t ordered;   // of QM_CUDA_ROUTE: tiles in the same order in every run
-  // Rows of tokens or of pairs, their columns of 16 bits.
+  int32_t ordered;   // QM_CUDA_ROUTE: every run has one order of tiles
+  // Rows of tokens or pairs, and their columns of 16 bits.
   int32_t in_rows, in_columns, out_rows, out_columns;
   uint64_t in, out;  // byte offsets into the workspace, or QM_CUDA_CALLERS
 } qm_cuda_step;
@@ -92,19 +92,18 @@ typedef struct {
   int32_t path, step_count;
   qm_cuda_step steps[QM_CUDA_MOST_STEPS];
   int32_t max_tiles, down_max_tiles;  // capacities of the lists of tiles
-  // Byte offsets into the workspace. down_tiles is tiles where both products read one list. where and copies are of a
-  // cache: the address of each expert's row of w13, then of w2; and what is copied, the number of which comes first.
-  // kept is of a host: what it is asked as qm_cuda_request::asked says, and 16 bytes later int32 ids [tokens, top_k] of
-  // the pairs that are left for the device.
+  // Byte offsets into the workspace. down_tiles equals tiles if both products read one list. A cache has `where`, the
+  // address of each expert's row of w13, then of w2, and `copies`, the number of copies, then the copies. A host has
+  // `kept`: the number of qm_cuda_request::asked, and 16 bytes later int32 ids [tokens, top_k] of the device's pairs.
   uint64_t tiles, down_tiles, sorted_pairs, positions, where, copies, kept, workspace_bytes;
 } qm_cuda_plan;
 
-// The host's part of a call, when problem.host_share > 0: page-locked memory that both read and write, which the
-// session's layers share as their calls come one after the other. The device writes a request, `asked` last. A thread
-// of the host, which waits for that, multiplies, writes y and then `answered`; the call's last kernel waits for that.
-// No function of CUDA is called in between, so that replays of a captured graph ask as launches do.
+// The host's part of a call, with problem.host_share > 0: page-locked memory that both read and write. A session's
+// layers share it, because their calls come one after the other. The device writes a request, `asked` last. A thread of
+// the host waits for `asked`, multiplies, and writes y, then `answered`. The call's last kernel waits for `answered`.
+// No CUDA function is called in between, so replays of a captured graph ask as launches do.
 typedef struct {
-  uint64_t asked;  // another number than the last one, with 2^32 of the layer's calls; 0: nothing yet
+  uint64_t asked;  // differs from the numbers of the layer's last 2^32 calls; 0: nothing yet
   int32_t layer, tokens, top_k;
   int32_t unused[11];
   uint64_t answered;  // the same number
@@ -114,8 +113,8 @@ typedef struct {
   qm_cuda_request* request;
   float* x;        // [QM_CUDA_HOST_TOKENS, H]: hidden_states
   float* weights;  // [QM_CUDA_HOST_PAIRS]: topk_weights
-  int32_t* ids;    // [QM_CUDA_HOST_PAIRS]: topk_ids of the host's pairs, -1 of others
-  float* y;        // [QM_CUDA_HOST_TOKENS, H]: a token's sum of these
+  int32_t* ids;    // [QM_CUDA_HOST_PAIRS]: topk_ids of the host's pairs, -1 for other pairs
+  float* y;        // [QM_CUDA_HOST_TOKENS, H]: a token's sum of the host's pairs
 } qm_cuda_host;
 
 typedef struct {
@@ -126,48 +125,48 @@ typedef struct {
   const void* w2;
   void* output;     // [tokens, H]
   void* workspace;  // plan.workspace_bytes, 256-byte aligned; contents need not survive between calls
-  // Of a cache, when problem.slots > 0; 256-byte aligned. w13 and w2 are then host memory that the device can read.
-  // Launches that share any of these run one after the other.
-  void* slots;        // problem.slots * qm_cuda_slot_bytes; contents survive: the row of w13, at 256 bytes that of w2
-  void* staging;      // problem.staging as many; contents need not survive between calls, layers may share them
-  void* cache_state;  // qm_cuda_cache_state_bytes, zeros at first but for experts that slots have by then
-  // NULL, or where the device reads each expert's row of w13, then of w2, [2, local_experts], in place of w13 and w2;
-  // of the experts that the call asks for and no slot has. 16-byte aligned, as the addresses are.
+  // A cache has these, with problem.slots > 0, 256-byte aligned. w13 and w2 are then host memory that the device can
+  // read. Launches that share any of these run one after the other.
+  void* slots;        // problem.slots * qm_cuda_slot_bytes; contents survive: the row of w13, then w2's at 256 bytes
+  void* staging;      // problem.staging * qm_cuda_slot_bytes; contents need not survive, layers may share them
+  void* cache_state;  // qm_cuda_cache_state_bytes; zeros at first, except for experts that have a slot by then
+  // NULL, or the addresses of each expert's row of w13, then of w2, [2, local_experts], in place of w13 and w2. Only
+  // experts are read that the call needs and no slot has. The array and the addresses are 16-byte aligned.
   const void* const* rows;
-  qm_cuda_host host;  // where the device has it
+  qm_cuda_host host;  // addresses of the device
 } qm_cuda_tensors;
 
-// What a cache_state begins with: experts that calls asked for, once a call each.
+// The beginning of a cache_state: experts that calls needed, each once a call.
 typedef struct {
-  uint64_t hits, misses;  // in a slot, and not
-  uint64_t staged;        // of the misses: copied to staging
-  uint64_t not_copied;    // of the misses: read in host memory
-  uint64_t computed;      // of the misses: by the host
+  uint64_t hits, misses;  // with a slot, without
+  uint64_t staged;        // misses that were copied to staging
+  uint64_t not_copied;    // misses that were read in host memory
+  uint64_t computed;      // misses that the host multiplied
 } qm_cuda_cache_counts;
-// Where a cache_state has int32[local_experts], of each expert its slot and 1, or 0, then int32[slots], of each slot
-// its expert and 1, or 0.
+// The offset in a cache_state of int32[local_experts], each expert's slot plus 1, or 0. Then comes int32[slots], each
+// slot's expert plus 1, or 0.
 #define QM_CUDA_SLOT_OF (sizeof(qm_cuda_cache_counts) + 8)
 
-// Fills the device description of a CUDA ordinal (the one function here that asks the driver).
+// Fills the description of a CUDA device. It asks the driver.
 QM_API int qm_cuda_query(int ordinal, qm_cuda_device*, char* err);
-// Bytes of one expert's packed row by FORMAT.md section 3; 0 when the attributes are not valid. projection: 13 or 2.
+// Bytes of one expert's packed row, by FORMAT.md section 3. 0: the attributes are not valid. projection: 13 or 2.
 QM_API size_t qm_cuda_row_bytes(const qm_moe*, int projection);
-// Bytes of a slot: an expert's rows of w13 and w2. 0 when the attributes are not valid.
+// Bytes of a slot: an expert's rows of w13 and w2. 0: the attributes are not valid.
 QM_API size_t qm_cuda_slot_bytes(const qm_moe*);
 QM_API size_t qm_cuda_cache_state_bytes(int64_t local_experts, int32_t slots);
-// QM_INVALID: attributes that contradict each other; QM_UNSUPPORTED: no kernel, naming what there is.
+// QM_INVALID: attributes contradict each other. QM_UNSUPPORTED: there is no kernel; `err` names what there is.
 QM_API int qm_cuda_plan_moe(const qm_cuda_problem*, const qm_cuda_device*, qm_cuda_plan*, char* err);
-// QM_INVALID: the plan names a kernel that is not compiled, which qm_cuda_launch refuses, too. No CUDA call.
+// QM_INVALID: the plan names a kernel that is not compiled. qm_cuda_launch refuses it, too. No CUDA call.
 QM_API int qm_cuda_check_plan(const qm_cuda_problem*, const qm_cuda_plan*, char* err);
 // QM_INVALID: an act-order in w13 (device memory) does not have each feature once, or CUDA or memory fails. Launches
-// clamp what they read of it, so that a wrong one is a wrong result and nothing else. Copies the orders to the host and
-// waits: not for a stream that is captured.
+// clamp what they read of it, so a wrong order only gives wrong results. The function copies the orders to the host and
+// waits, so the stream must not be captured.
 QM_API int qm_cuda_check_moe(const qm_cuda_problem*, const void* w13, void* stream, char* err);
-// Enqueues on `stream` (a cudaStream_t). Ids outside [expert_offset, expert_offset + local_experts) contribute zero.
+// Enqueues on `stream`, a cudaStream_t. Ids outside [expert_offset, expert_offset + local_experts) contribute zero.
 QM_API int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void* stream, char* err);
 
-// QuantLinear: one kernel, before which activations are rounded or brought into act-order where the weights ask for it.
-// x and y: 16-byte aligned.
+// QuantLinear: one kernel. If the weights ask for it, another kernel first rounds x or brings it into act-order. x and
+// y are 16-byte aligned.
 typedef struct {
   qm_linear linear;
   int32_t type;  // qm_type of x and y: QM_F16 or QM_BF16
@@ -186,23 +185,23 @@ QM_API int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void* w, vo
 QM_API int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, const qm_cuda_linear_tensors*,
                                  void* stream, char* err);
 
-// CachedAttention. `rows` stays on the device, so a plan depends on shapes alone, and a launch that was captured in a
-// CUDA graph serves every position. A batch row of `rows` that asks for tokens or slots that are not there stores
-// nothing, and its output is NaN. With a block_size a row is a request; as many tokens as requests are one of each.
+// CachedAttention. `rows` stays on the device, so a plan depends on shapes alone. A launch that a CUDA graph captured
+// serves every position. A row that asks for tokens or slots that are not there stores nothing, and its output is NaN.
+// With a block_size a row is a request. If there are as many tokens as requests, each request has one.
 typedef struct {
   qm_attention attention;
-  int32_t type;  // qm_type of qkv, output and, where cache_format is none, the caches: QM_F16 or QM_BF16
+  int32_t type;  // qm_type of qkv, output and, if cache_format is none, the caches: QM_F16 or QM_BF16
   int64_t batch, tokens, past_slots, slots;  // B, S, P and max(P, L); with a block_size R, S and twice M * block_size
   int64_t blocks, positions;                 // with a block_size: N, K
 } qm_cuda_attention_problem;
 typedef struct {
-  int32_t tile_rows;   // of queries, heads of tokens that share their keys, in a block
+  int32_t tile_rows;   // queries in a block: heads of tokens that share their keys
   int32_t splits;      // blocks that share a tile's slots
-  int32_t cluster;     // splits, where they are a cluster, which adds up what they find; 1: another kernel does, if any
-  int32_t stages;      // of few rows: of the ring in shared memory
-  int32_t wgmma;       // 1: on wgmma (sm_90a), of many rows; 0: on mma.sync
+  int32_t cluster;     // splits, if they are a cluster that adds up its results. 1: another kernel adds them up, if any
+  int32_t stages;      // tiles of few rows: stages of the ring in shared memory
+  int32_t wgmma;       // 1: many rows on wgmma (sm_90a); 0: mma.sync
   int32_t few_tokens;  // with a block_size: requests of up to so many tokens are tiles of few rows
-  int32_t many_rows;   // with a block_size: of a tile of the other requests; 0: there are none
+  int32_t many_rows;   // with a block_size: rows of a tile of the other requests; 0: there are none
   uint64_t queries, sums, partial, workspace_bytes;  // byte offsets into the workspace
 } qm_cuda_attention_plan;
 typedef struct {
@@ -211,47 +210,51 @@ typedef struct {
   const float *cos, *sin, *q_norm, *k_norm, *sinks;
   const int32_t* block_table;  // with a block_size: [R, M]
   void* output;
-  void *present_key, *present_value;  // 16-byte aligned; past's memory where slots are past_slots, or other memory
+  void *present_key, *present_value;  // 16-byte aligned; past's memory, if slots are past_slots, or other memory
   void* workspace;
 } qm_cuda_attention_tensors;
-// Head sizes 64, 96, 128, 192 and 256, of keys and values the same, and 192 with values of 128; cache_format none, int8
-// and (from compute capability 9.0 on) fp8_e4m3. Of latent attention (key_split 288) 576 with values of 512, without
-// norms. QM_UNSUPPORTED for others.
+// Keys and values have 64, 96, 128, 192 or 256 features, or keys 192 and values 128. Latent attention (key_split 288)
+// has keys of 576 and values of 512, without norms. cache_format is none, int8 or, from compute capability 9.0 on,
+// fp8_e4m3. QM_UNSUPPORTED: something else.
 QM_API int qm_cuda_plan_attention(const qm_cuda_attention_problem*, const qm_cuda_device*, qm_cuda_attention_plan*,
                                   char* err);
 QM_API int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,
                                     const qm_cuda_attention_tensors*, void* stream, char* err);
 
-// The operators that have a QM_CUDA line in op.def, by their names. As CachedAttention's, `rows` stays on the device: a
-// batch row that asks for tokens that are not there stores nothing, and its output is NaN.
+// Operators with a QM_CUDA line in op.def, by their names. `rows` stays on the device, as in CachedAttention. A row
+// that asks for tokens that are not there stores nothing, and its output is NaN.
 typedef struct {
-  int32_t chosen[4];         // what the kernels' files say: StateChoice in src/cuda/state/linear_attention.h
-  uint64_t workspace_bytes;  // a call that needs none needs none with fewer tokens or rows
+  int32_t chosen[4];         // for the kernels, for example StateChoice in src/cuda/state/linear_attention.h
+  uint64_t workspace_bytes;  // if a call needs none, a call with fewer tokens or rows needs none, too
 } qm_cuda_node_plan;
 typedef struct {
-  const qm_tensor *inputs, *outputs;  // as qm_call's; data is 16-byte aligned; present is past's memory, or other, and
-                                      // AddRMSNorm's y x's; an input with a QM_CONSTANT line is as packed weights
-  void* workspace;                    // plan.workspace_bytes, 256-byte aligned
-  void* stream;                       // a cudaStream_t
+  // As qm_call's, with 16-byte aligned data. present may be past's memory, and AddRMSNorm's y may be x's. An input with
+  // a QM_CONSTANT line is constant, as packed weights are.
+  const qm_tensor *inputs, *outputs;
+  void* workspace;  // plan.workspace_bytes, 256-byte aligned
+  void* stream;     // a cudaStream_t
 } qm_cuda_call;
-// Reads types and shapes of the inputs, not their data. T is QM_F16 or QM_BF16, MoERouting's any; QM_UNSUPPORTED for
-// others. CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4. GatedDelta: head sizes 64 and
-// 128. StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.
+// Reads types and shapes of the inputs, not their data. QM_UNSUPPORTED: something that no kernel takes.
+//
+// - T is QM_F16 or QM_BF16; MoERouting takes any type.
+// - CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4.
+// - GatedDelta: head sizes 64 and 128.
+// - StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.
 QM_API int qm_cuda_plan_node(const char* op, const void* node, const qm_tensor* inputs, const qm_cuda_device*,
                              qm_cuda_node_plan*, char* err);
-// MoERouting's results are as quant_moe.h says, except the last bits of the weights. MoERouter's logits are f32 sums of
-// exact products in an order that the number of tokens decides.
+// MoERouting gives what quant_moe.h says, except the last bits of the weights. MoERouter's logits are f32 sums of exact
+// products. Their order depends on the number of tokens.
 QM_API int qm_cuda_launch_node(const char* op, const void* node, const qm_cuda_node_plan*, const qm_cuda_call*,
                                char* err);
 
-// Ranks whose GPUs write to each other's memory: each has a box in its own, which the others write to. They have the
-// same calls in the same order, and a rank one at a time. A call waits on the GPU for those of the others.
+// Ranks whose GPUs write to each other's memory. Each rank has a box in its GPU's memory, which the others write to.
+// All ranks make equal calls in one order, one at a time. A call waits on the GPU for the other ranks' calls.
 #define QM_CUDA_PEERS 8
 #define QM_CUDA_MOST_BLOCKS 256
 typedef struct {
   int32_t rank, world;         // 2 to QM_CUDA_PEERS
-  int32_t blocks;              // of a sum of many at most, the same in all ranks; all of them run at once
-  void* boxes[QM_CUDA_PEERS];  // of each rank, as this one's GPU reaches it
+  int32_t blocks;              // most blocks of a long sum, equal in all ranks; all of them run at once
+  void* boxes[QM_CUDA_PEERS];  // each rank's, as this rank's GPU reaches it
 } qm_cuda_peers;
 typedef struct {
   int32_t type;  // qm_type of x and y: QM_F16 or QM_BF16
@@ -266,20 +269,20 @@ typedef struct {
   void* y;        // [rows, world, columns]
 } qm_cuda_gather;
 QM_API size_t qm_cuda_box_bytes(int32_t world);
-// Enqueues what a new box needs. It has to end in all ranks before any of them has another call.
+// Enqueues what a new box needs. It must end in all ranks before any rank makes another call.
 QM_API int qm_cuda_clear_box(int32_t world, void* box, void* stream, char* err);
-// y = all ranks' x, added up in the order of the ranks in f32 and rounded once: the same bytes in all of them.
+// y = the sum of all ranks' x, in f32 in the order of the ranks, rounded once. All ranks have equal bytes.
 QM_API int qm_cuda_launch_sum(const qm_cuda_peers*, const qm_cuda_sum*, void* stream, char* err);
-// AddRMSNorm of that sum, of tensors that do not overlap. The residual may have a rank's own rows of `sum` alone, and
-// of more than a few rows `sum` gets no others: rows r with r % world == rank. QM_UNSUPPORTED for columns that are no
-// multiple of 8 up to QM_CUDA_SUM_COLUMNS.
+// AddRMSNorm of this sum; tensors do not overlap. The residual needs only the rank's own rows, r % world == rank. With
+// more than a few rows, `sum` gets only these rows. QM_UNSUPPORTED: the columns are no multiple of 8, or more than
+// QM_CUDA_SUM_COLUMNS.
 #define QM_CUDA_SUM_COLUMNS 8192
 QM_API int qm_cuda_launch_sum_norm(const qm_cuda_peers*, const qm_norm*, const qm_cuda_call*, char* err);
-// y = all ranks' x, row after row; of what is not a number the bits may be others.
+// y = all ranks' x, row after row. NaNs may have other bits.
 QM_API int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void* stream, char* err);
 
-// Choosing the next token of each row from logits that stay on the device, and writing what the next run of one token a
-// row reads. Equal logits and an equal number give an equal token.
+// Chooses the next token of each row from logits on the device, and writes the inputs of the next run of one token a
+// row. Equal logits and an equal random number give an equal token.
 typedef struct {
   int32_t type;                            // qm_type of the logits: QM_F32, QM_F16 or QM_BF16
   int32_t batch, vocabulary;               // up to 65,535 and 4,194,304
@@ -287,12 +290,12 @@ typedef struct {
   double temperature, top_p, min_p;        // temperature 0: the likeliest token
   double repetition, presence, frequency;  // penalties; 1, 0, 0: none
   int64_t capacity, longest;               // columns of mask, and of history
-  int64_t column, column_before;           // of mask, of the next run's tokens and of the last's; -1: none
+  int64_t column, column_before;           // of mask: the next run's tokens, and the last run's; -1: none
 } qm_cuda_choice_problem;
 typedef struct {
   const void* logits;        // [batch, vocabulary]
-  const double* uniform;     // [batch], from 0 to below 1; the host may own this, past and chosen
-  const int32_t* past;       // [batch]: tokens of the text so far, all of which are in the cache; -1: the row has ended
+  const double* uniform;     // [batch], from 0 to below 1; may be the host's memory, as past and chosen
+  const int32_t* past;       // [batch]: tokens of the text so far, all in the cache; -1: the row has ended
   const double* bias;        // [vocabulary], added to logits; NULL: none
   const uint32_t* allowed;   // [batch, (vocabulary + 31) / 32]: bits of tokens that may come; NULL: all may
   int32_t* counts;           // [batch, vocabulary]: twice how often a token was chosen, and 1 if the text has it; NULL
@@ -304,8 +307,8 @@ typedef struct {
 } qm_cuda_choice_tensors;
 QM_API size_t qm_cuda_choice_bytes(const qm_cuda_choice_problem*);
 QM_API int qm_cuda_launch_choice(const qm_cuda_choice_problem*, const qm_cuda_choice_tensors*, void* stream, char* err);
-// What the program around an engine asks of the device: a stream, memory, page-locked memory that kernels read and
-// write, the copy of `height` pieces of `width` bytes, from and to either memory, and waiting for all of that.
+// For the program around an engine: a stream, device memory, and page-locked memory that kernels read and write.
+// qm_cuda_copy copies `height` pieces of `width` bytes, from and to either memory. qm_cuda_wait waits for the stream.
 QM_API int qm_cuda_open_stream(void** stream, char* err);
 QM_API int qm_cuda_allocate(size_t bytes, void** memory, char* err);
 QM_API int qm_cuda_free(void* memory, char* err);

@@ -182,7 +182,7 @@ struct Options {
 // Tokens of an answer, and why it ended.
 struct ReplyInfo {
   size_t prompt_tokens = 0;  // of the conversation before the answer
-  size_t kept_tokens = 0;    // those of them that the cache had already
+  size_t kept_tokens = 0;    // how many of these the cache had already
   size_t tokens = 0;         // of the answer
   size_t drafted = 0;        // draft tokens that were verified
   size_t accepted = 0;       // those of them that are tokens of the answer

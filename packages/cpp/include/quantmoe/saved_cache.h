@@ -65,7 +65,7 @@ inline uint32_t crc32(uint32_t crc, const char* data, int64_t bytes) {
 }
 
 // One of the model's inputs past_key_values.*: keys or values [1, heads, length, width], or a state of linear
-// attention, which is of all tokens so far; a model of --state-window has those after each of the last tokens in front.
+// attention. A state is of all tokens so far. With --state-window, its first dimension is the last tokens.
 struct Past {
   Past(const std::string& input, Ort::ConstTensorTypeAndShapeInfo info)
       : name(input),
@@ -292,7 +292,7 @@ class StateFile {
   std::string path_;
   const std::vector<Past>& pasts_;
   std::ifstream file_;
-  std::map<std::string, Entry> entries_, found_;  // those of the header, and of them those that this model's cache has
+  std::map<std::string, Entry> entries_, found_;  // of the header; of this model's cache
   Ids tokens_, ends_;
 };
 

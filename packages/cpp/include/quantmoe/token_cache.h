@@ -297,8 +297,8 @@ struct TokenOptions {
 // Generation that is cancelled leaves the tokens of whole steps, and goes on.
 class TokenCache {
  public:
-  // Makes an empty cache. With `goes_back` it keeps copies of a hybrid model's states, so that keep() goes back to the
-  // end of a prompt and files of save() serve prompts that begin alike. Other models can always go back.
+  // Makes an empty cache. With `goes_back` it keeps copies of a hybrid model's states. So keep() goes back to the end
+  // of a prompt, and files of save() serve prompts that begin alike. Other models can always go back.
   explicit TokenCache(const Model& model, bool goes_back = false)
       : model_(model), pasts_(model.open_->pasts), goes_back_(goes_back && has_states()) {
     shares_ = model.metadata("past_present_share_buffer") == "true";
