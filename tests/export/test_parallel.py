@@ -669,7 +669,7 @@ def unpacked(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for layer in range(2):
         with contextlib.suppress(ModelError):  # a dense layer of floats
-            unpack(folder, layer, path := folder.parent / f"unpacked.{folder.name}.{layer}")
+            unpack(folder, layer, path := folder.parent / f"unpacked.{folder.name}.{layer}", force=True)
             found |= load_file(path)
     return found
 
