@@ -1,6 +1,6 @@
 """What a reader stumbles over, counted: long sentences, phrases that look back, first words of docstrings.
 
-Pages, docstrings, raised messages, help, and the comments of the C headers that users include.
+Pages, docstrings, raised messages, help, and the comments of C headers that users include and of operators.
 
 ``python tests/test_style.py FILE ..`` prints the faults of files.
 """
@@ -22,6 +22,7 @@ FOUND = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKA
 PAGES = [page for page in FOUND if not page.read_text(encoding="utf-8").startswith("<!-- made by")]
 SOURCES = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
 HEADERS = [path for folder in ("custom_ops", "packages/cpp") for path in (ROOT / folder / "include").rglob("*.h")]
+HEADERS += (ROOT / "custom_ops" / "ops").glob("*.def")
 #: words in a sentence, in a page's sentences on average, of an option's help; numbers in a sentence; bytes of a guide
 WORDS, MEAN, HELP, NUMBERS, GUIDE = 25, 15, 12, 2, 8192
 BACK = r"that of|those of|those which|the latter|the former|of which|but (for|in|with)|the same(?=[.,;:)]|$)"
