@@ -1,6 +1,6 @@
 """What a reader stumbles over, counted: long sentences, phrases that look back, first words of docstrings.
 
-Pages, docstrings, raised messages, help, and the comments of C headers that users include and of operators.
+Pages, docstrings, raised messages, help, and comments of C++, except the kernels'.
 
 ``python tests/test_style.py FILE ..`` prints the faults of files.
 """
@@ -21,8 +21,9 @@ PACKAGES = ("exporter", "custom_ops", "ort_ext", "trt_plugins")
 FOUND = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKAGES) for p in (ROOT / d).rglob("*.md"))]
 PAGES = [page for page in FOUND if not page.read_text(encoding="utf-8").startswith("<!-- made by")]
 SOURCES = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
-HEADERS = [path for folder in ("custom_ops", "packages/cpp") for path in (ROOT / folder / "include").rglob("*.h")]
-HEADERS += (ROOT / "custom_ops" / "ops").glob("*.def")
+CPP = ["custom_ops/include", "custom_ops/ops", "ort_ext", "trt_plugins", "packages/cpp/include"]
+CPP += (f"custom_ops/src/{folder}" for folder in ("core", "experts", "layouts", "quantize", "ranks"))
+CPP_SOURCES = [p for folder in CPP for p in (ROOT / folder).rglob("*.*") if p.suffix in (".h", ".cc", ".def")]
 #: words in a sentence, in a page's sentences on average, of an option's help; numbers in a sentence; bytes of a guide
 WORDS, MEAN, HELP, NUMBERS, GUIDE = 25, 15, 12, 2, 8192
 BACK = r"that of|those of|those which|the latter|the former|of which|but (for|in|with)|the same(?=[.,;:)]|$)"
@@ -79,7 +80,7 @@ def source(text: str) -> Iterator[str]:
             yield from (f"{line}: {fault}" for fault in prose(doc))
 
 
-def header(text: str) -> Iterator[str]:
+def cpp(text: str) -> Iterator[str]:
     """Yield the faults of comments. A comment goes on in lines that begin with // in its column."""
     found: list[tuple[int, str]] = []
     for line in text.splitlines():
@@ -94,10 +95,10 @@ def header(text: str) -> Iterator[str]:
 
 def faults(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
-    return [*(page(path, text) if path.suffix == ".md" else source(text) if path.suffix == ".py" else header(text))]
+    return [*(page(path, text) if path.suffix == ".md" else source(text) if path.suffix == ".py" else cpp(text))]
 
 
-@pytest.mark.parametrize("path", [*PAGES, *SOURCES, *HEADERS], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES, *CPP_SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_file(path: Path) -> None:
     assert (found := faults(path)) == [], "\n".join(found)
 

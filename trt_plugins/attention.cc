@@ -4,9 +4,9 @@
 namespace quantmoe {
 namespace {
 
-// A cache stays where it is when past and present are bound to the same memory: past is an input of the network,
-// present an output, and TensorRT copies neither. Nothing says so to it (getAliasedInput of IPluginV3OneBuildV2), since
-// the present of an engine whose cache grows is larger than past.
+// A cache stays in place if past and present are bound to one memory. past is an input of the network, present an
+// output, and TensorRT copies neither. TensorRT is not told (getAliasedInput of IPluginV3OneBuildV2): if the cache
+// grows, present is larger than past.
 class Attention final : public Planned<qm_cuda_attention_problem, qm_cuda_attention_plan, qm_cuda_plan_attention> {
  public:
   Attention(SharedLayer layer, const qm_attention& attention)

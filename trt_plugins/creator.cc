@@ -22,7 +22,7 @@ std::vector<std::string> strings_of(std::string_view op) {
 #include "op.def"
   return names;
 }
-// The same of its projections, which say more of the bytes that the former are about.
+// As above for its projections, which say more about the bytes of the inputs.
 std::vector<std::string> projection_strings_of(std::string_view op) {
   constexpr const char* kNames[] = {
 #define QM_PROJECTION_OPTIONAL(kind, name) "_" #name,
@@ -124,8 +124,8 @@ bool Creator::read_fields(const PluginFieldCollection* given, bool runs, Node* n
     if (!set(op_, node, values, fields_[i], *field, true, error)) return refuse(error);
     if (i == 0 && qm_set_version(op_, node, node->op_version, error)) return refuse(error);
   }
-  // Those of projections are kept with the operator's alone: without them layers that are alike stay so, and a builder
-  // times one of them.
+  // Attributes of projections are kept only with the operator's. Without them layers that are alike stay so, and a
+  // builder times one of them.
   const size_t required = values->size();
   for (size_t i = attributes_; i < fields_.size(); ++i) {
     const PluginField* field = find(fields_[i].name);

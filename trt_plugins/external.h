@@ -11,16 +11,16 @@ namespace quantmoe {
 
 class ExpertFolder;
 
-// Those of a layer. All layers of a folder share the device's memory.
+// The experts of a layer. All layers of a folder share the device's memory.
 class ExternalExperts {
  public:
   // Null where they are the node's inputs. Throws std::invalid_argument for attributes that contradict each other.
   static std::shared_ptr<ExternalExperts> of(const PluginLayer& layer, const qm_moe& moe);
   ~ExternalExperts();
 
-  // Of an engine that runs: maps the files. Logs and keeps as its failure that the folder, a file or bytes of it are
-  // not there, or are others than the model was exported with, and settings that are none: where no plug-in is made,
-  // TensorRT 10.6 crashes. So calls of the layer fail.
+  // For an engine that runs: maps the files. A missing folder, file or byte, other bytes than at export, and a wrong
+  // setting are logged and kept as its failure. Then calls of the layer fail, because TensorRT 10.6 crashes if no
+  // plug-in is made.
   void open(const PluginLayer& layer, const qm_moe& moe);
   const std::string& failure() const { return failure_; }  // "": none
 

@@ -35,8 +35,8 @@ void check_launcher(const Place& place) {
            environment("WORLD_SIZE") + " (RANK, WORLD_SIZE)");
 }
 
-// Rank 0's file with the group's name, which the others wait for. It appears with all that is in it, and rank 0 removes
-// it when the ranks have met: one that is there before is an earlier run's.
+// The file with the group's name, which rank 0 writes and the others wait for. It appears with its whole content. Rank
+// 0 removes it when the ranks have met. A file that is there before is another run's.
 class GroupFile {
  public:
   explicit GroupFile(const std::string& path) : path_(path) {}

@@ -6,10 +6,10 @@
 
 namespace quantmoe {
 
-// The process's communicator, made at the first call, on the current device, with all other ranks: an NCCL id serves
-// once, so it stays to the end of the process, for all engines. Throws std::runtime_error or std::invalid_argument
-// where the ranks do not meet, now and later, and, in all ranks, for another rank than the process is and for another
-// export than they have met with. `place` has no group.
+// The process's communicator with all other ranks. The first call makes it, on the current device. An NCCL id serves
+// once, so it stays to the end of the process, for all engines. Throws std::runtime_error or std::invalid_argument, now
+// and later, if the ranks do not meet. Throws in all ranks if this process is another rank, or if the ranks met with
+// another export. `place` has no group.
 const Communicator& communicator_of(const Place& place);
 
 }  // namespace quantmoe

@@ -12,8 +12,8 @@
 
 namespace quantmoe {
 
-// The tables of IPluginRegistry, two as those of a logger: 10's has what it says of IPluginV2 before what follows, 11's
-// has not.
+// The tables of IPluginRegistry. There are two, as for a logger: in TensorRT 10 functions of IPluginV2 come first, in
+// 11 there are none.
 struct PlainRegistryHead {
   virtual bool registerV2(void* creator, const char* name_space) noexcept = 0;
   virtual void* const* creatorsV2(int32_t* count) const noexcept = 0;
@@ -115,8 +115,8 @@ void register_where_loaded() {
   }
 }
 
-// A registry that loads the library registers what getCreators gives it, and refuses what is registered already: takes
-// the creators from the TensorRT in this library, from no other. When that one deregisters the library it has none.
+// A registry that loads the library registers what getCreators returns, and refuses what is registered already. So the
+// creators come from the TensorRT in this library, from no other. When that one deregisters the library, it has none.
 void unregister(const void* tensorrt) {
   std::vector<Global> calling;
   {

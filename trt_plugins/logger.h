@@ -11,9 +11,9 @@ namespace quantmoe {
 
 using Severity = nvinfer1::ILogger::Severity;
 
-// TensorRT 10 has findLogger and log first in their classes' tables of virtual functions; in 11 and TensorRT-RTX 1.5
-// they follow those of IVersionedInterface. A library compiled with either's headers must call both. Not in the
-// anonymous namespace, where GCC sees that nothing implements them and calls __cxa_pure_virtual instead.
+// TensorRT 10 has findLogger and log first in the tables of virtual functions. In 11 and TensorRT-RTX 1.5 they follow
+// IVersionedInterface's functions. A library compiled with either's headers must call both. The classes are not in the
+// anonymous namespace: GCC would see that nothing implements them, and call __cxa_pure_virtual.
 struct PlainLogger {
   virtual void log(Severity severity, const char* text) noexcept = 0;
 };

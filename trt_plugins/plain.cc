@@ -88,7 +88,7 @@ class Plain final : public Planned<NodeProblem, qm_cuda_node_plan, plan_node> {
     return qm_cuda_launch_node(op_, own_.node, &plan_, &call, error);
   }
 
-  NodeProblem own_;  // but for the inputs
+  NodeProblem own_;  // without the inputs
 };
 
 template <class Node>

@@ -10,13 +10,13 @@
 
 namespace quantmoe {
 
-// The workspace of an engine built without a GPU, or for other GPUs than the builder's, must do on each of these, with
-// any number of multiprocessors.
+// An engine may be built without a GPU, or for other GPUs than the builder's. Its workspace must do on each of these,
+// with any number of multiprocessors.
 constexpr qm_cuda_device kDevices[] = {{80, 0, 167936}, {86, 0, 102400},  {89, 0, 102400},
                                        {90, 0, 233472}, {100, 0, 233472}, {120, 0, 102400}};
 
-// What decides the plan of an operator that runs by its name. free: the letters of dimensions that a run decides, a dot
-// for "..", whose product is one dimension here; batch is the size B, tokens the size S or that product.
+// What decides the plan of an operator that runs by its name. free: the letters of dimensions that a run decides. A dot
+// stands for "..", whose product is one dimension here. batch is the size B, tokens the size S or this product.
 struct NodeProblem {
   const char* op;
   int32_t node[kMostAttributes];  // the operator's struct
@@ -94,9 +94,9 @@ class Planned : public Plugin {
   const void* checked_ = nullptr;  // weights whose act-order is good
 
  private:
-  // What every GPU can do with for as many rows or fewer. Fewer can take another path with a larger workspace, so each
-  // number counts: up to 0.3 s for 65536 tokens, but the layers of a model are alike. Attention, linear too: each batch
-  // with each number of tokens; of slots the most.
+  // A workspace that is large enough on every GPU, for as many rows or fewer. Fewer rows can take another path with a
+  // larger workspace, so each number counts. That takes up to 0.3 s for 65536 tokens, but a model's layers are alike.
+  // Attention and linear do so, too: each batch with each number of tokens, and the most slots.
   static size_t most_bytes(Problem problem) {
     static std::mutex mutex;
     static Problem last{};

@@ -1,8 +1,8 @@
 // The operators of op.def as TensorRT plug-ins: a thin adapter over the C ABI of quant_moe_cuda.h.
 //
-// IPluginV3 with its core, build and runtime capabilities in one object; inputs and attributes come from op.def. What
-// can be checked is checked when the plug-in is created (parsing, deserializing) or configured (building); messages go
-// to TensorRT's logger and begin with the layer's name. Nothing here links to TensorRT.
+// An object is an IPluginV3 with its core, build and runtime capabilities. Inputs and attributes come from op.def.
+// Checks run when the plug-in is created (parsing, deserializing) or configured (building). Messages go to TensorRT's
+// logger and begin with the layer's name. Nothing here links to TensorRT.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -81,7 +81,7 @@ struct Inputs {
   }
 };
 
-// True when both are known (a -1 is not yet) and are not the same.
+// True if both are known and differ. -1 is not known yet.
 inline bool differ(int64_t a, int64_t b) { return a >= 0 && b >= 0 && a != b; }
 // Of an input that may have no values.
 inline bool is_none(const Dims& dims) { return dims.nbDims == 1 && dims.d[0] == 0; }

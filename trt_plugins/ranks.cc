@@ -49,7 +49,7 @@ class OfRanks : public Plugin {
     type_ = static_cast<::qm_type>(qm_type(in.types[0]));
     return true;
   }
-  virtual int64_t outputs_of(int64_t count) const = 0;  // elements of y, for those of x
+  virtual int64_t outputs_of(int64_t count) const = 0;  // elements of y for `count` elements of x
   virtual void run(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) const = 0;
   int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {

@@ -28,7 +28,7 @@ constexpr int count_values(std::string_view kind) {
 
 // Name of an enum's code in op.def, "?" for a code it does not have.
 const char* enum_name(const char* kind, int32_t code);
-// Names of those of an enum's codes that are taken.
+// The names of an enum's codes that are taken.
 template <class Taken>
 std::string enum_names(std::string_view kind, const Taken& taken) {
   std::string names;
@@ -49,8 +49,8 @@ int check_finite(const char* name, float value, char* err);  // the same of an i
 
 // Refuses an activation that multiplies by a gate where there is none.
 int check_activation(const qm_moe& moe, char* err);
-// Refuses what a layer in layout marlin cannot have together: an order of w2's columns that the rows of w13, or the
-// groups that w2's activations are rounded in, cannot follow.
+// Refuses two projections that a layer in layout marlin cannot have together. The rows of w13, or the groups that w2's
+// activations are rounded in, cannot follow w2's order of columns.
 int check_marlin_layer(const qm_projection& w13, const qm_projection& w2, char* err);
 
 // What an engine's MoERouting takes, and how its refusals say that: "expected", say.

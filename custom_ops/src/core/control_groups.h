@@ -6,11 +6,11 @@
 
 namespace quantmoe {
 
-// visit(folder, v2) for the folders of the control groups that a controller ("cpu", "memory") has this process in: of
-// its group and of those that this one is in, up to the mount point. In a container the group's own folder may be
-// missing; the mount point is then the container's group.
+// Calls visit(folder, v2) for the control groups of this process that have a controller ("cpu", "memory"). These are
+// its own group, then the groups around it, up to the mount point. In a container the group's own folder may be
+// missing. Then the mount point is the container's group.
 //
-// root: "", or for tests where proc and sys are.
+// root: "", or for tests the folder with proc and sys.
 template <class Visit>
 void for_control_groups(const std::string& root, const std::string& controller, const Visit& visit) {
   std::FILE* const file = std::fopen((root + "/proc/self/cgroup").c_str(), "r");

@@ -7,10 +7,10 @@
 
 namespace quantmoe {
 
-// Runs body(lane, index) for index 0..count-1. Work is pulled from one counter, so a pool with fewer threads than
-// lanes, or one that splits the range statically, still balances. lane < lanes is unique among bodies running at one
-// time. The counter also orders memory: what was written before the call is seen by the bodies, and what they write by
-// the caller, whatever the caller's pool guarantees.
+// Runs body(lane, index) for index 0..count-1. Work is pulled from one counter. So a pool with fewer threads than lanes
+// still balances, and so does a pool that splits the range statically. Bodies that run at one time have different
+// lanes, each below `lanes`. The counter also orders memory, whatever the caller's pool guarantees. The bodies see what
+// was written before the call, and the caller sees what they write.
 template <typename Body>
 void parallel(int lanes, qm_parallel_for parallel_for, void* context, int64_t count, const Body& body) {
   if (!parallel_for || lanes <= 1 || count <= 1) {

@@ -1,5 +1,5 @@
-// The shapes of op.def, once a node's attributes are known. An engine matches what it has of the inputs' sizes with
-// them: numbers, of which some may not be known, or expressions: known_size(size) is below 0 for what is not known.
+// The shapes of op.def, once a node's attributes are known. An engine compares them with its inputs' sizes. A size is a
+// number or an expression. known_size(size) is below 0 if it is not known.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -25,7 +25,7 @@ constexpr TensorSlot kOutputs[] = {
 #include "op.def"
 };
 
-// Those of an operator, which op.def lists together. count: those that every node has; most: the optional ones, too.
+// The tensors of an operator, which op.def lists together. count: every node has them. most: with the optional ones.
 struct Slots {
   const TensorSlot* first;
   int32_t count, most;

@@ -28,8 +28,8 @@ void check(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string("experts: ") + what + ": CUDA: " + cudaGetErrorString(error));
 }
 
-// A file's pages that memory at `data` is mapped from, mapped again and shared: the driver locks these without a copy,
-// and ONNX Runtime's private ones not. Null where that cannot be had.
+// Maps the file's pages behind memory at `data` again, shared. The driver locks shared pages without a copy, but not
+// ONNX Runtime's private ones. Null: that is not possible.
 void* map_again(const Mapping& mapping, size_t* bytes) {
 #if defined(__linux__)
   const int file = mapping.path.empty() ? -1 : open(mapping.path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -95,10 +95,9 @@ struct Missed {
   double per_token() const { return static_cast<double>(experts) / static_cast<double>(std::max<int64_t>(1, tokens)); }
 };
 
-// What a layer's slots miss of a trace's calls of a few tokens (cuda/moe/expert_cache.cuh), with copies or where the
-// CPU multiplies. They begin with what the first half of the calls used most, and the second half is counted: in the
-// calls that they are chosen by the most used experts hit more than in any others, and the CPU would be chosen for
-// that.
+// The misses of a layer's slots in a trace's calls of a few tokens (cuda/moe/expert_cache.cuh), with copies or with a
+// CPU that multiplies. The slots begin with the experts that the first half of the calls used most. The second half is
+// counted: in the first half these experts hit more than in other calls, and the CPU would seem better.
 Missed count_missed(const Trace& trace, int layer, int64_t experts, int64_t slots, bool copies) {
   std::list<int64_t> held;  // the one that was used least recently first
   std::vector<std::list<int64_t>::iterator> at(static_cast<size_t>(experts), held.end());
@@ -156,11 +155,11 @@ std::string by_layer(const Layers& layers) {
 
 }  // namespace
 
-// An expert that is copied stays in a slot, and is hit there; one that the CPU multiplies leaves the slots as they are.
-// So a layer misses more experts with the CPU than with copies, where tokens ask for what others asked for before them:
-// 67 of 100 for the eighth of the experts that was used last, 81 for the quarter (docs/lab/expert-offloading.md, local
-// routes). With uniform routes it misses as many. Which come is not known: the choice is the one that takes fewer times
-// the other's time where it is the wrong one.
+// A copied expert stays in a slot and may hit there. An expert that the CPU multiplies leaves the slots unchanged. If
+// tokens ask for recent experts, a layer therefore misses more with the CPU than with copies. An eighth of the experts,
+// the most recent ones, then gets 67 of 100 requests, and a quarter gets 81 (docs/lab/expert-offloading.md, local
+// routes). With uniform routes there is no difference. The routes are not known, so the choice has the smaller worst
+// ratio of times.
 bool cpu_takes(const MissTimes& took, int64_t slots, int64_t experts) {
   constexpr double kHeld[] = {0, 0.125, 0.25, 1}, kHits[] = {0, 0.67, 0.81, 1};
   const double held = static_cast<double>(slots) / static_cast<double>(experts);
@@ -406,8 +405,8 @@ std::string DeviceExperts::start(int64_t top_k) try {
   throw;
 }
 
-// Copies the experts that a trace's tokens went to most to the slots, the most used to the last ones, as of slots that
-// no call has used the first go first.
+// Copies the experts that a trace used most to the slots, the most used to the last slots: new slots are evicted in
+// order.
 std::string DeviceExperts::fill_slots(const Trace& trace) {
   size_t count = 0;
   for (size_t i = 0; i < layers_.size(); ++i) {
@@ -463,13 +462,13 @@ void DeviceExperts::open_exchange() {
   host_at_ = at(device);
 }
 
-// Of 256 experts that a layer misses, those of the CPU; a list that is too short is an error of the first run.
+// The CPU's share of 256 experts that a layer misses. A list that is too short is an error of the first run.
 int32_t DeviceExperts::host_share(size_t layer) const {
   if (!settings_.misses_by_layer()) return host_shares_[0];
   return layer < host_shares_.size() ? host_shares_[layer] : 0;
 }
 
-// Packs the experts of which misses are the CPU's, and lets its threads wait for requests.
+// Packs the experts whose misses the CPU takes, and lets its threads wait for requests.
 std::string DeviceExperts::start_host() {
   const auto begin = std::chrono::steady_clock::now();
   int64_t bytes = 0;
@@ -514,8 +513,8 @@ MissTimes DeviceExperts::measure(const Layer& layer, int64_t experts, int64_t at
   return took;
 }
 
-// misses = auto: decides whose each layer's misses are, by one measurement for layers of the same attributes, and packs
-// what is the CPU's, as far as RAM goes. trace: of the model's tokens, or null.
+// misses = auto: decides who takes each layer's misses. Layers with equal attributes share one measurement. Packs what
+// the CPU takes, as far as RAM goes. trace: of the model's tokens, or null.
 std::string DeviceExperts::choose_misses(int64_t top_k, const Trace* trace) {
   if (ram_) return "; misses = auto: copy, as experts are read from the file";
   open_exchange();
@@ -604,7 +603,7 @@ std::string DeviceExperts::choose_misses(int64_t top_k, const Trace* trace) {
   return text + fixed;
 }
 
-// The memory between the file and the device: at least for one layer's experts, all of which a prompt asks for.
+// The memory between the file and the device, for at least one layer's experts: a prompt asks for all of them.
 void DeviceExperts::lock_ram(const Trace* warm) {
   if (rows_) return;  // a start that failed later
   (void)ram_->start(warm);

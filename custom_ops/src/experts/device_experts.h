@@ -1,17 +1,18 @@
-// Experts that stay in host memory or in the data file, for GPUs: the page-locked rows, and what layers that share a
-// budget have of the device's memory (docs/reference/expert-offloading.md): those of an ONNX Runtime session, or of the
-// engines of a folder. The device decides what is in it (cuda/moe/expert_cache.cuh). Nothing here knows an engine.
+// Experts that stay in host memory or in the data file, for GPUs (docs/reference/expert-offloading.md). This has the
+// page-locked rows, and the device memory of layers that share a budget. These are the layers of an ONNX Runtime
+// session, or of a folder's engines. The device decides what is in its memory (cuda/moe/expert_cache.cuh). Nothing here
+// knows an engine.
 //
-// With experts in the file (disk) the host looks, before each launch, at what the call asks for and at what the device
-// has, and reads the rest into page-locked memory that other experts then leave (experts.h). The launch copies from
-// there. What it may read stays until the next launch, which waits for this one.
+// With experts in the file (disk), the host works before each launch. It looks at what the call asks for and at what
+// the device has. It reads the rest into page-locked memory, where other experts then make room (experts.h). The launch
+// copies from there. What it may read stays until the next launch, which waits for this one.
 //
-// With misses = cpu or a share threads of the host multiply a part of what the device's slots miss (host_experts.h),
-// from a copy of the rows in the layout of the CPU's kernels. With auto the first run measures, for each kind of layer,
-// what a miss takes the bus and the CPU. Only layers whose misses the CPU takes, by that or by a list, have such a
-// copy.
+// With misses = cpu or a share, threads of the host multiply a part of the misses (host_experts.h). They read a copy of
+// the rows, in the layout of the CPU's kernels. With auto, the first run measures what a miss costs the bus and the
+// CPU, for each kind of layer. Only layers whose misses the CPU takes have such a copy.
 //
-// With a trace (warm) the first run fills the slots with the experts that it used most, and auto counts its misses.
+// With a trace (warm), the first run fills the slots with the experts that the trace used most, and auto counts its
+// misses.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -28,8 +29,8 @@
 
 namespace quantmoe {
 
-// Seconds of one expert that the device's slots miss: to copy it, and for the CPU to multiply it for one token, among
-// as many as such a token misses.
+// Seconds of one expert that misses: to copy it, and for the CPU to multiply it for one token. The CPU's time is
+// measured among as many experts as a token misses.
 struct MissTimes {
   double copy = 0, compute = 0;
 };
@@ -44,19 +45,19 @@ class DeviceExperts {
   explicit DeviceExperts(const ExpertSettings& settings);
   ~DeviceExperts();
 
-  // Before the first launch: a layer, whose number it returns. w13 and w2: its rows, which a file is mapped at.
-  // Throws std::runtime_error where the memory cannot be page-locked, or is more than RAM has (with auto experts are
-  // then read from the file, which is decided at the first layer), std::invalid_argument where experts are to be read
-  // from a file and none is mapped, or the CPU is to multiply what its kernels do not take (with misses = auto the
-  // layer copies).
+  // Before the first launch: adds a layer, and returns its number. w13 and w2: its rows, mapped from a file.
+  // Throws std::runtime_error if the memory cannot be page-locked, or is larger than RAM. With auto, experts are then
+  // read from the file, which is decided at the first layer. Throws std::invalid_argument if experts must be read from
+  // a file and none is mapped. It also does so if the CPU's kernels do not take what the CPU must multiply; with misses
+  // = auto the layer copies.
   int add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2);
 
   // A launch of a layer: launches come one after the other, on whatever streams.
   class Turn {
    public:
-    // Allocates the slots at the first, which `said` tells. Throws std::runtime_error when there is no memory
-    // for them, and in a captured graph where that is no run before it, or where experts are read. top_k: of the
-    // launch; misses = auto takes the first's for that of all layers, as a model has one.
+    // The first call allocates the slots, and `said` tells it. Throws std::runtime_error if there is no memory for
+    // them. Also throws in a captured graph, if there was no run before it or if experts are read. top_k: of the
+    // launch; misses = auto takes the first launch's for all layers.
     Turn(DeviceExperts& all, cudaStream_t stream, int64_t top_k, std::string* said);
     ~Turn();
     // Where a layer's experts are; reads those that tokens ask for (tensors.topk_ids). Throws std::runtime_error for a
@@ -116,8 +117,8 @@ class DeviceExperts {
   std::vector<Locked> locked_;
   std::vector<void*> memory_;
   void* staging_ = nullptr;
-  // Of disk: the experts in RAM, which the device reads from ram_device_ on; what the last launch may read of them, and
-  // where that is, as qm_cuda_tensors::rows.
+  // With disk: the experts in RAM, which the device reads from ram_device_ on. Then what the last launch may read, and
+  // its addresses, as qm_cuda_tensors::rows.
   std::unique_ptr<Experts> ram_;
   std::optional<Experts::Lease> lease_;
   std::unique_ptr<Experts> traced_;  // the layers that a trace is of, where ram_ does not have them; null: none is read

@@ -151,8 +151,8 @@ std::vector<std::pair<int, int64_t>> Trace::most_used(size_t most, int layer, bo
 #if defined(__linux__)
 namespace {
 
-// Reads that are under way at one time, and the most that one of them has: an NVMe disk is busy with a few of these,
-// and experts of a few MB are split over several.
+// Reads that run at one time, and the most bytes of one. A few reads keep an NVMe disk busy. Experts of a few MB are
+// split.
 constexpr int kReaders = 8;
 constexpr int64_t kPiece = 1 << 20;
 
@@ -215,7 +215,8 @@ DataFile::DataFile(const std::string& path, std::string identity) : path_(path),
   }
   buffered_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (buffered_ < 0) refuse("cannot be opened: " + words(errno));
-  // Devices and inodes of stat are not those of mappings in overlays and subvolumes: compared is a mapping of this one.
+  // stat's devices and inodes differ from a mapping's in overlays and subvolumes. So mappings are compared with a
+  // mapping of this file.
   void* const page = mmap(nullptr, kPage, PROT_READ, MAP_PRIVATE, buffered_, 0);
   if (page == MAP_FAILED) refuse("cannot be mapped: " + words(errno));
   const std::string found = Mapping(page).identity;
@@ -496,7 +497,7 @@ Trace Experts::read_warm() const {
   return trace;
 }
 
-// Reads experts, of which there are slots for all, the last one to stay longest.
+// Reads experts that all have a slot, the last one to stay longest.
 void Experts::warm_up(const std::vector<std::pair<int, int64_t>>& experts) {
   auto lock = cache_->lock();
   std::vector<ExpertCache::Slot*> pinned;
@@ -715,7 +716,7 @@ int64_t Experts::Lease::read(const int64_t* begin, int64_t first, const void** w
     if (first_ < pins_.size()) break;
     if (reach_ == experts) return experts;
   }
-  // What is there is computed while the rest is read, but for pieces that are not worth a round.
+  // Experts that are there are computed while the others are read, unless a piece is too small for a round.
   const size_t count = pins_.size() - first_, ready = wait(lock, (count + 3) / 4, w13, w2);
   return ready < count ? pins_[first_ + ready].expert : reach_;
 }

@@ -1,12 +1,11 @@
-// Experts that stay in the data file: whole ones are read on demand into slots of memory that all layers of a session
-// share, and sessions of the same files with one another (docs/reference/expert-offloading.md). Nothing here knows an
+// Experts that stay in the data file: whole experts are read on demand into slots of memory. All layers of a session
+// share the slots, and so do sessions of the same files (docs/reference/expert-offloading.md). Nothing here knows an
 // engine.
 //
-// Invariants. A slot has one expert, or none; it is written by the reads that its expert was assigned with, and read by
-// runs that have it pinned after the last of these reads has succeeded. A pinned slot is never given away, and a read
-// pins its slot. A run that has slots pinned waits for reads alone, never for a slot, so that runs cannot wait for one
-// another in a circle; a session that ends waits for the runs that have its slots pinned. Everything but a slot's bytes
-// is under one mutex of the cache.
+// Invariants. A slot has one expert, or none. Only the reads of its expert write it. Runs that pinned it read it, after
+// the last of these reads has succeeded. A pinned slot is never given away, and a read pins its slot. A run with pinned
+// slots waits only for reads, never for a slot, so runs cannot wait for one another in a circle. A session that ends
+// waits for the runs that pinned its slots. One mutex of the cache protects everything except the slots' bytes.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -45,8 +44,8 @@ struct ExpertSettings {
   int64_t ram_bytes() const { return bytes_of("ram", ram, true); }
   int64_t gpu_memory_bytes() const { return bytes_of("gpu_memory", gpu_memory, true); }
   int64_t reserve_bytes() const { return bytes_of("reserve", reserve, false); }
-  // Of 256 experts that the device's slots miss, those that the CPU multiplies: 0 of copy, 256 of cpu, and of auto in
-  // the layers that the CPU takes. One for all layers, or where misses is a list (24*copy,24*cpu) of each.
+  // The CPU's share of 256 experts that miss: 0 for copy, 256 for cpu, and 256 for auto in the layers that the CPU
+  // takes. One number for all layers, or one for each if misses is a list (24*copy,24*cpu).
   std::vector<int32_t> host_shares() const;
   bool misses_by_layer() const { return misses.find('*') != std::string::npos; }
 
@@ -110,8 +109,8 @@ struct Trace {
   std::vector<std::pair<int, int64_t>> most_used(size_t most, int layer = -1, bool half = false) const;
 };
 
-// Slots of memory of one size, the experts in them, and threads that read these: of a session, or of all sessions of
-// the process that read the same files into slots of this size.
+// Slots of memory of one size, the experts in them, and threads that read experts. A session has them, or all sessions
+// of the process that read equal files into slots of this size.
 class ExpertCache {
  public:
   using Files = std::vector<std::shared_ptr<const DataFile>>;
@@ -142,7 +141,7 @@ class ExpertCache {
     int64_t hits = 0, misses = 0, bytes_read = 0, rounds = 0;
   };
 
-  // That of the sessions that are there, or a new one.
+  // The cache of the sessions that are there, or a new one.
   static std::shared_ptr<ExpertCache> of(const Files& files, const Regions& regions);
 
   ExpertCache(const Files& files, const Regions& regions);
@@ -200,10 +199,10 @@ class Experts {
   explicit Experts(const ExpertSettings& settings, bool shares = true);
   ~Experts();
 
-  // While a session is created: where a tensor is that is mapped at `data`, and a layer, whose number it returns.
-  // Where no file is mapped, `disk` throws std::invalid_argument and `auto` returns a tensor without one: all of the
-  // session's experts stay in memory. Throws too for a tensor that is not at a multiple of 64 bytes in its file, and
-  // for a budget that has no room for one expert.
+  // While a session is created: finds the tensor that is mapped at `data`; adds a layer and returns its number. If no
+  // file is mapped, `disk` throws std::invalid_argument. `auto` then returns a tensor without a file, and all of the
+  // session's experts stay in memory. Also throws if the tensor is not at a multiple of 64 bytes in its file. It
+  // throws, too, if the budget has no room for one expert.
   ExpertLayer::Tensor find(const void* data, int64_t rows, int64_t row_bytes);
   int add(ExpertLayer layer);
   bool disk() const { return settings_.disk(); }

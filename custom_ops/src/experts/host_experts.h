@@ -1,9 +1,9 @@
-// The host's part of the experts of a CUDA session (quantmoe.misses, docs/reference/expert-offloading.md): threads that
-// multiply what the device asks for (qm_cuda_host) with the kernels of the CPU, from rows in their layout. No function
+// The host's part of the experts of a CUDA session (quantmoe.misses, docs/reference/expert-offloading.md). Threads
+// multiply what the device asks for (qm_cuda_host), with the kernels of the CPU, from rows in their layout. No function
 // of CUDA is called here.
 //
-// Invariants. The device writes a request and does not write again before it is answered; so one thread serves, and
-// what it reads does not change. It is answered in any case: with NaN where the kernels fail.
+// Invariants. The device writes a request, and no other one before the answer. So one thread serves, and what it reads
+// does not change. Every request is answered, with NaN if the kernels fail.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -26,8 +26,8 @@ class HotPool {
   static void parallel_for(void* self, qm_task task, void* arg, size_t count);
 
  private:
-  // A cache line each, which its thread and the caller alone write: twice the number of the last call that it has done,
-  // or that the caller did in its place, and one more while it runs.
+  // A cache line for each thread, which only this thread and the caller write. It is twice the number of the last call
+  // that the thread did, or that the caller did in its place. It is one more while the call runs.
   struct alignas(64) Lane {
     std::atomic<uint64_t> state{0};
   };
@@ -60,9 +60,9 @@ class HostExperts {
   void pack(int layer, const void* w13, const void* w2);
   // From now on a thread answers the requests at `host`, which stays where it is.
   void serve(const qm_cuda_host& host);
-  // Seconds an expert, from a request for one token and `at_once` experts to its answer: the median of requests for the
-  // layer's first `experts`, in turn, whose rows are made for that; infinity where the last answer is no number. The
-  // device asks nothing meanwhile.
+  // Seconds of an expert, from a request for one token and `at_once` experts to its answer. This is the median of
+  // requests for the layer's first `experts` in turn, with rows made for it. Infinity: the last answer is no number.
+  // Meanwhile the device must ask nothing.
   double measure(int layer, const void* w13, const void* w2, int64_t experts, int64_t at_once);
 
  private:

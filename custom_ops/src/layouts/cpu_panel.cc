@@ -271,7 +271,7 @@ void narrow(int32_t scale_type, float scale, uint8_t* out) {
   }
 }
 
-// Codes [k] of a panel's row, of which read(block, c) gives that in column c of a block.
+// Codes [k] of a panel's row. read(block, c) gives the code in column c of a block.
 template <class Code, class Read>
 void unpack_codes(const PanelMatrix& matrix, const uint8_t* panel, Code* codes, const Read& read) {
   for (int64_t b = 0; b < matrix.blocks; ++b, panel += matrix.block_bytes)

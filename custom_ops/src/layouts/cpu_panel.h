@@ -18,7 +18,7 @@ struct PanelMatrix {
   int64_t kp;           // columns stored
   int64_t block;        // columns of a block
   int64_t blocks;       // blocks of a row
-  int parts;            // groups of a block: 1, 2 of 16 columns, or those of FORMAT.md 2.10
+  int parts;            // groups of a block: 1, 2 with 16 columns each, or FORMAT.md 2.10's
   bool stepped;         // activations are integers with a step for some columns: int8_group, or nvfp4 as well
   int64_t span;         // columns whose product is one integer: a group, or the columns of a step where those are fewer
   int step_spans;       // spans that share a step of the activations: 1 or 2

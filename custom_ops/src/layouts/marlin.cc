@@ -1,9 +1,9 @@
 // Matrices into layout marlin (FORMAT.md section 3) and back. A unit of codes is 64 columns of a 16-row panel, as
 // tensor-core fragments.
 //
-// A column is 32 h + 8 t + 4 s + 2 a + b; row r * 8 + g of a panel is row g of gate (r = 0) and up (r = 1), or of one
-// matrix. 4 bits: bytes [g][t][h][s][b][r], the code of a = 0 low; 8 bits: [r][g][t ^ g / 2][h ^ t % 2][s][b][a]. 5 and
-// 6 bits: those of 4, then the high bits of each lane [g][t].
+// A column is 32 h + 8 t + 4 s + 2 a + b. Row r * 8 + g of a panel is row g of gate (r = 0) or up (r = 1), or a row of
+// the one matrix. Bytes of 4-bit codes are [g][t][h][s][b][r], with the code of a = 0 low. Bytes of 8-bit codes are
+// [r][g][t ^ g / 2][h ^ t % 2][s][b][a]. Codes of 5 and 6 bits are 4-bit codes, then the high bits of each lane [g][t].
 #include "layouts/marlin.h"
 
 #include <algorithm>
@@ -52,7 +52,7 @@ void each_high(Codes& codes, int high, const Body& body) {
     for (int step = 0; step < 4; ++step)
       for (int n = 0; n < 8; ++n) {  // of the step's word, the nibble
         const int column = 32 * (step / 2) + 8 * (lane % 4) + 4 * (step % 2) + 2 * (n % 2) + n / 4;
-        const int place = high * (4 * step + n % 4);  // of 16 bits; those of the words' upper halves are n's of 4 to 7
+        const int place = high * (4 * step + n % 4);  // of 16 bits; the upper halves of words have n = 4 to 7
         body(codes[lane / 4 + 8 * (n / 2 % 2)][column], 32 * (high * lane + place / 16) + place % 16 + n / 4 * 16);
       }
 }

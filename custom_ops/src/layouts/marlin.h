@@ -27,8 +27,8 @@ constexpr bool is_marlin_group(int32_t group_size) {
   return group_size == -1 || group_size == 16 || group_size == 32 || (group_size > 0 && group_size % kMarlinUnit == 0);
 }
 
-// Scales of two levels: the f16 factors of a row in a block of 4 units, before its panel's int8 levels, 4 bytes a row
-// and unit.
+// Scales of two levels: a row's f16 factors in a block of 4 units come first. Then its panel's int8 levels, 4 bytes a
+// row and unit.
 constexpr int marlin_factor_bytes(int32_t scale_type) { return scale_type == k_scale_type_k16 ? 2 : 4; }
 
 // A row of one matrix [n, k], or of two, gate and up.

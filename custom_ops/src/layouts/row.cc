@@ -88,7 +88,7 @@ int unpack_row(const RowMatrices& matrices, const void* from, const PackingThrea
   return QM_OK;
 }
 
-// FORMAT.md 2.6: gate's and up's rows are in down's order, so that h comes in that of w2's columns.
+// FORMAT.md 2.6: gate's and up's rows are in down's order, so h is in the order of w2's columns.
 RowMatrices w13_of(const qm_moe& moe, qm_matrix* gate, qm_matrix* up, const qm_matrix* down) {
   const int32_t* const order = moe.w2.perm ? down->perm : nullptr;
   if (moe.gated) return {moe.w13, moe.intermediate_size, moe.hidden_size, 2, {gate, up}, order, nullptr};
@@ -98,7 +98,8 @@ RowMatrices w2_of(const qm_moe& moe, qm_matrix* down) {
   return {
       moe.w2, moe.hidden_size, moe.intermediate_size, 1, {down, nullptr}, nullptr, moe.w2.perm ? down->perm : nullptr};
 }
-// Kernels of marlin multiply a linear's x before they gather it (FORMAT.md 3.5), those of cpu_panel after (2.9).
+// Kernels of marlin multiply a linear's x before they gather it (FORMAT.md 3.5). Kernels of cpu_panel do it after
+// (2.9).
 RowMatrices linear_of(const qm_linear& linear, qm_matrix* matrix) {
   const bool packed_order = linear.w.perm && linear.w.layout != k_layout_marlin;
   return {linear.w,

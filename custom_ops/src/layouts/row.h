@@ -17,8 +17,8 @@ struct RowMatrices {
   int64_t n, k;
   int halves;
   qm_matrix* of[2];          // packing reads them, unpacking fills their arrays
-  const int32_t* row_order;  // [n]: the matrix's row of each packed one; null: the same
-  const int32_t* pre_order;  // [k]: the feature of each packed pre-scale; null: the same
+  const int32_t* row_order;  // [n]: the matrix's row of each packed row; null: its own
+  const int32_t* pre_order;  // [k]: the feature of each packed pre-scale; null: its own
 
   int64_t row(int64_t packed) const { return row_order ? row_order[packed] : packed; }
   int64_t groups() const { return w.group_size == -1 ? 1 : (k - 1) / w.group_size + 1; }

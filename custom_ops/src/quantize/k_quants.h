@@ -70,7 +70,7 @@ struct K16 {
   int8_t scales[16];
 };
 
-// The integers of a sub-block's scale and minimum under a block's d and d_min, near those of the floats.
+// The integers of a sub-block's scale and minimum for a block's d and d_min, near the floats' integers.
 struct Codes {
   int scale = 0, minimum = 0;
   float error = kInfinite;

@@ -51,7 +51,7 @@ void integer_row(const qm_quantization& q, const Row& row, int64_t groups, int64
   }
 }
 
-// e2m1's codes with scales that are codes, too: those of `count` from `first` on.
+// e2m1 codes with scales that are codes, too, for `count` groups from `first` on.
 template <typename Value>
 void e2m1_row(const qm_quantization& q, const Row& row, int64_t groups, int64_t n, const qm_matrix& to,
               const Value& scales) {

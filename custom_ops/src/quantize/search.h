@@ -1,6 +1,6 @@
-// Scales, and zero points or minima beside them, of the least weighted square error that a search finds. A group's
-// result depends on its own weights alone, and every sum has one order: any number of threads, on any processor, gives
-// the same bytes.
+// Scales, and zero points or minima, with the least weighted square error that a search finds. A group's result depends
+// only on its own weights, and every sum has one order. So any number of threads, on any processor, gives the same
+// bytes.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -229,8 +229,8 @@ void Communicator::watch() {
   must(cudaSetDevice(before));
 }
 
-// No other call ends a kernel that waits, and makes the run that waits for it fail: an aborted communicator's kernels
-// end as if all were well.
+// Only this ends a kernel that waits, and makes its run fail. An aborted communicator's kernels end as if nothing were
+// wrong.
 void Communicator::give_up(const std::string& why) {
   given_up_ = true;
   std::fprintf(stderr,
@@ -245,8 +245,9 @@ void Communicator::expect_all() const {
   if (const std::string failure = watch_ ? watch_->failure() : ""; !failure.empty()) throw std::runtime_error(failure);
 }
 
-// What the watch asks whether work has ended. ONNX Runtime destroys the stream of a run before the kernels, and that of
-// captured graphs, whose replays record no event of ours, after them; TensorRT's user says nothing, see forget.
+// The event that the watch asks whether work has ended. ONNX Runtime destroys the stream of a run before the kernels.
+// It destroys the stream of captured graphs after them, and their replays record no event of ours. TensorRT's user says
+// nothing, see forget.
 void Communicator::mark(cudaStream_t stream) const {
   if (!done_) return;
   if (is_captured(stream))
@@ -255,8 +256,8 @@ void Communicator::mark(cudaStream_t stream) const {
     must(cudaEventRecord(done_, stream));
 }
 
-// One call after the other, whatever their streams: kernels that wait for other ranks beside each other could take each
-// other's place on the GPU, or on another rank's. Of what is captured that is the user's.
+// One call after the other, whatever their streams. Kernels that wait for other ranks beside each other could take each
+// other's place on a GPU. The user orders captured calls.
 void Communicator::order(cudaStream_t stream) const {
   if (done_ && !is_captured(stream)) must(cudaStreamWaitEvent(stream, done_, 0));
 }

@@ -1,6 +1,6 @@
-// Sums over the GPUs of a sliced model's ranks by NCCL, which is opened at run time: libnccl.so.2 of the process, of
-// the library path, or the file that QUANTMOE_NCCL names. Where the GPUs reach each other's memory Peers adds up in its
-// place. Nothing here knows an engine.
+// Sums over the GPUs of a sliced model's ranks by NCCL, which is opened at run time. It is libnccl.so.2 of the process
+// or of the library path, or the file that QUANTMOE_NCCL names. If the GPUs reach each other's memory, Peers adds up
+// instead. Nothing here knows an engine.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -46,8 +46,8 @@ class Communicator {
   // The same of AddRMSNorm of that sum, of a call of AddRMSNorm; `sum` may get this rank's rows alone, as
   // qm_cuda_launch_sum_norm says.
   void reduce(const qm_norm& norm, const qm_cuda_call& call) const;
-  // The same of y = all ranks' x, [ranks, count]; where x is [rows > 1, columns], y [rows, ranks, columns] by way of
-  // `parts`, which is as large.
+  // As reduce, for y = all ranks' x, [ranks, count]. With x [rows > 1, columns], y is [rows, ranks, columns], and
+  // `parts` is memory of its size.
   void gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,
               cudaStream_t stream) const;
   // The same of y = the rank's part of the sum of all ranks' x [ranks, count].
@@ -56,8 +56,8 @@ class Communicator {
   void forget(cudaStream_t stream) const;
   // Waits for all ranks; throws std::runtime_error in all of them unless they call it with one text.
   void expect_same(const std::string& node) const;
-  // The same before a run's first node, whenever its shape is another one than before: ranks whose shapes differ would
-  // wait without end, or add up what does not belong together. Of what is captured nothing is compared.
+  // As expect_same, before a run's first node, if its shape differs from the run before. Ranks with different shapes
+  // would wait without end, or add up values that do not belong together. Captured runs are not compared.
   void agree(const std::string& node, const std::string& shape, cudaStream_t stream) const;
   // Ends the runs of all ranks with an error: this one cannot have its part in them. The first reason counts.
   void fail_all(const std::string& why) const;
@@ -80,7 +80,7 @@ class Communicator {
   cudaStream_t end_ = nullptr;              // for launch_trap
   std::unique_ptr<Watch> watch_;            // null: there are no others
   std::shared_ptr<Peers> peers_;            // null: NCCL does it all
-  std::atomic<const Peers*> waited_for_{};  // the same, for the watch's thread
+  std::atomic<const Peers*> waited_for_{};  // peers_, for the watch's thread
 };
 
 }  // namespace quantmoe

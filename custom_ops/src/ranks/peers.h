@@ -18,8 +18,8 @@ class Peers {
   // Gives own cards of all ranks for this one's.
   using Exchange = std::function<std::vector<std::string>(const std::string& card)>;
 
-  // On the current device; all ranks call it. Null in all of them where one does not reach another's memory: they are
-  // not on one host, their GPUs have no way to each other, NCCL_P2P_DISABLE says so as to NCCL, or there are too many.
+  // On the current device; all ranks call it. Null in all ranks if one does not reach another's memory. Then they are
+  // not on one host, their GPUs have no way to each other, NCCL_P2P_DISABLE is set, or there are too many.
   static std::unique_ptr<Peers> meet(int32_t rank, int32_t world, const Exchange& exchange);
   // On the same device, after all ranks' last call, when all others have parted.
   ~Peers();

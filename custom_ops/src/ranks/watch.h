@@ -1,6 +1,6 @@
-// Tells a rank of a sliced model when another one is gone or has failed, over TCP: what a GPU waits for then never
-// comes, and NCCL does not notice a process that is killed on its own host. Rank 0 has a connection with each of the
-// others and tells them. Nothing here knows CUDA, NCCL or ONNX Runtime.
+// Tells a rank of a sliced model, over TCP, when another rank is gone or has failed. What a GPU waits for then never
+// comes, and NCCL does not notice a process that is killed on its own host. Rank 0 has a connection with each other
+// rank, and tells them. Nothing here knows CUDA, NCCL or ONNX Runtime.
 #pragma once
 #include <chrono>
 #include <cstdint>

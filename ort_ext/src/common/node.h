@@ -92,7 +92,7 @@ class Node {
     run.blocks = sizes.at('N');
     run.positions = sizes.at('K');
   }
-  // Throws unless the caches' type is that of cache_format.
+  // Throws unless the caches have the type of cache_format.
   void check_caches(const qm_attention& attention) const;
 
   // A node's attributes; throws what `check` has against them.

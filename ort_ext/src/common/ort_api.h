@@ -22,8 +22,8 @@ struct OrtKeyValuePairs;
 
 namespace quantmoe {
 
-// A function of OrtApi that the headers lack, which are of an older API (FindORTHeaders.cmake), by its place in the
-// table of functions, which is ABI and only grows.
+// A function of OrtApi that the headers lack, because they have an older API (FindORTHeaders.cmake). It is taken by its
+// place in the table of functions, which is ABI and only grows.
 template <size_t kPlace, class Function>
 struct ApiFunction {
   Function* call;
@@ -87,8 +87,7 @@ inline std::string session_entry(const OrtApi* api, const OrtSessionOptions* opt
 // Minor version of the runtime from which on it lists a session's entries.
 constexpr int kListsEntries = 24;
 
-// What begins with `prefix` of the entries of session options, or of the session that a kernel is made for, by the rest
-// of the names.
+// The entries with `prefix` of session options, or of the session of a kernel, by the rest of their names.
 template <class Of>
 std::map<std::string, std::string> session_entries(const OrtApi* api, const Of* of, std::string_view prefix) {
   // GetSessionOptionsConfigEntries, KernelInfo_GetConfigEntries

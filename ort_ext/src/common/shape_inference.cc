@@ -30,7 +30,7 @@ struct MakeGraphSizes {
   }
 };
 
-// Shapes of a node's outputs from those of its inputs, as op.def states them.
+// The shapes of a node's outputs from its inputs' shapes, by op.def.
 class Inference {
  public:
   Inference(const Op& op, OrtShapeInferContext* context) : op_(op), context_(context) {}
@@ -116,7 +116,7 @@ class Inference {
     check(op_.api->SetTensorElementType(info, type_of(op_.outputs.first[index].type)));
     check(op_.api->ShapeInferContext_SetOutputTypeShape(context_, static_cast<size_t>(index), info));
   }
-  // A type that inputs decide is that of the first input that has it.
+  // The first input with a type letter decides the type.
   ONNXTensorElementDataType type_of(Type type) const {
     ONNXTensorElementDataType found = op_.resolve(type);
     for (int32_t i = 0; i < op_.inputs.count; ++i) {

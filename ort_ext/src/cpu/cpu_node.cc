@@ -66,8 +66,8 @@ const void* CpuNode::read_packed(const OrtKernelInfo* info, size_t input, Shape&
 
 // What can be checked of a packed tensor whose shape is right.
 void CpuNode::check_packed(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const {
-  // The pages of the samples at once, and only these: one after the other each would wait for the disk, and for the
-  // pages around it.
+  // Asks for the pages of all samples at once, and only for these. One after the other, each would wait for the disk
+  // and for the pages around it.
   for (const size_t at : samples_of(static_cast<size_t>(shape[0] * shape[1]) * 4))
     will_need(static_cast<const char*>(data) + at, 1);
   check_identity(info, input, verify_, [data](size_t at, size_t) { return static_cast<const char*>(data) + at; });

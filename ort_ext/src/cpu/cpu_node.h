@@ -8,8 +8,8 @@
 
 namespace quantmoe {
 
-// What a session does with the packed weights when it is created: they stay in the file, mapped by ONNX Runtime, or are
-// read in there, or copied to memory that no change of the file reaches.
+// What a session does with the packed weights when it is created. They stay in the file, mapped by ONNX Runtime, or
+// they are read there. Or they are copied to memory that no change of the file reaches.
 enum class WeightSource { kMapped, kPrefaulted, kCopied };
 
 // A node on the session's threads.

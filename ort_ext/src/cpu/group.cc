@@ -26,9 +26,9 @@ std::map<std::string, std::weak_ptr<Group>>& groups() {
 
 }  // namespace
 
-// A meeting has two phases. Ranks arrive with their parts; when the last one has, all of them read all parts (leaving_
-// > 0), and none returns, after which its part may be freed, before the last one has read. The next one begins then.
-// When one has waited too long, all that have arrived give up.
+// A meeting has two phases. First the ranks arrive with their parts. When the last one has arrived, all of them read
+// all parts (leaving_ > 0). None returns before the last one has read, because its part may be freed then. Then the
+// next meeting begins. When a rank has waited too long, all that have arrived give up.
 class Group {
  public:
   static std::shared_ptr<Group> join(const Place& place);

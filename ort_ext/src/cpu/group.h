@@ -1,5 +1,5 @@
-// The ranks of a sliced model whose sessions are in one process, each run by a thread of its own: what AllReduce and
-// ReduceScatter add up, and AllGather joins, on the CPU. Nothing here knows ONNX Runtime.
+// The ranks of a sliced model whose sessions are in one process, each run by its own thread. They add up and join on
+// the CPU, for AllReduce, ReduceScatter and AllGather. Nothing here knows ONNX Runtime.
 #pragma once
 #include <cstdint>
 #include <memory>

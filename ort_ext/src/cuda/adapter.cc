@@ -1,10 +1,10 @@
 // The operators as ONNX Runtime custom operators on the CUDA execution provider: a thin adapter over the C ABI of
 // quant_moe_cuda.h.
 //
-// A library of its own, so that the CPU's has no CUDA inside; a session takes one of them (ONNX Runtime refuses a
-// second library for a domain). ONNX Runtime copies the packed weights, initializers of a CUDA node, to the device
-// once, when the session is created; the kernels read them there. What can be checked is checked when a session is
-// created.
+// It is a library of its own, so that the CPU's library has no CUDA inside. A session takes one of the two libraries,
+// because ONNX Runtime refuses a second library for a domain. ONNX Runtime copies the packed weights, initializers of a
+// CUDA node, to the device when a session is created. The kernels read them there. Checks that need no call run when a
+// session is created.
 #include "common/entries.h"
 #include "common/registration.h"
 #include "cuda/cuda_node.h"
@@ -35,7 +35,7 @@ class CudaLinear : public CudaNode {
   void run(OrtKernelContext* context) const override;
 
  private:
-  qm_cuda_linear_problem problem_{};  // but for rows
+  qm_cuda_linear_problem problem_{};  // without rows
 };
 
 void CudaLinear::run(OrtKernelContext* context) const {
@@ -67,7 +67,7 @@ class CudaAttention : public CudaNode {
   void run(OrtKernelContext* context) const override;
 
  private:
-  qm_cuda_attention_problem problem_{};  // but for the shapes
+  qm_cuda_attention_problem problem_{};  // without the shapes
 };
 
 void CudaAttention::run(OrtKernelContext* context) const {

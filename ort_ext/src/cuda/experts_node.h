@@ -16,7 +16,7 @@ class CudaMoE : public CudaNode {
   void run(OrtKernelContext* context) const override;
 
  private:
-  qm_cuda_problem problem_{};               // but for tokens and top_k
+  qm_cuda_problem problem_{};               // without tokens and top_k
   std::shared_ptr<DeviceExperts> experts_;  // null: they are inputs on the device
   std::shared_ptr<Experts> trace_;          // of what is routed to them; null: none is wanted
   int layer_ = 0, traced_layer_ = 0;

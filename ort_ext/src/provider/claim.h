@@ -49,7 +49,7 @@ struct Claim {
   int64_t top_k = 0;
   bool normalize = false;           // router_weights that are selected are divided by their sum
   std::vector<Matrix> weights;      // w13 and w2, or w
-  std::vector<std::string> inputs;  // names of those of a run: x; router_probs, router_weights ("": none)
+  std::vector<std::string> inputs;  // names of a run's inputs: x; router_probs, router_weights ("": none)
 };
 
 // Whether a node is of one of the two operators.
@@ -57,8 +57,8 @@ bool is_candidate(const GraphApi& api, const OrtNode* node);
 // Reads a candidate. Throws Unclaimed.
 Claim read_claim(const GraphApi& api, const OrtNode* node, Activations activations);
 
-// Which weights a matrix is: of tensors in data files the file's name, size and time, the place, and samples of the
-// bytes; of those in the model's file or in memory all bytes. 64 hexadecimal digits.
+// Names the weights of a matrix, in 64 hexadecimal digits. For tensors in data files these are the file's name, size
+// and time, the place, and samples of the bytes. For tensors in the model's file or in memory all bytes count.
 std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::filesystem::path& folder);
 // The BLAKE3 of all bytes of a matrix's tensors.
 std::string source_sum(const GraphApi& api, const Matrix& matrix);

@@ -135,7 +135,7 @@ class InMemory : public PackedWeights {
   std::vector<Memory> memory_;
 };
 
-// Throws unless the name is free or that of a file of packed weights: any other file is somebody's.
+// Throws unless the name is free, or names a file of packed weights. Any other file is somebody's.
 void expect_ours(const std::filesystem::path& path) {
   const auto found = std::filesystem::symlink_status(path);
   if (!std::filesystem::exists(found)) return;

@@ -9,7 +9,7 @@
 
 namespace quantmoe {
 
-// One packed tensor. `key` says of which weights it is, and how they are packed: 64 hexadecimal digits.
+// One packed tensor. `key` names its weights and how they are packed, in 64 hexadecimal digits.
 struct PackedEntry {
   std::string key;
   size_t bytes;

@@ -65,7 +65,7 @@ Settings settings_of(const GraphApi& api, const OrtSessionOptions* options) {
 // A node of a session.
 class Compiled : public NodeComputeInfo {
  public:
-  // places: of the claim's inputs among those of a run; -1: none.
+  // places: of the claim's inputs among a run's inputs; -1: none.
   Compiled(const OrtApi* api, Claim claim, std::vector<int> places, std::shared_ptr<const PackedWeights> packed,
            size_t first)
       : api_(api), claim_(std::move(claim)), places_(std::move(places)), packed_(std::move(packed)), first_(first) {
@@ -157,8 +157,8 @@ void Compiled::run_linear(OrtKernelContext* context) const {
       [&](char* error) { return qm_linear_run(&linear, &call, error); });
 }
 
-// QMoE's routing, as ONNX Runtime's CPU kernel has it: the k largest of router_probs, of equal ones the last; weights
-// are their softmax, or what router_weights has of them. What weighs no more than 1e-8 is left out.
+// QMoE's routing, as in ONNX Runtime's CPU kernel: the k largest of router_probs, of equal ones the last. The weights
+// are their softmax, or their numbers in router_weights. Weights up to 1e-8 are left out.
 struct Routing {
   const void* probs;
   const void* weights;  // or null

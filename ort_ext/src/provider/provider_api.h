@@ -16,7 +16,7 @@ struct OrtValueInfo;
 
 namespace quantmoe {
 
-// ONNX Runtime 1.24: its API is asked for. The structs below are those of 1.23, which is what they say of themselves.
+// ONNX Runtime 1.24: the library asks for its API. The structs below are of 1.23, and say so.
 constexpr uint32_t kProviderApi = 24;
 constexpr uint32_t kProviderStructs = 23;
 
