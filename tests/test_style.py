@@ -81,7 +81,7 @@ def source(text: str) -> Iterator[str]:
 
 
 def cpp(text: str) -> Iterator[str]:
-    """Yield the faults of comments. A comment goes on in lines that begin with // in its column."""
+    """Yield the faults of comments. A comment goes on in its column. Its indented lines are a drawing or a table."""
     found: list[tuple[int, str]] = []
     for line in text.splitlines():
         comment = re.search(r"(?<!:)// ?(.*)$", line)
@@ -90,7 +90,7 @@ def cpp(text: str) -> Iterator[str]:
         else:
             found.append((comment.start(), comment[1]) if comment else (-1, ""))
     for _, comment in found:
-        yield from prose(comment)
+        yield from prose(re.sub(r"(?m)^ {2,}.*$", "\n", comment))
 
 
 def faults(path: Path) -> list[str]:

@@ -1,10 +1,10 @@
-// CachedAttention on the CPU: new keys and values into the cache, then tiles of queries over it.
+// CachedAttention on the CPU: new keys and values go into the cache, then tiles of queries over it.
 //
-// A tile is done by one lane, block after block of the cache, where there are tiles enough for all lanes; otherwise,
-// as in decode, a few blocks are a task, and the lane that finishes a tile's last one merges them in order.
-// Both give the same bytes: blocks begin at the same slots, whoever computes them.
-// With a nope_size rows of few new tokens are absorbed, so many at a time that their queries fit some memory, and then
-// are tiles as above; of the others a head's tokens are a task, which expands what it needs of the cache.
+// If there are enough tiles for all lanes, one lane does a tile, block after block of the cache. Otherwise, as in
+// decode, a few blocks are a task, and the lane that finishes a tile's last block merges them in order. Both give the
+// same bytes, because blocks begin at the same slots. With a nope_size, rows of few new tokens are absorbed, as many at
+// a time as fit some memory. Then they are tiles as above. Of the other rows a head's tokens are a task, which expands
+// what it needs of the cache.
 #include <algorithm>
 #include <cstring>
 
@@ -296,8 +296,8 @@ void LatentRun::absorbed(int64_t first, int64_t count) const {
             [&](float* scratch, int64_t head) { kernel_.release(latent_, absorbed, head, scratch); });
 }
 
-// Where there are fewer heads than lanes, a head's tokens are several tasks, too, each of which expands what it sees
-// again. The last tokens first: they take longest.
+// If there are fewer heads than lanes, a head's tokens are several tasks, too. Each of them expands again what it sees.
+// The last tokens come first: they take longest.
 void LatentRun::expanded(int64_t batch_row) const {
   const int64_t tokens = latent_.call.rows[3 * batch_row + 1], heads = latent_.node.num_heads;
   const int64_t for_lanes = std::min(ceil_div(lanes_of(latent_.call), heads), ceil_div(tokens, kTileQueries));

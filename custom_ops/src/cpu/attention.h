@@ -37,7 +37,7 @@ inline void with_rows(int64_t rows, const F& f) {
   if constexpr (R > 1) with_rows<R - 1>(rows, f);
 }
 
-// Panels of a tile: no more than kRows rows each, and equally many but for one.
+// Panels of a tile: at most kRows rows each, and equally many in all panels except one.
 template <class Isa>
 inline int64_t panel_count(int64_t rows) {
   return ceil_div(rows, Isa::kRows);
@@ -125,7 +125,7 @@ void store_head(const AttentionContext& context, float scale, const float* x, in
       for (int64_t i = 0; i < width; ++i) {
         const float number = x[i] / scale;
         const int magnitude = float_to_half(round_e4m3(number) * 0x1p-8f) >> 7 & 0x7f;
-        const int sign = static_cast<int>(bit_cast<uint32_t>(number) >> 24 & 0x80);  // rounding loses that of a zero
+        const int sign = static_cast<int>(bit_cast<uint32_t>(number) >> 24 & 0x80);  // rounding loses a zero's sign
         out[i] = static_cast<uint8_t>(number != number ? 0x7f : magnitude | sign);
       }
       return;
@@ -189,8 +189,8 @@ void queries(const AttentionContext& context, const AttentionTile& tile, float* 
   }
 }
 
-// The next block comes from memory into L2 while this one is worked on, a few lines at each step of the products and of
-// the values: asked for at once it would fill the buffers that all loads wait for. Past the cache's end nothing
+// The next block comes from memory into L2 while this block is worked on. Each step of the products and the values asks
+// for a few lines. All lines at once would fill the buffers that all loads wait for. Past the cache's end nothing
 // happens.
 template <int kBytes>
 inline void fetch(const void* at) {
@@ -225,7 +225,7 @@ void products(const float* q, const float* keys, int64_t features, int64_t strid
   QM_EACH(r, R) QM_EACH(k, K) Isa::store(out + r * strides.row + k * strides.sixteen, Isa::multiply(scale, sum[r][k]));
 }
 
-// Those of all panels of queries [rows, D] with a few sixteens of keys.
+// The products of all panels of queries [rows, D] with a few sixteens of keys.
 template <class Isa, int kBytes>
 void multiply_keys(const float* queries, int64_t rows, int64_t features, const float* keys, int64_t stride,
                    int64_t sixteens, float scale, float* out, Strides strides, const Ahead& ahead) {

@@ -1,5 +1,5 @@
-// The lanes of k_tile.h and column_tile.h with AVX2: 8 rows. Products are added up in 16 bits as long as they fit: of 8
-// fours of columns with codes of 4 bits (2 * 15 * 128 each), of 4 with 5 bits, of 2 with 6.
+// The lanes of k_tile.h and column_tile.h with AVX2: 8 rows. Products are added up in 16 bits as long as they fit. That
+// is 8 fours of columns with codes of 4 bits (2 * 15 * 128 each), 4 with 5 bits, 2 with 6 bits.
 #pragma once
 #include <immintrin.h>
 

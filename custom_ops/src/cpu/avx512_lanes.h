@@ -89,8 +89,8 @@ struct Avx512Lanes {
   static Floats broadcast(const float* x) { return _mm512_set1_ps(*x); }
   static Floats load_floats(const uint8_t* at) { return _mm512_loadu_ps(at); }
   static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
-  // One row of q4_k comes from memory 1.2 times as fast as with 2048 bytes alone; 3 to 8 KiB are alike, and so is any
-  // further distance into L2 in the place of the next panel.
+  // One row of q4_k comes from memory 1.2 times as fast as with only 2048 bytes. 3 to 8 KiB are alike. Any longer
+  // distance into L2, instead of the next panel, is as good.
   static void prefetch(const uint8_t* at, int bytes, int64_t ahead) {
     if (!ahead) return;
     for (int i = 0; i < bytes; i += 64) {

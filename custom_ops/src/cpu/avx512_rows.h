@@ -1,13 +1,12 @@
 // Sixteen rows of panels in the lanes of AVX512-VNNI, as row_tile.h and code_panels.h take them.
 //
-// They fill a zmm: two halves X and Y of 8 rows, a panel each for 4-bit codes, two panels each for 8-bit codes. In a
-// panel a row owns 8 consecutive bytes (two dwords) of each 64; shuffling X with Y leaves one dword a row,
+// They fill a zmm: two halves X and Y of 8 rows. A half is one panel of 4-bit codes, or two panels of 8-bit codes. In a
+// panel a row owns 8 consecutive bytes (two dwords) of each 64. Shuffling X with Y leaves one dword a row:
 //   even: X0 X1 Y0 Y1 | X2 X3 Y2 Y3 | ...  columns k..k+3        odd: the same rows, columns k+4..k+7
-// so that a row is one lane: no pair of lanes to add afterwards, and the activations are a 4-byte broadcast that
-// vpdpbusd takes from memory. That lane order holds for scales, row sums and biases too and is undone once, at the
-// store.
+// So a row is one lane. No pair of lanes is added afterwards, and the activations are a 4-byte broadcast that vpdpbusd
+// takes from memory. Scales, row sums and biases have this lane order, too. The store undoes it once.
 //
-// vpdpbusd multiplies u8 weights (code, offset by 8 or 128) with s8 activations; accumulators start at -offset *
+// vpdpbusd multiplies u8 weights (code, offset by 8 or 128) with s8 activations. Accumulators start at -offset *
 // sum(x), which pack_tile has put into the tile. All of it is exact in int32.
 #pragma once
 #include "cpu/avx512_lanes.h"
@@ -129,10 +128,10 @@ struct Avx512Rows : Avx512Lanes {
     }
   }
 
-  // 4-bit panels are fetched into L1 some steps ahead: without it the product waits for L2 (5 to 12 % of its time; any
-  // distance from 256 to 2,048 bytes will do). 8-bit panels are four streams, and lose by it. The first tile also
-  // fetches the next group's panels into L2 while it works on this one: panels come cold from memory, in two to four
-  // streams that hardware prefetchers lose at every panel's end.
+  // 4-bit panels are fetched into L1 some steps ahead. Without it the product waits for L2, 5 to 12 % of its time. Any
+  // distance from 256 to 2,048 bytes will do. 8-bit panels are four streams, and lose by it. The first tile also
+  // fetches the next group's panels into L2 while it works on this group. Panels come cold from memory, in two to four
+  // streams, and hardware prefetchers lose a stream at every panel's end.
   static constexpr int64_t kNear = 512;
   template <int kBits, int kBytes = 128>
   static void prefetch_group(const Group& panels, int64_t offset) {
@@ -147,8 +146,8 @@ struct Avx512Rows : Avx512Lanes {
             _mm_prefetch(reinterpret_cast<const char*>(panels.panel[i] + panels.ahead + offset + at), _MM_HINT_T1);
   }
 
-  // Where M is 4, 8 or 16 a compiler that knows would address x by another variable, as an index, and a vpdpbusd with
-  // an indexed operand splits in two at issue.
+  // If a compiler knew that M is 4, 8 or 16, it would address x by another variable, as an index. A vpdpbusd with an
+  // indexed operand splits in two at issue.
   static void opaque(const uint8_t*& x) { asm("" : "+r"(x)); }
 
   static Integers flip8(Integers v) { return _mm512_xor_si512(v, _mm512_set1_epi8(static_cast<char>(0x80))); }
@@ -254,8 +253,8 @@ struct Avx512Rows : Avx512Lanes {
     }
   }
 
-  // Values come out of a table of 16 entries (4 bits: the low nibbles of 128 bytes, next(), the high ones) or a sign
-  // extension (8 bits).
+  // Values come from a table of 16 entries, or by sign extension (8 bits). With 4 bits these are the low nibbles of 128
+  // bytes, next(), the high nibbles.
   template <int kGroups, class Column, class Next>
   [[gnu::always_inline]] static void columns4(const Group* panels, int64_t offset, Floats values, const Column& column,
                                               const Next& next) {

@@ -1,10 +1,10 @@
-// Prompts with int8 activations: the panels of row_tile.h and k_tile.h times many tokens, where codes are unpacked once
-// for all of them, some columns at a time, which stay in L1 while the tokens' tiles pass:
+// Prompts with int8 activations: the panels of row_tile.h and k_tile.h times many tokens. Codes are unpacked once for
+// all tokens, some columns at a time. These stay in L1 while the tokens' tiles pass:
 //
 //   codes [four columns][kCodeVectors]  x  tile [four columns][token]  ->  sums [token][vectors of rows]
 //
-// Two vectors are those of 16 rows or, of 8-bit codes, the low and the high nibbles of 8 rows; one has 16 rows of any.
-// Activations are loaded once for both, codes once for all tokens of a tile. The order of operations is that of
+// Two vectors have 16 rows or, with 8-bit codes, the low and the high nibbles of 8 rows. One vector has 16 rows.
+// Activations are loaded once for both, codes once for all tokens of a tile. The order of operations is as in
 // quantized_tile, scaled_tile and k_tile, which take fewer tokens. V is what row_tile.h says, and has
 //   code_tokens(bits)              from how many tokens on this pays; fewer wait for memory, which tiles fetch better
 //   kLeastTokens                   fewest of a tile
@@ -220,8 +220,8 @@ struct CodePanels {
     return Products{{multiply<M + V::kLeastTokens, kCodes>...}};
   }
 
-  // The tiles of a panel, or of some side by side: load(piece) unpacks, store(tile, row) stores. What comes `ahead`, so
-  // many bytes, is fetched into L2 a little with each tile: at once it would fill the buffers that all loads wait for.
+  // The tiles of a panel, or of some panels side by side: load(piece) unpacks, store(tile, row) stores. The bytes
+  // `ahead` are fetched into L2, a few with each tile. All at once would fill the buffers that all loads wait for.
   template <Codes kCodes, class Load, class Store>
   void run(const TokenTile* tiles, int64_t count, int tokens, const uint8_t* ahead, int64_t bytes, const Load& load,
            const Store& store) {

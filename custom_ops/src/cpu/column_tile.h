@@ -1,5 +1,5 @@
-// The panels of FORMAT.md 2.8, codes that are floats, for every instruction set: 16 rows column by column, of which V
-// has kRows in its lanes. V is what k_tile.h says, and has
+// The panels of FORMAT.md 2.8, codes that are floats, for every instruction set: 16 rows column by column. V has kRows
+// of them in its lanes. V is what k_tile.h says, and has
 //   bf16s(at), e4m3s(at), e8m0s(at)  kRows numbers as Floats; e4m3 times 2^-8
 //   kColumns                         2 where e4m3_columns(at, first, second) loads two columns with fewer instructions
 //   kColumnBytes                     of a panel that a step of the loop takes: 64 or 128

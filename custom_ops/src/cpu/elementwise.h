@@ -1,7 +1,6 @@
-// The elementwise passes of FORMAT.md section 4, as plain loops: each kernel file includes this once and gets them
-// compiled, and vectorised, for its own instruction set. Every operation is exactly rounded and no loop reassociates,
-// so all copies agree bit for bit. Everything is in an unnamed namespace: two copies must never be merged by the
-// linker.
+// The elementwise passes of FORMAT.md section 4, as plain loops. Each kernel file includes this once, and gets them
+// compiled and vectorised for its own instruction set. Every operation is exactly rounded and no loop reassociates, so
+// all copies agree bit for bit. Everything is in an unnamed namespace: the linker must never merge two copies.
 #pragma once
 #include "cpu/rounded_activations.h"
 
@@ -212,9 +211,9 @@ void pack_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* r
   }
 }
 
-// For kernels whose codes are unsigned, offset by 8, 128 or (e2m1) 12: the sums become what a dot product starts at,
-// -offset * sum. With zero points that depends on the weights' row: the sums become two 16-bit factors, sum % 128 and
-// sum / 128, which one multiply-add of pairs with -zero and -128 * zero turns into it.
+// For kernels whose codes are unsigned, offset by 8, 128 or (e2m1) 12: the sums become the start of a dot product,
+// -offset * sum. With zero points this depends on the weights' row. Then the sums become two 16-bit factors, sum % 128
+// and sum / 128. One multiply-add of pairs with -zero and -128 * zero makes the start of them.
 template <auto kPlace = interleave>
 inline void pack_tile_offset(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
                              uint8_t* out) {

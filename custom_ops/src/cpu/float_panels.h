@@ -1,10 +1,10 @@
-// Prompts with float activations: the panels of row_tile.h times many tokens. Codes become floats once for all of them,
-// some rows and columns at a time, which stay in L1 while the tokens' tiles pass:
+// Prompts with float activations: the panels of row_tile.h times many tokens. Codes become floats once for all tokens,
+// some rows and columns at a time. These stay in L1 while the tokens' tiles pass:
 //
 //   weights [pair][column][2 vectors of rows]  x  tile [column][token]  ->  sums [pair][token][2 vectors]
 //
 // A pair of vectors times some tokens fills the registers: weights are loaded once for all of these tokens, activations
-// once for both vectors. The order of operations is that of float_tile and scaled_float_tile, which take fewer tokens.
+// once for both vectors. The order of operations is as in float_tile and scaled_float_tile, which take fewer tokens.
 // V is what row_tile.h says, and has
 //   kFloatTokens                   most tokens in registers
 //   kManyTokens                    from how many on this pays
@@ -30,7 +30,7 @@ struct FloatPanels {
 
   // Columns that are floats at a time: a block's or some blocks' groups, or a part of a group.
   struct Piece {
-    int64_t block, from;  // that of the first column, and where in it that is
+    int64_t block, from;  // the block of the first column, and its place in the block
     int blocks, groups;   // in all
     int columns;          // of a group
     bool begins, ends;    // whether groups do here

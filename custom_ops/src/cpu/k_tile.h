@@ -1,5 +1,5 @@
-// The panels of FORMAT.md 2.10, ggml's types with minima or scales of two levels, for every instruction set: 16 rows,
-// of which V has kRows in its lanes. pack_k_tile packs their tiles. Everything is in an unnamed namespace, as in
+// The panels of FORMAT.md 2.10, ggml's types with minima or scales of two levels, for every instruction set: 16 rows.
+// V has kRows of them in its lanes. pack_k_tile packs their tiles. Everything is in an unnamed namespace, as in
 // elementwise.h.
 //
 //   a block of a panel                                                of each row and token
@@ -268,8 +268,8 @@ void multiply_k(const PanelProduct& product) {
   }
 }
 
-// pack_tile's sums become what a tile starts from: codes of 6 bits are 32 more than their values; of the others
-// minima take the sums as floats, times the step where groups have their own.
+// pack_tile's sums become the start of a tile. Codes of 6 bits are 32 more than their values. For other codes, minima
+// take the sums as floats, times the step if groups have their own.
 template <auto kPlace = interleave>
 inline void pack_k_tile(const PanelMatrix& matrix, bool quantized, const ActivationRow* rows, int tokens,
                         uint8_t* out) {

@@ -1,8 +1,8 @@
-// What a CPU kernel is: one file src/cpu/panel_<isa>.cc that fills a CpuKernel, and one line in kernels.inc.
+// A CPU kernel is one file src/cpu/panel_<isa>.cc that fills a CpuKernel, and one line in kernels.inc.
 //
-// The layer's driver (moe/) owns routing, threads and memory. A kernel owns the arithmetic: the elementwise passes,
-// which are the plain loops of elementwise.h compiled with the file's instruction set, and the product of token tiles
-// with panels.
+// The layer's driver (moe/) owns routing, threads and memory. A kernel owns the arithmetic. The elementwise passes are
+// the plain loops of elementwise.h, compiled with the file's instruction set. The product multiplies token tiles with
+// panels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -139,7 +139,7 @@ struct AttentionTile {
 
 // Latent attention that multiplies by the up-projections itself (latent_attention.h). Rows of few new tokens have their
 // queries absorbed, some at a time, and then attend as without a nope_size; others expand the latents.
-constexpr int64_t kAbsorbedTokens = 128;   // at a time, or those of one row
+constexpr int64_t kAbsorbedTokens = 128;   // at a time, or one row's tokens
 constexpr int64_t kExpandedTokens = 2048;  // of a task that expands: few heads' queries and sums are in memory
 constexpr int64_t kMostRows = 8;           // of a panel
 
@@ -160,7 +160,7 @@ struct LatentContext {
   }
   int64_t expanded_tokens() const { return call.tokens < kExpandedTokens ? call.tokens : kExpandedTokens; }
 
-  // Numbers [rows][n] of which values are weighted: pieces of kAttentionBlock, each [rows][kScoreStride].
+  // Weights of values, [rows][n]: pieces of kAttentionBlock, each [rows][kScoreStride].
   static int64_t weights_floats(int64_t rows, int64_t n) { return ceil_div(n, kAttentionBlock) * rows * kScoreStride; }
   // Scratch of a lane, in floats; each piece is a multiple of a cache line. Of queries and outputs by their head:
   // the head's matrix, a panel of weights, and of sums, and a query.
@@ -174,8 +174,8 @@ struct LatentContext {
   int64_t query_at() const {
     return panel_sums_at() + kMostRows * (padded_rank() > padded_outputs() ? padded_rank() : padded_outputs());
   }
-  // Of a task that expands: k_up in panels, v_up, a step's latents turned and as weights, a block's keys (turned) and
-  // values, all queries, a tile's scores and parts, all sums.
+  // For a task that expands: k_up in panels and v_up. A step's latents, rotated and as weights. A block's keys
+  // (rotated) and values. All queries. A tile's scores and parts. All sums.
   int64_t v_up_at() const { return align_up(node.nope_size * rank(), 16); }
   int64_t turned_at() const { return v_up_at() + rank() * padded_outputs(); }
   int64_t latents_at() const { return turned_at() + kAttentionStep * node.head_size; }
@@ -207,7 +207,7 @@ struct AttentionFunctions {
   // The softmax over a block's slots, a part for each row.
   void (*block)(const AttentionContext& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts);
   void (*begin)(const AttentionContext& a, const AttentionTile& tile, float* parts);  // no slot yet: the sinks
-  // Adds a block's parts to those of what is before it.
+  // Adds a block's parts to the parts before it.
   void (*merge)(const AttentionContext& a, const AttentionTile& tile, int64_t block, const float* parts, float* into);
   void (*finish)(const AttentionContext& a, const AttentionTile& tile, float* parts);  // writes the output
   // A head's queries, turned and multiplied by k_up; its outputs, multiplied by v_up.
@@ -300,7 +300,7 @@ struct LinearAttentionFunctions {
   void (*conv)(const ConvContext& conv, int64_t b, int64_t first, float* scratch);
   // Row b's tokens, of a value head; `ahead`, a state like that head's, is read soon.
   void (*delta)(const DeltaContext& delta, int64_t b, int64_t head, const float* ahead, float* scratch);
-  // The same, without the norm; and gate and norm of a token of row b.
+  // As above, without the norm; and gate and norm of a token of row b.
   void (*space)(const SpaceContext& space, int64_t b, int64_t head, const float* ahead, float* scratch);
   void (*space_norm)(const SpaceContext& space, int64_t b, int64_t token, float* scratch);
 };
@@ -323,8 +323,8 @@ struct CpuKernel {
   // Rounds x [k] to a float activation_format, as f32 [k]; false when the row is not finite. stored: the scale that
   // fp8_tensor and nvfp4 divide by.
   bool (*round_row)(int32_t activation_format, float stored, const float* x, int64_t k, float* out);
-  // Quantizes x [k] to int8_group, of which 32 or 64 columns share a step: q [kp], zero past k, and steps
-  // [kp / columns]; false when it is not finite.
+  // Quantizes x [k] to int8_group, with a step for each 32 or 64 columns: q [kp], zero past k, and steps [kp /
+  // columns]. False: x is not finite.
   bool (*quantize_int8)(const float* x, int64_t k, int64_t kp, int64_t columns, int8_t* q, float* steps);
   // Quantizes x [k] to nvfp4: doubled values q [16 groups], zero past k, and halved steps; false when it is not finite.
   bool (*quantize_nvfp4)(float stored, const float* x, int64_t k, int64_t groups, int8_t* q, float* steps);

@@ -15,8 +15,8 @@ const CpuKernel* const kKernels[] = {
 };
 constexpr size_t kCount = sizeof(kKernels) / sizeof(kKernels[0]);
 
-// Whether this machine has what the kernel needs, asked once: in a virtual machine a cpuid costs microseconds, and
-// every call of every operator comes here.
+// Whether this machine has what the kernel needs. It is asked once: in a virtual machine a cpuid costs microseconds,
+// and every call of every operator comes here.
 bool usable(size_t index) {
   static const auto found = [] {
     std::array<bool, kCount> all;

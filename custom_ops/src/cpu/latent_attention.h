@@ -19,8 +19,7 @@ inline void to_weights(const float* x, int64_t n, int64_t row, int64_t rows, flo
 }
 
 // out[r] = sum of x[r][i] matrix[i], i ascending, for `count` rows of weights from x on; matrix: [n][width]. A cold
-// matrix is read once, in the order of memory, which it comes from: that takes the time, not the sums, which are not in
-// registers.
+// matrix is read once, in the order of memory. Reading takes the time, not the sums, which are not in registers.
 template <class Isa>
 void multiply_rows(int64_t count, const float* x, int64_t rows, int64_t n, const float* matrix, int64_t width,
                    float* out, bool cold) {

@@ -26,8 +26,8 @@ inline float dot_lanes(const float* a, const float* b, int64_t n) {
   return sum_lanes(lanes);
 }
 
-// log(1 + e^x), within a few roundings: log(1 + u) = 2 artanh(u / (2 + u)), u in (0, 1], by the first seven terms of
-// the series, which leave out 2e-8 of it.
+// log(1 + e^x), within a few roundings: log(1 + u) = 2 artanh(u / (2 + u)), u in (0, 1]. The series has seven terms,
+// and leaves out 2e-8 of it.
 inline float softplus_f32(float x) {
   const float u = exp_f32(x < 0.0f ? x : -x), s = u / (2.0f + u), z = s * s;
   float p = 1.0f / 13.0f;
@@ -129,7 +129,7 @@ void conv(const ConvContext& conv, int64_t b, int64_t first, float* scratch) {
                            : convolution<uint16_t>(conv, b, first, scratch);
 }
 
-// A token's operands, each K numbers but for the last two.
+// A token's operands, K numbers each, except the last two.
 struct Operands {
   const float *key, *decay;                  // what the state's update takes
   const float *decayed_key, *decayed_query;  // what the state before it is multiplied by
@@ -155,7 +155,7 @@ struct Head {
   const uint8_t* of(const void* tensor, int64_t i, Part part, int64_t at) const {
     return of(tensor, i, part.size, part.offset + at);
   }
-  // Where the state after the i-th token goes, but for the last; null: nowhere.
+  // Where the state after the i-th token goes, except the last state; null: nowhere.
   float* slot(int64_t i) const {
     const int64_t at = states.window - count() + i;
     if (at < 0 || i == count() - 1) return nullptr;
@@ -286,9 +286,9 @@ Lines lines_of(const OwnHead& head, int64_t i, bool rest) {
   return lines;
 }
 
-// K rows of 16 V columns of a head's state: updated with a token's delta, where there is one, then multiplied by the
-// next token's operands, where there is one; `lines` come into L2. kLast: no NaN has a payload, and rows from `ahead`
-// on come into L2. kRecalls: recalled is made.
+// Updates K rows of 16 V columns of a head's state with a token's delta, if there is one. Then multiplies them by the
+// next token's operands, if there is one. `lines` come into L2. kLast: no NaN has a payload, and rows from `ahead` on
+// come into L2. kRecalls: recalled is made.
 template <class Isa, int V, bool kUpdate, bool kMultiply, bool kLast, bool kRecalls>
 inline void pass(const float* from, int64_t from_stride, State state, int64_t k, const Operands& token,
                  const typename Isa::Vector (&delta)[V], const Operands& next, typename Isa::Vector (&recalled)[V],

@@ -1,11 +1,11 @@
-// Panels times token tiles with NEON, on 8 weight rows at a time: one panel of 4-bit codes or two of 8-bit codes.
-// Included by one file an instruction set; everything is in an unnamed namespace, as in elementwise.h.
+// Panels times token tiles with NEON, on 8 weight rows at a time: one panel of 4-bit codes or two panels of 8-bit
+// codes. One file for each instruction set includes this. Everything is in an unnamed namespace, as in elementwise.h.
 //
-// A quantized tile is q int8 [kp / 8][m][8] | -zero_point int32 [m] | step f32 [m]: with m = 1 and m = 4 these are
-// KleidiAI's left-hand side bytes. Where has_sums(), sums int32 [spans()][m] follow q; where the matrix is stepped,
-// steps f32 [steps()][m] are in the place of zero points and step. Its rows are taken in units: two rows with i8mm,
-// whose instruction multiplies 2 x 8 by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns
-// of two rows, so that 8 weight rows are 4 accumulators a unit.
+// A quantized tile is q int8 [kp / 8][m][8] | -zero_point int32 [m] | step f32 [m]. With m = 1 and m = 4 these are
+// KleidiAI's left-hand side bytes. With has_sums(), sums int32 [spans()][m] follow q. If the matrix is stepped, steps
+// f32 [steps()][m] replace zero points and step. Rows are taken in units. With i8mm a unit is two rows, because its
+// instruction multiplies 2 x 8 by 8 x 2. With dotprod it is one row. A unit multiplies with 16 weight bytes, 8 columns
+// of two rows. So 8 weight rows are 4 accumulators a unit.
 #pragma once
 #if defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -337,7 +337,7 @@ constexpr NeonRowsFunction kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, fl
 // Whether tiles have the sums of q over groups: where codes have zero points, and in groups of 16, which may.
 inline bool has_sums(const PanelMatrix& matrix) { return is_integer(matrix.format) && !matrix.plain(); }
 
-// kSteps: of a group, of which two may share one.
+// kSteps: of a group. Two groups may share one.
 template <class C, Steps kSteps>
 const NeonRowsFunction* integer_rows(const PanelMatrix& matrix) {
   constexpr Steps kOfPairs = kSteps == kSpanStep ? kPairStep : kRowStep;

@@ -1,5 +1,6 @@
-// The panels of FORMAT.md 2.7 and 2.8 with NEON: what a code is to the tiles of neon.h, scales and zero points of every
-// type, and codes that are floats, column by column. Everything is in an unnamed namespace, as in elementwise.h.
+// The panels of FORMAT.md 2.7 and 2.8 with NEON. This is what a code is to the tiles of neon.h, and scales and zero
+// points of every type. Codes that are floats go column by column. Everything is in an unnamed namespace, as in
+// elementwise.h.
 #pragma once
 #include <arm_neon.h>
 

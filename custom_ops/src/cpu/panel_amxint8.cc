@@ -3,11 +3,11 @@
 //   A: a tile's tokens             B: unpacked codes of 16 rows         C: their products, which are stored
 //      [token][64 columns]      x     [four][16 rows][4 columns]    =      [token][16 rows], and then scaled
 //
-// One instruction multiplies 16 tokens, 64 columns and 16 rows. A group of fewer columns has narrower tiles, as its
-// products have a scale of their own: what is left of a group of more is 32, and of groups of 16 most of the work would
-// be scales. A tile of tokens is packed as A's, one after the other: its rows' lines would meet in few sets of L1. Rows
-// are in the lanes' order of avx512_rows.h. Codes are signed, and of 4 bits less their zero points, so that sums start
-// at 0. Zero points of 8 bits make that another number for each row.
+// One instruction multiplies 16 tokens, 64 columns and 16 rows. A group of fewer columns has narrower tiles, because
+// its products have a scale of their own. The rest of a wider group is 32 columns. With groups of 16 most of the work
+// would be scales. A tile of tokens is packed in the order of A's tiles: its rows' lines would meet in few sets of L1.
+// Rows are in the lanes' order of avx512_rows.h. Codes are signed, and 4-bit codes have their zero points subtracted,
+// so sums start at 0. With 8-bit zero points sums start at another number for each row.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -80,9 +80,9 @@ struct AmxRows : Avx512Rows {
   // Columns that an instruction multiplies: kNarrow of what is left of spans of more than 64.
   static constexpr int kNarrow = 32;
   static int wide(int64_t span) { return span < 64 ? static_cast<int>(span) : 64; }
-  // Tiles of even and of odd heights have registers of their own: those of one product differ by a token at most.
-  // Where a span is one instruction, every second one has its sums in the place of narrow tokens: it need not wait
-  // until the ones before are stored.
+  // Tiles of even and of odd heights have registers of their own, because the heights of one product differ by at most
+  // one token. If a span is one instruction, every second span has its sums in place of narrow tokens. It need not wait
+  // until the sums before are stored.
   enum Registers { kSums, kWideTokens = 2, kNarrowTokens = 4, kWideCodes = 6, kNarrowCodes = 7 };
   static TileShapes shapes(int64_t span, const int (&heights)[2]) {
     TileShapes all;

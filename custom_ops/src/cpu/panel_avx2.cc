@@ -1,15 +1,16 @@
 // Panels times token tiles with AVX2.
 //
-// Eight weight rows fill a ymm: X, rows 0..3, and Y, rows 4..7, of a panel for 4-bit codes, a panel each for 8-bit
-// codes. In a panel a row owns 8 consecutive bytes (two dwords) of each 32; shuffling X with Y leaves one dword a row,
+// Eight weight rows fill a ymm: X, rows 0..3, and Y, rows 4..7. They are one panel of 4-bit codes, or a panel each of
+// 8-bit codes. In a panel a row owns 8 consecutive bytes (two dwords) of each 32. Shuffling X with Y leaves one dword a
+// row:
 //   even: X0 X1 Y0 Y1 | X2 X3 Y2 Y3, columns k..k+3        odd: the same rows, columns k+4..k+7
-// so that a row is one lane and the activations are a 4-byte broadcast. The lane order is undone at the store.
+// So a row is one lane, and the activations are a 4-byte broadcast. The store undoes the lane order.
 //
 // vpmaddubsw multiplies u8 nibbles with s8 activations and adds pairs in s16. A chunk of 32 columns is 8 such pairs a
-// lane, at most 8 * 2 * 15 * 128 = 30720, so that widening to s32 once a chunk is exact. 8-bit codes are two nibbles a
-// byte. Two vectors of nibbles share each broadcast: two panels of 4-bit codes, or the low and high nibbles of 8 rows
-// of 8-bit codes. Codes are offset by 8 or 128; accumulators start at -offset * sum(x), which pack_tile has put into
-// the tile.
+// lane, at most 8 * 2 * 15 * 128 = 30720. So widening to s32 once a chunk is exact. 8-bit codes are two nibbles a byte.
+// Two vectors of nibbles share each broadcast: two panels of 4-bit codes, or the low and high nibbles of 8 rows of
+// 8-bit codes. Codes are offset by 8 or 128. Accumulators start at -offset * sum(x), which pack_tile has put into the
+// tile.
 #include "cpu/avx2_lanes.h"
 #include "cpu/code_panels.h"
 #include "cpu/elementwise.h"
@@ -51,7 +52,7 @@ struct Avx2Rows : Avx2Lanes {
     return _mm256_add_epi32(kBits == 4 ? _mm256_slli_epi32(dot, 4) : dot, _mm256_mullo_epi32(sums, integers(z)));
   }
 
-  // From lane order to that of the rows: the permutation is its own inverse.
+  // From lane order to the order of rows: the permutation is its own inverse.
   static Floats rows(Floats v) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8)); }
 
   // One dword of each row of vector v.
@@ -109,10 +110,10 @@ struct Avx2Rows : Avx2Lanes {
     }
   }
 
-  // As many bytes of the next two panels, one after the other, into L2, by the first tile that works on these: panels
-  // come cold from memory, in two streams that hardware prefetchers lose at every panel's end. Twice as far is as good.
-  // Each stream a group on takes 1.05 to 1.1 times as long; 4,096 bytes on in each, where that of the first meets the
-  // second one, 1.15 to 1.3 times.
+  // The first tile on these panels fetches as many bytes of the next two panels into L2, one panel after the other.
+  // Panels come cold from memory, in two streams, and hardware prefetchers lose a stream at every panel's end. Twice as
+  // far is as good. Each stream a group ahead takes 1.05 to 1.1 times as long. 4,096 bytes ahead in each takes 1.15
+  // to 1.3 times as long: there the first stream meets the second.
   template <int kBits, int kBytes = 128>
   static void prefetch_group(const Group& panels, int64_t offset) {
     if (!panels.ahead) return;
@@ -194,8 +195,8 @@ struct Avx2Rows : Avx2Lanes {
     widen<M, C::kBits>(sum, dot);
   }
 
-  // One token and all its vectors at a time keeps 16 registers enough for any code; sums widen every 16 columns, where
-  // 8 pairs of at most 2 * 24 * 128 stay below 2^15 (e2m1), and 2 * 15 * 128 (integers, a nibble at a time).
+  // One token and all its vectors at a time need at most 16 registers for any code. Sums widen every 16 columns. There
+  // 8 pairs stay below 2^15, at most 2 * 24 * 128 (e2m1) or 2 * 15 * 128 (integers, a nibble at a time) each.
   template <int M, class C>
   [[gnu::always_inline]] static void dot_part(const Group& panels, int64_t offset, int part, const uint8_t* x,
                                               Integers (&dot)[M][kVectors<C::kBits>]) {

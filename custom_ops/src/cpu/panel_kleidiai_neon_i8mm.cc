@@ -1,9 +1,9 @@
-// KleidiAI's kernels where their right-hand sides are our panels (FORMAT.md 2.5): GEMM for token rows in fours, GEMV
-// for a single row, and for everything else, two or three rows left over included, panel_neon_i8mm. All give the same
+// KleidiAI's kernels, if their right-hand sides are our panels (FORMAT.md 2.5): GEMM for token rows in fours, GEMV for
+// a single row. panel_neon_i8mm takes everything else, also two or three rows that are left over. All give the same
 // bytes.
 //
-// A tile here is its rows in fours and then the rest, each part a tile of neon.h, whose bytes are KleidiAI's for four
-// rows and for one.
+// A tile here is its rows in fours and then the rest. Each part is a tile of neon.h, which has KleidiAI's bytes for
+// four rows and for one.
 #include "cpu/elementwise.h"
 
 extern "C" {

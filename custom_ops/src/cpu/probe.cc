@@ -34,8 +34,8 @@ double seconds(int64_t lanes, const Body& body) {
       .count();
 }
 
-// Reads [begin, begin + bytes) once, as kStreams sequential streams: one stream leaves some cores' prefetchers short of
-// work, and these stop at the end of a page.
+// Reads [begin, begin + bytes) once, as kStreams sequential streams. One stream leaves some cores' prefetchers short of
+// work, because they stop at the end of a page.
 void read_slice(const uint8_t* begin, int64_t bytes) {
   constexpr int64_t kStreams = 4, kStep = 64;
   const int64_t part = bytes / kStreams / kStep * kStep;

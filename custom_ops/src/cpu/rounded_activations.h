@@ -12,7 +12,7 @@ inline float round_minifloat(float x) {
   constexpr int kDrop = 23 - kMantissa;
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t normal = (bits + (1u << (kDrop - 1)) - 1 + (bits >> kDrop & 1u)) & ~((1u << kDrop) - 1);
-  // Below 2^kMinExponent the spacing is that of the subnormals: the ulp of this sum.
+  // Below 2^kMinExponent the spacing is the subnormals': the ulp of this sum.
   constexpr float kMagic = 1.5f * static_cast<float>(1 << (kMantissa == 3 ? 14 : 22));  // 1.5 * 2^(23 - mantissa + min)
   static_assert((kMantissa == 3 && kMinExponent == -6) || (kMantissa == 1 && kMinExponent == 0));
   const float subnormal = (x + kMagic) - kMagic;

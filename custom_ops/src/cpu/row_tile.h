@@ -1,6 +1,6 @@
-// The panels of int4, int8 and e2m1 codes (FORMAT.md 2.5, 2.7 and 2.8) on x86: a weight row is a lane of 32 bits, as
-// panel_avx2.cc and avx512_rows.h draw it. NEON's tiles are neon.h's own: sdot and smmla multiply 8 columns of
-// two rows with one or two tokens, so that neither lanes nor loops are these.
+// The panels of int4, int8 and e2m1 codes on x86 (FORMAT.md 2.5, 2.7 and 2.8). A weight row is a lane of 32 bits, as
+// panel_avx2.cc and avx512_rows.h draw it. NEON has its own tiles (neon.h): sdot and smmla multiply 8 columns of two
+// rows with one or two tokens, so lanes and loops differ.
 //
 // V is what column_tile.h says, and has
 //   kTileRows                      most tokens of a tile

@@ -18,10 +18,10 @@ inline To bit_cast(From from) {
   return to;
 }
 
-// fma(a, b, c), rounded once. Without the instruction a compiler calls fmaf, and that of PyPI's clang (Zig's
-// compiler_rt) rounds twice. Here the product is exact in double and its sum with c is rounded to odd, after which
-// rounding to float is right: 53 bits are more than twice 24 and two (Boldo and Melquiond, "Emulation of FMA and
-// correctly rounded sums").
+// fma(a, b, c), rounded once. Without the instruction a compiler calls fmaf, and the fmaf of PyPI's clang (Zig's
+// compiler_rt) rounds twice. Here the product is exact in double, and its sum with c is rounded to odd. Then rounding
+// to float is right, because 53 bits are more than twice 24 and two. Source: Boldo and Melquiond, "Emulation of FMA and
+// correctly rounded sums".
 inline float fma(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);

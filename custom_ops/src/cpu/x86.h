@@ -13,8 +13,8 @@ namespace {  // of each file's own: compiled for its instruction set
 constexpr uint32_t kSavesYmm = 0x06, kSavesZmm = 0xe6, kSavesTiles = 0x600e6;
 constexpr uint32_t kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;  // of leaf 7's edx; cpuid.h has other names with gcc
 
-// Whether these bits are set in XCR0, in ecx of cpuid's leaf 1, and in ebx, ecx and edx of its leaf 7; false where
-// a processor has no XCR0 or leaf 7, as before AVX.
+// Whether these bits are set: in XCR0, in ecx of cpuid's leaf 1, and in ebx, ecx and edx of its leaf 7. False: the
+// processor has no XCR0 or leaf 7, as before AVX.
 bool x86_has(uint32_t xcr0, uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx = 0) {
   uint32_t a, b, c, d, saved, unused;
   leaf1_ecx |= bit_OSXSAVE;

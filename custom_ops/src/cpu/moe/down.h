@@ -20,7 +20,7 @@ class Down {
   // Prepares the rows of h and lays them out as tiles [first, last) of an expert.
   void pack(int lane, int64_t expert, int64_t first, int64_t last, const Hidden& from, const RowScratch& scratch,
             uint8_t* bad_tokens);
-  // Multiplies those of the round's experts, and after the last writes the output: NaN for bad tokens.
+  // Multiplies the round's experts. After the last round writes the output, NaN for bad tokens.
   void multiply() const;
 
  private:

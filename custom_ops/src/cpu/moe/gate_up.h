@@ -1,4 +1,4 @@
-// h = act(gate, up) of every pair: tasks of (expert, token block, panel range), each of which packs its tiles itself.
+// h = act(gate, up) of every pair. A task is (expert, token block, panel range), and packs its tiles itself.
 #pragma once
 #include "cpu/moe/prepare.h"
 

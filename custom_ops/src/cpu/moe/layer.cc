@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-// With 256 MiB the experts of a large layer have a block of rows and more in each slice, so that slices hardly stream
-// the weights more often than blocks do.
+// With 256 MiB each slice of a large layer has a block of rows or more for an expert. So slices stream the weights
+// hardly more often than blocks do.
 int64_t qm_slice_bytes = int64_t{256} << 20;
 
 namespace quantmoe {
@@ -12,8 +12,8 @@ void LayerCall::divide(size_t bytes) {
   const int64_t most = std::max<int64_t>(tokens, 1), token_bytes = ceil_div(static_cast<int64_t>(bytes), most);
   slices = ceil_div(most, std::max<int64_t>(qm_slice_bytes / std::max<int64_t>(token_bytes, 1), 1));
   tokens = ceil_div(all_tokens, slices);
-  // A task has no more rows than there are tokens: an expert has more only where a token asks for it twice, and is then
-  // several blocks.
+  // A task has no more rows than there are tokens. An expert has more rows only if a token asks for it twice. It is
+  // then several blocks.
   block_rows = std::clamp<int64_t>(tokens, 1, kBlockRows);
   tile_rows = std::min<int64_t>(block_rows, kernel.tile_rows);
 }

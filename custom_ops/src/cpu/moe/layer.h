@@ -1,22 +1,22 @@
 // What the steps of a QuantMoE layer, and of a QuantLinear, share: sizes, threads, expert matrices and the workspace.
 //
-// Pairs (token, slot) are sorted by expert; a pair's place in that order is its position. A step is a parallel loop and
+// Pairs (token, slot) are sorted by expert. A pair's place in that order is its position. A step is a parallel loop and
 // a file, and hands on one of the structs here or in its header:
 //   route.cc    ids -> Routes
 //   prepare.cc  activation rows -> ActivationRows: f32 or int8, once a token
 //   gate_up.cc  (expert, token block, panel range): w13 product, activation function -> Hidden, h[position]
 //   down.cc     h rows -> tiles, ready for every range of output columns; then those: w2 product over all experts in
 //               ascending id, summed in place (no atomics, one order)
-// moe.cc is all of them, linear.cc the last. Steps that take rows one by one are serial for a few, so that decode costs
-// two dispatches.
+// moe.cc is all of them, linear.cc the last. Steps that take rows one by one are serial for a few rows, so that decode
+// costs two dispatches.
 //
 // Long calls do this for one slice of the tokens after another, so that the workspace does not grow with them. A
-// token's output depends on its own row alone, but for fp8_tensor without a stored scale, which is found from all rows
-// of an expert: then passes over all slices find the largest x, then the largest h, before the one that computes the
-// output.
+// token's output depends only on its own row. The exception is fp8_tensor without a stored scale, which is found from
+// all rows of an expert. Then passes over all slices find the largest x, then the largest h, before the pass that
+// computes the output.
 //
-// Experts whose rows are not all in memory at one time are taken in rounds, in ascending order, within a slice: every
-// step but the loading of rows is done for a round's experts. Sums have the same order, so the bytes are the same.
+// If the experts' rows are not all in memory at one time, experts are taken in rounds within a slice, in ascending
+// order. A round does every step for its experts, except loading rows. Sums have one order, so the bytes do not change.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -98,8 +98,8 @@ struct ExpertMatrix {
   const uint8_t* row(int64_t expert) const {
     return read ? static_cast<const uint8_t*>(read[expert]) : rows + expert * parts.size;
   }
-  // Whether activations are prepared once for each expert: they depend on something that the expert's row holds, which
-  // with steps is the order of the columns, too.
+  // Whether activations are prepared once for each expert. They depend on something that the expert's row holds. With
+  // steps this is the order of the columns, too.
   bool is_expert_dependent() const { return node.pre_scale || has_input_scales(node) || (panel.stepped && node.perm); }
   Preparation preparation(int64_t expert, int side, bool gather) const;
   // The same with the scale of fp8_tensor that is not stored, once `largest` is known.
@@ -170,7 +170,7 @@ struct LayerCall {
              [&](int lane, int64_t i) { body(lane, i * kRowsPerTask, std::min(kRowsPerTask, n - i * kRowsPerTask)); });
   }
 
-  // Of which a task has a multiple. Of few tokens tasks are short, and lanes would wait for the last ones.
+  // A task has a multiple of these. With few tokens tasks are short, and lanes would wait for the last ones.
   int64_t columns_of_task() const { return all_tokens < kSerialRows ? kColumnsPerStep / 2 : kColumnsPerStep; }
 
   // Tiles of n rows, evenly filled: ceil(n / tile_rows) of them, the first ones a row longer.
