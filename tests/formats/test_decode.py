@@ -21,6 +21,7 @@ from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.writing.prepare import open_format
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 BY_ID = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
@@ -46,6 +47,36 @@ def test_round_trip(case: Case, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = find_format(open_checkpoint(write(Path(folder), case, want))).matrix("m")
         same_matrix(found, want)
+
+
+@pytest.mark.parametrize("column", [False, True], ids=["row", "column"])
+@pytest.mark.parametrize("rounded", [True, False])
+def test_fused_experts_of_fbgemm(column: bool, rounded: bool, tmp_path: Path) -> None:
+    """Llama-4's, as transformers' FbgemmFp8Llama4TextExperts multiplies them; or left in bf16."""
+    config = json.loads((FIXTURES / "modelopt-fp8-llama4" / "config.json").read_text(encoding="utf-8"))
+    del config["quantization_config"]
+    name, rng, (e, k, i) = "model.layers.0.feed_forward.experts", np.random.default_rng(0), (2, 64, 96)
+    dtype = ml_dtypes.float8_e4m3fn if rounded else ml_dtypes.bfloat16
+    weights = {leaf: rng.normal(0, 16, shape).astype(dtype)
+               for leaf, shape in (("gate_up_proj", (e, k, 2 * i)), ("down_proj", (e, i, k)))}  # fmt: skip
+    scales = {f"{leaf}_scale": rng.uniform(0.5, 2, (e, 1, w.shape[2])).astype(np.float32)
+              for leaf, w in weights.items() if rounded}  # fmt: skip
+    dense = {leaf: w.astype(np.float32) * scales.get(f"{leaf}_scale", np.float32(1)) for leaf, w in weights.items()}
+    if column and rounded:
+        scales["down_proj_scale"] = scales["down_proj_scale"].transpose(0, 2, 1)
+    tensors = {f"{name}.{leaf}": np.ascontiguousarray(array) for leaf, array in (weights | scales).items()}
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, {"quant_method": "fbgemm_fp8"}, **config)))
+    (layer,) = moe_layers(format)
+    assert layer.scheme.activation_format == ("fp8_token" if rounded else "none")
+    for at, expert in enumerate(layer):
+        gate, up = np.split(dense["gate_up_proj"][at], 2, axis=1)
+        for matrix, want in zip((expert.gate, expert.up, expert.down), (gate, up, dense["down_proj"][at]), strict=True):
+            np.testing.assert_array_equal(matrix.dequantize(np.float32), want.T)
+    for leaf in scales:
+        kept = {name_: array for name_, array in tensors.items() if not name_.endswith(leaf)}
+        folder = write_checkpoint(tmp_path / leaf, kept, {"quant_method": "fbgemm_fp8"}, **config)
+        with pytest.raises(CheckpointError, match=rf"{leaf} is missing, expected BF16.F16.F32 \[2, 1, \d+\]"):
+            moe_layers(find_format(open_checkpoint(folder)))[0].expert(0)
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -358,6 +389,10 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
     ("quantization", "text"),
     [
         ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes'; supported formats: compressed-tensors"),
+        ({"quant_method": "exl3"}, "method 'exl3', which is not read: its weights are paths through a trellis"),
+        ({"quant_method": "aqlm"}, "method 'aqlm', which is not read: its weights are sums of vectors"),
+        ({"quant_method": "vptq"}, "method 'vptq', which is not read: its weights are vectors from learned codebooks"),
+        ({"quant_method": ["exl3"]}, "quantization method ['exl3']; supported formats: compressed-tensors"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'; supported: gptq, gptq_v2"),
         (
             {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},

@@ -116,6 +116,13 @@ def fp8_blocks(matrix: QuantizedMatrix) -> Tensors:
     return with_bias({"weight": codes, "weight_scale_inv": matrix.scales}, matrix)
 
 
+def fbgemm(matrix: QuantizedMatrix) -> Tensors:
+    import ml_dtypes
+
+    codes = matrix.codes.view(ml_dtypes.float8_e4m3fn)
+    return with_bias({"weight": codes, "weight_scale": matrix.scales}, matrix)
+
+
 def modelopt_nvfp4(matrix: QuantizedMatrix) -> Tensors:
     tensors = {
         "weight": nibbles(matrix.codes),
@@ -292,6 +299,14 @@ CASES = [
         (128,),
         scales=("f32", "bf16"),
         block_n=128,
+    ),
+    Case(
+        "fbgemm-fp8",
+        fbgemm,
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        "fp8_e4m3",
+        (-1,),
+        scales=("f32", "bf16"),
     ),
     Case(
         "modelopt-nvfp4",

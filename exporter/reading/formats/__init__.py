@@ -13,6 +13,7 @@ from quantmoe.exporter.reading.formats.awq import AWQ
 from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
 from quantmoe.exporter.reading.formats.experts import named_experts, refuse_dense
+from quantmoe.exporter.reading.formats.fbgemm import FBGEMM
 from quantmoe.exporter.reading.formats.fp8 import FP8
 from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gpt_oss import GptOss
@@ -23,7 +24,13 @@ from quantmoe.exporter.reading.formats.quark import Quark
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf import GGUF
 
-FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss, GGML)
+FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, FBGEMM, ModelOpt, Quark, GptOss, GGML)
+#: quantization method that is not read -> why
+REFUSED = {
+    "exl3": "its weights are paths through a trellis of a computed codebook",
+    "aqlm": "its weights are sums of vectors from learned codebooks",
+    "vptq": "its weights are vectors from learned codebooks",
+}
 
 __all__ = [
     "FORMATS",
@@ -63,4 +70,5 @@ def find_format(ckpt: Checkpoint) -> Format:
                 return format(ckpt)
     refuse_dense(ckpt)
     method = ckpt.quantization.get("quant_method")
-    raise CheckpointError(f"{ckpt.folder}: quantization method {method!r}; supported formats: {supported}")
+    why = f", which is not read: {why}" if (why := REFUSED.get(str(method))) else ""
+    raise CheckpointError(f"{ckpt.folder}: quantization method {method!r}{why}; supported formats: {supported}")
