@@ -22,7 +22,6 @@ from sweeps import every
 from transformers import AutoTokenizer
 
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
-from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.choose import choose_experts
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -566,19 +565,33 @@ def test_a_file_with_minima(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
+def page_rows() -> dict[str, list[str]]:
+    """Return type -> its cells in docs/reference/formats.md, each type's own where a row has several."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
+    found = {}
+    for line in page.partition("| type |")[2].splitlines()[2:]:
+        if not line.startswith("| "):
+            break
+        cells = [cell.strip().split(", ") for cell in line.strip("|").split("|")]
+        for i, kind in enumerate(cells[0]):
+            found[kind] = [cell[i] if len(cell) == len(cells[0]) else ", ".join(cell) for cell in cells[1:]]
+    return found
+
+
 @pytest.mark.parametrize("kind", CARRIED)
-def test_dry_run_says_how_a_type_grows(kind: str, tmp_path: Path) -> None:
-    """By the bits that the packed rows have, without their tails, which are of rows."""
+def test_what_is_said_of_a_type(kind: str, tmp_path: Path) -> None:
+    """By a dry run and the page: the bits of packed rows without the numbers of whole rows, and which kernels run."""
     weights, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     path = small_file(tmp_path / "model.gguf", kind, random_blocks(kind, 2, 256))
     ((_, spec),) = next(iter(choose_experts(find_format(open_checkpoint(path)), "cpu_panel", None, "exact").values()))
-    tails = 256 * (12 if SCHEMES[spec.w2.format].table.min() == -6 else 8)
-    bits = (cpu_panel.row_bytes(spec, "w2") - tails) * 8 / 256**2
-    said = survey(path)["types"][0]["scheme"]
-    if bits == 8 * octets / weights:
-        assert said == f"GGUF {kind}"
-    else:
-        assert said.endswith(f": {bits:.4g} bits a weight, the file has {8 * octets / weights:.4g}")
+    of_rows = 256 * (12 if spec.w2.format in ("mxfp4", "nvfp4") else 8)
+    bits, own = (cpu_panel.row_bytes(spec, "w2") - of_rows) * 8 / 256**2, 8 * octets / weights
+    said, cuda = survey(path)["types"][0]["scheme"], survey(path)["refused"]["cuda"]
+    wider = f", carried as {spec.w2.format}: {bits:.4g} bits a weight, the file has {own:.4g}"
+    assert said == f"GGUF {kind}{wider if bits > own else ''}"
+    runs = "yes *" if cuda.endswith("--scales bf16") else "no" if cuda else "yes"
+    cells = [f"{own:.5g}", "wider" if bits > own else "same", f"{bits:.5g}", "yes", runs, "`test_blocks`"]
+    assert page_rows()[kind] == cells
 
 
 def test_inspect_shows_types(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,11 @@
 """FBGEMM's FP8 by rows (``quant_method: fbgemm_fp8``), as transformers writes it.
 
-Tensors of a linear with N outputs and K inputs: weight F8_E4M3 [N, K], weight_scale F32 [N, 1]. Llama-4's experts stay
-fused: gate_up_proj F8_E4M3 [E, K, 2 I] and gate_up_proj_scale F32 [E, 1, 2 I], down_proj F8_E4M3 [E, I, N] and
-down_proj_scale F32 of N numbers an expert, [E, N, 1] or [E, 1, N].
+Tensors of a linear with N outputs and K inputs: weight F8_E4M3 [N, K], weight_scale F32 [N, 1].
+
+Llama-4's experts stay fused:
+
+- gate_up_proj F8_E4M3 [E, K, 2 I], gate_up_proj_scale F32 [E, 1, 2 I];
+- down_proj F8_E4M3 [E, I, N], down_proj_scale F32 [E, N, 1] or [E, 1, N].
 
 Activations are e4m3 with a scale for each token. FBGEMM clips them at ``activation_scale_ub`` (1200 if not said), the
 kernels here do not.
