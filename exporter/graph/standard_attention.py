@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask
 
 NAME = "quantmoe"
 #: arguments of transformers' attention functions that change the scores or which of them count, besides ours
-UNSUPPORTED = ("softcap", "position_bias", "attention_bias", "head_mask", "sinks", "indices", "block_indices")
+UNSUPPORTED = ("softcap", "attention_bias", "head_mask", "sinks", "indices", "block_indices")
 
 
 def grouped_attention(
@@ -33,6 +33,7 @@ def grouped_attention(
     attention_mask: torch.Tensor,
     scaling: float,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return an attention function of transformers' interface.
@@ -42,6 +43,7 @@ def grouped_attention(
         attention_mask: [batch, 1, S, L], 0 or the type's lowest number, added to the scores.
         scaling: of the scores.
         s_aux: gpt-oss's sinks, [heads]: a score of each row that has no value.
+        position_bias: added to the scores, [batch, heads or groups, S or 1, L].
         others: what the mask says already (sliding_window, is_causal) or what says nothing in inference (dropout).
 
     Returns:
@@ -70,7 +72,10 @@ def grouped_attention(
     if selected is not None:
         attention_mask = torch.where(selected, attention_mask, torch.finfo(attention_mask.dtype).min)
     # in f32: the lowest f16 and a score below it would be -inf, and a row of nothing else NaN
-    scores = scores.float() + attention_mask.unsqueeze(2)
+    scores = scores.float()
+    if position_bias is not None:
+        scores = scores + position_bias.unflatten(1, (groups, -1))
+    scores = scores + attention_mask.unsqueeze(2)
     if s_aux is not None:
         sinks = s_aux.float().reshape(1, groups, heads // groups, 1, 1).expand(batch, -1, -1, s, 1)
         scores = torch.cat((scores, sinks), -1)

@@ -20,6 +20,7 @@ CLASSES = {
     "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
     "glm4v_moe_text": ("glm4v_moe", "Glm4vMoeTextModel"),
     "glm5_next_text": ("glm5_next", "Glm5NextTextModel"),
+    "hy_v4_vl_text": ("hy_v4_vl", "HYV4VLTextModel"),
     "mistral4": ("mistral4", "Mistral4Model"),
     "mistral_large4_text": ("mistral_large4", "MistralLarge4TextModel"),
     "muse_spark_text": ("muse_spark", "MuseSparkTextModel"),
@@ -27,6 +28,8 @@ CLASSES = {
     "qwen3_vl_moe_text": ("qwen3_vl_moe", "Qwen3VLMoeTextModel"),
     "step3p5": ("step3p7", "Step3p7TextModel"),
 }
+#: text models with a class of their own whose names are the outer model's in checkpoints
+NAMED_OUTSIDE = ("inkling_text",)
 
 
 def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -51,12 +54,13 @@ def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
 
 
 def renamings(config: PreTrainedConfig, outer: str) -> list[WeightRenaming]:
-    """Return how transformers renames a published tensor of the model around a text model of CLASSES.
+    """Return how transformers renames a published tensor of the model around a text model of CLASSES or NAMED_OUTSIDE.
 
     Args:
         outer: that model's model_type.
     """
-    found = get_checkpoint_conversion_mapping(outer) if config.model_type in CLASSES else None
+    inside = config.model_type in (*CLASSES, *NAMED_OUTSIDE)
+    found = get_checkpoint_conversion_mapping(outer) if inside else None
     return [t for t in found or () if isinstance(t, WeightRenaming) and not isinstance(t, WeightConverter)]
 
 

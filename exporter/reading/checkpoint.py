@@ -85,6 +85,16 @@ OWN_NAMES = {
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
+    "inkling": {
+        ".attn.wq_du.weight": ".self_attn.q_proj.weight",
+        ".attn.wk_dv.weight": ".self_attn.k_proj.weight",
+        ".attn.wv_dv.weight": ".self_attn.v_proj.weight",
+        ".attn.wr_du.weight": ".self_attn.r_proj.weight",
+        ".attn.wo_ud.weight": ".self_attn.o_proj.weight",
+        ".mlp.w2_md.weight": ".mlp.down_proj.weight",
+        ".mlp.experts.w2_weight": ".mlp.experts.down_proj",
+        ".mlp.shared_experts.shared_w2_weight": ".mlp.shared_experts.down_proj",
+    },
     "jetmoe": {
         ".mlp.input_linear.weight": ".mlp.experts.gate_up_proj",
         ".mlp.output_linear.weight": ".mlp.experts.down_proj",
@@ -109,6 +119,14 @@ def _delta_rows(config: Mapping[str, int]) -> dict[str, int]:
 
 #: model_type -> a linear whose rows are those of several in transformers' model -> how many each of them has
 DIVIDED = {"lara_mini": ("in_proj", _delta_rows), "sarvam_moe": ("query_key_value", _attention_rows)}
+#: model_type -> ends of tensors whose rows alternate between gate and up -> what transformers calls these two
+ALTERNATING = {
+    "inkling_text": {
+        ".mlp.w13_dn.weight": (".mlp.gate_proj.weight", ".mlp.up_proj.weight"),
+        ".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj"),
+        ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
+    }
+}
 #: the file of a whole model; the index of one in shards
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -127,6 +145,8 @@ class Entry:
     """Absolute offset in the shard."""
     name: str
     """What the shard calls it."""
+    half: int | None = None
+    """Which of two rows it has of each pair of the stored tensor's; None: it has all rows."""
 
 
 class Checkpoint:
@@ -344,6 +364,8 @@ class Checkpoint:
         """Return the bytes of a tensor, by default all of them."""
         if size is None:
             size = prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        if entry.half is not None:
+            return self._read_half(entry, entry.half, begin, size)
         with doing(f"{entry.shard}: {entry.name}"), self._reopen(entry.shard) as file:
             found = np.fromfile(file, np.uint8, size, offset=entry.begin + begin)
             self._check_seen(entry.shard, file)  # after the reading, so that what was read is as it was
@@ -351,6 +373,14 @@ class Checkpoint:
             raise CheckpointError(f"{entry.shard}: {entry.name}: {len(found)} of {size} bytes could be read")
         found.flags.writeable = False
         return found
+
+    def _read_half(self, entry: Entry, half: int, begin: int, size: int) -> np.ndarray:
+        """Return bytes of a tensor that has one of two rows of each pair."""
+        row = entry.shape[-1] * DTYPES[entry.dtype].itemsize
+        first, last = begin // row, -(-(begin + size) // row)
+        both = self._read(replace(entry, half=None), 2 * first * row, 2 * (last - first) * row)
+        rows = np.ascontiguousarray(both.reshape(-1, 2, row)[:, half]).reshape(-1)
+        return rows[begin - first * row :][:size]
 
     # reading
 
@@ -375,9 +405,12 @@ class Checkpoint:
         return replace(entry, shape=(count, entry.shape[0] // count, entry.shape[1]))
 
     def _divided(self, name: str, entry: Entry) -> dict[str, Entry]:
-        """Return a tensor under its name; of a linear of :data:`DIVIDED` its rows under the names of transformers'
-        linears."""
+        """Return a tensor under its name; of a linear of :data:`DIVIDED` or :data:`ALTERNATING` its rows under the
+        names of transformers' linears."""
         family = self.text_config.get("model_type")
+        for end, names in ALTERNATING.get(family, {}).items() if isinstance(family, str) else ():
+            if name.endswith(end):
+                return self._halves(name.removesuffix(end), names, entry)
         joined, rows = DIVIDED.get(family, ("", None)) if isinstance(family, str) else ("", None)
         stem, _, leaf = name.rpartition(".")
         parent, _, linear = stem.rpartition(".")
@@ -407,6 +440,17 @@ class Checkpoint:
             found[f"{parent}.{part}.{leaf}"] = Entry(entry.shard, entry.dtype, shape, begin, entry.name)
             begin += count * size
         return found
+
+    def _halves(self, stem: str, names: tuple[str, str], entry: Entry) -> dict[str, Entry]:
+        """Return the two tensors whose rows alternate in one, under their names."""
+        *outer, rows, columns = entry.shape if len(entry.shape) > 1 else (0, 1, 1)
+        if rows % 2:
+            raise CheckpointError(
+                f"{entry.shard}: {entry.name} is {entry.dtype} {list(entry.shape)}, expected an even number of rows: "
+                "those of gate and up in turn"
+            )
+        shape = (*outer, rows // 2, columns)
+        return {f"{stem}{name}": replace(entry, shape=shape, half=i) for i, name in enumerate(names)}
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:

@@ -18,7 +18,9 @@ def text_part(config: Mapping[str, Any]) -> Any:
     """Return the language model's part of a configuration: of a model that also speaks, its thinker's."""
     thinker = config.get("thinker_config")
     config = thinker if isinstance(thinker, dict) else config
-    return _dbrx(config) if config.get("model_type") == "dbrx" else config.get("text_config") or config
+    if config.get("model_type") == "dbrx":
+        return _dbrx(config)
+    return config.get("text_config") or config.get("llm_config") or config
 
 
 def _dbrx(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 #: model_type of families that read all tokens of a text at once and write none
 ENCODERS = ("openai_privacy_filter",)
+#: model_type of families whose experts are rows of tables, which no node of experts has
+_ROWS = ("doge",)
 #: how the names of the layers begin that draft in MiMo
 MIMO = "model.mtp.layers."
 #: what a layer that drafts has beside a decoder layer's tensors: one of DeepSeek-V3's and GLM-4.5's, one of MiMo's
@@ -36,6 +38,11 @@ def drafting_layer(config: Mapping[str, Any], names: Iterable[str]) -> str:
 def drafts_without_experts(layer: str) -> bool:
     """Return whether a layer of :func:`drafting_layer` has a plain feed-forward network."""
     return layer.startswith(MIMO)
+
+
+def has_rows_for_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's experts are rows of tables."""
+    return config.get("model_type") in _ROWS and config.get("is_moe") is True
 
 
 def halves(config: Mapping[str, Any], size: int) -> tuple[slice, slice]:

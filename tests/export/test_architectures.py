@@ -17,7 +17,7 @@ import torch
 from published import PUBLISHED, kept
 from safetensors.torch import load_file, save_file
 from sweeps import every
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -25,7 +25,7 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import open_checkpoint
-from quantmoe.exporter.reading.formats.experts import RECURRENT, UNLIKE
+from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -84,6 +84,7 @@ LLAMA4 |= {"no_rope_layer_interval": 2}
 MISTRAL4 = {"num_key_value_heads": 4, "head_dim": 32, "rope_parameters": {"original_max_position_embeddings": 8}}
 #: of 14 tokens each attends to 6
 INDEXED = {"num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 24, "index_topk": 6}
+HY_V4 = INDEXED | {"swiglu_limit": 0.5, "indexer_types": ["full", "full", "shared", "full"]}
 #: dots.3's configuration has no sizes of all layers
 DOTS3: dict[str, Any] = (
     {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")}
@@ -100,6 +101,9 @@ DOTS3: dict[str, Any] = (
 EOS = 36
 #: two experts in each of eight groups
 SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
+#: 14 tokens are more than the window, than the distances with a bias, and than the texts whose scores are not scaled
+INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4}
+INKLING |= {"sliding_window_size": 8, "rel_extent": 6, "unpadded_vocab_size": 120, "log_scaling_n_floor": 4}
 #: the vision tower of Qwen's and GLM's models, which no test of this file runs
 QWEN_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 #: model_type -> what a model of several modalities has beside its text model
@@ -110,6 +114,15 @@ OUTER: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"vision_config": QWEN_TOWER | {"image_size": 56, "patch_size": 14}},
     "glm5_next": {
         "vision_config": QWEN_TOWER | {"image_size": 56, "patch_size": 14, "projection_intermediate_size": 32}
+    },
+    "hy_v4_vl": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"out_hidden_size": 64, "max_image_size": 64}
+    },
+    "inkling_mm_model": {
+        # fewer layers would ask scipy for their sizes
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 24, "patch_size": 4, "num_attention_heads": 2},
+        "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
     },
     "kimi_k25": {
         "tie_word_embeddings": False,
@@ -204,13 +217,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "indexer_budget": 6,
     }
     | {"indexer_compress_ratio": 2, "rope_parameters": {"mrope_section": [1, 1, 0]}, "eos_token_id": EOS},
-    "hy_v4": INDEXED | {"swiglu_limit": 0.5, "indexer_types": ["full", "full", "shared", "full"]},
+    "hy_v4": HY_V4,
+    "hy_v4_vl": HY_V4 | {"rope_parameters": {"mrope_section": [3, 3, 2]}},
     "deepseek_v4": {"num_key_value_heads": 1, "head_dim": 32, "o_groups": 2, "o_lora_rank": 16, "swiglu_limit": 0.5}
     | {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 3, "mlp_layer_types": ["hash_moe", *["moe"] * 3]}
     | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
     | {"num_nextn_predict_layers": 0},
     "glm5_next": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_n_heads": 8, "index_head_dim": 24}
     | {"index_topk": 6, "index_kpool": 2, "swiglu_limit": 0.5, "linear_num_heads": 2, "linear_head_dim": 16},
+    "doge": {"num_experts": 64, "num_experts_per_tok": 4, "keep_window_size": 6},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1},
     "gemma4": {"text_config": GEMMA4, "vision_config": None, "audio_config": None},
     "gemma4_text": GEMMA4,
@@ -222,6 +237,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 16},
     "granitemoeshared": {"shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+    "inkling_mm_model": INKLING,
+    "inkling_text": INKLING,
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16, "mamba_dt_rank": 4},
     "jetmoe": {"kv_channels": 16},
     "kimi_k25": {"num_key_value_heads": 4} | SIXTEEN,
@@ -275,8 +292,6 @@ BRIEF = ("glm4_moe_lite", "kimi_linear")
 TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 #: model_type -> fields of its own, of types that are refused, and the reason
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "doge": ({"is_moe": True}, "doge: experts that are not on transformers' experts interface are not supported"),
-    "inkling_text": ({}, "inkling_text: a short convolution after attention and experts is not supported"),
     "inkling2_loop_text": (
         {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8}
         | {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4}
@@ -285,7 +300,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 3,
             "unpadded_vocab_size": 128,
         },
-        "inkling2_loop_text: a short convolution after attention and experts is not supported",
+        "inkling2_loop_text: a gate of experts that tanh limits is not supported",
     ),
 }
 #: types that select what a token attends to: the same in any pieces of a prompt
@@ -293,21 +308,25 @@ SELECTING = (
     "axk2",
     "deepseek_v32",
     "deepseek_v4",
+    "doge",
     "dots3_note_text",
     "glm5_next",
     "glm_moe_dsa",
     "hy_v4",
+    "hy_v4_vl",
     "minimax_m3_vl_text",
     "mistral_large4",
     "qwen4_exp_text",
 )
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
-#: types around a text model of SELECTING -> the prefix of its tensors
+#: types around a text model -> its row, what config.json calls it, and the prefix of its tensors
 INSIDE = {
-    "dots3_note": "model.language_model.",
-    "minimax_m3_vl": "language_model.model.",
-    "qwen4_exp": "model.language_model.",
+    "dots3_note": ("dots3_note_text", "text_config", "model.language_model."),
+    "internvl": ("qwen3_moe", "text_config", "language_model.model."),
+    "minimax_m3_vl": ("minimax_m3_vl_text", "text_config", "language_model.model."),
+    "nemotron_h_omni": ("nemotron_h", "llm_config", "language_model.backbone."),
+    "qwen4_exp": ("qwen4_exp_text", "text_config", "model.language_model."),
 }
 LATENT = ("bailing_hybrid", "deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
 
@@ -366,6 +385,20 @@ def make_checkpoint(folder: Path, name: str, **sizes: Any) -> None:
         save_file(published, folder / "model.safetensors", {"format": "pt"})
 
 
+def expected(model: Any, ids: torch.Tensor) -> np.ndarray:
+    """Return transformers' logits: of the tokens one by one, where its router mixes those of a prompt."""
+    with torch.no_grad():
+        if model.config.model_type != "doge":
+            return np.asarray(model(ids).logits)
+        rows = []
+        for row in ids:
+            cache, found = DynamicCache(), []
+            for token in row:
+                found.append(model(token.reshape(1, 1), cache=cache).logits[0])
+            rows.append(torch.cat(found))
+        return np.stack(rows)
+
+
 def difference(model_type: str, quantize: str, folder: Path) -> float:
     """Of the logits of prefill and decode, from transformers' with the same weights in float32, by the largest."""
     make_checkpoint(folder / "checkpoint", model_type)
@@ -376,8 +409,7 @@ def difference(model_type: str, quantize: str, folder: Path) -> float:
     else:
         torch_model = dequantized(Skeleton(Unquantized(open_checkpoint(folder / "checkpoint"), quantize)))
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
-    with torch.no_grad():
-        want = torch_model(torch.from_numpy(ids)).logits.numpy()
+    want = expected(torch_model, torch.from_numpy(ids))
     pieces = [(10, 1, 1, 2)]  # past the window of 8
     if model_type.partition(" ")[0] in SELECTING:
         pieces += [(14,), (3, 4, 2, 5)]
@@ -457,16 +489,15 @@ def test_the_docs_have_the_words_of_refusals() -> None:
     """Of types without a tiny model those that a table or their text model's type has."""
     docs = refused_in_the_docs()
     assert docs.keys() >= REFUSED.keys()
-    tables = {name: reason for table in (RECURRENT, UNLIKE) for name, reason in table.items()}
     for name, reason in docs.items():
         text = name if name in REFUSED else f"{name}_text"
-        if (kind := name.removesuffix("_text")) in tables:
-            assert tables[kind] == reason, name
+        if (kind := name.removesuffix("_text")) in UNSUPPORTED:
+            assert UNSUPPORTED[kind] == reason, name
         elif text in REFUSED:
             assert reason in REFUSED[text][1], name
         else:
-            assert name == "hy_v4_vl"
-    assert tables.keys() <= {name.removesuffix("_text") for name in docs}
+            raise AssertionError(name)
+    assert UNSUPPORTED.keys() <= {name.removesuffix("_text") for name in docs}
 
 
 def selecting(folder: Path, zeros: str, **fields: Any) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -622,14 +653,16 @@ def test_the_thinker_of_a_model_that_also_speaks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("outer", every(INSIDE))
 def test_the_text_model_inside_a_model_that_sees(outer: str, tmp_path: Path) -> None:
     """The dry run of both has the same layers."""
-    make_checkpoint(tmp_path / "text", f"{outer}_text")
+    text, part, prefix = INSIDE[outer]
+    make_checkpoint(tmp_path / "text", text)
     config = json.loads((tmp_path / "text" / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(tmp_path / "text" / "model.safetensors")
     (tmp_path / "whole").mkdir()
     towers = {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}}
-    whole = {"model_type": outer, "text_config": config} | (towers if outer == "dots3_note" else {})
+    whole = {"model_type": outer, "tie_word_embeddings": False, part: config}
+    whole |= towers if outer == "dots3_note" else {}
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole), encoding="utf-8")
-    named = {re.sub("^model[.]", INSIDE[outer], name): tensor for name, tensor in tensors.items()}
+    named = {re.sub("^(model|backbone)[.]", prefix, name): tensor for name, tensor in tensors.items()}
     save_file(named, tmp_path / "whole" / "model.safetensors")
     dry = {
         name: plan(tmp_path / name, tmp_path / "onnx", quantize="none", activations="float")

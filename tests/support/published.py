@@ -52,6 +52,14 @@ _MISTRAL4 = {
     "n_group": 1,
     "rope_parameters": _rope("yarn", factor=128.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
 }
+_INKLING = {
+    "layer_types": {"hybrid", "hybrid_sliding"},
+    "mlp_layer_types": {"dense", "sparse"},
+    "conv_kernel_size": 4,
+    "n_shared_experts": 2,
+    "route_scale": 8.0,
+    "logits_mup_width_multiplier": 24.0,
+}
 
 #: model_type -> the published model; where there are others of other mechanisms, with a word behind it
 PUBLISHED: dict[str, Published] = {
@@ -552,6 +560,12 @@ PUBLISHED: dict[str, Published] = {
         {"norm_topk_prob": True, "routed_scaling_factor": 2.827, "n_group": 1, "hc_mult": 4, "hc_magnitude": 2.0}
         | {"rope_parameters": _rope()},
     ),
+    "hy_v4_vl": Published(
+        "tencent/Hy4",
+        _DEFAULTS,
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.827, "n_group": 1, "hc_mult": 4, "hc_magnitude": 2.0}
+        | {"rope_parameters": _rope()},
+    ),
     "deepseek_v4": Published(
         "deepseek-ai/DeepSeek-V4-Flash-Base",
         _DEFAULTS,
@@ -596,6 +610,11 @@ PUBLISHED: dict[str, Published] = {
         _KNOWN,
         {"tie_word_embeddings": False, "rope_parameters": _rope(rope_theta=5e5)},
     ),
+    "doge": Published(
+        "SmallDoge/Doge-120M-MoE-Instruct",
+        _DEFAULTS,
+        {"is_moe": True, "attention_bias": False, "norm_topk_prob": False, "rope_parameters": _rope()},
+    ),
     "jetmoe": Published(
         "jetmoe/jetmoe-8b",
         _KNOWN,
@@ -614,6 +633,8 @@ PUBLISHED: dict[str, Published] = {
             "rope_parameters": {"hybrid": _rope(rope_theta=5e6, partial_rotary_factor=0.5)},
         },
     ),
+    "inkling_mm_model": Published("thinkingmachines/Inkling", _DEFAULTS, _INKLING),
+    "inkling_text": Published("thinkingmachines/Inkling", _DEFAULTS, _INKLING),
     "jamba": Published(
         "ai21labs/Jamba-v0.1",
         _KNOWN,

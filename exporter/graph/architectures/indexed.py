@@ -15,11 +15,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
 
+from quantmoe.exporter.graph.architectures import mrope
 from quantmoe.exporter.graph.passes.attention import bound
 
 
 def prepare(model: PreTrainedModel) -> None:
     """Make attention keep the indexer's keys in its cache, and the indexer select a number that no length changes."""
+    mrope.prepare(model)
     for module in model.modules():
         attention: Any = module
         if not type(module).__name__.endswith("Attention") or not hasattr(module, "indexer"):

@@ -26,6 +26,7 @@ from quantmoe.exporter.graph.architectures.indexed import (
 )
 from quantmoe.exporter.graph.passes import token_windows
 from quantmoe.exporter.graph.passes.linear_attention import convolve
+from quantmoe.exporter.graph.passes.state_parts import StatePart, divide, join
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 #: digits of a token's number plus 1, in base 256: every type of a graph has them exactly
@@ -134,47 +135,19 @@ def _selected(
     return by_slot(named[:, None], places // size)[:, 0]
 
 
-class _Part:
-    """A stand-in for a cache and for its layer: the part of one short convolution in a layer's states.
-
-    Attributes:
-        conv_states: [.., channels, width - 1], or None where the layer has nothing.
-    """
-
-    def __init__(self, layer: Any, first: int, channels: int, width: int):
-        state = layer.conv_states[0]
-        own = None if state is None else state[..., first : first + channels, state.shape[-1] - width + 1 :]
-        self.conv_states: dict[int, torch.Tensor | None] = {0: own}
-        self.recurrent_states, self.has_previous_state = layer.recurrent_states, layer.has_previous_state
-
-    def __getitem__(self, _: int) -> _Part:
-        return self
-
-    @property
-    def layers(self) -> _Part:
-        """Return all layers."""
-        return self
-
-
 def _layer(self: Any, hidden_states: torch.Tensor, *args: Any, cache: Any, **kwargs: Any) -> torch.Tensor:
     """Qwen4ExpTextDecoderLayer.forward, whose short convolutions have one state."""
     linear, ple = self.linear_attn, self.ple
     layer, words = cache.layers[linear.layer_idx], _DIGITS * (ple.ple_embedding.ngram_size - 1)
-    widths = {
-        "linear": (linear.conv_dim, linear.conv_kernel_size),
-        "ple": (ple.conv1d.in_channels, ple.short_conv_state_len + 1),
-        "words": (words, ple.ple_embedding.ngram_size),
-    }
-    parts, first = {}, 0
-    for name, (channels, width) in widths.items():
-        parts[name] = _Part(layer, first, channels, width)
-        first += channels
-    ple.parts = (parts["ple"], parts["words"], linear)
-    made: torch.Tensor = type(self).forward(self, hidden_states, *args, cache=parts["linear"], **kwargs)
-    longest = max(width for _, width in widths.values()) - 1
-    states = [part.conv_states[0] for part in parts.values()]
-    padded = (torch.nn.functional.pad(state, (longest - state.shape[-1], 0)) for state in states if state is not None)
-    layer.conv_states[0] = torch.cat([*padded], -2)
+    sizes = (
+        (linear.conv_dim, linear.conv_kernel_size),
+        (ple.conv1d.in_channels, ple.short_conv_state_len + 1),
+        (words, ple.ple_embedding.ngram_size),
+    )
+    own, *others = parts = divide(layer, sizes)
+    ple.parts = (*others, linear)
+    made: torch.Tensor = type(self).forward(self, hidden_states, *args, cache=own, **kwargs)
+    join(layer, parts)
     return made
 
 
@@ -193,7 +166,7 @@ def _injected(self: Any, hidden_states: torch.Tensor, input_ids: torch.Tensor, *
     return value + _delayed(self.norm_conv(value), taps, "silu", part, linear)
 
 
-def _delayed(x: torch.Tensor, taps: torch.Tensor, activation: str, part: _Part, linear: Any) -> torch.Tensor:
+def _delayed(x: torch.Tensor, taps: torch.Tensor, activation: str, part: StatePart, linear: Any) -> torch.Tensor:
     """Return the convolution of each channel with its taps, as the linear attention of the layer has its own."""
     spec = ConvSpec(
         channels=taps.shape[0],
@@ -205,7 +178,7 @@ def _delayed(x: torch.Tensor, taps: torch.Tensor, activation: str, part: _Part, 
     return convolve(spec, convolution, x, part, linear.rows.rows)
 
 
-def _ngrams(self: Any, ids: torch.Tensor, part: _Part, linear: Any, like: torch.Tensor) -> torch.Tensor:
+def _ngrams(self: Any, ids: torch.Tensor, part: StatePart, linear: Any, like: torch.Tensor) -> torch.Tensor:
     """Return the rows of the embeddings of n-grams that end with each token, [batch, sequence, heads].
 
     An n-gram has no token before an end of text, nor before the first token. The end of a text stands there.

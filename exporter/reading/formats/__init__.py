@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_gguf
 from quantmoe.exporter.reading.config_fields import reading
+from quantmoe.exporter.reading.families import has_rows_for_experts
 from quantmoe.exporter.reading.formats.awq import AWQ
 from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
@@ -59,7 +60,8 @@ def find_format(ckpt: Checkpoint) -> Format:
     """
     supported = ", ".join(format.name for format in FORMATS)
     if not ckpt.quantization:
-        named_experts(ckpt, Unquantized.fused)
+        if not has_rows_for_experts(ckpt.text_config):
+            named_experts(ckpt, Unquantized.fused)
         raise CheckpointError(
             f"{ckpt.folder}: no quantization configuration; supported formats: {supported}. A checkpoint in "
             "floating point is quantized with --quantize int4 or another format, or left as it is with none"

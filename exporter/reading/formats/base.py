@@ -353,8 +353,10 @@ class Format(ABC):
 
     @property
     def without_experts(self) -> bool:
-        """This part has no experts."""
-        return bool(self.part) and families.drafts_without_experts(self.next_layer)
+        """This part has no experts, or none that a node computes."""
+        if not self.part:
+            return families.has_rows_for_experts(self.ckpt.text_config)
+        return families.drafts_without_experts(self.next_layer)
 
     def _later_layers(self) -> list[str]:
         """Return the tensors of layers that draft beside the first one."""

@@ -1,4 +1,4 @@
-"""The names of experts in checkpoints, and the families whose experts nothing here computes."""
+"""The names of experts in checkpoints, and the families that have something which nothing here computes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NAMINGS = (
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron
 )
-#: model_type of families whose layers keep a state from token to token -> what no operator computes of it
-RECURRENT = {
-    "inkling": "a short convolution after attention and experts",
-    "inkling2": "a short convolution after attention and experts",
-    "inkling2_loop": "a short convolution after attention and experts",
-}
-_OFF_INTERFACE = "experts that are not on transformers' experts interface"
-#: the same of families that have something else which nothing here computes
-UNLIKE = {
-    "doge": _OFF_INTERFACE,
+_READS = "a decoder that reads what an encoder makes"
+_TANH = "a gate of experts that tanh limits"
+#: model_type without _text -> what no operator computes of the family
+UNSUPPORTED = {
+    "diffusion_gemma": "diffusion, which writes many tokens at once",
+    "inkling2": _TANH,
+    "inkling2_loop": _TANH,
+    "nllb-moe": _READS,
+    "switch_transformers": _READS,
+    "unlimited_ocr": "attention that sees the whole prompt and a window of the answer",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 
@@ -45,17 +45,11 @@ def named_experts(
             text model's.
 
     Raises:
-        CheckpointError: there are none, or the family is one of RECURRENT or UNLIKE.
+        CheckpointError: there are none, or the family is one of UNSUPPORTED.
     """
     kind = ckpt.text_config.get("model_type")
-    if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
-        raise CheckpointError(
-            f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported. Supported layers with "
-            "a state: Kimi-Linear, LFM2, MiniMax-Text-01, Mamba (Jamba, Nemotron-H, Granite 4), Qwen3-Next and Qwen3.5"
-        )
-    dense = kind == "doge" and not ckpt.text_config.get("is_moe")
-    if isinstance(kind, str) and not dense and (what := UNLIKE.get(kind.removesuffix("_text"))):
-        raise CheckpointError(f"{ckpt.folder / 'config.json'}: {kind}: {what} are not supported")
+    if isinstance(kind, str) and (missing := UNSUPPORTED.get(kind.removesuffix("_text"))):
+        raise CheckpointError(f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported")
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
         if not has(name):
@@ -76,9 +70,10 @@ def refuse_dense(ckpt: Checkpoint) -> None:
     Raises:
         CheckpointError: it is such a model, which no option helps.
     """
-    named = any(re.search(r"\bexpert", name) for name in ckpt.names())
-    if not named and not any("expert" in key and value for key, value in ckpt.text_config.items()):
-        raise dense(ckpt.folder, ckpt.text_config.get("model_type"))
+    config, named = ckpt.text_config, any(re.search(r"\bexpert", name) for name in ckpt.names())
+    said = config.get("is_moe") is not False and any("expert" in key and value for key, value in config.items())
+    if not named and not said:
+        raise dense(ckpt.folder, config.get("model_type"))
 
 
 def _absence(ckpt: Checkpoint, fused: tuple[str, ...], has: Callable[[str], bool], part: str) -> str:

@@ -28,9 +28,9 @@ ACTIVATIONS = {
 #: model_type of families with gpt-oss' gate, whatever their configuration calls it
 SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text", "openai_privacy_filter")
 #: model_type of families whose gate is clamped before SiLU, as the other half is on both sides
-SWIGLU_CLAMP = ("deepseek_v4", "glm5_next_text", "hy_v4")
+SWIGLU_CLAMP = ("deepseek_v4", "glm5_next_text", "hy_v4", "hy_v4_vl_text")
 #: model_type of families with SiLU, whose configuration does not name it
-SILU = ("lfm2_moe", "longcat_flash", "openai_privacy_filter", "step3p5")
+SILU = ("inkling_text", "lfm2_moe", "longcat_flash", "openai_privacy_filter", "step3p5")
 #: field with a layer's limit of gates after SiLU, null and 0 for none
 STEP_LIMITS = "swiglu_limits"
 #: model_type of families whose experts beyond the counted ones are for images, or have no weights
