@@ -131,7 +131,7 @@ def choose_experts(
         CheckpointError: fewer layers than that; the layout does not carry a layer's experts, or no kernel takes them.
     """
     found = moe_layers(format)
-    last = format.ckpt.text_config.get("num_hidden_layers") or found[-1].index + 1
+    last = format.ckpt.text_config.get("num_hidden_layers") or max((layer.index + 1 for layer in found), default=1)
     if layers is not None and not 1 <= layers <= last:
         raise CheckpointError(f"{format.ckpt.folder}: --layers {layers}; the model has 1 to {last}")
     made = {}

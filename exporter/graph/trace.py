@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.exporters import exporter_onnx
-from transformers.exporters.utils import patch_attribute
+from transformers.exporters.utils import patch_attributes
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.torch_op import ONNX
@@ -55,6 +55,7 @@ from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.rank_collectives import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.repeated_layers import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
+from quantmoe.exporter.graph.passes.rewrite_rules import ONLY_THEIR_OPERATOR
 from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.put_nodes import Attention
 from quantmoe.exporter.memory import doing
@@ -358,7 +359,8 @@ def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
 
 
 def keeping(placeholders: set[str]) -> Any:
-    """Return a context in which onnxscript's optimizer folds no node that reads a placeholder."""
+    """Return a context in which onnxscript's optimizer folds no node that reads a placeholder, and tries its rules on
+    nodes that they are for."""
     original = onnxscript.optimizer.optimize_ir
 
     def optimize(model: ir.Model, *args: Any, should_fold: Any = lambda node: None, **kwargs: Any) -> Any:
@@ -368,7 +370,7 @@ def keeping(placeholders: set[str]) -> Any:
 
         return original(model, *args, should_fold=fold, **kwargs)
 
-    return patch_attribute(onnxscript.optimizer, "optimize_ir", lambda _: optimize)
+    return patch_attributes([(onnxscript.optimizer, "optimize_ir", lambda _: optimize), ONLY_THEIR_OPERATOR])
 
 
 exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX | selective_scan.ONNX | hyper_connections.ONNX | token_windows.ONNX

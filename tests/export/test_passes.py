@@ -11,10 +11,13 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
+import onnxscript.optimizer
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 from specs import attention_spec
+from transformers.exporters.utils import patch_attributes
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
@@ -33,6 +36,7 @@ from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.rank_collectives import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.repeated_layers import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
+from quantmoe.exporter.graph.passes.rewrite_rules import only_their_operator
 from quantmoe.exporter.graph.passes.tables import narrow_tables
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.reading.slices import Slice
@@ -562,6 +566,37 @@ def test_layers_that_are_no_chain_are_not_repeated() -> None:
     with pytest.raises(RepeatError):
         repeat_layers(model, "model.layers", [[0], [1], [5]])
     assert ops(model) == before
+
+
+def test_rewrite_rules_are_tried_on_their_operators() -> None:
+    """They make the same graph, and see no other nodes than those that they end with."""
+    text = """g (float[2, 3] x) => (float[2, 3] y) {
+        a = Identity (x)
+        b = Transpose <perm = [1, 0]> (a)
+        c = Transpose <perm = [1, 0]> (b)
+        d = Relu (c)
+        y = Relu (d)
+    }"""
+    made, tried = [], []
+
+    def watched(match: Any) -> Any:
+        def call(self: Any, model: ir.Model, graph: Any, node: ir.Node, **others: Any) -> Any:
+            tried[-1].append((self.pattern.output_nodes[0].op_identifier(), (node.domain, node.op_type)))
+            return match(self, model, graph, node, **others)
+
+        return call
+
+    for factories in ([watched], [watched, only_their_operator]):
+        tried.append([])
+        model = parsed(text)
+        with patch_attributes([(SimplePatternMatcher, "match", factory) for factory in factories]):
+            onnxscript.optimizer.optimize_ir(model)
+        made.append(ir.to_proto(model).SerializeToString())
+    assert made[0] == made[1]
+    assert ops(model) == ["Relu"]
+    assert any(rule and rule[:2] != node for rule, node in tried[0])
+    assert tried[1]
+    assert all(rule is None or rule[:2] == node for rule, node in tried[1])
 
 
 MIXTURE = """g (float[T, 8] x, float[8, 4] router, float[8, 8] shared, int32[4, 16] w13, int32[4, 16] w2) =>
