@@ -29,13 +29,17 @@ from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.calibration import CALIBRATION, weigh
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
+    FIELDS,
+    add_caches,
     add_mtp,
     add_paged,
     add_vision,
+    caches,
     genai_config,
     image_processor,
     shared_tensors,
     shares_buffer,
+    why_not,
 )
 from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.output import is_foreign, record, remove, writing
@@ -148,14 +152,8 @@ def _export(
             report.tokenizer = write_tokenizer(ckpt.companions, partial, gguf=ckpt.companions != ckpt.folder)
         ckpt.check_unchanged()
         for_tensorrt = options.external_experts
-        if for_tensorrt:
-            report.genai = "no genai_config.json: with its experts in the data files TensorRT alone runs it"
-        elif LOGITS in ends:
-            report.genai = "no genai_config.json: onnxruntime-genai takes --logits last or --logits all"
-        elif part_of is not None:
-            report.genai = "no genai_config.json: onnxruntime-genai runs no slices"
-        else:
-            report.genai = _genai(ready, partial, options)
+        if reason := _genai(ready, partial, options, part_of):
+            report.genai = f"no genai_config.json: {reason}"
         if target.library and not for_tensorrt:
             report.library = _library(partial, target, not report.genai)
         metadata = {"checkpoint": ckpt.folder.resolve().name, TARGET: target.name} | ends
@@ -166,7 +164,8 @@ def _export(
         if runtime:
             metadata["onnxruntime"] = runtime
         if not is_foreign(output, README):
-            partial(README).write_text(readme(target, runtime, part_of, report.tokenizer), encoding="utf-8")
+            remark = "\n".join(filter(None, [report.genai, report.tokenizer]))
+            partial(README).write_text(readme(target, runtime, part_of, remark), encoding="utf-8")
         if report.chat:
             metadata["no_chat"] = report.chat.replace(f"{ckpt.companions}{os.sep}", "")
         if report.plain_attention:
@@ -212,27 +211,27 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) -> str:
+def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options, part_of: Slice | None) -> str:
     """Write the files that onnxruntime-genai reads beside the model; return why if there are none."""
     ckpt, parts, target = ready.format.ckpt, ready.parts, options.facts
+    if options.external_experts:
+        return "with its experts in the data files TensorRT alone runs it"
+    if LOGITS in ready.ends:
+        return "onnxruntime-genai takes --logits last or --logits all"
+    if part_of is not None:
+        return "onnxruntime-genai runs no slices"
     if options.paged and not target.on_gpu:
-        return "no genai_config.json: onnxruntime-genai's Engine has caches in blocks on NVIDIA GPUs only"
-    layers = parts[0].skeleton.model.config.num_hidden_layers  # which config.json may say as a list of kinds alone
-    config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
-    inputs = {str(value.name) for value in parts[0].graph.graph.inputs}
-    states = {name.removesuffix(".recurrent_state") for name in inputs if name.endswith(".recurrent_state")}
+        return "onnxruntime-genai's Engine has caches in blocks on NVIDIA GPUs only"
+    graph, model = parts[0].graph.graph, parts[0].skeleton.model.config
+    cached = caches(graph.inputs, options.paged)
+    if reason := why_not(cached, options.paged):
+        return f"onnxruntime-genai 0.18 cannot run the model: {reason}"
+    fields = {name: getattr(model, name) for name in FIELDS if hasattr(model, name)}
     try:
-        if any(f"{layer}.conv_state" not in inputs for layer in states):  # it looks for both
-            raise KeyError("conv_state")
-        found = genai_config(config, ckpt.generation_config, target, shares)
-        caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))
-        heads = 2 if options.paged else 1
-        shapes = {(v.shape[heads], v.shape[3]) for v in caches if v.shape is not None}
-        if len(shapes) > 1:  # onnxruntime-genai allocates all alike
-            raise KeyError("head_dim")
-        _, width = shapes.pop()
-        if isinstance(width, int):  # codes may have their scales behind them
-            found["model"]["decoder"]["head_size"] = width
+        found = genai_config(
+            _config(ckpt, model.num_hidden_layers), ckpt.generation_config, target, shares_buffer(graph), fields
+        )
+        add_caches(found, cached)
         if len(parts) > 1 and options.kept_logits == "all":  # which drafts take
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions
@@ -240,15 +239,15 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options) ->
         if (short := ready.ends.get(SHORT_CONTEXT)) is not None:  # it reads prompts in pieces, and reads none again
             found["search"]["max_length"] = min(found["search"]["max_length"], int(short))
         if options.paged:
-            add_paged(found, (str(v.name) for v in parts[0].graph.graph.inputs))
+            add_paged(found, (str(v.name) for v in graph.inputs))
         skeleton = ready.parts[0].skeleton
         if ready.whole is not None and skeleton.vision is not None:
             names = VISION_MODEL, EMBEDDINGS_MODEL
             add_vision(found, skeleton.vision.NAME, skeleton.embedding_width, ready.whole, PROCESSOR, names)
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2), encoding="utf-8")
         partial(GENAI).write_text(json.dumps(found, indent=2), encoding="utf-8")
-    except KeyError:
-        return "no genai_config.json: onnxruntime-genai has no decoder for this architecture"
+    except KeyError as error:
+        return f"the checkpoint's configuration has no {error.args[0]}"
     return ""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.folder.files import MODEL
-from quantmoe.exporter.folder.interface import BLOCK, HIDDEN, HIDDEN_OUT, PAGED, PAST, present
+from quantmoe.exporter.folder.interface import BLOCK, HIDDEN, HIDDEN_OUT, PAGED, PAST, STATES, present
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.sampling import sampling_of
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
 TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_moe_text": "qwen3_5_moe_text"}
 
+#: fields that genai_config.json takes from transformers' configuration where config.json has none
+FIELDS = ("hidden_size", "max_position_embeddings", "vocab_size")
+#: the type of a cache, and its sizes
+Cache = tuple[str, ...]
 #: operators that write a cache in place
 IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta", "StateSpace")}
 #: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory
@@ -40,8 +45,77 @@ def shares_buffer(graph: ir.Graph) -> bool:
     return bool(past) and all(len(found) == 1 and found <= IN_PLACE for found in nodes)
 
 
+def caches(inputs: Iterable[ir.Value], paged: bool = False) -> dict[int, dict[str, Cache]]:
+    """Return what a graph caches: layer -> kind -> (type, sizes). Sizes of keys and values are the number of heads and
+    their width."""
+    found: dict[int, dict[str, Cache]] = defaultdict(dict)
+    for value in inputs:
+        prefix, _, name = str(value.name).partition(".")
+        if prefix == PAST and value.shape is not None:
+            layer, kind = name.split(".")
+            sizes = value.shape if name.endswith(STATES) else value.shape[2:] if paged else value.shape[1::2]
+            found[int(layer)][kind] = (str(value.dtype), *map(str, sizes))
+    return found
+
+
+def why_not(cached: Mapping[int, Mapping[str, Cache]], paged: bool = False) -> str:
+    """Return why onnxruntime-genai 0.18 cannot allocate caches, "" if it can.
+
+    Its DefaultKeyValueCache has one type for all layers, and one size for a layer's key and value. Its RecurrentState
+    has both states of a layer, of one size for all layers. Its LFM2Cache has layers with a convolution alone, and one
+    size for all others. Its Engine has one size, too.
+    """
+    keys = {layer: kinds["key"] for layer, kinds in cached.items() if "key" in kinds}
+    convolution, state = (name.removeprefix(".") for name in STATES)
+    states = {layer: kinds for layer, kinds in cached.items() if kinds.keys() & {convolution, state}}
+    alone = [layer for layer, kinds in states.items() if state not in kinds]
+    if not keys:
+        return "it needs a layer with keys and values"
+    for layer, key in keys.items():
+        if (value := cached[layer]["value"]) != key:
+            return f"it needs keys and values of one size, and layer {layer} has {_size(key)} and {_size(value)}"
+    if free := [layer for layer, kinds in states.items() if convolution not in kinds]:
+        return f"it needs a convolution in a layer with a state, and layer {free[0]} has none"
+    if alone and (len(alone) < len(states) or keys.keys() & states.keys()):
+        return f"it needs a recurrent state in a layer with a convolution, and layer {alone[0]} has none"
+    one_size = [{kinds.get(kind) for kinds in states.values()} for kind in (convolution, state)]
+    one_size += [{key if paged or alone else key[:1] for key in keys.values()}]
+    if any(len(sizes) > 1 for sizes in one_size):
+        return "it needs caches of one size and type in all layers"
+    return ""
+
+
+def add_caches(config: dict[str, Any], cached: Mapping[int, Mapping[str, Cache]]) -> None:
+    """Put the sizes of caches into genai_config.json. They are of one layer: onnxruntime-genai reads the others' from
+    the model."""
+    decoder = config["model"]["decoder"]
+    decoder["num_key_value_heads"], decoder["head_size"] = (
+        int(size) for size in next(kinds["key"][1:] for kinds in cached.values() if "key" in kinds)
+    )
+    if any(kinds.keys() == {"conv_state"} for kinds in cached.values()):
+        config["model"]["type"] = "lfm2"
+        decoder["layer_types"] = ["full_attention" if "key" in cached[layer] else "conv" for layer in sorted(cached)]
+        decoder["inputs"]["past_conv_names"] = f"{PAST}.%d.conv_state"
+        decoder["outputs"]["present_conv_names"] = f"{present(PAST)}.%d.conv_state"
+        _no_cuda_graph(decoder)  # each step has other buffers of states
+
+
+def _no_cuda_graph(decoder: dict[str, Any]) -> None:
+    for provider in decoder["session_options"].get("provider_options", []):
+        for options in provider.values():
+            options["enable_cuda_graph"] = "0"
+
+
+def _size(cache: Cache) -> str:
+    return "x".join(cache[1:])
+
+
 def genai_config(
-    config: Mapping[str, Any], generation: Mapping[str, Any], target: Target, shares: bool = False
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    target: Target,
+    shares: bool = False,
+    defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of genai_config.json.
 
@@ -49,20 +123,17 @@ def genai_config(
         config: config.json. generation: generation_config.json, {} when there is none.
         target: of the model. onnxruntime-genai loads its library from the model's own folder only.
         shares: whether past and present may be one buffer. On a GPU, a decode step is then a CUDA graph.
+        defaults: of fields that config.json has not.
 
     Raises:
-        KeyError: a field that plain decoders have is not there.
+        KeyError: a field is not there.
     """
-    text = text_part(config)
+    text = {**(defaults or {}), **text_part(config)}
     session: dict[str, Any] = {"custom_ops_library": target.library} if target.library else {}
     if target.provider:
         session["provider_options"] = [{target.provider: {"enable_cuda_graph": "1" if shares else "0"}}]
     heads, context = text["num_attention_heads"], text["max_position_embeddings"]
     groups, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or text["hidden_size"] // heads
-    if "kv_lora_rank" in text:  # latent attention, whose cache is one key in two halves
-        if not shares:
-            raise KeyError("head_dim")  # of other widths in standard nodes, onnxruntime-genai knows one
-        groups, width = 1, (text["kv_lora_rank"] + text["qk_rope_head_dim"]) // 2
     tokens: dict[str, Any] = {
         name: value for name in NAMED if (value := named_token(name, generation, config)) is not None
     }
@@ -180,9 +251,7 @@ def add_vision(
     del decoder["inputs"]["input_ids"]
     decoder["inputs"] = {"inputs_embeds": "inputs_embeds"} | decoder["inputs"]
     del config["search"]["chunk_size"]  # a prompt is one run
-    for provider in decoder["session_options"].get("provider_options", []):
-        for options in provider.values():
-            options["enable_cuda_graph"] = "0"  # it gives each step other buffers of positions
+    _no_cuda_graph(decoder)  # each step has other buffers of positions
     found["vision"] = {
         "filename": tower,
         "config_filename": processor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from genai import check_tokens
 from sweeps import every
 from transformers import PreTrainedModel
 
@@ -199,24 +199,7 @@ def test_activations_make_the_difference(exported, checkpoint):
 
 @pytest.mark.parametrize("architecture", every(ARCHITECTURES, 3))
 def test_onnxruntime_genai_generates_the_same_tokens(exported, architecture):
-    import onnxruntime_genai as og
-
-    folder = exported(architecture, activations="float", logits="last")
-    prompt = tokens(1, 6, seed=1)[0].tolist()
-    genai = og.Model(str(folder))
-    params = og.GeneratorParams(genai)
-    params.set_search_options(max_length=len(prompt) + 12)
-    generator = og.Generator(genai, params)
-    generator.append_tokens(prompt)
-    while not generator.is_done():
-        generator.generate_next_token()
-    eos = np.ravel(json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["eos_token_id"])
-
-    def until_eos(found: list[int]) -> list[int]:
-        return list(itertools.takewhile(lambda token: token not in eos, found))
-
-    found = generator.get_sequence(0).tolist()[len(prompt) :]
-    assert until_eos(found) == until_eos(Generator(folder).greedy(prompt, 12).tokens)
+    check_tokens(exported(architecture, activations="float", logits="last"), tokens(1, 6, seed=1)[0].tolist(), 12)
 
 
 def test_empty_inputs_are_named(exported):

@@ -801,6 +801,7 @@ def test_what_is_said_of_slices(checkpoint, tmp_path):
     text = (out / "rank1/README.md").read_text(encoding="utf-8")
     assert text.startswith("# Rank 1 of 2 of a model for ONNX Runtime")
     assert "`quantmoe export --target cpu --tensor-parallel 2` wrote this folder. It runs together with" in text
+    assert text.endswith("\nno genai_config.json: onnxruntime-genai runs no slices\n")
     how = r"rank0/model\.onnx: is rank 0 of 2, which run together: a Python program with a Generator and a thread"
     with pytest.raises(ModelError, match=how):
         command("generate", out / "rank0", "--ids", 1)

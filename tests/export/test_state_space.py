@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from genai import check_tokens
 from once import made_once
 from safetensors.torch import load_file, save_file
 from sweeps import every
@@ -213,23 +214,7 @@ def test_checkpoints_as_nvidia_publishes_them(source, tmp_path, tool):
             module.time_step_limit = (0.0, math.inf)
     generator, ids = Generator(tmp_path / "model"), TOKENS[:2, :9]
     assert error(run(generator, ids, (7, 1, 1)), logits(want, ids)) < 2e-5
-    assert generated_by_genai(tmp_path / "model", PROMPT, 8) == generator.greedy(PROMPT, 8).tokens
-
-
-def generated_by_genai(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """Greedily. It finds states, and layers that keep nothing, by the inputs' names."""
-    import onnxruntime_genai as og
-
-    model = og.Model(str(folder))
-    params = og.GeneratorParams(model)
-    params.set_search_options(max_length=len(prompt) + count, do_sample=False)
-    generator = og.Generator(model, params)
-    generator.append_tokens(np.array([prompt]))
-    found = []
-    for _ in range(count):
-        generator.generate_next_token()
-        found.append(int(generator.get_next_tokens()[0]))
-    return found
+    check_tokens(tmp_path / "model", PROMPT, 8)
 
 
 def test_what_cannot_be_is_named(source, tmp_path):
