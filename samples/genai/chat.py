@@ -5,6 +5,7 @@ conversations at the same time.
 """
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -29,9 +30,9 @@ class Conversation:
     """
 
     def __init__(self, model, folder, **search):
-        params = og.GeneratorParams(model)
-        params.set_search_options(**search)
-        self.generator = og.Generator(model, params)
+        self.model, self.params = model, og.GeneratorParams(model)
+        self.params.set_search_options(**search)
+        self.generator = og.Generator(model, self.params)
         self.tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -85,16 +86,21 @@ class Conversation:
     def _go_on(self, said, ids):
         """Go back to the tokens with which ids begin, and run the others."""
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(said, ids, strict=False)))
-        self.kept = max(0, min(common, len(said) - self.unread, len(ids) - 1))
-        if said:
-            try:
-                self.generator.rewind_to(self.kept)
-            except RuntimeError:  # a hybrid model: it goes back to its snapshot and to 0 alone
-                self.kept = self.snapshot if self.snapshot <= self.kept else 0
-                self.generator.rewind_to(self.kept)
+        most = max(0, min(common, len(said) - self.unread, len(ids) - 1))
+        self.kept = self._back(most) if said else 0
         self.generator.append_tokens(ids[self.kept :])
         self.generator.snapshot_state()  # now, because all tokens are run; it does nothing in other models
         self.snapshot = len(ids)
+
+    def _back(self, most):
+        """Go back to at most so many tokens, and return to how many."""
+        for length in (most, self.snapshot):  # a hybrid model goes back to its snapshot alone
+            if length <= most:
+                with contextlib.suppress(RuntimeError):
+                    self.generator.rewind_to(length)
+                    return length
+        self.generator = og.Generator(self.model, self.params)  # LFM2 does not go back
+        return 0
 
 
 def has_template(folder):

@@ -287,13 +287,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     }
     | {"swiglu_limits": [0, 0, 0.5, 0.25], "swiglu_limits_shared": [0, 0, 1, 0]},
 }
-#: types that onnxruntime-genai does not run -> what their layers lack
-ONE_SIZE = "keys and values of one size"
-NOT_GENAI = dict.fromkeys(("kimi_linear", "deepseek_v4", "qwen4_exp_text"), ONE_SIZE)
-NOT_GENAI |= {
-    "minimax": "a convolution in a layer with a state",
-    "zaya": "a recurrent state in a layer with a convolution",
-}
 #: latent attention with a shared expert, and linear attention
 BRIEF = ("glm4_moe_lite", "kimi_linear")
 #: MiniMax's tables of decays, which transformers makes in f32 where there are none; stored they would be in bf16
@@ -326,6 +319,11 @@ SELECTING = (
     "mistral_large4",
     "qwen4_exp_text",
 )
+#: types that onnxruntime-genai does not run -> what it needs. SELECTING keeps an indexer's keys behind the values.
+NOT_GENAI = dict.fromkeys((*SELECTING, "kimi_linear"), "keys and values of one size") | {
+    "minimax": "a convolution in a layer with a state",
+    "zaya": "a recurrent state in a layer with a convolution",
+}
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
 #: types around a text model -> its row, what config.json calls it, and the prefix of its tensors

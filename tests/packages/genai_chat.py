@@ -102,6 +102,27 @@ def test_a_cache_that_grows(begin: Callable[..., Any]) -> None:
     assert conversation.kept == conversation.snapshot - len(conversation.tokenizer.encode(TURNS[2]).ids) - 2
 
 
+def test_a_model_that_does_not_go_back(begin: Callable[..., Any]) -> None:
+    """LFM2 in onnxruntime-genai."""
+
+    class Forward:
+        def __init__(self, generator: Any):
+            self.generator = generator
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.generator, name)
+
+        def rewind_to(self, _: int) -> None:
+            raise RuntimeError("RewindTo is currently not supported for lfm2.")
+
+    conversation = begin("qwen3_moe")
+    for text in TURNS:
+        conversation.generator = Forward(conversation.generator)
+        assert "".join(conversation.reply(text, max_new_tokens=8))
+        assert conversation.kept == 0
+        check(begin, "qwen3_moe", conversation)
+
+
 def test_stop_strings(begin: Callable[..., Any], chat: Any) -> None:
     whole = "".join(begin("qwen3_moe").reply(TURNS[0], max_new_tokens=24))
     for at in range(4, 12):
