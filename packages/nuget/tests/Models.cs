@@ -18,13 +18,16 @@ static class Models
 
     public static string Hybrid => Folder("QUANTMOE_HYBRID");
 
+    /// <summary>The hybrid model with mtp.onnx.</summary>
+    public static string Mtp => Folder("QUANTMOE_MTP");
+
     public static readonly IReadOnlyDictionary<string, string> Turns = new Dictionary<string, string>
     {
         ["chat.begin"] = "Q: ", ["chat.reply"] = "\nA:", ["chat.next"] = "\nQ: ",
         ["chat.system"] = "S: ", ["chat.system_end"] = "\nQ: ",
     };
 
-    public static string Of(string name) => name == "hybrid" ? Hybrid : Plain;
+    public static string Of(string name) => name == "hybrid" ? Hybrid : name == "mtp" ? Mtp : Plain;
 
     static string Folder(string name) =>
         Environment.GetEnvironmentVariable(name) ?? throw new InvalidOperationException(name + " names no exported folder");

@@ -38,6 +38,9 @@ namespace QuantMoe
             };
         }
 
+        /// <summary>After how many last tokens of a step there are states.</summary>
+        public long Window => window == 0 ? 1 : dims[0];
+
         /// <summary>Return the shape of a cache's tensor with so many slots.</summary>
         public long[] Shape(long slots) => dims.Select(dim => dim < 0 ? slots : dim).ToArray();
 

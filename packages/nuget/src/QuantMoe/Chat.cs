@@ -21,6 +21,12 @@ namespace QuantMoe
         /// <summary>Tokens of the answer.</summary>
         public int Tokens { get; internal set; }
 
+        /// <summary>Draft tokens that were verified.</summary>
+        public int Drafted { get; internal set; }
+
+        /// <summary>Those of them that are tokens of the answer.</summary>
+        public int Accepted { get; internal set; }
+
         /// <summary>Whether the model or a stop string ended the answer, and not the number of tokens.</summary>
         public bool Stopped { get; internal set; }
     }
@@ -118,6 +124,7 @@ namespace QuantMoe
             await foreach (long id in tokens.ConfigureAwait(false))
             {
                 info.Tokens++;
+                (info.Drafted, info.Accepted) = (cache.Drafted, cache.Accepted);
                 if (info.Stopped = model.StopTokens.Contains(id)) break;
                 turn.Answer.Add(id);
                 string piece = stream.Push(id);

@@ -13,6 +13,7 @@ namespace QuantMoe
     public sealed class Generator : IDisposable
     {
         readonly HashSet<TokenCache> caches = new HashSet<TokenCache>();
+        readonly OrtValue? numLogits; // lives as long as the session
         readonly Lazy<TextTokenizer> tokenizer;
         readonly Lazy<ChatTemplate> template;
         bool disposed;
@@ -20,17 +21,42 @@ namespace QuantMoe
         /// <summary>Open an exported folder.</summary>
         /// <param name="folder">The folder that <c>quantmoe export</c> wrote.</param>
         /// <param name="configure">Changes the session's options, for example threads, entries or an execution provider.</param>
+        /// <param name="drafts">How tokens are drafted; null: they are not.</param>
         /// <exception cref="OnnxRuntimeException">The folder has no model, or a damaged one.</exception>
         /// <exception cref="InvalidDataException">generation_config.json is damaged.</exception>
         /// <exception cref="DllNotFoundException">The package has no library for this platform.</exception>
-        public Generator(string folder, Action<Microsoft.ML.OnnxRuntime.SessionOptions>? configure = null)
+        /// <exception cref="NotSupportedException">The export cannot verify so many draft tokens.</exception>
+        public Generator(string folder, Action<Microsoft.ML.OnnxRuntime.SessionOptions>? configure = null, Drafts? drafts = null)
+            : this(folder, "model.onnx", configure, drafts ?? Drafts.None)
+        {
+            try
+            {
+                if (Drafts.Most > 0) CheckDrafts();
+                if (Drafts.Layer) Layer = new Generator(folder, "mtp.onnx", configure, Drafts.None);
+            }
+            catch
+            {
+                Dispose();
+                throw;
+            }
+        }
+
+        Generator(string folder, string file, Action<Microsoft.ML.OnnxRuntime.SessionOptions>? configure, Drafts drafts)
         {
             Folder = folder ?? throw new ArgumentNullException(nameof(folder));
+            Drafts = drafts;
             using (var options = new Microsoft.ML.OnnxRuntime.SessionOptions())
             {
+                if (drafts.Most > 0)
+                {
+                    numLogits = OrtValue.CreateTensorValueFromMemory(new long[] { drafts.Most + 1 }, new long[] { 1 });
+                    options.AddInitializer("num_logits", numLogits);
+                    // ONNX Runtime warns of logits that are more than the file declares.
+                    options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR;
+                }
                 configure?.Invoke(options);
                 options.RegisterQuantMoe(); // reads the session's entries
-                Session = new InferenceSession(Path.Combine(folder, "model.onnx"), options);
+                Session = new InferenceSession(Path.Combine(folder, file), options);
             }
             try
             {
@@ -41,6 +67,7 @@ namespace QuantMoe
                 Inputs = Session.InputNames.Where(name => name.StartsWith("past_key_values."))
                     .Select(name => new CacheInput(name, Session.InputMetadata[name])).ToArray();
                 Sampling = Sampling.OfFolder(folder);
+                HiddenName = new[] { "hidden_states_out", "hidden_states" }.FirstOrDefault(Session.OutputMetadata.ContainsKey) ?? "";
             }
             catch
             {
@@ -88,11 +115,36 @@ namespace QuantMoe
 
         internal InferenceSession Session { get; }
 
+        internal Drafts Drafts { get; }
+
+        /// <summary>The model of mtp.onnx; null: nobody drafts with it.</summary>
+        internal Generator? Layer { get; }
+
+        /// <summary>The output of hidden states; empty: there is none.</summary>
+        internal string HiddenName { get; }
+
         internal IReadOnlyList<CacheInput> Inputs { get; }
 
         internal bool HasStates => Inputs.Any(input => input.IsState);
 
         internal string Value(string name) => Metadata.TryGetValue(name, out string? value) ? value : "";
+
+        /// <summary>Fail unless a step gives the logits and the states after a token and each of its draft tokens.</summary>
+        void CheckDrafts()
+        {
+            if (Drafts.Layer && Metadata.ContainsKey("short_context"))
+                throw new NotSupportedException(
+                    $"{Folder}: rope_type longrope with a layer of multi-token prediction is not supported; take Drafts.Ngram");
+            long tokens = Drafts.Most + 1, rows = tokens;
+            if (!Metadata.ContainsKey("num_logits"))
+                rows = Session.OutputMetadata["logits"].Dimensions[1] == 1 ? 1 : long.TryParse(Value("logits"), out long number) ? number : tokens;
+            string options = "";
+            if (rows < tokens) options += $" --logits {tokens}";
+            if (Inputs.Any(input => input.IsState && input.Window < tokens)) options += $" --state-window {tokens}";
+            if (Drafts.Layer && (HiddenName == "" || !File.Exists(Path.Combine(Folder, "mtp.onnx")))) options += " --mtp";
+            if (options != "")
+                throw new NotSupportedException($"{Folder}: {Drafts.Most} draft tokens need an export with{options}");
+        }
 
         internal void Add(TokenCache cache)
         {
@@ -119,7 +171,9 @@ namespace QuantMoe
                 open = caches.ToArray();
             }
             foreach (TokenCache cache in open) cache.Dispose();
+            Layer?.Dispose();
             Session.Dispose();
+            numLogits?.Dispose();
             if (tokenizer.IsValueCreated) tokenizer.Value.Dispose();
             if (template.IsValueCreated) template.Value.Dispose();
         }

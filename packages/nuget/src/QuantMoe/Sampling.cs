@@ -125,7 +125,7 @@ namespace QuantMoe
                     logits[token.Key] -= (float)(sampling.PresencePenalty + sampling.FrequencyPenalty * token.Value);
         }
 
-        static int Best(float[] logits)
+        internal static int Best(float[] logits)
         {
             int best = 0;
             for (int i = 1; i < logits.Length; i++)

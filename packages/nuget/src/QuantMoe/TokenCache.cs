@@ -17,6 +17,7 @@ namespace QuantMoe
     public sealed class TokenCache : IDisposable
     {
         const int Chunk = 512; // prompt tokens of a step
+        const int Pending = 256; // tokens that the layer of multi-token prediction reads at once
         const int Tail = 8; // tokens before a prompt's end, to whose states a hybrid model can go back
         internal const int MostStates = 4; // states are large
 
@@ -33,6 +34,14 @@ namespace QuantMoe
         IDisposableReadOnlyCollection<OrtValue>? last; // has a cache that is not written in place
         long[] unread = Array.Empty<long>(); // tokens of the text that no step has read
         long capacity;
+        readonly TokenCache? layer; // of mtp.onnx; null: nobody drafts with it
+        int ahead; // draft tokens at the end that were not given, or given last
+        int lastStep; // tokens of the last step
+        byte[] hidden = Array.Empty<byte>(); // hidden states of the last step
+        byte[]? given; // hidden states that the next step reads
+        readonly List<long> heard = new List<long>(); // tokens that the layer has not read
+        readonly List<byte> heardHidden = new List<byte>(); // the hidden states before them
+        byte[] heardLast = Array.Empty<byte>(); // the last token's hidden state
         volatile int busy;
         volatile bool closing;
         bool disposed;
@@ -49,6 +58,7 @@ namespace QuantMoe
             this.goesBack = goesBack && model.HasStates;
             inputs = model.Inputs;
             shares = model.Value("past_present_share_buffer") == "true";
+            layer = model.Layer == null ? null : new TokenCache(model.Layer);
             lock (gate) // the model may be closed from now on, and waits
             {
                 model.Add(this);
@@ -88,12 +98,18 @@ namespace QuantMoe
         }
 
         /// <summary>How many tokens were read.</summary>
-        public int Length => read.Count;
+        public int Length => read.Count - ahead;
+
+        /// <summary>Draft tokens of the last answer.</summary>
+        internal int Drafted { get; private set; }
+
+        /// <summary>Those of them that were right.</summary>
+        internal int Accepted { get; private set; }
 
         /// <summary>Return the tokens that were read.</summary>
         public long[] ToArray()
         {
-            lock (gate) return read.ToArray();
+            lock (gate) return read.Take(Length).ToArray();
         }
 
         /// <summary>
@@ -169,21 +185,44 @@ namespace QuantMoe
                         $"{total} tokens and 1 for the answer do not fit into the model's context of {model.ContextLength} tokens");
                 var sampler = new Sampler(sampling, read.Concat(ids));
                 long count = Math.Min(maxNewTokens, model.ContextLength - total);
-                while (count-- > 0)
+                BeginDrafts();
+                long[] drafts = Array.Empty<long>();
+                float[][] rows = Array.Empty<float[]>();
+                for (int at = 0, most = model.Drafts.Most; count-- > 0;)
                 {
-                    long[] next = ids;
-                    // A step computes for milliseconds to seconds, which is too long for the caller's thread.
-                    float[] logits = await Task.Run(() => Read(next, cancellationToken)).ConfigureAwait(false);
-                    long id = sampler.Choose(logits);
-                    ids = new[] { id };
+                    if (at == rows.Length)
+                    {
+                        long[] next = ids;
+                        int wanted = rows.Length == 0 ? 0 : (int)Math.Min(most, count);
+                        // A step computes for milliseconds to seconds, which is too long for the caller's thread.
+                        (drafts, rows) = await Task.Run(() => Next(next, wanted, cancellationToken)).ConfigureAwait(false);
+                        at = 0;
+                        Drafted += drafts.Length;
+                    }
+                    long id = sampler.Choose(rows[at]);
+                    ahead = drafts.Length - at;
                     bool over = model.StopTokens.Contains(id);
-                    unread = over ? Array.Empty<long>() : ids; // what follows an answer begins with the token that ends it
+                    unread = over ? Array.Empty<long>() : new[] { id }; // what follows an answer begins with the token that ends it
+                    if (!over && count > 0 && ahead > 0 && drafts[at] == id)
+                    {
+                        at++;
+                        Accepted++;
+                    }
+                    else
+                    {
+                        Settle(ids.Concat(drafts.Take(at)).ToArray(), drafts.Length > 0, cancellationToken);
+                        if (drafts.Length > 0) most = Math.Min(model.Drafts.Most, Math.Max(1, 2 * at));
+                        ids = new[] { id };
+                        at = rows.Length;
+                    }
                     yield return id;
                     if (over) yield break;
                 }
             }
             finally
             {
+                lock (gate)
+                    if (!disposed) Crop(); // of an answer that was left
                 busy = 0;
             }
         }
@@ -222,6 +261,7 @@ namespace QuantMoe
             {
                 if (!disposed) run.Terminate = closing = true;
             }
+            layer?.Dispose();
             lock (gate)
                 lock (run)
                 {
@@ -247,8 +287,128 @@ namespace QuantMoe
             if (closing) throw new ObjectDisposedException(nameof(TokenCache));
         }
 
+        /// <summary>Read ids, and return draft tokens with the logits after the last of the ids and after each of them.</summary>
+        (long[] Drafts, float[][] Rows) Next(long[] ids, int most, CancellationToken cancellationToken)
+        {
+            lock (gate)
+            {
+                ThrowIfDisposed();
+                long[] drafts = most > 0 ? Draft(ids[0], most, cancellationToken) : Array.Empty<long>();
+                if (drafts.Length == 0) return (drafts, Read(ids, cancellationToken));
+                long[] all = ids.Concat(drafts).ToArray(); // the drafts are not unread if the run fails
+                Reserve(Length + all.Length);
+                return (drafts, Step(all, all.Length, cancellationToken));
+            }
+        }
+
+        void BeginDrafts()
+        {
+            Drafted = Accepted = 0;
+            layer?.Keep(Array.Empty<long>());
+            heard.Clear();
+            heardHidden.Clear();
+            heardLast = Array.Empty<byte>();
+        }
+
+        /// <summary>Return tokens that may follow the tokens that were read and one more.</summary>
+        long[] Draft(long last, int most, CancellationToken cancellationToken)
+        {
+            long begin = Length + 1;
+            long end = begin <= model.ShortContext ? Math.Min(model.ShortContext, model.ContextLength) : model.ContextLength;
+            int count = (int)Math.Min(most, end - begin);
+            if (count < 1) return Array.Empty<long>();
+            if (layer != null) return DraftByLayer(last, count, cancellationToken);
+            var text = new List<long>(read) { last };
+            for (int n = 4; n > 1; n--) // what followed the longest end that was there before, at the latest place
+                for (int at = text.Count - 1; at >= n; at--)
+                {
+                    int same = 0;
+                    while (same < n && text[at - 1 - same] == text[text.Count - 1 - same]) same++;
+                    if (same == n) return text.Skip(at).Take(count).ToArray();
+                }
+            return Array.Empty<long>();
+        }
+
+        /// <summary>
+        /// From the hidden state of a token and the token after it, the layer gives the next one; from its own hidden state and
+        /// that, one more.
+        /// </summary>
+        long[] DraftByLayer(long last, int count, CancellationToken cancellationToken)
+        {
+            if (heardLast.Length == 0) return Array.Empty<long>();
+            int known = layer!.Length + heard.Count;
+            long[] found = new long[count], ids = heard.Append(last).ToArray();
+            byte[] states = heardHidden.Concat(heardLast).ToArray();
+            heard.Clear();
+            heardHidden.Clear();
+            for (int i = 0; i < count; i++)
+            {
+                found[i] = Sampler.Best(layer.Follow(ids, states, 1, cancellationToken)[0]);
+                ids = new[] { found[i] };
+                states = layer.hidden.AsSpan(layer.hidden.Length - heardLast.Length).ToArray();
+            }
+            layer.ahead = layer.Length - known;
+            lock (layer.gate)
+                if (!layer.disposed) layer.Crop();
+            return found;
+        }
+
+        /// <summary>Take tokens that are certain, whose hidden states are the first ones of the last step.</summary>
+        void Hear(long[] ids, CancellationToken cancellationToken)
+        {
+            if (layer == null) return;
+            int width = hidden.Length / lastStep, before = (ids.Length - 1) * width;
+            heardHidden.AddRange(heardLast);
+            heardHidden.AddRange(hidden.Take(before));
+            heard.AddRange(ids.Skip(heardLast.Length == 0 ? 1 : 0));
+            heardLast = hidden.AsSpan(before, width).ToArray();
+            if (heard.Count < Pending) return;
+            layer.Follow(heard.ToArray(), heardHidden.ToArray(), 0, cancellationToken);
+            heard.Clear();
+            heardHidden.Clear();
+        }
+
+        /// <summary>Read ids with hidden states of the model.</summary>
+        float[][] Follow(long[] ids, byte[] states, int wanted, CancellationToken cancellationToken)
+        {
+            lock (gate)
+            {
+                ThrowIfDisposed();
+                Reserve(Length + ids.Length);
+                given = states;
+                return Step(ids, wanted, cancellationToken);
+            }
+        }
+
+        /// <summary>Take back draft tokens that are not of the answer; <c>said</c> are the last step's tokens that are.</summary>
+        void Settle(long[] said, bool drafted, CancellationToken cancellationToken)
+        {
+            lock (gate)
+            {
+                ThrowIfDisposed();
+                Crop();
+                if (drafted) Hear(said, cancellationToken);
+            }
+        }
+
+        /// <summary>Go back over the draft tokens at the end, which are of the last step.</summary>
+        void Crop()
+        {
+            if (ahead == 0) return;
+            for (int i = 0; i < inputs.Count; i++)
+                if (inputs[i].IsState)
+                {
+                    var piece = inputs[i].Pieces(cache[i], 0);
+                    Span<byte> bytes = cache[i].GetTensorMutableRawData();
+                    bytes.Slice(piece.Begin - ahead * piece.Bytes, piece.Bytes).CopyTo(bytes.Slice(piece.Begin));
+                }
+            read.RemoveRange(read.Count - ahead, ahead);
+            ahead = 0;
+            if (!shares) Replace(Length, Length);
+        }
+
         /// <summary>Read ids, and return the logits after the last of them.</summary>
-        float[] Read(long[] ids, CancellationToken cancellationToken)
+        float[][] Read(long[] ids, CancellationToken cancellationToken)
         {
             lock (gate)
             {
@@ -262,7 +422,7 @@ namespace QuantMoe
                 Reserve(total);
                 long[] before = unread;
                 unread = ids;
-                float[]? logits = null;
+                float[][] logits = Array.Empty<float[]>();
                 try
                 {
                     // A hybrid model's prompt ends twice: for the same prompt again, and for one with another end.
@@ -273,8 +433,10 @@ namespace QuantMoe
                         int at = ids.Length - unread.Length;
                         int least = total > model.ShortContext && at == 0 && Length == 0 ? (int)Math.Min(model.ShortContext + 1, ids.Length) : 0;
                         int end = Math.Min(Math.Max(at + Chunk, least), at < tail ? tail : ids.Length);
-                        logits = Step(ids.Skip(at).Take(end - at).ToArray(), end == ids.Length, cancellationToken);
+                        long[] part = ids.Skip(at).Take(end - at).ToArray();
+                        logits = Step(part, end == ids.Length ? 1 : 0, cancellationToken);
                         unread = ids.Skip(end).ToArray();
+                        Hear(part, cancellationToken);
                         if (copies && (end == tail || end == ids.Length)) KeepStates();
                     }
                 }
@@ -283,18 +445,20 @@ namespace QuantMoe
                     unread = before; // an id outside the vocabulary, for example
                     throw;
                 }
-                return logits!;
+                return logits;
             }
         }
 
-        /// <summary>Run the model once. Return the logits after the last token, if they are wanted.</summary>
-        float[]? Step(long[] ids, bool wanted, CancellationToken cancellationToken)
+        /// <summary>Run the model once. Return the logits after the last so many tokens.</summary>
+        float[][] Step(long[] ids, int wanted, CancellationToken cancellationToken)
         {
             using OrtValue tokens = Row(ids), mask = Row(Enumerable.Repeat(1L, Length + ids.Length));
             using OrtValue positions = Row(Enumerable.Range(Length, ids.Length).Select(i => (long)i));
             binding.BindInput("input_ids", tokens);
             binding.BindInput("attention_mask", mask);
             binding.BindInput("position_ids", positions);
+            using OrtValue? states = given == null ? null : HiddenStates(ids.Length);
+            if (states != null) binding.BindInput("hidden_states", states);
             for (int i = 0; i < inputs.Count; i++)
             {
                 binding.BindInput(inputs[i].Name, cache[i]);
@@ -302,10 +466,13 @@ namespace QuantMoe
                 else binding.BindOutputToDevice(inputs[i].Present, OrtMemoryInfo.DefaultInstance);
             }
             binding.BindOutputToDevice("logits", OrtMemoryInfo.DefaultInstance);
+            bool givesHidden = layer != null || given != null;
+            if (givesHidden) binding.BindOutputToDevice(model.HiddenName, OrtMemoryInfo.DefaultInstance);
             var results = Run(cancellationToken);
             try
             {
-                float[]? logits = wanted ? Logits(results[inputs.Count]) : null;
+                float[][] logits = Logits(results[inputs.Count], wanted);
+                if (givesHidden) hidden = results[inputs.Count + 1].GetTensorMutableRawData().ToArray();
                 if (shares) (cache, spare) = (spare, cache);
                 else
                 {
@@ -316,6 +483,7 @@ namespace QuantMoe
                     cache = spare = results.Take(inputs.Count).ToArray();
                 }
                 read.AddRange(ids);
+                lastStep = ids.Length;
                 return logits;
             }
             finally
@@ -405,24 +573,40 @@ namespace QuantMoe
             return OrtValue.CreateTensorValueFromMemory(row, new long[] { 1, row.Length });
         }
 
-        /// <summary>Return the numbers at the last position of logits [1, sequence, vocabulary].</summary>
-        static float[] Logits(OrtValue value)
+        OrtValue HiddenStates(int tokens)
+        {
+            NodeMetadata info = model.Session.InputMetadata["hidden_states"];
+            var made = OrtValue.CreateAllocatedTensorValue(
+                OrtAllocator.DefaultInstance, info.ElementDataType, new long[] { 1, tokens, info.Dimensions[2] });
+            given.CopyTo(made.GetTensorMutableRawData());
+            return made;
+        }
+
+        /// <summary>Return the numbers at the last so many positions of logits [1, sequence, vocabulary].</summary>
+        static float[][] Logits(OrtValue value, int count)
         {
             var info = value.GetTensorTypeAndShape();
-            var found = new float[info.Shape[2]];
-            int from = checked((int)(info.ElementCount - found.Length));
-            if (info.ElementDataType == TensorElementType.Float) value.GetTensorDataAsSpan<float>().Slice(from).CopyTo(found);
-            else if (info.ElementDataType == TensorElementType.Float16)
+            var found = new float[count][];
+            int size = checked((int)info.Shape[2]), from = checked((int)(info.ElementCount - (long)count * size));
+            for (int row = 0; row < count; row++) found[row] = Row(value, info.ElementDataType, from + row * size, size);
+            return found;
+        }
+
+        static float[] Row(OrtValue value, TensorElementType type, int from, int size)
+        {
+            var found = new float[size];
+            if (type == TensorElementType.Float) value.GetTensorDataAsSpan<float>().Slice(from, size).CopyTo(found);
+            else if (type == TensorElementType.Float16)
             {
                 var numbers = value.GetTensorDataAsSpan<Float16>().Slice(from);
-                for (int i = 0; i < found.Length; i++) found[i] = numbers[i].ToFloat();
+                for (int i = 0; i < size; i++) found[i] = numbers[i].ToFloat();
             }
-            else if (info.ElementDataType == TensorElementType.BFloat16)
+            else if (type == TensorElementType.BFloat16)
             {
                 var numbers = value.GetTensorDataAsSpan<BFloat16>().Slice(from);
-                for (int i = 0; i < found.Length; i++) found[i] = numbers[i].ToFloat();
+                for (int i = 0; i < size; i++) found[i] = numbers[i].ToFloat();
             }
-            else throw new InvalidDataException($"logits are {info.ElementDataType}, expected Float, Float16 or BFloat16");
+            else throw new InvalidDataException($"logits are {type}, expected Float, Float16 or BFloat16");
             foreach (float number in found)
                 if (float.IsNaN(number) || float.IsInfinity(number)) throw new InvalidDataException("logits are not finite");
             return found;
