@@ -24,7 +24,7 @@ namespace QuantMoe
         /// <summary>Draft tokens that were verified.</summary>
         public int Drafted { get; internal set; }
 
-        /// <summary>Those of them that are tokens of the answer.</summary>
+        /// <summary>The draft tokens that are part of the answer.</summary>
         public int Accepted { get; internal set; }
 
         /// <summary>Whether the model or a stop string ended the answer, and not the number of tokens.</summary>

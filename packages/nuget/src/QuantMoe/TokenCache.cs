@@ -103,7 +103,7 @@ namespace QuantMoe
         /// <summary>Draft tokens of the last answer.</summary>
         internal int Drafted { get; private set; }
 
-        /// <summary>Those of them that were right.</summary>
+        /// <summary>The draft tokens of the last answer that were right.</summary>
         internal int Accepted { get; private set; }
 
         /// <summary>Return the tokens that were read.</summary>
@@ -330,8 +330,8 @@ namespace QuantMoe
         }
 
         /// <summary>
-        /// From the hidden state of a token and the token after it, the layer gives the next one; from its own hidden state and
-        /// that, one more.
+        /// Return draft tokens of the layer. It gives the token after the next one, from a token's hidden state and the next
+        /// token. It goes on from its own hidden state and that token.
         /// </summary>
         long[] DraftByLayer(long last, int count, CancellationToken cancellationToken)
         {

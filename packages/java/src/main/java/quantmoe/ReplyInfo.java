@@ -26,7 +26,7 @@ public final class ReplyInfo {
     return drafted;
   }
 
-  /** @return those of them that are tokens of the answer */
+  /** @return the draft tokens that are part of the answer */
   public int accepted() {
     return accepted;
   }

@@ -297,7 +297,7 @@ public final class TokenCache implements AutoCloseable {
     return cancelled == steps ? new CancellationException("the answer was cancelled") : new ModelException(error);
   }
 
-  /** Read ids, and return the logits after the last of them. Those of draft tokens follow. */
+  /** Read ids, and return the logits after the last of them. The logits after each draft token follow. */
   private float[][] read(long[] ids, long[] drafts, Object steps) throws OrtException {
     if (drafts.length > 0) { // they are not unread if the run fails
       reserve(length + ids.length + drafts.length);
@@ -348,8 +348,8 @@ public final class TokenCache implements AutoCloseable {
   }
 
   /**
-   * From the hidden state of a token and the token after it, the layer gives the next one; from its own hidden state and that, one
-   * more.
+   * Return draft tokens of the layer. It gives the token after the next one, from a token's hidden state and the next token. It goes on
+   * from its own hidden state and that token.
    */
   private long[] draftByLayer(long last, int count, Object steps) throws OrtException {
     if (heardLast.length == 0) return new long[0];
