@@ -589,8 +589,8 @@ class TokenCache {
     return {};
   }
 
-  // The layer gives the token after the next one, from a token's hidden state and the next token. It goes on from its own
-  // hidden state and that token.
+  // The layer gives the token after the next one, from a token's hidden state and the next token. It goes on from its
+  // own hidden state and that token.
   Ids draft_by_layer(int64_t last, size_t count, const Cancel& cancel) {
     if (heard_last_.empty()) return {};
     TokenCache& layer = *drafting_;
