@@ -1,6 +1,6 @@
 """What a reader stumbles over, counted: long sentences, phrases that look back, first words of docstrings.
 
-Pages, docstrings, raised messages, help, and comments of C++, except the kernels'.
+Pages, docstrings, raised messages, help, and comments of C++.
 
 ``python tests/test_style.py FILE ..`` prints the faults of files.
 """
@@ -21,9 +21,9 @@ PACKAGES = ("exporter", "custom_ops", "ort_ext", "trt_plugins")
 FOUND = [*ROOT.glob("*.md"), *(p for d in ("docs", "samples", "packages", *PACKAGES) for p in (ROOT / d).rglob("*.md"))]
 PAGES = [page for page in FOUND if not page.read_text(encoding="utf-8").startswith("<!-- made by")]
 SOURCES = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
-CPP = ["custom_ops/include", "custom_ops/ops", "ort_ext", "trt_plugins", "packages/cpp/include"]
-CPP += (f"custom_ops/src/{folder}" for folder in ("core", "experts", "layouts", "quantize", "ranks"))
-CPP_SOURCES = [p for folder in CPP for p in (ROOT / folder).rglob("*.*") if p.suffix in (".h", ".cc", ".def")]
+CPP = ("custom_ops/include", "custom_ops/ops", "custom_ops/src", "ort_ext", "trt_plugins", "packages/cpp/include")
+CPP_ENDS = (".h", ".cc", ".cu", ".cuh", ".def", ".inc")
+CPP_SOURCES = [path for folder in CPP for path in (ROOT / folder).rglob("*.*") if path.suffix in CPP_ENDS]
 #: words in a sentence, in a page's sentences on average, of an option's help; numbers in a sentence; bytes of a guide
 WORDS, MEAN, HELP, NUMBERS, GUIDE = 25, 15, 12, 2, 8192
 BACK = r"that of|those of|those which|the latter|the former|of which|but (for|in|with)|the same(?=[.,;:)]|$)"

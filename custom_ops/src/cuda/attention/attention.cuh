@@ -1,16 +1,16 @@
 // What CachedAttention's kernels share.
 //
-// Rows are heads of tokens: those that share keys lie side by side, so that a block reads keys and values once for all
-// of them. Few rows, of decode, are one kernel's: attend_few norms, turns and appends, too, and the blocks of a cluster
-// add up what each found in its share of the slots. Many have attention_append before, which writes the queries to the
-// workspace, and attend or attend_wide in tiles. Where splits of a tile's slots are no cluster, attend_merge adds up.
-// Tokens' ranges of slots are read on the device, so a launch has one shape at every position.
+// Rows are heads of tokens. Heads that share keys lie side by side, so a block reads keys and values once for all of
+// them. Few rows, as in decode, take one kernel. attend_few norms, rotates and appends, too, and the blocks of a
+// cluster add up what each found in its share of the slots. Many rows take attention_append first, which writes the
+// queries to the workspace, then attend or attend_wide in tiles. If splits of a tile's slots are no cluster,
+// attend_merge adds them up. The device reads tokens' ranges of slots, so a launch has one shape at every position.
 //
 // Scores are in units of log2(e): score_factor has it.
 //
-// A cache of codes (kCodes) goes through shared memory as bytes. A stage of it is widened to float16, which has all of
-// int8's and e4m3's numbers, before it is multiplied; queries and weights are float16, too, whatever T is. Scores and
-// sums are multiplied by the scales.
+// A cache of codes (kCodes) goes through shared memory as bytes. A stage of it is widened to float16 before the
+// product: float16 has all numbers of int8 and e4m3. Queries and weights are then float16, too, whatever T is. Scores
+// and sums are multiplied by the scales.
 #pragma once
 #include <type_traits>
 
@@ -29,7 +29,7 @@ struct AttentionParams {
   const void *qkv, *past_key, *past_value;
   int row_size, gates_size;  // of a token in qkv, and how many of it are gates
   const int* rows;
-  // Where caches are in blocks, of which tokens of all rows are packed; null: each row has slots and tokens of its own.
+  // For caches in blocks, with packed tokens of all rows. Null: each row has slots and tokens of its own.
   const int* block_table;        // [batch, columns]
   int columns, blocks;           // of the table; of the caches
   int positions;                 // rows of cos and sin, by slot
@@ -97,12 +97,12 @@ __device__ inline int row_of_token(const AttentionParams& params, int token) {
 __device__ inline int64_t first_token(const AttentionParams& params, int batch_row) {
   return params.block_table ? 0 : static_cast<int64_t>(batch_row) * params.tokens;
 }
-// Where a token's angles are in cos and sin. token: through the batch; index: of those of the row that count.
+// The place of a token's angles in cos and sin. token: in the batch. index: among the row's tokens that count.
 __device__ inline int angles_of(const AttentionParams& params, int token, int past, int index) {
   return params.block_table ? min(max(past, 0) + index, params.positions - 1) : token;
 }
-// Where a slot of a row is in the caches of a head, counted in slots of a head; not `there`: the table names no block.
-// Slots of a stage are in one block, `slot_step` from one to the next.
+// The place of a row's slot in the caches of a head, in slots. Not `there`: the table names no block. A stage's slots
+// are in one block, `slot_step` apart.
 struct Place {
   int64_t at;
   bool there;
@@ -440,7 +440,7 @@ __device__ inline uint32_t only_odd(uint32_t pair, uint32_t exponent) {
          ((pair >> 16 & exponent) == exponent ? pair & 0xffff0000 : 0);
 }
 
-// A lane has two rows of a tile of 16, g and g + 8 (h), and of eight columns two: [n][2 h + i] is column 8 n + 2 t + i.
+// A lane has two rows of a tile of 16, g and g + 8 (h), and two of eight columns. [n][2 h + i] is column 8 n + 2 t + i.
 template <int N>
 __device__ inline void softcap_scores(const AttentionParams& params, float (&s)[N][4]) {
   const float softcap = params.attention.softcap;
@@ -540,8 +540,8 @@ __device__ inline int64_t place_of(const AttentionParams& params, const BatchRow
 __device__ inline float sink_of(const AttentionParams& params, int64_t place) {
   return params.sinks[place % params.attention.num_heads] * kLog2e;
 }
-// Row h of what a lane has summed, of kTiles tiles of eight columns those from first_n on: to the output, or as a part
-// of it.
+// Writes row h of a lane's sums to the output, or as a part of it. The sums are of kTiles tiles of eight columns, from
+// first_n on.
 template <typename T, int M, int kTiles = M>
 __device__ inline void store_row(const AttentionParams& params, const float (&acc)[M][4], int h, float most, float sum,
                                  int64_t place, int split, int first_n = 0) {
@@ -588,9 +588,9 @@ struct AttentionSums {
   }
 };
 
-// Adds weights times values of NT tiles of eight slots of a stage in shared memory, from first_key on, whose slot is
-// `slot`, and whose rows have D features: the columns of tiles first_n on. mixed: some row sees a slot that another
-// does not.
+// Adds weights times values, for NT tiles of eight slots of a stage in shared memory. The tiles begin at first_key,
+// whose slot is `slot`. Rows have D features; tiles of columns begin at first_n. mixed: some row sees a slot that
+// another row does not see.
 template <typename T, int D, int NT, int MT, int M>
 __device__ __forceinline__ void add_stage_values(const AttentionParams& params, uint32_t v_at, int first_key, int slot,
                                                  int first_n, bool mixed, const float (&s)[MT][NT][4],
@@ -638,9 +638,9 @@ __device__ __forceinline__ void add_stage_values(const AttentionParams& params, 
   }
 }
 
-// Adds NT tiles of eight slots of a stage in shared memory, from first_key on, whose slot is `slot`; of the values the
-// columns from tile first_n on. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
-// not see one of the stage's slots; mixed: and another may.
+// Adds NT tiles of eight slots of a stage in shared memory. They begin at first_key, whose slot is `slot`. The values'
+// columns begin at tile first_n. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
+// not see one of the stage's slots. mixed: another row may see it.
 template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class Query>
 __device__ __forceinline__ void attend_stage(const AttentionParams& params, uint32_t k_at, uint32_t v_at, int first_key,
                                              int slot, int first_n, bool masked, bool mixed, const Query& query,

@@ -1,14 +1,15 @@
-// Attention of few query rows, all of it: a block prepares the queries, stores the new keys and values of its slots,
-// and attends to these. Its warps share a stage's slots, 16 each, and the values' columns. Where the splits are a
-// cluster, its blocks send what they found to each other's shared memory, and each adds up some columns of the output.
+// Attention of few query rows, all of it. A block prepares the queries, stores the new keys and values of its slots,
+// and attends to its slots. Its warps share a stage's slots, 16 each, and the values' columns. If the splits are a
+// cluster, its blocks send what they found to each other's shared memory. Each block adds up some columns of the
+// output.
 //
 //   rows: query heads of a kv head (16)     slots of the block's split, kKeys a stage
 //                                         | 16 slots    | 16 slots    | ...
 //   scores = queries x keys               | warps 0, KW | warps 1, .. |       KW warps share a stage's slots,
 //   output += weights x values            |             |             |       VW = 8 / KW of them the values' columns
 //
-// What the block needs comes in the order of the waits for it, and before the kernel before has ended all that does not
-// depend on inputs is done: a step of decode is latency.
+// What the block needs comes in the order of the waits for it. All that does not depend on inputs is done before the
+// earlier kernel has ended: a step of decode is latency.
 #pragma once
 #include "cuda/attention/attention.cuh"
 
@@ -50,9 +51,9 @@ __device__ inline uint32_t swizzled_codes(int row, int chunk) {
 // Of four codes of e4m3, 1 in the bytes of those that are no numbers.
 __device__ inline uint32_t no_numbers(uint32_t codes) { return ((codes & 0x7f7f7f7f) + 0x01010101 & 0x80808080) >> 7; }
 
-// attend_stage of NT * 8 slots of codes. A lane gets four codes side by side, which are widened in registers: of 16
-// features 4 t, 4 t + 1 are those that the product has at 2 t, and 4 t + 2, 4 t + 3 at 2 t + 8, in `query`, too; of 16
-// columns of the values a tile of acc has the even ones, the next the odd ones.
+// attend_stage of NT * 8 slots of codes. A lane gets four codes side by side, and widens them in registers. Of 16
+// features, 4 t and 4 t + 1 are at 2 t in the product. 4 t + 2 and 4 t + 3 are at 2 t + 8. `query` has this order, too.
+// Of 16 columns of the values, a tile of acc has the even ones, and the next tile the odd ones.
 template <int DK, int DV, int NT, int M>
 __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint32_t k_at, uint32_t v_at, int first_key,
                                              int slot, int first_n, bool masked, bool mixed,
@@ -132,8 +133,8 @@ __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint
   }
 }
 
-// One long function: a step of decode is latency, so loads of one part are asked for in the middle of another, and what
-// waits for them is in registers from there on. With parts as functions ptxas orders it otherwise.
+// One long function: a step of decode is latency. So loads of one part are asked for in the middle of another part, and
+// what waits for them is in registers from there on. With parts as functions ptxas orders it otherwise.
 //
 //   before the previous kernel ends  query rows that no head fills become 0
 //   after it                         `rows`, the thread's first head, its angles and sinks are asked for together
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
 
   const BatchRow batch = check_row(params, batch_row, said[0], said[1], said[2]);
   const int rows = is_mine(params, batch) ? batch.count * params.group : 0;
-  // The output of tokens that do not count. Packed ones all count, and attention_append tells those of no row.
+  // The output of tokens that do not count. All packed tokens count, and attention_append finds tokens without a row.
   if (split == 0 &&
       (params.block_table ? !batch.valid && params.all_tokens == params.batch : batch.count < params.tokens)) {
     const uint32_t outside = batch.valid ? 0 : Half<T>::pack(NAN, NAN);

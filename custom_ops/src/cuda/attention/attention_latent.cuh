@@ -1,9 +1,9 @@
 // Latent attention (FORMAT.md 5, key_split): all heads share a key of 576 features, whose last 512 are its value. So
-// rows are many, and a stage is read from global memory once for both products. New keys come from qkv: blocks turn
-// them on the way into shared memory, and others store them, so nothing waits for the cache; of many tokens a kernel
-// stores them first.
+// rows are many, and a stage is read from global memory once for both products. New keys come from qkv. Blocks rotate
+// them on the way into shared memory, and other blocks store them, so nothing waits for the cache. With many tokens a
+// kernel stores them first.
 //
-// A key is 36 chunks of 16 bytes in the cache of keys, then 36 in that of values.
+// A key is 36 chunks of 16 bytes in the cache of keys, then 36 in the cache of values.
 //
 //   features   0          64                                     575
 //   key       [ rotated  |  latent                                  ]   scores: all 576
@@ -85,9 +85,10 @@ __global__ void __launch_bounds__(kLatentThreads) latent_append(const __grid_con
   append_latent<T>(params, static_cast<int>(blockIdx.x));
 }
 
-// How rows of 576 values lie in shared memory: a tile of 64 values of all rows after the other, as wgmma reads them; or
-// a row after the other. In both eight rows' same chunk is in eight different groups of banks. at: where chunk `chunk`
-// of a row's first tile is; the same chunk of the next tile is kTile bytes further, of the row 32 below 32 kRow.
+// The order of rows of 576 values in shared memory. It is a tile of 64 values of all rows after the other, as wgmma
+// reads them, or a row after the other. In both, one chunk of eight rows is in eight different groups of banks. at: the
+// place of chunk `chunk` of a row's first tile. The next tile's chunk is kTile bytes further. The chunk of the row 32
+// below is 32 kRow further.
 template <int rows>
 struct TileLayout {
   static constexpr uint32_t kTile = rows * 128, kRow = 128;
@@ -203,8 +204,8 @@ __device__ __forceinline__ void add_sides(ScoreAt score_at, float (&s)[NT][4]) {
     }
 }
 
-// A tile of 16 rows on mma.sync, up to which memory binds: 4 warps share a stage's slots, two the features of their
-// scores, eight the values' columns.
+// A tile of 16 rows on mma.sync, bound by memory. 4 warps share a stage's slots, two the features of their scores,
+// eight the values' columns.
 template <typename T, int kRing>
 __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_constant__ AttentionParams params) {
   constexpr int kStage = kLatentSlots * kLatentKeys * 2, NT = kLatentSlots / 8, M = kLatentValues / 8 / 8;
@@ -295,7 +296,8 @@ __device__ __forceinline__ void wide_scores(uint32_t q_low, uint32_t k_low, floa
                           wgmma_descriptor(k_low + (d / 4 * kTile + d % 4 * 32) / 16), d > 0);
   wgmma_commit();
 }
-// The weights of all of a stage's slots, of which a warpgroup has made half; weights_of(group): where its thread's are.
+// The weights of all of a stage's slots. A warpgroup has made half of them. weights_of(group): the place of its
+// thread's.
 template <typename T, int NT, class WeightsOf>
 __device__ __forceinline__ void share_weights(const float (&s)[NT][4], WeightsOf weights_of, int group,
                                               int pair_barrier, uint32_t (&weights)[NT][4]) {
@@ -313,9 +315,9 @@ __device__ __forceinline__ void share_weights(const float (&s)[NT][4], WeightsOf
   }
 }
 
-// A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, the values' columns for the sums. A
-// thread's rows are those of its like in the other warpgroup: the two tell each other the largest scores, and weights.
-// One long function: scores, weights and sums are registers from one stage to the next.
+// A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, and the values' columns for the
+// sums. A thread and its counterpart in the other warpgroup have the same rows. The two exchange the largest scores,
+// and weights. One long function: scores, weights and sums are registers from one stage to the next.
 template <typename T>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     attend_latent_wide(const __grid_constant__ AttentionParams params) {

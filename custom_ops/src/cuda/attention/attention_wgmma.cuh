@@ -1,6 +1,6 @@
-// Attend on wgmma (sm_90a), for many query rows: a warpgroup for each 64 rows of a block, of narrow heads two blocks
-// a multiprocessor, whose products run while the other's scores become weights. Weights come from registers, all else
-// from shared memory.
+// Attend on wgmma (sm_90a), for many query rows: a warpgroup for each 64 rows of a block. With narrow heads there are
+// two blocks a multiprocessor, and one multiplies while the other's scores become weights. Weights come from registers,
+// all else from shared memory.
 //
 //                                slots of the block's split, kKeys a stage, the next one copied meanwhile
 //   queries  warpgroup 0, 64 rows   S = queries x keys     ->  weights in registers  ->  acc += weights x values
@@ -21,9 +21,9 @@ __device__ __forceinline__ void add_values(float* acc, const uint32_t (&weights)
     add_values<T, N - kColumns>(acc + kColumns / 2, weights, v_at + kColumns / 64 * tile, tile);
 }
 
-// Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero: adds those to
-// the sums of the rows that see their slots, and clears them. all_at: of the values of kKeys slots from first_slot on,
-// `bytes` in all; v_at: of those of the warpgroup's M tiles of eight columns.
+// If some row does not see a stage's slots, a value that is not finite is added, not multiplied by zero. This adds such
+// values to the sums of the rows that see their slots, and clears them. all_at: the values of kKeys slots from
+// first_slot on, `bytes` in all. v_at: the values of the warpgroup's M tiles of eight columns.
 template <typename T, int kKeys, int M, int kThreads, int bytes>
 __device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t all_at, uint32_t v_at, int first_slot,
                                          const int (&slot_of)[2], int t, float (&acc)[M][4]) {

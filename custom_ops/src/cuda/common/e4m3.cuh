@@ -16,8 +16,9 @@ struct E4m3Step {
     if (!(most < __int_as_float(0x7f800000))) step = __int_as_float(0x7fffffff);
     inverse = step > 0x1p-100f && step < 0x1p100f ? __frcp_rn(step) : 0.f;
   }
-  // v / step, rounded: an estimate and what is left of v correct it to the nearest (Markstein); steps at the edge of
-  // f32 and those that are not a number divide. Beyond the largest code, and perhaps f32, the estimate does.
+  // v / step, rounded: an estimate, and the rest of v that corrects it to the nearest (Markstein). Steps at the edge of
+  // f32, and steps that are not a number, divide. Beyond the largest code, and perhaps beyond f32, the estimate is
+  // enough.
   __device__ float quotient(float v) const {
     if (inverse == 0.f) return __fdiv_rn(v, step);
     const float q = v * inverse, corrected = fmaf(fmaf(-q, step, v), inverse, q);

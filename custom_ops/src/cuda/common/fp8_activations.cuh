@@ -46,9 +46,9 @@ __device__ __forceinline__ uint32_t largest_of_row(uint32_t most) {
   return most;
 }
 
-// blockDim.x threads a row of x; 8 columns a thread at a time, 16 threads a group. A row's 128 bytes of a group are
-// those of wgmma's operand in shared memory, 128-byte swizzle, with columns in the order of a unit of weights
-// (FORMAT.md 3.2). A row or group with a value that is not finite has the scale NaN.
+// blockDim.x threads take a row of x; a thread takes 8 columns at a time, and 16 threads a group. A row's 128 bytes of
+// a group have the order of wgmma's operand in shared memory, with the 128-byte swizzle. Its columns have the order of
+// a unit of weights (FORMAT.md 3.2). A row or group with a value that is not finite has the scale NaN.
 template <typename T, bool grouped>
 __global__ void __launch_bounds__(kQuantizeThreads) moe_quantize(const __grid_constant__ QuantizeParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // only moe_gemm_fp8.cuh needs it

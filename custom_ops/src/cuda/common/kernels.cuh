@@ -74,8 +74,8 @@ struct GemmParams {
   const float* x_scales;  // [groups, x_rows] if x_grouped, or [x_rows]
   int x_rows;
   bool x_grouped;
-  // gate_up: not null if out is codes as x of the next product, with these scales, [groups, x_rows], or [x_rows] if w2
-  // has stored ones, in its row.
+  // gate_up: not null if out is codes, the x of the next product. These are its scales, [groups, x_rows]. They are
+  // [x_rows], a row's, if w2 has stored scales.
   float* h_scales;
   ExpertRows h_rows;    // of w2
   uint32_t h_input_at;  // 0: none
@@ -88,7 +88,7 @@ struct LinearParams {
   void* out;  // T [rows, out_columns]
   int rows, out_columns;
   int width, parts;      // tokens of a tile; blocks of a cluster, which have a part of K each
-  int row_tiles, tiles;  // of weights; of the result, those of the same tokens side by side. One a cluster if parts > 1
+  int row_tiles, tiles;  // of weights; of the result, side by side for one set of tokens. One a cluster if parts > 1
 };
 
 // x for wgmma: columns permuted within 32 (moe_gemm_wgmma.cuh) and padded with zeros to whole units.
@@ -135,7 +135,7 @@ struct RoundParams {
   int x_divisor, x_columns;         // row of x of row r is r / x_divisor
   int out_rows, columns, features;  // of out; columns past the features are zero
   bool x_stored, out_stored;        // columns in the order of wgmma, stored_column; out_stored where x_stored
-  // Not null: rows are those of sorted_pairs.
+  // Not null: rows are in the order of sorted_pairs.
   const SortedPair* sorted_pairs;
   const Tile* tiles;
   int max_tiles;

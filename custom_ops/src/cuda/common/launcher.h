@@ -16,10 +16,10 @@ struct Launcher {
   cudaStream_t stream;
   cudaError_t error = cudaSuccess;
 
-  // dependent: may start while the kernel before it in the stream still runs, of this call or not. The first kernel of
-  // a call of several lets the next one start when it has itself waited, so what came before the call is there for all
-  // but the first, which reads nothing but weights before it waits. A call of one kernel lets the next one, another
-  // call's first, start at once: all blocks wait before they end, so it ends after what came before.
+  // dependent: it may start while the kernel before it in the stream still runs, also another call's. The first kernel
+  // of a call of several lets the next one start when it has itself waited. So what came before the call is there for
+  // all kernels except the first, which reads only weights before it waits. A call of one kernel lets the next one,
+  // another call's first, start at once. All its blocks wait before they end, so it ends after what came before.
   template <typename Params>
   void run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
            int cluster = 1) {

@@ -77,8 +77,9 @@ constexpr int stage_bytes(int panels, int n_tiles, int bits, int lane_bytes, int
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
-// Of moe_gemm_span.cuh, of a warp: a ring of stages of a unit of `panels` panels, with scale_bytes of a lane's rows,
-// and of 8 tokens; a stage's scales widened. Of a block also a sum of the panels for each warp.
+// Shared memory of moe_gemm_span.cuh. A warp has a ring of stages. A stage is a unit of `panels` panels, with
+// scale_bytes of a lane's rows, and of 8 tokens. A stage's scales are widened. A block also has a sum of the panels for
+// each warp.
 constexpr int kSpanStages = 3;
 template <int panels, int scale_bytes>
 struct SpanSizes {
@@ -101,8 +102,9 @@ constexpr bool small_tile(int tokens) { return tokens <= 48; }
 constexpr int wgmma_shared_limit(int tokens) { return small_tile(tokens) ? 115712 : 232448; }
 // Besides, static: barriers, works, the tokens' pairs and weights.
 constexpr int wgmma_static_bytes(int tokens, int stages) { return 16 * stages + 64 + 16 * tokens; }
-// Of moe_gemm_wgmma.cuh, for tiles of 24, 48, 64, 80, 96 or 144 tokens: panels of a warp, stages (of 64 columns of the
-// tokens and of the panels' codes, and their scales and zero points), staging of the results; what it takes.
+// Shared memory of moe_gemm_wgmma.cuh, for tiles of 24, 48, 64, 80, 96 or 144 tokens. It has panels of a warp, stages,
+// staging of the results, and the total. A stage is 64 columns of the tokens and of the panels' codes, and their scales
+// and zero points.
 struct WgmmaSizes {
   int panels, stages, result_row_bytes, shared_bytes;
 };
@@ -120,8 +122,8 @@ constexpr WgmmaSizes wgmma_sizes_of(int tokens, int bits, int lane_bytes, Produc
   return sizes;
 }
 
-// Of linear_wgmma.cuh, for tiles of up to 64, 128 or 256 tokens: panels of a block; blocks a multiprocessor; stages of
-// 64 columns; what it takes.
+// Shared memory of linear_wgmma.cuh, for tiles of up to 64, 128 or 256 tokens. It has panels of a block, blocks a
+// multiprocessor, stages of 64 columns, and the total.
 struct LinearSizes {
   int panels, blocks, stages, shared_bytes;
 };
@@ -149,7 +151,7 @@ constexpr int linear_threads(int panels) { return 32 * panels + 128; }  // a pan
 
 // Of moe_gemm_fp8.cuh: stages, units of work, magnitudes of h; what it takes.
 constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 2 * 64 * 4;
-// Rows of its activations: those of an expert start at a multiple of 8.
+// Rows of its activations: an expert's rows start at a multiple of 8.
 inline int64_t fp8_rows(int64_t pairs, int64_t experts) {
   return (pairs + 7 * (pairs < experts ? pairs : experts) + 7) / 8 * 8;
 }
@@ -171,7 +173,7 @@ inline qm_moe moe_of(const qm_linear& linear) {
   return moe;
 }
 
-// A slot of the experts' cache: the row of w13, and where that of w2 begins.
+// A slot of the experts' cache: the row of w13, and the place of w2's row.
 constexpr size_t kSlotAlignment = 256;
 inline size_t second_at(const MarlinRow& w13) { return align_up(w13.bytes, kSlotAlignment); }
 

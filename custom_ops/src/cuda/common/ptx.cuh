@@ -53,7 +53,7 @@ __device__ inline void copy_async_wait() {
 }
 __device__ inline void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-// From shared memory, of which no pointer is kept.
+// Reads shared memory. It keeps no pointer to it.
 __device__ inline uint32_t load4(uint32_t at) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
@@ -200,10 +200,10 @@ static __device__ __noinline__ void slow_mma_nvfp4(float (&c)[4], uint32_t a0, u
   }
 }
 #endif
-// c += a * b, 16 x 64 times 64 x 8 e2m1 codes with e4m3 scales of 16: scale_a has the four of row g in lanes of even t,
-// of row g + 8 in those of odd t, scale_b those of column g. Of the fragments (PTX ISA, mma.m16n8k64): a[0] is row g,
-// columns 8t to 8t + 7, low nibble first, a[1] row g + 8, a[2] and a[3] columns 32 further; b0 and b1 are column g, the
-// same rows.
+// c += a * b, 16 x 64 times 64 x 8 e2m1 codes with e4m3 scales of 16. scale_a has the four scales of row g in lanes of
+// even t, and of row g + 8 in lanes of odd t. scale_b has column g's. The fragments (PTX ISA, mma.m16n8k64): a[0] is
+// row g, columns 8t to 8t + 7, low nibble first; a[1] is row g + 8. a[2] and a[3] are the columns 32 further. b0 and b1
+// are column g, with these rows.
 __device__ inline void mma_nvfp4(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t scale_a,
                                  uint32_t scale_b) {
 #if defined(__CUDA_ARCH_FEAT_SM120_ALL)
@@ -217,9 +217,9 @@ __device__ inline void mma_nvfp4(float (&c)[4], const uint32_t (&a)[4], uint32_t
 #endif
 }
 
-// c += a * b, 16 x 32 times 32 x 8 e4m3 codes. Of the fragments (PTX ISA, mma.m16n8k32): a[0] is row g, columns 4t to
-// 4t + 3, a[1] row g + 8, a[2] and a[3] columns 16 further; b0 and b1 are column g, the same rows. sm_90 and sm_100
-// have it as two products of f16, which the codes become exactly.
+// c += a * b, 16 x 32 times 32 x 8 e4m3 codes. The fragments (PTX ISA, mma.m16n8k32): a[0] is row g, columns 4t to 4t +
+// 3; a[1] is row g + 8. a[2] and a[3] are the columns 16 further. b0 and b1 are column g, with these rows. sm_90 and
+// sm_100 make two products of f16 of it, which holds the codes exactly.
 __device__ inline void mma_e4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 890
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -1,7 +1,7 @@
 // Activations in the values of an activation format (FORMAT.md 4.1), in 16 bits, for kernels that take any weights.
 //
-// Codes and powers of two are exact in 16 bits, and so is e2m1 times e4m3; a stored f32 scale is left out and
-// multiplies the sums (input_scale). Where the step is an f32 of its own (token, group128) the product is rounded to T.
+// Codes and powers of two are exact in 16 bits, and so is e2m1 times e4m3. A stored f32 scale is left out, and
+// multiplies the sums (input_scale). If the step is an f32 of its own (token, group128), the product is rounded to T.
 #pragma once
 #include <float.h>
 
@@ -138,8 +138,8 @@ struct Rounding {
   }
 };
 
-// A packed row of nvfp4: 64 bytes for 64 columns, 16 for each t of 4: columns 8t to 8t + 7, even ones first, the same
-// 32 further, and the four scales, each t having them. Here 8 columns of it.
+// A packed row of nvfp4: 64 bytes for 64 columns, 16 for each t of 4. These are columns 8t to 8t + 7, even columns
+// first, the columns 32 further, and the four scales, which each t has. Here 8 columns of it.
 __device__ inline void pack_nvfp4(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
   const int half = chunk / 4 % 2, t = chunk % 4;
   uint32_t word = 0;
@@ -150,8 +150,8 @@ __device__ inline void pack_nvfp4(uint8_t* unit, int chunk, const Rounding& how,
     unit[16 * (2 * (t % 2) + i) + 8 + 2 * half + t / 2] = static_cast<uint8_t>(how.scale_code());
 }
 
-// A packed row of e4m3: 80 bytes for 64 columns, 16 for each t of 4 in the order in which a lane reads a row of weights
-// (FORMAT.md 3.2), then the step, f32, and nothing. Here 8 columns of it.
+// A packed row of e4m3: 80 bytes for 64 columns. Each t of 4 has 16, in the order in which a lane reads a row of
+// weights (FORMAT.md 3.2). Then come the step, f32, and padding. Here 8 columns of it.
 __device__ inline void pack_e4m3(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
   const int half = chunk / 4 % 2, t = chunk % 4;
   uint32_t code[8];
@@ -187,8 +187,9 @@ __device__ __forceinline__ void load_eight(const RoundParams& params, const T* x
   }
 }
 
-// A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
-// same. One long function: two passes over a row that share where it is, and its 8 columns in registers.
+// A block takes a row; a block of (32, rows) takes a row with each warp. A thread takes 8 columns of out at a time. x
+// and out may be one memory. One long function: two passes over a row share its place, and its 8 columns are in
+// registers.
 template <typename T>
 __global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant__ RoundParams params) {
   launch_dependents();
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant
     }
     all.add_block();
   }
-  // A group is of neighbours, those of 16 in the stored order words 0, 1 or 2, 3 of four chunks.
+  // A group has neighbours. In the stored order a group of 16 is words 0, 1 or 2, 3 of four chunks.
   const int group = params.format == k_activation_format_fp8_group128 ? 128
                     : params.format == k_activation_format_nvfp4      ? 16
                     : params.format > k_activation_format_nvfp4       ? 32

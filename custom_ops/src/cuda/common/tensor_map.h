@@ -11,9 +11,9 @@
 
 namespace quantmoe {
 
-// A tensor of values of 1 or 2 bytes in device memory, the innermost dimension first: sizes, bytes from one index of
-// each but the first to the next (multiples of 16), and the box that is copied. swizzle: within 128 bytes. What a box
-// has outside of the tensor is zero.
+// A tensor of values of 1 or 2 bytes in device memory, the innermost dimension first. sizes: of each dimension. bytes:
+// from one index to the next, of each dimension except the first, multiples of 16. box: the part that is copied.
+// swizzle: within 128 bytes. The part of a box outside of the tensor is zero.
 inline int make_tensor_map(CUtensorMap* map, const void* at, int value_bytes, std::initializer_list<cuuint64_t> sizes,
                            std::initializer_list<cuuint64_t> strides, std::initializer_list<cuuint32_t> box,
                            bool swizzle, char* err) {

@@ -80,8 +80,8 @@ __device__ inline void tensor_copy(uint32_t shared, const CUtensorMap& map, int 
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// Two or four 8 x 8 matrices of 16-bit values, of which a lane has two neighbours of row lane / 4 in a word of each,
-// written column by column: lane l has the address of column l % 8 of matrix l / 8.
+// Two or four 8 x 8 matrices of 16-bit values, written column by column. A lane has two neighbours of row lane / 4 in a
+// word of each matrix. Lane l has the address of column l % 8 of matrix l / 8.
 __device__ inline void store_transposed(uint32_t at, const uint32_t (&m)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(at), "r"(m[0]), "r"(m[1])
                : "memory");
@@ -91,8 +91,8 @@ __device__ inline void store_transposed(uint32_t at, const uint32_t (&m)[4]) {
                "r"(m[2]), "r"(m[3])
                : "memory");
 }
-// What was written to shared memory with ordinary stores or cp.async, by this thread or before a barrier that it has
-// waited for, becomes visible to wgmma.
+// Makes ordinary stores and cp.async to shared memory visible to wgmma. They are this thread's, or came before a
+// barrier that it has waited for.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -141,8 +141,8 @@ __device__ inline uint32_t swizzled_tile(int row, int chunk) {
 template <typename T, int N>
 __device__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
 
-// The same of b[16 x N] whose rows (K) are contiguous: rows of 64 values, 128-byte swizzle, 8-row groups 1024 bytes
-// apart, the next 64 values of N `step` bytes further. A k16 step is 2048 bytes.
+// As above for b[16 x N] with contiguous rows (K): rows of 64 values, 128-byte swizzle, 8-row groups 1024 bytes apart.
+// The next 64 values of N are `step` bytes further. A k16 step is 2048 bytes.
 __device__ inline uint64_t rows_descriptor(uint32_t shared, uint32_t step) {
   return wgmma_descriptor(shared >> 4 | step >> 4 << 16);
 }

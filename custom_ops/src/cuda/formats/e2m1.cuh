@@ -16,9 +16,9 @@ __device__ inline void dequant_e2m1(uint32_t q, uint32_t (&a)[4]) {
     a[1] = mask_or<0x01c001c0>(q >> 2, (q << 4) & 0x80008000);
     a[3] = mask_or<0x01c001c0>(q >> 6, q & 0x80008000);
   } else {
-    // Only the high byte of an f16 is not zero: four codes at once, other bits among theirs until the end. 113 - 14
-    // code has a code's last three bits in bits 1..3, and its sign in bit 7 but for -0's; bit 0 is for the borrow of
-    // the byte below.
+    // Only the high byte of an f16 is not zero. So four codes are made at once, with other bits among theirs until the
+    // end. 113 - 14 code has a code's last three bits in bits 1..3. It has its sign in bit 7, except for -0's. Bit 0 is
+    // for the borrow of the byte below.
     const uint32_t odd = select<0x80808080>(q, q >> 3), even = 0x71717171 - (q & 0x0f0f0f0f) * 14;
     a[0] = (even << 8) & 0x8e008e00, a[1] = even & 0x8e008e00;
     a[2] = (odd << 8) & 0x8e008e00, a[3] = odd & 0x8e008e00;

@@ -1,5 +1,5 @@
-// What a format of weights is to the kernels, formats/*.cuh: in each file a struct <Name>Facts, which plans know, too,
-// and of the same name, for device code, the trait that is the kernels' template argument. The list is formats.inc.
+// A format of weights, for the kernels: formats/*.cuh. Each file has a struct <Name>Facts, which plans know, too. For
+// device code it has the trait <Name>, the kernels' template argument. formats.inc is the list.
 #pragma once
 #include <cstdint>
 
@@ -13,11 +13,11 @@ constexpr int scale_type_bytes(int32_t scale_type) {
 }
 constexpr bool is_float_scale(int32_t scale_type) { return scale_type_bytes(scale_type) > 1; }
 
-// Facts that most formats have alike. The others: kBits of a code; is, whether weights are of the format; takes_scales,
-// of which types.
+// Facts that most formats share. The others: kBits of a code; is, if weights are of the format; takes_scales, the types
+// it takes.
 struct FormatFacts {
-  // Of groups of 32 a unit, 64 columns of a row, has two: per_block. Shared memory of a lane for a unit's scales of
-  // rows g and g + 8, as many bytes as the widest type takes, and for their zero points.
+  // With groups of 32 a unit, 64 columns of a row, has two groups: per_block. Then comes the shared memory of a lane,
+  // for a unit's scales of rows g and g + 8 and for their zero points. Scales have the bytes of the widest type.
   static constexpr int scale_bytes([[maybe_unused]] int per_block) { return 8; }
   static constexpr int kZeroBytes = 0;
   // Groups of columns that a unit has scales of, at most.

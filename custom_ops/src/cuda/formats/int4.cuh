@@ -25,9 +25,9 @@ struct Int4ZeroFacts : FormatFacts {
 
 namespace quantmoe {
 
-// The codes become the low mantissa bits of a power of two: 1024 + code, in bf16 32 + code / 4. Nibbles that lie
-// four bits too high cost an fma (in bf16 they are a number of exponent 0 or 1, code * 2^-129): the integer pipe is
-// what binds. Where latency binds, kShift is faster.
+// The codes become the low mantissa bits of a power of two: 1024 + code, in bf16 32 + code / 4. Nibbles that lie four
+// bits too high cost an fma, because the integer pipe binds. (In bf16 they are a number of exponent 0 or 1, code *
+// 2^-129.) If latency binds, kShift is faster.
 template <typename T>
 constexpr float kInt4Bits = kBf16<T> ? 0.25f : 1.f;
 
@@ -71,12 +71,12 @@ struct Int4 : Int4Facts, Int4Trait {
     return make_float2(Half<T>::kInt4ZeroValue, Half<T>::kInt4ZeroValue);
   }
 
-  // On wgmma times a group's scale, rounded once: `scale` is what factor made of the scales of rows g and g + 8, and
-  // the values come out times kResult.
+  // On wgmma, times a group's scale, rounded once. `scale` is factor's result for the scales of rows g and g + 8. The
+  // values come out times kResult.
   //
-  // bf16: a nibble in bits 0..3 or 4..7 of a zero word is a bf16 of exponent 0 or 1, that is code * 2^-133 or * 2^-129:
-  // one fma with the scale, times a power of two that keeps everything in range, gives (code - 8) * scale. Scales from
-  // 2^-60 to 2^63 are exact. f16 has not the range for that: subtract, then multiply.
+  // In bf16 a nibble in bits 0..3 or 4..7 of a zero word has exponent 0 or 1. So it is code * 2^-133 or code * 2^-129.
+  // One fma gives (code - 8) * scale. Its factor is the scale times a power of two that keeps everything in range.
+  // Scales from 2^-60 to 2^63 are exact. f16 lacks this range: subtract, then multiply.
   template <typename T>
   static constexpr float kResult = kBf16<T> ? 0x1p-69f : 1.f;
   template <typename T>

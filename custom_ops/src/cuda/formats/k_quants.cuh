@@ -37,7 +37,7 @@ struct KTrait : KFacts<format>, Trait {
   template <typename T>
   static constexpr float kSumFactor = 1.f;
 
-  // Where lane t of row g has its word of a block, of its first unit: 0 and 1 the factors, 2 and 3 the levels.
+  // The place of lane t's word in row g of a block, in its first unit. 0 and 1 are the factors, 2 and 3 the levels.
   __device__ static int level_at(int g, int t) {
     return t < 2 ? g * kFactorBytes + (kMinima ? 4 * t : 0) : 8 * kFactorBytes + 8 * g + 4 * (t - 2);
   }

@@ -1,9 +1,9 @@
-// What the traits of formats are made of: codes (FORMAT.md 3.2) to the A operand of mma.m16n8k16: a[0] = row g, columns
-// c(0) c(1); a[1] = row g + 8, the same; a[2], a[3] = columns c(2) c(3). And scales and zero points to what they are
-// multiplied with.
+// What the traits of formats are made of. Codes (FORMAT.md 3.2) become the A operand of mma.m16n8k16. a[0] is row g,
+// columns c(0) c(1); a[1] is row g + 8, these columns. a[2] and a[3] are columns c(2) c(3). Scales and zero points
+// become factors.
 //
-// Wherever a code can be moved into the bits of a float it is, however small the float: what is missing is a power of
-// two, which goes to the scale or, as a format's factors, to the sums.
+// A code moves into the bits of a float wherever it can, however small the float is. Then a power of two is missing. It
+// goes to the scale or, as a format's factors, to the sums.
 #pragma once
 #include <type_traits>
 
@@ -44,8 +44,8 @@ __device__ inline void times(uint32_t (&a)[4], uint32_t low, uint32_t high) {
 // A byte of a word in both halves of another, above it the byte of `high`; selector: byte_pair of its index.
 __device__ inline constexpr uint32_t byte_pair(uint32_t index) { return 0x4040 + index * 0x0101; }
 
-// Zero point `selector` of four, twice: base + zero point as center takes it (kFma false), or as the fma of bf16 does,
-// minus zero point * kInt8Result.
+// Zero point `selector` of four, twice. kFma false: base + zero point, as center takes it. Otherwise minus zero point *
+// kInt8Result, as the fma of bf16 takes it.
 template <typename T, bool kFma>
 __device__ inline uint32_t zero_point(uint32_t zeros, uint32_t selector) {
   if constexpr (kFma && kBf16<T>) return Half<T>::mul(__byte_perm(zeros, 0, selector), 0xff00ff00);  // -2^127
@@ -149,7 +149,7 @@ struct Sizes {
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
   // Whether a unit has two groups is known at run time only.
   static constexpr bool kRuntime = kBits == 8;
-  // Where in a unit's codes a lane has its 16 bytes; of 8 bits those of row g, 512 bytes before those of row g + 8.
+  // The place of a lane's 16 bytes in a unit's codes. With 8 bits this is row g's; row g + 8's are 512 bytes further.
   __device__ static int lane_at(int lane) { return 16 * (kBits == 8 ? lane ^ (lane >> 3 & 3) : lane); }
   // Where they are in memory; 16 bits: a row's halves lie side by side, so pieces of 512 bytes, [row g, g + 8][half],
   // do not.

@@ -1,5 +1,5 @@
-// The compiled products. Each file of these is one process of the compiler: gate_up.cu, down.cu, linear.cu and wgmma.cu
-// have those of symmetric int4, *_any.cu of other formats.
+// The compiled products. Each file is one process of the compiler. gate_up.cu, down.cu, linear.cu and wgmma.cu have the
+// products of symmetric int4, *_any.cu of other formats.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

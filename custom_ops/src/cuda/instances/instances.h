@@ -97,8 +97,8 @@ constexpr int shared_bytes_of(const Instance& row, const FormatSizes& sizes) {
     case ProductKernel::kLinearDecode:
       break;
   }
-  // Rings and sums, which lie over the ring where a stage has two units of K, and in moe_down_decode of floats; not in
-  // linear_decode, whose ring is filled for the next panels.
+  // Rings and sums. The sums lie over the ring if a stage has two units of K, and for floats in moe_down_decode. They
+  // do not in linear_decode, whose ring is filled for the next panels.
   const bool over = row.kernel != ProductKernel::kLinearDecode &&
                     (row.units == 2 || (row.kernel == ProductKernel::kDownDecode && sizes.bits == 16));
   const int ring = row.stages * stage_bytes(row.panels, row.n_tiles, sizes.bits, sizes.lane_bytes, row.units);

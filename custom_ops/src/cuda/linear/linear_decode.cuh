@@ -1,12 +1,12 @@
-// QuantLinear of a few rows on mma.sync: a block takes panels, MT at a time, and its warps parts of K, which end to end
-// are one stream of weights:
+// QuantLinear of a few rows on mma.sync. A block takes panels, MT at a time, and its warps take parts of K. End to end
+// these parts are one stream of weights:
 //
 //   warp 0  | panels 0, K part 0 | panels 1, K part 0 | ..     copies run kStages - 1 turns ahead, across panels
 //   warp 1  | panels 0, K part 1 | panels 1, K part 1 | ..
 //   ..                           sum                  sum      in shared memory
 //
-// A warp's part of a row is a few turns, so that blocks of one panel each would be filled and drained most of the time.
-// No atomics, no second pass, the same result every time.
+// A warp's part of a row is a few turns. So blocks of one panel each would be filled and drained most of the time.
+// Without atomics and a second pass, every call gives equal bytes.
 #pragma once
 #include "cuda/moe/moe_gemm_mma.cuh"
 

@@ -2,9 +2,9 @@
 // memory.
 //
 // A block computes 128 or 256 rows of the weights (8 or 16 panels) x up to kTokens tokens. One thread fills a ring of
-// stages of 64 columns with tensor copies: tokens, 128-byte-swizzled as they are multiplied, codes, scales and zero
-// points. Two or four consumer warpgroups, a panel a warp, dequantize a stage's weights while the tensor cores have
-// products of the others. Blocks of a cluster may share K; their sums are added in the order of the parts.
+// stages of 64 columns with tensor copies: tokens, codes, scales and zero points. Tokens are 128-byte-swizzled, as they
+// are multiplied. Two or four consumer warpgroups, a panel a warp, dequantize a stage's weights while the tensor cores
+// have products of the others. Blocks of a cluster may share K; their sums are added in the order of the parts.
 //
 //              K, 64 columns a stage, of a cluster's block its part        up to kTokens tokens
 //             +-------------------------------------------------+        +---------------------+
@@ -13,8 +13,8 @@
 //             +-------------------------------------------------+        +---------------------+
 //   one more warpgroup: its first thread copies
 //
-// Tokens are multiplied in memory order, so of each 8 neighbouring columns, which layout marlin has in one lane
-// (FORMAT.md 3.2), lane t reads columns 2t and 2t + 1 itself.
+// Tokens are multiplied in memory order. Layout marlin has 8 neighbouring columns in one lane (FORMAT.md 3.2), so lane
+// t reads columns 2t and 2t + 1 of them itself.
 #pragma once
 #include "cuda/common/kernels.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
   constexpr int kWords = kBytes || kFloats ? 2 : 1;  // of a lane's codes of 8 columns
   constexpr int kGroups = F::kUnitGroups;            // at most, of scales in a unit
   const int lane = threadIdx.x % 32, own_panel = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  // In the first stage: the word that has columns 2t and 2t + 1 of a unit's first 8 in row g; load() reads all.
-  // 4 bits: lane 4g + t' has those of chunk t', swizzled by the copy; 8 bits: FORMAT.md 3.2. 16 bits: what ldmatrix
-  // asks a lane for, of 16 columns; the copy swizzles.
+  // In the first stage: the word with columns 2t and 2t + 1 of a unit's first 8 in row g; load() reads all of them.
+  // With 4 bits lane 4g + t' has chunk t', swizzled by the copy. With 8 bits see FORMAT.md 3.2. With 16 bits a lane has
+  // what ldmatrix asks it for, of 16 columns; the copy swizzles.
   uint32_t codes_at = base + Shape::kCodesAt + own_panel * kUnitBytes;
   if constexpr (kFloats) {
     codes_at += lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);

@@ -1,19 +1,19 @@
-// A layer's experts in host memory, and slots for some of them in device memory: the device itself decides which, so
-// that a launch needs no host and can be captured.
+// A layer's experts in host memory, and slots for some of them in device memory. The device itself decides which
+// experts have a slot, so a launch needs no host and can be captured.
 //
 //     topk_ids -> resolve_experts -> where[expert], copies -> fill_experts -> slots -> the products, which read where
 //                 (one block)                                 (all blocks)
 //
-// An expert that the call asks for is read where `where` says: in its slot; in a row of `staging`, which a call fills
-// for itself; or, when these are full, in host memory. A slot that the call reads is never given to another expert by
-// it. Misses take the slots that were used least recently; calls are one step of time, and slots of one step are in
-// ascending order, so that the same calls have the same hits on every device.
+// An expert that the call asks for is read where `where` says: in its slot, or in a row of `staging`. A call fills its
+// rows of `staging` itself. When these are full, it is read in host memory. A call never gives a slot that it reads to
+// another expert. Misses take the slots that were used least recently. A call is one step of time, and slots of one
+// step are in ascending order. So equal calls have equal hits on every device.
 //
-// With a host that multiplies (qm_cuda_host) a share of the misses is not copied: resolve_experts leaves their pairs
-// out of the ids that the products read, and writes a request, which a thread of the host waits for. add_host, the last
-// kernel, waits for the answer. A share is of one call's misses, rounded down: a single one is copied, as the host's
-// part takes longer than that, and comes to a slot. Which are copied changes from call to call. Slots that are empty
-// are filled first.
+// With a host that multiplies (qm_cuda_host) a share of the misses is not copied. resolve_experts leaves their pairs
+// out of the ids that the products read. It writes a request, which a thread of the host waits for. add_host, the last
+// kernel, waits for the answer. A share is of one call's misses, rounded down. A single miss is copied into a slot,
+// because the host's part takes longer. Which misses are copied changes from call to call. Empty slots are filled
+// first.
 #pragma once
 #include "cuda/common/kernels.cuh"
 #include "cuda/common/ptx.cuh"
@@ -87,7 +87,7 @@ __device__ __forceinline__ int count_before(bool mine, int& all) {
   __syncthreads();
   return before;
 }
-// How many slots are free; victims[i] becomes the one that was used least recently but for i others.
+// How many slots are free. victims[i] becomes the least recently used slot, except for i others.
 template <class IsFree>
 __device__ __forceinline__ int find_victims(int slots, const uint32_t* used, IsFree is_free, int* victims) {
   int free_slots = 0;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
   }
 }
 
-// Copies in pieces that a block has under way at once: one of 16 KiB in each is several times what the bus takes to
+// Copies in pieces. A block has one of 16 KiB under way: in all blocks that is several times what the bus takes to
 // answer.
 constexpr int kFillPiece = kFillThreads * 64;
 __global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_constant__ CacheParams params) {

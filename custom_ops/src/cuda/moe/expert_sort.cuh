@@ -60,8 +60,8 @@ __device__ __forceinline__ int scan(int value, int lane) {
   return value;
 }
 
-// What the parts of moe_route share. In shared memory, of each expert: how many of the block's pairs are its own, where
-// the next of these goes, and how many all blocks have. Of ordered lists counts become an expert's first tile.
+// What the parts of moe_route share. Shared memory has, for each expert, the number of the block's pairs, where the
+// next of these goes, and the number of all blocks' pairs. With ordered lists counts become an expert's first tile.
 struct RouteCounts {
   int experts, cluster, lane, warp;
   int *counts, *cursors, *totals;
@@ -127,8 +127,8 @@ __device__ __forceinline__ int place_experts(const RouteParams& params, const Ro
   return pairs_before;
 }
 
-// Lists of tiles, the largest first (by an expert's first one): what is left for the last round of a product's blocks
-// (Turns) is quick then.
+// Lists of tiles, the largest first (by an expert's first tile). So the work that is left for the last round of a
+// product's blocks (Turns) is quick.
 __device__ __forceinline__ void list_tiles(const RouteParams& params, const RouteCounts& tally, int places) {
   const int experts = tally.experts, lane = tally.lane, warp = tally.warp;
   if (warp < params.list_count) {
@@ -168,13 +168,12 @@ __device__ __forceinline__ void place_in_order(const RouteParams& params, const 
   }
 }
 
-// The first cluster sorts, a part of the pairs a block; the others prepare x. Dynamic shared memory: int
+// The first cluster sorts, a part of the pairs a block. The others prepare x. Dynamic shared memory: int
 // [3][local_experts], and if ordered, int [pairs].
 //
-// The order of tiles and of an expert's pairs is whatever the atomics make it, and differs between runs. Results do
-// not: a token is a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to the
-// place of their pair. Not so in moe_gemm_span.cuh, where K is cut elsewhere in each tile: it gets one order, by expert
-// and pair.
+// Atomics make the order of tiles and of an expert's pairs, so it differs between calls. Results do not differ. A token
+// is a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to their pair's place.
+// moe_gemm_span.cuh is different, because it cuts K elsewhere in each tile. It gets one order, by expert and pair.
 __global__ void __launch_bounds__(kRouteThreads) moe_route(const __grid_constant__ RouteParams params) {
   extern __shared__ int counts[];
   __shared__ int places[2][32];
@@ -226,8 +225,8 @@ __global__ void moe_gather(const __grid_constant__ GatherParams params) {
   }
 }
 
-// out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns and asks
-// for kAhead rows of them before it adds any up: with few tokens it is latency that this kernel takes.
+// out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns. It asks
+// for kAhead rows of them before it adds any up: with few tokens, this kernel takes latency.
 template <typename T, typename Partial>
 __global__ void __launch_bounds__(kCombineThreads) moe_combine(const __grid_constant__ CombineParams params) {
   constexpr int kAhead = 8, kWords = sizeof(Partial) / 2;

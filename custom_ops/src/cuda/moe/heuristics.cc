@@ -18,8 +18,8 @@ double fill(int64_t count, int64_t slots) {
   return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, ceil_div(count, slots)) * slots);
 }
 
-// How many tiles of at most `tokens` experts have that get `mean` on average, as Poisson has it, each at least one; one
-// expert gets just that.
+// The number of tiles of at most `tokens` for experts that get `mean` on average, as Poisson has it, at least one each.
+// One expert gets just `mean`.
 struct Tiles {
   double mean, deviation;
 };
@@ -182,10 +182,10 @@ std::optional<qm_cuda_step> span_of(const Choice& choice) {
 
 // Down of decode, whose output tiles no second pass adds up in f32.
 qm_cuda_step choose_down_decode(Choice choice) {
-  // Measured: an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
-  // Bigger clusters leave multiprocessors empty, three or six blocks worst.
-  // One block a multiprocessor is enough if its ring is deep: of two panels always, of four, whose ring leaves no
-  // memory to the kernels before and after, where its warps take many turns.
+  // Measured: two blocks share an output tile best, if that loads the multiprocessors evenly.
+  // Bigger clusters leave multiprocessors empty, three or six blocks most.
+  // One block a multiprocessor is enough if its ring is deep. That holds for two panels always. A ring of four panels
+  // leaves no memory to the kernels before and after, so it needs warps that take many turns.
   const int64_t list = choice.load.most_experts * choice.weights.row.units;
   const bool clusters = choice.weights.device.sm >= 90;
   struct Candidate {
@@ -253,10 +253,10 @@ qm_cuda_step choose_gemm(const ProductWeights& weights, const ProductLoad& load)
 qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
   const auto& [device, projection, row] = weights;
   const FormatSizes sizes = sizes_of(projection, false);
-  // Measured. 4 bits: a panel a block where that is one round at most; two where four would leave multiprocessors with
-  // one block or none, and, of formats that pair units, for more than two rounds of four; else four. 8 bits: a panel,
-  // or two where a warp's part of a row is long. Few stages where few are a warp's part, which leaves room for more
-  // blocks.
+  // Measured, 4 bits: a panel a block if that is at most one round. Two panels if four would leave multiprocessors with
+  // one block or none. Formats that pair units also take two panels for more than two rounds of four. Otherwise four. 8
+  // bits: a panel, or two if a warp's part of a row is long. Few stages if a warp's part has few, which leaves room for
+  // more blocks.
   const bool pairs = sizes.units == 2, short_k = row.units <= 4 * kWarps;
   const int64_t fours = ceil_div(row.panels, 4), multiprocessors = device.multiprocessors;
   qm_cuda_step step{};

@@ -23,8 +23,8 @@ struct ProductLoad {
   int most_tiles;        // of 8 tokens, in path stream
 };
 
-// Whether the kernels of path decode have the shared memory they take. Not those of int8 with zero points where a
-// multiprocessor has 100 KiB: these take stream.
+// Whether the kernels of path decode have the shared memory they take. int8 with zero points lacks it where a
+// multiprocessor has 100 KiB, and takes stream.
 bool decode_fits(const ProductWeights&);
 // A product of the layer, or of a linear where no function below has its own.
 qm_cuda_step choose_gemm(const ProductWeights&, const ProductLoad&);

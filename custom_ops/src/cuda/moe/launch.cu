@@ -91,7 +91,7 @@ GemmKernel kernel_of(Product product, const qm_projection& weights, int path, co
       return nullptr;
   }
 }
-// Of a linear, but for QM_CUDA_DENSE.
+// For a linear, except QM_CUDA_DENSE.
 template <typename T>
 GemmKernel linear_gemm(const qm_projection& weights, int path, const qm_cuda_step& step) {
   if (kind_of(weights) == WeightKind::kFloat)
@@ -117,7 +117,7 @@ bool is_compiled(const qm_projection& weights, bool gated, int path, const qm_cu
       return true;
   }
 }
-// Of a layer w13 and w2 are its projections, of a linear the same.
+// A layer's w13 and w2 are its projections. A linear has one projection for both.
 template <typename T>
 int check_plan(const qm_projection& w13, const qm_projection& w2, bool gated, const qm_cuda_plan& plan, char* err) {
   for (int i = 0; i < plan.step_count; ++i) {
@@ -213,7 +213,7 @@ void launch_gather(Launcher& launcher, const Call& call, const WeightMatrix& mat
   run(launcher, moe_gather, gather, step);
 }
 
-// Makes the list of tiles, another for down if its tiles differ, and a copy of x as wgmma reads it if x is not one.
+// Makes the list of tiles, a second list if down's tiles differ, and a copy of x as wgmma reads it if x is none.
 void launch_route(Launcher& launcher, const Call& call, const qm_cuda_step& step) {
   const qm_cuda_plan& plan = call.plan;
   const bool fp8 = plan.path == QM_CUDA_FP8;

@@ -1,14 +1,14 @@
 // One grouped GEMM of the layer on wgmma (sm_90a), e4m3 activations times e4m3 weights, for many tokens.
 //
 // A block computes up to 128 tokens of one expert x 256 rows of its weights (16 panels). Tokens are wgmma's M, rows its
-// N, and both come from shared memory as they are stored: fp8_activations.cuh writes tokens in stages of 128 columns,
-// all rows in the order of experts, and layout marlin's 8-bit units (FORMAT.md 3.2) are two K-major operands of eight
-// rows, g and g + 8 of a panel, of which 16 panels make N = 128: gate and up of the same features. A producer warpgroup
-// copies, two consumer warpgroups multiply.
+// N. Both come from shared memory as they are stored. fp8_activations.cuh writes tokens in stages of 128 columns, all
+// rows in the order of experts. Layout marlin's 8-bit units (FORMAT.md 3.2) are two K-major operands of eight rows, g
+// and g + 8 of a panel. 16 panels make N = 128: gate and up of one set of features. A producer warpgroup copies, and
+// two consumer warpgroups multiply.
 //
 // The tensor cores keep about 14 bits of a sum of e4m3 products, and scales change every 128 columns. So products of
-// 128 columns are summed there and then in f32, times the scales, while the other warpgroup has the tensor cores. With
-// tokens as M a lane has two of them, and rows of 128-blocks share a scale: two products give all scales of a sum.
+// 128 columns are summed there, and then in f32, times the scales, while the other warpgroup has the tensor cores. With
+// tokens as M a lane has two of them, and rows of 128-blocks share a scale. Two products give all scales of a sum.
 //
 //                      256 rows: 16 panels                    at most 64 tokens: panels are shared out instead
 //                  rows g (128)   rows g + 8 (128)                  panels 0..7          panels 8..15
@@ -92,7 +92,7 @@ __device__ inline float2 load_float2(uint32_t at) {
 // i of a vector, known at compile time.
 __device__ inline float element(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Four scales of a panel of type `type` (f32, f16, bf16), the fours being those of two rows g: row g, g + 8, of each.
+// Four scales of a panel, of type `type` (f32, f16, bf16): rows g and g + 8 of two rows g.
 __device__ inline float4 four_scales(const uint8_t* scales, int type, int64_t four) {
   if (type == k_scale_type_f32) return reinterpret_cast<const float4*>(scales)[four];
   const uint2 v = reinterpret_cast<const uint2*>(scales)[four];
@@ -113,8 +113,8 @@ __device__ inline uint4 transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t 
   return upper ? make_uint4(x, y, keep.x, keep.y) : make_uint4(keep.x, keep.y, x, y);
 }
 
-// by_row: weights have scales of each row and a multiple of 128 columns; else of 128 rows, or of whole rows, by which
-// results are multiplied at the end.
+// by_row: weights have scales of each row and a multiple of 128 columns. Otherwise scales are of 128 rows, or of whole
+// rows, which multiply the results at the end.
 template <typename T, bool down, bool by_row>
 struct Fp8Consumer {
   const GemmParams& p;
@@ -186,7 +186,7 @@ struct Fp8Consumer {
     }
   }
 
-  // Codes of 64 features of h, of which a lane has two of each eight: lane t gets 16 bytes of a unit (FORMAT.md 3.2).
+  // Codes of 64 features of h. A lane has two of each eight: lane t gets 16 bytes of a unit (FORMAT.md 3.2).
   __device__ static uint4 codes_of(const E4m3Step& step, const float (&h)[16], int t) {
     const bool odd = t & 1, upper = t & 2;
     uint32_t two[8];  // in their bytes of a word
@@ -376,8 +376,8 @@ __device__ __forceinline__ void fp8_produce(const GemmParams& params, uint8_t* s
   const int blocks = (weights.panels + kFp8Panels - 1) / kFp8Panels, groups = (weights.units + 1) / 2;
   const int parts = down ? params.warps_k : 1;
   Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
-  // Of warp 0 a thread copies tokens and their scales, of warps 1 and 2 codes of eight panels each; warp 3 copies the
-  // rows' scales.
+  // A thread of warp 0 copies tokens and their scales. Threads of warps 1 and 2 copy codes of eight panels each. Warp 3
+  // copies the rows' scales.
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   const int lane = thread % 32, warp = thread / 32;

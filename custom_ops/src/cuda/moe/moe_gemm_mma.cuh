@@ -76,8 +76,8 @@ __device__ inline void store_unit(const GemmParams& params, const uint8_t* exper
   }
 }
 
-// A part of the codes that the call's ids are sure to ask for, another part a block: DRAM would idle while moe_route
-// makes its lists and while the last blocks of gate_up end.
+// Asks for codes that the call's ids are sure to need, a part for each block. DRAM would idle while moe_route makes its
+// lists and while the last blocks of gate_up end.
 template <uint32_t kBytes>
 __device__ inline void prefetch_codes(const GemmParams& params) {
   if (threadIdx.x != 0) return;
@@ -325,9 +325,9 @@ __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, NT))
 }
 
 // GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list
-// is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
-// end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
-// One long function: of a turn's products its list's places and its sums are registers, and so is what is copied next.
+// is cut into equal parts, one a warp. A warp adds weight * (product + bias) of each tile to its registers. At the end
+// the warps' sums are added in a fixed order. Without atomics and a second pass, every call gives equal bytes. One long
+// function: the list's places, the sums and what is copied next are registers of a turn.
 template <typename T, typename F, int MT, int kUnits = 1, int kStages_ = stages_of(kUnits)>
 __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, 1))
     moe_down_decode(const __grid_constant__ GemmParams params) {

@@ -1,9 +1,9 @@
-// The grouped GEMM of moe_gemm_mma.cuh for codes that take many instructions, e2m1, and at most 8 tokens a tile: what
+// The grouped GEMM of moe_gemm_mma.cuh for codes that take many instructions, e2m1, and at most 8 tokens a tile. What
 // is not a code or a product is done once a stage for all its panels, and warps meet once.
 //
-// A block takes a contiguous range of (tile, MT panels), and of all their units of K each of its warps an equal,
-// contiguous part. A warp that has all units of some panels stores their sums from registers. Of other panels the warp
-// that has the last unit adds up the parts when all warps are done: in the order of K, so the same bytes every time.
+// A block takes a contiguous range of (tile, MT panels). Each of its warps has an equal, contiguous part of all their
+// units of K. A warp that has all units of some panels stores their sums from registers. Of other panels, the warp with
+// the last unit adds up the parts when all warps are done. It adds in the order of K, so every call gives equal bytes.
 //
 //   (tile, MT panels)  |      first      |      second     |      third      |
 //   units of K         |0             U-1|0             U-1|0             U-1|
@@ -28,7 +28,7 @@ struct SpanStream {
   const uint8_t *codes, *scales;
   const T* tokens;        // null: zero
   int columns_left;       // from the lane's first to the end of the row
-  uint32_t panel_at[MT];  // from the first panel's codes to those of panel m
+  uint32_t panel_at[MT];  // from the first panel's codes to panel m's
 
   static constexpr int kStages = kSpanStages, kRingBytes = Sizes::kRingBytes;
 

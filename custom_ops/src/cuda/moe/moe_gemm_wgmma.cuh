@@ -1,9 +1,9 @@
 // One grouped GEMM of the layer on wgmma (sm_90a), for many tokens: weights from registers, tokens from shared memory.
 //
 // A block computes 256 or 512 rows (16 or 32 panels) x up to kTokens tokens of one expert. One producer warpgroup fills
-// a ring of stages of 64 columns: token rows, gathered and 128-byte-swizzled, the panels' codes, one bulk copy each,
-// and their scales. Two consumer warpgroups hold half of the rows each. A consumer warp dequantizes its panels' next
-// columns while the tensor cores work on those before.
+// a ring of stages of 64 columns. A stage has token rows, the panels' codes, one bulk copy each, and their scales.
+// Token rows are gathered and 128-byte-swizzled. Two consumer warpgroups hold half of the rows each. A consumer warp
+// dequantizes its panels' next columns while the tensor cores work on the columns before.
 //
 //                         64 columns of K a stage                       up to kTokens tokens
 //                      +---------------------------+                  +----------------------+
@@ -14,8 +14,8 @@
 //   group 1            +---------------------------+
 //   producer warpgroup   fills kStages stages {tokens, codes, scales and zero points} ahead of them
 //
-// The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
-// moe_route writes x, the gate_up epilogue writes h that way.
+// The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted.
+// moe_route writes x so, and the epilogue of gate_up writes h so.
 #pragma once
 #include "cuda/common/activation.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -24,10 +24,10 @@
 
 namespace quantmoe {
 
-// Block shapes: up to 144 tokens (an expert with 128 on average seldom has more) or 96, one block a multiprocessor; up
-// to 48 tokens, two blocks, which hide each other's waits when there is little to multiply; of 4-bit codes also 512
-// rows, with up to 64 or 80 tokens, or with up to 24 and two blocks. The plan takes the one that it expects to be done
-// first.
+// Block shapes. One block a multiprocessor has up to 144 tokens (an expert with 128 on average seldom has more) or 96.
+// Two blocks have up to 48 tokens, and hide each other's waits when there is little to multiply. 4-bit codes also have
+// 512 rows, with up to 64 or 80 tokens, or with up to 24 tokens and two blocks. The plan takes the shape that it
+// expects to be done first.
 template <typename F, Product product, int kTokens>
 struct WgmmaTile {
   static constexpr WgmmaSizes kSizes = wgmma_sizes_of(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, product);
@@ -53,8 +53,8 @@ struct WgmmaTile {
   static_assert(kStages >= 2);  // a consumer gives a stage back when the next has arrived
 };
 
-// What a warpgroup does next: columns [k_begin, k_end) * 64, a part of K, of its panels of an expert (-1: nothing) for
-// the tokens of a tile.
+// What a warpgroup does next: columns [k_begin, k_end) * 64, a part of K, of its panels of an expert, for the tokens of
+// a tile. Expert -1: nothing.
 struct Work {
   int expert, panel, first, count, k_begin, k_end, part;
 };
@@ -68,20 +68,20 @@ struct WgmmaConsumer {
   using Size = Sizes<F>;
   static constexpr int kStages = Shape::kStages, kPanels = Shape::kPanels, kUnitBytes = Shape::kUnitBytes;
   static constexpr int kOwnPairs = (kTokens + 127) / 128;  // that a thread takes to shared memory
-  static constexpr int kGroups = F::kGroups;  // scales of a row in a unit; nvfp4: those of this lane's columns
+  static constexpr int kGroups = F::kGroups;               // scales of a row in a unit; nvfp4: of this lane's columns
   // Panels whose scales are in registers: of formats with scales in each unit those in work.
   static constexpr bool kEachUnit = kGroups == 2 && !Size::kRuntime;
   static constexpr int kHeld = kEachUnit ? 2 : kPanels;
-  // Of 8 bits what is dequantized and multiplied at a time is one panel's 64 columns instead of two panels' 32: the
-  // layout has no smaller pieces.
+  // With 8 bits, one panel's 64 columns are dequantized and multiplied at a time, instead of two panels' 32. The layout
+  // has no smaller pieces.
   static constexpr bool kByPanel = Size::kBits == 8;
   const GemmParams& p;
   uint32_t full, empty, tokens_at;
   uint8_t* results;
   int group;                 // warpgroup 0 or 1
   int stage = 0, phase = 0;  // of the ring
-  // In the first stage, of the warp's first panel (the others are every fourth from there): this lane's codes, of 8
-  // bits those of columns 0..31; the scales of rows g and g + 8, their zero points.
+  // In the first stage, in the warp's first panel; the other panels are every fourth from there. This lane's codes
+  // (with 8 bits columns 0..31), then the scales of rows g and g + 8, and their zero points.
   uint32_t codes_at, scales_at, zeros_at;
   uint32_t block_mask;  // units of K in a block of scales, less one
   int lane;
@@ -172,8 +172,8 @@ struct WgmmaConsumer {
       }
     wgmma_commit();
   }
-  // One long function: codes, scales and operands of a step are registers that the next step's loads and the tensor
-  // cores use at the same time.
+  // One long function: codes, scales and operands of a step are registers. The next step's loads and the tensor cores
+  // use them at the same time.
   template <int N>
   __device__ __forceinline__ void multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end) {
     // Codes: [panel of two][step], of 8 bits [row g, row g + 8][step]. Scales of rows g and g + 8, as factors on codes,
@@ -289,8 +289,9 @@ struct WgmmaConsumer {
     barrier_arrive(empty + 8 * used);
   }
 
-  // Results of this warpgroup, a row per token. Nothing here is kept in registers while the products are made: places
-  // come from an opaque thread number, or the compiler computes them once, for every N, and wgmma lacks the registers.
+  // Results of this warpgroup, a row per token. Nothing here is kept in registers while the products are made. Places
+  // come from an opaque thread number: otherwise the compiler computes them once, for every N, and wgmma lacks the
+  // registers.
   template <int N>
   __device__ __forceinline__ void store(float (&acc)[kPanels][N / 2]) {
     const Weights& matrix = p.weights;
@@ -349,8 +350,8 @@ struct WgmmaConsumer {
         to[stored_column(local * 16 + g + 8)] = padded(local, activate(high));
       });
     };
-    // What models have is inlined, each in loops of its own: a call would save hundreds of registers, and a choice in
-    // the loops costs up to 7 % of a layer.
+    // The activations of known models are inlined, each in its own loops. A call would save hundreds of registers, and
+    // a choice in the loops costs up to 7 % of a layer.
     if constexpr (product == Product::kDown) {
       each([&](T* to, int local, float low, float high) {
         to[local * 16 + g] = Half<T>::from(low), to[local * 16 + g + 8] = Half<T>::from(high);

@@ -42,8 +42,8 @@ void append(qm_cuda_plan* plan, int kind, qm_cuda_step step, StepRows* x, const 
   step.block_y = std::max(step.block_y, 1);
   step.in = x->at, step.in_rows = to_int(x->count), step.in_columns = to_int(x->columns);
   step.out = out.at, step.out_rows = to_int(out.count), step.out_columns = to_int(out.columns);
-  // What reads the call's x before a product does waits for what came before the call (launcher.h), and for all copies
-  // of experts: what comes after it may then read them before it waits.
+  // A kernel that reads the call's x before a product waits for what came before the call (launcher.h), and for all
+  // copies of experts. Later kernels may then read them before they wait.
   const bool first = plan->step_count == 0 || plan->steps[plan->step_count - 1].kind == QM_CUDA_FILL;
   step.dependent = kind != QM_CUDA_ROUND && kind != QM_CUDA_GATHER && (kind != QM_CUDA_ROUTE || !first);
   plan->steps[plan->step_count++] = step;

@@ -1,17 +1,17 @@
 // The inner loop of the mma.sync kernels: a warp's private stream of weights.
 //
-// Every lane copies with cp.async exactly the bytes it will read itself (the layout gives each lane 16 bytes of a unit,
-// of 8 bits twice, and a token's matching 16-byte pieces), so the pipeline needs no barrier: a warp waits for its own
-// copies only, runs ahead across tiles and experts, and blocks meet only to add up the parts of K.
+// Every lane copies with cp.async exactly the bytes it will read itself. The layout gives each lane 16 bytes of a unit,
+// twice with 8 bits, and a token's matching 16-byte pieces. So the pipeline needs no barrier. A warp waits for its own
+// copies only, and runs ahead across tiles and experts. Warps meet only to add up the parts of K.
 //
 //   a warp's ring   | stage 0 | stage 1 | stage 2 |        copy_weights, copy_tokens run kStages - 1 stages ahead
 //   of a stage      | codes of MT panels | scales | zero points | 8 NT tokens |        of consume
 //   of the codes    | lane 0's 16 bytes | lane 1's | ... |   (4 bits: all of a panel's unit)
 //
-// Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a
-// tile cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact
-// (formats): nvfp4's groups of 16 are not even a step of mma. For one token tile the zero point of int4 leaves the
-// inner loop as well: sum (q - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all
+// Scales multiply the f32 products of a unit, not the weights. This is exact for every scale type. For the few tokens
+// of a tile it is cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact
+// (formats), because nvfp4's groups of 16 are less than a step of mma. For one token tile the zero point of int4 leaves
+// the inner loop, too: `sum (q - 8) x = sum (base + q) x - (base + 8) sum x`. One mma with ones gives sum x for all
 // panels.
 #pragma once
 #include "cuda/common/kernels.cuh"
@@ -161,8 +161,8 @@ struct Stream {
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
 
-  // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles; to be
-  // multiplied by kSumFactor.
+  // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles.
+  // kSumFactor multiplies it later.
   template <int N, bool kFactor = false, bool kShift = false>
   __device__ void consume(int stage, float (&acc)[MT][NT][4], const Weights& weights,
                           const float* factor = nullptr) const {
@@ -323,9 +323,9 @@ struct Stream {
     }
   }
 
-  // The same of scales of two levels. They multiply the products of codes of a group, and the minima the sums of its
-  // tokens' values, which one more product has: exact but for f32 sums. In groups of 16 lanes t = 0, 1 have the columns
-  // of one, t = 2, 3 those of the other, so each is multiplied with zeros for the other's.
+  // As above for scales of two levels. They multiply the products of a group's codes. The minima multiply the sums of
+  // its tokens' values, which one more product has, exact up to f32 sums. In groups of 16, lanes t = 0, 1 have the
+  // columns of one group, and t = 2, 3 the columns of the other. So each group is multiplied with zeros for the other.
   template <int N, bool kFactor>
   __device__ void consume_levels(int stage, float (&acc)[MT][NT][4], const float* factor) const {
     constexpr int kOfHalf = 32 / F::kGroup;  // groups

@@ -14,7 +14,7 @@ struct SumParams {
   uint16_t* y;
   int64_t count;
   int64_t columns;  // of a gather: y is [rows, world, columns]
-  int64_t first;    // of a gather's words, those of this call
+  int64_t first;    // the first of a gather's words in this call
 };
 
 // A row of y is a block's, a word of it a thread's.
@@ -116,10 +116,10 @@ __device__ inline int peer_of(const qm_cuda_peers& peers, int distance) {
   return to < peers.world ? to : to - peers.world;
 }
 
-// Gives word i of a call to all others, and gets theirs: own is of all of a word or, past the end, of nothing.
+// Gives word i of a call to all others, and gets theirs. own: this rank's word, or past the end nothing.
 //
-// A place is written in every third call of its threads, and emptied in the call after that: a rank that writes there
-// again has had this one's part of a call that came later, so nothing but the end of a kernel has to be waited for.
+// A place is written in every third call of its threads, and emptied in the call after that. A rank that writes there
+// again has had this rank's part of a later call. So only the end of a kernel has to be waited for.
 __device__ inline void exchange_word(const qm_cuda_peers& peers, uint32_t slot, int i, const uint4* own,
                                      uint4 (&part)[QM_CUDA_PEERS]) {
   const int rank = peers.rank, world = peers.world;
@@ -233,8 +233,8 @@ __device__ inline uint4* part_place(const qm_cuda_peers& peers, int of, int bloc
          ((block * 2 + step) * peers.world + from) * kPartWords + i;
 }
 
-// What a rank says of a tile's sums says too that it has read the parts, and of the next tile's parts that it has read
-// the sums: places of one tile do.
+// A rank that says something about a tile's sums has also read the parts. A rank that says something about the next
+// tile's parts has also read the sums. So places of one tile are enough.
 template <typename T>
 __global__ void __launch_bounds__(kPartThreads, kPartBlocks) sum_many(const __grid_constant__ SumParams params) {
   const qm_cuda_peers& peers = params.peers;

@@ -5,8 +5,7 @@
 
 namespace quantmoe {
 
-// Up to kFewWords 16-byte words of a rank: it writes all of its x to all others, and adds up, or joins, what it has
-// got.
+// Up to kFewWords 16-byte words of a rank: it writes all of its x to all others. It adds up, or joins, what it has got.
 constexpr int kFewThreads = 256, kFewBlocks = 256;
 constexpr int kFewWords = kFewThreads * kFewBlocks;
 // A larger sum: a tile has a part for each rank, which adds it up, and writes the sum to all others.

@@ -27,7 +27,7 @@ struct alignas(sizeof(T) * kEach) NormPiece {
   T of[kEach];
 };
 
-// The sum of two pieces, whose squares are added to those of the thread.
+// The sum of two pieces. Its squares are added to the thread's.
 template <typename T, int kEach>
 __device__ NormPiece<T, kEach> add_pieces(const NormPiece<T, kEach>& x, const NormPiece<T, kEach>& residual,
                                           float& squares) {

@@ -28,11 +28,11 @@ __device__ inline void dot8(float& sum, const uint4& a, const uint4& b) {
   }
 }
 
-// columns: a multiple of 8. Up to eight tokens, mma's columns, a cluster; kTiles of 16 experts a block. A warp has
-// every kRouterWarps-th piece of 32 columns of all the block's experts, of which lane t of four reads eight: what mma
-// takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. kAhead pieces are read before the kernel waits for x. A
-// shared gate's row, which would be one of a tile of its own in a block, is the last block's besides its experts: a
-// thread has 8 columns. The sums go to the token's block, which selects. Dynamic shared memory: router_shared.
+// columns: a multiple of 8. A cluster takes up to eight tokens, mma's columns. A block has kTiles of 16 experts. A warp
+// has every kRouterWarps-th piece of 32 columns of all the block's experts. Lane t of four reads eight of them: what
+// mma takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. kAhead pieces are read before the kernel waits for
+// x. A shared gate's row would need a tile of its own. The last block has it besides its experts: a thread has 8
+// columns. The sums go to the token's block, which selects. Dynamic shared memory: router_shared.
 template <typename T, int kTiles, int kAhead>
 __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid_constant__ RouterParams params) {
 #if __CUDA_ARCH__ >= 900

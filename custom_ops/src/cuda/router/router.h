@@ -27,8 +27,8 @@ constexpr int kRouterRowsThreads = 128;
 constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 8;
 constexpr int kRouterTileThreads = 256;
 constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
-// Blocks of a cluster: 8, which every GPU with clusters runs, or for more experts 16. Those have to lie in one of at
-// most eight groups of multiprocessors (GPCs), of which more than 8 * 14 multiprocessors fill one.
+// Blocks of a cluster: 8, which every GPU with clusters runs, or 16 for more experts. A cluster of 16 has to lie in one
+// of at most eight groups of multiprocessors (GPCs). More than 8 * 14 multiprocessors fill one.
 constexpr int router_cluster_of(const qm_routing& r, const qm_cuda_device& device) {
   return device.sm == 90 && device.multiprocessors > 112 && r.num_experts > 128 ? 16 : 8;
 }
@@ -40,7 +40,7 @@ constexpr int router_tiles_of(const qm_routing& r, int blocks) {
 constexpr int router_shared(const qm_routing& r, int blocks) {
   return 4 * (kRouterWarps * router_tiles_of(r, blocks) * 16 * kRouterTokens + select_words(r));
 }
-// MoERouter's attributes but for the first: MoERouting's.
+// MoERouter's attributes from the second on: MoERouting's.
 constexpr qm_routing routing_of(const qm_router& r) {
   static_assert(sizeof(qm_router) == sizeof(qm_routing) + sizeof(r.hidden_size),
                 "MoERouter has MoERouting's attributes: a new one is in both");

@@ -35,7 +35,7 @@ __device__ inline int warp_largest(const unsigned* key, int count) {
   return static_cast<int>(__reduce_min_sync(~0u, best == largest ? static_cast<unsigned>(at) : ~0u));
 }
 
-// The top_k largest of key[0, experts), the best first, of equal ones the first, by a warp that has them in registers:
+// The top_k largest of key[0, experts), the best first, of equal keys the first. A warp has them in registers. Gives
 // their ids, and their scores in weight. experts: at most 32 N.
 template <int N>
 __device__ inline void take_largest(const unsigned* key, const float* score, int experts, int top_k, int* ids,
@@ -61,8 +61,8 @@ __device__ inline void take_largest(const unsigned* key, const float* score, int
   }
 }
 
-// Select where all groups are kept, at most 32 N experts, at most 32 of them selected and no logit is NaN: registers
-// have the scores, and lane j what is selected j-th.
+// Selects if all groups are kept, with at most 32 N experts, at most 32 of them selected, and no logit NaN. Registers
+// have the scores, and lane j has the j-th selected expert.
 template <int N>
 __device__ inline void select_here(const qm_routing& routing, const float* logits, const float* correction_bias,
                                    int* ids, float* weights) {
@@ -124,7 +124,7 @@ __device__ inline void select_here(const qm_routing& routing, const float* logit
   if (mine) ids[lane] = id, weights[lane] = weight * routing.routed_scaling_factor;
 }
 
-// Leaves keys of the topk_group best groups alone, those of others become 0. A group is as good as its two best.
+// Keeps the keys of the topk_group best groups, and makes the others 0. A group is as good as its two best keys.
 __device__ __forceinline__ void keep_groups(const qm_routing& routing, int experts, const float* score,
                                             const float* correction_bias, unsigned* key, unsigned* group_key) {
   __syncwarp();

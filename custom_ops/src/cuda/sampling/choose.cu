@@ -18,7 +18,7 @@ Places places_of(const qm_cuda_choice_problem& problem) {
   return {maxima, listed, scores, scores + batch * problem.vocabulary * sizeof(float)};
 }
 
-// Blocks of a row, all of which run at once with all other rows': a power of two.
+// Blocks of a row, a power of two. All of them run at once with all other rows' blocks.
 cudaError_t blocks_of(int batch, int* blocks) {
   int device, multiprocessors;
   cudaError_t error = cudaGetDevice(&device);

@@ -1,6 +1,6 @@
-// Choosing the next token of each row from its logits: penalties, then temperature, top-k, top-p and min-p, as
-// ort_ext/runtime/sampling.py does it. Probabilities are f64, and integers when they are added up: the order of the
-// additions changes nothing, so equal logits and an equal number give an equal token.
+// Chooses the next token of each row from its logits: penalties, then temperature, top-k, top-p and min-p, as
+// ort_ext/runtime/sampling.py does it. Probabilities are f64, and integers when they are added up. So the order of the
+// additions changes nothing, and equal logits and an equal number give an equal token.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
 #pragma unroll
     for (int k = 0; k < 8; ++k) v[k] = sums[k];
   };
-  const auto probability = [&](uint32_t key) {  // over that of the likeliest
+  const auto probability = [&](uint32_t key) {  // divided by the likeliest token's
     return exp((static_cast<double>(number_of(key)) - number_of(best >> 32)) / problem.temperature);
   };
   const auto weight = [&](uint32_t key) { return __double2ull_rn(probability(key) * kUnit); };

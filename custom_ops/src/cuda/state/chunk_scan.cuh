@@ -1,9 +1,9 @@
-// Many tokens of GatedDelta and StateSpace (chunks.cuh): the states, from chunk to chunk, and the outputs, on mma.sync
-// and, where a GPU has it, on wgmma.
+// Many tokens of GatedDelta and StateSpace (chunks.cuh): the states, from chunk to chunk, and the outputs. They run on
+// mma.sync and, if a GPU has it, on wgmma.
 //
-// A block has a head's columns in registers. The state is transposed: a warp has 16 columns, whose values of a key
-// feature, and of a token, are accumulators that are the next product's left operand as they are. In the letters of
-// linear_attention_chunked.cuh; of StateSpace, whose keys are B and queries C, U are the values themselves.
+// A block has a head's columns in registers. The state is transposed: a warp has 16 columns. Their values of a key
+// feature, and of a token, are accumulators. As they are, these are the next product's left operand. The letters are
+// those in linear_attention_chunked.cuh. StateSpace has B as keys and C as queries, and U are the values themselves.
 #pragma once
 #include <algorithm>
 
@@ -27,14 +27,14 @@ struct ScanShared {
   float factors[2][kChunkFactors];
 };
 
-// A block's columns of a head of a row. A lane's values of the state are [8 m + 2t + e % 2, column + e / 2 * 8], of
-// outputs those of tokens 8 i + 2t + e % 2.
+// A block's columns of a head of a row. A lane's values of the state are [8 m + 2t + e % 2, column + e / 2 * 8]. Its
+// values of outputs are tokens 8 i + 2t + e % 2.
 template <typename T, int K, class Node>
 struct ChunkScan {
   static constexpr int C = kChunkTokens, kTiles = C / 8, kFeatures = K / 8;
   static constexpr bool kRecall = kRecalls<Node>;
   static constexpr bool kUnits = std::is_same_v<T, __half>;  // of less range than f32
-  // Products of tokens with what was made: all but that of the low parts, which values of T that are bf16 have not.
+  // Products of tokens with what was made, without the low parts' product. Values of bf16 T have no low parts.
   static constexpr int kProducts = kRecall || kUnits ? 3 : 2;
   using Stage = ScanStage<K, kRecall>;
   using Shared = ScanShared<K, kRecall>;
@@ -109,8 +109,8 @@ struct ChunkScan {
         if (8 * i + e < n) to[e * stride] = o[i][e], to[e * stride + 8] = o[i][e + 2];
   }
 
-  // Of a token's factors, and the next one's: by what its key (0) and query (1) multiply, and what is left of its value
-  // at the end (2).
+  // A token's factors, and the next token's. Its key (0) and query (1) multiply by the first two. The third is what is
+  // left of its value at the end (2).
   __device__ static float2 factor(const float (&factors)[kChunkFactors], int which, int tile) {
     return *reinterpret_cast<const float2*>(factors + which * C + 8 * tile + 2 * (threadIdx.x % 4));
   }
@@ -316,7 +316,7 @@ __device__ inline void keep(V (&values)[n][4]) {
     else
       asm volatile("" : "+r"(values[i][0]), "+r"(values[i][1]), "+r"(values[i][2]), "+r"(values[i][3])::"memory");
 }
-// Adds tokens' products with those up to each: of 32 tokens, 16 of which need not come before, zeros.
+// Adds tokens' products with all tokens up to each one. Of 32 tokens, 16 need not come before; they are zeros.
 template <int products>
 __device__ __forceinline__ void add_tokens(float (&to)[kChunkTokens / 8][4], const uint32_t (&high)[4][4],
                                            const uint32_t (&low)[4][4],

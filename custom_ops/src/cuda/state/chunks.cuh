@@ -1,11 +1,11 @@
 // Many tokens of GatedDelta and StateSpace, 64 at a time, on tensor cores: what both share before the scan
 // (chunk_scan.cuh).
 //
-// Products are of 16 bits. What T holds is exact. What is f32 is the sum of two values but for 2^-16 of it: S and U,
-// which meet keys and queries, are two T's; what tokens make of each other (P; R, U and W) is two bf16, whose range is
-// that of f32. Two f16 have 22 bits but not the range, so a column of the state is in units of a power of two, which
-// changes with the largest of its values. Decays are differences of sums of logarithms, in f64: in f32 those of a chunk
-// that decays to nothing would lose what is near.
+// Products are of 16 bits. What T holds is exact. An f32 value is the sum of two values, up to 2^-16 of it. S and U,
+// which meet keys and queries, are two T's. What tokens make of each other (P; R, U and W) is two bf16, which have the
+// range of f32. Two f16 have 22 bits but not the range. So a column of the state is in units of a power of two, which
+// changes with its largest value. Decays are differences of sums of logarithms, in f64. In f32 a chunk that decays to
+// nothing would lose what is near.
 #pragma once
 #include <type_traits>
 
@@ -19,7 +19,7 @@ namespace quantmoe {
 template <class Node>
 struct ChunkParams {
   Node node;
-  int first, chunks;  // of the chunks of each row: that of this launch, and how many it has at most
+  int first, chunks;  // chunks of each row: this launch's first one, and how many it has at most
   float* made;        // [batch, chunks, H, kChunkFloats]
 };
 // Whether a node's tokens ask the state what it recalls of their keys (W and U of linear_attention_chunked.cuh).
@@ -39,7 +39,7 @@ struct HeadRows {
   int64_t width, key, query, value;
 };
 
-// Two numbers as two of 16 bits each, whose sums they are but for the last bits.
+// Two numbers as two of 16 bits each. Their sums are the numbers, except the last bits.
 template <typename T>
 __device__ inline void split(float x, float y, uint32_t& high, uint32_t& low) {
   high = Half<T>::pack(x, y);
@@ -87,7 +87,7 @@ template <int K>
 struct ChunkOperands {
   uint16_t key[kChunkTokens * K], query[kChunkTokens * K];
 };
-// Asks for those of n tokens from `token` on.
+// Asks for n tokens' words from `token` on.
 template <typename T, int K>
 __device__ inline void copy_operands(ChunkOperands<K>& to, const HeadRows& rows, int64_t token, int n) {
   const T* from = static_cast<const T*>(rows.tokens) + token * rows.width;

@@ -1,8 +1,7 @@
 // CausalConv and GatedDelta.
 //
-// A state's column meets no other column of it, but for the norm of the output. So a block has some columns of a head's
-// state, a warp eight, for all tokens of the call, and four lanes share a column, a quarter of its rows each in
-// registers:
+// A state's columns meet only in the norm of the output. So a block has some columns of a head's state, a warp eight,
+// for all tokens of the call. Four lanes share a column, with a quarter of its rows each in registers:
 //
 //             columns 0 .. 7
 //   rows 0 .. K/4 - 1         lanes 0 .. 7      m, o: what each quarter of S gives with a key and a query; shuffles
@@ -10,8 +9,8 @@
 //   ..                        ..
 //
 // S stands for the state after its decay. A token is then delta = beta (v - m), S += key delta, output = o + (query
-// key) delta: the state is read and written once, whatever the number of tokens, and no warp waits for another but
-// where a chunk of tokens ends, whose operands the warps prepare together.
+// key) delta. So the state is read and written once, whatever the number of tokens. Warps wait for each other only
+// where a chunk of tokens ends, because they prepare its operands together.
 #pragma once
 #include "core/attributes.h"
 #include "cuda/common/activation.cuh"
@@ -243,11 +242,11 @@ __device__ inline void gate_none(const DeltaParams& params, const TokenRow& row,
   for (int c = threadIdx.x % 32; c < v; c += 32) y[c] = Half<T>::from(row.valid ? 0.f : not_a_number());
 }
 
-// Blocks: columns of a head, heads, rows. The output of a head is normed and gated by the block that has all of it
-// (kWhole), by the blocks of a cluster, which tell each other the sums of their squares (kCluster), or by delta_gate.
+// Blocks: columns of a head, heads, rows. The block that has all of a head norms and gates its output (kWhole). Or the
+// blocks of a cluster do, which tell each other the sums of their squares (kCluster), or delta_gate does.
 //
-// One long function: the state is registers from the first line to the last, and what a later part needs is asked for
-// in an earlier one, before what that waits for. In order:
+// One long function: the state is registers from the first line to the last. What a later part needs is asked for in an
+// earlier part, before what the earlier part waits for. In order:
 //
 //   before the previous kernel ends    biases, rates, a prefetch of the state (kCluster)
 //   after it                           the state, and with kCluster the first chunk, as if the row had all tokens; then
@@ -432,8 +431,8 @@ __global__ void __launch_bounds__(kGateThreads) delta_gate(const __grid_constant
 }
 
 struct Launcher;
-// All tokens of a call by the chunked kernels (linear_attention_chunked.cuh), without the norm; workspace: that of the
-// plan, of which params.outputs is the beginning.
+// All tokens of a call by the chunked kernels (linear_attention_chunked.cuh), without the norm. workspace: the plan's;
+// params.outputs is its beginning.
 void launch_delta_chunks(const DeltaParams& params, int32_t type, bool wgmma, Launcher& launcher);
 
 }  // namespace quantmoe

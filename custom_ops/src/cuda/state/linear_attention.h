@@ -32,8 +32,8 @@ template <bool recalls>
 constexpr int kChunkFloats = kChunkMatrices<recalls> * kChunkMatrix + kChunkFactors;
 enum ChunkProducts : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };
 // Places in qm_cuda_node_plan.chosen. Chunked: ChunkProducts, 64 tokens at a time on tensor cores, or one after the
-// other. Columns: of a head's state that a block has. Cluster: blocks that share a head, and norm its output together;
-// 1: a block that has all of it does, or another kernel, where there is a workspace.
+// other. Columns: of a head's state in a block. Cluster: blocks that share a head, and norm its output together. 1: a
+// block that has all of a head norms it, or another kernel does, if there is a workspace.
 enum StateChoice : int { kChunked, kColumns, kCluster };
 constexpr int kScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
 

@@ -1,12 +1,12 @@
 // GatedDelta of many tokens: 64 at a time, on tensor cores (the WY form of Yang et al., arXiv 2412.06464).
 //
-// Of a chunk, with S the state before it, c_i the decay of all its tokens up to i, k and q normed, q scaled:
+// For a chunk, with S the state before it, c_i the decay of all its tokens up to i, k and q normed, q scaled:
 //
 //   A_ij = beta_i c_i / c_j k_i . k_j (j < i)        U = (I + A)^-1 diag(beta) (V - diag(c) K S)
 //   P_ij = c_i / c_j q_i . k_j (j <= i)              O = diag(c) Q S + P U
 //                                                    S = c_last S + sum_j c_last / c_j k_j U_j^T
 //
-// delta_chunks makes W = (I + A)^-1 diag(beta), P and the factors of each token, of all chunks at once; the scan
+// delta_chunks makes W = (I + A)^-1 diag(beta), P and the factors of each token, of all chunks at once. The scan
 // (chunk_scan.cuh) goes from chunk to chunk. The norms' factors are f32, and multiply sums.
 #pragma once
 #include "cuda/state/chunks.cuh"
@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_products(DeltaChunkShared<K>& shared, cons
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int j = 0; j < C / 8; ++j) {
-    if (j > (2 * warp + 1 | 3)) break;  // products of P and W are of 32 tokens at least, some of which come later: zero
+    if (j > (2 * warp + 1 | 3)) break;  // P and W are multiplied by 32 tokens at least; later tokens are zero
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = warp * 16 + g + 8 * half, at = 8 * j + 2 * t;

@@ -1,8 +1,8 @@
 // StateSpace.
 //
-// A state's column meets no other column of it, as GatedDelta's (linear_attention.cuh), but nothing is recalled: a
-// token is S = d S + B u with u = dt x, output = C S + D x. A block has 32 columns of a head's state in registers for
-// all tokens of the call, a warp eight. Sixteen lanes share four columns: a lane has four rows of each 64, so that an
+// A state's columns are independent, as in GatedDelta (linear_attention.cuh), but nothing is recalled. A token is
+// `S = d S + B u` with `u = dt x`, and `output = C S + D x`. A block has 32 columns of a head's state in registers for
+// all tokens of the call, a warp eight. Sixteen lanes share four columns. A lane has four rows of each 64, so an
 // operand read from shared memory is used for four columns:
 //
 //                            columns 0 .. 3        columns 4 .. 7
@@ -10,8 +10,8 @@
 //   rows 4 .. 7, 68 .. 71    lane 1                lane 17
 //   ..                       ..                    ..
 //
-// What the lanes of a column have of C S is added up for four tokens at once: each lane then has one output of the
-// sixteen. space_gate gates and norms them, as a norm is of several heads.
+// The lanes of a column add up their parts of C S for four tokens at once. Each lane then has one output of the
+// sixteen. space_gate gates and norms them, because a norm is of several heads.
 #pragma once
 #include "core/attributes.h"
 #include "cuda/common/activation.cuh"
@@ -45,7 +45,7 @@ struct SpaceChunk {
   float u[kTokens][kSpaceColumns], x[kTokens][kSpaceColumns], decay[kTokens];
 };
 
-// Of n values of each of sixteen lanes, the sums over these: a lane gets that of value `part` / (16 / n).
+// The sums, over sixteen lanes, of n values of each. A lane gets the sum of value `part` / (16 / n).
 template <int n>
 __device__ __forceinline__ float sum_of_parts(float (&values)[n], int part) {
   int left = n;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void take_tokens(const SpaceChunk<N>& chunk, int t, f
 
 // Blocks: columns of a head, heads, rows.
 //
-// One long function, as gated_delta is: the state is registers from the first line to the last, and what a later part
-// needs is asked for in an earlier one, before what that waits for.
+// One long function, as gated_delta is: the state is registers from the first line to the last. What a later part needs
+// is asked for in an earlier part, before what the earlier part waits for.
 template <typename T, int N>
 __global__ void __launch_bounds__(kSpaceThreads) state_space(const __grid_constant__ SpaceParams params) {
   using Chunk = SpaceChunk<N>;
@@ -274,8 +274,8 @@ __global__ void __launch_bounds__(kSpaceGateThreads) space_gate(const __grid_con
 }
 
 struct Launcher;
-// All tokens of a call by the chunked kernels (state_space_chunked.cuh), without gate and norm; workspace: that of the
-// plan, of which params.outputs is the beginning.
+// All tokens of a call by the chunked kernels (state_space_chunked.cuh), without gate and norm. workspace: the plan's;
+// params.outputs is its beginning.
 void launch_space_chunks(const SpaceParams& params, int batch, int32_t type, bool wgmma, Launcher& launcher);
 
 }  // namespace quantmoe

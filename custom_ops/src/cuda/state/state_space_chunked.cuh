@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kChunkThreads) space_chunks(const __grid_const
   float* made = made_of(params, batch_row, blockIdx.x, head);
 #pragma unroll
   for (int j = 0; j < C / 8; ++j) {
-    if (j > (2 * warp + 1 | 3)) break;  // the scan multiplies 32 tokens at least, some of which come later: zero
+    if (j > (2 * warp + 1 | 3)) break;  // the scan multiplies 32 tokens at least; later tokens are zero
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = warp * 16 + lane / 4 + 8 * half, at = 8 * j + lane % 4 * 2;
