@@ -12,8 +12,8 @@ from transformers import MixtralConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from quantmoe.custom_ops import torch_op  # noqa: F401
 from quantmoe.custom_ops.reference import activate
-from quantmoe.custom_ops.torch_op import quant_moe
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import MoELayer
 
@@ -28,7 +28,7 @@ def experts_forward(
         hidden_states = hidden_states[:, None].expand(tokens, count, width).reshape(-1, width)
         top_k_index, weights = top_k_index.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)
     first, *others = (
-        quant_moe(hidden_states, top_k_index, weights, node.w13, node.w2, node.attributes)
+        torch.ops.quantmoe.quant_moe(hidden_states, top_k_index, weights, node.w13, node.w2, node.attributes)
         for node in getattr(self, "groups", [self])
     )
     found: torch.Tensor = first

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quantmoe.custom_ops.op import RowsSpec
 from quantmoe.exporter.graph.passes.attention import REACH, TABLES, RecognisedAttention, bound
 from quantmoe.exporter.targets import Target
 
@@ -34,7 +35,7 @@ class Rows:
         past = next((keys for layer in layers if (keys := getattr(layer, "keys", None)) is not None), None)
         self.mask, self._tables = given["attention_mask"], []
         if self.target.token_rows and past is not None:
-            self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask)
+            self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask, json.dumps(RowsSpec().attributes()))
         else:
             self.rows = rows_of(self.mask, new, 0 if past is None else past.shape[2])
 
