@@ -50,8 +50,8 @@ template <class F>
   body(Number<7>{});
 }
 
-// What the width of a code says. Codes of 2 bits are times 16 to a product, as if their bits were above 4 others, and
-// scales are divided by it: both are exact.
+// What the width of a code says. A product takes codes of 2 bits times 16, as if their bits were above 4 others. Scales
+// are divided by 16. Both are exact.
 template <int kBits>
 struct KCodes {
   static constexpr int kHigh = kBits == 2 ? 2 : kBits - 4;  // bits beyond 4

@@ -95,9 +95,9 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
 
 
 def _shared_sizes(graph: ir.Graph, level: dict[ir.Value, int]) -> list[ir.Node]:
-    """Return nodes that sizes alone decide, in one group of layers, and of which groups after the next one read.
+    """Return nodes of one group of layers that only sizes decide, and that groups after the next one read.
 
-    Alike layers have the same sizes, and the tracing makes what depends on them alone once.
+    Layers that are alike have equal sizes. The trace makes a node once if only sizes decide it.
     """
     sized: dict[ir.Node, None] = {}
     for node in graph:

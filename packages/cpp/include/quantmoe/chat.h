@@ -185,7 +185,7 @@ struct ReplyInfo {
   size_t kept_tokens = 0;    // how many of these the cache had already
   size_t tokens = 0;         // of the answer
   size_t drafted = 0;        // draft tokens that were verified
-  size_t accepted = 0;       // the draft tokens that are part of the answer
+  size_t accepted = 0;       // how many of these are tokens of the answer
   bool stopped = false;      // whether the model or a stop string ended the answer, and not the number of tokens
 };
 

@@ -338,7 +338,7 @@ class TokenCache {
   // The tokens that were read.
   Ids tokens() const { return {read_.begin(), read_.end() - ahead_}; }
 
-  // Draft tokens of the last answer, and how many of them were right.
+  // The number of draft tokens of the last answer, and how many of them were right.
   size_t drafted() const { return drafted_; }
   size_t accepted() const { return accepted_; }
 
@@ -435,7 +435,7 @@ class TokenCache {
     return Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), past.type);
   }
 
-  // Reads ids, and returns the logits after the last of them. The logits after each draft token follow.
+  // Reads ids, and returns the logits after the last of them. The logits after draft tokens follow.
   Rows read(Ids ids, const Ids& drafts, const Cancel& cancel) {
     if (!drafts.empty()) {  // they are not unread if the run fails
       ids.insert(ids.end(), drafts.begin(), drafts.end());
@@ -589,8 +589,8 @@ class TokenCache {
     return {};
   }
 
-  // The layer gives the token after the next one, from a token's hidden state and the next token. It goes on from its
-  // own hidden state and that token.
+  // The layer drafts a token from the hidden state of a token and from the token after it. It drafts one more from its
+  // own hidden state and its draft.
   Ids draft_by_layer(int64_t last, size_t count, const Cancel& cancel) {
     if (heard_last_.empty()) return {};
     TokenCache& layer = *drafting_;
