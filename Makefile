@@ -14,6 +14,8 @@ MODEL ?= build/sample-model
 NUPKG := $(if $(shell command -v dotnet),nupkg)
 # The Rust crates, and the text library of C++, are built and run where cargo stands.
 TEXT := $(if $(shell cargo --version 2>/dev/null),text-library)
+# JavaScript runs where npm stands.
+NPM := $(if $(shell command -v npm),build/javascript/package-lock.json)
 # The date of packages' entries, in seconds since 1970: the commit's, or now in a tree that differs from it.
 SOURCE_DATE_EPOCH ?= $(shell git diff --quiet HEAD 2>/dev/null && git log -1 --format=%ct || date +%s)
 # The machine's certificates, which a proxy may need.
@@ -264,6 +266,12 @@ nupkg: natives
 	done
 	python3 packages/nuget/dates.py $(SOURCE_DATE_EPOCH) dist/*.nupkg
 
+# transformers.js for samples/javascript, by hash. Its packages' scripts would fetch CUDA's provider.
+build/javascript/package-lock.json: samples/javascript/package.json samples/javascript/package-lock.json
+	mkdir -p build/javascript
+	cp $^ build/javascript
+	cd build/javascript && npm ci --silent --ignore-scripts
+
 # libquantmoe_text.so, which C++, C# and Java programs take, in build/rust/release, with the licences of what it contains. PyPI's clang links it,
 # where `make compiler` has left it: the library then needs glibc 2.28, as the wheel's.
 text-library:
@@ -283,9 +291,9 @@ test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid build/s
 	  -Dmtp=$(CURDIR)/build/sample-mtp -Dquantmoe=$(VERSION)
 
 # The first program of each language's guide, on an exported folder: at most 20 lines, and the text of `quantmoe generate`.
-test-guides: jar $(NUPKG) $(TEXT) build | $(MODEL)
+test-guides: jar $(NUPKG) $(TEXT) $(NPM) build | $(MODEL) build/sample-browser
 	$(UV) --group test
-	QUANTMOE_MODEL=$(abspath $(MODEL)) python -m pytest tests/packages/guides.py
+	QUANTMOE_MODEL=$(abspath $(MODEL)) QUANTMOE_BROWSER=$(CURDIR)/build/sample-browser python -m pytest tests/packages/guides.py
 
 # All that is published, built and checked; publishes nothing (CONTRIBUTING.md). About the time of the same stages of .ci/run.
 release: build
@@ -361,6 +369,9 @@ build/sample-mtp: | build
 # The samples on one exported folder must print the same tokens; C# and Rust where dotnet and rustc stand.
 samples: build jar $(NUPKG) | $(MODEL)
 	$(UV) --group test
+build/sample-browser: | build
+	quantmoe export samples/demo_model/checkpoint $@ --target ort --browser webgpu
+
 	samples/compare.sh $(MODEL)
 
 # README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.

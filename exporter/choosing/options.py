@@ -28,6 +28,7 @@ QUANTIZE = ("int4", "int8", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q4_k_m", 
 WHY = {
     "external_experts": ": TensorRT's plug-in reads them",
     "tensor_parallel": ": ONNX Runtime has no AllReduce of its own",
+    "browser": ": browsers have ONNX Runtime's own operators alone",
 }
 
 
@@ -96,6 +97,8 @@ class Options:
             experts, and the plug-in keeps in GPU memory what fits.
         dense: operator of quantized linears outside the experts. "quantmoe": QuantLinear. "ort": MatMulNBits of
             com.microsoft where both mean the same result; see Report.not_ort. CUDA takes only "quantmoe".
+        browser: also write the folder onnx, from which transformers.js loads the model. "wasm": for browsers and Node
+            on the CPU. "webgpu": for WebGPU, too; experts with zero points are refused.
         scales: "bf16" rounds scales, for KleidiAI's kernels; see Report.scale_error.
         layers: export only the first decoder layers.
         max_file_size: bytes of weights in a file. Further weights go to model.onnx.data.1 and so on. The default is the
@@ -161,6 +164,9 @@ class Options:
         most=64,
     )
     external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
+    browser: str | None = option(
+        None, "also write files for transformers.js", "Advanced", values=("wasm", "webgpu"), metavar="wasm|webgpu"
+    )
     dense: str = option(
         "quantmoe", "choose the operator of other linears", "Advanced", values=("quantmoe", "ort"), hidden=True
     )
@@ -190,6 +196,7 @@ class Options:
             ("lm_head", ("int4", "int8"), ""),
             ("cache", CACHES, ""),
             ("scales", ("exact", "bf16"), ""),
+            ("browser", ("wasm", "webgpu"), ""),
         ):
             if (value := getattr(self, name)) is not None and value not in known:
                 raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(known)}{of}")
@@ -218,6 +225,7 @@ class Options:
             "paged": self.paged,
             "external_experts": self.external_experts,
             "tensor_parallel": self.tensor_parallel > 1,
+            "browser": self.browser is not None,
         }
         for name in (name for name, asked in given.items() if asked):
             if name not in self.facts.options:
@@ -322,6 +330,7 @@ class ExportOptions(TypedDict, total=False):
     logits: str | int | None
     state_window: int | None
     external_experts: bool
+    browser: str | None
     dense: str
     scales: str
     layers: int | None

@@ -33,6 +33,7 @@ ORT = Target(
     runtime=OLDEST_QMOE,
     runtime_with={"accuracy_level": OLDEST_ACCURACY},
     graph_types=("f32", "f16"),
+    options=frozenset(("browser",)),
     activations=tuple(name for name in ACTIVATIONS if name != "int8-token"),
     passes=CPU.passes,
     router="ai.onnx",

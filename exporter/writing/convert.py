@@ -46,6 +46,13 @@ from quantmoe.exporter.writing.output import is_foreign, record, remove, writing
 from quantmoe.exporter.writing.prepare import Prepared, Report, check_output, prepare, rank_folders, stale_folders
 from quantmoe.exporter.writing.readme import README, readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
+from quantmoe.exporter.writing.transformers_js import (
+    LARGEST,
+    check_onnx_folder,
+    js_config,
+    remove_onnx_folder,
+    write_onnx_folder,
+)
 from quantmoe.ort_ext import OLDEST_GLIBC, glibc_of
 
 
@@ -93,6 +100,8 @@ def write(
     folders = rank_folders(output, options)
     for folder in folders:
         check_output(checkpoint, folder, options.facts, force)
+        if options.browser:
+            check_onnx_folder(folder, force)
     stale = stale_folders(output, options, force)
     slices: list[Slice | None] = [*options.slices]
     if options.tensor_parallel > 1:  # a page of each tensor, so once for all ranks
@@ -137,7 +146,8 @@ def _export(
         weights += [weight for one in ready.beside for weight in one.weights]
         total = sum(byte_size(weight.value) for weight in weights)
         check_space(output, total + _beside_weights(ready, len(weights), target))
-        with DataFiles(partial, DATA, options.max_file_size) as data:
+        largest = LARGEST if options.browser else options.max_file_size
+        with DataFiles(partial, DATA, min(largest, options.max_file_size)) as data:
             done = 0
             for part in parts:
                 for stage, written in write_weights(part, parts[0], options, data, report):
@@ -148,6 +158,9 @@ def _export(
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, options.layers)
+        if options.browser:
+            config = js_config(_config(ckpt, options.layers), partial("config.json").parent)
+            partial("config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         if not report.tokenizer:
             report.tokenizer = write_tokenizer(ckpt.companions, partial, gguf=ckpt.companions != ckpt.folder)
         ckpt.check_unchanged()
@@ -176,6 +189,10 @@ def _export(
             save_part(one, partial(one.name), metadata)
         save_part(parts[0], partial(MODEL), metadata | ready.turns, record(partial(MODEL).parent))
     (output / CALIBRATION).unlink(missing_ok=True)
+    if options.browser:
+        write_onnx_folder(output)
+    else:
+        remove_onnx_folder(output)
     return report
 
 

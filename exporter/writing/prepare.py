@@ -44,6 +44,7 @@ from quantmoe.exporter.reading.tokenizer import TOKENIZER, end_tokens
 from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.genai import image_processor
 from quantmoe.exporter.writing.output import check_folder
+from quantmoe.exporter.writing.transformers_js import check_webgpu
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -211,6 +212,9 @@ def prepare(
         chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
         if not options.facts.library and options.graph_type == "f32":
             check_floats(one, nodes)
+        if options.browser == "webgpu":
+            for layer, spec in (pair for groups in nodes.values() for pair in groups):
+                check_webgpu(one.ckpt.folder, layer.title, bool(spec.w13.zero_points or spec.w2.zero_points))
     text_model = chosen[0][0]
     if format.ckpt.text_config.get("model_type") in ENCODERS:
         for option in ("mtp", "paged", "vision", "state_window"):

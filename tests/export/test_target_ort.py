@@ -347,3 +347,37 @@ def test_a_damaged_node_is_named(exported, tmp_path, name, value, text):
     (tmp_path / "model.onnx.data").hardlink_to(folder / "model.onnx.data")
     with pytest.raises(ModelError, match=rf"model\.onnx: node {re.escape(str(node.name))}.*{text}"):
         inspect(tmp_path)
+
+
+def test_browser(checkpoint, tmp_path):
+    """The folder onnx has the model with transformers.js's names of its weights, as config.json says, and runs."""
+    folder = tmp_path / "model"
+    export(checkpoint("qwen3_moe"), folder, target="ort", browser="webgpu", max_file_size=100_000, logits="all")
+    weights = sorted(path.name for path in (folder / "onnx").iterdir())
+    count = len(weights) - 1
+    assert count > 1
+    names = [f"model.onnx_data{f'_{i}' if i else ''}" for i in range(count)]
+    assert weights == sorted(["model.onnx", *names])
+    asked = json.loads((folder / "config.json").read_text(encoding="utf-8"))["transformers.js_config"]
+    assert asked == {"dtype": "fp32", "use_external_data_format": count}
+    assert (folder / "onnx/model.onnx_data_1").samefile(folder / "model.onnx.data.1")
+    ids = tokens(1, 5)
+    assert (run(Plain(folder / "onnx"), ids, (5,)) == run(Plain(folder), ids, (5,))).all()
+
+    with pytest.raises(FileExistsError, match="exists; --force replaces an earlier export"):
+        export(checkpoint("qwen3_moe"), folder, target="ort", browser="wasm")
+    export(checkpoint("qwen3_moe"), folder, target="ort", force=True)  # its weights are others
+    assert not (folder / "onnx").exists()
+    (folder / "onnx").mkdir()
+    with pytest.raises(FileExistsError, match=r"onnx exists and no export is known to have written it"):
+        export(checkpoint("qwen3_moe"), folder, target="ort", browser="wasm", force=True)
+
+
+def test_browser_refuses(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match=r"experts: WebGPU's QMoE takes no zero points, .* --browser wasm takes"):
+        plan(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "model", target="ort", browser="webgpu")
+    plan(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "model", target="ort", browser="wasm")
+    with pytest.raises(
+        OptionError, match="browser is for target ort: browsers have ONNX Runtime's own operators alone"
+    ):
+        Options(target="cpu", browser="wasm")

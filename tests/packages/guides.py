@@ -95,6 +95,17 @@ def java(folder: Path, guide: str) -> str:
     return run("java", "-cp", classes, "Main")
 
 
+def javascript(folder: Path, _: str) -> str:
+    (folder / "node_modules").symlink_to(ROOT / "build/javascript/node_modules")
+    return run("node", folder / "main.mjs")
+
+
+def browser(folder: Path, _: str) -> str:
+    script, page = ROOT / "tests/packages/javascript/browser.mjs", folder / "index.html"
+    served = {"OUTDIR": os.environ["QUANTMOE_BROWSER"], "node_modules": str(ROOT / "build/javascript/node_modules")}
+    return run("node", script, served["node_modules"], page, served["OUTDIR"])
+
+
 #: a guide, the language of its blocks, the program's file, what must stand on this machine, and what runs it
 GUIDES: list[tuple[str, str, str, str, Callable[[Path, str], str]]] = [
     ("python", "python", "main.py", "python", python),
@@ -105,6 +116,8 @@ GUIDES: list[tuple[str, str, str, str, Callable[[Path, str], str]]] = [
     ("genai", "python", "main.py", "python", python),
     ("genai", "csharp", "Program.cs", "dotnet", csharp),
     ("genai", "cpp", "main.cc", "dotnet cargo", cpp_of_genai),
+    ("javascript", "js", "main.mjs", "npm", javascript),
+    ("javascript", "html", "index.html", "chromium", browser),
 ]
 
 
@@ -121,14 +134,44 @@ def test_first_program(
     program = block(guide, language)
     lines = [line for line in program.splitlines() if line.strip() and not re.match(r"\s*(//|#(?!include))", line)]
     assert len(lines) <= MOST_LINES, f"docs/guides/{guide}.md: {len(lines)} lines, expected at most {MOST_LINES}"
-    prompt = re.search(r'(?:[rR]eply(?:Async)?|[eE]ncode)\(\s*"(.*?)"', program)
+    prompt = re.search(r'(?:[rR]eply(?:Async)?|[eE]ncode|generate)\(\s*"(.*?)"', program)
     assert prompt
-    model = os.environ["QUANTMOE_MODEL"]
-    expected = quantmoe("generate", model, "--prompt", prompt[1], "--temperature", "0")
+    model = os.environ["QUANTMOE_BROWSER" if guide == "javascript" else "QUANTMOE_MODEL"]
+    expected = quantmoe("generate", model, "--prompt", prompt[1], "--temperature", "0", *most_tokens(program))
     if guide == "genai":
         model = greedy(model, prompt[1], tmp_path / "model")
-    (tmp_path / name).write_text(program.replace("OUTDIR", model), encoding="utf-8")
+    if language != "html":  # the page's server knows the folder
+        program = program.replace("OUTDIR", model)
+    (tmp_path / name).write_text(program, encoding="utf-8")
     assert start(tmp_path, guide).strip() == expected.strip()
+
+
+def most_tokens(program: str) -> list[str]:
+    """Return the option of `quantmoe generate` for a program that names its most tokens."""
+    found = re.search(r"max_new_tokens: (\d+)", program)
+    return ["--max-new-tokens", found[1]] if found else []
+
+
+@pytest.mark.skipif(not shutil.which("chromium") or not shutil.which("npm"), reason="needs chromium and npm")
+def test_webgpu(tmp_path: Path) -> None:
+    """A prompt of one token on a GPU that is software: with more, onnxruntime-web's QMoE differs from run to run.
+
+    QMoE rounds activations to int8 there. The likeliest tokens of this prompt are 0.1 apart or more.
+    """
+    model = os.environ["QUANTMOE_BROWSER"]
+    expected = quantmoe("generate", model, "--prompt", "king", "--temperature", "0", "--max-new-tokens", "16")
+    page = block("javascript", "html")
+    for old, new in {'device: "wasm"': 'device: "webgpu"', "The old house": "king", "tokens: 48": "tokens: 16"}.items():
+        assert old in page
+        page = page.replace(old, new)
+    (tmp_path / "index.html").write_text(page, encoding="utf-8")
+    assert browser(tmp_path, "").strip() == expected.strip()
+
+
+def test_samples_are_the_guide() -> None:
+    """samples/javascript has the two programs of the guide."""
+    for language, name in {"js": "generate.mjs", "html": "index.html"}.items():
+        assert (ROOT / "samples/javascript" / name).read_text(encoding="utf-8") == block("javascript", language)
 
 
 def greedy(model: str, prompt: str, copy: Path) -> str:
