@@ -181,3 +181,9 @@ def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:
         print(f"{command}: {text[0].lower()}{text[1:]}; {command} --help lists what there is", file=sys.stderr)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def one_line(text: str) -> str:
+    """Return an error on one line: files choose parts of it, which may be long, many lines or a terminal's commands."""
+    text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return text if len(text) <= 2000 else f"{text[:1600]} ... {text[-300:]}"

@@ -30,8 +30,9 @@ from typer.testing import CliRunner
 from quantmoe.benchmarks.bench import app as bench_app
 from quantmoe.custom_ops.schema import schema
 from quantmoe.exporter.choosing.options import ExportOptions, Options
-from quantmoe.exporter.cli import _speed, app
+from quantmoe.exporter.cli import app
 from quantmoe.exporter.command_arguments import EXTRAS, listed
+from quantmoe.exporter.commands.generate import speed
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -132,9 +133,9 @@ def test_export_takes_its_options(tmp_path: Path) -> None:
 
 def test_no_rate_of_one_token() -> None:
     found = SimpleNamespace(prompt=4, prefill=0.5, tokens=[1], tokens_per_second=0.0, speculation=None)
-    assert _speed(found) == "prompt: 4 tokens, 8.0 tokens/s (0.500 s); decode: 1 token"
+    assert speed(found) == "prompt: 4 tokens, 8.0 tokens/s (0.500 s); decode: 1 token"
     found.tokens, found.tokens_per_second = [1, 2], 3.0
-    assert _speed(found).endswith("decode: 2 tokens, 3.0 tokens/s")
+    assert speed(found).endswith("decode: 2 tokens, 3.0 tokens/s")
 
 
 def test_a_shell_completes_options() -> None:

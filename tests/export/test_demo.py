@@ -15,8 +15,8 @@ from sweeps import every
 from typer.testing import CliRunner
 
 from quantmoe.benchmarks import pytorch_comparison as compare
-from quantmoe.exporter import cli
 from quantmoe.exporter.cli import app
+from quantmoe.exporter.commands import demo as command
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
@@ -74,7 +74,7 @@ def test_an_earlier_export_is_replaced_when_asked_only(exported, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     demo = ["demo", "--checkpoint", str(FIXTURES / "quark-int4"), "--max-new-tokens", "2"]
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "_export", None)
+        patch.setattr(command, "export_in_terminal", None)
         done = CliRunner().invoke(app, demo)
     assert str(done.exception) == str(refused.value).replace(f"{tmp_path}/", "")
     assert contents(out) == before
