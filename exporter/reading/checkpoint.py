@@ -447,7 +447,7 @@ class Checkpoint:
         if rows % 2:
             raise CheckpointError(
                 f"{entry.shard}: {entry.name} is {entry.dtype} {list(entry.shape)}, expected an even number of rows: "
-                "those of gate and up in turn"
+                "gate and up alternate"
             )
         shape = (*outer, rows // 2, columns)
         return {f"{stem}{name}": replace(entry, shape=shape, half=i) for i, name in enumerate(names)}
