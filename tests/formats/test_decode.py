@@ -11,7 +11,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from checkpoints import same_matrix, write_checkpoint
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from encoders import CASES, Case, awq, bit_stream, gptq, random_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +79,33 @@ def test_fused_experts_of_fbgemm(column: bool, rounded: bool, tmp_path: Path) ->
         folder = write_checkpoint(tmp_path / leaf, kept, {"quant_method": "fbgemm_fp8"}, **config)
         with pytest.raises(CheckpointError, match=rf"{leaf} is missing, expected BF16.F16.F32 \[2, 1, \d+\]"):
             moe_layers(find_format(open_checkpoint(folder)))[0].expert(0)
+
+
+@pytest.mark.parametrize("storage", ["pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+def test_other_bits_of_compressed_tensors(bits: int, symmetric: bool, storage: str, tmp_path: Path) -> None:
+    """The library's own packing: codes that straddle words, and columns and rows that fill none."""
+    rng, (n, k, g), top = np.random.default_rng(bits), (37, 96, 32), 1 << (bits - 1)
+    values, zeros = (torch.from_numpy(rng.integers(-top, top, shape, np.int8)) for shape in ((n, k), (n, k // g)))
+    scales = rng.uniform(0.5, 1, (n, k // g)).astype(np.float32)
+    packed = storage == "pack-quantized"
+    tensors = {"weight_scale": scales, "weight" if not packed else "weight_packed": values.numpy()}
+    if packed:
+        tensors |= {"weight_packed": pack_to_int32(values, bits).numpy(), "weight_shape": np.array([n, k])}
+    if not symmetric:
+        tensors["weight_zero_point"] = pack_to_int32(zeros, bits, packed_dim=0).numpy() if packed else zeros.numpy()
+    weights = {"num_bits": bits, "group_size": g, "symmetric": symmetric, "strategy": "group"}
+    config = {"quant_method": "compressed-tensors", "format": storage, "config_groups": {"g": {"targets": ["Linear"]}}}
+    config["config_groups"]["g"]["weights"] = weights
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, {f"m.{k}": v for k, v in tensors.items()}, config)))
+    matrix, kind = format.matrix("m"), "int4" if bits < 4 else "int8"
+    less = np.repeat(zeros.numpy(), g, axis=1).astype(np.float32) * (not symmetric)
+    want = (values.numpy() - less) * np.repeat(scales, g, axis=1)
+    np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
+    assert (matrix.kind, format.outline().matrix("m").kind) == (kind, kind)
+    wider = f", carried as {kind}: {kind[3:]} bits a code, packed they would be {bits}"
+    assert format.scheme("m").text.endswith(wider) == packed
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -475,9 +504,9 @@ def test_what_is_said_of_the_kv_cache(fields: dict, scale: str, text: str | None
             {
                 "quant_method": "compressed-tensors",
                 "format": "pack-quantized",
-                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": 128}}},
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 1, "group_size": 128}}},
             },
-            "pack-quantized int3 A16 group 128; supported: pack-quantized int4",
+            "pack-quantized int1 A16 group 128; supported: pack-quantized int2",
         ),
         (
             {

@@ -637,6 +637,12 @@ def float_scheme(dtype: str) -> ModuleScheme:
     return ModuleScheme(kind, -1, "none", f"{kind}, not quantized")
 
 
+def carried_wider(kind: str, bits: int) -> str:
+    """Return what a scheme's text says of integer codes: "" where ``kind`` has as many bits."""
+    width = int(kind.removeprefix("int"))
+    return f", carried as {kind}: {width} bits a code, packed they would be {bits}" if width > bits else ""
+
+
 def searched_scheme(kind: str, group_size: int) -> ModuleScheme:
     """Return the scheme of weights that are quantized while they are read."""
     group = "a row" if group_size == -1 else f"group {group_size}"

@@ -5,6 +5,7 @@ Tensors of a linear with N outputs and K inputs, groups of g, b bits (read from 
 - ``pack-quantized``: weight_packed I32 [N, ceil(K b / 32)], a dense bit stream along K of q + 2^(b-1).
   weight_scale [N, K/g]; weight_shape I64 [2]. weight_zero_point I32 [ceil(N b / 32), K/g] is packed along N.
   weight_g_idx I32 [K] (actorder "group", older releases).
+  Codes of 2 and 3 bits are carried as int4's, codes of 5 to 7 bits as int8's.
 - ``int-quantized``: weight I8 [N, K], one code a byte whatever b is; weight_scale [N, K/g]; weight_zero_point I8.
 - ``float-quantized``, ``mxfp8-quantized``: weight F8_E4M3 [N, K]; weight_scale [N, K/g] or, by blocks, [N/bn, K/bk]
   (mxfp8: U8, e8m0); input_scale [1] when activations are static. ``naive-quantized`` is either of the last two.
@@ -23,12 +24,14 @@ import numpy as np
 import regex
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
 from quantmoe.exporter.reading.formats.base import (
     FLOATS,
     Format,
     ModuleScheme,
     Tensor,
+    carried_wider,
     group_order,
     group_size_of,
     matches,
@@ -37,12 +40,10 @@ from quantmoe.exporter.reading.formats.bits import in_order, unpack_nibbles, unp
 
 #: (storage, type of number, bits) of weights -> op.def's format
 WEIGHTS = {
-    ("pack-quantized", "int", 4): "int4",
-    ("pack-quantized", "int", 8): "int8",
-    ("int-quantized", "int", 4): "int4",
-    ("int-quantized", "int", 8): "int8",
-    ("naive-quantized", "int", 4): "int4",
-    ("naive-quantized", "int", 8): "int8",
+    (storage, "int", bits): "int4" if bits <= 4 else "int8"
+    for storage in ("pack-quantized", "int-quantized", "naive-quantized")
+    for bits in range(2, 9)
+} | {
     ("naive-quantized", "float", 8): "fp8_e4m3",
     ("float-quantized", "float", 8): "fp8_e4m3",
     ("mxfp8-quantized", "float", 8): "fp8_e4m3",
@@ -195,8 +196,10 @@ class CompressedTensors(Format):
         return found
 
     def scheme(self, module: str) -> ModuleScheme:
-        group = self.group(module)
-        return ModuleScheme(self._kind(module), group.weights.columns, self._activations(module, group), group.text)
+        group, kind = self.group(module), self._kind(module)
+        packed = group.format == "pack-quantized"
+        text = group.text + (carried_wider(kind, group.weights.num_bits) if packed else "")
+        return ModuleScheme(kind, group.weights.columns, self._activations(module, group), text)
 
     def _kind(self, module: str) -> str:
         group = self.group(module)
@@ -268,6 +271,9 @@ class CompressedTensors(Format):
             if (zero_points != middle).any():
                 raise self.odd_zero_points(f"{module}.weight_zero_point")
             zero_points = None
+        if (more := np.uint8(SCHEMES[kind].zero - middle)) and not is_outline(codes):
+            codes = codes + more
+            zero_points = None if zero_points is None else zero_points + more
         perm = None
         if "weight_g_idx" in tensors and g != -1:
             perm = group_order(tensors["weight_g_idx"], g, self.ckpt.where(f"{module}.weight_g_idx"))

@@ -28,6 +28,7 @@ from quantmoe.exporter.reading.formats.base import (
     Format,
     ModuleScheme,
     Tensor,
+    carried_wider,
     group_order,
     group_size_of,
 )
@@ -56,7 +57,7 @@ class Config:
     def text(self) -> str:
         symmetric = "symmetric" if self.sym else "asymmetric"
         order = ", desc_act" if self.desc_act else ""
-        carried = f", carried as int4: 4 bits a code, packed they would be {self.bits}" if self.bits < 4 else ""
+        carried = carried_wider("int8" if self.bits == 8 else "int4", self.bits)
         return f"GPTQ {'v2 ' if self.v2 else ''}int{self.bits} {symmetric} group {self.group_size}{order}{carried}"
 
 
