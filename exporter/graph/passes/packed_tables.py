@@ -128,11 +128,13 @@ class _Lookup:
     def codes(self) -> ir.Value:
         """Return the codes of the rows, f32 [T, groups, columns of a group]; 0 where the weight is 0."""
         rows, columns = self.rows, self.table.spec.in_features
-        codes = None if rows.codes is None else self.pieces(rows.codes)
-        if codes is not None and rows.codes.dtype == np.uint8:
+        codes = None
+        if rows.codes is not None:
+            codes = self.pieces(rows.codes)
             if rows.flip:
                 codes = self.op("BitwiseXor", codes, self.octets(rows.flip))
-            codes = self.op("Concat", *self.halves(self.reshape(codes, columns // 32, 16)), axis=-1)
+            if rows.codes.dtype == np.uint8:
+                codes = self.op("Concat", *self.halves(self.reshape(codes, columns // 32, 16)), axis=-1)
         if rows.high is not None:
             planes = self.reshape(self.pieces(rows.high), columns // 32, rows.high_bits, 1, 4)
             shifts = range(0, 8, rows.high_bits)  # one node each: a shift that broadcasts 4 bytes is slow
