@@ -142,6 +142,11 @@ class Metadata:
         """Return whether any layer has such a tensor."""
         return any(self.layer_has(stem))
 
+    def rows(self, stem: str) -> int:
+        """Return the rows of a layer's tensor of this name; 0 if no layer has one."""
+        ends = f".{stem}.weight"
+        return next((shape[0] for name, shape in self.shapes.items() if name.endswith(ends)), 0)
+
     def by_layer(self, key: str, default: int | None = None) -> list[int]:
         """Return a field that is one number of all layers, or a list of numbers of each layer.
 

@@ -6,9 +6,10 @@ documents. What no key says is the family's own, as in all of its published mode
 
 from __future__ import annotations
 
-from quantmoe.exporter.reading.gguf.families import decoders, gemma4, latent, qwen, states, unlike_layers
+from quantmoe.exporter.reading.gguf.families import decoders, gemma4, indexed, latent, qwen, states, unlike_layers
+from quantmoe.exporter.reading.gguf.families.base import GgufFamily
 
 #: general.architecture -> family
-FAMILIES = (
-    qwen.FAMILIES | decoders.FAMILIES | unlike_layers.FAMILIES | latent.FAMILIES | states.FAMILIES | gemma4.FAMILIES
-)
+FAMILIES: dict[str, GgufFamily] = {}
+for module in (qwen, decoders, unlike_layers, latent, indexed, states, gemma4):
+    FAMILIES |= module.FAMILIES

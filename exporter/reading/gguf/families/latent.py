@@ -12,7 +12,6 @@ from quantmoe.exporter.reading.gguf.families.base import (
     common,
     experts,
     gating,
-    kinds,
     mlp,
     sparse,
 )
@@ -45,12 +44,6 @@ def _keys_and_values(config: Config, parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, values.shape[-1])
 
 
-_INDEXER = {
-    "indexer.attn_q_b": "self_attn.indexer.wq_b",
-    "indexer.attn_k": "self_attn.indexer.wk",
-    "indexer.k_norm": "self_attn.indexer.k_norm",
-    "indexer.proj": "self_attn.indexer.weights_proj",
-}
 JOINED = {"self_attn.kv_b_proj": Join(("attn_k_b", "attn_v_b"), _keys_and_values)}
 
 
@@ -81,24 +74,6 @@ def _deepseek2(m: Metadata) -> Config:
     return config | {"topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
 
 
-def _indexed(m: Metadata, kind: str) -> Config:
-    """Return a configuration whose layers select tokens."""
-    return latent(m, kind) | {
-        "index_n_heads": m.integer("attention.indexer.head_count"),
-        "index_head_dim": m.integer("attention.indexer.key_length"),
-        "index_topk": m.integer("attention.indexer.top_k"),
-    }
-
-
-def _deepseek_v32(m: Metadata) -> Config:
-    return _indexed(m, "deepseek_v32")
-
-
-def _glm_dsa(m: Metadata) -> Config:
-    """Return a configuration. A layer without an indexer has the selection of a layer before it."""
-    return _indexed(m, "glm_moe_dsa") | {"indexer_types": kinds(m, "indexer.attn_k.weight", "full", "shared")}
-
-
 def _mistral4(m: Metadata) -> Config:
     config = latent(m, "mistral4")
     config["rope_parameters"]["llama_4_scaling_beta"] = m.number("attention.temperature_scale", 0.1)
@@ -107,7 +82,5 @@ def _mistral4(m: Metadata) -> Config:
 
 FAMILIES = {
     "deepseek2": GgufFamily(NAMES, _deepseek2, joined=JOINED),
-    "deepseek32": GgufFamily(NAMES | _INDEXER, _deepseek_v32, joined=JOINED),
-    "glm-dsa": GgufFamily(NAMES | _INDEXER, _glm_dsa, joined=JOINED),
     "mistral4": GgufFamily(NAMES, _mistral4, joined=JOINED),
 }

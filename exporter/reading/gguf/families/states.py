@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
+
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
+from quantmoe.exporter.reading.gguf.changed_tensors import Change, ChangedTensors
 from quantmoe.exporter.reading.gguf.families.base import (
     ATTENTION,
     DECODER,
@@ -183,24 +185,42 @@ def kda(m: Metadata) -> Config:
     }
 
 
-def undo_kda(ckpt: ChangedTensors, decays: tuple[int, ...]) -> None:
-    """Undo the shapes of convolutions, and decays as -exp(A_log).
+def undo_kda(ckpt: ChangedTensors, heads: int, width: int, shape: tuple[int, ...], decays: Change = a_log) -> None:
+    """Undo the shapes of convolutions, and changes of decays.
 
     Args:
-        decays: shape of A_log.
+        heads, width: of delta attention.
+        shape: of A_log.
     """
-    heads = ckpt.config["linear_num_heads"]
     for layer in ckpt.layers:
         for part in "qkv":
             if (weight := f"{layer}.self_attn.{part}_conv1d.weight") in ckpt:
-                width = ckpt.shape(weight)[-1]
-                ckpt.reshape(weight, (heads * ckpt.config["linear_head_dim"], 1, width))
-        ckpt.reshape(f"{layer}.self_attn.A_log", decays)
-        ckpt.change(f"{layer}.self_attn.A_log", a_log)
+                ckpt.reshape(weight, (heads * width, 1, ckpt.shape(weight)[-1]))
+        ckpt.reshape(f"{layer}.self_attn.A_log", shape)
+        ckpt.change(f"{layer}.self_attn.A_log", decays)
 
 
 def _undo_kimi_linear(ckpt: ChangedTensors) -> None:
-    undo_kda(ckpt, (1, 1, ckpt.config["linear_num_heads"], 1))
+    heads = ckpt.config["linear_num_heads"]
+    undo_kda(ckpt, heads, ckpt.config["linear_head_dim"], (1, 1, heads, 1))
+
+
+def _bailing3(m: Metadata) -> Config:
+    return latent(m, "bailing_hybrid") | {
+        "layer_types": kinds(m, "ssm_conv1d_q", "linear_attention", "full_attention"),
+        "mlp_layer_types": kinds(m, "ffn_gate_inp", "sparse", "dense"),
+        "head_dim": m.integer("kda.head_dim"),
+        "short_conv_kernel_size": m.integer("ssm.conv_kernel"),
+        "kda_safe_gate": m.flag("kda.safe_gate"),
+        "kda_lower_bound": m.get("kda.gate_lower_bound"),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _undo_bailing3(ckpt: ChangedTensors) -> None:
+    """Undo decays as exp(A_log)."""
+    heads = ckpt.config["num_attention_heads"]
+    undo_kda(ckpt, heads, ckpt.config["head_dim"], (heads,), np.log)
 
 
 #: names of Kimi's delta attention
@@ -236,6 +256,12 @@ FAMILIES = {
         _undo_lfm2_moe,
     ),
     "kimi-linear": GgufFamily(NAMES | KDA, _kimi_linear, _undo_kimi_linear, JOINED),
+    "bailingmoe3": GgufFamily(
+        NAMES | KDA | {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"},
+        _bailing3,
+        _undo_bailing3,
+        JOINED,
+    ),
     "jamba": GgufFamily(
         DECODER
         | experts("feed_forward", "router")
