@@ -447,7 +447,7 @@ class Checkpoint:
         if rows % 2:
             raise CheckpointError(
                 f"{entry.shard}: {entry.name} is {entry.dtype} {list(entry.shape)}, expected an even number of rows: "
-                "gate and up alternate"
+                "a row of gate, then a row of up"
             )
         shape = (*outer, rows // 2, columns)
         return {f"{stem}{name}": replace(entry, shape=shape, half=i) for i, name in enumerate(names)}

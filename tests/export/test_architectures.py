@@ -595,6 +595,22 @@ def test_joined_projections_are_floats_of_the_rows_that_config_json_says(model_t
         plan(tmp_path, tmp_path / "onnx", quantize="none")
 
 
+def test_rows_of_gate_and_up_that_alternate(tmp_path: Path) -> None:
+    """Each has its own name in the reader, whole and expert by expert."""
+    make_checkpoint(tmp_path, "inkling_mm_model")
+    tensors, experts = load_file(tmp_path / "model.safetensors"), "model.llm.layers.1.mlp.experts"
+    stored, ckpt = tensors[f"{experts}.w13_weight"].float().numpy(), open_checkpoint(tmp_path)
+    for first, leaf in enumerate(("gate_proj", "up_proj")):
+        name, want = f"{experts}.{leaf}", stored[:, first::2]
+        assert np.array_equal(ckpt.tensor(name).astype(np.float32), want)
+        assert np.array_equal(ckpt.element(name, 3).astype(np.float32), want[3])
+        assert ckpt.sample(name, 6) in ckpt.tensor(name).tobytes()
+    odd = tensors | {f"{experts}.w13_weight": tensors[f"{experts}.w13_weight"][:, 1:].contiguous()}
+    save_file(odd, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"w13_weight is BF16 \[8, 127, 64\], expected an even number of rows"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.every
 def test_mimos_values_are_scaled_behind_the_node(tmp_path: Path) -> None:
     """One node with its published widths on both engines. It caches values before attention_value_scale, so that codes

@@ -95,7 +95,7 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
 
 
 def _shared_sizes(graph: ir.Graph, level: dict[ir.Value, int]) -> list[ir.Node]:
-    """Return nodes of one group of layers that only sizes decide, and that groups after the next one read.
+    """Return nodes of one group of layers that sizes alone decide. A group behind the next one reads their results.
 
     Layers that are alike have equal sizes. The trace makes a node once if only sizes decide it.
     """
