@@ -62,6 +62,18 @@ public final class Chat implements AutoCloseable {
   }
 
   /**
+   * Add a message with an answer that is known. The next reply reads them.
+   *
+   * @param message the user's text
+   * @param answer the answer to it
+   */
+  public void add(String message, String answer) {
+    Turn turn = new Turn(message);
+    for (long id : tokenizer.encode(answer, false)) turn.answer.add(id);
+    turns.add(turn);
+  }
+
+  /**
    * Return the model's answer, chosen as its makers recommend.
    *
    * @param message the user's text

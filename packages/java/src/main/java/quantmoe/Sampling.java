@@ -22,6 +22,20 @@ public final class Sampling {
     return new Sampling().temperature(0);
   }
 
+  /** @return other options with the same numbers */
+  public Sampling copy() {
+    Sampling made = new Sampling();
+    made.temperature = temperature;
+    made.topK = topK;
+    made.topP = topP;
+    made.minP = minP;
+    made.repetitionPenalty = repetitionPenalty;
+    made.presencePenalty = presencePenalty;
+    made.frequencyPenalty = frequencyPenalty;
+    made.seed = seed;
+    return made;
+  }
+
   /**
    * Set what divides the logits.
    *
