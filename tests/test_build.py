@@ -26,6 +26,8 @@ from quantmoe.exporter.writing import convert
 from quantmoe.ort_ext import OLDEST_GLIBC, build_info, glibc_of, library_path
 
 ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+LOCKED = (ROOT / "packages/locked/main.txt").read_text(encoding="utf-8")
 
 
 def newest_symbol(library: str) -> tuple[int, int]:
@@ -147,7 +149,7 @@ def packages(locked: Path) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["main", "cuda", "ray", "oldest", "model", "real"])
+@pytest.mark.parametrize("name", ["main", "cuda", "ray", "oldest", "model", "real", "conan"])
 def test_locked(name: str) -> None:
     """Each package has one version and its hashes, and no index is named."""
     assert "://" not in (ROOT / "packages" / "locked" / f"{name}.txt").read_text(encoding="utf-8")
@@ -248,6 +250,22 @@ def test_headers_are_pinned(tmp_path: Path, archive: str, message: str) -> None:
     assert re.search(message, run.stderr), run.stderr
     assert not (tmp_path / "headers").exists()
     assert archive.startswith("exit") or run.stdout == "Fetching ONNX Runtime's headers: address/x.deb\n"
+
+
+def test_ci_takes_each_release_of_onnx_runtime() -> None:
+    """Two in a run, in turns, and all of them in `.ci/run all`; the oldest and the newest have a turn of their own."""
+    (part,) = re.findall(r"^between\(\).*?^}$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.M | re.S)
+
+    def between(time: object) -> list[str]:
+        command = ["bash", "-euo", "pipefail", "-c", f"{part}\nbetween '{time}'"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+
+    (oldest, *others, newest) = re.findall(r"[0-9.]+", re.findall("^ORT_RELEASES := (.*)$", MAKEFILE, re.M)[0])
+    assert (oldest, newest) == ("1.21", re.findall("^onnxruntime==([0-9]+[.][0-9]+)", LOCKED, re.M)[0])
+    assert between("") == others == [f"1.{minor}" for minor in range(22, int(newest[2:]))]
+    runs = [between(time) for time in range(0, len(others) * 10800, 10800)]
+    assert {len(set(run)) for run in runs} == {2}
+    assert {version for run in runs for version in run} == set(others)
 
 
 def test_turns_of_ci() -> None:

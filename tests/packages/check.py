@@ -39,6 +39,7 @@ def test_one_version():
         "packages/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n  <version>{VERSION}<",
         "samples/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n      <version>{VERSION}<",
         "packages/cuda/pyproject.toml": f'version = "{VERSION}"\ndescription',
+        "packages/vcpkg/ports/quantmoe/vcpkg.json": f'"version": "{VERSION}"',
         "packages/rust/Cargo.toml": f'[workspace.package]\nversion = "{VERSION}"\n',
     }.items():
         assert text in (ROOT / name).read_text(encoding="utf-8"), name

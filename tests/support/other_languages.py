@@ -30,12 +30,17 @@ def quantmoe(*arguments: str | Path) -> str:
     return run(Path(sys.executable).with_name("quantmoe"), *arguments)
 
 
-def cmake(source: Path, build: Path, *options: str) -> None:
-    """Build a C++ project that has packages/cpp, with the headers that the library was built with."""
+def onnxruntime_headers() -> str:
+    """Return the folder of the headers that the library was built with."""
     (cache,) = ROOT.glob("build/py3-*/CMakeCache.txt")
     headers = re.search("^ORT_INCLUDE_DIR:[^=]*=(.*)$", cache.read_text(encoding="utf-8"), re.MULTILINE)
     assert headers
-    folders = [f"-DORT_INCLUDE_DIR={headers[1]}", f"-DORT_LIBRARY_DIR={RUNTIME.parent}"]
+    return headers[1]
+
+
+def cmake(source: Path, build: Path, *options: str) -> None:
+    """Build a C++ project that has packages/cpp."""
+    folders = [f"-DORT_INCLUDE_DIR={onnxruntime_headers()}", f"-DORT_LIBRARY_DIR={RUNTIME.parent}"]
     text = f"-DQUANTMOE_TEXT_LIBRARY={ROOT}/build/rust/release/libquantmoe_text.so"
     run("cmake", "-S", source, "-B", build, text, *folders, *options)
     run("cmake", "--build", build)

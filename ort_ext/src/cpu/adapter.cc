@@ -6,6 +6,9 @@
 #elif defined(__APPLE__)
 #include <dlfcn.h>
 #endif
+#if !defined(_WIN32)  // where an earlier declaration without dllexport is an error
+#include <quantmoe/register_custom_ops.h>
+#endif
 
 #include <cstdlib>
 

@@ -3,6 +3,9 @@
 
 #include <onnxruntime_cxx_api.h>
 #include <quantmoe/saved_cache.h>
+#if defined(QUANTMOE_LINKED)
+#include <quantmoe/register_custom_ops.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -116,7 +119,8 @@ class Model {
  public:
   // Opens a folder that `quantmoe export` wrote. `configure` changes the session's options, for example threads,
   // entries or an execution provider. The environment variable QUANTMOE_ORT_LIBRARY names the library of the operators.
-  // Without it the folder's copy is loaded, which is native code of whoever exported the folder.
+  // Without it the folder's copy is loaded, which is native code of whoever exported the folder. Programs that link
+  // quantmoe::ort or quantmoe::ort_static have the operators, and load no file.
   explicit Model(const std::filesystem::path& folder, const std::function<void(Ort::SessionOptions&)>& configure = {},
                  Drafts drafts = {})
       : Model(folder, "model.onnx", configure, drafts) {
@@ -195,9 +199,13 @@ class Model {
     static Ort::Env environment(ORT_LOGGING_LEVEL_ERROR, "quantmoe");
     Ort::SessionOptions options;
     if (configure) configure(options);
+#if defined(QUANTMOE_LINKED)
+    Ort::ThrowOnError(RegisterCustomOps(options, OrtGetApiBase()));  // reads the session's entries
+#else
     const char* own = std::getenv("QUANTMOE_ORT_LIBRARY");
     const std::filesystem::path library = own ? std::filesystem::path(own) : folder / kLibrary;
     options.RegisterCustomOpsLibrary(library.c_str());  // reads the session's entries
+#endif
     open_->folder = folder;
     open_->drafts = drafts;
     if (drafts.kind != Drafts::kNone) {
