@@ -45,6 +45,15 @@ def test_one_version():
         assert text in (ROOT / name).read_text(encoding="utf-8"), name
 
 
+def test_gradle():
+    """The guide names the same artifacts for Gradle as for Maven, in the same versions."""
+    guide = (ROOT / "docs/guides/java.md").read_text(encoding="utf-8")
+    tags = "<groupId>(.+?)</groupId><artifactId>(.+?)</artifactId><version>(.+?)</version>"
+    maven = [":".join(found) for found in re.findall(tags, guide)]
+    assert maven[0] == f"quantmoe:quantmoe:{VERSION}"
+    assert re.findall(r'implementation\("(.+?)"\)', guide) == maven
+
+
 def test_natives():
     assert NATIVES
     for name, data in NATIVES.items():
