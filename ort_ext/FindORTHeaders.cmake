@@ -22,6 +22,11 @@ get_filename_component(ort_fetched ${CMAKE_CURRENT_LIST_DIR}/../build/onnxruntim
 if(ORT_ROOT OR DEFINED ENV{ORT_ROOT})
   ort_find(HINTS ${ORT_ROOT} $ENV{ORT_ROOT} NO_DEFAULT_PATH)
 else()
+  execute_process(COMMAND ldd --version OUTPUT_VARIABLE ort_libc ERROR_VARIABLE ort_libc RESULT_VARIABLE ort_ldd)  # musl's fails
+  if(ort_libc MATCHES "^musl")
+    message(FATAL_ERROR "This system has musl, as Alpine does. QuantMoE's and ONNX Runtime's libraries need glibc: build on Debian or "
+      "Ubuntu, or set ORT_ROOT to an ONNX Runtime that you built for musl, which is not tested")
+  endif()
   ort_find(HINTS ${ort_fetched} PATHS /usr/local /usr)
   if(NOT ORT_INCLUDE_DIR)
     execute_process(COMMAND sh ${CMAKE_CURRENT_LIST_DIR}/onnxruntime_headers.sh ${ort_fetched} ERROR_VARIABLE ort_log)

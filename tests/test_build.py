@@ -252,6 +252,18 @@ def test_headers_are_pinned(tmp_path: Path, archive: str, message: str) -> None:
     assert archive.startswith("exit") or run.stdout == "Fetching ONNX Runtime's headers: address/x.deb\n"
 
 
+@pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
+def test_alpine_is_refused_by_name(tmp_path: Path) -> None:
+    program(tmp_path, "ldd", 'echo "musl libc (x86_64)" >&2; exit 1')
+    environment = {k: v for k, v in os.environ.items() if k != "ORT_ROOT"} | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}"
+    }
+    command = ["cmake", "-P", ROOT / "ort_ext/FindORTHeaders.cmake"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode
+    assert "This system has musl, as Alpine does" in " ".join(done.stderr.split())
+
+
 def test_ci_takes_each_release_of_onnx_runtime() -> None:
     """Two in a run, in turns, and all of them in `.ci/run all`; the oldest and the newest have a turn of their own."""
     (part,) = re.findall(r"^between\(\).*?^}$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.M | re.S)
