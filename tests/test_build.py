@@ -149,7 +149,7 @@ def packages(locked: Path) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["main", "cuda", "ray", "oldest", "model", "real", "conan"])
+@pytest.mark.parametrize("name", ["main", "cuda", "ray", "oldest", "model", "real", "conan", "optimum"])
 def test_locked(name: str) -> None:
     """Each package has one version and its hashes, and no index is named."""
     assert "://" not in (ROOT / "packages" / "locked" / f"{name}.txt").read_text(encoding="utf-8")

@@ -99,6 +99,7 @@ void caches_go_back(const std::string& folder, bool hybrid) {
 
 void cancelled_answers_leave_whole_steps(const std::string& folder) {
   const Model model(folder);
+  const std::filesystem::path path = std::filesystem::temp_directory_path() / "quantmoe-cpp-cancelled.state";
   Ids more;
   for (int64_t i = 0; i < 300; ++i) more.push_back(i * 11 % 4000 + 1);
   int ended = 0;
@@ -116,11 +117,45 @@ void cancelled_answers_leave_whole_steps(const std::string& folder) {
       ++ended;
     }
     canceller.join();
+    cache.save(path);
+    const auto loaded = TokenCache::load(model, path);
+    CHECK(loaded->tokens() == cache.tokens());
     const Ids ids = joined(cache.tokens(), {50, 51});
+    CHECK(all(loaded->generate({50, 51}, {.max_new_tokens = 4})) == fresh(model, ids, 4));
     CHECK(cache.keep(ids) == ids.size() - 2);
     CHECK(all(cache.generate({50, 51}, {.max_new_tokens = 4})) == fresh(model, ids, 4));
   }
   CHECK(ended > 0);
+  std::filesystem::remove(path);
+}
+
+void savers_of_one_path_do_not_disturb_each_other(const std::string& folder) {
+  const Model model(folder);
+  const std::filesystem::path made = std::filesystem::temp_directory_path() / "quantmoe-cpp-savers";
+  std::filesystem::create_directories(made);
+  std::ofstream(made / "state.partial") << "another program's";
+  std::filesystem::remove(made / "link");
+  std::filesystem::create_symlink("state", made / "link");
+  std::atomic<int> refusals = 0;
+  std::vector<std::thread> savers;
+  for (int i = 0; i < 6; ++i)
+    savers.emplace_back([&] {
+      TokenCache cache(model);
+      all(cache.generate(kPrompt, {.max_new_tokens = 3}));
+      for (int save = 0; save < 10; ++save) try {
+          cache.save(made / (save % 2 ? "state" : "link"));
+          TokenCache::load(model, made / "state");
+        } catch (const std::exception& error) {
+          ++refusals, std::cerr << error.what() << '\n';
+        }
+    });
+  for (std::thread& saver : savers) saver.join();
+  CHECK(refusals == 0);
+  CHECK(std::filesystem::is_symlink(made / "link"));
+  std::set<std::string> names;
+  for (const auto& file : std::filesystem::directory_iterator(made)) names.insert(file.path().filename().string());
+  CHECK(names == std::set<std::string>({"link", "state", "state.partial"}));
+  std::filesystem::remove_all(made);
 }
 
 void close_ends_answers_by_name(const std::string& folder) {
@@ -315,6 +350,7 @@ int main(int, char** argv) {
     answers_go_on(folder);
     caches_go_back(folder, folder == hybrid);
     cancelled_answers_leave_whole_steps(folder);
+    savers_of_one_path_do_not_disturb_each_other(folder);
     close_ends_answers_by_name(folder);
     a_cancelled_chat_goes_on(folder);
   }

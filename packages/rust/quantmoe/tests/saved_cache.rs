@@ -1,6 +1,8 @@
 mod common;
 
 use std::fs;
+use std::thread;
+use std::time::Duration;
 
 use common::{all, folder, fresh, greedy, model, Copy};
 use quantmoe::{Error, TokenCache};
@@ -27,6 +29,61 @@ fn a_loaded_prompt_goes_on() {
             assert_eq!(kept, if name == "hybrid" { hybrid } else { plain });
             assert_eq!(all(loaded.generate(&ids[kept..], &greedy(6)).unwrap()), fresh(&model, &ids, 6));
         }
+    }
+}
+
+#[test]
+fn savers_of_one_path_do_not_disturb_each_other() {
+    let copy = Copy::new(&folder("hybrid"), &[]);
+    let (path, other, link) = (copy.0.join("state"), copy.0.join("state.partial"), copy.0.join("link"));
+    fs::write(&other, "another program's").unwrap();
+    std::os::unix::fs::symlink("state", &link).unwrap();
+    let model = model("hybrid");
+    thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| {
+                let mut cache = TokenCache::new(&model).unwrap();
+                all(cache.generate(&PROMPT, &greedy(3)).unwrap());
+                for save in 0..10 {
+                    cache.save(if save % 2 == 0 { &path } else { &link }).unwrap();
+                    TokenCache::load(&model, &path).unwrap();
+                }
+            });
+        }
+    });
+    assert!(link.symlink_metadata().unwrap().is_symlink());
+    assert_eq!(fs::read_to_string(&other).unwrap(), "another program's");
+    let left = fs::read_dir(&copy.0)
+        .unwrap()
+        .filter(|file| file.as_ref().unwrap().file_name().to_string_lossy().ends_with(".partial"));
+    assert_eq!(left.count(), 1);
+}
+
+#[test]
+fn a_state_that_is_saved_after_a_cancelled_run_is_whole() {
+    let more: Vec<i64> = (0..300).map(|i| i * 11 % 4000 + 1).collect();
+    for name in ["plain", "hybrid"] {
+        let (model, copy) = (model(name), Copy::new(&folder(name), &[]));
+        let path = copy.0.join("state");
+        let mut ended = 0;
+        for i in 0..20 {
+            let mut cache = TokenCache::new(&model).unwrap();
+            all(cache.generate(&PROMPT, &greedy(2)).unwrap());
+            let options = greedy(4);
+            let cancel = options.cancel.clone();
+            let canceller = thread::spawn(move || {
+                thread::sleep(Duration::from_micros(i * 700));
+                cancel.cancel();
+            });
+            ended += cache.generate(&more, &options).unwrap().filter(|id| matches!(id, Err(Error::Cancelled))).count();
+            canceller.join().unwrap();
+            cache.save(&path).unwrap();
+            let mut loaded = TokenCache::load(&model, &path).unwrap();
+            assert_eq!(loaded.tokens(), cache.tokens());
+            let expected = fresh(&model, &[cache.tokens(), &[50, 51]].concat(), 4);
+            assert_eq!(all(loaded.generate(&[50, 51], &greedy(4)).unwrap()), expected);
+        }
+        assert!(ended > 0);
     }
 }
 
