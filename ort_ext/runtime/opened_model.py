@@ -93,6 +93,7 @@ class OpenedModel:
         #: options of the runs that go on now
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listing = threading.Lock()
+        self._active_steps, self._steps_end = 0, threading.Condition()
         #: names of CUDA graphs in the session; -1 is of runs that have none
         self.graphs = itertools.count(1)
         self.cuda_graph = cuda_graph
@@ -110,8 +111,15 @@ class OpenedModel:
         self._read_interface(speculate, num_logits)
 
     def close(self) -> None:
-        """Free the session: its memory, threads and files. Nothing runs afterwards."""
-        self._opened = None
+        """End the steps of other threads, wait for them, and free the session: its memory, threads and files.
+
+        These steps and later calls raise ModelError.
+        """
+        with self._steps_end:
+            self._opened = None
+            while self._active_steps:
+                self.interrupt()
+                self._steps_end.wait(0.01)  # a step that has no options yet is ended in the next round
 
     @property
     def session(self) -> Any:
@@ -121,8 +129,11 @@ class OpenedModel:
             ModelError: the Generator is closed.
         """
         if self._opened is None:
-            raise ModelError(f"{self.path}: this Generator is closed; create another one")
+            raise self._closed()
         return self._opened
+
+    def _closed(self) -> ModelError:
+        return ModelError(f"{self.path}: this Generator is closed; create another one")
 
     def _open(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
         """Open the model; ``entries`` are its session entries, None if not given."""
@@ -357,15 +368,23 @@ class OpenedModel:
     @contextlib.contextmanager
     def running(self, new: int, past: int) -> Iterator[None]:
         """Turn ONNX Runtime's errors into ModelError and OutOfMemoryError, which name the model."""
+        with self._steps_end:
+            self._active_steps += 1
         try:
             with doing(f"{self.path}: {new} tokens after {past}", self._on_gpu(less=["a smaller --chunk"] * (new > 1))):
                 yield
         except MemoryError:
             raise
         except Exception as error:  # see above
+            if self._opened is None:
+                raise self._closed() from None
             if "terminate flag" in str(error):
                 raise ModelError(f"{self.path}: the run of {new} tokens after {past} was interrupted") from None
             raise ModelError(f"{self.path}: {error}") from None
+        finally:
+            with self._steps_end:
+                self._active_steps -= 1
+                self._steps_end.notify_all()
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Run new tokens.

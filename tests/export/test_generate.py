@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx_ir as ir
@@ -238,6 +240,27 @@ def test_the_end_of_a_with_block_frees_the_session(exported):
     with pytest.raises(ModelError, match="this Generator is closed; create another one"):
         generator.greedy(PROMPT, 2)
     generator.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+def test_close_ends_answers_of_other_threads_by_name(exported, architecture):
+    folder, ended = exported(architecture, activations="float"), 0
+    for wait in range(8):
+        generator = Generator(folder, chunk=64)
+        prompt = [1 + i * 7 % 60 for i in range(min(1000, generator.context // 2))]
+        with ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(generator.generate, prompt, 100000) for _ in range(2)]
+            time.sleep(0.01 * wait)
+            generator.close()
+            assert generator._active_steps == 0
+            for answer in answers:
+                if error := answer.exception():  # else it was over
+                    assert isinstance(error, ModelError)
+                    assert "this Generator is closed; create another one" in str(error)
+                    ended += 1
+        with pytest.raises(ModelError, match="this Generator is closed"):
+            generator.generate(prompt)
+    assert ended
 
 
 def test_f16_caches_are_kept_and_cut(exported):
