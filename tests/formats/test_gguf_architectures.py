@@ -100,7 +100,8 @@ def quantized(source: Path, target: Path, wide: bool) -> None:
     for tensor in reader.tensors:
         shape = [int(size) for size in tensor.shape[::-1]]
         data = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
-        small = len(shape) < 2 or shape[-1] % 32 or shape[-2] == 1 or tensor.name.endswith(("ssm_norm.weight", "ssm_a"))
+        floats = tensor.name.endswith(("ssm_norm.weight", "ssm_a")) or "hc_" in tensor.name  # as llama.cpp keeps them
+        small = len(shape) < 2 or shape[-1] % 32 or shape[-2] == 1 or floats
         if small:
             writer.add_tensor(tensor.name, data)
         elif wide:

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
 from quantmoe.exporter.reading.gguf.families.base import (
     DECODER,
@@ -42,6 +43,25 @@ def _deepseek_v32(m: Metadata) -> Config:
 def _glm_dsa(m: Metadata) -> Config:
     """Return a configuration. A layer without an indexer has the selection of a layer before it."""
     return _indexed(m, "glm_moe_dsa") | {"indexer_types": kinds(m, "indexer.attn_k.weight", "full", "shared")}
+
+
+def _hy_v4(m: Metadata) -> Config:
+    """Return a configuration.
+
+    Raises:
+        CheckpointError: layers clamp their experts at different limits.
+    """
+    limits = set(m.numbers("swiglu_clamp_exp")) or {0.0}
+    if len(limits) > 1:
+        raise CheckpointError(f"{m.path}: hy_v4.swiglu_clamp_exp is {sorted(limits)}, expected one limit of all layers")
+    return _indexed(m, "hy_v4") | {
+        "indexer_types": kinds(m, "indexer.attn_k.weight", "full", "shared"),
+        "mlp_layer_types": kinds(m, "ffn_gate_inp", "sparse", "dense"),
+        "hc_mult": m.integer("hyper_connection.count"),
+        "hc_eps": m.number("hyper_connection.epsilon"),
+        "hc_magnitude": m.number("hyper_connection.magnitude"),
+        "swiglu_limit": limits.pop(),
+    }
 
 
 def _dots3(m: Metadata) -> Config:
@@ -111,10 +131,23 @@ _INDEXER = {
     "indexer.k_norm": "self_attn.indexer.k_norm",
     "indexer.proj": "self_attn.indexer.weights_proj",
 }
+_HC = {
+    **{
+        f"hc_{where}_{part}.weight": f"{where}_hc.{part}"
+        for where in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    },
+    **{f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")},
+}
 _BLOCKS = {f"indexer.{part}": f"self_attn.indexer.{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")}
 FAMILIES = {
     "deepseek32": GgufFamily(NAMES | _INDEXER, _deepseek_v32, joined=JOINED),
     "glm-dsa": GgufFamily(NAMES | _INDEXER, _glm_dsa, joined=JOINED),
+    "hy_v4": GgufFamily(
+        NAMES | _INDEXER | _HC | {"attn_gate": "self_attn.gate_proj", "attn_sinks.weight": "self_attn.sinks"},
+        _hy_v4,
+        joined=JOINED,
+    ),
     "dots3note": GgufFamily(
         NAMES | _INDEXER | {"attn_gate": "self_attn.g_proj", "attn_k_norm": "self_attn.k_rope_only_layernorm"},
         _dots3,
