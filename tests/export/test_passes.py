@@ -560,6 +560,42 @@ def test_layers_share_what_sizes_decide() -> None:
     assert [int(value[0]) for value in found] == [-111111, 3, 33, 333, 3333, 33333, 333333]
 
 
+def looping(last: str) -> ir.Model:
+    """Layers whose caches are multiplied by what a Loop makes of the hidden states in two rounds.
+
+    Args:
+        last: the operator in the body of the last layer.
+    """
+    lines = ["two = Constant <value = int64 {2}> ()", "yes = Constant <value = bool {1}> ()"]
+    for i, operator in enumerate(("Add", "Add", last)):
+        body = f"o{i} = Identity (c{i})\n r{i} = {operator} (m{i}, m{i})"
+        ends = f"(int64 j{i}, bool c{i}, float[b] m{i}) => (bool o{i}, float[b] r{i})"
+        lines += [
+            f"h{i} = Add ({'x' if i == 0 else f'h{i - 1}'}, w{i})",
+            f"t{i} = Loop <body = body{i} {ends} {{ {body} }}> (two, yes, h{i})",
+            f"l{i} = Mul (k{i}, t{i})",
+        ]
+    return chain("\n".join([*lines, "y = Neg (h2)"]))
+
+
+def test_layers_with_loops_are_repeated() -> None:
+    """Each copy has a body of its own."""
+    model = looping("Add")
+    repeat_layers(model, "model.layers", [[0], [1], [5]])
+    bodies = [node.attributes["body"].as_graph() for node in model.graph if node.op_type == "Loop"]
+    assert len({id(body) for body in bodies}) == 6
+    weights = {v.name: np.float32([10 ** int(v.name.split(".")[2])]) for v in model.meta["placeholders"]}
+    model.graph.inputs.extend(model.meta["placeholders"])
+    given = {f"input.cache.layers.{i}.keys": np.float32([2]) for i in range(6)}
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | given | weights)
+    assert [int(value[0]) for value in found] == [-111111, 8, 88, 888, 8888, 88888, 888888]
+
+
+def test_layers_with_other_loops_are_not_repeated() -> None:
+    with pytest.raises(RepeatError):
+        repeat_layers(looping("Mul"), "model.layers", [[0], [1], [5]])
+
+
 def test_layers_that_are_no_chain_are_not_repeated() -> None:
     model = chain(f"{LAYERS.replace('Add (h1, w2)', 'Sub (h1, w2)')}\n y = Neg (h2)")
     before = ops(model)

@@ -179,7 +179,7 @@ def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[
     """Return whether b may be a's counterpart: the same operation, on what is known to correspond."""
     if (a.op_type, a.domain, len(a.inputs), len(a.outputs)) != (b.op_type, b.domain, len(b.inputs), len(b.outputs)):
         return False
-    if {k: v.value for k, v in a.attributes.items()} != {k: v.value for k, v in b.attributes.items()}:
+    if _attributes(a) != _attributes(b):
         return False
     for mine, other in zip(a.inputs, b.inputs, strict=True):
         if (mine is None) != (other is None):
@@ -193,6 +193,42 @@ def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[
     return True
 
 
+def _attributes(node: ir.Node) -> dict[str, object]:
+    """Return a node's attributes, tensors and bodies by what they hold."""
+    found: dict[str, object] = {}
+    for name, attribute in node.attributes.items():
+        found[name] = attribute.value
+        if attribute.type == ir.AttributeType.GRAPH:
+            found[name] = _body(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.TENSOR:
+            found[name] = _constant(attribute.as_tensor())
+    return found
+
+
+def _constant(tensor: ir.TensorProtocol) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.tobytes()
+
+
+def _body(graph: ir.Graph) -> list[object]:
+    """Return what the body of a Loop or Scan computes, whatever its values are called.
+
+    A body that reads more than constants from outside equals no other.
+    """
+    numbers = {value: number for number, value in enumerate(graph.inputs)}
+
+    def read(value: ir.Value | None) -> object:
+        if value is None or value in numbers:
+            return None if value is None else numbers[value]
+        return object() if value.const_value is None else _constant(value.const_value)
+
+    nodes: list[object] = []
+    for node in graph:
+        nodes.append((node.domain, node.op_type, [read(value) for value in node.inputs], _attributes(node)))
+        for value in node.outputs:
+            numbers[value] = len(numbers)
+    return [len(graph.inputs), nodes, [read(value) for value in graph.outputs]]
+
+
 def _sizes(value: ir.Value) -> list[int | None] | None:
     """Return a value's static sizes; those that the tracing found by itself have another symbol in each layer."""
     return None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
@@ -204,12 +240,19 @@ def _renumbered(value: ir.Value, number: re.Pattern[str], layer: int) -> str:
     return f"{match.string[: match.start(1)]}{layer}{match.string[match.end(1) :]}"
 
 
+def _own(attribute: ir.Attr) -> ir.Attr:
+    """Return an attribute for a copy of its node: a body belongs to one node."""
+    if attribute.type != ir.AttributeType.GRAPH:
+        return attribute
+    return ir.AttrGraph(attribute.name, attribute.as_graph().clone(allow_outer_scope_values=True))
+
+
 def _copy(node: ir.Node, copy: dict[ir.Value, ir.Value], layer: int) -> ir.Node:
     new = ir.Node(
         node.domain,
         node.op_type,
         [None if value is None else copy.get(value, value) for value in node.inputs],
-        list(node.attributes.values()),
+        [_own(attribute) for attribute in node.attributes.values()],
         num_outputs=len(node.outputs),
         name=f"{node.name}_{layer}",
     )
