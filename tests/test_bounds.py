@@ -54,8 +54,9 @@ def scaled(m: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
 def swapped(m: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
     """The scales, or minima, of two groups exchanged."""
     scales = m.scales.copy()
-    if scales.dtype.names and len(scales.dtype.names) > 2:
-        of_groups = scales[scales.dtype.names[-1]]
+    last = (scales.dtype.names or ("d",))[-1]
+    if last not in ("d", "d_min"):
+        of_groups = scales[last]
         of_groups[rows, :, :2] = of_groups[rows, :, 1::-1]
         return dataclasses.replace(m, scales=scales)
     scales[rows, :2] = scales[rows, 1::-1]

@@ -103,9 +103,10 @@ struct CodePanels {
   template <int kBits>
   void load_k(const uint8_t* panel, const Piece& piece) {
     Fours* to = codes;
+    const int chunks = matrix.block == 32 ? 0 : 3;  // of a block, as a power of two: a division takes longer
     for (int64_t column = piece.column; column < piece.column + piece.spans * piece.columns; column += 32, to += 8) {
-      const uint8_t* chunk =
-          panel + column / matrix.block * matrix.block_bytes + column % matrix.block / 32 * KCodes<kBits>::kChunk;
+      const int64_t at = column / 32, block = at >> chunks;
+      const uint8_t* chunk = panel + block * matrix.block_bytes + (at - (block << chunks)) * KCodes<kBits>::kChunk;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
         for (int v = 0; v < V::kCodeVectors; ++v) to[j][v] = load_codes<V, kBits, j>(chunk + 4 * V::kRows * v);
