@@ -319,8 +319,10 @@ SELECTING = (
     "mistral_large4",
     "qwen4_exp_text",
 )
-#: types that onnxruntime-genai does not run -> what it needs. SELECTING keeps an indexer's keys behind the values.
-NOT_GENAI = dict.fromkeys((*SELECTING, "kimi_linear"), "keys and values of one size") | {
+#: types that onnxruntime-genai does not run -> what it needs. Of SELECTING, Doge alone caches no keys of an indexer.
+NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and values of one size") | {
+    "inkling_mm_model": "a recurrent state in a layer with a convolution",
+    "inkling_text": "a recurrent state in a layer with a convolution",
     "minimax": "a convolution in a layer with a state",
     "zaya": "a recurrent state in a layer with a convolution",
 }
