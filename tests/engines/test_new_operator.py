@@ -183,7 +183,7 @@ def cache_of(build: Path) -> dict[str, str]:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the sources with the operator's files, and links to the package's folders."""
     copy = tmp_path_factory.mktemp("tree")
-    for folder in ("custom_ops", "ort_ext", "trt_plugins"):
+    for folder in ("custom_ops", "ort_ext", "trt_plugins", "packages/cpp"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "CMakeLists.txt", copy)
     for name, text in FILES.items():
