@@ -654,6 +654,9 @@ def test_pasted_lines_are_one_message(talking: Path) -> None:
 def test_an_answer_in_a_terminal_ends_with_the_context(talking: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(talking, tmp_path / "m")
     (folder / "generation_config.json").write_text('{"eos_token_id": []}', encoding="utf-8")
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    next(entry for entry in model.metadata_props if entry.key == "context_length").value = "700"
+    onnx.save(model, folder / "model.onnx")
     context = Generator(folder).context
     for options, limit in (
         ([], f"the model's context of {context} tokens"),
