@@ -40,7 +40,7 @@ class AllReduce(Spec):
 class AllReduceAddRMSNorm(Spec):
     op_version: int = ...
     norm_epsilon: float
-    rank: int  # this and the following are AllReduce's
+    rank: int  # this and the next attributes are AllReduce's
     world: int
     export_id: int
 
@@ -55,17 +55,17 @@ class CachedAttention(Spec):
     sliding_window: int  # slots that a token sees, its own included; 0: all before it
     chunk_size: int  # a token in slot p sees slots from p / n * n; 0: from 0
     softcap: float  # score = c tanh(score / c), after the scale; 0: none
-    rotary_size: int  # features that turn, the first ones; even; 0: none
-    rotary_interleaved: int  # 0: feature i turns with i + rotary_size / 2; 1: 2i with 2i + 1
+    rotary_size: int  # features that rotate, the first ones; even; 0: none
+    rotary_interleaved: int  # 0: features i and i + rotary_size / 2 are a pair; 1: 2i and 2i + 1
     qk_norm: str
     norm_epsilon: float
     cache_format: str = ...
     k_scale: float = ...  # of the keys' codes; 1 where cache_format has none
     v_scale: float = ...  # of the values'
-    key_split: int = ...  # features of a key that past_key has; 0: all, values are apart
-    nope_size: int = ...  # features of a query that k_up multiplies; 0: queries are of latents
-    out_size: int = ...  # features of a head's output, of v_up; 0: v_head_size
-    gated: int = ...  # 1: qkv begins with gates [num_heads, v_head_size], whose sigmoid multiplies the output
+    key_split: int = ...  # features of a key in past_key; 0: all, and past_value has values
+    nope_size: int = ...  # features of a query that k_up multiplies; 0: none
+    out_size: int = ...  # features of a head's output after v_up; 0: v_head_size
+    gated: int = ...  # 1: qkv begins with gates [num_heads, v_head_size]; their sigmoid multiplies the output
     block_size: int = ...  # slots of a block, a multiple of 256; 0: a row's slots lie one after the other
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class CausalConv(Spec):
     channels: int
     width: int
     activation: str
-    state_window: int = ...  # states after each of the last so many tokens; 1: after the last
+    state_window: int = ...  # tokens whose states are kept; 1: the last token's
     x_size: int = ...  # 0: channels
     x_offset: int = ...
 
@@ -92,7 +92,7 @@ class GatedDelta(Spec):
     gate: str
     norm_epsilon: float
     state_window: int = ...  # as CausalConv's
-    a_size: int = ...  # 0: its own alone; so b_size and z_size
+    a_size: int = ...  # features of the tensor; 0: only a's; so b_size and z_size
     a_offset: int = ...
     b_size: int = ...
     b_offset: int = ...
@@ -103,7 +103,7 @@ class GatedDelta(Spec):
 class MoERouter(Spec):
     op_version: int = ...
     hidden_size: int
-    num_experts: int  # this and the following are MoERouting's
+    num_experts: int  # this and the next attributes are MoERouting's
     top_k: int
     method: str
     renormalize: int
@@ -122,7 +122,7 @@ class MoERouting(Spec):
     renormalize: int  # 1: the weights are divided by their sum
     n_group: int  # groups of num_experts / n_group experts; 1: one group, all of them
     topk_group: int  # groups that are kept, by the sum of the two best scores of each
-    routed_scaling_factor: float  # not of the shared experts' weights
+    routed_scaling_factor: float  # not for the shared experts' weights
     shared_experts: int = ...
     shared_gate: int = ...  # 1: the shared experts' weight is the sigmoid of the last logit; 0: it is 1
 
@@ -136,7 +136,7 @@ class QuantLinear(Spec):
 @dataclass(frozen=True, kw_only=True)
 class QuantMoE(Spec):
     op_version: int = ...
-    num_experts: int  # of the whole layer; those of w13 and w2 are in this node
+    num_experts: int  # of the whole layer; w13 and w2 have this node's
     expert_offset: int  # id of row 0
     hidden_size: int
     intermediate_size: int
@@ -165,7 +165,7 @@ class StateSpace(Spec):
     norm_size: int  # features that are normed together, a multiple of head_size that divides num_heads * head_size
     norm_epsilon: float
     state_window: int  # as CausalConv's
-    dt_size: int  # 0: its own alone; so z_size
+    dt_size: int  # features of the tensor; 0: only dt's; so z_size
     dt_offset: int
     z_size: int
     z_offset: int

@@ -26,6 +26,8 @@ from quantmoe.custom_ops.op import (
     AttentionSpec,
     LinearSpec,
     MoESpec,
+    RouterSpec,
+    RoutingSpec,
     attribute_kinds,
     inputs,
     optional_inputs,
@@ -36,6 +38,8 @@ from quantmoe.custom_ops.tensor_shapes import output_shapes
 
 #: (attributes, inputs) -> outputs: one tensor or a tuple
 Run = Callable[..., Any]
+#: nodes' attributes that have more than op.def says
+SPECS: dict[str, Any] = {spec.OP: spec for spec in (MoESpec, LinearSpec, RoutingSpec, RouterSpec, AttentionSpec)}
 
 
 def quant_moe(
@@ -152,7 +156,7 @@ ONNX: dict[Any, Callable[..., Any]] = {}
 
 def define(operator: Operator, run: Run) -> None:
     """Define an operator of torch by op.def and the function that computes it, and its ONNX node."""
-    name, spec = operator.snake, getattr(nodes, operator.name)
+    name, spec = operator.snake, SPECS.get(operator.name) or getattr(nodes, operator.name)
     required = [tensor for tensor, _ in operator.inputs]
     optional = [tensor for tensor, _ in operator.optional_inputs]
     names = [*required, "attributes", *optional]
