@@ -146,8 +146,8 @@ def _export(
         weights += [weight for one in ready.beside for weight in one.weights]
         total = sum(byte_size(weight.value) for weight in weights)
         check_space(output, total + _beside_weights(ready, len(weights), target))
-        largest = LARGEST if options.browser else options.max_file_size
-        with DataFiles(partial, DATA, min(largest, options.max_file_size)) as data:
+        largest = min(LARGEST, options.max_file_size) if options.browser else options.max_file_size
+        with DataFiles(partial, DATA, largest) as data:
             done = 0
             for part in parts:
                 for stage, written in write_weights(part, parts[0], options, data, report):
@@ -157,10 +157,7 @@ def _export(
                 for stage, written in write_beside(one, data, report):
                     done += written
                     progress(stage, done, total)
-        _companions(ckpt, partial, options.layers)
-        if options.browser:
-            config = js_config(_config(ckpt, options.layers), partial("config.json").parent)
-            partial("config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        _companions(ckpt, partial, options)
         if not report.tokenizer:
             report.tokenizer = write_tokenizer(ckpt.companions, partial, gguf=ckpt.companions != ckpt.folder)
         ckpt.check_unchanged()
@@ -206,7 +203,7 @@ def _beside_weights(ready: Prepared, weights: int, target: Target) -> int:
     return sum(tables) + sum(copied) + ALIGNMENT * (weights + len(tables))
 
 
-def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
+def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], options: Options) -> None:
     templates = read_templates(ckpt.companions)
     if templates.keys() <= {"default"}:  # the template has a file of its own
         templates = {}
@@ -217,8 +214,11 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | 
         named = [{"name": name, "template": text} for name, text in templates.items()]
         config = read_object(ckpt.companions / CONFIG) | {"chat_template": named}
         partial(CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    if layers is not None:
-        partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2), encoding="utf-8")
+    if options.layers is not None or options.browser:
+        own = _config(ckpt, options.layers)
+        if options.browser:
+            own = js_config(own, partial("config.json").parent)
+        partial("config.json").write_text(json.dumps(own, indent=2), encoding="utf-8")
 
 
 def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:

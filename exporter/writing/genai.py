@@ -117,7 +117,7 @@ def genai_config(
     shares: bool = False,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the contents of genai_config.json.
+    """Return the contents of genai_config.json, without the sizes of :func:`add_caches`.
 
     Args:
         config: config.json. generation: generation_config.json, {} when there is none.
@@ -133,7 +133,6 @@ def genai_config(
     if target.provider:
         session["provider_options"] = [{target.provider: {"enable_cuda_graph": "1" if shares else "0"}}]
     heads, context = text["num_attention_heads"], text["max_position_embeddings"]
-    groups, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or text["hidden_size"] // heads
     tokens: dict[str, Any] = {
         name: value for name in NAMED if (value := named_token(name, generation, config)) is not None
     }
@@ -152,9 +151,7 @@ def genai_config(
                 "filename": MODEL,
                 "session_options": session,
                 "hidden_size": text["hidden_size"],
-                "head_size": width,
                 "num_attention_heads": heads,
-                "num_key_value_heads": groups,
                 "num_hidden_layers": text["num_hidden_layers"],
                 "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")}
                 | {key: value for key, value in cache.items() if key.startswith("past")},

@@ -443,11 +443,12 @@ def texts(folder: Path, text: Path | None, count: int, vocabulary: int) -> Itera
 def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any], most: int) -> None:
     """Write a folder for each graph, named as it is, with random weights, genai_config.json and the library."""
     import onnx
+    import onnx_ir as ir
     from ort_cuda_bench import fill
 
     from quantmoe.benchmarks.random_checkpoint import CONFIGS
     from quantmoe.exporter.targets import CUDA
-    from quantmoe.exporter.writing.genai import add_paged, genai_config
+    from quantmoe.exporter.writing.genai import add_caches, add_paged, caches, genai_config
 
     for graph in graphs:
         out = folder / graph.stem
@@ -461,7 +462,9 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
         own = CONFIGS[model] | sizes
         stop = dict.fromkeys(("eos_token_id", "pad_token_id"), own["vocab_size"] - 1)  # what random weights rarely say
         config = genai_config(own, stop, CUDA, shares=True)
-        if names[1] in PAGED:
+        paged = names[1] in PAGED
+        add_caches(config, caches(ir.load(out / "model.onnx").graph.inputs, paged))
+        if paged:
             add_paged(config, names)
             config["engine"]["dynamic_batching"]["max_batch_size"] = most
         (out / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -122,7 +122,7 @@ class Matrix:
         return found
 
     def decode_two_levels(self, data: np.ndarray) -> Weights:
-        """The same of panels with scales of two levels, or minima (2.10)."""
+        """Decode panels with scales of two levels, or minima (2.10)."""
         body = data[:, : -self.tail_bytes].reshape(self.panels, self.blocks, self.block_bytes)
         tail = data[:, -self.tail_bytes :].reshape(self.panels, 2, 16, 4)
         chunk, values = 64 * self.bits, np.empty((self.panels, 16, self.blocks, self.block))
