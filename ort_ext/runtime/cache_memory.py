@@ -235,7 +235,7 @@ class DecodeStep:
         Args:
             length: for errors. ahead: return before it has ended. states: those before the run matter.
         """
-        with self.model.running(self._tokens, length):
+        with self.model.step_lock(), self.model.running(self._tokens, length):
             if self.model.states and states and not self._captured:
                 before = self._states.read()
                 self.model.session.run_with_iobinding(self._binding, self._options)

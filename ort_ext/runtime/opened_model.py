@@ -92,8 +92,9 @@ class OpenedModel:
         self.sampler: Callable[[Sampling | None, Sequence[int]], Choose] = Sampler
         #: options of the runs that go on now
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: locks of the steps that go on now
+        self._step_locks: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listing = threading.Lock()
-        self._active_steps, self._steps_end = 0, threading.Condition()
         #: names of CUDA graphs in the session; -1 is of runs that have none
         self.graphs = itertools.count(1)
         self.cuda_graph = cuda_graph
@@ -115,11 +116,13 @@ class OpenedModel:
 
         These steps and later calls raise ModelError.
         """
-        with self._steps_end:
-            self._opened = None
-            while self._active_steps:
-                self.interrupt()
-                self._steps_end.wait(0.01)  # a step that has no options yet is ended in the next round
+        self._opened = None
+        with self._listing:
+            steps = [*self._step_locks]
+        for step in steps:
+            while not step.acquire(timeout=0.01):
+                self.interrupt()  # again: at first a step may have no options yet
+            step.release()
 
     @property
     def session(self) -> Any:
@@ -343,7 +346,7 @@ class OpenedModel:
             logits.bind(binding, output="logits")
         else:  # ONNX Runtime refuses memory of another size than the model declares
             binding.bind_output("logits", self.device)
-        with self.running(new, past):
+        with self.step_lock(), self.running(new, past):
             self.session.run_with_iobinding(binding, self.run_options(-1))
         return logits or Buffer(binding.get_outputs()[-1], self._logits)
 
@@ -365,11 +368,20 @@ class OpenedModel:
             "position_ids": np.tile(np.arange(past, total), (batch, 1)),
         }
 
+    def step_lock(self) -> threading.Lock:
+        """Return a lock that a step holds around :meth:`running`, and for which :meth:`close` waits.
+
+        Ctrl-C can come between the end of a step and the ``__exit__`` of a context manager in Python, which then never
+        runs. A lock's ``__exit__`` is in C, and always runs.
+        """
+        step = threading.Lock()
+        with self._listing:
+            self._step_locks.add(step)
+        return step
+
     @contextlib.contextmanager
     def running(self, new: int, past: int) -> Iterator[None]:
         """Turn ONNX Runtime's errors into ModelError and OutOfMemoryError, which name the model."""
-        with self._steps_end:
-            self._active_steps += 1
         try:
             with doing(f"{self.path}: {new} tokens after {past}", self._on_gpu(less=["a smaller --chunk"] * (new > 1))):
                 yield
@@ -381,10 +393,6 @@ class OpenedModel:
             if "terminate flag" in str(error):
                 raise ModelError(f"{self.path}: the run of {new} tokens after {past} was interrupted") from None
             raise ModelError(f"{self.path}: {error}") from None
-        finally:
-            with self._steps_end:
-                self._active_steps -= 1
-                self._steps_end.notify_all()
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Run new tokens.
@@ -411,7 +419,7 @@ class OpenedModel:
         Raises:
             ModelError: ONNX Runtime fails; the message has its words.
         """
-        with self.running(new, past):
+        with self.step_lock(), self.running(new, past):
             found = self.in_turn(lambda: self.session.run(None, feed, self.run_options(-1)))
         return dict(zip(self.outputs, found, strict=True))
 
@@ -445,7 +453,7 @@ class OpenedModel:
         Raises:
             ModelError: logits are not numbers to choose from. OptionError: bias and n-grams leave no token.
         """
-        with self.running(1, max(past)):
+        with self.step_lock(), self.running(1, max(past)):
             tokens = self.in_turn(choice.take)
         for token, length in zip(tokens, past, strict=True):
             if length >= 0 and token == NOT_FINITE:

@@ -71,7 +71,7 @@ class Embeddings:
         ids, mask = np.zeros((2, len(texts), longest), np.int64)
         for row, text in enumerate(texts):
             ids[row, : len(text)], mask[row, : len(text)] = text, 1
-        with self.model.running(longest, 0), self.metrics.step.time():
+        with self.model.step_lock(), self.model.running(longest, 0), self.metrics.step.time():
             given = {"input_ids": ids, "attention_mask": mask}
             (rows,) = self.model.session.run([VECTOR], given, self.model.run_options(-1))
         found: np.ndarray = rows
