@@ -1,5 +1,8 @@
 """Packed layouts: everything that knows bytes. One module a layout, one line here.
 
+FORMAT.md states the bytes first, as MUST and MAY. In ``src/layouts`` one function refuses attributes
+(``check_cpu_panel``), and a ``RowLayout`` packs and unpacks a row.
+
 A layout module provides (Expert and the dataclasses are in custom_ops):
 
 - ``NAME``, ``VERSION``: the attributes of nodes whose bytes it knows.

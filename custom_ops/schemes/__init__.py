@@ -1,4 +1,14 @@
-"""Weight schemes: one module each, one line here, under the name that op.def's enum ``format`` has for it."""
+"""Weight schemes: one module each, one line here, under the name that op.def's enum ``format`` has for it.
+
+``code_bits`` in ``src/core/numbers.h`` does not compile before it has the width of a new code. Layouts and kernels
+refuse a scheme by name until they carry it. ``cpu_panel`` carries it with
+
+- its width and kind in ``src/core/numbers.h``, its line in ``cannot_carry`` and its multiplier in ``multiplier_unit``
+  (``src/layouts/cpu_panel.cc``);
+- what a code is to a product: in ``panel_portable.cc``, ``panel_avx2.cc``, ``avx512_rows.h`` and ``neon_scaled.h``, or
+  in each ``*_lanes.h`` for floats and K-quants;
+- its line in the tile tables of ``row_tile.h`` and ``neon.h``, and ``tests/support/panels.py``.
+"""
 
 from quantmoe.custom_ops.schemes import bf16, f16, fp8_e4m3, int4, int8, k_quants, mxfp4, nvfp4
 

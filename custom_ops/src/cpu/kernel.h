@@ -3,6 +3,10 @@
 // The layer's driver (moe/) owns routing, threads and memory. A kernel owns the arithmetic. The elementwise passes are
 // the plain loops of elementwise.h, compiled with the file's instruction set. The product multiplies token tiles with
 // panels.
+//
+// panel_portable.multiply takes what pack_tile packed, so a kernel can begin with one kind of weights. Everything in
+// the file is in an unnamed namespace. Otherwise the linker could merge an inline function with another file's, and
+// carry AVX into the portable path. QUANTMOE_FORCE_KERNEL=panel_avx10 selects a kernel.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,10 @@
 """Checkpoint formats: one module each, one line in FORMATS.
 
 ``open_checkpoint(folder)`` -> ``find_format(ckpt)`` -> ``moe_layers(format)`` -> ``layer.expert(e)``.
+
+A format checks its declared tensors by ``take``. The dry run calls its ``matrix`` over headers: matrices of ones. A
+``Tensor`` whose numbers decide something has ``decides=True``. The rest is refused by a ``CheckpointError`` that says
+folder, module, found and supported.
 """
 
 from __future__ import annotations
