@@ -21,6 +21,7 @@ from sweeps import every
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quantmoe.exporter.graph import trace
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
@@ -407,9 +408,9 @@ def expected(model: Any, ids: torch.Tensor) -> np.ndarray:
         return np.stack(rows)
 
 
-def difference(model_type: str, quantize: str, folder: Path) -> float:
+def difference(model_type: str, quantize: str, folder: Path, **sizes: Any) -> float:
     """Of the logits of prefill and decode, from transformers' with the same weights in float32, by the largest."""
-    make_checkpoint(folder / "checkpoint", model_type)
+    make_checkpoint(folder / "checkpoint", model_type, **sizes)
     export(folder / "checkpoint", folder / "onnx", quantize=quantize, activations="float", cache="f32")
     if quantize == "none":
         own = transformers_class(AutoConfig.from_pretrained(folder / "checkpoint"))
@@ -441,6 +442,35 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
     if model_type in LATENT:
         caches = {node["bytes_per_token"] for node in inspect(tmp_path / "onnx")["attention"]}
         assert caches == {4 * (SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"])}
+
+
+def deep(name: str) -> dict[str, Any]:
+    """Sizes of a model in which the same layers, or the same two or four in turn, come more than three times."""
+    own = fields(name)
+    text = own.get("text_config", own)
+    if name == "deepseek_v4":
+        return {"layer_types": ["compressed_sparse_attention"] * 5, "mlp_layer_types": ["moe"] * 5} | {
+            "num_hidden_layers": 5
+        }
+    lists = {key: value for key, value in text.items() if isinstance(value, list) and len(value) == 4}
+    kinds = {key: value for key, value in lists.items() if key != "mlp_layer_types"}
+    count = 18 if any(value[:2] != value[2:] for value in kinds.values()) else 10 if kinds else 6
+    sizes = {key: (value * 5)[:count] for key, value in kinds.items()} | {"num_hidden_layers": count}
+    if "mlp_layer_types" in lists:
+        sizes["mlp_layer_types"] = ["dense", *["sparse"] * (count - 1)]
+    return {"text_config": text | sizes} if "text_config" in own else sizes
+
+
+@pytest.mark.parametrize("model_type", every(["deepseek_v4", *sorted({*SELECTING} - {"deepseek_v4"})]))
+def test_a_deep_model_is_traced_once(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer layers than it has; the others are copies, and give transformers' logits."""
+    traced = []
+    once = trace._trace
+    monkeypatch.setattr(trace, "_trace", lambda s, *a: traced.append(s.model.config.num_hidden_layers) or once(s, *a))
+    assert difference(model_type, "none", tmp_path, **deep(model_type)) < 2e-5
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    (count,) = traced
+    assert count < config.get("text_config", config)["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("model_type", every(["sarvam_moe", *sorted(ARCHITECTURES.keys() - {"sarvam_moe"})]))

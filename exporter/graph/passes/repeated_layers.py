@@ -53,6 +53,7 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
             at = -1  # all layers' caches have one shape
         level |= dict.fromkeys(node.outputs, at)
     level |= dict.fromkeys((value for node in _shared_sizes(graph, level) for value in node.outputs), -1)
+    _give_to_readers(graph, level)
     for node in graph:
         block.setdefault(level[node.outputs[0]], []).append(node)
 
@@ -113,6 +114,23 @@ def _shared_sizes(graph: ir.Graph, level: dict[ir.Value, int]) -> list[ir.Node]:
     return list(found)
 
 
+def _give_to_readers(graph: ir.Graph, level: dict[ir.Value, int]) -> None:
+    """Move nodes that change one value of a group, for later groups alone, to the first group that reads the result.
+
+    The last group may have no such nodes: what follows it is no layer.
+    """
+    source: dict[ir.Value, ir.Value] = {}  # the one value that a value is made of
+    for node in graph:
+        of = {source.get(value, value) for value in node.inputs if value is not None and level.get(value, -1) >= 0}
+        if len(of) == 1:
+            source |= dict.fromkeys(node.outputs, of.pop())
+    for node in reversed(graph):
+        own = level[node.outputs[0]]
+        readers = [level.get(user.outputs[0], own) for value in node.outputs for user, _ in value.uses()]
+        if own >= 0 and node.outputs[0] in source and min(readers, default=own) > own:
+            level |= dict.fromkeys(node.outputs, min(readers))
+
+
 def _carried(
     graph: ir.Graph,
     block: dict[int, list[ir.Node]],
@@ -144,16 +162,13 @@ def _carried(
     while waiting:
         left = []
         for node in waiting:
-            known = [(i, match[v]) for i, v in enumerate(node.inputs) if v is not None and v in match]
-            if not known:
+            read = [(i, match[v]) for i, v in enumerate(node.inputs) if v is not None and v in match]
+            made = [match[v].producer() for v in node.outputs if v in match]
+            if not read and not made:
                 left.append(node)
                 continue
-            index, value = known[0]
-            found = [
-                user
-                for user, i in value.uses()
-                if i == index and user not in taken and _alike(node, user, match, level)
-            ]
+            users = made or [user for user, i in read[0][1].uses() if i == read[0][0]]
+            found = [user for user in users if user and user not in taken and _alike(node, user, match, level)]
             if not found:
                 raise RepeatError(f"no counterpart of {node.name}")
             taken.add(found[0])
