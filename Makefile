@@ -250,14 +250,24 @@ test-macos: macos
 
 # The libraries for the next two: those in NATIVES, a folder of wheels or of libraries, such as an exported one; else those of dist's
 # wheels. This machine's wheel is made anew: CMake knows whether its library is older than the sources. Beside it stands the text library.
+# The libraries for GPUs are those of NATIVES_CUDA, a folder alike, or of dist/cuda's wheels; without them the packages have none.
 RID := linux-$(patsubst x86_64,x64,$(patsubst aarch64,arm64,$(ARCH)))
+NATIVES_CUDA ?= $(if $(wildcard dist/cuda/*.whl),dist/cuda)
 natives: $(if $(NATIVES),,wheel) $(TEXT)
-	python3 packages/natives.py $(or $(NATIVES),dist) build/natives
+	python3 packages/natives.py quantmoe_ort $(or $(NATIVES),dist) build/natives
+	rm -rf build/natives-cuda
+	$(if $(NATIVES_CUDA),python3 packages/natives.py quantmoe_ort_cuda $(NATIVES_CUDA) build/natives-cuda)
 	$(if $(TEXT),! test -d build/natives/$(RID) || cp build/rust/release/libquantmoe_text.so build/natives/$(RID))
 
 # A Maven artifact in build/java and in this machine's Maven repository.
 jar: natives
-	rm -rf build/java/classes/quantmoe/native
+	rm -rf build/java/classes/quantmoe/native build/java/cuda build/java/*.jar
+	set -e; for folder in $(if $(NATIVES_CUDA),build/natives-cuda/*); do \
+	  to=build/java/cuda/$${folder##*/}; \
+	  mkdir -p $$to/META-INF $$to/quantmoe/native; \
+	  cp LICENSE THIRD_PARTY_NOTICES.txt $$to/META-INF; \
+	  cp -r $$folder $$to/quantmoe/native; \
+	done
 	mvn -q -B -f packages/java/pom.xml -Dproject.build.outputTimestamp=$(SOURCE_DATE_EPOCH) install
 
 # Packages for NuGet in dist, by the .NET SDK 10.
@@ -265,8 +275,8 @@ nupkg: natives
 	@command -v dotnet >/dev/null || { echo "No dotnet: NuGet's packages need the .NET SDK 10, https://dot.net"; exit 1; }
 	@ls build/natives/*/*quantmoe_text.* >/dev/null || { echo "No cargo: the packages' tokenizer needs Rust 1.92, https://rustup.rs"; exit 1; }
 	rm -rf dist/*.nupkg build/nuget/packages/quantmoe*
-	for project in QuantMoe QuantMoe.Extensions.AI; do \
-	  dotnet pack -v q -p:Version=$(VERSION) -p:Natives=$(CURDIR)/build/natives --artifacts-path build/nuget/artifacts \
+	for project in QuantMoe QuantMoe.Extensions.AI $(if $(NATIVES_CUDA),QuantMoe.Cuda); do \
+	  dotnet pack -v q -p:Version=$(VERSION) -p:Natives=$(CURDIR)/build/natives -p:CudaNatives=$(CURDIR)/build/natives-cuda --artifacts-path build/nuget/artifacts \
 	    --output dist packages/nuget/src/$$project || exit 1; \
 	done
 	python3 packages/nuget/dates.py $(SOURCE_DATE_EPOCH) dist/*.nupkg
@@ -288,13 +298,14 @@ text-library:
 test-packages: export QUANTMOE_MODEL = $(abspath $(MODEL))
 test-packages: export QUANTMOE_HYBRID = $(CURDIR)/build/sample-hybrid
 test-packages: export QUANTMOE_MTP = $(CURDIR)/build/sample-mtp
-test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid build/sample-mtp
+test-packages: export QUANTMOE_CUDA = $(CURDIR)/build/sample-cuda
+test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid build/sample-mtp build/sample-cuda
 	$(UV) --group test
 	UV_CONSTRAINT= $(UV) --no-deps --target build/optimum --requirements packages/locked/optimum.txt
 	python packages/sbom.py dist build/java
-	python -m pytest tests/packages/check.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py tests/packages/optimum_model.py
+	python -m pytest tests/packages/check.py tests/packages/cuda.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py tests/packages/optimum_model.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dhybrid=$(CURDIR)/build/sample-hybrid \
-	  -Dmtp=$(CURDIR)/build/sample-mtp -Dquantmoe=$(VERSION)
+	  -Dmtp=$(QUANTMOE_MTP) -Dcuda=$(QUANTMOE_CUDA) -Dquantmoe=$(VERSION)
 
 # The first program of each language's guide, on an exported folder: at most 20 lines, and the text of `quantmoe generate`.
 test-guides: jar $(NUPKG) $(TEXT) $(NPM) build | $(MODEL) build/sample-browser
@@ -309,7 +320,7 @@ release: build
 	$(MAKE) -o build test-arm
 	$(MAKE) -o build wheel-cuda
 	$(MAKE) -o build wheel-cuda PLATFORM=linux_aarch64
-	python packages/natives.py dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
+	python packages/natives.py quantmoe_ort dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
 	$(MAKE) -o build NUPKG=nupkg test-packages
 	@ls -l dist dist/cuda build/java/*.jar
 
@@ -382,6 +393,9 @@ build/sample-hybrid: | build
 
 build/sample-mtp: | build
 	quantmoe export samples/demo_model/hybrid $@ --activations float --mtp
+
+build/sample-cuda: | build
+	quantmoe export samples/demo_model/checkpoint $@ --target cuda
 
 # The samples on one exported folder must print the same tokens; C# and Rust where dotnet and rustc stand.
 samples: build jar $(NUPKG) | $(MODEL)

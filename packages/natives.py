@@ -1,7 +1,7 @@
-"""Lays out the libraries for ONNX Runtime in SOURCE as OUT/RID/library, by .NET's names of platforms.
+"""Lays out a library for ONNX Runtime, for each platform in SOURCE, as OUT/RID/library by .NET's names of platforms.
 
-usage: natives.py SOURCE OUT [RID...]: SOURCE is a folder of wheels, or of libraries as `export` leaves them beside a
-model. Fails unless each RID is there, or where none is named, at least one.
+usage: natives.py quantmoe_ort|quantmoe_ort_cuda SOURCE OUT [RID...]: SOURCE is a folder of wheels, or of libraries as
+`export` leaves them beside a model. Fails unless each RID is there, or where none is named, at least one.
 """
 
 import re
@@ -11,7 +11,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-LIBRARY = "*quantmoe_ort.*"
+#: a library: the target of make that puts it into a wheel
+WHEELS = {"quantmoe_ort": "make wheel", "quantmoe_ort_cuda": "make wheel-cuda"}
 #: .NET's name of a platform: how its libraries begin; ELF has the machine at byte 18
 RIDS = {
     "linux-x64": rb"\x7fELF.{14}\x3e\0",
@@ -21,17 +22,17 @@ RIDS = {
 }
 
 
-def libraries(source: Path) -> Iterator[tuple[Path, str, bytes]]:
+def libraries(library: str, source: Path) -> Iterator[tuple[Path, str, bytes]]:
     """Yields the file, the library's name and its bytes."""
-    for path in sorted(source.glob(LIBRARY)):
+    for path in sorted(source.glob(f"*{library}.*")):
         yield path, path.name, path.read_bytes()
     for path in sorted(source.glob("*.whl")):
         with zipfile.ZipFile(path) as archive:
-            (name,) = (n for n in archive.namelist() if PurePosixPath(n).match(f"ort_ext/{LIBRARY}"))
+            (name,) = (n for n in archive.namelist() if PurePosixPath(n).match(f"ort_ext/*{library}.*"))
             yield path, PurePosixPath(name).name, archive.read(name)
 
 
-def lay_out(source: Path, out: Path, wanted: list[str]) -> list[str]:
+def lay_out(library: str, source: Path, out: Path, wanted: list[str]) -> list[str]:
     """Fills OUT anew and returns the platforms in it.
 
     Raises:
@@ -39,7 +40,7 @@ def lay_out(source: Path, out: Path, wanted: list[str]) -> list[str]:
     """
     shutil.rmtree(out, ignore_errors=True)
     found: dict[str, Path] = {}
-    for path, name, data in libraries(source):
+    for path, name, data in libraries(library, source):
         rid = next((rid for rid, begin in RIDS.items() if re.match(begin, data, re.DOTALL)), None)
         if rid is None:
             sys.exit(f"{path}: {name} is for none of {', '.join(RIDS)}")
@@ -50,9 +51,10 @@ def lay_out(source: Path, out: Path, wanted: list[str]) -> list[str]:
         (out / rid / name).write_bytes(data)
     missing = [rid for rid in wanted if rid not in found]
     if missing or not found:
-        sys.exit(f"{source} has no library for {', '.join(missing or RIDS)}, and no wheel that has one: make wheel")
+        wanted = missing or list(RIDS)
+        sys.exit(f"{source} has no {library} for {', '.join(wanted)}, and no wheel that has one: {WHEELS[library]}")
     return list(found)
 
 
 if __name__ == "__main__":
-    print("natives:", *lay_out(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    print("natives:", *lay_out(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

@@ -26,9 +26,9 @@ LIBRARIES = {
 }
 
 
-def natives(source: Path, out: Path, *wanted: str) -> str:
+def natives(source: Path, out: Path, *wanted: str, library: str = "quantmoe_ort") -> str:
     """Run the script and return what it says."""
-    command = [sys.executable, ROOT / "packages/natives.py", source, out, *wanted]
+    command = [sys.executable, ROOT / "packages/natives.py", library, source, out, *wanted]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else f"{done.returncode}: {done.stderr.strip()}"
 
@@ -44,13 +44,15 @@ def wheel(folder: Path, rid: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 def test_natives_of_an_exported_folder(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").touch()
-    (tmp_path / "libquantmoe_ort_cuda.so").touch()
+    (tmp_path / "libquantmoe_ort_cuda.so").write_bytes(LIBRARIES["linux-x64"][1])
     shutil.copy(library_path(), tmp_path / "libquantmoe_ort.so")
     rid = "linux-arm64" if os.uname().machine == "aarch64" else "linux-x64"
     assert natives(tmp_path, tmp_path / "out") == f"natives: {rid}"
     (found,) = (path for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert found == tmp_path / "out" / rid / "libquantmoe_ort.so"
     assert found.read_bytes() == Path(library_path()).read_bytes()
+    assert natives(tmp_path, tmp_path / "cuda", library="quantmoe_ort_cuda") == "natives: linux-x64"
+    assert [path.name for path in (tmp_path / "cuda/linux-x64").iterdir()] == ["libquantmoe_ort_cuda.so"]
 
 
 def test_natives_of_wheels(tmp_path: Path) -> None:
@@ -64,9 +66,9 @@ def test_natives_of_wheels(tmp_path: Path) -> None:
 def test_natives_are_refused(tmp_path: Path) -> None:
     every = "linux-x64, linux-arm64, win-x64, osx-arm64"
     said = natives(tmp_path, tmp_path / "out")
-    assert said == f"1: {tmp_path} has no library for {every}, and no wheel that has one: make wheel"
+    assert said == f"1: {tmp_path} has no quantmoe_ort for {every}, and no wheel that has one: make wheel"
     wheel(tmp_path, "linux-x64")
-    assert "has no library for win-x64," in natives(tmp_path, tmp_path / "out", "linux-x64", "win-x64")
+    assert "has no quantmoe_ort for win-x64," in natives(tmp_path, tmp_path / "out", "linux-x64", "win-x64")
     (tmp_path / "libquantmoe_ort.so").write_bytes(LIBRARIES["linux-x64"][1])
     assert natives(tmp_path, tmp_path / "out").endswith("are both for linux-x64")
     (tmp_path / "libquantmoe_ort.so").write_bytes(ELF + b"\x16\0")
@@ -86,7 +88,11 @@ def test_packages_need_no_pytorch(tmp_path: Path) -> None:
     assert "packages/natives.py" in said
     assert "dotnet pack" in said
     assert "--extra" not in said
-    assert "uv" not in commands("jar", "nupkg", f"NATIVES={tmp_path}")
+    assert "QuantMoe.Cuda" not in said
+    said = commands("jar", "nupkg", f"NATIVES={tmp_path}", f"NATIVES_CUDA={tmp_path}")
+    assert "uv" not in said
+    assert "for project in QuantMoe QuantMoe.Extensions.AI QuantMoe.Cuda;" in said
+    assert f"packages/natives.py quantmoe_ort_cuda {tmp_path} build/natives-cuda" in said
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")

@@ -50,7 +50,7 @@ def test_gradle():
     guide = (ROOT / "docs/guides/java.md").read_text(encoding="utf-8")
     tags = "<groupId>(.+?)</groupId><artifactId>(.+?)</artifactId><version>(.+?)</version>"
     maven = [":".join(found) for found in re.findall(tags, guide)]
-    assert maven[0] == f"quantmoe:quantmoe:{VERSION}"
+    assert maven[0] == f"io.github.quantmoe:quantmoe:{VERSION}"
     assert re.findall(r'implementation\("(.+?)"\)', guide) == maven
 
 

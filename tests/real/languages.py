@@ -94,7 +94,9 @@ def _java() -> Path:
     _copy(project / "src/main/java", [HERE / "programs/Tokens.java"])
     _copy(project / "src/main/java/quantmoe", (ROOT / "packages/java/src/main/java/quantmoe").glob("*.java"))
     pom = (ROOT / "samples/java/pom.xml").read_text(encoding="utf-8")
-    pom, dropped = re.subn(r"\s*<dependency>\s*<groupId>quantmoe</groupId>.*?</dependency>", "", pom, flags=re.DOTALL)
+    pom, dropped = re.subn(
+        r"\s*<dependency>\s*<groupId>io\.github\.quantmoe</groupId>.*?</dependency>", "", pom, flags=re.DOTALL
+    )
     assert dropped == 1
     (project / "pom.xml").write_text(pom, encoding="utf-8")
     _run(["mvn", "-q", "-B", "-f", project / "pom.xml", "package"])

@@ -21,6 +21,9 @@ static class Models
     /// <summary>The hybrid model with mtp.onnx.</summary>
     public static string Mtp => Folder("QUANTMOE_MTP");
 
+    /// <summary>A model exported for NVIDIA GPUs.</summary>
+    public static string Cuda => Folder("QUANTMOE_CUDA");
+
     public static readonly IReadOnlyDictionary<string, string> Turns = new Dictionary<string, string>
     {
         ["chat.begin"] = "Q: ", ["chat.reply"] = "\nA:", ["chat.next"] = "\nQ: ",

@@ -19,7 +19,7 @@ public class PackageTests
         File.Copy(typeof(Generator).Assembly.Location, folder["QuantMoe.dll"]);
         var context = new AssemblyLoadContext("plugin", isCollectible: true);
         Type options = context.LoadFromAssemblyPath(folder["QuantMoe.dll"]).GetType(typeof(QuantMoeSessionOptions).FullName!)!;
-        Assert.Equal(own, options.GetMethod("LibraryPath", BindingFlags.Public | BindingFlags.Static)!.Invoke(null, null));
+        Assert.Equal(own, options.GetMethod("LibraryPath", BindingFlags.Public | BindingFlags.Static)!.Invoke(null, [0]));
         context.Unload();
     }
 }

@@ -2,6 +2,7 @@ using System;
 using System.Collections.Generic;
 using System.IO;
 using System.Linq;
+using System.Text;
 using Microsoft.ML.OnnxRuntime;
 
 namespace QuantMoe
@@ -22,17 +23,21 @@ namespace QuantMoe
         /// <param name="folder">The folder that <c>quantmoe export</c> wrote.</param>
         /// <param name="configure">Changes the session's options, for example threads, entries or an execution provider.</param>
         /// <param name="drafts">How tokens are drafted; null: they are not.</param>
+        /// <param name="device">Where the model runs: as it was exported.</param>
         /// <exception cref="OnnxRuntimeException">The folder has no model, or a damaged one.</exception>
         /// <exception cref="InvalidDataException">generation_config.json is damaged.</exception>
-        /// <exception cref="DllNotFoundException">The package has no library for this platform.</exception>
-        /// <exception cref="NotSupportedException">The export cannot verify so many draft tokens.</exception>
-        public Generator(string folder, Action<Microsoft.ML.OnnxRuntime.SessionOptions>? configure = null, Drafts? drafts = null)
-            : this(folder, "model.onnx", configure, drafts ?? Drafts.None)
+        /// <exception cref="DllNotFoundException">A package has no library for this platform.</exception>
+        /// <exception cref="NotSupportedException">
+        /// The export cannot verify so many draft tokens, is for another device, or this ONNX Runtime has no CUDA provider.
+        /// </exception>
+        public Generator(string folder, Action<Microsoft.ML.OnnxRuntime.SessionOptions>? configure = null, Drafts? drafts = null,
+            Device device = Device.Cpu)
+            : this(folder, "model.onnx", configure, drafts ?? Drafts.None, device)
         {
             try
             {
                 if (Drafts.Most > 0) CheckDrafts();
-                if (Drafts.Layer) Layer = new Generator(folder, "mtp.onnx", configure, Drafts.None);
+                if (Drafts.Layer) Layer = new Generator(folder, "mtp.onnx", configure, Drafts.None, device);
             }
             catch
             {
@@ -41,7 +46,7 @@ namespace QuantMoe
             }
         }
 
-        Generator(string folder, string file, Action<Microsoft.ML.OnnxRuntime.SessionOptions>? configure, Drafts drafts)
+        Generator(string folder, string file, Action<Microsoft.ML.OnnxRuntime.SessionOptions>? configure, Drafts drafts, Device device)
         {
             Folder = folder ?? throw new ArgumentNullException(nameof(folder));
             Drafts = drafts;
@@ -55,8 +60,16 @@ namespace QuantMoe
                     options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR;
                 }
                 configure?.Invoke(options);
-                options.RegisterQuantMoe(); // reads the session's entries
-                Session = new InferenceSession(Path.Combine(folder, file), options);
+                options.RegisterQuantMoe(device); // reads the session's entries
+                try
+                {
+                    Session = new InferenceSession(Path.Combine(folder, file), options);
+                }
+                catch (OnnxRuntimeException error)
+                {
+                    CheckDevice(Path.Combine(folder, file), device, error);
+                    throw;
+                }
             }
             try
             {
@@ -76,6 +89,17 @@ namespace QuantMoe
             }
             tokenizer = new Lazy<TextTokenizer>(() => new TextTokenizer(folder));
             template = new Lazy<ChatTemplate>(() => new ChatTemplate(folder));
+        }
+
+        /// <summary>Fail if a model that cannot be opened was exported for the other device. An entry of its metadata says so.</summary>
+        void CheckDevice(string model, Device device, OnnxRuntimeException cause)
+        {
+            bool cpu = device == Device.Cpu;
+            string entry = "\n\u0006target\u0012" + (cpu ? "\u0004cuda" : "\u0003cpu");
+            if (!File.Exists(model) || !Encoding.GetEncoding(28591).GetString(File.ReadAllBytes(model)).Contains(entry)) return;
+            throw new NotSupportedException(
+                $"{Folder}: exported for {(cpu ? "NVIDIA GPUs" : "CPUs")}; open it with Device.{(cpu ? Device.Cuda : Device.Cpu)}, "
+                + $"or export it with --target {(cpu ? "cpu" : "cuda")}", cause);
         }
 
         /// <summary>The folder as it was given.</summary>

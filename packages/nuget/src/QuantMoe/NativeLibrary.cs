@@ -4,6 +4,7 @@ using System.Diagnostics.CodeAnalysis;
 using System.IO;
 using System.Linq;
 using System.Runtime.InteropServices;
+using QuantMoe;
 
 namespace Microsoft.ML.OnnxRuntime
 {
@@ -11,20 +12,33 @@ namespace Microsoft.ML.OnnxRuntime
     public static class QuantMoeSessionOptions
     {
         /// <summary>Register the operators of exported models for the sessions that these options make.</summary>
-        /// <exception cref="DllNotFoundException">The package has no library for this platform.</exception>
-        public static void RegisterQuantMoe(this SessionOptions options)
+        /// <param name="options">The options.</param>
+        /// <param name="device">Where the model runs. For a GPU, ONNX Runtime's CUDA provider is appended, too.</param>
+        /// <exception cref="DllNotFoundException">The package has no library for this platform, or QuantMoe.Cuda is missing.</exception>
+        /// <exception cref="NotSupportedException">This ONNX Runtime has no CUDA provider.</exception>
+        public static void RegisterQuantMoe(this SessionOptions options, Device device = Device.Cpu)
         {
             if (options == null) throw new ArgumentNullException(nameof(options));
-            options.RegisterCustomOpLibrary(LibraryPath());
+            string library = LibraryPath(device);
+            if (device == Device.Cuda)
+            {
+                if (!OrtEnv.Instance().GetAvailableProviders().Contains("CUDAExecutionProvider"))
+                    throw new NotSupportedException(
+                        "this ONNX Runtime has no CUDA provider; add the package Microsoft.ML.OnnxRuntime.Gpu.Linux");
+                options.AppendExecutionProvider_CUDA();
+            }
+            options.RegisterCustomOpLibrary(library);
         }
 
         /// <summary>Return the path of the package's native library for this platform.</summary>
-        /// <exception cref="DllNotFoundException">The package has no library for this platform.</exception>
-        public static string LibraryPath() => PathOf("quantmoe_ort");
+        /// <param name="device">Where the model runs. The library for GPUs is in the package QuantMoe.Cuda.</param>
+        /// <exception cref="DllNotFoundException">The package has no library for this platform, or QuantMoe.Cuda is missing.</exception>
+        public static string LibraryPath(Device device = Device.Cpu) => device == Device.Cuda
+            ? PathOf("quantmoe_ort_cuda", "; the package QuantMoe.Cuda has libraries for GPUs") : PathOf("quantmoe_ort");
 
         /// <summary>Return the path of one of the package's native libraries for this platform.</summary>
         /// <exception cref="DllNotFoundException">The package has no such library for this platform.</exception>
-        internal static string PathOf(string library)
+        internal static string PathOf(string library, string wayOut = "")
         {
             string system = RuntimeInformation.IsOSPlatform(OSPlatform.Windows) ? "win"
                 : RuntimeInformation.IsOSPlatform(OSPlatform.OSX) ? "osx" : "linux";
@@ -32,7 +46,7 @@ namespace Microsoft.ML.OnnxRuntime
             string platform = system + "-" + RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
             string[] folders = Folders(Path.Combine("runtimes", platform, "native")).Where(folder => folder.Length > 0).ToArray();
             return folders.Select(folder => Path.Combine(folder, name)).FirstOrDefault(File.Exists)
-                ?? throw new DllNotFoundException("QuantMoe has no " + name + " for " + platform + " in " + string.Join(", ", folders));
+                ?? throw new DllNotFoundException("QuantMoe has no " + name + " for " + platform + " in " + string.Join(", ", folders) + wayOut);
         }
 
         // Beside this assembly first: a plugin's folder is none of its host's. Then where .NET's host or a publish has laid it.

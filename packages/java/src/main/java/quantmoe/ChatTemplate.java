@@ -23,7 +23,7 @@ final class ChatTemplate implements AutoCloseable {
   }
 
   private static synchronized void load() {
-    if (!loaded) System.load(QuantMoE.pathOf("quantmoe_text"));
+    if (!loaded) System.load(QuantMoE.pathOf("quantmoe_text", ""));
     loaded = true;
   }
 

@@ -1,6 +1,8 @@
 package quantmoe;
 
 import ai.onnxruntime.*;
+import java.io.IOException;
+import java.nio.charset.StandardCharsets;
 import java.nio.file.*;
 import java.util.*;
 import java.util.concurrent.locks.*;
@@ -51,6 +53,19 @@ public final class Generator implements AutoCloseable {
   }
 
   /**
+   * Open an exported folder on a device.
+   *
+   * @param folder the folder that {@code quantmoe export} wrote
+   * @param device where the model runs: as it was exported
+   * @throws ModelException the folder has no model, or a damaged one
+   * @throws UnsupportedOperationException the folder is for another device, this ONNX Runtime has no CUDA provider, or no jar has a library
+   *     for the platform
+   */
+  public Generator(String folder, Device device) {
+    this(folder, options -> {}, Drafts.NONE, device);
+  }
+
+  /**
    * Open an exported folder with other options of the session.
    *
    * @param folder the folder that {@code quantmoe export} wrote
@@ -72,24 +87,46 @@ public final class Generator implements AutoCloseable {
    * @throws UnsupportedOperationException the export cannot verify so many draft tokens, or this jar has no library for the platform
    */
   public Generator(String folder, Configure configure, Drafts drafts) {
-    this(folder, "model.onnx", configure, drafts);
+    this(folder, configure, drafts, Device.CPU);
+  }
+
+  /**
+   * Open an exported folder on a device, with other options of the session and drafted answers.
+   *
+   * @param folder the folder that {@code quantmoe export} wrote
+   * @param configure changes the options
+   * @param drafts how tokens are drafted
+   * @param device where the model runs: as it was exported
+   * @throws ModelException the folder has no model, or a damaged one
+   * @throws UnsupportedOperationException the export cannot verify so many draft tokens or is for another device, this ONNX Runtime has no
+   *     CUDA provider, or no jar has a library for the platform
+   */
+  public Generator(String folder, Configure configure, Drafts drafts, Device device) {
+    this(folder, "model.onnx", configure, drafts, device);
     try {
       if (drafts.kind != Drafts.Kind.NONE) checkDrafts();
-      layer = drafts.kind == Drafts.Kind.MTP ? new Generator(folder, "mtp.onnx", configure, Drafts.NONE) : null;
+      layer = drafts.kind == Drafts.Kind.MTP ? new Generator(folder, "mtp.onnx", configure, Drafts.NONE, device) : null;
     } catch (RuntimeException error) {
       close();
       throw error;
     }
   }
 
-  private Generator(String folder, String file, Configure configure, Drafts drafts) {
+  private Generator(String folder, String file, Configure configure, Drafts drafts, Device device) {
     this.folder = folder;
     this.drafts = drafts;
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
       configure.apply(options);
       numLogits = drafts.most > 0 ? OnnxTensor.createTensor(environment, new long[] {drafts.most + 1}) : null;
       if (numLogits != null) options.addInitializer("num_logits", numLogits); // lives as long as the session
-      options.registerCustomOpLibrary(QuantMoE.libraryPath()); // reads the session's entries
+      String library = QuantMoE.libraryPath(device);
+      if (device == Device.CUDA) {
+        if (!OrtEnvironment.getAvailableProviders().contains(OrtProvider.CUDA))
+          throw new UnsupportedOperationException(
+              "this ONNX Runtime has no CUDA provider; take com.microsoft.onnxruntime:onnxruntime_gpu instead of onnxruntime");
+        options.addCUDA();
+      }
+      options.registerCustomOpLibrary(library); // reads the session's entries
       session = environment.createSession(Path.of(folder, file).toString(), options);
       metadata = Collections.unmodifiableMap(session.getMetadata().getCustomMetadata());
       for (NodeInfo input : session.getInputInfo().values())
@@ -101,11 +138,26 @@ public final class Generator implements AutoCloseable {
       hiddenName = hidden == null ? null : output;
       logitsOfStep = outputs.containsKey("logits") ? ((TensorInfo) outputs.get("logits").getInfo()).getShape()[1] : 1;
     } catch (OrtException error) {
+      checkDevice(Path.of(folder, file), device, error);
       throw new ModelException(error);
     }
     contextLength = Long.parseLong(metadata.getOrDefault("context_length", "" + Long.MAX_VALUE));
     shortContext = Long.parseLong(metadata.getOrDefault("short_context", "" + Long.MAX_VALUE));
     for (String id : value("eos_token_id").split(",")) if (!id.isEmpty()) stopTokens.add(Long.parseLong(id));
+  }
+
+  /** Fail if a model that cannot be opened was exported for the other device. An entry of its metadata says so. */
+  private void checkDevice(Path model, Device device, OrtException cause) {
+    boolean cpu = device == Device.CPU;
+    try {
+      if (!new String(Files.readAllBytes(model), StandardCharsets.ISO_8859_1).contains("\n\6target\22" + (cpu ? "\4cuda" : "\3cpu"))) return;
+    } catch (IOException error) {
+      return; // the cause says it
+    }
+    throw new UnsupportedOperationException(
+        String.format("%s: exported for %s; open it with Device.%s, or export it with --target %s",
+            folder, cpu ? "NVIDIA GPUs" : "CPUs", cpu ? Device.CUDA : Device.CPU, cpu ? "cpu" : "cuda"),
+        cause);
   }
 
   /** @return the folder as it was given */

@@ -9,7 +9,7 @@ import java.util.HashMap;
 import java.util.Locale;
 import java.util.Map;
 
-/** The operators of exported models, as a native library that this jar carries for each platform. */
+/** The operators of exported models, as native libraries that jars carry for each platform. */
 public final class QuantMoE {
   private static final Map<String, String> paths = new HashMap<>();
 
@@ -25,21 +25,35 @@ public final class QuantMoE {
    * @throws UncheckedIOException it cannot be copied
    */
   public static String libraryPath() {
-    return pathOf("quantmoe_ort");
+    return libraryPath(Device.CPU);
   }
 
-  static synchronized String pathOf(String library) {
+  /**
+   * The library of this machine's platform for a device. The library for GPUs is in the artifact's jar of the classifier
+   * {@code linux-x86_64-cuda}.
+   *
+   * @param device where the model runs
+   * @return the same absolute path in every call
+   * @throws UnsupportedOperationException no jar has a library for the platform
+   * @throws UncheckedIOException it cannot be copied
+   */
+  public static String libraryPath(Device device) {
+    if (device == Device.CPU) return pathOf("quantmoe_ort", "");
+    return pathOf("quantmoe_ort_cuda", "; its jar of the classifier linux-x86_64-cuda has one for linux-x64");
+  }
+
+  static synchronized String pathOf(String library, String wayOut) {
     if (paths.containsKey(library)) return paths.get(library);
     String os = System.getProperty("os.name").toLowerCase(Locale.ROOT), arch = System.getProperty("os.arch");
     boolean windows = os.startsWith("windows"), mac = os.startsWith("mac");
     String cpu = arch.equals("amd64") || arch.equals("x86_64") ? "x64" : arch.equals("aarch64") ? "arm64" : arch;
     String platform = (windows ? "win" : mac ? "osx" : os) + "-" + cpu;
     String name = windows ? library + ".dll" : "lib" + library + (mac ? ".dylib" : ".so");
-    String resource = "native/" + platform + "/" + name;
-    try (InputStream bytes = QuantMoE.class.getResourceAsStream(resource)) {
+    String resource = "quantmoe/native/" + platform + "/" + name;
+    try (InputStream bytes = QuantMoE.class.getClassLoader().getResourceAsStream(resource)) { // of another jar, too
       if (bytes == null)
         throw new UnsupportedOperationException(
-            "this jar of QuantMoE has no " + name + " for " + platform + " (os.name " + os + ", os.arch " + arch + ")");
+            "QuantMoE has no " + name + " for " + platform + " (os.name " + os + ", os.arch " + arch + ")" + wayOut);
       Path folder = Files.createTempDirectory("quantmoe"), file = folder.resolve(name);
       folder.toFile().deleteOnExit(); // in reverse order: the file first
       file.toFile().deleteOnExit();
