@@ -67,6 +67,8 @@ CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "auto": ir.DataT
 
 #: layers after which others like them may follow in turn: hybrid models have four, one of them of full attention
 LONGEST = 8
+#: lists of a configuration that name a layer for each layer: whose keys and values it has (Mistral-Large-4)
+LAYERS = ("kv_source_layers",)
 
 
 def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Target) -> ir.Model:
@@ -312,7 +314,8 @@ def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]
     last."""
     if any(len({part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")}) > 1 for layer in stack):
         return [[i] for i in range(len(stack))]  # several caches a layer
-    per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
+    lists = {key: v for key, v in config.to_dict().items() if isinstance(v, list) and len(v) == len(stack)}
+    per_layer = [[i - at for i, at in enumerate(v)] if key in LAYERS else v for key, v in lists.items()]
     found = [repr([*(values[i] for values in per_layer), signature(layer)]) for i, layer in enumerate(stack)]
     kept: list[list[int]] = []
     at = 0
@@ -343,7 +346,8 @@ def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
 
     for name, value in settings.items():
         if isinstance(value, list) and len(value) == len(stack):
-            setattr(config, name, [value[i] for i in kept])
+            own = [value[i] for i in kept]
+            setattr(config, name, [kept.index(i) for i in own] if name in LAYERS else own)
     config.num_hidden_layers = len(kept)
     decoder.layers = torch.nn.ModuleList(stack[i] for i in kept)
     for i, module in enumerate(decoder.layers):

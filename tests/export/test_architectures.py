@@ -456,6 +456,8 @@ def deep(name: str) -> dict[str, Any]:
     kinds = {key: value for key, value in lists.items() if key != "mlp_layer_types"}
     count = 18 if any(value[:2] != value[2:] for value in kinds.values()) else 10 if kinds else 6
     sizes = {key: (value * 5)[:count] for key, value in kinds.items()} | {"num_hidden_layers": count}
+    if sources := kinds.get("kv_source_layers"):
+        sizes["kv_source_layers"] = [sources[i % 4] + i // 4 * 4 for i in range(count)]
     if "mlp_layer_types" in lists:
         sizes["mlp_layer_types"] = ["dense", *["sparse"] * (count - 1)]
     return {"text_config": text | sizes} if "text_config" in own else sizes
