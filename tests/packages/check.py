@@ -82,9 +82,39 @@ def test_jar(jar):
         assert b"\ntokenizers " in jar.read("META-INF/THIRD_PARTY_NOTICES_TEXT.txt")
     check_dates(jar)
     assert f"Implementation-Version: {VERSION}".encode() in jar.read("META-INF/MANIFEST.MF")
-    for kind in ("sources", "javadoc"):
-        with zipfile.ZipFile(ROOT / f"build/java/quantmoe-{VERSION}-{kind}.jar") as archive:
-            assert any("QuantMoE" in name for name in archive.namelist())
+
+
+def test_jars_of_sources_and_documentation():
+    """Every source file is in one of them; every public class has its page in the other."""
+    sources = {p.name: p.read_bytes() for p in (ROOT / "packages/java/src/main/java/quantmoe").glob("*.java")}
+    with zipfile.ZipFile(ROOT / f"build/java/quantmoe-{VERSION}-sources.jar") as archive:
+        found = [n for n in archive.namelist() if n.endswith(".java")]
+        assert {n.removeprefix("quantmoe/"): archive.read(n) for n in found} == sources
+    public = [name[:-5] for name, text in sources.items() if re.search(rb"^public ", text, re.MULTILINE)]
+    assert {"Generator", "Chat", "Device"} < set(public) < {name[:-5] for name in sources}
+    with zipfile.ZipFile(ROOT / f"build/java/quantmoe-{VERSION}-javadoc.jar") as archive:
+        assert {f"quantmoe/quantmoe/{name}.html" for name in public} <= set(archive.namelist())
+
+
+def test_pom(jar):
+    """What Maven Central asks of the POM in the jar. The GitHub name in the URLs proves the group."""
+    pom = jar.read("META-INF/maven/io.github.quantmoe/quantmoe/pom.xml").decode()
+    root = ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", pom, count=1))
+    assert (root.findtext("groupId"), root.findtext("artifactId")) == ("io.github.quantmoe", "quantmoe")
+    assert (root.findtext("version"), root.findtext("packaging", "jar")) == (VERSION, "jar")
+    home = "https://github.com/quantmoe/"
+    for path in ("url", "developers/developer/url", "scm/url"):
+        assert f"{root.findtext(path)}/".startswith(home), path
+    assert root.findtext("scm/connection").startswith(f"scm:git:{home}")
+    assert root.findtext("licenses/license/url") == "https://www.apache.org/licenses/LICENSE-2.0.txt"
+    for path in (
+        "name",
+        "description",
+        "developers/developer/name",
+        "licenses/license/name",
+        "scm/developerConnection",
+    ):
+        assert root.findtext(path), path
 
 
 @pytest.mark.parametrize("wheel", sorted((ROOT / "dist").glob("**/*.whl")), ids=lambda wheel: wheel.name)
@@ -199,8 +229,8 @@ def test_nupkg(nupkg):
     if any("_text." in library for library in found):
         assert b"\ntokenizers " in nupkg.read("THIRD_PARTY_NOTICES_TEXT.txt")
     for framework in ("netstandard2.0", "net10.0"):
-        for suffix in ("dll", "xml"):  # the assembly, which has its symbols, and its documentation
-            assert nupkg.read(f"lib/{framework}/{name}.{suffix}")
+        assert b"MPDB" in nupkg.read(f"lib/{framework}/{name}.dll")  # an assembly with its symbols in it
+        assert nupkg.read(f"lib/{framework}/{name}.xml")
 
 
 def test_nuspec(nupkg):

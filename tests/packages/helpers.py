@@ -3,11 +3,15 @@
 import os
 import re
 import shutil
+import subprocess
+import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
 from other_languages import CARGO, ROOT, cmake, quantmoe, run
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 TURNS = {
     "chat.begin": "Q: ",
     "chat.reply": "\nA:",
@@ -45,6 +49,23 @@ def test_rust(tmp_path: Path) -> None:
     prompt = ["--ids", "1,2,3,4,5,6,7,8,9,10,11,12,20", "--max-new-tokens", "6", "--temperature", "0"]
     fresh = quantmoe("generate", os.environ["QUANTMOE_HYBRID"], *prompt)
     assert quantmoe("generate", os.environ["QUANTMOE_HYBRID"], *prompt, "--load-state", saved) == fresh
+
+
+def test_crates() -> None:
+    """Both crates can be published: cargo warns of nothing, neither in manifests nor in documentation."""
+    manifest, crates = ROOT / "packages/rust/Cargo.toml", ["--package", "quantmoe", "--package", "quantmoe-text"]
+    strict = CARGO | {"RUSTDOCFLAGS": "-D warnings"}
+    for command in (["package", "--allow-dirty", "--no-verify"], ["doc", "--no-deps"]):
+        words = ["cargo", *command, "--locked", "--manifest-path", manifest, *crates]
+        done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", env=os.environ | strict)
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stderr, done.stderr
+    for name in ("quantmoe", "quantmoe-text"):
+        with tarfile.open(ROOT / f"build/rust/package/{name}-{VERSION}.crate") as crate:
+            licence = crate.extractfile(f"{name}-{VERSION}/LICENSE")
+            assert licence
+            assert licence.read() == (ROOT / "LICENSE").read_bytes()
+            assert crate.getmember(f"{name}-{VERSION}/src/lib.rs")
 
 
 def test_cpp(tmp_path: Path) -> None:
