@@ -21,6 +21,7 @@ SCALE_DTYPES = {
     "k16": np.dtype([("d", "<f2"), ("scales", "i1", 16)]),
     "k16_minima": np.dtype([("d", "<f2"), ("d_min", "<f2"), ("levels", "u1", 16)]),
     "f16_minima": np.dtype([("d", "<f2"), ("d_min", "<f2")]),
+    "f32_minima": np.dtype([("d", "<f4"), ("d_min", "<f4")]),
 }
 
 
@@ -124,8 +125,9 @@ class QuantizedMatrix:
     def dequantize(self, dtype: type = np.float64) -> np.ndarray:
         """Return the weights this matrix stands for: float64 or float32 [N, K], rounded once, columns by input
         feature."""
-        if dtype != np.float64 and (self.global_scale is not None or self.pre_scale is not None):
-            return self.dequantize().astype(dtype)  # more than one product
+        products = self.global_scale is not None or self.pre_scale is not None or self.scale_type == "f32_minima"
+        if dtype != np.float64 and products:  # more than one, or one that float32 does not hold
+            return self.dequantize().astype(dtype)
         w = self.values(dtype)
         if self.scales.dtype.names is None:
             w *= self.expand(self.scales.astype(dtype))
@@ -174,8 +176,10 @@ def levels(scales: np.ndarray, dtype: type = np.float32) -> tuple[np.ndarray, np
 
 
 def k_group(m: QuantizedMatrix) -> int:
-    """Return how many columns share a scale, also where scales have two levels."""
-    return m.group_size if m.scales.dtype.names is None else m.group_size // levels(m.scales[:1, :1])[0].shape[2]
+    """Return how many columns a product adds up before it takes a scale: FORMAT.md 2.10's groups, or the matrix's."""
+    if m.scales.dtype.names is None and m.kind not in ("nf4", "bnb_fp4"):  # whose groups are always 32
+        return m.group_size
+    return 16 if m.kind in ("q6_k", "q2_k") else 32
 
 
 def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:

@@ -60,7 +60,7 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
     names = scales.names
     if (w.format not in ("int4", "int8") and names is None) or w.scale_type == "e4m3":
         return None
-    if w.zero_points or w.perm or w.bias or w.pre_scale or w.block_n != 1 or w.group_size < 1:
+    if w.format == "q8_min" or w.zero_points or w.perm or w.bias or w.pre_scale or w.block_n != 1 or w.group_size < 1:
         return None
     bits, block = SCHEMES[w.format].bits, max(32, w.group_size)
     if columns % block:
@@ -86,10 +86,11 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
 
     if names:
         low = 4 if bits >= 4 else 0  # bits of a code in its nibble
-        ends = codes + rows * (2 * len(factors) + block // group * np.arange(len(levels)))
+        wide = scales["d"].itemsize
+        ends = codes + rows * (wide * len(factors) + block // group * np.arange(len(levels)))
         found = PanelRows(
             rows, stride, group, planes(0, low), 32 if w.format == "q6_k" else 0,
-            tuple(pieces(codes + 2 * rows * i, 1, 0, 2, np.float16) for i in range(len(factors))),
+            tuple(pieces(codes + wide * rows * i, 1, 0, wide, scales["d"]) for i in range(len(factors))),
             tuple(pieces(end, block // group, rows, 1, scales[name].base)
                   for name, end in zip(levels, ends.tolist(), strict=True)),
             high=planes(low, bits - low), high_bits=bits - low,

@@ -10,7 +10,7 @@ refuse a scheme by name until they carry it. ``cpu_panel`` carries it with
 - its line in the tile tables of ``row_tile.h`` and ``neon.h``, and ``tests/support/panels.py``.
 """
 
-from quantmoe.custom_ops.schemes import bf16, f16, fp8_e4m3, int4, int8, k_quants, mxfp4, nvfp4
+from quantmoe.custom_ops.schemes import bf16, bitsandbytes, f16, fp8_e4m3, int4, int8, k_quants, mxfp4, nvfp4
 
 SCHEMES = {
     "int4": int4.SCHEME,
@@ -26,4 +26,7 @@ SCHEMES = {
     "q2_k": k_quants.Q2_K,
     "q4_1": k_quants.Q4_1,
     "q5_1": k_quants.Q5_1,
+    "nf4": bitsandbytes.NF4,
+    "bnb_fp4": bitsandbytes.FP4,
+    "q8_min": k_quants.Q8_MIN,
 }

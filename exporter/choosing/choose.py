@@ -41,6 +41,8 @@ JOINED = {
 }
 #: activation_format whose scales are those of all features of a token, which the parts of an expert do not know
 WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
+#: formats that no kernel multiplies by integers: their codes are floats, places in a table of floats, or unsigned bytes
+OF_FLOATS = ("fp8_e4m3", "bf16", "f16", "nf4", "bnb_fp4", "q8_min")
 #: linears that are packed as 16-bit floats of the graph's type, if they have a bias, which would be a kernel of its own
 FLOAT_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: and without one: so few rows that a plain product, which others are on CUDA, waits longer than it reads
@@ -518,7 +520,7 @@ def activation_format(scheme: ModuleScheme, choice: str | None) -> str:
     wanted = scheme.activation_format
     if choice == "float":
         return "none"
-    whole = scheme.format in ("fp8_e4m3", "bf16", "f16")  # no integer product of these is exact
+    whole = scheme.format in OF_FLOATS
     return ACTIVATIONS[choice] if choice and wanted == "none" and not whole else wanted
 
 

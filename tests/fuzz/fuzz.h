@@ -93,7 +93,7 @@ inline double value_at(int type, const void* data, int64_t i) {
   return to_float(static_cast<const uint16_t*>(data)[i], type == QM_F16);
 }
 
-// What the formats from q4_k on are carried with: one group size and type of scales each.
+// What the formats from q4_k on are carried with: a group size and a type of scales that each takes.
 inline void set_two_levels(qm_projection* p) {
   for (int32_t group_size : {256, 32})
     for (int32_t type = 0; type < quantmoe::count_values("scale_type"); ++type)

@@ -18,9 +18,15 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec
 #: rows of a panel and bits of a code (2.1, 2.7, 2.8)
 PANELS = {"int4": (8, 4), "int8": (4, 8), "mxfp4": (8, 4), "nvfp4": (8, 4), "fp8_e4m3": (16, 8), "bf16": (16, 16),
           "f16": (16, 16), "q4_k": (16, 4), "q5_k": (16, 5), "q6_k": (16, 6), "q2_k": (16, 2), "q4_1": (16, 4),
-          "q5_1": (16, 5)}  # fmt: skip
+          "q5_1": (16, 5), "nf4": (16, 4), "bnb_fp4": (16, 4), "q8_min": (16, 8)}  # fmt: skip
 SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "k32": 20, "k16": 18, "k16_minima": 20,
-               "f16_minima": 4}  # fmt: skip
+               "f16_minima": 4, "f32_minima": 8}  # fmt: skip
+#: places -> numbers (2.10)
+TABLES = {
+    "nf4": np.array([-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0, 0.0795803,
+                     0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1], np.float32),
+    "bnb_fp4": np.array([sign * n / 192 for sign in (1, -1) for n in (0, 1, 128, 192, 64, 96, 32, 48)], np.float32),
+}  # fmt: skip
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float64)
 
 
@@ -129,7 +135,9 @@ class Matrix:
         for column in range(self.block):
             c, j, i = column // 32, column % 32 // 4, column % 4
             at = c * chunk + 4 * np.arange(16) + i
-            if self.bits == 2:
+            if self.bits == 8:
+                code = body[:, :, at + 64 * j]
+            elif self.bits == 2:
                 code = body[:, :, at + 64 * (j // 4)] >> 2 * (j % 4) & 3
             else:
                 code = body[:, :, at + 64 * (j % 4)] >> (0 if j < 4 else 4) & 15
@@ -139,25 +147,28 @@ class Matrix:
                 code = code + 16 * (body[:, :, at + 256 + 64 * (j // 4)] >> 2 * (j % 4) & 3)
             values[..., column] = code.transpose(0, 2, 1)
         levels = []
-        minima, groups = self.bits < 6, self.block // (16 if self.bits in (2, 6) else 32)
+        table, scale_type = TABLES.get(self.p.format), self.p.scale_type
+        minima, groups = self.bits != 6 and table is None, self.block // (16 if self.bits in (2, 6) else 32)
+        size, type_ = (4, "f32") if scale_type in ("f32", "f32_minima") else (2, "f16")
         for which in range(1 + minima):
-            at = self.code_bytes + 32 * which
-            d = number(body[:, :, at : at + 32].reshape(self.panels, self.blocks, 16, 2), "f16")
+            at = self.code_bytes + 16 * size * which
+            d = number(body[:, :, at : at + 16 * size].reshape(self.panels, self.blocks, 16, size), type_)
             at = self.code_bytes + 32 * (1 + minima) + 16 * groups * which
             if self.bits == 2:  # of both the same bytes
                 at = self.code_bytes + 64
                 n = body[:, :, at : at + 16 * groups] >> 4 * which & 15
-            elif self.block == 32:
-                n = np.ones((self.panels, self.blocks, 16), np.int8)
+            elif scale_type in ("f32", "f32_minima", "f16_minima"):
+                n = np.ones((self.panels, self.blocks, 16 * groups), np.int8)
             else:
                 n = np.ascontiguousarray(body[:, :, at : at + 16 * groups]).view(np.int8)
             product = n.reshape(self.panels, self.blocks, groups, 16) * d[:, :, None]
             levels.append(self.rows(product.transpose(0, 3, 1, 2).reshape(self.panels, 16, -1)))
+        numbers = self.rows(values.reshape(self.panels, 16, -1))[:, : self.k] - 32 * (self.p.format == "q6_k")
         found = Weights(
             self.p.format,
             self.block // groups,
             False,
-            self.rows(values.reshape(self.panels, 16, -1))[:, : self.k] - (0 if minima else 32),
+            numbers if table is None else table.astype(np.float64)[numbers.astype(np.int64)],
             levels[0],
             None,
             self.rows(number(tail[:, 1], "f32")),
@@ -172,7 +183,7 @@ class Matrix:
             found, want, error = number(stored, "i32"), m.values.sum(1) * (16 if self.bits == 4 else 1), 0
         else:
             (want, error), found = m.row_sums(), number(stored, "f32")
-            if self.by_column:
+            if self.by_column or m.format in TABLES:
                 want, error = 0, 0
         if not (np.abs(found - want) <= error).all():
             raise AssertionError(f"row sums are {found}, those of the codes {want}")

@@ -62,8 +62,11 @@ FORMATS: dict[str, tuple[tuple[str, ...], float]] = {
     "q5_k": (("k32",), 9.2),
     "q6_k": (("k16",), 18.5),
     "q2_k": (("k16_minima",), 1.1),
-    "q4_1": (("f16_minima",), 4.6),
-    "q5_1": (("f16_minima",), 9.2),
+    "q4_1": (("f16_minima", "f32_minima"), 4.6),
+    "q5_1": (("f16_minima", "f32_minima"), 9.2),
+    "nf4": (("f32",), 0.5),
+    "bnb_fp4": (("f32",), 0.5),
+    "q8_min": (("f32_minima",), 74.0),
 }
 #: ranges of exp(a_log): usual, near 1, near 0
 DECAYS = ((0.01, 16.0), (0.01, 16.0), (1e-6, 1e-3), (10.0, 1000.0))
@@ -125,16 +128,21 @@ class Draw:
 
     def kind(self) -> Kind:
         format_ = self.one_of(*FORMATS)
-        floats = format_ in ("fp8_e4m3", "bf16", "f16")
+        floats = format_ in ("fp8_e4m3", "bf16", "f16", "nf4", "bnb_fp4", "q8_min")
         activation_format = self.one_of(*(a for a in enum("activation_format") if not (floats and a[:4] == "int8")))
         group_size = self.one_of(*GROUP_SIZES)
         if format_ in ("mxfp4", "nvfp4") and self.chance(0.4):  # as checkpoints have them
             activation_format, group_size = format_, 32 if format_ == "mxfp4" else 16
+        scale_type = self.one_of(*FORMATS[format_][0])
+        if scale_type == "f32_minima" or format_ in ("nf4", "bnb_fp4"):
+            group_size = self.one_of(32, 64, 128, 256)
+        elif format_[0] == "q":
+            group_size = SCHEMES[format_].group_size
         return Kind(
             format_,
             activation_format,
-            self.one_of(*FORMATS[format_][0]),
-            -1 if format_ in ("bf16", "f16") else SCHEMES[format_].group_size if format_[0] == "q" else group_size,
+            scale_type,
+            -1 if format_ in ("bf16", "f16") else group_size,
             self.one_of(1, 16, 128, self.int(2, 40)) if format_ == "fp8_e4m3" else 1,
             zero_points=format_ in ("int4", "int8") and self.chance(0.5),
             bias=self.chance(0.4),

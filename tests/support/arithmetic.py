@@ -26,7 +26,7 @@ U, TINY, SECOND = 2.0**-24, 2.0**-150, 1 + 2.0**-10
 LARGEST = float(np.finfo(np.float32).max)
 
 #: formats of 2.10
-GGML = ("q4_k", "q5_k", "q6_k", "q2_k", "q4_1", "q5_1")
+GGML = ("q4_k", "q5_k", "q6_k", "q2_k", "q4_1", "q5_1", "nf4", "bnb_fp4", "q8_min")
 #: float activations: bits after the point, smallest exponent, largest value, features of a group (0: the row)
 FLOATS = {
     "fp8_token": (3, -6, 448.0, 0),
@@ -73,7 +73,7 @@ class Weights:
         perm: [K], column j takes feature perm[j]; None when the node has none.
         pre_scale: float32 [K] by feature; or None.
         stored: the input scale; 0 when there is none.
-        minima: float64 [N, G] of GGML's except q6_k, what the groups' weights are less by (2.10); None elsewhere.
+        minima: float64 [N, G] of 2.10, what the groups' weights are less by; None where there are none.
     """
 
     format: str

@@ -19,8 +19,11 @@ def weights(m: QuantizedMatrix, p: Projection) -> Weights:
     values, group, minima = m.values(), k_group(m), None
     if m.scales.dtype.names is None:
         scales = np.repeat(m.scales.astype(np.float64), m.block_n, axis=0)[: len(m.codes)]
+        scales = np.repeat(scales, max(1, m.group_size // group), axis=1)
     else:
-        scales, minima = (part.reshape(len(values), -1) for part in levels(m.scales, np.float64))
+        parts = levels(m.scales, np.float64)
+        again = m.group_size // group // parts[0].shape[2]  # groups that share a block's scale
+        scales, minima = (np.repeat(part.reshape(len(values), -1), again, axis=1) for part in parts)
     multiplier = np.full(len(values), np.float32(m.global_scale or 1), np.float64)
     if m.kind in ("mxfp4", "nvfp4"):
         values, multiplier = values * 2, multiplier / 2

@@ -51,8 +51,9 @@ class Case:
             object.__setattr__(self, "activation_format", "none")
         if self.weights[0] in ("bf16", "f16"):
             object.__setattr__(self, "group_size", -1)
-        if self.weights[0] in GGML:
-            object.__setattr__(self, "group_size", SCHEMES[self.weights[0]].group_size)
+        kind, scale_type, _ = self.weights
+        if kind in SCHEMES_OF_BLOCKS and (scale_type not in WIDE_BLOCKS or self.group_size not in (32, 64, 128, 256)):
+            object.__setattr__(self, "group_size", SCHEMES[kind].group_size)
 
     @property
     def stored_scale(self) -> bool:
@@ -71,8 +72,8 @@ class Case:
         codes = rng.integers(0, top, (n, k), dtype=np.uint8)
         if kind == "fp8_e4m3":
             codes[codes & 0x7F == 0x7F] -= 1  # NaN
-        if kind in GGML:
-            scales = two_levels(rng, kind, n, k)
+        if SCALE_DTYPES[scale_type].names:
+            scales = two_levels(rng, kind, scale_type, n, groups)
             return QuantizedMatrix(kind, codes, scales, self.group_size, **self.extras(rng, n, k, perm))
         spread = np.nanstd(SCHEMES[kind].table) * np.sqrt(k)  # products keep unit variance
         global_scale = float(np.float32(rng.uniform(0.5, 1.5) / spread)) if kind == "nvfp4" else None
@@ -181,10 +182,10 @@ def assert_same(a: QuantizedMatrix | None, b: QuantizedMatrix | None) -> None:
         assert x.tobytes() == np.asarray(y, x.dtype).tobytes(), field.name
 
 
-def two_levels(rng: np.random.Generator, kind: str, n: int, k: int) -> np.ndarray:
-    """Scales with fields [n, blocks], of either sign, that bring products to unit variance."""
-    scheme = SCHEMES[kind]
-    scales = np.zeros((n, -(-k // scheme.group_size)), SCALE_DTYPES[scheme.scale_type])
+def two_levels(rng: np.random.Generator, kind: str, scale_type: str, n: int, blocks: int) -> np.ndarray:
+    """Scales with fields [n, blocks], of either sign, that bring products to about unit variance."""
+    scheme, k = SCHEMES[kind], blocks * SCHEMES[kind].group_size
+    scales = np.zeros((n, blocks), SCALE_DTYPES[scale_type])
     names = scales.dtype.names
     level = 64 if "scales" in names else 8 if "levels" in names else 1
     spread = np.std(scheme.table) * np.sqrt(k)
@@ -202,17 +203,24 @@ def two_levels(rng: np.random.Generator, kind: str, n: int, k: int) -> np.ndarra
 
 INT4, INT8, FP8 = ("int4", "bf16", False), ("int8", "bf16", False), ("fp8_e4m3", "f32", False)
 NVFP4 = ("nvfp4", "e4m3", False)
-FLOATS = ("fp8_e4m3", "bf16", "f16")
+FLOATS = ("fp8_e4m3", "bf16", "f16", "nf4", "bnb_fp4", "q8_min")
 K_QUANTS = {"q4_k": ("q4_k", "k32", False), "q5_k": ("q5_k", "k32", False), "q6_k": ("q6_k", "k16", False)}
 #: and what CUDA's kernels do not run
 GGML = K_QUANTS | {
     "q2_k": ("q2_k", "k16_minima", False),
     "q4_1": ("q4_1", "f16_minima", False),
     "q5_1": ("q5_1", "f16_minima", False),
+    "q4_1-f32": ("q4_1", "f32_minima", False),
+    "q5_1-f32": ("q5_1", "f32_minima", False),
 }
+#: and what is multiplied by floats only
+TABLES = [("nf4", "f32", False), ("bnb_fp4", "f32", False), ("q8_min", "f32_minima", False)]
+#: formats of FORMAT.md 2.10; types of their scales that come in several group sizes
+SCHEMES_OF_BLOCKS, WIDE_BLOCKS = {kind for kind, _, _ in (*GGML.values(), *TABLES)}, ("f32", "f32_minima")
 #: kind, scale type, zero points: all that cpu_panel carries
 WEIGHTS = [
     *GGML.values(),
+    *TABLES,
     *((k, s, z) for k in ("int4", "int8") for s in ("f32", "f16", "bf16") for z in (False, True)),
     ("mxfp4", "e8m0", False),
     NVFP4,
@@ -268,9 +276,10 @@ CASES = [
     ),
     *(
         Case(weights=w, activation_format=a, hidden=290, intermediate=40, act_order="split", pre_scale=True)
-        for w in GGML.values()
+        for w in (*GGML.values(), *TABLES)
         for a in ("none", "int8_token_asym", "int8_group", "fp8_token")
     ),
+    *(Case(weights=w, group_size=g, hidden=300, intermediate=130, bias=True) for w in TABLES for g in (32, 128, 256)),
     *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "swiglu_clamp")),
     *(Case(activation=a, gated=False) for a in ("silu", "gelu", "relu2")),
     Case(bias=True),

@@ -27,12 +27,17 @@ ROWS = {
     "q2_k": 16,
     "q4_1": 16,
     "q5_1": 16,
+    "nf4": 16,
+    "bnb_fp4": 16,
+    "q8_min": 16,
 }
 #: formats that are multiplied column by column
 COLUMNS = ("fp8_e4m3", "bf16", "f16")
 INTEGERS = ("int4", "int8")
-#: ggml's with scales of two levels, or minima: bits beyond the nibbles; q2_k has no nibbles
-GGML = {"q4_k": 0, "q5_k": 1, "q6_k": 2, "q2_k": 2, "q4_1": 0, "q5_1": 1}
+#: formats whose row sums are zeros
+TABLES = ("nf4", "bnb_fp4")
+#: formats of 2.10: bits beyond the nibbles; q2_k has no nibbles
+GGML = {"q4_k": 0, "q5_k": 1, "q6_k": 2, "q2_k": 2, "q4_1": 0, "q5_1": 1, "nf4": 0, "bnb_fp4": 0, "q8_min": 0}
 
 
 def reference_rows(expert: Expert, spec: MoESpec) -> tuple[np.ndarray, np.ndarray]:
@@ -158,8 +163,9 @@ def _reference_scaled_panels(m: QuantizedMatrix) -> np.ndarray:
 
 
 def _reference_k_panels(m: QuantizedMatrix) -> np.ndarray:
-    """Panels with two levels of scales, or minima: FORMAT.md 2.10."""
-    (n, k), blocks, high = m.shape, m.scales.shape[1], GGML[m.kind]
+    """Panels with two levels of scales, minima, or codes that are places in a table: FORMAT.md 2.10."""
+    scales = m.scales if m.scales.dtype.names else m.scales.view([("d", np.float32)])
+    (n, k), blocks, high = m.shape, scales.shape[1], GGML[m.kind]
     panels, columns = -(-n // 16), m.group_size
     rows = np.minimum(np.arange(panels * 16), n - 1)
     codes, real = np.zeros((2, panels * 16, blocks * columns), np.uint8)
@@ -169,21 +175,27 @@ def _reference_k_panels(m: QuantizedMatrix) -> np.ndarray:
     planes = [fours[:, :, :, j] & 15 | fours[:, :, :, j + 4] << 4 & 0xF0 for j in range(4)]
     if m.kind == "q2_k":
         planes, fours = [], fours << 4
+    if m.kind == "q8_min":
+        planes = [fours[:, :, :, j] for j in range(8)]
     for plane in range(high):
         of_plane = range(4 * plane, 4 * plane + 4) if high == 2 else range(8)
         planes.append(sum((fours[:, :, :, j] >> 4) << (i * high) for i, j in enumerate(of_plane)))
     body = [np.stack(planes, 3).reshape(panels, blocks, -1)]
-    stored = m.scales[rows].reshape(panels, 16, blocks)
+    stored = scales[rows].reshape(panels, 16, blocks)
     body += [_bytes(stored[name].transpose(0, 2, 1)).reshape(panels, blocks, -1)
              for name in ("d", "d_min") if name in stored.dtype.names]  # fmt: skip
     body += [_bytes(stored[name].transpose(0, 2, 3, 1)).reshape(panels, blocks, -1)
              for name in ("scales", "minima", "levels") if name in stored.dtype.names]  # fmt: skip
     sums = np.zeros(panels * 16, np.float32)
     wide = 16 if high == 2 else 32
-    groups, minima = columns // wide, m.kind != "q6_k"
-    values = ((codes.astype(np.int32) - (0 if minima else 32)) * real).reshape(-1, blocks, groups, wide).sum(3)
+    groups, minima = columns // wide, "d_min" in scales.dtype.names
+    values = (
+        ((codes.astype(np.int32) - (32 if m.kind == "q6_k" else 0)) * real * (m.kind not in TABLES))
+        .reshape(-1, blocks, groups, wide)
+        .sum(3)
+    )
     counts = real.reshape(-1, blocks, groups, wide).sum(3, dtype=np.int32)
-    flat = m.scales[rows]
+    flat = scales[rows]
     one = np.ones((panels * 16, blocks, groups), np.float32)
     if m.kind == "q2_k":
         levels = (flat["levels"] & 15).astype(np.float32), (flat["levels"] >> 4).astype(np.float32)

@@ -81,6 +81,16 @@ struct Avx2Lanes {
   static Floats column(Bytes v) {
     return _mm256_cvtepi32_ps(_mm256_and_si256(i ? _mm256_srli_epi32(v, 8 * i) : v, _mm256_set1_epi32(255)));
   }
+  struct Table {
+    __m256 low, high;
+  };
+  static Table table(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+  template <int i>
+  static Floats entry(const Table& table, Bytes v) {
+    const __m256i place = i ? _mm256_srli_epi32(v, 8 * i) : v, fourth = _mm256_slli_epi32(v, 28 - 8 * i);
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, place), _mm256_permutevar8x32_ps(table.high, place),
+                            _mm256_castsi256_ps(fourth));
+  }
   static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   static Floats fma_less(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }
   static Floats negative_fma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }

@@ -80,6 +80,12 @@ struct Avx512Lanes {
   static Floats column(Bytes v) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(i ? _mm512_srli_epi32(v, 8 * i) : v, _mm512_set1_epi32(255)));
   }
+  using Table = __m512;
+  static Table table(const float* at) { return _mm512_loadu_ps(at); }
+  template <int i>
+  static Floats entry(Table table, Bytes v) {
+    return _mm512_permutexvar_ps(i ? _mm512_srli_epi32(v, 8 * i) : v, table);
+  }
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   static Floats fma_less(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
   static Floats negative_fma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }

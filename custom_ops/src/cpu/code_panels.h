@@ -28,6 +28,7 @@
 // Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "cpu/row_tile.h"
@@ -103,7 +104,8 @@ struct CodePanels {
   template <int kBits>
   void load_k(const uint8_t* panel, const Piece& piece) {
     Fours* to = codes;
-    const int chunks = matrix.block == 32 ? 0 : 3;  // of a block, as a power of two: a division takes longer
+    // Of a block, as a power of two: a division takes longer.
+    const int chunks = std::countr_zero(static_cast<uint64_t>(matrix.block)) - 5;
     for (int64_t column = piece.column; column < piece.column + piece.spans * piece.columns; column += 32, to += 8) {
       const int64_t at = column / 32, block = at >> chunks;
       const uint8_t* chunk = panel + block * matrix.block_bytes + (at - (block << chunks)) * KCodes<kBits>::kChunk;

@@ -10,6 +10,8 @@
 //
 // With a step for all of a token's columns, both are multiplied by it at the end.
 //
+// Codes of 8 bits, and places in a table, are multiplied by floats only: k_float_tile.
+//
 // V says what Bytes (4 columns of each row), Floats (a number of each row) and Sums (an integer of each row) are:
 //   load(at)                         kRows * 4 bytes
 //   nibbles<high>(bytes)             the low or the high nibble of each
@@ -19,6 +21,7 @@
 //   kDots<count>, settle(sums)       after how many of 4 columns a sum has to be settled: 16-bit sums
 //   floats(sums), halves(at), int8s(at), column<i>(bytes): as Floats, f16, int8 and byte i of each row
 //   halves_of_bytes<high>(at)        as Floats, the low or the high 4 bits of a byte of each row
+//   Table, table(at), entry<i>(table, bytes): 16 floats, and the ones in the places that byte i of each row says
 //   fma(a, b, c), fma_less, negative_fma a * b + c, a * b - c, c - a * b, rounded once: where there is no such
 //                                    instruction, scalar.h's for each row
 //   multiply, add, broadcast(x), load_floats(at), store(to, v): of floats; broadcast takes a float or a pointer to one
@@ -27,6 +30,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/minifloat.h"
 #include "cpu/elementwise.h"
 
 namespace quantmoe {
@@ -50,14 +54,17 @@ template <class F>
   body(Number<7>{});
 }
 
+// In place of the bits of a code: it has 4, and is a place in a table.
+constexpr int kTable = 3;
+
 // What the width of a code says. A product takes codes of 2 bits times 16, as if their bits were above 4 others. Scales
 // are divided by 16. Both are exact.
 template <int kBits>
 struct KCodes {
-  static constexpr int kHigh = kBits == 2 ? 2 : kBits - 4;  // bits beyond 4
-  static constexpr bool kMinima = kBits != 6;
-  static constexpr int kWidth = kBits == 4 || kBits == 5 ? 8 : 4;  // fours of columns of a group
-  static constexpr int kChunk = 64 * kBits;                        // bytes of 32 columns
+  static constexpr int kHigh = kBits == 2 ? 2 : kBits == kTable ? 0 : kBits - 4;  // bits beyond 4
+  static constexpr bool kMinima = kBits != 6 && kBits != kTable;
+  static constexpr int kWidth = kBits == 2 || kBits == 6 ? 4 : 8;    // fours of columns of a group
+  static constexpr int kChunk = 64 * (kBits == kTable ? 4 : kBits);  // bytes of 32 columns
 };
 
 // Codes of columns 4j to 4j + 3 of a chunk.
@@ -65,29 +72,43 @@ template <class V, int kBits, int j>
 [[gnu::always_inline]] inline typename V::Bytes load_codes(const uint8_t* chunk) {
   if constexpr (kBits == 2) {
     return V::template with_bits<2 * (j % 4), 2>(typename V::Bytes{}, V::load(chunk + 64 * (j / 4)));
+  } else if constexpr (kBits == 8) {
+    return V::load(chunk + 64 * j);
   } else {
     const typename V::Bytes n = V::template nibbles<(j >= 4)>(V::load(chunk + 64 * (j % 4)));
-    if constexpr (kBits == 4) return n;
+    if constexpr (kBits == 4 || kBits == kTable) return n;
     if constexpr (kBits == 5) return V::template with_bits<j, 1>(n, V::load(chunk + 256));
     if constexpr (kBits == 6) return V::template with_bits<2 * (j % 4), 2>(n, V::load(chunk + 256 + 64 * (j / 4)));
   }
 }
 
-// The levels of a block whose scale and minimum have none.
-constexpr uint8_t kNoLevels[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+// The levels of a block whose scale and minimum have none, of 8 groups at most.
+struct Ones {
+  uint8_t of[16 * 8];
+  constexpr Ones() : of() {
+    for (uint8_t& one : of) one = 1;
+  }
+};
+constexpr Ones kNoLevels;
 
 // Where the scales of a block lie, from its row on.
 template <class V, int kBits>
 struct LevelsAt {
   const uint8_t *of_group, *of_minimum;
   typename V::Floats d, d_min;
-  [[gnu::always_inline]] LevelsAt(const PanelMatrix& matrix, const uint8_t* scales, int row)
-      : d(V::halves(scales + 2 * row)), d_min(d) {
-    of_group = scales + (KCodes<kBits>::kMinima ? 64 : 32) + row;
+  [[gnu::always_inline]] LevelsAt(const PanelMatrix& matrix, const uint8_t* scales, int row) {
+    constexpr bool kMinima = KCodes<kBits>::kMinima, kTwoLevels = kBits == 2 || kBits == 6;
+    if (!kTwoLevels && factor_size(matrix.scale_type) == 4) {
+      d = d_min = V::load_floats(scales + 4 * row);
+      if constexpr (kMinima) d_min = V::load_floats(scales + 64 + 4 * row);
+    } else {
+      d = d_min = V::halves(scales + 2 * row);
+      if constexpr (kMinima) d_min = V::halves(scales + 32 + 2 * row);
+    }
+    of_group = scales + (kMinima ? 64 : 32) + row;
     of_minimum = of_group + (kBits == 2 ? 0 : 16 * 8);
     if constexpr (kBits == 2) d = V::multiply(d, V::broadcast(0.0625f));
-    if constexpr (KCodes<kBits>::kMinima) d_min = V::halves(scales + 32 + 2 * row);
-    if (kBits != 2 && matrix.block == 32) of_group = of_minimum = kNoLevels;
+    if (!kTwoLevels && !has_levels(matrix.scale_type)) of_group = of_minimum = kNoLevels.of;
   }
   [[gnu::always_inline]] typename V::Floats scale(int64_t group) const {
     const uint8_t* const at = of_group + 16 * group;
@@ -188,6 +209,7 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int6
   const int chunks = static_cast<int>(matrix.block / 32);
   const int tile_tokens = kWhole ? M : tokens;
   const float* x = reinterpret_cast<const float*>(tile) + first;
+  [[maybe_unused]] const typename V::Table table = V::table(matrix.format == k_format_nf4 ? kNf4 : kBnbFp4);
   typename V::Floats acc[M];
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
@@ -206,11 +228,13 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int6
         }
         const typename V::Bytes codes = load_codes<V, kBits, j>(chunk);
         const auto column = [&](auto byte) __attribute__((always_inline)) {
-          typename V::Floats weight = V::template column<decltype(byte)::value>(codes);
-          if constexpr (Codes::kMinima)
-            weight = V::fma_less(weight, scale, minimum);
+          typename V::Floats weight;
+          if constexpr (kBits == kTable)
+            weight = V::multiply(V::template entry<decltype(byte)::value>(table, codes), scale);
+          else if constexpr (Codes::kMinima)
+            weight = V::fma_less(V::template column<decltype(byte)::value>(codes), scale, minimum);
           else
-            weight = V::multiply(V::add(weight, V::broadcast(-32.0f)), scale);
+            weight = V::multiply(V::add(V::template column<decltype(byte)::value>(codes), V::broadcast(-32.0f)), scale);
           QM_EACH_TOKEN part[i] = V::fma(V::broadcast(x + i), weight, part[i]);
           x += tile_tokens;
         };
@@ -230,13 +254,16 @@ using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, int64_t, const u
 template <class V, bool kWhole, int... M>
 constexpr auto k_tiles(std::integer_sequence<int, M...>) {
   struct KTiles {
-    KTile of[3][4][sizeof...(M)];  // [float, a step a row, stepped][bits: 2, 4, 5, 6][tokens - 1]
+    KTile floats[6][sizeof...(M)];    // [bits: 2, 4, 5, 6, 8, kTable][tokens - 1]
+    KTile codes[2][4][sizeof...(M)];  // [stepped][bits][tokens - 1]
   };
-  return KTiles{{{{k_float_tile<V, M + 1, 2, kWhole>...},
-                  {k_float_tile<V, M + 1, 4, kWhole>...},
-                  {k_float_tile<V, M + 1, 5, kWhole>...},
-                  {k_float_tile<V, M + 1, 6, kWhole>...}},
-                 {{k_tile<V, M + 1, 2, kWhole, false>...},
+  return KTiles{{{k_float_tile<V, M + 1, 2, kWhole>...},
+                 {k_float_tile<V, M + 1, 4, kWhole>...},
+                 {k_float_tile<V, M + 1, 5, kWhole>...},
+                 {k_float_tile<V, M + 1, 6, kWhole>...},
+                 {k_float_tile<V, M + 1, 8, kWhole>...},
+                 {k_float_tile<V, M + 1, kTable, kWhole>...}},
+                {{{k_tile<V, M + 1, 2, kWhole, false>...},
                   {k_tile<V, M + 1, 4, kWhole, false>...},
                   {k_tile<V, M + 1, 5, kWhole, false>...},
                   {k_tile<V, M + 1, 6, kWhole, false>...}},
@@ -251,7 +278,8 @@ template <class V, int kMost, bool kWhole>
 void multiply_k(const PanelProduct& product) {
   static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& matrix = *product.matrix;
-  const KTile* const tiles = kTiles.of[product.quantized + matrix.stepped][matrix.bits == 2 ? 0 : matrix.bits - 3];
+  const int bits = is_table(matrix.format) ? 5 : matrix.bits == 8 ? 4 : matrix.bits == 2 ? 0 : matrix.bits - 3;
+  const KTile* const tiles = product.quantized ? kTiles.codes[matrix.stepped][bits] : kTiles.floats[bits];
   for (int64_t panel = 0; panel < product.panel_count; ++panel) {
     float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * matrix.nr;
     for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {

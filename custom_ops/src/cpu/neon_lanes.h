@@ -92,6 +92,20 @@ struct NeonLanes {
     };
     return {{one(a.v[0]), one(a.v[1])}};
   }
+  using Table = uint8x16x4_t;
+  static Table table(const float* at) { return vld1q_u8_x4(reinterpret_cast<const uint8_t*>(at)); }
+  template <int i>
+  static Floats entry(const Table& table, const Bytes& a) {
+    const auto one = [&](uint8x16_t bytes) {
+      uint32x4_t place = vreinterpretq_u32_u8(bytes);
+      if constexpr (i > 0) place = vshrq_n_u32(place, 8 * i);
+      place = vandq_u32(place, vdupq_n_u32(15));
+      // Bytes 4 place to 4 place + 3, of each lane.
+      const uint32x4_t at = vmlaq_n_u32(vdupq_n_u32(0x03020100), place, 0x04040404);
+      return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(at)));
+    };
+    return {{one(a.v[0]), one(a.v[1])}};
+  }
   static Floats fma(const Floats& a, const Floats& b, const Floats& c) {
     return {{vfmaq_f32(c.v[0], a.v[0], b.v[0]), vfmaq_f32(c.v[1], a.v[1], b.v[1])}};
   }

@@ -37,11 +37,13 @@ struct GroupLevels {
 GroupLevels load_levels(const PanelMatrix& matrix, const uint8_t* panel, int64_t group, int row) {
   const uint8_t* block = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
   const bool minima = has_minima(matrix.format);
-  const KLevels levels = k_levels(matrix, block + (minima ? 64 : 32) + row, group % matrix.parts, 16);
+  const int factors = 16 * factor_size(matrix.scale_type);  // bytes
+  const KLevels levels = k_levels(matrix, block + (minima ? 2 : 1) * factors + row, group % matrix.parts, 16);
   const auto product = [&](const uint8_t* of_block, int level) {
-    return half_to_float(load<uint16_t>(of_block, row)) * static_cast<float>(level);
+    const float factor = factors == 64 ? load<float>(of_block, row) : half_to_float(load<uint16_t>(of_block, row));
+    return factor * static_cast<float>(level);
   };
-  return {product(block, levels.scale), minima ? product(block + 32, levels.minimum) : 0.0f};
+  return {product(block, levels.scale), minima ? product(block + factors, levels.minimum) : 0.0f};
 }
 
 // Some columns of one row of a panel, decoded.
@@ -62,11 +64,15 @@ void decode_k(const PanelMatrix& matrix, const uint8_t* panel, int row, Decoded&
     const auto pair = [&](const uint8_t* planes) { return planes[quad / 4 * 64] >> quad % 4 * 2 & 3; };
     const int32_t value = matrix.bits == 2   ? pair(chunk)
                           : matrix.bits == 4 ? nibble()
+                          : matrix.bits == 8 ? chunk[quad * 64]
                           : matrix.bits == 5 ? nibble() | (chunk[256] >> quad & 1) << 4
                                              : (nibble() | pair(chunk + 256) << 4) - 32;
     const GroupLevels levels = load_levels(matrix, panel, k / matrix.group(), row);
     out.values[k - out.first] = value;
-    out.floats[k - out.first] = fma(static_cast<float>(value), levels.scale, -levels.minimum);
+    const float number = matrix.format == k_format_nf4       ? kNf4[value]
+                         : matrix.format == k_format_bnb_fp4 ? kBnbFp4[value]
+                                                             : static_cast<float>(value);
+    out.floats[k - out.first] = fma(number, levels.scale, -levels.minimum);
   }
 }
 

@@ -18,8 +18,9 @@ constexpr int32_t kMaxZeroPointBlock = 32768;
 // Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
 const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n, bool zero_points) {
   const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
-  if (format < k_format_int4 || format > k_format_q5_1)
-    return "it carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16, q4_k, q5_k, q6_k, q2_k, q4_1, q5_1";
+  if (format < k_format_int4 || format > k_format_q8_min)
+    return "it carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16, q4_k, q5_k, q6_k, q2_k, q4_1, q5_1, nf4, "
+           "bnb_fp4, q8_min";
   if (is_k(format) && !takes_k_scales(format, group_size, scale_type)) return kKScales;
   if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
     return "group_size must be -1, 16 or a multiple of 32 up to 65536";
@@ -217,20 +218,25 @@ void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64
   panel_rows(source, matrix, panel, rows);
   const int size = scale_size(matrix.scale_type), width = static_cast<int>(matrix.group());
   const bool minima = has_minima(matrix.format);
-  const int low = matrix.bits == 2 ? 0 : 4, high = matrix.bits - low;  // bits in planes of each kind
-  const int zero = minima ? 0 : 32, factors = minima ? 2 : 1, levels = size - 2 * factors;
+  const int low = matrix.bits == 2 || matrix.bits == 8 ? 0 : 4,
+            high = matrix.bits - low;  // bits in planes of each kind
+  const int zero = matrix.format == k_format_q6_k ? 32 : 0, factors = minima ? 2 : 1;
+  const int factor = factor_size(matrix.scale_type), levels = size - factor * factors;
+  const int32_t factor_type = factor == 4 ? k_scale_type_f32 : k_scale_type_f16;
   uint8_t* const tail = out + matrix.tail();
   float sums[kMaxRows] = {};
   for (int64_t block = 0; block < matrix.blocks; ++block, out += matrix.block_bytes) {
     std::memset(out, 0, static_cast<size_t>(matrix.codes_bytes));
-    uint8_t* const scales = out + matrix.codes_bytes;  // f16 [16], minima's f16 [16], bytes of groups [levels][16]
-    uint8_t* const of_groups = scales + 32 * factors;
+    uint8_t* const scales = out + matrix.codes_bytes;  // factors [16], minima's [16], bytes of groups [levels][16]
+    uint8_t* const of_groups = scales + 16 * factor * factors;
     for (int row = 0; row < matrix.nr; ++row) {
       const uint8_t* stored = static_cast<const uint8_t*>(source.scales) + (rows[row] * matrix.blocks + block) * size;
-      const float scale_unit = widen(k_scale_type_f16, stored, 0),
-                  minimum_unit = minima ? widen(k_scale_type_f16, stored, 1) : 0.0f;
-      for (int i = 0; i < factors; ++i) std::memcpy(scales + 32 * i + 2 * row, stored + 2 * i, 2);
-      stored += 2 * factors;
+      float units[2] = {};
+      for (int i = 0; i < factors; ++i) {
+        std::memcpy(scales + (16 * i + row) * factor, stored + factor * i, static_cast<size_t>(factor));
+        units[i] = widen(factor_type, stored, i);
+      }
+      stored += factor * factors;
       for (int i = 0; i < levels; ++i) of_groups[16 * i + row] = stored[i];
       const uint8_t* const row_codes = static_cast<const uint8_t*>(source.codes) + rows[row] * matrix.k;
       for (int group = 0; group < matrix.parts; ++group) {
@@ -239,15 +245,16 @@ void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64
              ++column, ++columns) {
           const int code = row_codes[block * matrix.block + column], quad = static_cast<int>(column % 32 / 4);
           uint8_t* const chunk = out + column / 32 * (64 * matrix.bits) + 4 * row + column % 4;
-          sum += code - zero;
+          sum += is_table(matrix.format) ? 0 : code - zero;
           if (low) chunk[quad % 4 * 64] |= static_cast<uint8_t>((code & 15) << (quad < 4 ? 0 : 4));
+          if (high == 8) chunk[64 * quad] = static_cast<uint8_t>(code);
           if (high == 1) chunk[256] |= static_cast<uint8_t>((code >> low & 1) << quad);
           if (high == 2) chunk[64 * low + quad / 4 * 64] |= static_cast<uint8_t>((code >> low & 3) << quad % 4 * 2);
         }
         const KLevels of_group = k_levels(matrix, stored, group, 1);
-        sums[row] = sums[row] + static_cast<float>(sum) * (scale_unit * static_cast<float>(of_group.scale));
+        sums[row] = sums[row] + static_cast<float>(sum) * (units[0] * static_cast<float>(of_group.scale));
         if (minima)
-          sums[row] = sums[row] - static_cast<float>(columns) * (minimum_unit * static_cast<float>(of_group.minimum));
+          sums[row] = sums[row] - static_cast<float>(columns) * (units[1] * static_cast<float>(of_group.minimum));
       }
     }
   }
@@ -288,7 +295,7 @@ void unpack_codes(const PanelMatrix& matrix, const uint8_t* panel, int row, void
   if (matrix.columns)
     return unpack_codes(matrix, panel, bytes,
                         [&](const uint8_t* block, int64_t column) { return block[column * 16 + row]; });
-  if (matrix.bits == 8)
+  if (matrix.bits == 8 && !is_k(matrix.format))
     return unpack_codes(matrix, panel, bytes, [&](const uint8_t* block, int64_t column) {
       return block[column / 8 * 32 + row * 8 + column % 8] ^ 0x80;
     });
@@ -303,6 +310,7 @@ void unpack_codes(const PanelMatrix& matrix, const uint8_t* panel, int row, void
     const int quad = static_cast<int>(column % 32 / 4);
     const uint8_t* const chunk = block + column / 32 * (64 * matrix.bits) + 4 * row + column % 4;
     if (matrix.bits == 2) return chunk[quad / 4 * 64] >> quad % 4 * 2 & 3;
+    if (matrix.bits == 8) return int{chunk[quad * 64]};
     int code = chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15;
     if (high == 1) code |= (chunk[256] >> quad & 1) << 4;
     if (high == 2) code |= (chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3) << 4;
@@ -325,11 +333,13 @@ void unpack_scales(const PanelMatrix& matrix, const uint8_t* panel, int row, int
     std::memcpy(scales + group * size, block + matrix.codes_bytes + place * size, static_cast<size_t>(size));
     if (zeros) zeros[group] = block[matrix.zeros() + place];
   }
-  const int factors = has_minima(matrix.format) ? 2 : 1;  // f16, then bytes of the groups
+  const int factor = factor_size(matrix.scale_type);
+  const int before = factor * (has_minima(matrix.format) ? 2 : 1);  // factors, then bytes of the groups
   for (int64_t b = 0; b < matrix.blocks && is_k(matrix.format); ++b, scales += size) {
     const uint8_t* const of_rows = panel + b * matrix.block_bytes + matrix.codes_bytes;
-    for (int i = 0; i < factors; ++i) std::memcpy(scales + 2 * i, of_rows + 32 * i + 2 * row, 2);
-    for (int i = 2 * factors; i < size; ++i) scales[i] = of_rows[16 * i + row];
+    for (int i = 0; i < before; i += factor)
+      std::memcpy(scales + i, of_rows + 16 * i + factor * row, static_cast<size_t>(factor));
+    for (int i = before; i < size; ++i) scales[i] = of_rows[16 * i + row];
   }
 }
 
@@ -401,7 +411,8 @@ int check_cpu_panel(const char* prefix, const qm_projection& weights, int32_t ma
     return fail(err, QM_UNSUPPORTED, "%slayout is \"%s\", this library supports: cpu_panel", prefix,
                 enum_name("layout", weights.layout));
   QM_TRY(check_range((before + "layout_version").c_str(), weights.layout_version, 1, 1, err));
-  const bool integer_dot = is_integer(weights.format) || is_e2m1(weights.format) || is_k(weights.format);
+  const bool integer_dot =
+      is_integer(weights.format) || is_e2m1(weights.format) || (is_k(weights.format) && !of_floats(weights.format));
   QM_TRY(check_range((before + "zero_points").c_str(), weights.zero_points, 0, 1, err));
   if (const char* reason =
           cannot_carry(weights.format, weights.group_size, weights.scale_type, weights.block_n, weights.zero_points))

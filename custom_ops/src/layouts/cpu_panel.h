@@ -88,7 +88,7 @@ struct KLevels {
   int scale, minimum;
 };
 inline KLevels k_levels(const PanelMatrix& matrix, const uint8_t* of_block, int64_t group, int apart) {
-  if (matrix.scale_type == k_scale_type_f16_minima) return {1, 1};
+  if (!has_levels(matrix.scale_type)) return {1, 1};
   const uint8_t first = of_block[group * apart];
   if (matrix.scale_type == k_scale_type_k16_minima) return {first & 15, first >> 4};
   return {static_cast<int8_t>(first),
