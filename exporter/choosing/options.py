@@ -80,6 +80,7 @@ class Options:
             draft tokens be verified. None: 1, and with ``mtp`` as many as it drafts.
         mtp: also export the layer of multi-token prediction as mtp.onnx. It shares the weight files. The model gets an
             output hidden_states [B, S, H].
+        eagle3: folder of an EAGLE-3 head for this checkpoint: also export it as mtp.onnx, in the place of ``mtp``.
         vision: also export the vision tower as vision.onnx, and embeddings.onnx, which puts the tower's features in the
             places of image tokens. model.onnx then takes inputs_embeds [B, S, H] instead of input_ids, and position_ids
             [3, B, S] (docs/guides/vision.md).
@@ -110,6 +111,9 @@ class Options:
 
     target: str = option("cpu", "choose what runs the files", values=TARGETS)
     mtp: bool = option(False, "also export the layer that drafts tokens")
+    eagle3: str | Path | None = option(  # noqa: RUF009
+        None, "also export this EAGLE-3 head, which drafts", metavar="FOLDER", kind=Path
+    )
     vision: bool = option(False, "also export the vision tower")
     paged: bool = option(False, "export for servers: requests share a cache in blocks")
     quantize: str | None = option(
@@ -220,6 +224,7 @@ class Options:
     def _check_target(self) -> None:
         given = {
             "mtp": self.mtp,
+            "eagle3": self.eagle3 is not None,
             "state_window": (self.state_window or 1) > 1,
             "vision": self.vision,
             "paged": self.paged,
@@ -233,7 +238,10 @@ class Options:
 
     def _check_together(self) -> None:
         ranks = ("tensor_parallel", self.tensor_parallel > 1)
-        one_plain_graph = (("mtp", self.mtp), ranks, ("logits of N tokens", isinstance(self.logits, int)))
+        eagle3 = ("eagle3", self.eagle3 is not None)
+        one_plain_graph = (("mtp", self.mtp), eagle3, ranks, ("logits of N tokens", isinstance(self.logits, int)))
+        if self.mtp:
+            _apart("mtp", eagle3)
         if self.vision:
             _apart("vision", *one_plain_graph)
         if self.paged:
@@ -254,18 +262,24 @@ class Options:
         for name in ("expert_map", "data_parallel"):
             if getattr(self, name) and not self.expert_parallel:
                 raise OptionError(f"{name} needs expert_parallel: whole experts in a rank")
-        if self.mtp and self.tensor_parallel > 1:
-            raise OptionError("mtp is not divided: leave out mtp or tensor_parallel")
+        for name in ("mtp", "eagle3"):
+            if getattr(self, name) and self.tensor_parallel > 1:
+                raise OptionError(f"{name} is not divided: leave out {name} or tensor_parallel")
+
+    @property
+    def drafter(self) -> bool:
+        """Return whether a layer that drafts is exported beside the model."""
+        return self.mtp or self.eagle3 is not None
 
     @property
     def kept_logits(self) -> str | int:
         """The tokens that get logits: "last", "all" or a number."""
-        return self.logits or (DRAFTS + 1 if self.mtp and not self.facts.session_chooses_logits else "last")
+        return self.logits or (DRAFTS + 1 if self.drafter and not self.facts.session_chooses_logits else "last")
 
     @property
     def kept_states(self) -> int:
         """The number of tokens whose states are kept, if the model has states."""
-        return self.state_window or (DRAFTS + 1 if self.mtp else 1)
+        return self.state_window or (DRAFTS + 1 if self.drafter else 1)
 
     @property
     def slices(self) -> list[Slice | None]:
@@ -313,6 +327,7 @@ class ExportOptions(TypedDict, total=False):
 
     target: str
     mtp: bool
+    eagle3: str | Path | None
     vision: bool
     paged: bool
     quantize: str | None

@@ -24,7 +24,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import ConvSpec, MoESpec
 from quantmoe.exporter.choosing.described_model import Shared
-from quantmoe.exporter.graph import encoder, mtp
+from quantmoe.exporter.graph import eagle3, encoder, mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration, whole
 from quantmoe.exporter.graph.encoder import is_encoder
@@ -36,6 +36,7 @@ from quantmoe.exporter.graph.placeholders import DTYPES, Stored, placeholder
 from quantmoe.exporter.graph.text_models import causal_model, renamings
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.families import EAGLE3
 from quantmoe.exporter.reading.formats import Format, MoELayer, moe_layers
 from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS, INTEGERS
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
@@ -118,6 +119,9 @@ class Skeleton(Stored):
         self.embedding_width = config.hidden_size * (self.vision.parts(whole(format)) if self.vision else 1)
         if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
             config.tie_word_embeddings = False
+        if self.is_head:
+            assert format.ckpt.head is not None
+            return eagle3.configuration(format.ckpt.head, config)
         if format.part:
             config = mtp.one_layer(config, format.next_layer)
         getattr(ARCHITECTURES.get(config.model_type), "configure", lambda config: None)(config)
@@ -152,9 +156,14 @@ class Skeleton(Stored):
         follow_lengths(self.model)
         if self.vision is not None:
             self.vision.prepare(self.model)
-        if self.format.part:
-            with init_empty_weights(), _LargeOnMeta():
+        head = self.format.ckpt.head
+        with init_empty_weights(), _LargeOnMeta():
+            if self.is_head:
+                eagle3.prepare(self.model)
+            elif self.format.part:
                 mtp.prepare(self.model)
+            elif head is not None:
+                eagle3.give_features(self.model, decoder_of(self.model), head)
 
     def _narrow(self) -> None:
         """Leave a rank its part of the head and of linear attention."""
@@ -210,11 +219,18 @@ class Skeleton(Stored):
         self.tied = {name: first.setdefault(id(parameter), name) for name, parameter in names}
         self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
         stored: Any = getattr(ARCHITECTURES.get(model.config.model_type), "stored", lambda model: {})
+        if self.is_head and format.ckpt.head is not None:
+            stored = partial(eagle3.stored, head=format.ckpt.head)
         self.stored_as: dict[str, tuple[tuple[int, ...], Callable[[np.ndarray], np.ndarray]]] = stored(model)
         self.derived |= {name: function for name, (_, function) in self.stored_as.items()}
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         self._check_parameters()
         self.by_rows = dict(self._divide_act_order(self.divided)) if self.divided else {}
+
+    @property
+    def is_head(self) -> bool:
+        """Return whether this is an EAGLE-3 head."""
+        return bool(self.format.part) and self.format.next_layer == EAGLE3
 
     @property
     def divided(self) -> Slice | None:
@@ -566,7 +582,9 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     """Return the model in PyTorch with every weight dequantized, to compare exports with. For small models."""
     model = causal_model(skeleton.model.config, torch.float32).eval()
-    if skeleton.format.part:
+    if skeleton.is_head:
+        eagle3.prepare(model)
+    elif skeleton.format.part:
         mtp.prepare(model)
     fit(model, skeleton.experts, str(skeleton.format.ckpt.folder))
     problems = model.load_state_dict(state_of(skeleton), strict=False)

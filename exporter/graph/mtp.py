@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quantmoe.exporter.reading.families import MIMO
+from quantmoe.exporter.reading.families import EAGLE3, MIMO
 
 #: names of Qwen's -> those of a model of one layer
 _QWEN = {
@@ -44,6 +44,14 @@ _MIMO = _INPUT | {
     "self_attn.attention_sink_bias": "model.layers.0.self_attn.sinks",
     "": "model.layers.0.",
 }
+#: the same of an EAGLE-3 head's (eagle3.py)
+_EAGLE3 = {
+    "midlayer.": "model.layers.0.",
+    "norm.": "eagle3.norm.",
+    "lm_head.": "lm_head.",
+    "embed_tokens.": "model.embed_tokens.",
+    "d2t": "eagle3.places",
+}
 
 
 def names(layer: str) -> dict[str, str]:
@@ -52,7 +60,7 @@ def names(layer: str) -> dict[str, str]:
     Args:
         layer: Format.next_layer; "": Qwen's.
     """
-    own = _MIMO if layer.startswith(MIMO) else _NEXT
+    own = _MIMO if layer.startswith(MIMO) else _EAGLE3 if layer == EAGLE3 else _NEXT
     return {f"{layer}{name}": prefix for name, prefix in own.items()} if layer else _QWEN
 
 

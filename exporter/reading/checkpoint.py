@@ -163,6 +163,8 @@ class Checkpoint:
     """
 
     no_tokenizer = ""
+    #: the EAGLE-3 head that drafts for it (eagle3.py)
+    head: Checkpoint | None = None
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -527,9 +529,23 @@ class Checkpoint:
             if new := own.keys() - self._entries.keys():
                 self._entries |= {name: own[name] for name in new}
                 found.append(path.name)
+        self._forget()
+        return found
+
+    def add_from(self, other: Checkpoint, names: Mapping[str, str]) -> None:
+        """Add another checkpoint's tensors.
+
+        Args:
+            names: theirs -> what this one calls them.
+        """
+        self._entries |= {own: other._entry(name) for name, own in names.items()}
+        self._seen |= other._seen
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was made of fewer tensors."""
         for made in ("_modules", "outline"):
             self.__dict__.pop(made, None)
-        return found
 
     def _shard(self, name: str) -> Path:
         path = self.folder / name

@@ -12,6 +12,8 @@ ENCODERS = ("openai_privacy_filter",)
 _ROWS = ("doge",)
 #: how the names of the layers begin that draft in MiMo
 MIMO = "model.mtp.layers."
+#: what the names of an EAGLE-3 head's tensors begin with, and of the matrix by which the model makes its features
+EAGLE3, FEATURES = "eagle3.", "features."
 #: what a layer that drafts has beside a decoder layer's tensors: one of DeepSeek-V3's and GLM-4.5's, one of MiMo's
 _DRAFTS = "eh_proj|enorm|hnorm"
 _MIMO_DRAFTS = f"{_DRAFTS}|pre_mlp_layernorm|final_layernorm"
@@ -31,13 +33,15 @@ def drafting_prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
 def drafting_layer(config: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return the prefix of the first layer that drafts, as the tensors' names show it; "" without one."""
     names, (_, after) = list(names), drafting_prefixes(config)
+    if any(name.startswith(EAGLE3) for name in names):
+        return EAGLE3
     marks = {after: rf"{re.escape(after)}({_DRAFTS})\.", f"{MIMO}0.": rf"{re.escape(MIMO)}\d+\.({_MIMO_DRAFTS})\."}
     return next((prefix for prefix, mark in marks.items() if any(re.match(mark, name) for name in names)), "")
 
 
 def drafts_without_experts(layer: str) -> bool:
     """Return whether a layer of :func:`drafting_layer` has a plain feed-forward network."""
-    return layer.startswith(MIMO)
+    return layer.startswith((MIMO, EAGLE3))
 
 
 def has_rows_for_experts(config: Mapping[str, Any]) -> bool:

@@ -79,6 +79,9 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
     part.lookups = pack_tables(part.weights, part.chosen.tables)
     name_interface(graph)
     head, config = bool(part.skeleton.format.part), part.skeleton.model.config
+    if options.eagle3 is not None:  # it is behind the caches
+        outputs = graph.graph.outputs
+        outputs.insert(1, outputs.pop())
     if options.mtp and not output_hidden(graph, HIDDEN_OUT if head else HIDDEN, config.hidden_size):
         raise CheckpointError(
             f"{part.skeleton.format.ckpt.folder}: no product with a weight makes the logits: no {MTP}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.errors import CheckpointError, OptionError, need_path
 from quantmoe.exporter.folder.files import (
     DATA,
     EMBEDDINGS_MODEL,
@@ -33,6 +33,7 @@ from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH, SHORT_CONTEXT
 from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
+from quantmoe.exporter.reading.eagle3 import take_head
 from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.families import ENCODERS
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, moe_layers, open_checkpoint
@@ -186,12 +187,14 @@ def prepare(
         CheckpointError, OptionError: see :func:`quantmoe.exporter.writing.convert.export`.
     """
     progress("reading", 0, 1)
-    format = open_format(checkpoint, options.quantize, options.group_size, options.wanted, options.symmetric)
+    format = open_format(
+        checkpoint, options.quantize, options.group_size, options.wanted, options.symmetric, options.eagle3
+    )
     if part is not None and options.expert_map is not None:
         routed = {layer.index: layer.num_experts for layer in moe_layers(format)}
         part = replace(part, placements=placements(Path(options.expert_map), part.world, routed))
     format.slice = part
-    formats, layout = formats_of(format, options.mtp), options.layout
+    formats, layout = formats_of(format, options.drafter), options.layout
     floats = options.graph_type if options.facts.own_floats else None
     experts = [
         choose_experts(one, layout, options.wanted, options.scales, None if one.part else options.layers, floats)
@@ -217,7 +220,7 @@ def prepare(
                 check_webgpu(one.ckpt.folder, layer.title, bool(spec.w13.zero_points or spec.w2.zero_points))
     text_model = chosen[0][0]
     if format.ckpt.text_config.get("model_type") in ENCODERS:
-        for option in ("mtp", "paged", "vision", "state_window"):
+        for option in ("mtp", "eagle3", "paged", "vision", "state_window"):
             if getattr(options, option):
                 raise OptionError(f"{option} is of models that write text: {format.ckpt.folder} is an encoder")
     if (options.state_window or 1) > 1 and not text_model.with_states:
@@ -324,13 +327,19 @@ def open_format(
     group_size: int | None,
     activations: str | None = None,
     symmetric: bool = False,
+    eagle3: str | Path | None = None,
 ) -> Format:
     """Return the checkpoint in its own format, or as :func:`export` quantizes it.
+
+    Args:
+        eagle3: folder of an EAGLE-3 head, whose tensors the checkpoint gets.
 
     Raises:
         CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
     """
     ckpt = open_checkpoint(checkpoint)
+    if eagle3 is not None:
+        take_head(ckpt, need_path("eagle3", eagle3))
     check_companions(ckpt)
     format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size, symmetric)
     format.input_scales = activations != "float"
@@ -417,7 +426,7 @@ def _drafting(states: bool, options: Options) -> str:
     last = sys.maxsize if options.facts.session_chooses_logits else 1
     rows = {"last": last, "all": sys.maxsize}.get(str(options.kept_logits)) or int(options.kept_logits)
     window = options.kept_states if states else sys.maxsize
-    if not options.mtp or options.vision or min(rows, window) > 1:
+    if not options.drafter or options.vision or min(rows, window) > 1:
         return ""
     most = min([DRAFTS + 1, *(n for n in (rows, window) if n > 1)])
     lacking = [f"--logits {most}"] * (rows == 1) + [f"--state-window {most}"] * (window == 1)

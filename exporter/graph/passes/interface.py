@@ -13,9 +13,11 @@ from typing import Any
 import onnx_ir as ir
 
 from quantmoe.custom_ops.op import AttentionSpec
-from quantmoe.exporter.folder.interface import PAST, RANKS, present
+from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAST, RANKS, present
 
 _KV = re.compile(r"(?:input|output)\.cache\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
+#: the exporter's names of what a graph takes and gives
+_BOTH = {f"input.{HIDDEN}": HIDDEN, f"output.{HIDDEN}": HIDDEN_OUT}
 
 
 def name_interface(model: ir.Model) -> None:
@@ -32,7 +34,8 @@ def name_interface(model: ir.Model) -> None:
         "inputs_embeds": ("batch_size", "sequence_length"),
         "attention_mask": ("batch_size", "total_sequence_length"),
         "position_ids": ("batch_size", "sequence_length"),
-        "hidden_states": ("batch_size", "sequence_length"),
+        HIDDEN: ("batch_size", "sequence_length"),
+        HIDDEN_OUT: ("batch_size", "sequence_length"),
         "logits": ("batch_size", "sequence_length"),
         "last_hidden_state": ("batch_size", "sequence_length"),
         "sentence_embedding": ("batch_size",),
@@ -46,6 +49,7 @@ def name_interface(model: ir.Model) -> None:
         for value in values:
             assert value.name is not None
             assert value.shape is not None
+            value.name = _BOTH.get(value.name, value.name)
             shape: list[int | ir.SymbolicDim | str] = list(value.shape)
             if match := _KV.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"

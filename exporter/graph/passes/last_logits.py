@@ -11,7 +11,7 @@ from onnx_ir import tape
 from quantmoe.exporter.folder.interface import NUM_LOGITS
 
 #: between the vocabulary's matrix and the logits: each element on its own, or each token's
-_ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
+_ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Concat", "Div", "Gather", "Identity", "Mul", "Tanh"}
 
 
 def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:

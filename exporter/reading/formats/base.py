@@ -360,7 +360,9 @@ class Format(ABC):
 
     def _later_layers(self) -> list[str]:
         """Return the tensors of layers that draft beside the first one."""
-        found = []
+        found: list[str] = []
+        if self.next_layer == families.EAGLE3:
+            return [name for name in self.ckpt.names() if name.startswith(BESIDE[MTP])]
         for first in [self.next_layer] if self.next_layer else [f"{prefix}layers.0." for prefix in BESIDE[MTP]]:
             stem, number = first.removesuffix(".").rsplit(".", 1)
             layers = ((name, re.match(rf"{re.escape(stem)}\.(\d+)\.", name)) for name in self.ckpt.names())
@@ -482,9 +484,8 @@ class Format(ABC):
         """Return whether a tensor is of the part that this is, or shared with it."""
         if not self.part:
             return not name.startswith(ALL_BESIDE)
-        return (
-            name.startswith(self.prefixes(self.part)) or re.search(r"(^|\.)(embed_tokens|lm_head)\.", name) is not None
-        )
+        shared = "embed_tokens" if self.part == MTP and self.next_layer == families.EAGLE3 else "embed_tokens|lm_head"
+        return name.startswith(self.prefixes(self.part)) or re.search(rf"(^|\.)({shared})\.", name) is not None
 
     def parameters(self) -> list[str]:
         """Return the text model's parameters outside the experts, a quantized module's tensors being its one
@@ -610,7 +611,7 @@ BESIDE = {
     SOUND: ("thinker.audio_tower.", "talker.", "code2wav."),
     MTP: ("mtp.", "model.mtp."),
 }
-ALL_BESIDE = tuple(prefix for prefixes in BESIDE.values() for prefix in prefixes)
+ALL_BESIDE = (*(prefix for prefixes in BESIDE.values() for prefix in prefixes), families.EAGLE3)
 #: of experts that a tool left alone: safetensors dtype -> op.def's format
 FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
 #: ends of the names of the scales of static activations
