@@ -9,6 +9,7 @@
 #include <thread>
 
 using namespace quantmoe;
+using namespace std::string_literals;
 
 namespace {
 
@@ -156,6 +157,25 @@ void savers_of_one_path_do_not_disturb_each_other(const std::string& folder) {
   for (const auto& file : std::filesystem::directory_iterator(made)) names.insert(file.path().filename().string());
   CHECK(names == std::set<std::string>({"link", "state", "state.partial"}));
   std::filesystem::remove_all(made);
+}
+
+void a_file_that_is_no_saved_state_is_not_replaced(const std::string& folder) {
+  const Model model(folder);
+  const std::filesystem::path notes = std::filesystem::temp_directory_path() / "quantmoe-cpp-notes";
+  const auto text_of = [&] { return std::string(std::istreambuf_iterator(std::ifstream(notes).rdbuf()), {}); };
+  TokenCache cache(model);
+  all(cache.generate(kPrompt, {.max_new_tokens = 2}));
+  for (const std::string& text : {"my notes"s, "a text of more than eight bytes"s, "\2\0\0\0\0\0\0\0{}"s}) {
+    std::ofstream(notes) << text;
+    CHECK(refused<std::runtime_error>([&] { cache.save(notes); }) ==
+          notes.string() + ": is there, and is no saved state: expected an earlier one, or no file");
+    CHECK(text_of() == text);
+  }
+  CHECK(has(refused<std::runtime_error>([&] { cache.save(notes.parent_path()); }), "is no saved state"));
+  std::ofstream(notes) << "";
+  cache.save(notes);
+  CHECK(TokenCache::load(model, notes)->tokens() == cache.tokens());
+  std::filesystem::remove(notes);
 }
 
 void close_ends_answers_by_name(const std::string& folder) {
@@ -354,6 +374,7 @@ int main(int, char** argv) {
     close_ends_answers_by_name(folder);
     a_cancelled_chat_goes_on(folder);
   }
+  a_file_that_is_no_saved_state_is_not_replaced(plain);
   wrong_calls_are_refused(plain);
   threads_share_a_model(plain);
   text_goes_on(plain);

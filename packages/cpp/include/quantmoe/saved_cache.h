@@ -140,8 +140,7 @@ inline std::vector<std::string> states_of(const std::vector<Past>& pasts, std::v
 class StateFile {
  public:
   StateFile(const std::filesystem::path& path, const std::string& identity, const std::vector<Past>& pasts)
-      : path_(path.string()), pasts_(pasts), file_(path, std::ios::binary) {
-    read_header();
+      : StateFile(path, pasts) {
     std::string model(identity.size(), 0);
     read_at(take_entry("model", "U8", {static_cast<int64_t>(model.size())}), 0, model.size(), model.data());
     if (model != identity) fail("saved with another model: its identity is another");
@@ -171,6 +170,22 @@ class StateFile {
     if (hybrid && (ends_.empty() || ends_.back() != length))
       fail("expected states after its " + std::to_string(length) + " tokens, found those after " + to_text(ends_));
     check_bytes(checksum);
+  }
+
+  // Whether a saver may replace what has this name: nothing, an empty file or an earlier saved state.
+  static bool is_replaceable(const std::filesystem::path& path) {
+    const std::filesystem::file_status status = std::filesystem::status(path);
+    if (!std::filesystem::exists(status)) return true;
+    if (!std::filesystem::is_regular_file(status)) return false;
+    if (std::filesystem::file_size(path) == 0) return true;
+    if (!std::ifstream(path)) throw std::runtime_error(path.string() + ": cannot be read");
+    const std::vector<Past> none;
+    try {
+      const StateFile file(path, none);
+      return file.entries_.contains("model") && file.entries_.contains("tokens");
+    } catch (const std::runtime_error&) {
+      return false;
+    }
   }
 
   const Ids& tokens() const { return tokens_; }
@@ -203,6 +218,12 @@ class StateFile {
     Ids shape;
     int64_t begin, end;
   };
+
+  // Opens a file and reads its header alone.
+  StateFile(const std::filesystem::path& path, const std::vector<Past>& pasts)
+      : path_(path.string()), pasts_(pasts), file_(path, std::ios::binary) {
+    read_header();
+  }
 
   [[noreturn]] void fail(const std::string& text) const { throw std::runtime_error(path_ + ": " + text); }
 
@@ -341,6 +362,8 @@ inline void save_state(const std::filesystem::path& path, const std::string& ide
   std::filesystem::path target = path;
   for (int links = 0; links < 40 && std::filesystem::is_symlink(target); ++links)
     target = target.parent_path() / std::filesystem::read_symlink(target);
+  if (!StateFile::is_replaceable(target))
+    throw std::runtime_error(path.string() + ": is there, and is no saved state: expected an earlier one, or no file");
   std::random_device random;
   std::filesystem::path partial = target;
   partial += '.' + std::to_string(random()) + std::to_string(random()) + std::to_string(random()) + ".partial";

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -29,17 +29,7 @@ pub(crate) struct SavedCache<'a> {
 impl<'a> SavedCache<'a> {
     pub fn open(path: &'a Path, identity: &str) -> Result<Self, Error> {
         let bytes = fs::read(path).map_err(|error| Error::file(path, error))?;
-        let wrong = |text: String| Error::Invalid(format!("{}: {text}", path.display()));
-        let Some(begin) = bytes.first_chunk::<8>() else {
-            return Err(wrong(format!("{} bytes, expected a safetensors file", bytes.len())));
-        };
-        let length = u64::from_le_bytes(*begin);
-        if length > bytes.len() as u64 - 8 {
-            return Err(wrong(format!("a header of {length} bytes; is the file truncated?")));
-        }
-        let first = 8 + length as usize;
-        let mut entries: Map<String, Value> =
-            serde_json::from_slice(&bytes[8..first]).map_err(|error| wrong(format!("corrupt header: {error}")))?;
+        let (mut entries, first) = read_header(&bytes[..], bytes.len() as u64, path)?;
         entries.remove("__metadata__");
         let mut file = Self { path, bytes, entries, first, tokens: Vec::new() };
         let model = file.take("model", "U8", None)?;
@@ -137,6 +127,41 @@ impl<'a> SavedCache<'a> {
     }
 }
 
+/// Read the header of a safetensors file of so many bytes. Return it, and the place of the tensors.
+fn read_header(mut file: impl Read, size: u64, path: &Path) -> Result<(Map<String, Value>, usize), Error> {
+    let wrong = |text: String| Error::Invalid(format!("{}: {text}", path.display()));
+    if size < 8 {
+        return Err(wrong(format!("{size} bytes, expected a safetensors file")));
+    }
+    let mut begin = [0; 8];
+    file.read_exact(&mut begin).map_err(|error| Error::file(path, error))?;
+    let length = u64::from_le_bytes(begin);
+    if length > size - 8 {
+        return Err(wrong(format!("a header of {length} bytes; is the file truncated?")));
+    }
+    let mut text = vec![0; length as usize];
+    file.read_exact(&mut text).map_err(|error| Error::file(path, error))?;
+    let header = serde_json::from_slice(&text).map_err(|error| wrong(format!("corrupt header: {error}")))?;
+    Ok((header, 8 + text.len()))
+}
+
+/// Whether a saver may replace what has this name: nothing, an empty file or an earlier saved state.
+fn is_replaceable(path: &Path) -> Result<bool, Error> {
+    let there = match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
+        there => there.map_err(|error| Error::file(path, error))?,
+    };
+    if !there.is_file() || there.len() == 0 {
+        return Ok(there.is_file());
+    }
+    let file = File::open(path).map_err(|error| Error::file(path, error))?;
+    match read_header(file, there.len(), path) {
+        Ok((header, _)) => Ok(["model", "tokens"].iter().all(|&name| header.contains_key(name))),
+        Err(Error::Invalid(_)) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 /// Write the cache of these tokens, and the states. The file has its name when all is there.
 pub(crate) fn save<'a>(
     path: &Path,
@@ -179,6 +204,10 @@ pub(crate) fn save<'a>(
     // A link stays a link, and savers of one path each write a file of their own.
     let target = if path.is_symlink() { fs::canonicalize(path) } else { Ok(path.to_owned()) };
     let target = target.map_err(|error| Error::file(path, error))?;
+    if !is_replaceable(&target)? {
+        let text = "is there, and is no saved state: expected an earlier one, or no file";
+        return Err(Error::file(path, io::Error::new(io::ErrorKind::AlreadyExists, text)));
+    }
     let mut partial = target.clone().into_os_string();
     partial.push(format!(".{:016x}.partial", RandomState::new().hash_one(0)));
     let partial = PathBuf::from(partial);

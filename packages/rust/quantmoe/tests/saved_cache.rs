@@ -60,6 +60,25 @@ fn savers_of_one_path_do_not_disturb_each_other() {
 }
 
 #[test]
+fn a_file_that_is_no_saved_state_is_not_replaced() {
+    let (model, copy) = (model("plain"), Copy::new(&folder("plain"), &[]));
+    let notes = copy.0.join("notes");
+    let mut cache = TokenCache::new(&model).unwrap();
+    all(cache.generate(&PROMPT, &greedy(2)).unwrap());
+    for text in ["my notes", "a text of more than eight bytes", "\u{2}\0\0\0\0\0\0\0{}"] {
+        fs::write(&notes, text).unwrap();
+        let expected =
+            format!("{}: is there, and is no saved state: expected an earlier one, or no file", notes.display());
+        assert_eq!(cache.save(&notes).unwrap_err().to_string(), expected);
+        assert_eq!(fs::read_to_string(&notes).unwrap(), text);
+    }
+    assert!(cache.save(&copy.0).unwrap_err().to_string().contains("is no saved state"));
+    fs::write(&notes, "").unwrap();
+    cache.save(&notes).unwrap();
+    TokenCache::load(&model, &notes).unwrap();
+}
+
+#[test]
 fn a_state_that_is_saved_after_a_cancelled_run_is_whole() {
     let more: Vec<i64> = (0..300).map(|i| i * 11 % 4000 + 1).collect();
     for name in ["plain", "hybrid"] {
