@@ -8,9 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 from other_languages import CARGO, ROOT, cmake, quantmoe, run
 from tokenizers import Tokenizer
+
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 
 MOST_LINES = 20
 POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
@@ -167,6 +171,40 @@ def test_webgpu(tmp_path: Path) -> None:
         page = page.replace(old, new)
     (tmp_path / "index.html").write_text(page, encoding="utf-8")
     assert browser(tmp_path, "").strip() == expected.strip()
+
+
+@pytest.mark.skipif(not shutil.which("npm"), reason="needs npm")
+@pytest.mark.parametrize(("language", "name"), [("js", "main.mjs"), ("html", "index.html")])
+def test_zero_points(
+    language: str, name: str, zero_points: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts with zero points, which --quantize int4 writes, run in Node and in WebAssembly."""
+    if language == "html" and not shutil.which("chromium"):
+        pytest.skip("needs chromium")
+    monkeypatch.setenv("QUANTMOE_BROWSER", str(zero_points))
+    program = block("javascript", language)
+    if language != "html":
+        program = program.replace("OUTDIR", str(zero_points))
+    (tmp_path / name).write_text(program, encoding="utf-8")
+    prompt = ("--prompt", "The old house", "--temperature", "0", *most_tokens(program))
+    start = browser if language == "html" else javascript
+    assert start(tmp_path, "javascript").strip() == quantmoe("generate", zero_points, *prompt).strip()
+
+
+@pytest.fixture(scope="module")
+def zero_points(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model in bf16, exported to int4 with zero points."""
+    demo, folder = ROOT / "samples/demo_model/checkpoint", tmp_path_factory.mktemp("zero_points")
+    dequantized(Skeleton(find_format(open_checkpoint(demo)))).bfloat16().save_pretrained(folder / "bf16")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo / name, folder / "bf16")
+    browser_options = ("--target", "ort", "--browser", "wasm")
+    quantmoe("export", folder / "bf16", folder / "model", "--quantize", "int4", *browser_options)
+    graph = ir.load(folder / "model/model.onnx").graph
+    experts = [node for node in graph if node.op_type == "QMoE"]
+    assert experts
+    assert all(None not in node.inputs[11:13] and len(node.inputs) > 12 for node in experts)
+    return folder / "model"
 
 
 def test_samples_are_the_guide() -> None:
