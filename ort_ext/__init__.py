@@ -14,6 +14,8 @@ OLDEST = (1, 21)
 OLDEST_QMOE = (1, 28)
 #: the one whose QMoE has accuracy_level
 OLDEST_ACCURACY = (1, 31)
+#: the one that reads opset 27
+OLDEST_OPSET_27 = (1, 32)
 #: the file name of a target's library
 LIBRARIES = {"cpu": native_name("quantmoe_ort"), "cuda": native_name("quantmoe_ort_cuda")}
 #: the one whose plug-in interface the execution provider is written to

@@ -94,6 +94,8 @@ class Options:
             experts, in order.
         data_parallel: give each rank the whole model except the other ranks' experts. Each rank runs its own batch, and
             the batches have one shape.
+        opset: version of ai.onnx whose operators take the place of com.microsoft's, except QMoE and MatMulNBits, for
+            "ort". From 23 norms, rotary embeddings and attention are one node each, and from 27 linear attention.
         external_experts: for TensorRT only: nodes name the experts' place in the data files. Engines then hold no
             experts, and the plug-in keeps in GPU memory what fits.
         dense: operator of quantized linears outside the experts. "quantmoe": QuantLinear. "ort": MatMulNBits of
@@ -167,6 +169,9 @@ class Options:
         least=1,
         most=64,
     )
+    opset: int | None = option(
+        None, "use standard operators of this ONNX opset", "Advanced", metavar="N", shown="20", least=20, most=27
+    )
     external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
     browser: str | None = option(
         None, "also write files for transformers.js", "Advanced", values=("wasm", "webgpu"), metavar="wasm|webgpu"
@@ -231,6 +236,7 @@ class Options:
             "external_experts": self.external_experts,
             "tensor_parallel": self.tensor_parallel > 1,
             "browser": self.browser is not None,
+            "opset": self.opset is not None,
         }
         for name in (name for name, asked in given.items() if asked):
             if name not in self.facts.options:
@@ -294,7 +300,7 @@ class Options:
     @property
     def facts(self) -> Target:
         """The target of the export."""
-        return TARGETS[self.target]
+        return TARGETS[self.target].at(self.opset)
 
     @property
     def layout(self) -> str:
@@ -344,6 +350,7 @@ class ExportOptions(TypedDict, total=False):
     data_parallel: bool
     logits: str | int | None
     state_window: int | None
+    opset: int | None
     external_experts: bool
     browser: str | None
     dense: str

@@ -100,7 +100,7 @@ def put_first_nodes(skeleton: Skeleton, chosen: Choice, target: Target) -> Rows:
             shape = (len(chosen.experts[name].ids), layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
-    model.set_attn_implementation(standard_attention.NAME)
+    model.set_attn_implementation(standard_attention.name_of(target))
     skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
     rows = Rows(decoder, target)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)

@@ -14,13 +14,21 @@ padding reads them. TensorRT 10.6 fuses the test for such rows wrongly when one 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-NAME = "quantmoe"
+from quantmoe.exporter.targets import Target
+
+#: of standard nodes; of one node where that computes the same
+NAME, NODE = "quantmoe", "quantmoe_node"
+#: ai.onnx has Attention from here on
+ATTENTION = 23
+#: what a token that is not seen adds to its score: exp() of it is 0, and in f16 no sum with it is infinite
+UNSEEN = -3e4
 #: arguments of transformers' attention functions that change the scores or which of them count, besides ours
 UNSUPPORTED = ("softcap", "attention_bias", "head_mask", "sinks", "indices", "block_indices")
 
@@ -34,6 +42,7 @@ def grouped_attention(
     scaling: float,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    one_node: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return an attention function of transformers' interface.
@@ -43,6 +52,7 @@ def grouped_attention(
         attention_mask: [batch, 1, S, L], 0 or the type's lowest number, added to the scores.
         scaling: of the scores.
         s_aux: gpt-oss's sinks, [heads]: a score of each row that has no value.
+        one_node: use ONNX's Attention, which has no sinks, bias or selection.
         position_bias: added to the scores, [batch, heads or groups, S or 1, L].
         others: what the mask says already (sliding_window, is_causal) or what says nothing in inference (dropout).
 
@@ -65,6 +75,11 @@ def grouped_attention(
         query = torch.cat((absorbed.queries(nope), turning), -1).transpose(1, 2)
     batch, heads, s, d = query.shape
     groups, length = key.shape[1:3]
+    plain = selected is None and s_aux is None and position_bias is None
+    if one_node and plain and key.shape[-1] == value.shape[-1]:  # torch gives outputs the keys' width
+        given = query, key, value, attention_mask.clamp(min=UNSEEN)
+        found = torch.onnx.ops.attention(*given, scale=scaling, softmax_precision=1)[0].transpose(1, 2)
+        return found if absorbed is None else absorbed.outputs(found), None
     # [batch, 1, S, 1], no element of a mask being above 0
     scale = (attention_mask[..., :1] <= 0).to(query.dtype) * scaling
     rows = query.reshape(batch, groups, heads // groups * s, d) * scale.repeat(1, 1, heads // groups, 1)
@@ -85,5 +100,11 @@ def grouped_attention(
     return found if absorbed is None else absorbed.outputs(found), None
 
 
-AttentionInterface.register(NAME, grouped_attention)
-AttentionMaskInterface.register(NAME, eager_mask)
+def name_of(target: Target) -> str:
+    """Return which of the functions a target's graphs have."""
+    return NODE if (target.opset or 0) >= ATTENTION else NAME
+
+
+for _name, _function in ((NAME, grouped_attention), (NODE, partial(grouped_attention, one_node=True))):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, eager_mask)

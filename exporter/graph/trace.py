@@ -30,7 +30,7 @@ from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.torch_op import ONNX
 from quantmoe.exporter.choosing.caches import choose_caches
 from quantmoe.exporter.choosing.choose import Choice
-from quantmoe.exporter.graph import encoder
+from quantmoe.exporter.graph import encoder, standard_attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
@@ -261,7 +261,8 @@ def _trace(skeleton: Skeleton, target: Target) -> ir.Model:
     placeholders |= model.state_dict().keys()
     with _exporting(skeleton, f"tracing {type(model).__name__}"):
         inputs, dynamic_shapes = _inputs(skeleton)
-        config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
+        newest = standard_attention.ATTENTION if standard_attention.name_of(target) == standard_attention.NODE else None
+        config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes, opset_version=newest)
         with quiet(), keeping(placeholders):
             graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
     hidden = hide(graph, placeholders, skeleton.tied)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 #: what a user asks of a weights-only checkpoint's activations -> activation_format of the nodes
@@ -32,6 +32,7 @@ class Target:
         library_rebuild: how to make a library for an older glibc.
         package: what brings the library to every platform, for README.md of a folder.
         runtime: the oldest ONNX Runtime that runs the files. runtime_with: attribute of Options -> the oldest with it.
+        runtime_at: opset -> the oldest that reads it.
         graph_types: types of the graph outside the experts, the default first.
         tower_type: type in which a vision tower computes; None: the graph's.
         own_floats: packed weights of 16-bit floats have the graph's type, not the checkpoint's.
@@ -46,6 +47,7 @@ class Target:
             external_experts.
         passes: of exporter/graph/passes, "<module>.<function>" in order: after torch.export.
         final_passes: passes that run once inputs and outputs have their names.
+        opset: of ai.onnx, which replaces com.microsoft's operators; None: the trace's, and com.microsoft's too.
         router: what a router becomes: a MoERouter with its product, a MoERouting, or nodes of ai.onnx.
         one_node: each layer's experts are one node of one format, which routes all of them.
         joined: projections of one input are one float product.
@@ -73,6 +75,7 @@ class Target:
     package: str = ""
     runtime: Version
     runtime_with: Mapping[str, Version]
+    runtime_at: Mapping[int, Version] = field(default_factory=dict)
     graph_types: tuple[str, ...]
     tower_type: str | None = None
     own_floats: bool = False
@@ -86,6 +89,7 @@ class Target:
     options: frozenset[str] = frozenset()
     passes: tuple[str, ...]
     final_passes: tuple[str, ...] = ()
+    opset: int | None = None
     router: Literal["MoERouter", "MoERouting", "ai.onnx"] = "MoERouting"
     one_node: bool = False
     joined: bool = False
@@ -99,6 +103,15 @@ class Target:
     reserve: int
     rates: tuple[float, ...]
     provider: str = ""
+
+    def at(self, opset: int | None) -> Target:
+        """Return the target with an opset's operators in the place of com.microsoft's, except for packed weights.
+
+        The passes are for com.microsoft's operators. From 23 the trace itself has norms and rotary embeddings.
+        """
+        if opset is None:
+            return self
+        return replace(self, opset=opset, passes=(), runtime=self.runtime_at.get(opset, self.runtime))
 
     @property
     def on_gpu(self) -> bool:

@@ -6,15 +6,17 @@ from typing import Any
 
 from quantmoe.exporter.targets.base import ACTIVATIONS, Target
 from quantmoe.exporter.targets.cpu import CPU
-from quantmoe.ort_ext import OLDEST_ACCURACY, OLDEST_QMOE
+from quantmoe.ort_ext import OLDEST_ACCURACY, OLDEST_OPSET_27, OLDEST_QMOE
 
 
 def _refusal(spec: Any) -> str:
     from quantmoe.custom_ops.layouts import qmoe
-    from quantmoe.custom_ops.op import LinearSpec, MoESpec
+    from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, LinearSpec, MoESpec, SpaceSpec
 
     if isinstance(spec, MoESpec | LinearSpec):
         return qmoe.refusal(spec)
+    if isinstance(spec, ConvSpec | DeltaSpec | SpaceSpec):  # exporter/graph/passes/standard_states.py
+        return ""
     return f"{spec.OP} is no operator of ONNX Runtime's own (--target ort)"
 
 
@@ -32,8 +34,9 @@ ORT = Target(
     refusal=_refusal,
     runtime=OLDEST_QMOE,
     runtime_with={"accuracy_level": OLDEST_ACCURACY},
+    runtime_at={27: OLDEST_OPSET_27},
     graph_types=("f32", "f16"),
-    options=frozenset(("browser",)),
+    options=frozenset(("browser", "opset")),
     activations=tuple(name for name in ACTIVATIONS if name != "int8-token"),
     passes=CPU.passes,
     router="ai.onnx",

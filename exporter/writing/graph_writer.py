@@ -42,6 +42,7 @@ from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_
 from quantmoe.exporter.graph.passes.packed_tables import PackedTable, pack_tables
 from quantmoe.exporter.graph.passes.paged import to_paged
 from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
+from quantmoe.exporter.graph.passes.standard_states import to_standard_states
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.placeholders import Stored
 from quantmoe.exporter.graph.put_nodes import put_nodes
@@ -68,6 +69,9 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
     report.untraced = graph.meta.pop("untraced", "") or report.untraced
     part.weights = place_weights(graph)
     if not options.facts.library:
+        to_standard_states(graph, options.facts.opset)
+        if options.opset is not None:
+            graph.graph.opset_imports[""] = options.opset
         try:
             part.weights = to_qmoe(graph, part.weights, part.chosen.layers, options.accuracy_level)
         except ValueError as error:

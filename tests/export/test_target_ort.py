@@ -8,11 +8,13 @@ from functools import reduce
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from cases import Case
 from checkpoints import make_gptq_checkpoint, same_matrix
+from export.conftest import HYBRID
 from export.test_model import error, expected, run, tokens
 from specs import moe_spec, routing_spec
 from sweeps import every
@@ -51,10 +53,11 @@ class Plain:
     def start(self, batch: int) -> dict[str, np.ndarray]:
         past = [i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")]
         types = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-        return {i.name: np.zeros((batch, i.shape[1], 0, i.shape[3]), types[i.type]) for i in past}
+        sizes = {"batch_size": batch, "past_sequence_length": 0}
+        return {i.name: np.zeros([sizes.get(size, size) for size in i.shape], types[i.type]) for i in past}
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        before = next(iter(past.values())).shape[2]
+        before = next(keys.shape[2] for name, keys in past.items() if name.endswith(".key"))
         given = {
             "input_ids": ids,
             "attention_mask": np.ones((len(ids), before + ids.shape[1]), np.int64),
@@ -118,6 +121,41 @@ def test_equals_pytorch_and_our_operators(exported, checkpoint, reference, tmp_p
         factor = [use.node.op_type for use in node.outputs[0].uses()] == ["Mul"]
         assert factor == (architecture in ("olmoe", "deepseek_v3"))
     check_unpacked(checkpoint(architecture, scheme), folder, tmp_path / "layers")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "opset"),
+    every([("qwen3_next", None), ("qwen3_5_moe_text", 27), ("qwen3_next", 20), ("gpt_oss", 27), ("deepseek_v3", 23)]),
+)
+def test_standard_operators(exported, reference, architecture, opset):
+    """Linear attention and, with an opset, nothing of com.microsoft's but what has packed weights."""
+    folder = exported(architecture, target="ort", **({} if opset is None else {"opset": opset}))
+    model = ir.load(folder / "model.onnx")
+    if opset:
+        assert model.graph.opset_imports[""] == opset
+        assert {n.op_type for n in model.graph if n.domain} == {"QMoE", "MatMulNBits"}
+        onnx.checker.check_model(folder / "model.onnx")
+    found = {node.op_type for node in model.graph}
+    newest = {"LinearAttention", "CausalConvWithState"} if opset in (None, 27) else {"Scan", "Conv"}
+    assert (newest <= found) == (architecture in HYBRID)
+    assert ("RMSNormalization" in found) == ((opset or 0) >= 23)
+    assert ("Attention" in found) == (
+        (opset or 0) >= 23 and architecture in HYBRID
+    )  # no sinks, no other width of values
+    assert inspect(folder)["metadata"]["onnxruntime"] == ("1.32" if opset == 27 else "1.28")
+    ids = tokens(2, 9)
+    assert error(run(Plain(folder), ids, (5, 1, 3)), expected(reference(architecture), ids)) < BOUND
+
+
+def test_padding_on_the_left(exported):
+    """As transformers pads: each row's logits are what it has alone."""
+    plain = Plain(exported("qwen3_next", target="ort"))
+    ids, padding = tokens(2, 9), np.array([[4], [0]])
+    place = np.arange(9) - padding
+    given = {"input_ids": ids, "attention_mask": np.int64(place >= 0), "position_ids": np.maximum(place, 0)}
+    (found,) = plain.session.run(["logits"], given | plain.start(2))
+    for row, (left,) in zip((0, 1), padding, strict=True):
+        assert error(found[row, left:], run(plain, ids[row : row + 1, left:], (9 - left,))[0]) < BOUND
 
 
 def one_layer(case: Case, factor: bool) -> tuple[ir.Model, ir.Value]:
@@ -302,7 +340,6 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported):
         ),
         ("qwen3_moe", "NVFP4A16", r"experts\.0: \w+: QMoE is exported with int4, int8, mxfp4, found nvfp4"),
         ("llama4_text", "W4A16", r"experts: QMoE multiplies outputs by the router's weights, the layer its inputs"),
-        ("qwen3_next", "W4A16", r"linear_attn: .*CausalConv is no operator of ONNX Runtime's own \(--target ort\)"),
     ],
 )
 def test_refused_by_name(checkpoint, tmp_path, architecture, scheme, text):
