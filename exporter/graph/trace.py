@@ -164,19 +164,22 @@ def _trace_layers(skeleton: Skeleton, target: Target) -> ir.Model:
     model = skeleton.model
     stack = decoder_of(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
-    groups = _representatives(model.config, stack)
-    if sum(map(len, groups)) < len(stack):
+    reason = ""
+    for before in (False, True):
+        groups = _representatives(model.config, stack, 3 if before else 2)
+        if sum(map(len, groups)) == len(stack):
+            break
         with _only(model, [layer for group in groups for layer in group]):
             graph = _trace(skeleton, target)
             try:
-                repeat_layers(graph, prefix, groups)
+                repeat_layers(graph, prefix, groups, before)
                 return graph
             except RepeatError as error:
                 reason = str(error)
-        graph = _trace(skeleton, target)
+    graph = _trace(skeleton, target)
+    if reason:
         graph.meta["untraced"] = reason
-        return graph
-    return _trace(skeleton, target)
+    return graph
 
 
 def cache_sizes(skeleton: Skeleton, attends: Attention, target: Target) -> tuple[int, int]:
@@ -310,9 +313,9 @@ def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> li
     return hidden
 
 
-def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]:
-    """Return the layers to trace, in groups: where a group comes more than three times in a row the first two and the
-    last."""
+def _representatives(config: Any, stack: torch.nn.ModuleList, first: int = 2) -> list[list[int]]:
+    """Return the layers to trace, in groups: where a group comes in a row the ``first`` ones and the last, if they are
+    fewer than all."""
     if any(len({part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")}) > 1 for layer in stack):
         return [[i] for i in range(len(stack))]  # several caches a layer
     lists = {key: v for key, v in config.to_dict().items() if isinstance(v, list) and len(v) == len(stack)}
@@ -324,8 +327,8 @@ def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]
         for size in range(1, LONGEST + 1):
             same = (found[i] == found[at + (i - at) % size] for i in range(at, len(found)))
             count = sum(1 for _ in itertools.takewhile(bool, same)) // size
-            if count > 3:
-                kept += [list(range(at + size * n, at + size * (n + 1))) for n in (0, 1, count - 1)]
+            if count > first + 1:
+                kept += [list(range(at + size * n, at + size * (n + 1))) for n in (*range(first), count - 1)]
                 at += size * count
                 break
         else:

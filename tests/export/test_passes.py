@@ -516,11 +516,11 @@ def test_a_linear_of_onnx_runtime(zero_points: bool, bias: bool) -> None:
     np.testing.assert_allclose(y, want, rtol=0, atol=40 * 2**-23 * np.abs(want).max())
 
 
-def chain(nodes: str) -> ir.Model:
-    """Layers 0, 1 and the last, as they are traced: each adds its weight to the hidden states and has a cache."""
-    ends = "".join(f", float[b] k{i}" for i in range(3)), ", ".join(f"float[b] l{i}" for i in range(3))
-    weights = "".join(f", float[b] w{i}" for i in range(3))
-    model = parsed(f"g (float[b] x{ends[0]}{weights}) => (float[b] y, {ends[1]}) {{ {nodes} }}", ("w0", "w1", "w2"))
+def chain(nodes: str, count: int = 3) -> ir.Model:
+    """The first layers and the last, as they are traced: each adds its weight to the hidden states and has a cache."""
+    ends = "".join(f", float[b] k{i}" for i in range(count)), ", ".join(f"float[b] l{i}" for i in range(count))
+    weights, names = "".join(f", float[b] w{i}" for i in range(count)), tuple(f"w{i}" for i in range(count))
+    model = parsed(f"g (float[b] x{ends[0]}{weights}) => (float[b] y, {ends[1]}) {{ {nodes} }}", names)
     for i, value in enumerate(model.meta["placeholders"]):
         value.name = f"model.layers.{i}.weight"
     for values, prefix in ((model.graph.inputs, "input"), (model.graph.outputs, "output")):
@@ -543,6 +543,34 @@ def test_layers_are_repeated() -> None:
     caches = {f"input.cache.layers.{i}.keys": np.float32([2]) for i in range(6)}
     found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | caches | weights)
     assert [int(value[0]) for value in found] == [-111111, 2, 22, 222, 2222, 22222, 222222]
+
+
+def test_what_stands_between_layers_belongs_to_the_later_one() -> None:
+    """Nothing stands behind the last layer."""
+    adds = [f"h{i} = Add ({'x' if i == 0 else f'g{i - 1}'}, w{i})" for i in range(3)]
+    lines = [f"{add}\n l{i} = Mul (k{i}, h{i})" for i, add in enumerate(adds)]
+    model = chain("\n".join([lines[0], "g0 = Neg (h0)", lines[1], "g1 = Neg (h1)", lines[2], "y = Abs (h2)"]))
+    repeat_layers(model, "model.layers", [[0], [1], [5]])
+    assert ops(model).count("Neg") == 5
+    weights = {v.name: np.float32([10 ** int(v.name.split(".")[2])]) for v in model.meta["placeholders"]}
+    model.graph.inputs.extend(model.meta["placeholders"])
+    caches = {f"input.cache.layers.{i}.keys": np.float32([2]) for i in range(6)}
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | caches | weights)
+    assert [int(value[0]) for value in found] == [90909, 2, 18, 182, 1818, 18182, 181818]
+
+
+def test_layers_before_another_last_one_are_repeated() -> None:
+    """Three alike are traced, and the last."""
+    adds = f"{LAYERS}\n h3 = Sub (h2, w3)\n l3 = Mul (k3, h3)\n y = Neg (h3)"
+    with pytest.raises(RepeatError):
+        repeat_layers(chain(adds, 4), "model.layers", [[0], [1], [2], [6]])
+    model = chain(adds, 4)
+    repeat_layers(model, "model.layers", [[0], [1], [2], [6]], before=True)
+    weights = {v.name: np.float32([10 ** int(v.name.split(".")[2])]) for v in model.meta["placeholders"]}
+    model.graph.inputs.extend(model.meta["placeholders"])
+    caches = {f"input.cache.layers.{i}.keys": np.float32([2]) for i in range(7)}
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | caches | weights)
+    assert [int(value[0]) for value in found] == [888889, 2, 22, 222, 2222, 22222, 222222, -1777778]
 
 
 def test_layers_share_what_sizes_decide() -> None:

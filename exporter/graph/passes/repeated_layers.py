@@ -18,8 +18,12 @@ class RepeatError(Exception):
     """The graph is not a chain of equal layers; trace all of them."""
 
 
-def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]]) -> None:
+def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]], before: bool = False) -> None:
     """Insert the layers missing between ``groups`` of layers, as copies of the traced group before, and number all.
+
+    Args:
+        before: the last group may end in another way, such as in a fused norm. So a copied group is compared with the
+            group before it, and three groups before a gap are alike.
 
     Requires:
         Parameters are in model.meta["placeholders"], as ``<prefix>.<position>.*``. Inputs and outputs of the cache are
@@ -63,7 +67,8 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
     for at, (group, following) in enumerate(itertools.pairwise(groups)):
         if following[0] > group[-1] + 1:
             shifts = range(len(group), following[0] - group[0], len(group))
-            plans.append((at, shifts, _carried(graph, block, level, at, number, len(group))))
+            match = _match(block, level, at - before, number, len(group))
+            plans.append((at, shifts, _carried(match, block, level, at, before)))
 
     named = [value for value in [*parameters, *graph.inputs, *graph.outputs] if position(value) >= 0]
     rename = {value: kept[position(value)] for value in named}
@@ -132,14 +137,35 @@ def _give_to_readers(graph: ir.Graph, level: dict[ir.Value, int]) -> None:
 
 
 def _carried(
-    graph: ir.Graph,
+    match: dict[ir.Value, ir.Value], block: dict[int, list[ir.Node]], level: dict[ir.Value, int], at: int, before: bool
+) -> dict[ir.Value, ir.Value]:
+    """Return what group ``at`` reads of the one before -> what the next reads of it.
+
+    Args:
+        match: of the group itself, or of the one ``before``.
+    """
+    carried = {mine: other for mine, other in match.items() if 0 <= level.get(mine, -1) < at - before}
+    if before:
+        carried = {mine: match[mine] for mine in carried.values()}
+    leaving = {
+        value
+        for node in block[at]
+        for value in node.outputs
+        if any(level[user.outputs[0]] > at for user, _ in value.uses())
+    }
+    if more := leaving - set(carried.values()):
+        raise RepeatError(f"{next(iter(more)).name} is read by a later layer only here")
+    return carried
+
+
+def _match(
     block: dict[int, list[ir.Node]],
     level: dict[ir.Value, int],
     at: int,
     number: re.Pattern[str],
     layers: int,
 ) -> dict[ir.Value, ir.Value]:
-    """Return what group ``at`` of so many layers reads of the one before -> what the next reads of it: their nodes
+    """Return the values that group ``at`` of so many layers reads and makes -> those of the next one: their nodes
     match."""
     by_name = {value.name: value for value in level if value.producer() is None}
     match: dict[ir.Value, ir.Value] = {}
@@ -178,16 +204,7 @@ def _carried(
         if len(left) == len(waiting):
             raise RepeatError(f"{left[0].name} is tied to no parameter")
         waiting = left
-    carried = {mine: other for mine, other in match.items() if 0 <= level.get(mine, -1) < at}
-    leaving = {
-        value
-        for node in block[at]
-        for value in node.outputs
-        if any(level[user.outputs[0]] > at for user, _ in value.uses())
-    }
-    if not leaving <= set(carried.values()):
-        raise RepeatError(f"{next(iter(leaving - set(carried.values()))).name} is read by a later layer only here")
-    return carried
+    return match
 
 
 def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[ir.Value, int]) -> bool:
