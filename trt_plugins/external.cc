@@ -10,10 +10,10 @@
 #include <tuple>
 #include <utility>
 
-#include "core/identity.h"
 #include "environment.h"
 #include "experts/per_session.h"
 #include "files/mapped_file.h"
+#include "hashes/identity.h"
 
 namespace quantmoe {
 namespace {

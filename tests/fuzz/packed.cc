@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <stdexcept>
 
-#include "core/blake3.h"
 #include "fuzz.h"
+#include "hashes/blake3.h"
 #include "provider/packed_file.h"
 
 namespace {

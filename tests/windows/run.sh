@@ -61,7 +61,7 @@ program tests/windows/run_models.cc run_models
 program samples/cpp/generate.cc generate
 packed() { # TARGET PLATFORM OUTPUT: no ONNX Runtime
   python-zig c++ -std=c++20 -O3 -target "$1" "${@:4}" -Iort_ext/src -Icustom_ops/src -Icustom_ops/include tests/windows/run_packed.cc \
-    ort_ext/src/provider/packed_file.cc "custom_ops/src/files/mapped_file_$2.cc" custom_ops/src/core/blake3.cc -o "$dir/bin/$3"
+    ort_ext/src/provider/packed_file.cc "custom_ops/src/files/mapped_file_$2.cc" custom_ops/src/hashes/blake3.cc -o "$dir/bin/$3"
 }
 packed x86_64-windows-gnu windows run_packed.exe -municode
 packed x86_64-linux-gnu.2.28 posix run_packed

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "common/operator.h"
-#include "core/identity.h"
 #include "core/numbers.h"
 #include "core/shapes.h"
+#include "hashes/identity.h"
 
 namespace quantmoe {
 

@@ -12,10 +12,10 @@
 #include <system_error>
 
 #include "core/attributes.h"
-#include "core/blake3.h"
 #include "core/half.h"
 #include "core/parallel.h"
-#include "core/samples.h"
+#include "hashes/blake3.h"
+#include "hashes/samples.h"
 
 namespace quantmoe {
 namespace {

@@ -11,9 +11,9 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "core/blake3.h"
-#include "core/samples.h"
 #include "files/mapped_file.h"
+#include "hashes/blake3.h"
+#include "hashes/samples.h"
 
 namespace quantmoe {
 namespace {

@@ -3,8 +3,8 @@
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
-#include "cpu/latent_attention.h"
-#include "cpu/linear_attention.h"
+#include "cpu/attention/latent_attention.h"
+#include "cpu/attention/linear_attention.h"
 #pragma GCC diagnostic pop
 
 namespace quantmoe {

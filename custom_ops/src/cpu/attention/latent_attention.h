@@ -6,7 +6,7 @@
 //
 // The queries of all tokens are there before the first block, so that a block is expanded once.
 #pragma once
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 
 namespace quantmoe {
 namespace {

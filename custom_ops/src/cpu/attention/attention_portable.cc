@@ -1,8 +1,8 @@
 // CachedAttention, CausalConv, GatedDelta and StateSpace in standard C++.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
-#include "cpu/latent_attention.h"
-#include "cpu/linear_attention.h"
+#include "cpu/attention/latent_attention.h"
+#include "cpu/attention/linear_attention.h"
 #pragma GCC diagnostic pop
 
 namespace quantmoe {

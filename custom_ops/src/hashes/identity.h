@@ -4,8 +4,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/blake3.h"
-#include "core/samples.h"
+#include "hashes/blake3.h"
+#include "hashes/samples.h"
 
 namespace quantmoe {
 

@@ -1,4 +1,4 @@
-#include "core/blake3.h"
+#include "hashes/blake3.h"
 
 #include <algorithm>
 #include <cstring>

@@ -11,7 +11,7 @@
 //   kSlab                  vectors of a state's columns that are worked on at a time: their sums fit the registers, K
 //                          rows of them L1
 #pragma once
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 
 namespace quantmoe {
 namespace {
