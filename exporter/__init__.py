@@ -1,0 +1,1 @@
+"""The commands: checkpoints in (``reading``), ONNX folders out (``writing``, ``folder``), and answers from them."""

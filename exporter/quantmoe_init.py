@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quantmoe.benchmarks.bench import bench
-    from quantmoe.benchmarks.evaluate import evaluate
+    from quantmoe.benchmarks.quality.evaluate import evaluate
     from quantmoe.exporter.choosing.options import Options
     from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
     from quantmoe.exporter.inspecting.inspect import inspect
@@ -28,7 +28,7 @@ _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "e
          "Grammar": "runtime.constraint", "ModelError": "exporter.errors", "OptionError": "exporter.errors",
          "Options": "exporter.choosing.options", "Sampling": "exporter.reading.sampling",
          "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
-         "evaluate": "benchmarks.evaluate", "export": "exporter.writing.convert",
+         "evaluate": "benchmarks.quality.evaluate", "export": "exporter.writing.convert",
          "inspect": "exporter.inspecting.inspect", "unpack": "exporter.inspecting.unpack"}  # fmt: skip
 #: functions that have another name where they are
 _RENAMED = {"ort_cuda_library_path": ("ort_ext", "cuda_library_path"), "ort_library_path": ("ort_ext", "library_path"),

@@ -17,7 +17,7 @@ from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.targets import CPU, TARGETS
 
 if TYPE_CHECKING:
-    from quantmoe.benchmarks.evaluate import Evaluation
+    from quantmoe.benchmarks.quality.evaluate import Evaluation
     from quantmoe.exporter.inspecting.fit import Fit
     from quantmoe.exporter.writing.checkpoint_fit import ExportSize
 

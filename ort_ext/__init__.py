@@ -1,4 +1,4 @@
-"""The ONNX Runtime custom-op libraries."""
+"""The library for ONNX Runtime, and what runs on it: ``runtime``, ``serving`` and ``benchmarks`` of quantmoe."""
 
 import ctypes
 import json

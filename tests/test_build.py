@@ -124,7 +124,7 @@ def test_folders_of_ort_ext_have_one_import_name(tmp_path: Path) -> None:
     subprocess.run([*pip, "--config-settings=wheel.cmake=false", f"--wheel-dir={tmp_path}", ROOT], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"quantmoe/runtime/generate.py", "quantmoe/benchmarks/heldout.txt"} <= set(names)
+    assert {"quantmoe/runtime/generate.py", "quantmoe/benchmarks/quality/heldout.txt"} <= set(names)
     assert [name for name in names if twice.search(name)] == []
 
 

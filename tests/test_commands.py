@@ -456,7 +456,7 @@ MODULES = {
     "trace": ["exporter.inspecting.expert_trace"],
     "demo": ["exporter.writing.convert", "benchmarks.pytorch_comparison"],
     "bench": ["benchmarks.bench"],
-    "evaluate": ["benchmarks.evaluate"],
+    "evaluate": ["benchmarks.quality.evaluate"],
 }
 #: what an import of quantmoe.<name> reads
 PACKAGE = Path(find_spec("quantmoe").origin).parent

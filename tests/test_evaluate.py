@@ -15,7 +15,7 @@ import torch
 from once import made_once
 from typer.testing import CliRunner
 
-from quantmoe.benchmarks.evaluate import Outputs, evaluate, outputs
+from quantmoe.benchmarks.quality.evaluate import Outputs, evaluate, outputs
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -134,7 +134,7 @@ def test_one_window_is_in_memory(exact: Path, rounded: Path, layers: bool, monke
         most.append(sum(one() is not None for one in alive) / (1 + len(found[1])))
         return found
 
-    monkeypatch.setattr("quantmoe.benchmarks.evaluate.outputs", counted)
+    monkeypatch.setattr("quantmoe.benchmarks.quality.evaluate.outputs", counted)
     evaluate(rounded, TEXT, against=exact, window=WINDOW, windows=3, layers=layers)
     assert most == [1, 2] * 3
 

@@ -40,8 +40,8 @@ def evaluate(
     content = read_prompt(text, "--text")
     from rich.progress import TimeRemainingColumn
 
-    from quantmoe.benchmarks.evaluate import evaluate as evaluate_model
-    from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
+    from quantmoe.benchmarks.quality.evaluate import evaluate as evaluate_model
+    from quantmoe.exporter.commands.terminal import TokensColumn, ended_by_signals, progress
     from quantmoe.runtime.generate import Generator
 
     opened: list[Generator] = []
@@ -57,6 +57,6 @@ def evaluate(
         )  # fmt: skip
     print(json.dumps(found.to_dict(), indent=1)) if as_json else print_evaluation(found)
     if plot is not None:
-        from quantmoe.benchmarks.divergence_plot import draw
+        from quantmoe.benchmarks.quality.divergence_plot import draw
 
         draw(found, plot)

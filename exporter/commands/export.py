@@ -142,6 +142,6 @@ def _lost(checkpoint: Path, outdir: Path, seconds: float, options: Options) -> s
     ):
         if given:
             return f"what was lost is not measured: {option} exports no model that takes one text"
-    from quantmoe.benchmarks.quantization_loss import lost
+    from quantmoe.benchmarks.quality.quantization_loss import lost
 
     return lost(checkpoint, outdir, seconds, options.layers)

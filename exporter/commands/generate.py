@@ -137,10 +137,10 @@ def generate(
     warm: Annotated[Path | None, panel_option("Advanced", "load a trace's experts first", metavar="FILE")] = None,
 ) -> None:
     """Answer a prompt, or hold a conversation."""
+    from quantmoe.exporter.commands.terminal import TokensColumn, ended_by_signals, progress
     from quantmoe.exporter.folder.model_file import model_path
     from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
     from quantmoe.exporter.reading.tokenizer import stop_tokens
-    from quantmoe.exporter.terminal import TokensColumn, ended_by_signals, progress
     from quantmoe.runtime import ranks, saved_states
     from quantmoe.runtime.cache import TAIL
     from quantmoe.runtime.generate import Generator
@@ -263,7 +263,7 @@ def generate(
     talk.messages = before
     answered = True
     if chat:
-        from quantmoe.exporter.conversation import Conversation
+        from quantmoe.exporter.commands.terminal_conversation import Conversation
 
         answered = Conversation(talk, reply, lambda text: print(f"quantmoe: {one_line(text)}", file=sys.stderr)).run(
             prompt
@@ -291,8 +291,8 @@ def _used(path: Path | None, cache: Any) -> Callable[[int], None]:
 
 def _reply(chat: Any, message: Any, tell: Callable[[int], None], max_new_tokens: int, **options: Any) -> None:
     """Print the answer to a text or to messages as it comes."""
-    from quantmoe.exporter.conversation import PLAIN, shown
-    from quantmoe.exporter.terminal import TokensColumn, progress
+    from quantmoe.exporter.commands.terminal import TokensColumn, progress
+    from quantmoe.exporter.commands.terminal_conversation import PLAIN, shown
 
     if isinstance(message, str):
         check_text(message)
@@ -394,7 +394,7 @@ def _answer(model: Any, text: Any, prompts: Sequence[Sequence[int]], size: int, 
 
     The longest run first, with others about as long: a row is padded to the longest of its batch.
     """
-    from quantmoe.exporter.terminal import TokensColumn, progress
+    from quantmoe.exporter.commands.terminal import TokensColumn, progress
     from quantmoe.runtime.chat import answers
 
     order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]), reverse=True)

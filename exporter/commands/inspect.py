@@ -101,7 +101,7 @@ def inspect(
         if verify:
             from rich.progress import DownloadColumn, TransferSpeedColumn
 
-            from quantmoe.exporter.terminal import progress
+            from quantmoe.exporter.commands.terminal import progress
 
             tell.append(stack.enter_context(progress("reading", DownloadColumn(), TransferSpeedColumn())))
         found = inspect_model(model, verify, *tell)
@@ -149,7 +149,7 @@ def _fit_checkpoint(
         need("torch", "transformers", "onnxscript")
     except ModuleNotFoundError as error:
         sys.exit(f"quantmoe: --fit of a checkpoint: {missing(error, 'export')}")
-    from quantmoe.exporter.terminal import progress
+    from quantmoe.exporter.commands.terminal import progress
     from quantmoe.exporter.writing.checkpoint_fit import export_sizes
 
     with progress("reading headers") as tell:

@@ -49,7 +49,7 @@ def serve(
     chunk: Chunk = None,
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at a time."""
-    from quantmoe.exporter.terminal import progress
+    from quantmoe.exporter.commands.terminal import progress
     from quantmoe.serving.command import listen, run
     from quantmoe.serving.opening import open_server
 

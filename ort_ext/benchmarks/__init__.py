@@ -1,1 +1,1 @@
-"""``quantmoe bench`` and ``quantmoe evaluate``: times beside other engines, and quality beside other models."""
+"""``quantmoe bench``: times beside other engines. ``quality``: what a model predicts beside other models."""

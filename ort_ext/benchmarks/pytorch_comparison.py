@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from quantmoe.benchmarks.divergence import log_softmax
+from quantmoe.benchmarks.quality.divergence import log_softmax
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.folder.model_file import model_path

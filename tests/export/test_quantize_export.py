@@ -15,9 +15,9 @@ import torch
 from once import made_once
 from typer.testing import CliRunner
 
-from quantmoe.benchmarks import quantization_loss as lost_module
-from quantmoe.benchmarks.evaluate import evaluate
-from quantmoe.benchmarks.quantization_loss import TEXT, TOKENS, lost
+from quantmoe.benchmarks.quality import quantization_loss as lost_module
+from quantmoe.benchmarks.quality.evaluate import evaluate
+from quantmoe.benchmarks.quality.quantization_loss import TEXT, TOKENS, lost
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.graph import calibrating

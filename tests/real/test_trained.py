@@ -14,7 +14,7 @@ from trained import FILE, make, source
 from transformers import AutoModelForCausalLM
 
 import quantmoe
-from quantmoe.benchmarks.divergence import Positions
+from quantmoe.benchmarks.quality.divergence import Positions
 from quantmoe.exporter.graph.streamed_model import Streamed
 from quantmoe.exporter.reading.windows import windows_of
 from quantmoe.exporter.writing.prepare import open_format

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantmoe.benchmarks.evaluate import Evaluation
+from quantmoe.benchmarks.quality.evaluate import Evaluation
 
 #: nats, the least that the plot shows: logits in float32 resolve no less
 LEAST = 1e-6

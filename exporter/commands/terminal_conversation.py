@@ -62,7 +62,7 @@ class Conversation:
             Whether each message has an answer, or a person has seen why not.
         """
         if self._typed:
-            from quantmoe.exporter.terminal import edit_lines
+            from quantmoe.exporter.commands.terminal import edit_lines
 
             edit_lines()
             print("Ctrl-C ends a reply, Ctrl-D the conversation; /help lists commands", file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from quantmoe.benchmarks.divergence import Figures, Positions
+from quantmoe.benchmarks.quality.divergence import Figures, Positions
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.interface import NUM_LOGITS, present
 from quantmoe.exporter.folder.metadata import TARGET

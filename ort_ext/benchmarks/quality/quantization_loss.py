@@ -48,8 +48,8 @@ def lost(checkpoint: Path, output: Path, seconds: float, layers: int | None = No
 
 
 def _measured(checkpoint: Path, output: Path, layers: int | None, check: Any) -> str:
-    from quantmoe.benchmarks.divergence import Positions
-    from quantmoe.benchmarks.evaluate import outputs
+    from quantmoe.benchmarks.quality.divergence import Positions
+    from quantmoe.benchmarks.quality.evaluate import outputs
     from quantmoe.exporter.graph.streamed_model import Streamed
     from quantmoe.exporter.reading.windows import windows_of
     from quantmoe.exporter.writing.prepare import open_format

@@ -1,0 +1,1 @@
+"""``quantmoe evaluate``: perplexity, and divergence from another model."""
