@@ -341,6 +341,7 @@ test-wheel: wheel
 test-arm: build | $(MODEL)
 	$(UV) --group test --group wheel
 	MODEL=$(MODEL) PYTHON=$(BIN)/python KLEIDIAI_CASES=20 tests/arm/run.sh tests/layouts/test_golden.py
+	python -m pytest tests/arm/android.py
 	auditwheel repair --plat auto --wheel-dir dist build/arm/wheel/*.whl
 
 bench: build

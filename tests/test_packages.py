@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import re
@@ -73,6 +74,39 @@ def test_natives_are_refused(tmp_path: Path) -> None:
     assert natives(tmp_path, tmp_path / "out").endswith("are both for linux-x64")
     (tmp_path / "libquantmoe_ort.so").write_bytes(ELF + b"\x16\0")
     assert "libquantmoe_ort.so: libquantmoe_ort.so is for none of linux-x64," in natives(tmp_path, tmp_path / "out")
+
+
+def test_android_library(tmp_path: Path) -> None:
+    """An AAR has the jar's classes without its libraries, the library for aarch64 alone, and the date of the jar."""
+    jar, jni, out = tmp_path / "a.jar", tmp_path / "jni", tmp_path / "a.aar"
+    with zipfile.ZipFile(jar, "w") as archive:
+        for name in (
+            "META-INF/LICENSE",
+            "META-INF/THIRD_PARTY_NOTICES.txt",
+            "quantmoe/Chat.class",
+            "quantmoe/native/x/y.so",
+        ):
+            archive.writestr(zipfile.ZipInfo(name, (2026, 1, 2, 3, 4, 6)), name)
+
+    def pack() -> str:
+        command = [sys.executable, ROOT / "packages/android/aar.py", jar, jni, out]
+        return subprocess.run(command, capture_output=True, text=True).stderr.strip()
+
+    library = jni / "arm64-v8a/libquantmoe_ort.so"
+    library.parent.mkdir(parents=True)
+    assert pack() == f"{library.parent} has no libquantmoe_ort.so"
+    library.write_bytes(LIBRARIES["linux-x64"][1])
+    assert pack() == f"{library}: expected an ELF file for aarch64"
+    library.write_bytes(LIBRARIES["linux-arm64"][1])
+    assert pack() == ""
+    with zipfile.ZipFile(out) as aar:
+        assert {entry.date_time for entry in aar.infolist()} == {(2026, 1, 2, 3, 4, 6)}
+        parts = {name: aar.read(name) for name in aar.namelist()}
+    assert b'package="io.github.quantmoe"' in parts.pop("AndroidManifest.xml")
+    with zipfile.ZipFile(io.BytesIO(parts.pop("classes.jar"))) as found:
+        assert [n for n in found.namelist() if not n.startswith("META-INF")] == ["quantmoe/Chat.class"]
+    assert parts.pop("jni/arm64-v8a/libquantmoe_ort.so") == library.read_bytes()
+    assert set(parts) == {"R.txt", "LICENSE", "THIRD_PARTY_NOTICES.txt"}
 
 
 def commands(*arguments: str) -> str:

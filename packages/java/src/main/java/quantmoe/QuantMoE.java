@@ -18,9 +18,9 @@ public final class QuantMoE {
   /**
    * The library of this machine's platform, for {@code SessionOptions.registerCustomOpLibrary}. The first call copies it
    * into a folder of its own in {@code java.io.tmpdir}, which goes when the virtual machine ends. Windows keeps the file,
-   * as it is in use until then.
+   * as it is in use until then. On Android it is the library's name, which the app's linker finds.
    *
-   * @return the same absolute path in every call
+   * @return the same path in every call
    * @throws UnsupportedOperationException this jar has no library for the platform
    * @throws UncheckedIOException it cannot be copied
    */
@@ -38,6 +38,7 @@ public final class QuantMoE {
    * @throws UncheckedIOException it cannot be copied
    */
   public static String libraryPath(Device device) {
+    if (device == Device.CPU && "Dalvik".equals(System.getProperty("java.vm.name"))) return "libquantmoe_ort.so"; // Android
     if (device == Device.CPU) return pathOf("quantmoe_ort", "");
     return pathOf("quantmoe_ort_cuda", "; its jar of the classifier linux-x86_64-cuda has one for linux-x64");
   }

@@ -23,6 +23,16 @@ class LibraryTest {
   }
 
   @Test
+  void androidFindsTheLibraryOfTheApp() {
+    String vm = System.setProperty("java.vm.name", "Dalvik");
+    try {
+      assertEquals("libquantmoe_ort.so", QuantMoE.libraryPath());
+    } finally {
+      System.setProperty("java.vm.name", vm);
+    }
+  }
+
+  @Test
   void aPlatformThatTheJarLacksIsNamed() throws Exception {
     // A class loader of its own, as the first call decides.
     String arch = System.setProperty("os.arch", "s390x");
