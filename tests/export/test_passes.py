@@ -573,6 +573,18 @@ def test_layers_before_another_last_one_are_repeated() -> None:
     assert [int(value[0]) for value in found] == [888889, 2, 22, 222, 2222, 22222, 222222, -1777778]
 
 
+def test_layers_read_parameters_of_the_layer_before() -> None:
+    """What JetMoE adds to a layer's result."""
+    nodes = ["h0 = Add (x, w0)", *(f"h{i} = Sum (h{i - 1}, w{i - 1}, w{i})" for i in (1, 2))]
+    model = chain("\n".join([*nodes, *(f"l{i} = Mul (k{i}, h{i})" for i in range(3)), "y = Neg (h2)"]))
+    repeat_layers(model, "model.layers", [[0], [1], [5]])
+    weights = {v.name: np.float32([10 ** int(v.name.split(".")[2])]) for v in model.meta["placeholders"]}
+    model.graph.inputs.extend(model.meta["placeholders"])
+    given = {f"input.cache.layers.{i}.keys": np.float32([1]) for i in range(6)}
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | given | weights)
+    assert [int(value[0]) for value in found] == [-122222, 1, 12, 122, 1222, 12222, 122222]
+
+
 def test_layers_share_what_sizes_decide() -> None:
     """Ones of the size of the first layer's hidden states, which the trace makes once."""
     ones = "size = Shape (h0)\n ones = ConstantOfShape <value = float[1] {1}> (size)"

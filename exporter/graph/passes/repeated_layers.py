@@ -74,10 +74,13 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]],
     rename = {value: kept[position(value)] for value in named}
     for at, shifts, carried in plans:
         later = [node for i in range(at + 1, len(groups)) for node in block[i]]
-        previous: dict[ir.Value, ir.Value] = {value: value for node in block[at] for value in node.outputs}
+        own = [v for v in [*parameters, *graph.inputs] if level.get(v, -1) == at]
+        # the next group may read parameters of this one, too: what JetMoE adds to a layer's result
+        left = [*own, *(value for node in block[at] for value in node.outputs)]
+        previous: dict[ir.Value, ir.Value] = {value: value for value in left}
         for shift in shifts:
             copy = {source: previous[target] for source, target in carried.items()}
-            for value in [v for v in [*parameters, *graph.inputs] if level.get(v, -1) == at]:
+            for value in own:
                 copy[value] = ir.Value(name=value.name, shape=value.shape, type=value.type)
                 rename[copy[value]] = rename[value] + shift
                 (graph.inputs if value.is_graph_input() else parameters).append(copy[value])
@@ -87,7 +90,7 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]],
                 copy[value].name = value.name
                 rename[copy[value]] = rename[value] + shift
                 graph.outputs.append(copy[value])
-            previous = {value: copy[value] for node in block[at] for value in node.outputs}
+            previous = {value: copy[value] for value in left}
         for node in later:
             for i, read in enumerate(node.inputs):
                 if read is not None and read in previous:
