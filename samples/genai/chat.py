@@ -1,4 +1,4 @@
-"""Conversations by onnxruntime-genai: chat.py FOLDER [--stop TEXT]... [--users N]
+"""Conversations by onnxruntime-genai: chat.py FOLDER [--stop TEXT]... [--users N] [--max-new-tokens N]
 
 Each line that you type is a message. Ctrl-C ends the answer, Ctrl-D the program. --users gives the message to N
 conversations at the same time.
@@ -128,13 +128,15 @@ def main():
     parser.add_argument("folder", help="folder that export wrote")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text")
     parser.add_argument("--users", type=int, default=1, metavar="N", help="number of conversations (default 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer")
     args = parser.parse_args()
     model, cancelled = open_model(args.folder), threading.Event()
     users = [Conversation(model, args.folder) for _ in range(args.users)]
     signal.signal(signal.SIGINT, lambda *_: cancelled.set())
     for line in sys.stdin:
         cancelled.clear()
-        answers = [user.reply(line.rstrip("\n"), args.stop, cancelled=cancelled) for user in users]
+        options = {"stop": args.stop, "max_new_tokens": args.max_new_tokens, "cancelled": cancelled}
+        answers = [user.reply(line.rstrip("\n"), **options) for user in users]
         if len(answers) == 1:
             for piece in answers[0]:
                 print(piece, end="", flush=True)
