@@ -275,9 +275,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Path | str], str, str]] = {
         "float: no quantization configuration; supported formats: compressed-tensors",
     ),
     "method": (
-        lambda folder: edited(folder, quantization_config={"quant_method": "bitsandbytes"}),
+        lambda folder: edited(folder, quantization_config={"quant_method": "eetq"}),
         "",
-        "quantization method 'bitsandbytes'; supported formats: compressed-tensors",
+        "quantization method 'eetq'; supported formats: compressed-tensors",
     ),
     "layers": (lambda folder: QWEN, "--layers 9", "llmcompressor-gptq-weight: --layers 9; the model has 1 to 1"),
     "size": (lambda folder: edited(folder, hidden_size=2**40), "", "hidden_size is 1099511627776, expected at most"),

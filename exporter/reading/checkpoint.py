@@ -127,6 +127,9 @@ ALTERNATING = {
         ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
     }
 }
+#: what MLX calls a layer's experts, whose tensors it stacks; families of which mlx-lm changes nothing else
+STACKED = "switch_mlp"
+MLX_FAMILIES = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 #: the file of a whole model; the index of one in shards
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -232,7 +235,7 @@ class Checkpoint:
     def quantization(self) -> dict[str, Any]:
         """The quantizer's configuration, wherever the tool put it; {} when there is none."""
         for config in (self.config, self.text_config):
-            for key in ("quantization_config", "compression_config"):
+            for key in ("quantization_config", "compression_config", "quantization"):
                 if found := config.get(key):
                     if not isinstance(found, dict):
                         raise CheckpointError(f"{self.folder / 'config.json'}: {key} is not an object")
@@ -280,6 +283,10 @@ class Checkpoint:
         """``file: tensor``, for messages."""
         entry = self._entries.get(name)
         return f"{entry.shard}: {entry.name}" if entry else f"{self.folder}: {name}"
+
+    def shard(self, name: str) -> Path:
+        """Return the file that has a tensor."""
+        return self._entry(name).shard
 
     def dtype(self, name: str) -> str:
         """Return the safetensors dtype name, e.g. BF16."""
@@ -413,6 +420,8 @@ class Checkpoint:
         for end, names in ALTERNATING.get(family, {}).items() if isinstance(family, str) else ():
             if name.endswith(end):
                 return self._halves(name.removesuffix(end), names, entry)
+        if f".{STACKED}." in name and entry.shape:
+            return _unstacked(name, entry)
         joined, rows = DIVIDED.get(family, ("", None)) if isinstance(family, str) else ("", None)
         stem, _, leaf = name.rpartition(".")
         parent, _, linear = stem.rpartition(".")
@@ -614,6 +623,17 @@ def _renamed(name: str, ends: dict[str, str]) -> str:
     return name.removesuffix(end) + ends[end] if end else name
 
 
+def _unstacked(name: str, entry: Entry) -> dict[str, Entry]:
+    """Return MLX's tensors of all experts under the names that transformers gives each."""
+    stem, leaf = name.split(f".{STACKED}.", 1)
+    count, *shape = entry.shape
+    size = DTYPES[entry.dtype].itemsize * prod(shape)
+    return {
+        f"{stem}.experts.{e}.{leaf}": replace(entry, shape=tuple(shape), begin=entry.begin + e * size)
+        for e in range(count)
+    }
+
+
 def _no_folder(path: Path) -> str:
     """Return what may have been meant by a path that is no folder."""
     expected = "expected the folder of a Hugging Face checkpoint, with config.json and *.safetensors"
@@ -657,6 +677,14 @@ def is_outline(array: np.ndarray) -> bool:
 def unlike_rows(array: np.ndarray) -> np.ndarray:
     """Return the rows of a matrix; of an outline, whose rows are all alike, the first."""
     return array[:1] if is_outline(array) else array
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts beside the tensors of a safetensors file. :func:`read_header` found its header sound."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        found = _parse(file.read(length)).get("__metadata__")
+    return found if isinstance(found, dict) else {}
 
 
 def read_header(path: Path) -> dict[str, Entry]:

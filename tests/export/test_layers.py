@@ -31,6 +31,11 @@ def usable(m: encoders.QuantizedMatrix) -> encoders.QuantizedMatrix:
     if m.scales.dtype.itemsize == 1:
         return m if m.global_scale is None else dataclasses.replace(m, global_scale=float(np.float32(0.01)))
     size = np.nanstd(m.dequantize()) * np.sqrt(m.shape[1])
+    if m.scales.dtype.names:  # by a power of two: minima stay exact
+        scales = m.scales.copy()
+        for name in scales.dtype.names:
+            scales[name] *= np.float32(0.5 ** np.ceil(np.log2(size)))
+        return dataclasses.replace(m, scales=scales)
     return dataclasses.replace(m, scales=(m.scales.astype(np.float32) / np.float32(size)).astype(m.scales.dtype))
 
 

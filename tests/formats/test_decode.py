@@ -417,7 +417,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("quantization", "text"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes'; supported formats: compressed-tensors"),
+        ({"quant_method": "eetq"}, "quantization method 'eetq'; supported formats: compressed-tensors"),
         ({"quant_method": "exl3"}, "method 'exl3', which is not read: its weights are paths through a trellis"),
         ({"quant_method": "aqlm"}, "method 'aqlm', which is not read: its weights are sums of vectors"),
         ({"quant_method": "vptq"}, "method 'vptq', which is not read: its weights are vectors from learned codebooks"),

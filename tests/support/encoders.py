@@ -5,6 +5,7 @@ Written from the formats' descriptions, not from the decoders: bits are laid out
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
 
 Tensors = dict[str, np.ndarray]
 
@@ -163,6 +165,46 @@ def mxfp4(matrix: QuantizedMatrix) -> Tensors:
     return with_bias({"weight": nibbles(matrix.codes), "weight_scale": matrix.scales.view(np.uint8)}, matrix)
 
 
+def bitsandbytes(matrix: QuantizedMatrix, block: int = 0, nested: bool = False) -> Tensors:
+    """``block``: weights of a block, which the matrix' groups are parts of. ``nested``: scales are 1/2, 1, 3/2 .."""
+    kind, codes = {"nf4": "nf4", "bnb_fp4": "fp4"}[matrix.kind], matrix.codes.reshape(-1)
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": block or matrix.group_size, "dtype": "bfloat16"}
+    tensors = {
+        "weight": (codes[0::2] << 4 | codes[1::2])[:, None],
+        "weight.absmax": matrix.scales.reshape(-1)[:: state["blocksize"] // matrix.group_size],
+        "weight.quant_map": SCHEMES[matrix.kind].table.astype(np.float32),
+    }
+    if nested:
+        blocks = len(tensors["weight.absmax"])
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
+        tensors["weight.nested_absmax"] = np.full(-(-blocks // 256), 0.5, np.float32)
+        tensors["weight.nested_quant_map"] = np.arange(256, dtype=np.float32)
+        tensors["weight.absmax"] = (tensors["weight.absmax"] * 2 - 1).astype(np.uint8)
+    text = json.dumps(state | {"shape": list(matrix.shape)}).encode()
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(text, np.uint8)
+    return with_bias(tensors, matrix)
+
+
+def hqq(matrix: QuantizedMatrix, bits: int = 4, axis: int = 1) -> Tensors:
+    groups = matrix.codes.reshape(-1, matrix.group_size)
+    count, dtype = {1: (8, np.uint8), 2: (4, np.uint8), 3: (10, np.int32), 4: (2, np.uint8)}.get(bits, (1, np.uint8))
+    padded = np.pad(groups, ((0, -len(groups) % count), (0, 0))).astype(dtype)
+    packed = np.zeros((len(padded) // count, matrix.group_size), dtype)
+    for part in np.split(padded, count):
+        packed = packed << (bits if count > 1 else 0) | part
+    scales = matrix.scales["d"].reshape(-1, 1)
+    name = f"{bits if count > 1 else 8}bit_{'32' if bits == 3 else 'u8'}"
+    tensors = {
+        "W_q": packed,
+        "scale": scales,
+        "zero": (matrix.scales["d_min"].reshape(-1, 1).astype(np.float64) / scales).astype(np.float32),
+        "packing": np.frombuffer(name.encode(), np.uint8),
+        "shape": np.array(matrix.shape, np.int32),
+    }
+    numbers = {"nbits": bits, "axis": axis, "group_size": matrix.group_size}
+    return with_bias(tensors | {key: np.array(value, np.int32) for key, value in numbers.items()}, matrix)
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the table: what a tool's checkpoint can hold, and how it is written.
@@ -309,6 +351,26 @@ CASES = [
         scales=("f32", "bf16"),
     ),
     Case(
+        "bitsandbytes-nf4",
+        bitsandbytes,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "nf4",
+        (32,),
+        scales=("f32",),
+        k_step=32,
+    ),
+    Case(
+        "hqq",
+        hqq,
+        {"quant_method": "hqq", "skip_modules": ["lm_head"]},
+        "q4_1",
+        (32,),
+        scales=("f32_minima",),
+        n_step=2,
+        k_step=32,
+        optional=frozenset({"bias", "group_size"}),
+    ),
+    Case(
         "modelopt-nvfp4",
         modelopt_nvfp4,
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
@@ -381,7 +443,7 @@ def random_matrix(case: Case, n: int, k: int, group_size: int, scale: str, bias:
     rng = np.random.default_rng(seed)
     groups = 1 if group_size == -1 else -(-k // group_size)
     shape = (-(-n // case.block_n), groups)
-    top = 1 << (4 if case.kind in ("int4", "nvfp4", "mxfp4") else 8)
+    top = 1 << SCHEMES[case.kind].bits
     codes = rng.integers(0, top, (n, k), np.uint8) if top == 16 else rng.integers(0, 256, (n, k)).astype(np.uint8)
     zero_points = None
     if case.zero_points:
@@ -393,10 +455,16 @@ def random_matrix(case: Case, n: int, k: int, group_size: int, scale: str, bias:
         perm = np.concatenate([np.sort(perm[i : i + group_size]) for i in range(0, k, group_size)])
     if perm is not None and np.array_equal(perm // group_size, np.arange(k) // group_size):
         perm = None
+    scales = rng.uniform(0.01, 2, shape).astype(SCALE_DTYPES["bf16" if scale == "f32_minima" else scale])
+    if scale == "f32_minima":  # of zero points that have few bits
+        levels = np.empty(shape, SCALE_DTYPES[scale])
+        levels["d"] = scales
+        levels["d_min"] = levels["d"] * rng.uniform(-20, 20, shape).astype(SCALE_DTYPES["bf16"]).astype(np.float32)
+        scales = levels
     return QuantizedMatrix(
         kind=case.kind,
         codes=codes,
-        scales=rng.uniform(0.01, 2, shape).astype(SCALE_DTYPES[scale]),
+        scales=scales,
         group_size=group_size,
         block_n=case.block_n,
         zero_points=zero_points,
