@@ -435,7 +435,11 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
         ({"quant_method": "awq", "version": "gemv"}, "packing 'gemv'; supported: 4 bits, gemm"),
         ({"quant_method": "awq", "bits": 8}, "AWQ bits=8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "supported: e4m3"),
-        ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config"),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"a": 1}},
+            "transform_config has a, expected config",
+        ),
+        ({"quant_method": "fp_quant"}, "which is not read: each run rotates the inputs"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({}, "no quantization configuration; supported formats"),
         ({}, "in floating point is quantized with --quantize int4 or another format, or left as it is with none"),

@@ -26,6 +26,7 @@ import regex
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
+from quantmoe.exporter.reading.formats import rotations
 from quantmoe.exporter.reading.formats.base import (
     FLOATS,
     Format,
@@ -140,10 +141,9 @@ class CompressedTensors(Format):
         super().__init__(ckpt)
         raw = ckpt.quantization
         config = ckpt.folder / "config.json"
-        if raw.get("transform_config"):
-            raise CheckpointError(
-                f"{config}: transform_config {raw['transform_config']} is not supported; expected none"
-            )
+        transforms = raw.get("transform_config")
+        if transforms and (reason := rotations.refusal(transforms, bool(raw.get("kv_cache_scheme")))):
+            raise CheckpointError(f"{config}: {reason}")
         if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
             raise CheckpointError(f"{config}: sparsity_config format {sparsity!r} is not supported; expected dense")
         self.ignore = [_compiled(target) for target in _targets(raw.get("ignore") or [], "ignore")]
