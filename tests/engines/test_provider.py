@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,13 @@ import onnxruntime as ort
 import pytest
 from bounds import check, check_linear
 from cases import Case
-from existing import error, is_claimed, linear, moe, needs_provider, outputs, run, said, session, with_input
-from specs import projection
+from existing import error, is_claimed, linear, moe, narrowed, needs_provider, outputs, run, said, session, with_input
+from specs import moe_spec, projection
 
 from quantmoe import ort_ext
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import cpu_panel, join
+from quantmoe.custom_ops.reference import quant_moe
 
 #: float32 on both sides, sums in another order, as tests/export/test_target_ort.py
 BOUND = 2e-5
@@ -58,6 +62,54 @@ def test_a_linear(capfd, kind, group, n, k, zero_points, accuracy_level):
         check_linear(x, m, p, found)
         assert error(found, run(theirs, x=x)) < (ROUNDED if accuracy_level else BOUND)
     assert run(ours, x=np.zeros((0, k), np.float32)).shape == (0, n)
+
+
+@needs_provider
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(("group", "n", "k"), [(32, 300, 416), (16, 7, 40), (128, 40, 128)])
+def test_a_linear_of_two_bits(capfd, group, n, k, zero_points):
+    m = Case(weights=("int4", "f32", zero_points), group_size=group, bias=True).matrix(np.random.default_rng(0), n, k)
+    source = linear(narrowed(m, 2), np.float32, bits=2)
+    assert is_claimed(source, capfd)
+    p = projection("int4", group, "f32", "none", zero_points=int(zero_points), bias=1)
+    x = np.random.default_rng(1).standard_normal((17, k)).astype(np.float32)
+    found = run(session(source), x=x)
+    check_linear(x, narrowed(m, 2), p, found)
+    assert error(found, run(session(source, provider=False), x=x)) < BOUND
+
+
+@needs_provider
+@pytest.mark.parametrize(
+    ("widths", "zero_points"),
+    [((2, 2), False), ((2, 2), True), ((3, 3), False), ((3, 2), False), ((2, 4), False), ((4, 8), False)],
+)
+def test_a_layer_of_other_widths(capfd, widths, zero_points):
+    """Codes of 2 and 3 bits have the values that ONNX Runtime's documentation of QMoE says, gate and up beside down of
+    another width. Its CPU kernel is compared where it has one."""
+    case = replace(CASE, weights=("int4", "f32", zero_points))
+    wide = replace(CASE, weights=("int8", "f32", zero_points))
+    experts = []
+    for e in range(case.experts):
+        own, other = case.expert(np.random.default_rng(e)), wide.expert(np.random.default_rng(e))
+        up, down = (own if width < 8 else other for width in widths)
+        parts = ((up.gate, widths[0]), (up.up, widths[0]), (down.down, widths[1]))
+        experts.append(Expert(*(narrowed(m, width) if width < 4 else m for m, width in parts)))
+    names = {"expert_weight_bits": widths[0]} | ({"fc2_expert_weight_bits": widths[1]} if len(set(widths)) > 1 else {})
+    dtype = np.float16 if 3 in widths else np.float32  # ONNX Runtime has 3 bits with 16-bit floats alone
+    own = {"activation_type": "swiglu", "normalize_routing_weights": 0, "weights_prepacked": 0}
+    source = moe(case, experts, dtype, True, **own, **names)
+    assert is_claimed(source, capfd)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((33, case.hidden)).astype(dtype)
+    probs, factors = (rng.uniform(0.1, 1, (33, case.experts)).astype(dtype) for _ in range(2))
+    found = run(session(source), x=x, probs=probs, factors=factors)
+    ids = np.argsort(-probs, 1)[:, : case.top_k].astype(np.int32)
+    pair = reduce(join, (cpu_panel.describe(expert, "none") for expert in experts))
+    spec = moe_spec(case.experts, case.hidden, case.intermediate, *pair)
+    want = quant_moe(spec, experts, x, ids, np.take_along_axis(factors, ids, 1))
+    assert error(found, want) < (BOUND if dtype == np.float32 else 2**-10)
+    if widths == (2, 2):
+        assert error(found, run(session(source, provider=False), x=x, probs=probs, factors=factors)) < BOUND
 
 
 @needs_provider

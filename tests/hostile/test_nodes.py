@@ -88,7 +88,7 @@ LINEAR = {
     "K of 32 bits": (lambda: a_linear(K=HUGE), f"K is {HUGE}"),
     "K and N the most": (lambda: a_linear(K=2**31 - 1, N=2**31 - 1, block_size=2**31 - 2), "B has shape"),
     "N of 63 bits": (lambda: a_linear(N=2**63 - 1), f"N is {2**63 - 1}"),
-    "3 bits": (lambda: a_linear(bits=3), "bits is 3, expected 4 or 8"),
+    "3 bits": (lambda: a_linear(bits=3), "bits is 3, expected 2, 4 or 8"),
     "-4 bits": (lambda: a_linear(bits=-4), "bits is -4"),
     "8 bits of 4": (lambda: a_linear(bits=8), "B has shape [24, 2, 16], expected [24, 2, 32]"),
     "packed for another": (lambda: a_linear(weight_prepacked=1), "packed for another provider"),

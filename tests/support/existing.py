@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,27 @@ def model(
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [.., k] as bytes, the first of two low."""
-    if bits == 8:
-        return codes
-    codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], codes.shape[-1] % 2), np.uint8)], -1)
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    """Codes [.., k] as a stream of bits, the lowest first, which ends with a byte."""
+    stream = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little")
+    return np.packbits(stream.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
+
+
+def stored(m: QuantizedMatrix, bits: int) -> np.ndarray:
+    """Return the codes as the operators have them in so many bits, of a matrix of :func:`narrowed`."""
+    return m.codes if bits >= 4 or m.zero_points is not None else m.codes - (8 - 2 ** (bits - 1))
+
+
+def narrowed(m: QuantizedMatrix, bits: int) -> QuantizedMatrix:
+    """Return a matrix of int4 whose codes fit into 2 or 3 bits."""
+    if m.zero_points is not None:
+        return replace(m, codes=m.codes % 2**bits, zero_points=m.zero_points % 2**bits)
+    return replace(m, codes=m.codes % 2**bits + (8 - 2 ** (bits - 1)))
 
 
 def linear(m: QuantizedMatrix, dtype: type, **attributes: Any) -> ir.Model:
-    bits = 4 if m.kind == "int4" else 8
+    bits = attributes.get("bits", 4 if m.kind == "int4" else 8)
     (n, k), g = m.shape, m.group_size
-    codes = np.pad(m.codes, ((0, 0), (0, -k % g)))
+    codes = np.pad(stored(m, bits), ((0, 0), (0, -k % g)))
     weights = [
         "x",
         packed(codes.reshape(n, -1, g), bits),
@@ -83,11 +94,15 @@ def linear(m: QuantizedMatrix, dtype: type, **attributes: Any) -> ir.Model:
 def moe(case: Case, experts: list[Expert], dtype: type, weighted: bool = False, **attributes: Any) -> ir.Model:
     """QMoE with inputs x, probs and, where `weighted`, factors."""
     bits, fusion = 4 if case.weights[0] == "int4" else 8, attributes.get("swiglu_fusion", 1)
+    widths = [attributes.get(f"fc{i}_expert_weight_bits", attributes.get("expert_weight_bits", bits)) for i in (1, 2)]
+
+    def part(m: QuantizedMatrix, field: str, bits: int) -> np.ndarray | None:
+        return stored(m, bits) if field == "codes" else getattr(m, field)
 
     def fc1(field: str) -> np.ndarray | None:
         rows = []
         for e in experts:
-            halves = [getattr(m, field) for m in (e.gate, e.up) if m is not None]
+            halves = [part(m, field, widths[0]) for m in (e.gate, e.up) if m is not None]
             if halves[0] is None:
                 return None
             both = np.stack(halves, 1 if fusion == 1 else 0)
@@ -95,16 +110,16 @@ def moe(case: Case, experts: list[Expert], dtype: type, weighted: bool = False, 
         return np.stack(rows)
 
     def fc2(field: str) -> np.ndarray | None:
-        found = [getattr(e.down, field) for e in experts]
+        found = [part(e.down, field, widths[1]) for e in experts]
         return None if found[0] is None else np.stack(found)
 
-    def inputs(of: Any) -> tuple[list[np.ndarray | str | None], np.ndarray | None]:
+    def inputs(of: Any, bits: int) -> tuple[list[np.ndarray | str | None], np.ndarray | None]:
         scales, bias, zeros = of("scales").astype(dtype), of("bias"), of("zero_points")
         scales = scales[..., 0] if case.group_size == -1 else scales
         bias = None if bias is None else bias.astype(dtype)
         return [packed(of("codes"), bits), scales, bias], None if zeros is None else packed(zeros, bits)
 
-    (first, first_zeros), (second, second_zeros) = inputs(fc1), inputs(fc2)
+    (first, first_zeros), (second, second_zeros) = inputs(fc1, widths[0]), inputs(fc2, widths[1])
     weights = ["x", "probs", *first, *second, None, None, None, first_zeros, second_zeros, None]
     given = {"x": (dtype, case.hidden), "probs": (dtype, case.experts)}
     if weighted:

@@ -151,7 +151,7 @@ void expect_rows(const Constant& tensor, const char* what, int64_t rows, int64_t
 qm_projection projection_of(int64_t bits, int64_t group, ONNXTensorElementDataType scales, bool zero_points, bool bias,
                             bool int8) {
   qm_projection projection{};
-  projection.format = bits == 4 ? k_format_int4 : k_format_int8;
+  projection.format = bits <= 4 ? k_format_int4 : k_format_int8;
   projection.group_size = static_cast<int32_t>(group);
   projection.block_n = 1;
   projection.scale_type = scales == kFloat ? k_scale_type_f32 : k_scale_type_f16;
@@ -179,15 +179,18 @@ bool wants_int8(Activations wanted, int64_t accuracy_level) {
   return wanted == Activations::kInt8 || (wanted == Activations::kAuto && accuracy_level == 4);
 }
 
-int64_t bits_of(const Reader& node, const char* name) {
-  const int64_t bits = node.integer(name, 4);
-  if (bits != 4 && bits != 8) throw Unclaimed(std::string(name) + " is " + std::to_string(bits) + ", expected 4 or 8");
+int64_t bits_of(const Reader& node, const char* name, int64_t absent, bool three) {
+  const int64_t bits = node.integer(name, absent);
+  if (bits != 2 && (bits != 3 || !three) && bits != 4 && bits != 8)
+    throw Unclaimed(std::string(name) + " is " + std::to_string(bits) + ", expected 2, " + (three ? "3, " : "") +
+                    "4 or 8");
   return bits;
 }
 
 void read_linear(const Reader& node, Activations activations, Claim& claim) {
   Matrix matrix;
-  const int64_t bits = bits_of(node, "bits"), group = node.size("block_size");
+  const int64_t bits = bits_of(node, "bits", 4, false), group = node.size("block_size");
+  matrix.bits = bits;
   matrix.k = node.size("K");
   matrix.n = node.size("N");
   if (node.integer("weight_prepacked", 0)) throw Unclaimed("its weights are packed for another provider");
@@ -222,6 +225,7 @@ void read_linear(const Reader& node, Activations activations, Claim& claim) {
 Matrix read_experts(const Reader& node, size_t first, size_t zero_points, const char* name, int halves, int64_t bits,
                     int64_t group, bool int8) {
   Matrix matrix;
+  matrix.bits = bits;
   const std::string prefix = name;
   const auto type = node.type(0);
   matrix.codes = node.constant(first, (prefix + "_experts_weights").c_str(), kByte, true);
@@ -234,9 +238,10 @@ Matrix read_experts(const Reader& node, size_t first, size_t zero_points, const 
   matrix.halves = halves;
   const int64_t rows = matrix.codes.shape[1];
   matrix.n = rows / halves;
-  matrix.k = matrix.code_row * 8 / bits;
-  expect(matrix.experts > 0 && matrix.n > 0 && matrix.k > 0 && rows % halves == 0, matrix.codes,
-         (prefix + "_experts_weights").c_str(), "experts, rows of gate and up, columns");
+  const int64_t code_bits = matrix.code_row * 8;
+  matrix.k = code_bits / bits;
+  expect(matrix.experts > 0 && matrix.n > 0 && matrix.k > 0 && rows % halves == 0 && matrix.k * bits == code_bits,
+         matrix.codes, (prefix + "_experts_weights").c_str(), "experts, rows of gate and up, columns");
   matrix.scales = node.constant(first + 1, (prefix + "_scales").c_str(), type, true);
   matrix.bias = node.constant(first + 2, (prefix + "_experts_bias").c_str(), type, false);
   matrix.zero_points = node.constant(zero_points, (prefix + "_zero_points").c_str(), kByte, false);
@@ -287,9 +292,9 @@ void find_activation(const Reader& node, qm_moe& moe) {
 
 void read_moe(const Reader& node, Activations activations, Claim& claim) {
   claim.moe = true;
-  const int64_t bits = bits_of(node, "expert_weight_bits"), fusion = node.integer("swiglu_fusion", 0);
-  for (const char* name : {"fc1_expert_weight_bits", "fc2_expert_weight_bits", "fc3_expert_weight_bits"})
-    if (node.integer(name, bits) != bits) throw Unclaimed("its projections have different widths");
+  const int64_t both = bits_of(node, "expert_weight_bits", 4, true), fusion = node.integer("swiglu_fusion", 0);
+  const int64_t bits1 = bits_of(node, "fc1_expert_weight_bits", both, true);
+  const int64_t bits2 = bits_of(node, "fc2_expert_weight_bits", both, true);
   if (const std::string type = node.text("quant_type", "int"); type != "int") throw Unclaimed("quant_type is " + type);
   if (node.integer("weights_prepacked", -1) > 0) throw Unclaimed("its weights are packed for another provider");
   if (node.integer("use_sparse_mixer", 0)) throw Unclaimed("it uses the sparse mixer");
@@ -301,13 +306,15 @@ void read_moe(const Reader& node, Activations activations, Claim& claim) {
   char error[QM_ERROR_SIZE];
   if (qm_set_version("QuantMoE", &moe, 1, error)) throw Unclaimed(error);
   find_activation(node, moe);
+  if (moe.gated && node.integer("fc3_expert_weight_bits", both) != bits1)
+    throw Unclaimed("fc1_expert_weight_bits is " + std::to_string(bits1) + ", expected that of fc3");
   if (moe.gated && fusion != 1 && fusion != 2)
     throw Unclaimed("swiglu_fusion is " + std::to_string(fusion) + ", expected 1 or 2");
   const bool int8 = wants_int8(activations, node.integer("accuracy_level", 0));
   const int64_t group = node.integer("block_size", -1);
   if (group < 1 && group != -1) throw Unclaimed("block_size is " + std::to_string(group));
-  Matrix w13 = read_experts(node, 2, 11, "fc1", moe.gated ? 2 : 1, bits, group, int8);
-  Matrix w2 = read_experts(node, 5, 12, "fc2", 1, bits, group, int8);
+  Matrix w13 = read_experts(node, 2, 11, "fc1", moe.gated ? 2 : 1, bits1, group, int8);
+  Matrix w2 = read_experts(node, 5, 12, "fc2", 1, bits2, group, int8);
   w13.interleaved = fusion == 1;
   if (w13.experts != w2.experts || w13.n != w2.k || w13.k != w2.n || std::max(w13.experts, w13.k) > INT32_MAX)
     throw Unclaimed("fc1 is " + text_of(w13.codes.shape) + " and fc2 " + text_of(w2.codes.shape) +
@@ -403,10 +410,11 @@ class Packer {
   void pack(int64_t expert, int64_t chunk, char* row) const {
     const int64_t half = chunk % m_.halves, first = chunk / m_.halves * kRows;
     const int64_t count = std::min<int64_t>(kRows, m_.n - first);
-    const bool four = m_.projection.format == k_format_int4;
     const int64_t groups = m_.projection.group_size > 0 ? ceil_div(m_.k, m_.projection.group_size) : 1;
     const size_t width = m_.projection.scale_type == k_scale_type_f32 ? 4 : 2;
-    const int64_t zero_row = four ? ceil_div(groups, 2) : groups;
+    const int64_t zero_row = ceil_div(groups * m_.bits, 8);
+    // without zero points the middle of the codes means 0, here and there
+    const int more = zeros_ || m_.bits >= 4 ? 0 : 8 - (1 << (m_.bits - 1));
     Rows rows;
     rows.codes.resize(static_cast<size_t>(count * m_.k));
     rows.scales.resize(static_cast<size_t>(count * groups) * width);
@@ -415,10 +423,10 @@ class Packer {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t own = m_.interleaved ? (first + i) * m_.halves + half : half * m_.n + first + i;
       const int64_t stored = expert * m_.n * m_.halves + own;
-      unpack(codes_ + stored * m_.code_row, m_.k, four, rows.codes.data() + i * m_.k);
+      unpack(codes_ + stored * m_.code_row, m_.k, more, rows.codes.data() + i * m_.k);
       std::memcpy(rows.scales.data() + static_cast<size_t>(i * groups) * width,
                   scales_ + static_cast<size_t>(stored * groups) * width, static_cast<size_t>(groups) * width);
-      if (zeros_) unpack(zeros_ + stored * zero_row, groups, four, rows.zero_points.data() + i * groups);
+      if (zeros_) unpack(zeros_ + stored * zero_row, groups, 0, rows.zero_points.data() + i * groups);
       if (bias_)
         rows.bias[static_cast<size_t>(i)] = m_.bias.type == kFloat
                                                 ? static_cast<const float*>(bias_)[stored]
@@ -446,9 +454,18 @@ class Packer {
  private:
   static constexpr int64_t kRows = 256;  // a multiple of every panel's rows
 
-  static void unpack(const uint8_t* from, int64_t count, bool four, uint8_t* codes) {
-    if (!four) {
+  // Codes are a stream of bits, the lowest first. `more` is added to each.
+  void unpack(const uint8_t* from, int64_t count, int more, uint8_t* codes) const {
+    if (m_.bits == 8) {
       std::memcpy(codes, from, static_cast<size_t>(count));
+      return;
+    }
+    if (m_.bits < 4) {
+      for (int64_t i = 0, at = 0; i < count; ++i, at += m_.bits) {
+        const int over = static_cast<int>(at % 8 + m_.bits - 8);  // bits in the next byte
+        const int pair = from[at / 8] | (over > 0 ? from[at / 8 + 1] << 8 : 0);
+        codes[i] = static_cast<uint8_t>((pair >> at % 8 & ((1 << m_.bits) - 1)) + more);
+      }
       return;
     }
     for (int64_t i = 0; i + 1 < count; i += 2) {
@@ -515,6 +532,7 @@ std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::fi
        {int64_t{projection.format}, int64_t{projection.group_size}, int64_t{projection.scale_type}, matrix.experts,
         matrix.n, matrix.k, int64_t{matrix.halves}, int64_t{matrix.interleaved}})
     add(std::to_string(number) + " ");
+  if (matrix.bits < 4) add("bits " + std::to_string(matrix.bits) + " ");
   for (const Constant* tensor : {&matrix.codes, &matrix.scales, &matrix.zero_points, &matrix.bias}) {
     add("\n");
     if (!*tensor) continue;
