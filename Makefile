@@ -140,11 +140,11 @@ test-long: build
 
 # The CUDA kernels and the libraries around them, compiled by PyPI's nvcc for every architecture or for CUDA_ARCHITECTURES; needs no GPU.
 # PLATFORM=linux_aarch64 is for Arm: with g++-aarch64-linux-gnu, CUDA's runtime of PyPI's wheel for it, and no tests' libraries.
-# sm_80's code serves Orin (8.7), sm_90a's GH200; Thor (11.0) and Spark (12.1) compile the PTX of 90 when it is loaded.
+# sm_80's code serves Orin (8.7), sm_90a's GH200, the next two are for Thor and Spark; GB200 (10.0) compiles the PTX of 90 when it is loaded.
 PLATFORM ?= linux_$(ARCH)
 CROSS := $(patsubst linux_%,%,$(filter-out linux_$(ARCH),$(PLATFORM)))
 CUDA_BUILD := $(CURDIR)/build/cuda$(CROSS:%=-%)
-CUDA_ARCHITECTURES ?= $(if $(CROSS),80-real;90a-real;90-virtual)
+CUDA_ARCHITECTURES ?= $(if $(CROSS),80-real;90a-real;90-virtual;110-real;121a-real)
 CUDA_TARGETS := quantmoe_cuda quantmoe_trt quantmoe_ort_cuda \
   $(if $(CROSS),,quantmoe_trt_driver quantmoe_trt_sample quantmoe_ort_driver quantmoe_ort_fake)
 cuda: venv

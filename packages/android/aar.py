@@ -1,6 +1,14 @@
 """Writes OUT, an Android library (AAR), of the classes in JAR and the native libraries JNI/arm64-v8a/*.so.
 
-usage: aar.py JAR JNI OUT: JAR is the one of `make jar`; docs/reference/platforms.md says how the libraries are built.
+usage: aar.py JAR JNI OUT, after these commands with the NDK in ANDROID_NDK, which were never run:
+
+    make jar
+    cmake -S . -B build/android -DCMAKE_TOOLCHAIN_FILE=$ANDROID_NDK/build/cmake/android.toolchain.cmake \\
+      -DANDROID_ABI=arm64-v8a -DANDROID_PLATFORM=34 -DORT_INCLUDE_DIR=HEADERS
+    cmake --build build/android --target quantmoe_ort
+    mkdir -p build/jni/arm64-v8a
+    cp build/android/ort_ext/libquantmoe_ort.so build/jni/arm64-v8a
+    python packages/android/aar.py build/java/quantmoe-0.1.0.jar build/jni build/quantmoe.aar
 """
 
 import io

@@ -47,10 +47,10 @@ inline bool takes_nvfp4(const qm_projection& w) {
   return kind_of(w) == WeightKind::kNvfp4 && w.group_size == 16 && w.activation_format == k_activation_format_nvfp4 &&
          !w.perm;
 }
-// Whether a product of the mma.sync family takes both sides' codes: of e4m3, or block-scaled of e2m1, which of that
-// family sm_120a has alone.
+// Whether a product of the mma.sync family takes both sides' codes: of e4m3, or block-scaled of e2m1. In that family
+// only sm_120a and sm_121a have the second one.
 inline bool packs(int sm, const qm_projection& w) {
-  return (sm >= 89 && takes_fp8(w)) || (sm == 120 && takes_nvfp4(w));
+  return (sm >= 89 && takes_fp8(w)) || ((sm == 120 || sm == 121) && takes_nvfp4(w));
 }
 // Of 64 columns of a token then, codes and scales: of nvfp4 pack_nvfp4 (rounded_activations.cuh), of e4m3 pack_e4m3.
 constexpr int packed_unit_bytes(WeightKind kind) {

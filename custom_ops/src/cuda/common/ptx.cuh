@@ -206,7 +206,7 @@ static __device__ __noinline__ void slow_mma_nvfp4(float (&c)[4], uint32_t a0, u
 // are column g, with these rows.
 __device__ inline void mma_nvfp4(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t scale_a,
                                  uint32_t scale_b) {
-#if defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
   constexpr uint16_t zero = 0;  // the bytes and threads that scales come from
   asm("mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%11}, {%12}, {%11,%11};"
