@@ -43,7 +43,7 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang lock compiler build cuda wheel-cuda demo quick test test-every test-random test-real genai-differences test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg text-library test-packages test-guides release clean
+  format samples first-minutes wheel windows test-windows test-windows-cuda macos test-macos natives jar nupkg text-library test-packages test-guides release clean
 
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
 venv: $(VENV)/installed
@@ -234,6 +234,11 @@ windows: build
 # The DLLs under wine, beside the Linux libraries (tests/windows/run.sh): apt-get install --no-install-recommends wine wine64.
 test-windows: windows | $(MODEL)
 	tests/windows/run.sh $(MODEL)
+
+# A trial: one CUDA kernel for Windows, its host code by PyPI's clang, under wine with a driver of the test's own (docs/lab/programs.md).
+test-windows-cuda: build
+	UV_CONSTRAINT=$(LOCKED)/cuda.txt $(UV) --group cuda
+	tests/windows/cuda/run.sh
 
 # The dylibs for macOS 13 on arm64, in build/macos, and the wheel that has them; by PyPI's clang with zig's linker and libSystem.tbd.
 macos: build
