@@ -70,6 +70,8 @@ TABLE = {
     "quark-fp8-rows": ("fp8_e4m3", -1, "fp8_token"),
     "quark-mxfp4": ("mxfp4", 32, "none"),
     "quark-mxfp4-mxfp4": ("mxfp4", 32, "mxfp4"),
+    "quark-mxfp6_e2m3": ("fp8_e4m3", 32, "none"),
+    "quark-mxfp6_e3m2": ("fp8_e4m3", 32, "none"),
     "autoround-gptqmodel": ("int4", 32, "none"),
     "autoround-gptqmodel-sym": ("int4", 32, "none"),
     "autoround-auto_gptq": ("int4", 32, "none"),

@@ -3,6 +3,8 @@
 Tensors of a linear with N outputs and K inputs:
 
 - fp4 (MXFP4): weight U8 [N, K/2] e2m1 low nibble first, weight_scale U8 [N, K/32] e8m0.
+- fp6_e2m3, fp6_e3m2 (MXFP6): weight U8 [N, 3 K/4], a dense bit stream; weight_scale as fp4's. Codes are carried as
+  e4m3's of the same numbers.
 - fp8_e4m3: weight F8_E4M3 [N, K], weight_scale of one element or one a row, input_scale [] when activations are static.
 - int8: weight I8 [N, K], weight_scale [N], weight_zero_point I8 [N].
 - int4, uint4: weight I32 [K, N/8] in AWQ's nibble order, two's complement for int4; weight_scale [K/g, N];
@@ -18,15 +20,18 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
+from quantmoe.exporter.reading.formats.affine import growth
 from quantmoe.exporter.reading.formats.awq import unpack_columns
 from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles
+from quantmoe.exporter.reading.formats.bits import unpack_nibbles, unpack_words
 from quantmoe.exporter.reading.formats.fp8 import row_scales
 
 #: (dtype, qscheme) of weights -> op.def's format
 WEIGHTS = {
     ("fp4", "per_group"): "mxfp4",
+    ("fp6_e2m3", "per_group"): "fp8_e4m3",
+    ("fp6_e3m2", "per_group"): "fp8_e4m3",
     ("fp8_e4m3", "per_tensor"): "fp8_e4m3",
     ("fp8_e4m3", "per_channel"): "fp8_e4m3",
     ("int8", "per_channel"): "int8",
@@ -35,6 +40,20 @@ WEIGHTS = {
     ("int4", "per_channel"): "int4",
     ("uint4", "per_channel"): "int4",
 }
+
+
+#: dtype of 6 bits -> bits of its exponent
+FP6 = {"fp6_e2m3": 2, "fp6_e3m2": 3}
+
+
+def as_e4m3(exponent_bits: int) -> np.ndarray:
+    """Return the e4m3 code of each number of 6 bits, uint8 [64] (OCP Microscaling Formats v1.0, 5.3.2)."""
+    code = np.arange(64)
+    mantissa_bits = 5 - exponent_bits
+    exponent, mantissa = code >> mantissa_bits & (1 << exponent_bits) - 1, code & (1 << mantissa_bits) - 1
+    whole = np.where(exponent, (1 << mantissa_bits) + mantissa, mantissa).astype(np.float32)
+    magnitude = np.ldexp(whole, np.maximum(exponent, 1) - (1 << exponent_bits - 1) + 1 - mantissa_bits)
+    return np.where(code & 32, -magnitude, magnitude).astype(SCALE_DTYPES["e4m3"]).view(np.uint8)
 
 
 class Quark(Format):
@@ -75,10 +94,10 @@ class Quark(Format):
                 f"{self.ckpt.folder}: {module}: Quark weights quantized in stages, {stages}; supported: one stage"
             )
         key = (str(weight.get("dtype")), str(weight.get("qscheme")))
-        if key not in WEIGHTS or (key[0] == "fp4" and weight.get("group_size") != 32):
+        if key not in WEIGHTS or (key[0] in ("fp4", *FP6) and weight.get("group_size") != 32):
             raise CheckpointError(
                 f"{self.ckpt.folder}: {module}: Quark weights {' '.join(key)} group {weight.get('group_size')}; "
-                f"supported: {', '.join(map(' '.join, WEIGHTS))} (fp4 in groups of 32)"
+                f"supported: {', '.join(map(' '.join, WEIGHTS))} (fp4 and fp6 in groups of 32)"
             )
         return WEIGHTS[key], weight
 
@@ -94,6 +113,8 @@ class Quark(Format):
         group_size = (weight.get("group_size") or 128) if weight["qscheme"] == "per_group" else -1
         symmetric = " asymmetric" if weight["dtype"] == "uint4" else ""
         text = f"Quark {weight['dtype']}{symmetric} {weight['qscheme']} group {group_size}"
+        if weight["dtype"] in FP6:
+            text += growth(kind, 8, 32, 6.25)
         if not inputs:
             return ModuleScheme(kind, group_size, "none", text)
         if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_tensor":
@@ -103,9 +124,11 @@ class Quark(Format):
         dynamic_group = inputs.get("qscheme") == "per_group" and inputs.get("is_dynamic")
         if inputs.get("dtype") == "fp4" and dynamic_group and inputs.get("group_size") == 32:
             return ModuleScheme(kind, group_size, "mxfp4", f"{text}, MXFP4 activations")
+        if inputs.get("dtype") in FP6 and dynamic_group:
+            return ModuleScheme(kind, group_size, "none", f"{text}, MXFP6 activations are not rounded")
         raise CheckpointError(
             f"{self.ckpt.folder}: {module}: Quark input_tensors {inputs.get('dtype')} {inputs.get('qscheme')}; "
-            "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 per_channel dynamic, fp4 per_group 32 dynamic"
+            "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 per_channel dynamic, fp4 per_group 32 or fp6 dynamic"
         )
 
     def matrix(self, module: str) -> QuantizedMatrix:
@@ -123,6 +146,21 @@ class Quark(Format):
                 [Tensor("weight", ("U8",), (n, columns)), Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // 32)))],
             )
             codes, scales, g = unpack_nibbles(tensors["weight"]), tensors["weight_scale"].view(SCALE_DTYPES["e8m0"]), 32
+        elif weight["dtype"] in FP6:
+            n, k = rows, columns * 4 // 3
+            tensors = self.take(
+                module,
+                [
+                    Tensor("weight", ("U8",), (n, k * 3 // 4)),
+                    Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // 32))),
+                ],
+            )
+            codes, scales, g = (
+                unpack_words(tensors["weight"], 6, k),
+                tensors["weight_scale"].view(SCALE_DTYPES["e8m0"]),
+                32,
+            )
+            codes = codes if is_outline(codes) else as_e4m3(FP6[weight["dtype"]])[codes]
         else:
             n, k = rows, columns
             inputs = self.module_config(module).get("input_tensors") or {"is_dynamic": True}

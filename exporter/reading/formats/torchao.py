@@ -6,7 +6,7 @@ under ``m.weight``: ``_type``, the class of the weight, and ``_data``, its attri
 - Int4Tensor: qdata I8 [N, K/2], of two codes the low half first, two's complement. scale and zero_point [K/g, N] are
   floats. A weight is code * scale + zero_point (FBGEMM's int4_row_quantize_zp).
 - Int8Tensor: qdata I8 [N, K]; scale and perhaps zero_point I8 [N, K/g].
-- IntxUnpackedToInt8Tensor: as Int8Tensor, with codes of ``target_dtype``, int1 to int8. int1 to int4 are carried as int4.
+- IntxUnpackedToInt8Tensor: as Int8Tensor, codes of ``target_dtype``. int1 to int4 are carried as int4.
 - Float8Tensor: qdata F8_E4M3 [N, K]; scale [N, 1], [1, 1] or of blocks.
 
 Others are refused by name: Int4TilePackedTo4dTensor lies as a GPU's tensor cores read it, and pickled files
