@@ -19,13 +19,26 @@ import onnxruntime as ort
 import pytest
 from bounds import check, check_linear
 from cases import Case
-from existing import error, is_claimed, linear, moe, narrowed, needs_provider, outputs, run, said, session, with_input
-from specs import moe_spec, projection
+from existing import (
+    error,
+    is_claimed,
+    linear,
+    moe,
+    narrowed,
+    needs_provider,
+    nvfp4_moe,
+    outputs,
+    run,
+    said,
+    session,
+    with_input,
+)
+from specs import moe_spec, projection, routing_spec
 
 from quantmoe import ort_ext
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join
-from quantmoe.custom_ops.reference import quant_moe
+from quantmoe.custom_ops.reference import quant_moe, route
 
 #: float32 on both sides, sums in another order, as tests/export/test_target_ort.py
 BOUND = 2e-5
@@ -69,7 +82,7 @@ def test_a_linear(capfd, kind, group, n, k, zero_points, accuracy_level):
 @pytest.mark.parametrize(("group", "n", "k"), [(32, 300, 416), (16, 7, 40), (128, 40, 128)])
 def test_a_linear_of_two_bits(capfd, group, n, k, zero_points):
     m = Case(weights=("int4", "f32", zero_points), group_size=group, bias=True).matrix(np.random.default_rng(0), n, k)
-    source = linear(narrowed(m, 2), np.float32, bits=2)
+    source = linear(narrowed(m, 2), np.float32, 2)
     assert is_claimed(source, capfd)
     p = projection("int4", group, "f32", "none", zero_points=int(zero_points), bias=1)
     x = np.random.default_rng(1).standard_normal((17, k)).astype(np.float32)
@@ -94,10 +107,9 @@ def test_a_layer_of_other_widths(capfd, widths, zero_points):
         up, down = (own if width < 8 else other for width in widths)
         parts = ((up.gate, widths[0]), (up.up, widths[0]), (down.down, widths[1]))
         experts.append(Expert(*(narrowed(m, width) if width < 4 else m for m, width in parts)))
-    names = {"expert_weight_bits": widths[0]} | ({"fc2_expert_weight_bits": widths[1]} if len(set(widths)) > 1 else {})
     dtype = np.float16 if 3 in widths else np.float32  # ONNX Runtime has 3 bits with 16-bit floats alone
     own = {"activation_type": "swiglu", "normalize_routing_weights": 0, "weights_prepacked": 0}
-    source = moe(case, experts, dtype, True, **own, **names)
+    source = moe(case, experts, dtype, True, widths, **own)
     assert is_claimed(source, capfd)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((33, case.hidden)).astype(dtype)
@@ -110,6 +122,23 @@ def test_a_layer_of_other_widths(capfd, widths, zero_points):
     assert error(found, want) < (BOUND if dtype == np.float32 else 2**-10)
     if widths == (2, 2):
         assert error(found, run(session(source, provider=False), x=x, probs=probs, factors=factors)) < BOUND
+
+
+@needs_provider
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_layer_of_nvfp4(capfd, columns):
+    """As ONNX Runtime's documentation says; its CPU provider has no kernel."""
+    case = replace(CASE, weights=("nvfp4", "e4m3", False), group_size=16, bias=False)
+    experts = [case.expert(np.random.default_rng(e)) for e in range(case.experts)]
+    experts = [replace(e, up=replace(e.up, global_scale=e.gate.global_scale)) for e in experts]
+    source = nvfp4_moe(case, experts, columns)
+    assert is_claimed(source, capfd)
+    rng = np.random.default_rng(0)
+    x, probs = (rng.standard_normal((33, size)).astype(np.float32) for size in (case.hidden, case.experts))
+    found = run(session(source), x=x, probs=probs)
+    ids, weights = route(routing_spec(case.experts, case.top_k, "topk_softmax"), probs)
+    spec = moe_spec(case.experts, case.hidden, case.intermediate, *cpu_panel.describe(experts[0], "none"))
+    assert error(found, quant_moe(spec, experts, x, ids, weights)) < BOUND
 
 
 @needs_provider

@@ -150,7 +150,7 @@ class Maker {
   Maker(FuzzedDataProvider& data) : data_(data), rng_(data.ConsumeIntegral<uint32_t>()) {}
 
   std::unique_ptr<OrtNode> linear() {
-    const int64_t bits = data_.ConsumeBool() ? 4 : 8, group = 16 << data_.ConsumeIntegralInRange(0, 3);
+    const int64_t bits = data_.PickValueInArray({2, 4, 8}), group = 16 << data_.ConsumeIntegralInRange(0, 3);
     const int64_t n = size(), k = size(), blocks = (k + group - 1) / group;
     set("bits", bits);
     set("block_size", group);
@@ -168,7 +168,8 @@ class Maker {
   }
 
   std::unique_ptr<OrtNode> experts() {
-    const int64_t bits = data_.ConsumeBool() ? 4 : 8, group = data_.ConsumeBool() ? -1 : 32, experts = 1 + size() % 4;
+    const int64_t bits = data_.PickValueInArray({2, 3, 4, 8});
+    const int64_t group = data_.ConsumeBool() ? -1 : 32, experts = 1 + size() % 4;
     const int64_t hidden = 32 * (1 + size() % 3), inner = 32 * (1 + size() % 3);
     const bool gated = data_.ConsumeBool(), zeros = group > 0 && data_.ConsumeBool();
     set("expert_weight_bits", bits);

@@ -75,8 +75,9 @@ def narrowed(m: QuantizedMatrix, bits: int) -> QuantizedMatrix:
     return replace(m, codes=m.codes % 2**bits + (8 - 2 ** (bits - 1)))
 
 
-def linear(m: QuantizedMatrix, dtype: type, **attributes: Any) -> ir.Model:
-    bits = attributes.get("bits", 4 if m.kind == "int4" else 8)
+def linear(m: QuantizedMatrix, dtype: type, width: int = 0, **attributes: Any) -> ir.Model:
+    """MatMulNBits. width: bits of a code, of a matrix of :func:`narrowed`; 0: the matrix's own."""
+    bits = width or (4 if m.kind == "int4" else 8)
     (n, k), g = m.shape, m.group_size
     codes = np.pad(stored(m, bits), ((0, 0), (0, -k % g)))
     weights = [
@@ -91,10 +92,17 @@ def linear(m: QuantizedMatrix, dtype: type, **attributes: Any) -> ir.Model:
     return model("MatMulNBits", {"x": (dtype, k)}, weights, attributes, n)
 
 
-def moe(case: Case, experts: list[Expert], dtype: type, weighted: bool = False, **attributes: Any) -> ir.Model:
-    """QMoE with inputs x, probs and, where `weighted`, factors."""
+def moe(
+    case: Case,
+    experts: list[Expert],
+    dtype: type,
+    weighted: bool = False,
+    widths: tuple[int, int] | None = None,
+    **attributes: Any,
+) -> ir.Model:
+    """QMoE with inputs x, probs and, where `weighted`, factors. widths: as linear's, of fc1 and fc2."""
     bits, fusion = 4 if case.weights[0] == "int4" else 8, attributes.get("swiglu_fusion", 1)
-    widths = [attributes.get(f"fc{i}_expert_weight_bits", attributes.get("expert_weight_bits", bits)) for i in (1, 2)]
+    widths = widths or (bits, bits)
 
     def part(m: QuantizedMatrix, field: str, bits: int) -> np.ndarray | None:
         return stored(m, bits) if field == "codes" else getattr(m, field)
@@ -127,15 +135,41 @@ def moe(case: Case, experts: list[Expert], dtype: type, weighted: bool = False, 
         given["factors"] = (dtype, case.experts)
     own: dict[str, Any] = {
         "k": case.top_k,
-        "expert_weight_bits": bits,
+        "expert_weight_bits": widths[0],
         "swiglu_fusion": 1,
         "normalize_routing_weights": 1,
         "activation_type": "swiglu" if case.gated else {"gelu_tanh": "gelu"}.get(case.activation, case.activation),
     }
+    if widths[1] != widths[0]:
+        own["fc2_expert_weight_bits"] = widths[1]
     if case.group_size != -1:
         own["block_size"] = case.group_size
     if case.activation == "swiglu_oai":
         own |= {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": 7.0}
+    return model("QMoE", given, weights, own | attributes, case.hidden)
+
+
+def nvfp4_moe(case: Case, experts: list[Expert], columns: bool, **attributes: Any) -> ir.Model:
+    """Return a QMoE of NVFP4, whose gate and up have one global scale.
+
+    Args:
+        columns: two rows a byte, [K, N / 2], as ONNX Runtime says for weights_prepacked -1 and 0; else two columns.
+    """
+
+    def inputs(matrices: list[list[QuantizedMatrix]]) -> tuple[list[np.ndarray], np.ndarray]:
+        rows = [(np.stack([m.codes for m in own], 1), np.stack([m.scales for m in own], 1)) for own in matrices]
+        codes = np.stack([codes.reshape(-1, codes.shape[-1]) for codes, _ in rows])
+        scales = np.stack([scales.reshape(-1, scales.shape[-1]) for _, scales in rows])
+        count, n, k = codes.shape
+        stored = packed(codes.transpose(0, 2, 1) if columns else codes, 4).reshape(count, k, n // 2)
+        return [stored, scales], np.array([own[0].global_scale for own in matrices], np.float32)
+
+    first, of_first = inputs([[m for m in (e.gate, e.up) if m is not None] for e in experts])
+    second, of_second = inputs([[e.down] for e in experts])
+    weights = ["x", "probs", *first, None, *second, *[None] * 8, of_first, of_second]
+    own = {"k": case.top_k, "swiglu_fusion": 1, "normalize_routing_weights": 1, "activation_type": "swiglu",
+           "quant_type": "nvfp4", "weights_prepacked": 0 if columns else 1}  # fmt: skip
+    given = {"x": (np.float32, case.hidden), "probs": (np.float32, case.experts)}
     return model("QMoE", given, weights, own | attributes, case.hidden)
 
 

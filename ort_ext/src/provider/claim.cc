@@ -22,6 +22,7 @@ namespace {
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr auto kE4m3 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN;
 constexpr auto kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
 constexpr float kNoLimit = std::numeric_limits<float>::max();  // what swiglu_limit left out means to ONNX Runtime
 
@@ -221,6 +222,35 @@ void read_linear(const Reader& node, Activations activations, Claim& claim) {
   claim.weights = {matrix};
 }
 
+// One of QMoE's two projections of NVFP4, whose inputs are codes, scales, bias from `first` on, and scales of experts.
+Matrix read_nvfp4(const Reader& node, size_t first, size_t global_scales, const char* name, int halves, bool int8) {
+  Matrix matrix;
+  const std::string prefix = name, codes = prefix + "_experts_weights";
+  matrix.codes = node.constant(first, codes.c_str(), kByte, true);
+  matrix.scales = node.constant(first + 1, (prefix + "_scales").c_str(), kE4m3, true);
+  matrix.bias = node.constant(first + 2, (prefix + "_experts_bias").c_str(), node.type(0), false);
+  matrix.global_scales = node.constant(global_scales, (prefix + "_global_scale").c_str(), kFloat, true);
+  const Shape& shape = matrix.codes.shape;
+  expect(shape.size() == 3 && *std::min_element(shape.begin(), shape.end()) > 0 && shape[1] <= INT32_MAX &&
+             shape[2] <= INT32_MAX / 2 && shape[0] <= INT32_MAX && shape[1] % 16 == 0 && shape[2] * 2 % halves == 0,
+         matrix.codes, codes.c_str(), "experts, columns in groups of 16, pairs of rows");
+  matrix.experts = shape[0];
+  matrix.k = shape[1];
+  matrix.halves = halves;
+  const int64_t rows = 2 * shape[2];
+  matrix.n = rows / halves;
+  matrix.code_row = matrix.k / 2;
+  matrix.columns = node.integer("weights_prepacked", -1) != 1;
+  expect_shape(matrix.scales, (prefix + "_scales").c_str(), {matrix.experts, rows, matrix.k / 16});
+  expect_shape(matrix.global_scales, (prefix + "_global_scale").c_str(), {matrix.experts});
+  if (matrix.bias) expect_shape(matrix.bias, (prefix + "_experts_bias").c_str(), {matrix.experts, rows});
+  matrix.projection = projection_of(4, 16, kFloat, false, bool(matrix.bias), int8);
+  matrix.projection.format = k_format_nvfp4;
+  matrix.projection.scale_type = k_scale_type_e4m3;
+  find_row(matrix);
+  return matrix;
+}
+
 // One of QMoE's two projections, whose inputs are codes, scales, bias from `first` on, and zero points.
 Matrix read_experts(const Reader& node, size_t first, size_t zero_points, const char* name, int halves, int64_t bits,
                     int64_t group, bool int8) {
@@ -295,13 +325,17 @@ void read_moe(const Reader& node, Activations activations, Claim& claim) {
   const int64_t both = bits_of(node, "expert_weight_bits", 4, true), fusion = node.integer("swiglu_fusion", 0);
   const int64_t bits1 = bits_of(node, "fc1_expert_weight_bits", both, true);
   const int64_t bits2 = bits_of(node, "fc2_expert_weight_bits", both, true);
-  if (const std::string type = node.text("quant_type", "int"); type != "int") throw Unclaimed("quant_type is " + type);
-  if (node.integer("weights_prepacked", -1) > 0) throw Unclaimed("its weights are packed for another provider");
+  const std::string type = node.text("quant_type", "int");
+  const bool nvfp4 = type == "nvfp4";
+  if (type != "int" && !nvfp4) throw Unclaimed("quant_type is " + type + ", expected int or nvfp4");
+  if (!nvfp4 && node.integer("weights_prepacked", -1) > 0)
+    throw Unclaimed("its weights are packed for another provider");
+  if (nvfp4 && (bits1 != 4 || bits2 != 4)) throw Unclaimed("nvfp4 has other widths than 4 bits");
   if (node.integer("use_sparse_mixer", 0)) throw Unclaimed("it uses the sparse mixer");
   if (node.integer("swiglu_limit_after_activation", 0)) throw Unclaimed("it limits after the activation");
   node.absent(8, 10, "fc3");
   node.absent(13, 13, "fc3_zero_points");
-  node.absent(15, 20, "scales of other formats");
+  node.absent(nvfp4 ? 17 : 15, 20, "scales of other formats");
   qm_moe& moe = claim.experts;
   char error[QM_ERROR_SIZE];
   if (qm_set_version("QuantMoE", &moe, 1, error)) throw Unclaimed(error);
@@ -310,11 +344,14 @@ void read_moe(const Reader& node, Activations activations, Claim& claim) {
     throw Unclaimed("fc1_expert_weight_bits is " + std::to_string(bits1) + ", expected that of fc3");
   if (moe.gated && fusion != 1 && fusion != 2)
     throw Unclaimed("swiglu_fusion is " + std::to_string(fusion) + ", expected 1 or 2");
-  const bool int8 = wants_int8(activations, node.integer("accuracy_level", 0));
+  const bool int8 = wants_int8(activations, nvfp4 ? 0 : node.integer("accuracy_level", 0));
   const int64_t group = node.integer("block_size", -1);
   if (group < 1 && group != -1) throw Unclaimed("block_size is " + std::to_string(group));
-  Matrix w13 = read_experts(node, 2, 11, "fc1", moe.gated ? 2 : 1, bits1, group, int8);
-  Matrix w2 = read_experts(node, 5, 12, "fc2", 1, bits2, group, int8);
+  if (nvfp4) node.absent(11, 12, "zero points");
+  const int halves = moe.gated ? 2 : 1;
+  Matrix w13 = nvfp4 ? read_nvfp4(node, 2, 15, "fc1", halves, int8)
+                     : read_experts(node, 2, 11, "fc1", halves, bits1, group, int8);
+  Matrix w2 = nvfp4 ? read_nvfp4(node, 5, 16, "fc2", 1, int8) : read_experts(node, 5, 12, "fc2", 1, bits2, group, int8);
   w13.interleaved = fusion == 1;
   if (w13.experts != w2.experts || w13.n != w2.k || w13.k != w2.n || std::max(w13.experts, w13.k) > INT32_MAX)
     throw Unclaimed("fc1 is " + text_of(w13.codes.shape) + " and fc2 " + text_of(w2.codes.shape) +
@@ -389,6 +426,13 @@ std::string file_identity(const GraphApi& api, const Constant& tensor, const std
          text(static_cast<int64_t>(time.time_since_epoch().count())) + samples.hex() + " " + name.filename().string();
 }
 
+// Those that are packed; an absent one has its place, except for scales of experts, which most matrices lack.
+std::vector<const Constant*> tensors_of(const Matrix& matrix) {
+  std::vector<const Constant*> found = {&matrix.codes, &matrix.scales, &matrix.zero_points, &matrix.bias};
+  if (matrix.global_scales) found.push_back(&matrix.global_scales);
+  return found;
+}
+
 // Rows [first, first + count) of one half of an expert: canonical codes, scales, zero points, biases.
 struct Rows {
   std::vector<uint8_t> codes, scales, zero_points;
@@ -402,7 +446,8 @@ class Packer {
         codes_(static_cast<const uint8_t*>(data_of(api, m.codes, bytes_of(m.codes)))),
         scales_(static_cast<const char*>(data_of(api, m.scales, bytes_of(m.scales)))),
         zeros_(static_cast<const uint8_t*>(data_of(api, m.zero_points, bytes_of(m.zero_points)))),
-        bias_(data_of(api, m.bias, bytes_of(m.bias))) {}
+        bias_(data_of(api, m.bias, bytes_of(m.bias))),
+        globals_(static_cast<const float*>(data_of(api, m.global_scales, bytes_of(m.global_scales)))) {}
 
   int64_t chunks() const { return ceil_div(m_.n, kRows) * m_.halves; }  // of an expert
 
@@ -411,10 +456,11 @@ class Packer {
     const int64_t half = chunk % m_.halves, first = chunk / m_.halves * kRows;
     const int64_t count = std::min<int64_t>(kRows, m_.n - first);
     const int64_t groups = m_.projection.group_size > 0 ? ceil_div(m_.k, m_.projection.group_size) : 1;
-    const size_t width = m_.projection.scale_type == k_scale_type_f32 ? 4 : 2;
+    const size_t width = m_.global_scales ? 1 : m_.projection.scale_type == k_scale_type_f32 ? 4 : 2;
     const int64_t zero_row = ceil_div(groups * m_.bits, 8);
     // without zero points the middle of the codes means 0, here and there
     const int more = zeros_ || m_.bits >= 4 ? 0 : 8 - (1 << (m_.bits - 1));
+    const int64_t row_pairs = m_.n * m_.halves / 2;
     Rows rows;
     rows.codes.resize(static_cast<size_t>(count * m_.k));
     rows.scales.resize(static_cast<size_t>(count * groups) * width);
@@ -423,7 +469,13 @@ class Packer {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t own = m_.interleaved ? (first + i) * m_.halves + half : half * m_.n + first + i;
       const int64_t stored = expert * m_.n * m_.halves + own;
-      unpack(codes_ + stored * m_.code_row, m_.k, more, rows.codes.data() + i * m_.k);
+      if (m_.columns) {
+        const uint8_t* const from = codes_ + expert * m_.k * row_pairs + own / 2;
+        for (int64_t j = 0; j < m_.k; ++j)
+          rows.codes[static_cast<size_t>(i * m_.k + j)] = from[j * row_pairs] >> own % 2 * 4 & 15;
+      } else {
+        unpack(codes_ + stored * m_.code_row, m_.k, more, rows.codes.data() + i * m_.k);
+      }
       std::memcpy(rows.scales.data() + static_cast<size_t>(i * groups) * width,
                   scales_ + static_cast<size_t>(stored * groups) * width, static_cast<size_t>(groups) * width);
       if (zeros_) unpack(zeros_ + stored * zero_row, groups, 0, rows.zero_points.data() + i * groups);
@@ -442,7 +494,7 @@ class Packer {
     source.scales = rows.scales.data();
     source.zero_points = zeros_ ? rows.zero_points.data() : nullptr;
     source.block_n = 1;
-    source.global_scale = 1;
+    source.global_scale = globals_ ? globals_[expert] : 1;
     source.bias = bias_ ? rows.bias.data() : nullptr;
     source.panel_step = m_.halves;
     char error[QM_ERROR_SIZE];
@@ -480,6 +532,7 @@ class Packer {
   const char* scales_;
   const uint8_t* zeros_;
   const void* bias_;
+  const float* globals_;
 };
 
 }  // namespace
@@ -533,7 +586,8 @@ std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::fi
         matrix.n, matrix.k, int64_t{matrix.halves}, int64_t{matrix.interleaved}})
     add(std::to_string(number) + " ");
   if (matrix.bits < 4) add("bits " + std::to_string(matrix.bits) + " ");
-  for (const Constant* tensor : {&matrix.codes, &matrix.scales, &matrix.zero_points, &matrix.bias}) {
+  if (matrix.columns) add("columns ");
+  for (const Constant* tensor : tensors_of(matrix)) {
     add("\n");
     if (!*tensor) continue;
     const std::string file = file_identity(api, *tensor, folder);
@@ -548,7 +602,7 @@ std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::fi
 
 std::string source_sum(const GraphApi& api, const Matrix& matrix) {
   Blake3 sum;
-  for (const Constant* tensor : {&matrix.codes, &matrix.scales, &matrix.zero_points, &matrix.bias})
+  for (const Constant* tensor : tensors_of(matrix))
     if (*tensor) sum.update(data_of(api, *tensor, bytes_of(*tensor)), bytes_of(*tensor));
   return sum.hex();
 }

@@ -30,6 +30,8 @@ struct Constant {
 // A weight [rows, k] of each expert, which a packed tensor is made of. Gate and up are one: `halves` 2.
 struct Matrix {
   Constant codes, scales, zero_points, bias;
+  Constant global_scales;  // nvfp4: of each expert
+  bool columns = false;    // nvfp4: codes are [k, rows / 2], two rows a byte
   qm_projection projection{};
   int64_t experts = 1, n = 0, k = 0;  // n: of one half
   int halves = 1;
