@@ -77,8 +77,8 @@ def grouped_attention(
     groups, length = key.shape[1:3]
     plain = selected is None and s_aux is None and position_bias is None
     if one_node and plain and key.shape[-1] == value.shape[-1]:  # torch gives outputs the keys' width
-        given = query, key, value, attention_mask.clamp(min=UNSEEN)
-        found = torch.onnx.ops.attention(*given, scale=scaling, softmax_precision=1)[0].transpose(1, 2)
+        mask = attention_mask.clamp(min=UNSEEN)
+        found = torch.onnx.ops.attention(query, key, value, mask, scale=scaling, softmax_precision=1)[0].transpose(1, 2)
         return found if absorbed is None else absorbed.outputs(found), None
     # [batch, 1, S, 1], no element of a mask being above 0
     scale = (attention_mask[..., :1] <= 0).to(query.dtype) * scaling

@@ -118,7 +118,7 @@ class _Nodes(tape.Tape):
         rule = "gated" if beta is None else "gated_delta"
         given = [q, k, v, state, decay, *([beta] if beta is not None else [])]
         if not self.scans:
-            sizes = {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": rule, "scale": scale}
+            sizes: dict[str, Any] = {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": rule, "scale": scale}
             y, present = self.op_multi_out("LinearAttention", given, sizes, num_outputs=2, domain=self.domain)
             return y, present
         # [B, S, heads, 1, K], [.., K, 1] for what a row of the state has one of
@@ -127,7 +127,7 @@ class _Nodes(tape.Tape):
         shapes = {"k": (k, column), "v": (v, row), "decay": (decay, column)} | ({"beta": (beta, row)} if beta else {})
         scanned = [q, *(self("Reshape", x, shape) for x, shape in shapes.values())]
         body = _token(beta is not None)
-        scan = {"body": body, "num_scan_inputs": len(scanned), "scan_input_axes": [1] * len(scanned)}
+        scan: dict[str, Any] = {"body": body, "num_scan_inputs": len(scanned), "scan_input_axes": [1] * len(scanned)}
         present, y = self.op_multi_out("Scan", [state, *scanned], scan | {"scan_output_axes": [1]}, num_outputs=2)
         return self("Reshape", y, [0, 0, -1]), present
 
@@ -172,7 +172,11 @@ def to_standard_states(model: ir.Model, opset: int | None) -> None:
     Args:
         opset: see above.
     """
-    of = {"CausalConv": (ConvSpec, _convolve), "GatedDelta": (DeltaSpec, _delta), "StateSpace": (SpaceSpec, _space)}
+    of: dict[str, tuple[Any, Any]] = {
+        "CausalConv": (ConvSpec, _convolve),
+        "GatedDelta": (DeltaSpec, _delta),
+        "StateSpace": (SpaceSpec, _space),
+    }
     like: dict[ir.Value, ir.Value] = {}  # rows -> x [B, S, ..] of the first node, whose sizes all have
     for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type in of]:
         (kind, replacement), rows = of[node.op_type], node.inputs[-1]
