@@ -67,8 +67,9 @@ CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "auto": ir.DataT
 
 #: layers after which others like them may follow in turn: hybrid models have four, one of them of full attention
 LONGEST = 8
-#: lists of a configuration that name a layer for each layer: whose keys and values it has (Mistral-Large-4)
-LAYERS = ("kv_source_layers",)
+#: lists of a configuration that may name a layer for each layer: whose keys and values it has (Mistral-Large-4), and
+#: itself where all have experts (Llama-4)
+LAYERS = ("kv_source_layers", "moe_layers")
 
 
 def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Target) -> ir.Model:
@@ -314,8 +315,7 @@ def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> li
 
 
 def _representatives(config: Any, stack: torch.nn.ModuleList, first: int = 2) -> list[list[int]]:
-    """Return the layers to trace, in groups: where a group comes in a row the ``first`` ones and the last, if they are
-    fewer than all."""
+    """Return the layers to trace, in groups: of a group that comes in a row the ``first`` ones and the last."""
     if any(len({part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")}) > 1 for layer in stack):
         return [[i] for i in range(len(stack))]  # several caches a layer
     lists = {key: v for key, v in config.to_dict().items() if isinstance(v, list) and len(v) == len(stack)}

@@ -168,8 +168,7 @@ def _match(
     number: re.Pattern[str],
     layers: int,
 ) -> dict[ir.Value, ir.Value]:
-    """Return the values that group ``at`` of so many layers reads and makes -> those of the next one: their nodes
-    match."""
+    """Return the values that group ``at`` of so many layers reads and makes -> the next group's: their nodes match."""
     by_name = {value.name: value for value in level if value.producer() is None}
     match: dict[ir.Value, ir.Value] = {}
 
