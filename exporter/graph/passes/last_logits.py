@@ -11,7 +11,7 @@ from onnx_ir import tape
 from quantmoe.exporter.folder.interface import NUM_LOGITS
 
 #: between the vocabulary's matrix and the logits: each element on its own, or each token's
-_ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Concat", "Div", "Gather", "Identity", "Mul", "Tanh"}
+_ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
 
 
 def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:
@@ -79,12 +79,21 @@ def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
     values after it. Without such a product, return None."""
     value = next(output for output in graph.outputs if output.name == "logits")
     chain: list[ir.Value] = []
-    while (node := value.producer()) is not None and node.op_type in _ELEMENTWISE:
+    while (node := value.producer()) is not None and (node.op_type in _ELEMENTWISE or _of_features(node)):
         chain.append(value)
         value = next(i for i in node.inputs if i is not None and i.producer() is not None)
     if node is None or node.op_type not in ("MatMul", "QuantLinear", "MatMulNBits") or node.inputs[0] is None:
         return None
     return node, node.inputs[0], [*chain, value]
+
+
+def _of_features(node: ir.Node) -> bool:
+    """Return whether a node selects or joins the logits of each token: Inkling's without padding, an EAGLE-3 head's."""
+    if node.op_type in ("Concat", "Gather"):
+        return node.attributes["axis"].as_int() in (-1, 2)
+    axes = node.inputs[3] if node.op_type == "Slice" and len(node.inputs) > 3 else None
+    tensor = ir.convenience.get_const_tensor(axes) if axes is not None else None
+    return tensor is not None and tensor.numpy().tolist() in ([-1], [2])
 
 
 def _num_logits(model: ir.Model) -> ir.Value:
