@@ -308,7 +308,7 @@ test-packages: jar $(NUPKG) $(TEXT) build | $(MODEL) build/sample-hybrid build/s
 	$(UV) --group test
 	UV_CONSTRAINT= $(UV) --no-deps --target build/optimum --requirements packages/locked/optimum.txt
 	python packages/sbom.py dist build/java
-	python -m pytest tests/packages/check.py tests/packages/cuda.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py tests/packages/genai_programs.py tests/packages/optimum_model.py
+	python -m pytest tests/packages/check.py tests/packages/gpu_packages.py tests/packages/nuget.py tests/packages/helpers.py tests/packages/genai_chat.py tests/packages/genai_programs.py tests/packages/optimum_model.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dhybrid=$(CURDIR)/build/sample-hybrid \
 	  -Dmtp=$(QUANTMOE_MTP) -Dcuda=$(QUANTMOE_CUDA) -Dquantmoe=$(VERSION)
 
