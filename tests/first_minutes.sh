@@ -485,7 +485,7 @@ kernel|quantmoe inspect $fixture --explain
 |quantmoe generate "$work/talking" --chat
 ^[0-9]+,[0-9]+,[0-9]+$|quantmoe generate "$work/context" --ids 1,2,3,4,5 --max-new-tokens 16
 TABLE
-sed -n '/^```python/,/^```$/{/^```/!p}' README.md | sed "s#OUTDIR#$work/readme#" >"$work/readme.py"
+sed -n '/^```python/,/^```$/{/^```/!p}' README.md | sed "s#demo-python#$work/readme#" >"$work/readme.py"
 good "[a-z]{2}.*[.,;]" python "$work/readme.py"  # the words may be others on another machine
 
 section "bad input"
