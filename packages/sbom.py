@@ -3,8 +3,8 @@
 usage: sbom.py DIST JAVA: DIST has wheels, sdist, nupkg and the folder cuda; JAVA has the jars.
 
 It lists the files with their SHA-256, what is linked into the libraries (THIRD_PARTY_NOTICES.txt has the licences'
-texts), and the Python packages that the wheel and its extras bring, in the versions of
-packages/locked/main.txt, which has the hashes of their files.
+texts), the crates in the text library where `make text-library` has built it, and the Python packages that the wheel
+and its extras bring, in the versions of packages/locked/main.txt, which has the hashes of their files.
 """
 
 import hashlib
@@ -78,6 +78,24 @@ def linked() -> list[dict[str, Any]]:
     ]
 
 
+def crates() -> list[dict[str, Any]]:
+    """The crates that the text library contains: its notices name them, and Cargo.lock has their hashes."""
+    notices = ROOT / "build/rust/THIRD_PARTY_NOTICES_TEXT.txt"
+    if not notices.exists():
+        return []
+    lock = tomllib.loads((ROOT / "packages/rust/Cargo.lock").read_text(encoding="utf-8"))["package"]
+    hashes = {(crate["name"], crate["version"]): crate["checksum"] for crate in lock if "checksum" in crate}
+    rows = re.findall(r"^(\S+) (\S+)\. (.+)\. Texts: ", notices.read_text(encoding="utf-8"), re.MULTILINE)
+    return [
+        {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+        | {"licenses": [{"expression": re.sub(" ?/ ?", " OR ", licence)}]}
+        | {"hashes": [{"alg": "SHA-256", "content": hashes[name, version]}]}
+        | {"properties": [{"name": "quantmoe:linked-into", "value": "the text library"}]}
+        for name, version, licence in rows
+        for purl in [f"pkg:cargo/{name}@{version}"]
+    ]
+
+
 def bill(dist: Path, java: Path) -> dict[str, Any]:
     """The whole document."""
     files = sorted(path for pattern in RELEASED for path in dist.glob(pattern)) + sorted(java.glob("*.jar"))
@@ -86,7 +104,7 @@ def bill(dist: Path, java: Path) -> dict[str, Any]:
     graph = {product: [p.ref for p in packages if "quantmoe (pyproject.toml)" in p.wanted_by]}
     for package in packages:
         graph[package.ref] = [p.ref for p in packages if package.name in p.wanted_by]
-    contained = linked()
+    contained = linked() + crates()
     graph[product] += [component["bom-ref"] for component in contained]
     return {
         "bomFormat": "CycloneDX",

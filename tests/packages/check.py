@@ -181,6 +181,16 @@ def test_bill_has_what_the_wheel_needs(bill):
     assert not {"pytest", "sphinx"} & {c["name"] for c in packages.values()}  # what builds and tests it
 
 
+def test_bill_has_the_crates(bill):
+    """Those of the text library, with hashes, where a package has the library."""
+    crates = {c["name"]: c for c in bill["components"] if c.get("purl", "").startswith("pkg:cargo/")}
+    assert ("tokenizers" in crates) == any("_text." in library for library in NATIVES)
+    assert not {"quantmoe-text", "cc"} & set(crates)  # the library itself, and what only its build needs
+    for crate in crates.values():
+        assert re.fullmatch("[0-9a-f]{64}", crate["hashes"][0]["content"])
+        assert re.fullmatch(r"[\w.() -]+", crate["licenses"][0]["expression"]), crate
+
+
 def test_bill_is_cyclonedx(bill):
     """What the format asks for: names, types, unique references that lead somewhere."""
     assert (bill["bomFormat"], bill["specVersion"], bill["version"]) == ("CycloneDX", "1.6", 1)
