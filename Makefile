@@ -43,7 +43,7 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang lock compiler build cuda wheel-cuda demo quick test test-every test-random test-real genai-differences test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows test-windows-cuda macos test-macos natives jar nupkg text-library test-packages test-guides release clean
+  format samples first-minutes wheel windows test-windows test-windows-cuda macos test-macos natives jar nupkg text-library text-libraries test-packages test-guides release clean
 
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
 venv: $(VENV)/installed
@@ -254,7 +254,8 @@ test-macos: macos
 	python -m pytest tests/packages/macho.py
 
 # The libraries for the next two: those in NATIVES, a folder of wheels or of libraries, such as an exported one; else those of dist's
-# wheels. This machine's wheel is made anew: CMake knows whether its library is older than the sources. Beside it stands the text library.
+# wheels. This machine's wheel is made anew: CMake knows whether its library is older than the sources. Beside each stands the text
+# library, where Rust can build it here.
 # The libraries for GPUs are those of NATIVES_CUDA, a folder alike, or of dist/cuda's wheels; without them the packages have none.
 RID := linux-$(patsubst x86_64,x64,$(patsubst aarch64,arm64,$(ARCH)))
 NATIVES_CUDA ?= $(if $(wildcard dist/cuda/*.whl),dist/cuda)
@@ -262,7 +263,10 @@ natives: $(if $(NATIVES),,wheel) $(TEXT)
 	python3 packages/natives.py quantmoe_ort $(or $(NATIVES),dist) build/natives
 	rm -rf build/natives-cuda
 	$(if $(NATIVES_CUDA),python3 packages/natives.py quantmoe_ort_cuda $(NATIVES_CUDA) build/natives-cuda)
-	$(if $(TEXT),! test -d build/natives/$(RID) || cp build/rust/release/libquantmoe_text.so build/natives/$(RID))
+ifdef TEXT
+	packages/rust/cross.sh build/text $$(ls build/natives | grep -vx $(RID)) || test $$? = 3
+	for platform in $$(ls build/natives); do test ! -d build/text/$$platform || cp build/text/$$platform/* build/natives/$$platform || exit 1; done
+endif
 
 # A Maven artifact in build/java and in this machine's Maven repository.
 jar: natives
@@ -297,7 +301,12 @@ build/javascript/package-lock.json: samples/javascript/package.json samples/java
 text-library:
 	cargo rustc --quiet --release --locked --package quantmoe-text --manifest-path packages/rust/Cargo.toml --target-dir build/rust --lib -- \
 	  $$(test ! -x $(BIN)/python-zig || echo -C linker=$(CURDIR)/packages/rust/zig-cc)
+	mkdir -p build/text/$(RID) && cp build/rust/release/libquantmoe_text.so build/text/$(RID)
 	python3 packages/rust/notices.py >build/rust/THIRD_PARTY_NOTICES_TEXT.txt
+
+# The text library for every platform of the packages, in build/text.
+text-libraries: compiler text-library
+	packages/rust/cross.sh build/text $(filter-out $(RID),linux-x64 linux-arm64 win-x64 osx-arm64)
 
 # The packages in projects that have nothing else, their contents, and a bill of materials in dist. C# where dotnet stands, C++ and Rust where cargo stands.
 test-packages: export QUANTMOE_MODEL = $(abspath $(MODEL))
@@ -326,6 +335,7 @@ release: build
 	$(MAKE) -o build wheel-cuda
 	$(MAKE) -o build wheel-cuda PLATFORM=linux_aarch64
 	python packages/natives.py quantmoe_ort dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
+	$(MAKE) -o compiler text-libraries
 	$(MAKE) -o build NUPKG=nupkg test-packages
 	@ls -l dist dist/cuda build/java/*.jar
 

@@ -4,19 +4,34 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 import zipfile
 from pathlib import Path
 
+import lief
 import pytest
 from elf import check_segments, newest_glibc
+from other_languages import run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 NATIVES = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in (ROOT / "build/natives").glob("*/*")}
+#: the most bytes of a library
+LARGEST = {"quantmoe_ort": 8_000_000, "quantmoe_text": 6_000_000}
+#: libraries that every system of a platform has
+SYSTEM = re.compile(
+    r"(libc|libm|libpthread|libdl|ld-linux.*)\.so\.\d|(api-ms-win-.*|KERNEL32|ntdll|bcryptprimitives)\.dll|/usr/lib/libSystem\.B\.dylib"
+)
+#: what a program is compiled for, and what runs it on another platform
+PROGRAMS = {
+    "linux-x64": ("x86_64-linux-gnu.2.28", []),
+    "linux-arm64": ("aarch64-linux-gnu.2.28", ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]),
+}
 LICENCES = {name: (ROOT / name).read_bytes() for name in ("LICENSE", "THIRD_PARTY_NOTICES.txt")}
 #: how a library of a wheel's platform begins: its format, and of ELF e_machine at byte 18
 PLATFORMS = {
@@ -62,8 +77,39 @@ def test_natives():
         assert (b"qm_tokenizer_open" if "_text." in name else b"RegisterCustomOps") in data, name
         if magic == b"\x7fELF":
             check_segments(data)
-        if name.startswith("linux-x64/"):
+        if name.startswith("linux-x64/") or (name.startswith("linux-") and "_text." in name):
             assert newest_glibc(data) <= (2, 28), name
+        assert len(data) <= next(size for library, size in LARGEST.items() if library in name), name
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVES if "_text." in name])
+def test_text_library(name):
+    """It exports the functions of its header and of Java's ChatTemplate, and needs the system's libraries alone."""
+    library = lief.parse(str(ROOT / "build/natives" / name))
+    header = (ROOT / "packages/rust/text/include/quantmoe/text.h").read_text(encoding="utf-8")
+    functions = {f"Java_quantmoe_ChatTemplate_{of}" for of in ("error", "free", "open", "turn")}
+    functions |= set(re.findall(r"\b(qm_\w+)\(", header))
+    exported = {function.name for function in library.exported_functions}
+    assert {symbol.removeprefix("_") if name.startswith("osx-") else symbol for symbol in exported} == functions
+    needed = [getattr(entry, "name", entry) for entry in library.libraries]
+    own = ["@rpath/libquantmoe_text.dylib"] if name.startswith("osx-") else []
+    assert [one for one in needed if not SYSTEM.fullmatch(one)] == own
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVES if "_text." in name])
+def test_text_library_runs(name, tmp_path):
+    """text.c gets the token ids of Python's tokenizers, where a program of the platform runs here."""
+    platform, library = name.split("/")
+    target, starter = PROGRAMS.get(platform, ("", []))
+    if not target or any(not Path(word).exists() and not shutil.which(word) for word in starter if word != "-L"):
+        pytest.skip(f"no program for {platform} runs here")
+    shutil.copy(ROOT / "build/natives" / name, tmp_path)
+    source, header, program = ROOT / "tests/packages/text.c", ROOT / "packages/rust/text/include", tmp_path / "text"
+    zig = Path(sys.executable).with_name("python-zig")
+    run(zig, "cc", "-target", target, "-I", header, source, tmp_path / library, "-o", program, "-Wl,-rpath,$ORIGIN")
+    model, text = ROOT / "samples/demo_model/checkpoint", "Then said the captain: go on!"
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
+    assert run(*starter, program, model, text).strip() == f"{' '.join(map(str, ids))} {text}"
 
 
 def check_dates(archive):
