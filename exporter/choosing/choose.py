@@ -675,7 +675,8 @@ def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
 
 def rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
     """Return one matrix with its scales rounded if need be, and the largest relative error."""
-    if scales == "exact" or m.scales.dtype.itemsize == 1 or m.scales.dtype.names is not None:
+    own = m.scales.dtype.itemsize == 1 or m.scales.dtype.names is not None or m.kind in ("nf4", "bnb_fp4")
+    if scales == "exact" or own:  # of one type, which the format says
         return m, 0.0
     exact = m.scales.astype(np.float64)
     rounded = exact.astype(ml_dtypes.bfloat16)

@@ -16,6 +16,7 @@ from encoders import CASES, bitsandbytes, hqq, random_matrix
 from sweeps import every
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.exporter.choosing.choose import rounded
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.reading.formats import CheckpointError, Format, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.writing.convert import export
@@ -59,6 +60,7 @@ def test_blocks_that_end_inside_rows(nested: bool, kind: str, tmp_path: Path) ->
     matrix = nf4(8, 96, 128, kind)
     format = read(tmp_path, bitsandbytes(matrix, 128, nested), BITSANDBYTES)
     same_matrix(format.matrix("m"), matrix)
+    assert rounded(matrix, "bf16") == (matrix, 0.0)
     bits = 4 + (8 + 32 / 256 if nested else 32) / 128
     assert f"5 bits a weight, the file has {bits:.4g}" in format.scheme("m").text
 
