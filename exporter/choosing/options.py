@@ -117,12 +117,12 @@ class Options:
         None, "also export this EAGLE-3 head, which drafts", metavar="FOLDER", kind=Path
     )
     vision: bool = option(False, "also export the vision tower")
-    paged: bool = option(False, "export for servers: requests share a cache in blocks")
+    paged: bool = option(False, "export for servers, with a cache in blocks")
     quantize: str | None = option(
-        None, "quantize to int4, q4_k_m, ..; none: 16 bits", "Numbers", values=QUANTIZE, metavar="FORMAT"
+        None, "quantize to int4, q4_k_m, .. or none", "Numbers", values=QUANTIZE, metavar="FORMAT"
     )
     group_size: int | None = option(
-        None, "share a scale among N weights; -1: a row", "Numbers", metavar="N", shown="the format's"
+        None, "N weights share a scale; -1: a row", "Numbers", metavar="N", shown="the format's"
     )
     symmetric: bool = option(False, "quantize to int4 without zero points", "Numbers")
     calibrate: str | Path | None = option(  # noqa: RUF009
@@ -170,7 +170,7 @@ class Options:
         most=64,
     )
     opset: int | None = option(
-        None, "use standard operators of this ONNX opset", "Advanced", metavar="N", shown="20", least=20, most=27
+        None, "use standard operators of opset N", "Advanced", metavar="N", least=20, most=27
     )
     external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
     browser: str | None = option(
