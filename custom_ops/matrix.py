@@ -122,11 +122,15 @@ class QuantizedMatrix:
         rows = np.repeat(per_group, self.block_n, axis=0)[:n]
         return np.repeat(rows, k if self.group_size == -1 else self.group_size, axis=1)[:, :k]
 
+    @property
+    def rounds_last(self) -> bool:
+        """Whether float32 does not hold what :meth:`dequantize` multiplies, so that float64 is rounded at the end."""
+        return self.global_scale is not None or self.pre_scale is not None or self.scale_type == "f32_minima"
+
     def dequantize(self, dtype: type = np.float64) -> np.ndarray:
         """Return the weights this matrix stands for: float64 or float32 [N, K], rounded once, columns by input
         feature."""
-        products = self.global_scale is not None or self.pre_scale is not None or self.scale_type == "f32_minima"
-        if dtype != np.float64 and products:  # more than one, or one that float32 does not hold
+        if dtype != np.float64 and self.rounds_last:
             return self.dequantize().astype(dtype)
         w = self.values(dtype)
         if self.scales.dtype.names is None:

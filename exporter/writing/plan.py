@@ -226,7 +226,9 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
 def dequantizing(m: QuantizedMatrix) -> int:
     """Return the bytes that decoding a matrix to float32 takes.
 
-    Codes on their way are two bytes each; beside the values stand their scales or zero points, spread over the groups.
+    Codes on their way are two bytes each; beside the values stand their scales and zero points or minima, spread over the
+    groups.
     """
-    floats = 8 if m.global_scale is not None or m.pre_scale is not None else 4
-    return m.codes.size * (2 + floats * (2 if m.zero_points is None else 3)) + floats * m.scales.size
+    floats = 8 if m.rounds_last else 4
+    arrays = 2 if m.zero_points is None and m.scales.dtype.names is None else 3
+    return m.codes.size * (2 + floats * arrays) + floats * m.scales.size

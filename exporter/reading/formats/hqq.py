@@ -124,8 +124,10 @@ class HQQ(Format):
             codes = outline((meta.n, meta.k), np.uint8)
         else:
             words = stored.view("<u4" if element == 32 else np.uint8).reshape(packed, meta.group)
-            parts = [words >> (bits * (count - 1 - i)) & ((1 << bits) - 1) for i in range(count)]
-            codes = np.concatenate(parts)[: meta.rows].astype(np.uint8).reshape(meta.n, meta.k)
+            parts = np.empty((count, *words.shape), np.uint8)
+            for i in range(count):
+                parts[i] = words >> (bits * (count - 1 - i)) & ((1 << bits) - 1)
+            codes = parts.reshape(-1, meta.group)[: meta.rows].reshape(meta.n, meta.k)
             if codes.max() >> meta.bits:
                 raise CheckpointError(
                     f"{self.ckpt.where(f'{module}.W_q')} has the code {codes.max()}, expected {meta.bits} bits (nbits)"
