@@ -124,7 +124,7 @@ class QuantizedMatrix:
 
     @property
     def rounds_last(self) -> bool:
-        """Whether float32 does not hold what :meth:`dequantize` multiplies, so that float64 is rounded at the end."""
+        """True where float32 does not hold what :meth:`dequantize` multiplies: float64 is rounded at the end."""
         return self.global_scale is not None or self.pre_scale is not None or self.scale_type == "f32_minima"
 
     def dequantize(self, dtype: type = np.float64) -> np.ndarray:

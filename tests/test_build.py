@@ -301,6 +301,6 @@ def test_turns_of_ci() -> None:
             check=True,
         )
         chosen = run.stdout.split()
-        assert chosen[:2] == ["cuda90a", "cuda80"]
+        assert chosen[0] == "cuda90a"
         assert len(set(chosen)) == len(chosen)
         assert sum(minutes[turn] for turn in chosen) <= 30

@@ -169,9 +169,7 @@ class Options:
         least=1,
         most=64,
     )
-    opset: int | None = option(
-        None, "use standard operators of opset N", "Advanced", metavar="N", least=20, most=27
-    )
+    opset: int | None = option(None, "use standard operators of opset N", "Advanced", metavar="N", least=20, most=27)
     external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
     browser: str | None = option(
         None, "also write files for transformers.js", "Advanced", values=("wasm", "webgpu"), metavar="wasm|webgpu"

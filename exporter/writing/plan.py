@@ -226,8 +226,8 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
 def dequantizing(m: QuantizedMatrix) -> int:
     """Return the bytes that decoding a matrix to float32 takes.
 
-    Codes on their way are two bytes each; beside the values stand their scales and zero points or minima, spread over the
-    groups.
+    Codes on their way are two bytes each. Beside the values stand their scales, and zero points or minima, spread over
+    the groups.
     """
     floats = 8 if m.rounds_last else 4
     arrays = 2 if m.zero_points is None and m.scales.dtype.names is None else 3
