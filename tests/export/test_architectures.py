@@ -328,7 +328,7 @@ NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and
     "zaya": "a recurrent state in a layer with a convolution",
 }
 #: types of standard nodes whose sliding windows count slots: their prompts are padded on the left
-BY_SLOTS = ("afmoe", "beam", "gemma4", "gemma4_text", "laguna", "muse_spark", "step3p7")
+BY_SLOTS = ("afmoe", "beam", "dots3_note_text", "gemma4", "gemma4_text", "laguna", "muse_spark", "step3p7")
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
 #: types around a text model -> its row, what config.json calls it, and the prefix of its tensors
