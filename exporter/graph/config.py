@@ -168,7 +168,7 @@ def _check_rope(format: Format, config: PreTrainedConfig) -> None:
     parameters = getattr(config, "rope_parameters", None)
     for rope in [parameters, *(parameters or {}).values()] if isinstance(parameters, dict) else []:
         kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
-        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        if not isinstance(kind, str) or kind not in {"default", *ROPE_INIT_FUNCTIONS}:
             raise CheckpointError(
                 f"{format.ckpt.folder / 'config.json'}: rope_type is {kind!r}, transformers {transformers.__version__} "
                 f"knows default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}; a later transformers may know it: "

@@ -182,12 +182,15 @@ def test_phimoes_other_kinds_are_refused(tmp_path: Path) -> None:
         plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none")
 
 
-def test_a_rope_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["spiral", []])  # a list is no key of transformers' table
+def test_a_rope_type_that_transformers_does_not_know_is_refused(kind: object, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     path = tmp_path / "checkpoint" / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral"}}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"config\.json: rope_type is 'spiral', transformers .* knows default, "):
+    path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": kind}}), encoding="utf-8")
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: rope_type is ('spiral'|\[\]), transformers .* knows default, "
+    ):
         plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none")
 
 

@@ -112,6 +112,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   Ends ends;
   const bool hybrid = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); });
   if (hybrid && length > 1 && data.ConsumeBool()) ends[length - 1] = states_of(pasts, saved.values);
+  std::filesystem::remove(path);  // a damaged one, which is never replaced
   save_state(path, "model", tokens, pasts, saved.values, ends);
   const std::string whole = read_file(path);
   std::string file = whole;
