@@ -19,6 +19,9 @@ class Scheme:
         table: float64 [2 ** bits], value of each code before scaling; NaN for codes that are not numbers.
         integer: whether the codes may have zero points.
         group_size, scale_type: what checkpoints of this scheme usually have.
+        float_only: whether kernels multiply the codes by floats only: they are floats, places in a table of floats, or
+            unsigned bytes. Then activations are not rounded to int8 for them.
+        own_scales: whether scales have ``scale_type`` and no other type.
     """
 
     bits: int
@@ -26,6 +29,8 @@ class Scheme:
     integer: bool
     group_size: int
     scale_type: str
+    float_only: bool = False
+    own_scales: bool = False
 
     @property
     def zero(self) -> int:

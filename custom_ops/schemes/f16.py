@@ -6,4 +6,4 @@ from quantmoe.custom_ops.schemes.base import Scheme
 
 _TABLE = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64)
 _TABLE[~np.isfinite(_TABLE)] = np.nan
-SCHEME = Scheme(bits=16, table=_TABLE, integer=False, group_size=-1, scale_type="f32")
+SCHEME = Scheme(bits=16, table=_TABLE, integer=False, group_size=-1, scale_type="f32", float_only=True)

@@ -22,6 +22,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, cpu_panel, join
 from quantmoe.custom_ops.layouts.panel_rows import panel_rows
 from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.described_model import DescribedModel, Shared
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, moe_layers
@@ -41,8 +42,6 @@ JOINED = {
 }
 #: activation_format whose scales are those of all features of a token, which the parts of an expert do not know
 WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
-#: formats that no kernel multiplies by integers: their codes are floats, places in a table of floats, or unsigned bytes
-OF_FLOATS = ("fp8_e4m3", "bf16", "f16", "nf4", "bnb_fp4", "q8_min")
 #: linears that are packed as 16-bit floats of the graph's type, if they have a bias, which would be a kernel of its own
 FLOAT_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: and without one: so few rows that a plain product, which others are on CUDA, waits longer than it reads
@@ -520,8 +519,8 @@ def activation_format(scheme: ModuleScheme, choice: str | None) -> str:
     wanted = scheme.activation_format
     if choice == "float":
         return "none"
-    whole = scheme.format in OF_FLOATS
-    return ACTIVATIONS[choice] if choice and wanted == "none" and not whole else wanted
+    float_only = SCHEMES[scheme.format].float_only
+    return ACTIVATIONS[choice] if choice and wanted == "none" and not float_only else wanted
 
 
 def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix) -> str:
@@ -675,8 +674,8 @@ def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
 
 def rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
     """Return one matrix with its scales rounded if need be, and the largest relative error."""
-    own = m.scales.dtype.itemsize == 1 or m.scales.dtype.names is not None or m.kind in ("nf4", "bnb_fp4")
-    if scales == "exact" or own:  # of one type, which the format says
+    own = m.scales.dtype.itemsize == 1 or m.scales.dtype.names is not None or SCHEMES[m.kind].own_scales
+    if scales == "exact" or own:
         return m, 0.0
     exact = m.scales.astype(np.float64)
     rounded = exact.astype(ml_dtypes.bfloat16)

@@ -127,9 +127,8 @@ ALTERNATING = {
         ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
     }
 }
-#: what MLX calls a layer's experts, whose tensors it stacks; families of which mlx-lm changes nothing else
+#: what MLX calls a layer's experts, whose tensors it stacks
 STACKED = "switch_mlp"
-MLX_FAMILIES = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 #: the file of a whole model; the index of one in shards
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"

@@ -127,7 +127,7 @@ def test_a_layer_of_other_widths(capfd, widths, zero_points):
 @needs_provider
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_layer_of_nvfp4(capfd, columns):
-    """As ONNX Runtime's documentation says; its CPU provider has no kernel."""
+    """Either order of codes, beside the reference: ONNX Runtime's CPU provider has no kernel to compare with."""
     case = replace(CASE, weights=("nvfp4", "e4m3", False), group_size=16, bias=False)
     experts = [case.expert(np.random.default_rng(e)) for e in range(case.experts)]
     experts = [replace(e, up=replace(e.up, global_scale=e.gate.global_scale)) for e in experts]

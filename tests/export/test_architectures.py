@@ -494,7 +494,7 @@ def deep(name: str) -> dict[str, Any]:
     "model_type", every(["deepseek_v4", *sorted({*SELECTING, "flex_olmo", "llama4_text"} - {"deepseek_v4"})])
 )
 def test_a_deep_model_is_traced_once(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fewer layers than it has; the others are copies, and give transformers' logits."""
+    """Fewer layers than it has are traced; the others are copies, and give transformers' logits."""
     traced = []
     once = trace._trace
     monkeypatch.setattr(trace, "_trace", lambda s, *a: traced.append(s.model.config.num_hidden_layers) or once(s, *a))

@@ -148,7 +148,7 @@ def test_standard_operators(exported, reference, architecture, opset):
 
 
 def test_padding_on_the_left(exported):
-    """As transformers pads: each row's logits are what it has alone."""
+    """Padding on the left, as transformers pads: each row's logits are what it has alone."""
     plain = Plain(exported("qwen3_next", target="ort"))
     ids, padding = tokens(2, 9), np.array([[4], [0]])
     place = np.arange(9) - padding

@@ -228,7 +228,7 @@ def test_bill_has_what_the_wheel_needs(bill):
 
 
 def test_bill_has_the_crates(bill):
-    """Those of the text library, with hashes, where a package has the library."""
+    """The bill of materials has the crates of the text library, with hashes, where a package has the library."""
     crates = {c["name"]: c for c in bill["components"] if c.get("purl", "").startswith("pkg:cargo/")}
     assert ("tokenizers" in crates) == any("_text." in library for library in NATIVES)
     assert not {"quantmoe-text", "cc"} & set(crates)  # the library itself, and what only its build needs

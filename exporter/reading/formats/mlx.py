@@ -22,11 +22,13 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.exporter.reading.checkpoint import MLX_FAMILIES, STACKED, Checkpoint, CheckpointError
+from quantmoe.exporter.reading.checkpoint import STACKED, Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
 from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.bits import unpack_words
 
+#: families of which mlx-lm changes nothing beside stacking experts
+FAMILIES = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 #: mode -> op.def's format
 MODES = {"affine": "", "mxfp4": "mxfp4", "mxfp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 #: bits of affine codes
@@ -40,10 +42,10 @@ class MLX(Format):
     def __init__(self, ckpt: Checkpoint) -> None:
         super().__init__(ckpt)
         family = ckpt.text_config.get("model_type")
-        if family not in MLX_FAMILIES:
+        if family not in FAMILIES:
             raise CheckpointError(
                 f"{ckpt.folder / 'config.json'}: MLX weights of {family!r}: mlx-lm changes tensors of some families; "
-                f"supported: {', '.join(MLX_FAMILIES)}; for others, export the checkpoint that mlx-lm converted"
+                f"supported: {', '.join(FAMILIES)}; for others, export the checkpoint that mlx-lm converted"
             )
 
     @staticmethod
