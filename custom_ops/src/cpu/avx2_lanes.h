@@ -31,10 +31,8 @@ inline __m256 e8m0_to_float(__m128i codes) {
       _mm256_max_epu32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(codes), 23), _mm256_set1_epi32(0x00400000)));
 }
 
-constexpr int64_t kNear = 4096;  // bytes ahead
-
 struct Avx2Lanes {
-  static constexpr int kRows = 8;
+  static constexpr int kRows = 8, kBothTokens = 2;
   template <int kHigh>
   static constexpr int kDots = 8 >> kHigh;
   using Bytes = __m256i;
@@ -100,10 +98,7 @@ struct Avx2Lanes {
   static Floats broadcast(const float* x) { return _mm256_broadcast_ss(x); }
   static Floats load_floats(const uint8_t* at) { return _mm256_loadu_ps(reinterpret_cast<const float*>(at)); }
   static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
-  static void prefetch(const uint8_t* at, int bytes, int64_t ahead) {
-    if (!ahead) return;
-    for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(at + i + kNear), _MM_HINT_T0);
-  }
+  static void prefetch(const uint8_t* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
 };
 
 }  // namespace

@@ -67,6 +67,7 @@ void column_tile(const PanelMatrix& matrix, const ColumnPanels<V>& panels, const
   constexpr int P = V::panels_of(M), S = 16 / V::kRows;  // panels; vectors of a column
   constexpr int kBytes = code_bits(kFormat) / 8, kColumns = V::kColumnBytes / 16 / kBytes;  // of a step
   constexpr int kStep = kFormat == k_format_fp8_e4m3 ? V::kColumns : 1;
+  constexpr int64_t kAhead = P == 1 ? kSoon : 2048;  // of numbers of 2 bytes, in each panel: the next ones are far
   const int tile_tokens = kWhole ? M : tokens;
 #define QM_EACH_COLUMN \
   _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s)
@@ -79,9 +80,11 @@ void column_tile(const PanelMatrix& matrix, const ColumnPanels<V>& panels, const
       int64_t offset = block * matrix.block_bytes;
       const int64_t end = offset + matrix.codes_bytes;
       do {
+        if (kBytes == 1 && panels.ahead)  // the next panels, one after the other
+          prefetch_lines<V>(panels.panel[panel] + P * (matrix.stride + offset), P * V::kColumnBytes / 64);
         _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) {
           const uint8_t* const at = panels.panel[panel + v] + offset;
-          V::prefetch(at, V::kColumnBytes, panels.ahead);
+          if (kBytes == 2 && panels.ahead) prefetch_lines<V>(at + kAhead, V::kColumnBytes / 64);
           _Pragma("GCC unroll 8") for (int column = 0; column < kColumns; column += kStep) {
             Floats weights[kStep][S];
             if constexpr (kStep == 2)

@@ -25,7 +25,8 @@
 //   fma(a, b, c), fma_less, negative_fma a * b + c, a * b - c, c - a * b, rounded once: where there is no such
 //                                    instruction, scalar.h's for each row
 //   multiply, add, broadcast(x), load_floats(at), store(to, v): of floats; broadcast takes a float or a pointer to one
-//   prefetch(at, bytes, ahead)       asks for what comes later; ahead 0: it was asked for
+//   prefetch(at)                     asks for the line at `at`
+//   kBothTokens                      for so many tokens at most, Both<V> multiplies all 16 rows at once
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -35,6 +36,16 @@
 
 namespace quantmoe {
 namespace {
+
+// Few tokens wait for memory. It gives most where all lines are asked for, once and in ascending order, some KiB before
+// they are read.
+constexpr int64_t kSoon = 6144;
+
+// Lines from `at` on.
+template <class V>
+[[gnu::always_inline]] inline void prefetch_lines(const uint8_t* at, int64_t lines) {
+  for (int64_t i = 0; i < lines; ++i) V::prefetch(at + 64 * i);
+}
 
 #define QM_EACH_TOKEN _Pragma("GCC unroll 32") for (int i = 0; i < M; ++i)
 
@@ -65,6 +76,79 @@ struct KCodes {
   static constexpr bool kMinima = kBits != 6 && kBits != kTable;
   static constexpr int kWidth = kBits == 2 || kBits == 6 ? 4 : 8;    // fours of columns of a group
   static constexpr int kChunk = 64 * (kBits == kTable ? 4 : kBits);  // bytes of 32 columns
+};
+
+// Two V one after the other: all 16 rows of a panel, so that memory is read while each half is multiplied.
+template <class V>
+struct Both {
+  static constexpr int kRows = 2 * V::kRows;
+  template <int kHigh>
+  static constexpr int kDots = V::template kDots<kHigh>;
+  struct Bytes {
+    typename V::Bytes v[2];
+  };
+  struct Sums {
+    typename V::Sums v[2];
+  };
+  struct Floats {
+    typename V::Floats v[2];
+  };
+  static Bytes load(const uint8_t* at) { return {{V::load(at), V::load(at + 4 * V::kRows)}}; }
+  template <bool high>
+  static Bytes nibbles(const Bytes& a) {
+    return {{V::template nibbles<high>(a.v[0]), V::template nibbles<high>(a.v[1])}};
+  }
+  template <int from, int count>
+  static Bytes with_bits(const Bytes& n, const Bytes& a) {
+    return {{V::template with_bits<from, count>(n.v[0], a.v[0]), V::template with_bits<from, count>(n.v[1], a.v[1])}};
+  }
+  static Sums start(int32_t n) { return {{V::start(n), V::start(n)}}; }
+  static void dot(Sums& sums, const Bytes& codes, const uint8_t* x) {
+    V::dot(sums.v[0], codes.v[0], x);
+    V::dot(sums.v[1], codes.v[1], x);
+  }
+  static void settle(Sums& sums) {
+    V::settle(sums.v[0]);
+    V::settle(sums.v[1]);
+  }
+  static Floats floats(const Sums& sums) { return {{V::floats(sums.v[0]), V::floats(sums.v[1])}}; }
+  static Floats halves(const uint8_t* at) { return {{V::halves(at), V::halves(at + 2 * V::kRows)}}; }
+  static Floats int8s(const uint8_t* at) { return {{V::int8s(at), V::int8s(at + V::kRows)}}; }
+  template <bool high>
+  static Floats halves_of_bytes(const uint8_t* at) {
+    return {{V::template halves_of_bytes<high>(at), V::template halves_of_bytes<high>(at + V::kRows)}};
+  }
+  template <int i>
+  static Floats column(const Bytes& a) {
+    return {{V::template column<i>(a.v[0]), V::template column<i>(a.v[1])}};
+  }
+  using Table = typename V::Table;
+  static Table table(const float* at) { return V::table(at); }
+  template <int i>
+  static Floats entry(const Table& table, const Bytes& a) {
+    return {{V::template entry<i>(table, a.v[0]), V::template entry<i>(table, a.v[1])}};
+  }
+  static Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+    return {{V::fma(a.v[0], b.v[0], c.v[0]), V::fma(a.v[1], b.v[1], c.v[1])}};
+  }
+  static Floats fma_less(const Floats& a, const Floats& b, const Floats& c) {
+    return {{V::fma_less(a.v[0], b.v[0], c.v[0]), V::fma_less(a.v[1], b.v[1], c.v[1])}};
+  }
+  static Floats negative_fma(const Floats& a, const Floats& b, const Floats& c) {
+    return {{V::negative_fma(a.v[0], b.v[0], c.v[0]), V::negative_fma(a.v[1], b.v[1], c.v[1])}};
+  }
+  static Floats multiply(const Floats& a, const Floats& b) {
+    return {{V::multiply(a.v[0], b.v[0]), V::multiply(a.v[1], b.v[1])}};
+  }
+  static Floats add(const Floats& a, const Floats& b) { return {{V::add(a.v[0], b.v[0]), V::add(a.v[1], b.v[1])}}; }
+  static Floats broadcast(float x) { return {{V::broadcast(x), V::broadcast(x)}}; }
+  static Floats broadcast(const float* x) { return {{V::broadcast(x), V::broadcast(x)}}; }
+  static Floats load_floats(const uint8_t* at) { return {{V::load_floats(at), V::load_floats(at + 4 * V::kRows)}}; }
+  static void store(float* to, const Floats& a) {
+    V::store(to, a.v[0]);
+    V::store(to + V::kRows, a.v[1]);
+  }
+  static void prefetch(const uint8_t* at) { V::prefetch(at); }
 };
 
 // Codes of columns 4j to 4j + 3 of a chunk.
@@ -140,13 +224,15 @@ template <class V, bool kStepped, class Sum>
 }
 
 // Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
+// fetches: the panel's lines, and so the next one's, were not asked for.
 template <class V, int M, int kBits, bool kWhole, bool kStepped>
-void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
+void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetches, const uint8_t* tile, int tokens,
             int first, float* out, int64_t row_stride) {
   using Codes = KCodes<kBits>;
   constexpr int kWidth = Codes::kWidth;
   const int chunks = static_cast<int>(matrix.block / 32);
   const int tile_tokens = kWhole ? M : tokens;
+  const int64_t lines = fetches ? ceil_div(matrix.block_bytes, 64 * chunks) : 0;
   const uint8_t* x = tile + 4 * first;
   const uint8_t* starts = tile + matrix.kp * tile_tokens + 4 * first;
   [[maybe_unused]] const uint8_t* steps = starts + 4 * matrix.spans() * tile_tokens;
@@ -156,8 +242,9 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
     const LevelsAt<V, kBits> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
-    for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk) {
-      V::prefetch(chunk, Codes::kChunk, ahead);
+    const uint8_t* soon = panel + block * matrix.block_bytes + kSoon;
+    for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk, soon += 64 * lines) {
+      prefetch_lines<V>(soon, lines);
       typename V::Sums sums[M];
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
@@ -202,12 +289,13 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ah
 
 // The same of float activations, x f32 [kp][tokens].
 template <class V, int M, int kBits, bool kWhole>
-void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile,
+void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetches, const uint8_t* tile,
                   int tokens, int first, float* out, int64_t row_stride) {
   using Codes = KCodes<kBits>;
   constexpr int kWidth = Codes::kWidth;
   const int chunks = static_cast<int>(matrix.block / 32);
   const int tile_tokens = kWhole ? M : tokens;
+  const int64_t lines = fetches ? ceil_div(matrix.block_bytes, 64 * chunks) : 0;
   const float* x = reinterpret_cast<const float*>(tile) + first;
   [[maybe_unused]] const typename V::Table table = V::table(matrix.format == k_format_nf4 ? kNf4 : kBnbFp4);
   typename V::Floats acc[M];
@@ -215,8 +303,9 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int6
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
     const LevelsAt<V, kBits> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
-    for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk) {
-      V::prefetch(chunk, Codes::kChunk, ahead);
+    const uint8_t* soon = panel + block * matrix.block_bytes + kSoon;
+    for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk, soon += 64 * lines) {
+      prefetch_lines<V>(soon, lines);
       typename V::Floats part[M], scale, minimum;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
@@ -250,7 +339,7 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int6
   QM_EACH_TOKEN V::store(out + (first + i) * row_stride + row, V::add(acc[i], bias));
 }
 
-using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, int64_t, const uint8_t*, int, int, float*, int64_t);
+using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, bool, const uint8_t*, int, int, float*, int64_t);
 template <class V, bool kWhole, int... M>
 constexpr auto k_tiles(std::integer_sequence<int, M...>) {
   struct KTiles {
@@ -273,24 +362,35 @@ constexpr auto k_tiles(std::integer_sequence<int, M...>) {
                   {k_tile<V, M + 1, 6, kWhole, true>...}}}};
 }
 
-// kMost: tokens at a time. Tiles have as many at most where kWhole.
+// The tiles of a product's format for 1 to kMost tokens.
 template <class V, int kMost, bool kWhole>
-void multiply_k(const PanelProduct& product) {
+const KTile* k_tiles_of(const PanelProduct& product) {
   static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& matrix = *product.matrix;
   const int bits = is_table(matrix.format) ? 5 : matrix.bits == 8 ? 4 : matrix.bits == 2 ? 0 : matrix.bits - 3;
-  const KTile* const tiles = product.quantized ? kTiles.codes[matrix.stepped][bits] : kTiles.floats[bits];
+  return product.quantized ? kTiles.codes[matrix.stepped][bits] : kTiles.floats[bits];
+}
+
+// kMost: tokens at a time. Tiles have as many at most where kWhole.
+template <class V, int kMost, bool kWhole>
+void multiply_k(const PanelProduct& product) {
+  const PanelMatrix& matrix = *product.matrix;
+  const KTile *const tiles = k_tiles_of<V, kMost, kWhole>(product), *both = nullptr;
+  if constexpr (V::kBothTokens > 0) both = k_tiles_of<Both<V>, V::kBothTokens, kWhole>(product);
   for (int64_t panel = 0; panel < product.panel_count; ++panel) {
     float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * matrix.nr;
     for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
       const TokenTile& tile = product.tiles[tile_index];
-      for (int row = 0; row < matrix.nr; row += V::kRows)
-        for (int first = 0; first < tile.m; first += kMost) {
-          const int count = tile.m - first < kMost ? tile.m - first : kMost;
-          tiles[count - 1](matrix, product.panels + panel * matrix.stride, row,
-                           tile_index == 0 && row == 0 && first == 0 ? matrix.stride : 0, tile.data, tile.m, first, out,
-                           product.row_stride);
-        }
+      const uint8_t* const rows = product.panels + panel * matrix.stride;
+      if (tile.m <= V::kBothTokens)
+        both[tile.m - 1](matrix, rows, 0, tile_index == 0, tile.data, tile.m, 0, out, product.row_stride);
+      else
+        for (int row = 0; row < matrix.nr; row += V::kRows)
+          for (int first = 0; first < tile.m; first += kMost) {
+            const int count = tile.m - first < kMost ? tile.m - first : kMost;
+            tiles[count - 1](matrix, rows, row, tile_index == 0 && row == 0 && first == 0, tile.data, tile.m, first,
+                             out, product.row_stride);
+          }
       out += tile.m * product.row_stride;
     }
   }

@@ -9,7 +9,7 @@ namespace quantmoe {
 namespace {
 
 struct NeonLanes {
-  static constexpr int kRows = 8;
+  static constexpr int kRows = 8, kBothTokens = 0;
   template <int kHigh>
   static constexpr int kDots = 8;
   struct Bytes {
@@ -130,7 +130,7 @@ struct NeonLanes {
     vst1q_f32(to, a.v[0]);
     vst1q_f32(to + 4, a.v[1]);
   }
-  static void prefetch(const uint8_t*, int, int64_t) {}
+  static void prefetch(const uint8_t*) {}
 };
 
 }  // namespace
