@@ -32,7 +32,7 @@ inline __m256 e8m0_to_float(__m128i codes) {
 }
 
 struct Avx2Lanes {
-  static constexpr int kRows = 8, kBothTokens = 2;
+  static constexpr int kRows = 8, kBothTokens = 2, kPairTokens = kMaxTileRows;
   template <int kHigh>
   static constexpr int kDots = 8 >> kHigh;
   using Bytes = __m256i;

@@ -27,7 +27,7 @@ inline __m512 e8m0_to_float(__m128i codes) {
 }
 
 struct Avx512Lanes {
-  static constexpr int kRows = 16, kBothTokens = 0;
+  static constexpr int kRows = 16, kBothTokens = 0, kPairTokens = 12;
   template <int kHigh>
   static constexpr int kDots = 8;
   using Bytes = __m512i;

@@ -26,6 +26,7 @@
 //                                    instruction, scalar.h's for each row
 //   multiply, add, broadcast(x), load_floats(at), store(to, v): of floats; broadcast takes a float or a pointer to one
 //   prefetch(at)                     asks for the line at `at`
+//   kPairTokens                      most tokens of 6-bit codes, whose sums of pairs of groups take registers, too
 //   kBothTokens                      for so many tokens at most, Both<V> multiplies all 16 rows at once
 #pragma once
 #include <type_traits>
@@ -81,7 +82,7 @@ struct KCodes {
 // Two V one after the other: all 16 rows of a panel, so that memory is read while each half is multiplied.
 template <class V>
 struct Both {
-  static constexpr int kRows = 2 * V::kRows;
+  static constexpr int kRows = 2 * V::kRows, kPairTokens = V::kPairTokens;
   template <int kHigh>
   static constexpr int kDots = V::template kDots<kHigh>;
   struct Bytes {
@@ -228,6 +229,12 @@ template <class V, bool kStepped, class Sum>
 template <class V, int M, int kBits, bool kWhole, bool kStepped>
 void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetches, const uint8_t* tile, int tokens,
             int first, float* out, int64_t row_stride) {
+  if constexpr (kBits == 6 && M > V::kPairTokens) {
+    constexpr int kHalf = (M + 1) / 2;
+    k_tile<V, kHalf, 6, false, kStepped>(matrix, panel, row, fetches, tile, tokens, first, out, row_stride);
+    return k_tile<V, M - kHalf, 6, false, kStepped>(matrix, panel, row, false, tile, tokens, first + kHalf, out,
+                                                    row_stride);
+  }
   using Codes = KCodes<kBits>;
   constexpr int kWidth = Codes::kWidth;
   const int chunks = static_cast<int>(matrix.block / 32);

@@ -9,7 +9,7 @@ namespace quantmoe {
 namespace {
 
 struct NeonLanes {
-  static constexpr int kRows = 8, kBothTokens = 0;
+  static constexpr int kRows = 8, kBothTokens = 0, kPairTokens = kMaxTileRows;
   template <int kHigh>
   static constexpr int kDots = 8;
   struct Bytes {
