@@ -40,7 +40,7 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
 
     Args:
         config: a Hugging Face configuration.
-        weights: one of MIXED, or the GGMLQuantizationType of experts and other linears.
+        weights: one of MIXED, Q8_0, MXFP4, or with ``head`` the GGMLQuantizationType of experts and other linears.
         head: of lm_head and embeddings, whose linears then have one type; without it, the file type's.
 
     Raises:
@@ -102,7 +102,10 @@ def _mixed(name: str, columns: int, layers: int, weights: str) -> str:
     """Return the type that llama.cpp's quantizer gives a matrix.
 
     More bits are for lm_head, and for v and down in the first and last eighth of the layers and in every third between.
+    MXFP4 is for experts.
     """
+    if weights in ("Q8_0", "MXFP4"):
+        return weights if ".experts." in name else "Q8_0"
     most, more = MIXED.get(weights, (weights, weights))
     if "lm_head" in name:
         return "Q8_0" if columns % 256 else "Q6_K"
