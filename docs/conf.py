@@ -13,7 +13,8 @@ author = "the QuantMoE developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "custom_ops/**.md", "samples/**README.md"]
-exclude_patterns = ["build", ".*"]  # Sphinx follows links, and a folder of wine has one to /
+# Sphinx follows links, and a folder of wine has one to /. Other pages include the tables
+exclude_patterns = ["build", ".*", "docs/reference/tables"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "QuantMoE"

@@ -1,9 +1,13 @@
-"""Reference pages made from the code at each ``make docs``: the command line, the Python API and the operators."""
+"""Reference pages and tables made from the code at each ``make docs``.
+
+Pages are the command line, the Python API and the operators. Tables are parts of other pages, which include them.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,8 +15,18 @@ import typer
 
 import quantmoe
 from quantmoe.benchmarks.bench import app as bench_app
+from quantmoe.custom_ops.matrix import SCALE_DTYPES
 from quantmoe.custom_ops.schema import read, split
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.cli import app
+from quantmoe.exporter.folder import metadata as keys
+from quantmoe.exporter.reading.formats import FORMATS, REFUSED
+from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
+from quantmoe.exporter.reading.formats.gguf import REFUSED as REFUSED_TYPES
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.gguf.blocks import CARRIED
+from quantmoe.exporter.reading.gguf.families import FAMILIES
+from quantmoe.exporter.reading.gguf.header import TYPES
 
 HERE = Path(__file__).resolve().parent
 CUSTOM_OPS = HERE.parent / "custom_ops"
@@ -155,8 +169,82 @@ def operators() -> str:
     return "\n".join(page)
 
 
+def names(texts: Iterable[str]) -> str:
+    return ", ".join(f"`{text}`" for text in texts)
+
+
+def model_types() -> str:
+    """Return the model types that ``export`` takes."""
+    from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES  # it imports transformers
+
+    rows = [[names(row.types), row.models, row.attention, "yes" if row.further else ""] for row in MODEL_TYPES]
+    return table(["type", "models", "attention", "further tests"], rows)
+
+
+def refused_types() -> str:
+    """Return the model types that ``export`` refuses by name, those of one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for kind, reason in UNSUPPORTED.items():
+        reasons.setdefault(reason, []).append(kind)
+    return table(["type", "reason"], [[names(kinds), reason] for reason, kinds in reasons.items()])
+
+
+def tools() -> str:
+    """Return the checkpoint formats, and the methods that are refused."""
+    rows = [
+        [read.tool or format.name, read.what, read.exported, read.cuda, names(read.tests)]
+        for format in (*FORMATS, Unquantized)
+        for read in format.reads
+    ]
+    rows += [[f"`{method}`", why, "refused", "", ""] for method, why in REFUSED.items()]
+    return table(["tool", "what is read", "exported", "CUDA", "test"], rows)
+
+
+def ggml_types() -> str:
+    """Return the types of GGUF files, and how they are carried."""
+    rows = []
+    for kind, weights, size in TYPES.values():
+        stored = 8 * size / weights
+        if kind in CARRIED:
+            block = CARRIED[kind]
+            bits = SCHEMES[block.kind].bits + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
+            rows.append([kind, f"{stored:.5g}", "wider" if bits > stored else "same", f"{bits:.5g}", block.cuda])
+        elif why := REFUSED_TYPES.get(kind):
+            rows.append([kind, "", f"refused: it {why}", "", ""])
+    return table(["type", "bits in the file", "exported", "bits exported", "CUDA"], rows)
+
+
+def gguf_architectures() -> str:
+    rows = [[f"`{name}`", family.models] for name, family in sorted(FAMILIES.items())]
+    return table(["architecture", "models"], rows)
+
+
+def metadata() -> str:
+    """Return the keys of a model's metadata, whose meaning stands above each constant."""
+    rows, said = [], []
+    for line in Path(keys.__file__).read_text(encoding="utf-8").splitlines():
+        if line.startswith("#: "):
+            said.append(line[3:])
+        elif found := re.fullmatch(r"([A-Z_, ]+) = .+", line):
+            rows.append([names(getattr(keys, name) for name in found[1].split(", ")), " ".join(said)])
+            said = []
+    return table(["entry", "meaning"], rows[1:])  # the first one is no key
+
+
+TABLES = {
+    "model-types": model_types,
+    "refused-types": refused_types,
+    "tools": tools,
+    "ggml-types": ggml_types,
+    "gguf-architectures": gguf_architectures,
+    "metadata": metadata,
+}
+
+
 def write() -> None:
-    for name, make in (("commands", commands), ("python", python), ("operators", operators)):
+    pages = {"commands": commands, "python": python, "operators": operators}
+    for name, make in (pages | {f"tables/{name}": make for name, make in TABLES.items()}).items():
         path, made = HERE / "reference" / f"{name}.md", make()
+        path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != made:
             path.write_text(made, encoding="utf-8")

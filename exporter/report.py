@@ -13,7 +13,7 @@ from rich.table import Table
 
 from quantmoe.exporter.command_arguments import terminal
 from quantmoe.exporter.folder.files import MTP_MODEL
-from quantmoe.exporter.folder.metadata import TARGET
+from quantmoe.exporter.folder.metadata import NO_CHAT, TARGET
 from quantmoe.exporter.targets import CPU, TARGETS
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def print_model(found: dict[str, Any]) -> None:
     _print_attention(found["attention"])
     _print_linear_attention(found["linear_attention"])
     print_reasons(PLAIN_ATTENTION, found["plain_attention"])
-    if no_chat := found["metadata"].get("no_chat"):
+    if no_chat := found["metadata"].get(NO_CHAT):
         console.print(no_chat, style="yellow", highlight=False)
     if "verified" in found:
         weights = [node[p] for node in found["layers"] + found["linears"] for p in ("w13", "w2", "w") if p in node]

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -25,6 +24,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import typer
+from pages import generate
 from typer.testing import CliRunner
 
 from quantmoe.benchmarks.bench import app as bench_app
@@ -93,7 +93,7 @@ def test_help_reads_at_a_glance(command: str) -> None:
 
 def reference(page: str) -> str:
     """A page that docs/generate.py makes."""
-    made: str = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "generate.py"))[page]()
+    made: str = getattr(generate(), page)()
     return made
 
 

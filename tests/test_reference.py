@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from pathlib import Path
-from types import ModuleType
 
-import pytest
 import typer
+from pages import DOCS, generate
 
 import quantmoe
 from quantmoe.benchmarks.bench import app as bench_app
@@ -17,17 +16,8 @@ from quantmoe.exporter.cli import app
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    monkeypatch.delitem(sys.modules, "generate", raising=False)
-    import generate
-
-    return generate
-
-
-def test_commands(generate: ModuleType) -> None:
-    page = generate.commands()
+def test_commands() -> None:
+    page = generate().commands()
     found = dict(typer.main.get_command(app).commands)
     del found["bench"]
     found |= {f"bench {name}": one for name, one in typer.main.get_command(bench_app()).commands.items()}
@@ -39,12 +29,12 @@ def test_commands(generate: ModuleType) -> None:
             assert all(f"`{option}`" in section for option in typed), (name, parameter.opts)
 
 
-def test_python(generate: ModuleType) -> None:
-    assert all(f"quantmoe.{name}\n" in generate.python() for name in quantmoe.__all__)
+def test_python() -> None:
+    assert all(f"quantmoe.{name}\n" in generate().python() for name in quantmoe.__all__)
 
 
-def test_operators(generate: ModuleType) -> None:
-    page, schema = generate.operators(), parse(read(ROOT / "custom_ops"))
+def test_operators() -> None:
+    page, schema = generate().operators(), parse(read(ROOT / "custom_ops"))
     for name, operator in schema.operators.items():
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
         assert f"op_version {operator.version}." in section
@@ -56,3 +46,12 @@ def test_operators(generate: ModuleType) -> None:
         section = page.partition(f"## {kind}\n")[2].partition("\n## ")[0]
         assert all(f"| `{value}` | {code} |" in section for value, code in values.items()), kind
     assert all(f"| `{attribute.name}` |" in page for attribute in schema.projection)
+
+
+def test_each_table_is_in_a_page() -> None:
+    texts = (page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    included = [name for text in texts for name in re.findall(r"{include} tables/(.+).md", text)]
+    assert sorted(included) == sorted(generate().TABLES)
+    for make in generate().TABLES.values():
+        header, _, *rows = (line.count(" | ") for line in make().strip().splitlines())
+        assert {*rows} == {header}

@@ -15,7 +15,17 @@ from typing import Any, Unpack
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.errors import need_path
 from quantmoe.exporter.folder.files import DATA, EMBEDDINGS_MODEL, GENAI, MODEL, MTP_MODEL, PROCESSOR, VISION_MODEL
-from quantmoe.exporter.folder.metadata import LOGITS, PLAIN_ATTENTION, RANK, SHORT_CONTEXT, TARGET, WORLD
+from quantmoe.exporter.folder.metadata import (
+    CHECKPOINT,
+    LOGITS,
+    NO_CHAT,
+    ONNXRUNTIME,
+    PLAIN_ATTENTION,
+    RANK,
+    SHORT_CONTEXT,
+    TARGET,
+    WORLD,
+)
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.config_fields import text_part
@@ -166,18 +176,18 @@ def _export(
             report.genai = f"no genai_config.json: {reason}"
         if target.library and not for_tensorrt:
             report.library = _library(partial, target, not report.genai)
-        metadata = {"checkpoint": ckpt.folder.resolve().name, TARGET: target.name} | ends
+        metadata = {CHECKPOINT: ckpt.folder.resolve().name, TARGET: target.name} | ends
         if part_of:
             metadata |= {RANK: str(part_of.rank), WORLD: str(part_of.world)}
         oldest = max([target.runtime, *(v for name, v in target.runtime_with.items() if getattr(options, name))])
         runtime = "" if for_tensorrt else ".".join(map(str, oldest))
         if runtime:
-            metadata["onnxruntime"] = runtime
+            metadata[ONNXRUNTIME] = runtime
         if not is_foreign(output, README):
             remark = "\n".join(filter(None, [report.genai, report.tokenizer]))
             partial(README).write_text(readme(target, runtime, part_of, remark), encoding="utf-8")
         if report.chat:
-            metadata["no_chat"] = report.chat.replace(f"{ckpt.companions}{os.sep}", "")
+            metadata[NO_CHAT] = report.chat.replace(f"{ckpt.companions}{os.sep}", "")
         if report.plain_attention:
             metadata[PLAIN_ATTENTION] = json.dumps(report.plain_attention)
         for part in parts[1:]:

@@ -29,7 +29,7 @@ from quantmoe.exporter.folder.files import (
     ranks_in,
     weight_files,
 )
-from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH, SHORT_CONTEXT
+from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH, EOS, SHORT_CONTEXT
 from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
@@ -353,7 +353,7 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
     """
     ckpt, found = skeleton.format.ckpt, {}
     if ends := end_tokens(ckpt.generation_config, ckpt.config, ckpt.folder):
-        found["eos_token_id"] = ",".join(map(str, ends))
+        found[EOS] = ",".join(map(str, ends))
     if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
         found[CONTEXT_LENGTH] = str(length)
     if (short := skeleton.short_context) is not None:

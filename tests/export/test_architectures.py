@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantmoe.exporter.graph import trace
+from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
@@ -452,6 +453,14 @@ def padded_error(folder: Path, ids: np.ndarray, want: np.ndarray, left: bool) ->
     return float(max(errors))
 
 
+def check_attention(name: str, folder: Path) -> None:
+    """Compare an export's nodes with what the table of model types says."""
+    said = next(row.attention for row in MODEL_TYPES if name.partition(" ")[0] in row.types)
+    found = inspect(folder)
+    assert ("one node" in said or said.startswith("latent")) == bool(found["attention"]), name
+    assert ("standard nodes" in said) == bool(found["plain_attention"]), name
+
+
 @pytest.mark.parametrize("model_type", every([*BRIEF, *sorted(ARCHITECTURES.keys() - set(BRIEF))], len(BRIEF)))
 def test_architecture(model_type: str, tmp_path: Path) -> None:
     """Against transformers in float32: sums in another order, as in test_model.py.
@@ -466,6 +475,7 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
     assert (folder / "genai_config.json").exists() == (reason is None)
     if reason is None:
         check_tokens(folder, np.random.default_rng(1).integers(3, SIZES["vocab_size"], 20).tolist(), 12)
+    check_attention(model_type, folder)
     if model_type in LATENT:
         caches = {node["bytes_per_token"] for node in inspect(tmp_path / "onnx")["attention"]}
         assert caches == {4 * (SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"])}
@@ -535,10 +545,11 @@ def test_the_docs_have_the_published_mechanisms() -> None:
     rows = re.findall(r"^\| `(.+)` \| (\S+) \| (.+) \| (.+) \|$", published, re.MULTILINE)
     want = [(name, one.model, kept(one), one.seen or "not seen") for name, one in PUBLISHED.items()]
     assert rows == want
-    text = (docs / "reference" / "architectures.md").read_text(encoding="utf-8").partition("## ")[0]
-    runs = set(re.findall("`(.+?)`", "".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))))
-    refused = refused_in_the_docs()
-    assert runs == {name.partition(" ")[0] for name in PUBLISHED} - refused.keys() | WRAPPERS | INSIDE.keys()
+    runs = [name for row in MODEL_TYPES for name in row.types]
+    assert len(runs) == len({*runs})
+    known = {name.partition(" ")[0] for name in PUBLISHED}
+    accepted = {name for name in known if name.removesuffix("_text") not in UNSUPPORTED}
+    assert {*runs} == accepted | WRAPPERS | INSIDE.keys()
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert f"[{len(runs)} model types]" in readme
 
@@ -555,27 +566,9 @@ def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Pa
     assert said[0] == said[1]
 
 
-def refused_in_the_docs() -> dict[str, str]:
-    """model_type -> reason."""
-    text = (Path(__file__).parents[2] / "docs" / "reference" / "architectures.md").read_text(encoding="utf-8")
-    text = text.partition("## Refused")[2].partition("## ")[0]
-    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
-    return {name: reason.partition(" (")[0] for names, reason in rows for name in re.findall("`(.+?)`", names)}
-
-
-def test_the_docs_have_the_words_of_refusals() -> None:
-    """Of types without a tiny model those that a table or their text model's type has."""
-    docs = refused_in_the_docs()
-    assert docs.keys() >= REFUSED.keys()
-    for name, reason in docs.items():
-        text = name if name in REFUSED else f"{name}_text"
-        if (kind := name.removesuffix("_text")) in UNSUPPORTED:
-            assert UNSUPPORTED[kind] == reason, name
-        elif text in REFUSED:
-            assert reason in REFUSED[text][1], name
-        else:
-            raise AssertionError(name)
-    assert UNSUPPORTED.keys() <= {name.removesuffix("_text") for name in docs}
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_have_the_words_of_the_table(name: str) -> None:
+    assert UNSUPPORTED[name.removesuffix("_text")] in REFUSED[name][1]
 
 
 def selecting(folder: Path, zeros: str, **fields: Any) -> tuple[np.ndarray, np.ndarray, Any]:

@@ -15,7 +15,8 @@ from checkpoints import check_layer, write_checkpoint
 from encoders import CASES
 
 from quantmoe.exporter.inspecting.survey import survey
-from quantmoe.exporter.reading.formats import CheckpointError, find_format, moe_layers, open_checkpoint
+from quantmoe.exporter.reading.formats import FORMATS, CheckpointError, find_format, moe_layers, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.writing.plan import plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -105,26 +106,25 @@ def test_every_fixture_has_a_row() -> None:
     assert {path.parent.name for path in FIXTURES.glob("*/config.json")} == TABLE.keys()
 
 
-def test_the_page_has_every_fixture() -> None:
-    """Rows of docs/reference/formats.md name tests that exist, and say which fixtures CUDA refuses."""
-    page = (FIXTURES.parents[1] / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
+def test_what_formats_read() -> None:
+    """``reads`` of formats names tests that exist, and every fixture, and says which fixtures CUDA refuses."""
     tests = {case.id for case in CASES}
     for path in FIXTURES.parent.rglob("test_*.py"):
         tests |= {path.stem, *re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)}
-    rows = [line.split("|")[1:-1] for line in page.partition("| tool |")[2].splitlines()[2:] if line.startswith("| ")]
-    rows = [[cell.strip() for cell in row] for row in rows if len(row) == 6]
     seen = set()
-    for tool, _, _, _, cuda, names in rows:
-        for name in re.findall("`([^`]+)`", names):
-            fixtures = {fixture for fixture in TABLE if fnmatch(fixture, name)}
-            assert fixtures or name in tests, (tool, name)
-            seen |= fixtures
-            for fixture in fixtures:
-                why = survey(FIXTURES / fixture)["refused"]["cuda"]
-                if "group_size is 16," in why:  # as the sentence below the table says
-                    continue
-                found = "yes *" if why.endswith("--scales bf16") else "no" if why else "yes"
-                assert found == cuda, (tool, fixture, why)
+    for format in (*FORMATS, Unquantized):
+        assert format.reads, format
+        for read in format.reads:
+            for name in read.tests:
+                fixtures = {fixture for fixture in TABLE if fnmatch(fixture, name)}
+                assert fixtures or name in tests, (format, name)
+                seen |= fixtures
+                for fixture in fixtures:
+                    why = survey(FIXTURES / fixture)["refused"]["cuda"]
+                    if "group_size is 16," in why:  # as docs/reference/formats.md says below the table
+                        continue
+                    found = "yes *" if why.endswith("--scales bf16") else "no" if why else "yes"
+                    assert found == read.cuda, (format, fixture, why)
     assert seen == TABLE.keys()
 
 

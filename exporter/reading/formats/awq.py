@@ -13,7 +13,7 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.gptq import AUTOROUND, autoround_packing
 from quantmoe.exporter.reading.formats.overrides import Overrides
 
@@ -22,6 +22,9 @@ _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 class AWQ(Format):
     name = "AWQ"
+    reads = (
+        Reads("4 bits; other group sizes of single modules (GPTQModel's `dynamic`)", ("autoawq-gemm", "gptqmodel-awq")),
+    )
     marks = ("qweight",)
 
     def __init__(self, ckpt: Checkpoint) -> None:

@@ -43,6 +43,25 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """A row of docs/reference/formats.md: checkpoints of a format that are exported alike.
+
+    Attributes:
+        what: the tool's words for it.
+        tests: fixtures that the tool wrote, by a pattern of their names, or test functions.
+        exported: "same": with as many bits as in the checkpoint. "wider: ..": the same values in more bits.
+        cuda: whether CUDA kernels take it: yes, no, or "yes *" with ``--scales bf16``.
+        tool: who writes it, if not the tool that the format is called by.
+    """
+
+    what: str
+    tests: tuple[str, ...]
+    exported: str = "same"
+    cuda: str = "yes"
+    tool: str = ""
+
+
+@dataclass(frozen=True)
 class ModuleScheme:
     """The quantization of a module, in op.def's words.
 
@@ -308,6 +327,8 @@ class Format(ABC):
     marks: ClassVar[tuple[str, ...]]
     #: ends of the names of tensors that hold all experts of a layer
     fused: ClassVar[tuple[str, ...]] = ()
+    #: for the reference page
+    reads: ClassVar[tuple[Reads, ...]] = ()
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt

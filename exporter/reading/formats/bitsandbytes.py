@@ -27,7 +27,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, is_outline, outline
 from quantmoe.exporter.reading.formats.affine import carried_group, growth
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Tensor
+from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Reads, Tensor
 
 #: quant_type -> op.def's format
 KINDS = {"nf4": "nf4", "fp4": "bnb_fp4"}
@@ -38,6 +38,15 @@ _OF_127 = np.float32(1 / 127)
 
 class BitsAndBytes(Format):
     name = "bitsandbytes"
+    reads = (
+        Reads(
+            "nf4 and fp4",
+            ("bitsandbytes-fp4", "bitsandbytes-nf4-double"),
+            exported="same; after double quantization wider: 4.5 bits",
+            cuda="no",
+        ),
+        Reads("LLM.int8, without outliers in floating point", ("bitsandbytes-int8",)),
+    )
     marks = ("weight.absmax", "SCB")
 
     @staticmethod

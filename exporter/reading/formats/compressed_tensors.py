@@ -31,6 +31,7 @@ from quantmoe.exporter.reading.formats.base import (
     FLOATS,
     Format,
     ModuleScheme,
+    Reads,
     Tensor,
     carried_wider,
     group_order,
@@ -135,6 +136,23 @@ class Group:
 
 class CompressedTensors(Format):
     name = "compressed-tensors"
+    reads = (
+        Reads(
+            "`pack-quantized` and `int-quantized` in 4 and 8 bits, `float-quantized`, `naive-quantized`, nvfp4, mxfp4, "
+            "mxfp8",
+            ("llmcompressor-*",),
+        ),
+        Reads(
+            "`pack-quantized` in 2, 3, 5, 6 and 7 bits",
+            ("test_other_bits_of_compressed_tensors",),
+            exported="wider: 4 or 8 bits",
+        ),
+        Reads(
+            "`transform_config`: rotations in the weights (SpinQuant's R1, R2), equal ones of queries and keys (R3). "
+            "Rotations of inputs or outputs in each run (R4, QuIP) are refused",
+            ("test_rotations",),
+        ),
+    )
     marks = ("weight_packed", "weight_scale")
 
     def __init__(self, ckpt: Checkpoint) -> None:

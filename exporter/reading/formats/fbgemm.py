@@ -25,6 +25,7 @@ from quantmoe.exporter.reading.formats.base import (
     Format,
     ModuleScheme,
     MoELayer,
+    Reads,
     Tensor,
     float_scheme,
     unrounded,
@@ -34,6 +35,12 @@ from quantmoe.exporter.reading.formats.fp8 import row_scales
 
 class FBGEMM(Format):
     name = "FBGEMM FP8"
+    reads = (
+        Reads(
+            "scales of rows; fused experts of Llama-4. Activations are not clipped at `activation_scale_ub`",
+            ("fbgemm-fp8", "test_fused_experts_of_fbgemm"),
+        ),
+    )
     marks = ("weight_scale",)
     fused = (".experts.gate_up_proj", ".experts.down_proj")
 

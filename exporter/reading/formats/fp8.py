@@ -19,11 +19,12 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
 
 
 class FP8(Format):
     name = "FP8"
+    reads = (Reads("scales of blocks (also UE8M0), rows or tensors", ("gptqmodel-fp8-*", "fp8-128x128")),)
     marks = ("weight_scale_inv", "weight_scale")
 
     def __init__(self, ckpt: Checkpoint) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Tensor
+from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Reads, Tensor
 from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
@@ -29,6 +29,7 @@ _BLOCK_OF = {name: (weights, size) for name, weights, size in TYPES.values()}
 
 class GGML(Format):
     name = "GGUF"
+    reads = (Reads("[GGUF](#gguf)", ("test_blocks",), "by type", "by type", tool="llama.cpp"),)
     marks = BLOCKS
     ckpt: GGUF
 

@@ -18,12 +18,13 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, MoELayer, Tensor
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, MoELayer, Reads, Tensor
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles
 
 
 class GptOss(Format):
     name = "gpt-oss MXFP4"
+    reads = (Reads("MXFP4", ("test_gpt_oss",), tool="gpt-oss"),)
     marks = ("gate_up_proj_blocks", "down_proj_blocks")
     fused = (".experts.gate_up_proj_blocks", ".experts.down_proj_blocks")
 

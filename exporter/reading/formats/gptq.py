@@ -27,6 +27,7 @@ from quantmoe.exporter.reading.formats.base import (
     FLOATS,
     Format,
     ModuleScheme,
+    Reads,
     Tensor,
     carried_wider,
     group_order,
@@ -63,6 +64,14 @@ class Config:
 
 class GPTQ(Format):
     name = "GPTQ"
+    reads = (
+        Reads(
+            "v1 and v2, 4 and 8 bits; `desc_act`; `dynamic`, also for single experts",
+            ("gptqmodel-gptq-*", "gptqmodel-gptq8-*", "gptqmodel-gptq_v2"),
+        ),
+        Reads("2 and 3 bits", ("gptqmodel-gptq2-*", "gptqmodel-gptq3*"), exported="wider: 4 bits"),
+        Reads("the packings of GPTQ and AWQ, with `extra_config`", ("autoround-*",), "as there", tool="AutoRound"),
+    )
     marks = ("qweight",)
 
     def __init__(self, ckpt: Checkpoint) -> None:

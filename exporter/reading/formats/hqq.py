@@ -22,7 +22,7 @@ import numpy as np
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, is_outline, outline
 from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
 
 #: packing -> bits of an element, bits of a code in it, codes of an element
 PACKINGS = {
@@ -53,6 +53,14 @@ class _Meta(NamedTuple):
 
 class HQQ(Format):
     name = "HQQ"
+    reads = (
+        Reads(
+            "1 to 6 and 8 bits, `axis` 1",
+            ("hqq-*",),
+            exported="wider: 4, 5 or 8 bits, f32 scales and minima",
+            cuda="no",
+        ),
+    )
     marks = ("W_q",)
 
     @staticmethod

@@ -24,7 +24,7 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import STACKED, Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.bits import unpack_words
 
 #: families of which mlx-lm changes nothing beside stacking experts
@@ -37,6 +37,10 @@ BITS = (2, 3, 4, 5, 6, 8)
 
 class MLX(Format):
     name = "MLX"
+    reads = (
+        Reads("affine, 2 to 6 and 8 bits, of six families", ("mlx-int*",), exported="wider: as HQQ", cuda="no"),
+        Reads("mxfp4, mxfp8, nvfp4, of six families", ("mlx-mx*", "mlx-nvfp4")),
+    )
     marks = ("scales",)
 
     def __init__(self, ckpt: Checkpoint) -> None:

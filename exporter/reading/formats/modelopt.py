@@ -41,6 +41,7 @@ from quantmoe.exporter.reading.formats.base import (
     Format,
     ModuleScheme,
     MoELayer,
+    Reads,
     Tensor,
     float_scheme,
     group_size_of,
@@ -71,6 +72,22 @@ FUSED = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 class ModelOpt(Format):
     name = "ModelOpt"
+    reads = (
+        Reads(
+            "NVFP4, FP8, FP8_PB_WO, FP8_BLOCK_SCALES, MXFP4, MXFP8, W8A16, W4A8_MXFP4_FP8, MIXED_PRECISION; fused "
+            "experts of Llama-4 and gpt-oss in NVFP4 and FP8",
+            tests=(
+                "modelopt-nvfp4*",
+                "modelopt-w4a16_nvfp4",
+                "modelopt-fp8*",
+                "modelopt-mxfp*",
+                "modelopt-int8_wo",
+                "modelopt-w4a8_mxfp4_fp8",
+            ),
+        ),
+        Reads("W4A16_AWQ", ("modelopt-w4a16_awq",), cuda="yes *"),
+        Reads("W4A8_NVFP4_FP8", ("modelopt-w4a8_nvfp4_fp8",), cuda="no"),
+    )
     marks = ("weight_scale", "weight_scale_inv")
     fused = (".experts.gate_up_proj", ".experts.down_proj")
 

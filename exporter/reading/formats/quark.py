@@ -23,7 +23,7 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
 from quantmoe.exporter.reading.formats.affine import growth
 from quantmoe.exporter.reading.formats.awq import unpack_columns
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles, unpack_words
 from quantmoe.exporter.reading.formats.fp8 import row_scales
 
@@ -58,6 +58,10 @@ def as_e4m3(exponent_bits: int) -> np.ndarray:
 
 class Quark(Format):
     name = "Quark"
+    reads = (
+        Reads("int4, int8, fp8, MXFP4", ("quark-*int*", "quark-fp8*", "quark-mxfp4*")),
+        Reads("MXFP6, both types; its activations are not rounded", ("quark-mxfp6*",), exported="wider: fp8 e4m3"),
+    )
     marks = ("weight_scale",)
 
     def __init__(self, ckpt: Checkpoint) -> None:

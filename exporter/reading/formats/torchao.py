@@ -26,7 +26,7 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline, read_metadata
 from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles
 
 TYPES = ("Float8Tensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
@@ -40,6 +40,10 @@ ACTIVATIONS = {
 
 class TorchAO(Format):
     name = "torchao"
+    reads = (
+        Reads("Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor", ("torchao-int8*", "torchao-fp8*", "torchao-intx4")),
+        Reads("Int4Tensor", ("torchao-int4",), exported="wider: f32 scales and minima", cuda="no"),
+    )
     marks = ("_weight_qdata",)
 
     @staticmethod

@@ -23,6 +23,7 @@ from quantmoe.exporter.reading.formats.base import (
     Format,
     ModuleScheme,
     MoELayer,
+    Reads,
     Tensor,
     float_scheme,
     searched_scheme,
@@ -47,6 +48,14 @@ _LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$|kv_b_proj$)(\w+_proj\w*|w[1
 
 class Unquantized(Format):
     name = "unquantized"
+    reads = (
+        Reads(
+            "bf16 and f16 checkpoints, with [`--quantize`](../guides/quantize.md)",
+            ("test_quantize_export",),
+            exported="smaller",
+            tool="none",
+        ),
+    )
     marks = ("weight",)
     fused = (".experts.gate_up_proj", ".experts.down_proj")
 

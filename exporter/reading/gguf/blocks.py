@@ -122,37 +122,43 @@ def _f16(octets: np.ndarray) -> np.ndarray:
 
 
 class Block(NamedTuple):
-    """A type's carrier. decode: blocks uint8 [.., bytes] -> codes uint8 [.., weights], scales [.., groups]."""
+    """A type's carrier.
+
+    Attributes:
+        decode: blocks uint8 [.., bytes] -> codes uint8 [.., weights], scales [.., groups].
+        cuda: whether CUDA kernels take it: yes, no, or "yes *" with ``--scales bf16``.
+    """
 
     kind: str
     group_size: int
     scales: str
     decode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    cuda: str = "yes"
 
 
 #: ggml type -> how it is carried
 CARRIED = {
     "Q4_0": Block("int4", 32, "f16", _q4_0),
-    "Q4_1": Block("q4_1", 32, "f16_minima", _q4_1),
+    "Q4_1": Block("q4_1", 32, "f16_minima", _q4_1, "no"),
     "Q5_0": Block("int8", 32, "f16", _q5_0),
-    "Q5_1": Block("q5_1", 32, "f16_minima", _q5_1),
+    "Q5_1": Block("q5_1", 32, "f16_minima", _q5_1, "no"),
     "Q8_0": Block("int8", 32, "f16", _q8_0),
     "MXFP4": Block("mxfp4", 32, "e8m0", _mxfp4),
     "NVFP4": Block("nvfp4", 16, "e4m3", _nvfp4),
-    "Q2_K": Block("q2_k", 256, "k16_minima", _q2_k),
-    "Q3_K": Block("int4", 16, "f32", _q3_k),
+    "Q2_K": Block("q2_k", 256, "k16_minima", _q2_k, "no"),
+    "Q3_K": Block("int4", 16, "f32", _q3_k, "no"),
     "Q4_K": Block("q4_k", 256, "k32", _q4_k),
     "Q5_K": Block("q5_k", 256, "k32", _q5_k),
     "Q6_K": Block("q6_k", 256, "k16", _q6_k),
     "IQ4_NL": Block("int8", 32, "f16", codebooks.iq4_nl),
-    "IQ4_XS": Block("int8", 32, "f32", codebooks.iq4_xs),
-    "IQ3_S": Block("int8", 32, "f32", codebooks.iq3_s),
-    "IQ3_XXS": Block("int8", 32, "f32", codebooks.iq3_xxs),
-    "IQ2_S": Block("int8", 16, "f32", codebooks.iq2_s),
-    "IQ2_XS": Block("int8", 16, "f32", codebooks.iq2_xs),
-    "IQ2_XXS": Block("int8", 32, "f32", codebooks.iq2_xxs),
-    "IQ1_S": Block("int8", 32, "f32", codebooks.iq1_s),
-    "IQ1_M": Block("int8", 16, "f32", codebooks.iq1_m),
+    "IQ4_XS": Block("int8", 32, "f32", codebooks.iq4_xs, "yes *"),
+    "IQ3_S": Block("int8", 32, "f32", codebooks.iq3_s, "yes *"),
+    "IQ3_XXS": Block("int8", 32, "f32", codebooks.iq3_xxs, "yes *"),
+    "IQ2_S": Block("int8", 16, "f32", codebooks.iq2_s, "no"),
+    "IQ2_XS": Block("int8", 16, "f32", codebooks.iq2_xs, "no"),
+    "IQ2_XXS": Block("int8", 32, "f32", codebooks.iq2_xxs, "yes *"),
+    "IQ1_S": Block("int8", 32, "f32", codebooks.iq1_s, "yes *"),
+    "IQ1_M": Block("int8", 16, "f32", codebooks.iq1_m, "no"),
     "TQ1_0": Block("int4", 256, "f16", codebooks.tq1_0),
     "TQ2_0": Block("int4", 256, "f16", codebooks.tq2_0),
     "Q1_0": Block("int4", 128, "f16", codebooks.q1_0),

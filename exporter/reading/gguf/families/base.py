@@ -51,6 +51,7 @@ class GgufFamily:
     undo: Callable[[ChangedTensors], None] = lambda ckpt: None
     joined: Mapping[str, Join] = field(default_factory=dict)
     layer: str = "model.layers.{}."
+    models: str = field(kw_only=True)
 
 
 ATTENTION = {

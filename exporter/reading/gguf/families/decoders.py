@@ -244,11 +244,15 @@ FAMILIES = {
             "attn_sinks.weight": "self_attn.sinks",
         },
         _gpt_oss,
+        models="gpt-oss-20b, 120b",
     ),
-    "llama": GgufFamily(DECODER | experts("block_sparse_moe", projections=_MIXTRAL), _mixtral, undo_pairs),
+    "llama": GgufFamily(
+        DECODER | experts("block_sparse_moe", projections=_MIXTRAL), _mixtral, undo_pairs, models="Mixtral"
+    ),
     "glm4moe": GgufFamily(
         _BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED | {"post_attention_norm": "post_attention_layernorm"},
         _glm4_moe,
+        models="GLM-4.5, GLM-4.6, GLM-4.5V (text), Solar-Open",
     ),
     "minimax-m2": GgufFamily(
         DECODER
@@ -256,20 +260,23 @@ FAMILIES = {
         | experts("block_sparse_moe", projections=_MIXTRAL)
         | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
         _minimax_m2,
+        models="MiniMax-M2",
     ),
-    "olmoe": GgufFamily(_BASE | QK_NORM, _olmoe),
+    "olmoe": GgufFamily(_BASE | QK_NORM, _olmoe, models="OLMoE"),
     "phimoe": GgufFamily(
         DECODER
         | experts("block_sparse_moe", projections=_MIXTRAL)
         | {"rope_factors_long": "", "rope_factors_short": ""},
         _phimoe,
+        models="Phi-3.5-MoE",
     ),
     "ernie4_5-moe": GgufFamily(
         _BASE | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
         _ernie,
         _undo_ernie,
+        models="ERNIE 4.5",
     ),
-    "dots1": GgufFamily(_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED, _dots1),
+    "dots1": GgufFamily(_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED, _dots1, models="dots.llm1"),
     "hy_v3": GgufFamily(
         DECODER
         | QK_NORM
@@ -278,6 +285,7 @@ FAMILIES = {
         | mlp("mlp.shared_mlp", "_shexp")
         | {"exp_probs_b.bias": "mlp.expert_bias"},
         _hy_v3,
+        models="Hunyuan 3",
     ),
     "hunyuan-moe": GgufFamily(
         DECODER
@@ -285,12 +293,19 @@ FAMILIES = {
         | mlp("mlp.shared_mlp", "_shexp")
         | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
         _hunyuan,
+        models="Hunyuan-A13B",
     ),
-    "bailingmoe2": GgufFamily(_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED, _sarvam),
+    "bailingmoe2": GgufFamily(
+        _BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED,
+        _sarvam,
+        models="Sarvam-30B; Ling 2.0, which runs as Sarvam's model",
+    ),
     "exaone-moe": GgufFamily(
-        _BASE | QK_NORM | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}, _exaone_moe
+        _BASE | QK_NORM | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        _exaone_moe,
+        models="K-EXAONE",
     ),
-    "cohere2moe": GgufFamily(_BASE | mlp("mlp") | _SHARED, _cohere2_moe),
+    "cohere2moe": GgufFamily(_BASE | mlp("mlp") | _SHARED, _cohere2_moe, models="North-Mini-Code"),
     "afmoe": GgufFamily(
         DECODER
         | QK_NORM
@@ -305,6 +320,7 @@ FAMILIES = {
             "exp_probs_b.bias": "mlp.expert_bias",
         },
         _afmoe,
+        models="Trinity",
     ),
     "dbrx": GgufFamily(
         experts("ffn", "router.layer")
@@ -319,6 +335,7 @@ FAMILIES = {
         },
         _dbrx,
         layer="transformer.blocks.{}.",
+        models="DBRX",
     ),
     "granite_swa": GgufFamily(
         DECODER
@@ -330,6 +347,7 @@ FAMILIES = {
         },
         _granite_swa,
         undo_pairs,
+        models="Granite with sliding windows",
     ),
-    "granitemoe": GgufFamily(GRANITE, _granite_moe, undo_pairs, GRANITE_JOINED),
+    "granitemoe": GgufFamily(GRANITE, _granite_moe, undo_pairs, GRANITE_JOINED, models="Granite 3 MoE"),
 }

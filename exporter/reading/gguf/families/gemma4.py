@@ -59,5 +59,6 @@ FAMILIES = {
             "rope_freqs": "",
         },
         _gemma4,
+        models="Gemma-4-26B-A4B (text)",
     ),
 }

@@ -141,18 +141,20 @@ _HC = {
 }
 _BLOCKS = {f"indexer.{part}": f"self_attn.indexer.{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")}
 FAMILIES = {
-    "deepseek32": GgufFamily(NAMES | _INDEXER, _deepseek_v32, joined=JOINED),
-    "glm-dsa": GgufFamily(NAMES | _INDEXER, _glm_dsa, joined=JOINED),
+    "deepseek32": GgufFamily(NAMES | _INDEXER, _deepseek_v32, joined=JOINED, models="DeepSeek-V3.2"),
+    "glm-dsa": GgufFamily(NAMES | _INDEXER, _glm_dsa, joined=JOINED, models="GLM-5"),
     "hy_v4": GgufFamily(
         NAMES | _INDEXER | _HC | {"attn_gate": "self_attn.gate_proj", "attn_sinks.weight": "self_attn.sinks"},
         _hy_v4,
         joined=JOINED,
+        models="Hunyuan 4",
     ),
     "dots3note": GgufFamily(
         NAMES | _INDEXER | {"attn_gate": "self_attn.g_proj", "attn_k_norm": "self_attn.k_rope_only_layernorm"},
         _dots3,
         _undo_dots3,
         JOINED,
+        models="dots3-note",
     ),
     "minimax-m3": GgufFamily(
         DECODER
@@ -168,5 +170,6 @@ FAMILIES = {
             "mlp.gate_up_proj": Join(("ffn_gate", "ffn_up")),
             "mlp.shared_experts.gate_up_proj": Join(("ffn_gate_shexp", "ffn_up_shexp")),
         },
+        models="MiniMax-M3 (text)",
     ),
 }

@@ -138,15 +138,16 @@ def _undo_qwen35(ckpt: ChangedTensors) -> None:
 
 _BASE = DECODER | experts("mlp")
 FAMILIES = {
-    "qwen2moe": GgufFamily(_BASE | _SHARED, _qwen2_moe, _undo_shared),
-    "qwen3moe": GgufFamily(_BASE | QK_NORM, _qwen3_moe),
+    "qwen2moe": GgufFamily(_BASE | _SHARED, _qwen2_moe, _undo_shared, models="Qwen1.5-MoE"),
+    "qwen3moe": GgufFamily(_BASE | QK_NORM, _qwen3_moe, models="Qwen3-30B-A3B"),
     # text has one position on all axes, as Qwen3-MoE
-    "qwen3vlmoe": GgufFamily(_BASE | QK_NORM, _qwen3_moe),
+    "qwen3vlmoe": GgufFamily(_BASE | QK_NORM, _qwen3_moe, models="Qwen3-VL (text)"),
     "qwen3next": GgufFamily(
         _BASE | _SHARED | QK_NORM | _LINEAR | {"ssm_ba": "linear_attn.in_proj_ba"},
         _qwen3_next,
         _undo_qwen3_next,
         {"linear_attn.in_proj_qkvz": Join(("attn_qkv", "attn_gate"))},
+        models="Qwen3-Next",
     ),
     "qwen35moe": GgufFamily(
         _BASE
@@ -161,5 +162,6 @@ FAMILIES = {
         },
         _qwen35_moe,
         _undo_qwen35,
+        models="Qwen3.5, Qwen3.6",
     ),
 }

@@ -233,7 +233,9 @@ KDA = {f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"} | {
 }
 _MIXER = {stem: name.replace("self_attn", "mixer") for stem, name in ATTENTION.items()}
 FAMILIES = {
-    "granitehybrid": GgufFamily(GRANITE | _mamba2("mamba"), _granite_hybrid, _undo_granite_hybrid, GRANITE_JOINED),
+    "granitehybrid": GgufFamily(
+        GRANITE | _mamba2("mamba"), _granite_hybrid, _undo_granite_hybrid, GRANITE_JOINED, models="Granite 4 H"
+    ),
     "lfm2moe": GgufFamily(
         ATTENTION
         | experts("feed_forward", projections=("w1", "w3", "w2"))
@@ -254,13 +256,15 @@ FAMILIES = {
         },
         _lfm2_moe,
         _undo_lfm2_moe,
+        models="LFM2-8B-A1B",
     ),
-    "kimi-linear": GgufFamily(NAMES | KDA, _kimi_linear, _undo_kimi_linear, JOINED),
+    "kimi-linear": GgufFamily(NAMES | KDA, _kimi_linear, _undo_kimi_linear, JOINED, models="Kimi-Linear-48B-A3B"),
     "bailingmoe3": GgufFamily(
         NAMES | KDA | {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"},
         _bailing3,
         _undo_bailing3,
         JOINED,
+        models="Ling-3.0-Flash",
     ),
     "jamba": GgufFamily(
         DECODER
@@ -282,6 +286,7 @@ FAMILIES = {
         },
         _jamba,
         _undo_jamba,
+        models="Jamba",
     ),
     "nemotron_h_moe": GgufFamily(
         _MIXER
@@ -304,5 +309,6 @@ FAMILIES = {
         },
         _nemotron_h,
         _undo_nemotron_h,
+        models="Nemotron-3-Nano",
     ),
 }

@@ -172,9 +172,15 @@ FAMILIES = {
         | mlp("feed_forward.shared_expert", "_shexp")
         | {"rope_freqs": ""},
         _llama4,
+        models="Llama-4 Scout, Maverick (text)",
     ),
-    "mimo2": GgufFamily(_BASE | _SINKS, _mimo2),
-    "step35": GgufFamily(_BASE | _SHARED | QK_NORM | _GATE | {"rope_freqs": ""}, _step35, _undo_step35),
-    "laguna": GgufFamily(_BASE | mlp("mlp.shared_expert", "_shexp") | QK_NORM | _GATE, _laguna),
-    "mellum": GgufFamily(_BASE | QK_NORM, _mellum),
+    "mimo2": GgufFamily(_BASE | _SINKS, _mimo2, models="MiMo-V2-Flash"),
+    "step35": GgufFamily(
+        _BASE | _SHARED | QK_NORM | _GATE | {"rope_freqs": ""},
+        _step35,
+        _undo_step35,
+        models="Step-3.5, Step-3.7-Flash (text)",
+    ),
+    "laguna": GgufFamily(_BASE | mlp("mlp.shared_expert", "_shexp") | QK_NORM | _GATE, _laguna, models="Laguna"),
+    "mellum": GgufFamily(_BASE | QK_NORM, _mellum, models="Mellum 2"),
 }
