@@ -231,6 +231,23 @@ def metadata() -> str:
     return table(["entry", "meaning"], rows[1:])  # the first one is no key
 
 
+def entries() -> str:
+    """Return the session entries, whose meaning stands above each."""
+    text = (HERE.parent / "ort_ext" / "src" / "common" / "entries.inc").read_text(encoding="utf-8")
+    rows = []
+    for said, name in re.findall(r"((?://.*\n)+)QM_ENTRY\((\w+)\)", text):
+        cpu, cuda = re.fullmatch(r"CPU: (.+) CUDA: (.+)", " ".join(re.findall("// (.+)", said))).groups()
+        rows.append([f"`quantmoe.{name}`", cpu.removesuffix("."), cuda])
+    return table(["entry", "CPU library", "CUDA library"], rows)
+
+
+def kernels() -> str:
+    """Return the CPU kernels, the preferred one first."""
+    text = (CUSTOM_OPS / "src" / "cpu" / "kernels.inc").read_text(encoding="utf-8")
+    rows = [[f"`{name}`", said] for said, name in re.findall(r"// (.+)\nQM_CPU_KERNEL\((\w+)\)", text)]
+    return table(["kernel", "processors"], rows)
+
+
 TABLES = {
     "model-types": model_types,
     "refused-types": refused_types,
@@ -238,13 +255,16 @@ TABLES = {
     "ggml-types": ggml_types,
     "gguf-architectures": gguf_architectures,
     "metadata": metadata,
+    "entries": entries,
+    "cpu-kernels": kernels,
 }
 
 
 def write() -> None:
-    pages = {"commands": commands, "python": python, "operators": operators}
-    for name, make in (pages | {f"tables/{name}": make for name, make in TABLES.items()}).items():
-        path, made = HERE / "reference" / f"{name}.md", make()
+    pages = {"commands": commands(), "python": python(), "operators": operators()}
+    pages |= {f"tables/{name}": f"{MADE}\n{make()}" for name, make in TABLES.items()}
+    for name, made in pages.items():
+        path = HERE / "reference" / f"{name}.md"
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != made:
             path.write_text(made, encoding="utf-8")

@@ -70,7 +70,11 @@ def export(
             f"routers of {report.plain_routers} layers are plain ONNX nodes: not MoERouting's", style="yellow"
         )
     if report.untraced:
-        console.print(f"all layers were traced one by one, layers do not match: {report.untraced}", style="yellow")
+        console.print(
+            "the model is correct, and its export took longer: all layers were traced one by one, because layers do "
+            f"not match: {report.untraced}",
+            style="yellow",
+        )
     console.print(
         f"experts {decimal(report.packed_bytes)}, other weights {decimal(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {peak_memory()}"

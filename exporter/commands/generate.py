@@ -199,7 +199,11 @@ def generate(
                                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
                                frequency_penalty=frequency_penalty)  # fmt: skip
     if ignored := not_applied(folder):
-        print(f"{folder / 'generation_config.json'}: not applied: {', '.join(ignored)}", file=sys.stderr)
+        fields = ", ".join(ignored)
+        print(
+            f"{folder / 'generation_config.json'}: not applied: {fields}; transformers' tokens may differ",
+            file=sys.stderr,
+        )
     shown = own is None and ids is None and messages is None and sys.stdout.isatty()
     most = max_new_tokens or (sys.maxsize if shown else NEW_TOKENS)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,

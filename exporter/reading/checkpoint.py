@@ -378,7 +378,9 @@ class Checkpoint:
             found = np.fromfile(file, np.uint8, size, offset=entry.begin + begin)
             self._check_seen(entry.shard, file)  # after the reading, so that what was read is as it was
         if len(found) < size:
-            raise CheckpointError(f"{entry.shard}: {entry.name}: {len(found)} of {size} bytes could be read")
+            raise CheckpointError(
+                f"{entry.shard}: {entry.name}: {len(found)} of {size} bytes could be read: download it again"
+            )
         found.flags.writeable = False
         return found
 
@@ -523,7 +525,10 @@ class Checkpoint:
         else:
             names = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not names:
-            raise CheckpointError(f"{self.folder}: no *.safetensors file")
+            raise CheckpointError(
+                f"{self.folder}: no *.safetensors file: give the folder with config.json and *.safetensors, or a "
+                "GGUF file"
+            )
         return [self._shard(name) for name in names]
 
     def adopt(self, begins: tuple[str, ...]) -> list[str]:
@@ -561,7 +566,7 @@ class Checkpoint:
         if not is_plain(name):
             raise CheckpointError(f"{self.folder}: a shard is named {name!r}; expected a plain file name")
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing shard")
+            raise CheckpointError(f"{path}: missing shard: download it")
         self.check_file(path)
         return path
 

@@ -66,19 +66,30 @@ _NOT_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": N
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options for choosing tokens, with transformers' defaults and order.
+    """Options for choosing tokens, with transformers' defaults.
+
+    ``quantmoe generate``, ``quantmoe serve`` and ``Chat`` of each language read generation_config.json. An option
+    replaces the file's value. ``Generator`` and programs of token ids do not read the file, and take the likeliest
+    token. Sampling is on if the file has ``do_sample``, or if temperature, top_k, top_p or min_p is given. Fields of
+    the file that change transformers' tokens and are not here, as ``num_beams``, are not applied. ``generate`` names
+    them once on standard error.
+
+    A token goes through the attributes in this order, which is transformers'. Those up to ``no_repeat_ngram_size``
+    also apply without sampling. On a GPU with CUDA graphs a kernel does all of this, with equal random numbers. The
+    host does it with draft tokens, with ``logits=True`` and in ranks of a launcher.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
+        logit_bias: token id -> number added to its logit; -inf: the token never occurs. In the file it is
+            ``sequence_bias`` of single tokens, and ``suppress_tokens``.
+        repetition_penalty: divides the logit of each token of prompt and answer; multiplies a negative logit.
+        presence_penalty: subtracted from the logit of each token of the answer. transformers has no such option.
+        frequency_penalty: subtracted as often as the token occurs in the answer. transformers has no such option.
+        no_repeat_ngram_size: number of tokens in a row that never occur twice in prompt and answer; 0: any may.
+        temperature: divides the logits; 0 takes the likeliest token and turns sampling off.
         top_k: keeps the likeliest tokens, and tokens as likely as the last of them; 0: all.
         top_p: keeps the fewest of these tokens whose probabilities sum up to ``top_p``.
-        seed: seed of NumPy's PCG64; None takes one from the system.
         min_p: keeps the tokens that are at least ``min_p`` times as likely as the likeliest; 0: all.
-        repetition_penalty: divides the logit of each token of prompt and answer; multiplies a negative logit.
-        presence_penalty: subtracted from the logit of each token of the answer.
-        frequency_penalty: subtracted as often as the token occurs in the answer.
-        no_repeat_ngram_size: number of tokens in a row that never occur twice in prompt and answer; 0: any may.
-        logit_bias: token id -> number added to its logit; -inf: the token never occurs.
+        seed: seed of NumPy's PCG64; None takes one from the system.
 
     Raises:
         OptionError: a value of another type, or outside its range.

@@ -496,8 +496,8 @@ class OpenedModel:
     def not_finite(self, length: int) -> ModelError:
         """Return the error of logits after so many tokens that are not numbers to choose from."""
         return ModelError(
-            f"{self.path}: logits after {length} tokens are not finite: a weight is not, or "
-            f"activations overflow (--dtype f32 has the widest range)"
+            f"{self.path}: logits after {length} tokens are not finite: a weight is not a number, or activations "
+            "overflow float16: export with --dtype f32, for CUDA with --dtype bf16"
         )
 
 

@@ -147,7 +147,7 @@ def load(cache: Cache, path: str | Path) -> None:
     if (found := zlib.crc32(memory.data[:summed])) != checksum:
         raise ModelError(
             f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
-            f"{checksum:08x}"
+            f"{checksum:08x}: copy or save it again"
         )
     try:
         model.check(tokens)

@@ -471,7 +471,10 @@ def test_the_folder_s_processors_are_applied_or_named(talking: Path, tmp_path: P
     done = generate(folder, "--ids", "5,6,7", "--max-new-tokens", 20)
     tokens = [5, 6, 7, *map(int, done.stdout.split(","))]
     assert len(set(tokens)) == 23
-    assert done.stderr.count(f"{config}: not applied: bad_words_ids, min_new_tokens\n") == 1
+    assert (
+        done.stderr.count(f"{config}: not applied: bad_words_ids, min_new_tokens; transformers' tokens may differ\n")
+        == 1
+    )
     config.write_text('{"do_sample": true, "top_k": 20.0}', encoding="utf-8")
     done = generate(folder, "--ids", "5,6,7")
     assert (done.returncode, done.stderr) == (1, f"quantmoe: {config}: top_k is 20.0, expected an integer from 0\n")

@@ -64,7 +64,7 @@ def hidden_states(model: ir.Model, where: str) -> list[str]:
     head, last = head_of(graph), max(level.values(), default=-1)
     ops, states = tape.Tape(), [list(leaving.get(at, {})) for at in range(last)]
     if head is None or last < 0 or any(len(state) not in (1, 2) for state in states):
-        raise ModelError(f"{where}: its decoder layers do not follow each other by one value: no hidden states")
+        raise ModelError(f"{where}: its decoder layers do not follow each other by one value: leave out --each-layer")
     logits = next(output for output in graph.outputs if output.name == "logits")
     values = [state[0] if len(state) == 1 else ops.op("Add", state) for state in states] + [head[1]]
     for at, value in enumerate(values):

@@ -11,8 +11,10 @@ namespace {
 
 // A session's entries begin so. All are read when the library is registered.
 constexpr std::string_view kPrefix = "quantmoe.";
-constexpr const char* kEntries[] = {"prefault",   "verify", "experts", "ram",  "reserve", "trace",
-                                    "gpu_memory", "misses", "threads", "warm", "group",   "timeout"};
+constexpr const char* kEntries[] = {
+#define QM_ENTRY(name) #name,
+#include "common/entries.inc"
+};
 
 // Cut, as it becomes an entry, which ONNX Runtime limits.
 std::string list_of(const std::map<std::string, std::string>& entries) {
