@@ -201,7 +201,7 @@ class Cache:
             why = f"of all {len(self.tokens)} tokens" if self._whole else "of a run that was interrupted"
             raise ModelError(
                 f"the states of linear attention are {why}, they cannot be had of {length}; only of "
-                f"{', '.join(map(str, ends))} tokens: go back to one of these lengths, or export with --state-window"
+                f"{', '.join(map(str, ends))} tokens. Go back to one of these lengths, or export with --state-window"
             )
 
     def _states(self) -> dict[str, np.ndarray]:
