@@ -6,7 +6,7 @@ from quantmoe.custom_ops.schema import Spec
 class Projection:
     format: str
     group_size: int  # input features that share a scale; -1: one scale a row
-    block_n: int  # rows that share a scale (1 but for 2-D blocks)
+    block_n: int  # rows that share a scale; 1, except in 2-D blocks
     scale_type: str
     zero_points: int  # 1: zero-point codes are stored
     bias: int  # 1: the bias in the panels is not all zero
