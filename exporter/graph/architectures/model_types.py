@@ -66,7 +66,7 @@ MODEL_TYPES = (
     Row(
         ("jamba",),
         "Jamba v0.1, 1.5, 1.6",
-        "standard nodes (it has no rotary embedding), [selective scan](#selective-scan)",
+        "one node, [selective scan](#selective-scan)",
     ),
     Row(("bailing_hybrid",), "Ling-3.0-Flash", "latent with a gate for each head, linear"),
     Row(("granitemoehybrid",), "Granite 4 H", "one node, [Mamba-2](#mamba-2)"),
