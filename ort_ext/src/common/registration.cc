@@ -1,5 +1,12 @@
 #include "common/registration.h"
 
+#if defined(_WIN32)
+#define NOMINMAX
+#include <windows.h>
+#elif defined(__APPLE__)
+#include <dlfcn.h>
+#endif
+
 #include <algorithm>
 #include <cstdio>
 #include <list>
@@ -39,10 +46,23 @@ struct Registration {
   }
 };
 
+// The library stays when ONNX Runtime unloads it. On Linux a link option sees to it (CMakeLists.txt).
+void stay() {
+#if defined(_WIN32)
+  HMODULE self;
+  (void)GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
+                           reinterpret_cast<LPCWSTR>(&stay), &self);
+#elif defined(__APPLE__)
+  if (Dl_info self; dladdr(reinterpret_cast<const void*>(&stay), &self))
+    (void)dlopen(self.dli_fname, RTLD_NOW | RTLD_NODELETE);
+#endif
+}
+
 }  // namespace
 
 OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, const std::string& provider,
                         Choose choose) {
+  stay();
   const OrtApi* api = base->GetApi(kOrtApi);
   if (!api) {
     const std::string message =

@@ -1,11 +1,5 @@
 // The operators as ONNX Runtime custom operators on the CPU: a thin adapter over the C ABI of quant_moe.h. What can be
 // checked is checked when a session is created.
-#if defined(_WIN32)
-#define NOMINMAX
-#include <windows.h>
-#elif defined(__APPLE__)
-#include <dlfcn.h>
-#endif
 #if !defined(_WIN32)  // where an earlier declaration without dllexport is an error
 #include <quantmoe/register_custom_ops.h>
 #endif
@@ -210,13 +204,5 @@ extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
 }
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-#if defined(_WIN32)  // stays when ONNX Runtime unloads it (CMakeLists.txt)
-  HMODULE self;
-  (void)GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
-                           reinterpret_cast<LPCWSTR>(&RegisterCustomOps), &self);
-#elif defined(__APPLE__)
-  if (Dl_info self; dladdr(reinterpret_cast<const void*>(&RegisterCustomOps), &self))
-    (void)dlopen(self.dli_fname, RTLD_NOW | RTLD_NODELETE);
-#endif
   return quantmoe::register_ops(options, base, "CPU", quantmoe::choose_operators);
 }

@@ -9,7 +9,9 @@
 #include "common/registration.h"
 #include "cuda/cuda_node.h"
 #include "cuda/experts_node.h"
+#if defined(__linux__)
 #include "cuda/rank_nodes.h"
+#endif
 
 namespace quantmoe {
 namespace {
@@ -122,6 +124,20 @@ class CudaPlain : public CudaNode {
   std::vector<int32_t> attributes_;  // the operator's struct
 };
 
+#if !defined(__linux__)
+class RankNode : public CudaNode {
+ public:
+  RankNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaNode(op, api, info) {
+    fail("the folder is a slice of a model for several GPUs, which need Linux; export without --tensor-parallel");
+  }
+  void run(OrtKernelContext*) const override {}
+};
+using CudaReduce = RankNode;
+using CudaReduceNorm = RankNode;
+using CudaGather = RankNode;
+using CudaScatter = RankNode;
+#endif
+
 constexpr const char* kProvider = "CUDAExecutionProvider";
 
 template <class T, bool verify>
@@ -152,6 +168,13 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
 
 }  // namespace
 }  // namespace quantmoe
+
+#if !defined(__linux__)  // device_experts.cc has it
+extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
+  if (size) *text = 0;
+  return 1;
+}
+#endif
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   return quantmoe::register_ops(

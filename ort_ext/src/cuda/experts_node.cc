@@ -40,9 +40,11 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
         layer.tensors[i].row_bytes = static_cast<int64_t>(qm_cuda_row_bytes(&problem_.moe, i ? 2 : 13));
       traced_layer_ = trace_->add(std::move(layer));
     }
+#if defined(__linux__)  // elsewhere check_cuda() refuses them
     if (!op.experts->host()) return;
     experts_ = PerSession<DeviceExperts>::of(logger, *op.experts);
     layer_ = experts_->add(node_, problem_, w13, data_of(get_weight(info, QuantMoE_w2, shape)));
+#endif
   } catch (const std::exception& e) {
     fail(e.what());
   }
@@ -83,6 +85,7 @@ void CudaMoE::run(OrtKernelContext* context) const {
   tensors.topk_weights = static_cast<const float*>(data_of(get_input(context, QuantMoE_topk_weights)));
   if (trace_) trace(problem, tensors.topk_ids, static_cast<cudaStream_t>(stream_of(context)));
   std::string said;
+#if defined(__linux__)
   std::optional<DeviceExperts::Turn> turn;
   if (experts_) {
     try {
@@ -91,7 +94,9 @@ void CudaMoE::run(OrtKernelContext* context) const {
     } catch (const std::runtime_error& error) {
       throw std::runtime_error(node_ + ": " + error.what());
     }
-  } else {
+  } else
+#endif
+  {
     tensors.w13 = data_of(get_input(context, QuantMoE_w13));
     tensors.w2 = data_of(get_input(context, QuantMoE_w2));
   }
