@@ -43,7 +43,7 @@ PYTEST = python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" $(if $(PART),
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang lock compiler build cuda wheel-cuda demo quick test test-every test-random test-real genai-differences test-serve test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows test-windows-cuda macos test-macos natives jar nupkg text-library text-libraries test-packages test-guides release clean
+  format samples first-minutes wheel windows test-windows windows-cuda test-windows-cuda macos test-macos natives jar nupkg text-library text-libraries test-packages test-guides release clean
 
 # PyPI's PyTorch, to which on x86-64 belong 4 GB of CUDA libraries. UV_TORCH_BACKEND names a build in PyTorch's own index (cpu, cu130).
 venv: $(VENV)/installed
@@ -146,7 +146,7 @@ CROSS := $(patsubst linux_%,%,$(filter-out linux_$(ARCH),$(PLATFORM)))
 CUDA_BUILD := $(CURDIR)/build/cuda$(CROSS:%=-%)
 CUDA_ARCHITECTURES ?= $(if $(CROSS),80-real;90a-real;90-virtual;110-real;121a-real)
 CUDA_TARGETS := quantmoe_cuda quantmoe_trt quantmoe_ort_cuda \
-  $(if $(CROSS),,quantmoe_trt_driver quantmoe_trt_sample quantmoe_ort_driver quantmoe_ort_fake)
+  $(if $(CROSS),,quantmoe_cuda_driver quantmoe_trt_driver quantmoe_trt_sample quantmoe_ort_driver quantmoe_ort_fake)
 cuda: venv
 	@test -z "$(CROSS)" || test "$(CROSS)" = aarch64 || { echo "PLATFORM is $(PLATFORM), expected linux_$(ARCH) or linux_aarch64"; exit 1; }
 	@command -v $(if $(CROSS),$(CROSS)-linux-gnu-g++,c++) >/dev/null || \
@@ -163,6 +163,7 @@ cuda: venv
 
 # Plans, plug-in and custom op without a GPU, engines for GPUs that are not here; with a GPU also the kernels.
 test-cuda: export QUANTMOE_CUDA_LIBRARY = $(CUDA_BUILD)/custom_ops/libquantmoe_cuda.so
+test-cuda: export QUANTMOE_CUDA_DRIVER_LIBRARY = $(CUDA_BUILD)/custom_ops/libquantmoe_cuda_driver.so
 test-cuda: export QUANTMOE_TRT_LIBRARY = $(CUDA_BUILD)/trt_plugins/libquantmoe_trt.so
 test-cuda: export QUANTMOE_TRT_DRIVER = $(CUDA_BUILD)/trt_plugins/libquantmoe_trt_driver.so
 test-cuda: export QUANTMOE_ORT_CUDA_LIBRARY = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_cuda.so
@@ -235,10 +236,18 @@ windows: build
 test-windows: windows | $(MODEL)
 	tests/windows/run.sh $(MODEL)
 
-# A trial: one CUDA kernel for Windows, its host code by PyPI's clang, under wine with a driver of the test's own (docs/lab/programs.md).
-test-windows-cuda: build
-	UV_CONSTRAINT=$(LOCKED)/cuda.txt $(UV) --group cuda
-	tests/windows/cuda/run.sh
+# quantmoe_cuda.dll and quantmoe_ort_cuda.dll in build/windows-cuda, and the wheel quantmoe-cuda that has them, in dist/cuda. Device code
+# is what `make cuda` has compiled for Linux, host code is by PyPI's clang (custom_ops/src/driver/windows.cmake).
+windows-cuda: build cuda
+	rm -f dist/cuda/*-win_amd64.whl
+	_PYTHON_HOST_PLATFORM=win-amd64 CXX="python-zig c++ -O3 -target x86_64-windows-gnu" python -m pip wheel --quiet packages/cuda --no-build-isolation \
+	  --no-deps --wheel-dir dist/cuda --config-settings build-dir=$(CURDIR)/build/windows-cuda --config-settings cmake.define.CMAKE_SYSTEM_NAME=Windows \
+	  --config-settings cmake.define.CMAKE_SYSTEM_PROCESSOR=AMD64 --config-settings cmake.define.QUANTMOE_CUDA_BUILD=$(CUDA_BUILD) \
+	  --config-settings "build.targets=quantmoe_cuda;quantmoe_ort_cuda"
+
+# These DLLs under wine, with a driver of the test's own (tests/windows/cuda/run.sh).
+test-windows-cuda: windows-cuda
+	tests/windows/cuda/run.sh $(CUDA_BUILD)
 
 # The dylibs for macOS 13 on arm64, in build/macos, and the wheel that has them; by PyPI's clang with zig's linker and libSystem.tbd.
 macos: build
@@ -333,6 +342,7 @@ release: build
 	$(MAKE) -o build test-macos
 	$(MAKE) -o build test-arm
 	$(MAKE) -o build wheel-cuda
+	$(MAKE) -o build test-windows-cuda
 	$(MAKE) -o build wheel-cuda PLATFORM=linux_aarch64
 	python packages/natives.py quantmoe_ort dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
 	$(MAKE) -o compiler text-libraries

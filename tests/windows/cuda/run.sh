@@ -1,43 +1,44 @@
 #!/bin/bash
-# A kernel on Windows without MSVC, a trial (docs/lab/programs.md): nvcc compiles device code here, PyPI's clang the host's code. The
-# program runs under wine, without a driver and with one of the test's own. `run.sh FILE.cu...` only compiles host code of these.
-# `make test-windows-cuda` calls this.
+# usage: run.sh CUDA: Windows' CUDA libraries, which `make windows-cuda` left in build/windows-cuda, beside the build for Linux in the
+# folder CUDA, of which they have the device code. Nothing here has a GPU:
+#   1. the DLLs export what Linux' libraries do; each kernel of their host code is in its fatbin by its name
+#   2. launch.cc calls every group of kernels here and under wine, with a driver that prints what it gets: the same
+#   3. without a driver, the DLLs load, and an error says what is missing
+# Says so and ends well where wine cannot be had, or starts nothing. Everything lands in build/windows-cuda-test.
 set -euo pipefail
+cuda=$(realpath "$1")
 cd "$(dirname "$0")/../../.."
-here=tests/windows/cuda out=$PWD/build/windows-cuda
-cuda=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13
-mkdir -p "$out/operators"
-for operator in custom_ops/ops/*.def; do echo "#include \"ops/${operator##*/}\""; done >"$out/operators/ops.def"
-includes=(-I"$here" -Icustom_ops/include -Icustom_ops/src -Icustom_ops -I"$out/operators")
-windows=(-isystem "$here/host" -isystem "$cuda/include" -D__NV_NO_HOST_COMPILER_CHECK -std=c++20 -O2)
-host() { # FLAG...: the clang inside PyPI's ziglang, whose own command takes no CUDA
-  local flags
-  mapfile -t flags < <(python-zig c++ -target x86_64-windows-gnu -E -v -x c++ /dev/null 2>&1 | grep -oE -- '-(isystem|D) [^ ]+' | tr ' ' '\n')
-  python-zig clang --target=x86_64-w64-windows-gnu -x cuda --cuda-host-only -nocudainc -nocudalib -nostdinc -nostdinc++ \
-    -Xclang -target-sdk-version=12.8 "${windows[@]:0:2}" "${flags[@]}" "${windows[@]:2}" "${includes[@]}" -include cuda_runtime.h "$@"
-}
-if [ $# != 0 ]; then
-  for file; do host -fsyntax-only "$file" && echo "$file"; done
-  exit
-fi
-"$cuda/bin/nvcc" -std=c++17 "${includes[@]}" -gencode arch=compute_90a,code=sm_90a -fatbin $here/kernel.cu -o "$out/kernel.fatbin"
-host -Xclang -fcuda-include-gpubinary -Xclang "$out/kernel.fatbin" -c $here/kernel.cu -o "$out/kernel.o"
-python-zig c++ -target x86_64-windows-gnu "${windows[@]}" "$out/kernel.o" $here/launches.cc -o "$out/kernel.exe"
-python-zig c++ -target x86_64-windows-gnu "${windows[@]}" "${includes[@]}" -shared -Wl,--export-all-symbols $here/fake_driver.cc -o "$out/nvcuda.dll.later"
-cd "$out"
-rm -f nvcuda.dll
-# Files, not pipes: wine's services keep their output open.
-export WINEPREFIX=$out/wine WINEDEBUG=-all WINEDLLOVERRIDES=mscoree,mshtml=
+here=tests/windows/cuda dir=$PWD/build/windows-cuda-test dlls=$PWD/build/windows-cuda
+rm -rf "$dir"/{linux,bin} && mkdir -p "$dir"/{linux,bin}
+include=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/include
+includes=(-std=c++20 -O3 -Icustom_ops/include -Icustom_ops -I"$dlls/operators" -isystem custom_ops/src/driver/host -isystem "$include" -D__NV_NO_HOST_COMPILER_CHECK)
+
+python tests/windows/cuda/kernels.py "$dlls/custom_ops/windows" >"$dir/kernels"
+python tests/windows/cuda/calls.py "$dir/calls"
+. tests/windows/exports.sh
+diff <(symbols "$cuda/custom_ops/libquantmoe_cuda.so") <(exports "$dlls/custom_ops/quantmoe_cuda.dll")
+missing=$(comm -23 <(symbols "$cuda/ort_ext/libquantmoe_ort_cuda.so") <(exports "$dlls/ort_ext/quantmoe_ort_cuda.dll"))
+[ -z "$missing" ] || { echo "quantmoe_ort_cuda.dll lacks $missing"; exit 1; }
+echo "the DLLs export what Linux' libraries do"
+
+c++ "${includes[@]:0:2}" -shared -fPIC -isystem "$include" $here/fake_driver.cc -o "$dir/linux/libcuda.so.1"
+c++ "${includes[@]:0:5}" $here/launch.cc "$cuda/custom_ops/libquantmoe_cuda_driver.so" -Wl,-rpath,"$cuda/custom_ops" -o "$dir/linux/launch"
+QM_KERNELS=$dir/kernels LD_LIBRARY_PATH=$dir/linux "$dir/linux/launch" "$dir/calls" >"$dir/linux/said"
+
+command -v wine >/dev/null || { echo "windows-cuda: not run, no wine here (apt-get install --no-install-recommends wine wine64)"; exit 0; }
+# wine's services keep its output open after a program's end, so that a pipe would not close: a file takes it.
+export WINEPREFIX=$dir/wine WINEDEBUG=-all WINEDLLOVERRIDES=mscoree,mshtml=
 trap 'wineserver -k || true' EXIT
-wine kernel.exe </dev/null >without 2>errors
-cp nvcuda.dll.later nvcuda.dll
-wine kernel.exe </dev/null >with 2>errors
-cat without with | tr -d '\r' >said
-diff said - <<END
-error 35, y 3
-fatbin ba55ed50
-attribute 8 is 50000
-_Z5scaleIfEv5Scale, grid 4, threads 256, 50000 bytes, stream 0000000000000010
-error 0, y 6
-END
-echo "one kernel is launched through the driver's interface"
+timeout -k 5 300 wine cmd.exe /c ver </dev/null >"$dir/ver" 2>&1 || { echo "windows-cuda: not run, wine does not start a program here"; exit 0; }
+zig=(python-zig c++ -target x86_64-windows-gnu "${includes[@]}")
+cp "$dlls/custom_ops/quantmoe_cuda.dll" "$dlls/ort_ext/quantmoe_ort_cuda.dll" "$dir/bin"
+"${zig[@]}" $here/launch.cc "$dlls/custom_ops/libquantmoe_cuda.dll.a" -o "$dir/bin/launch.exe"
+"${zig[@]}" $here/load.cc -o "$dir/bin/load.exe"
+"${zig[@]}" -shared -Wl,--export-all-symbols $here/fake_driver.cc -o "$dir/nvcuda.dll"
+cd "$dir/bin"
+timeout -k 5 300 wine load.exe quantmoe_ort_cuda.dll </dev/null >../without 2>../errors
+tr -d '\r' <../without | diff - <(echo "CUDA device 0: no NVIDIA driver for CUDA 13 is installed")
+mv ../nvcuda.dll .
+QM_KERNELS=../kernels timeout -k 5 300 wine launch.exe ../calls </dev/null >../said 2>../errors
+cd ../../..
+python $here/launches.py "$dlls/custom_ops/windows" "$dir/linux/said" "$dir/said"

@@ -21,7 +21,7 @@ __device__ inline int block_sum(int value, int* parts) {
   return __reduce_add_sync(~0u, parts[threadIdx.x % 32]);
 }
 
-static __global__ void __launch_bounds__(kRowsThreads) token_rows(const __grid_constant__ RowsParams params) {
+__global__ void __launch_bounds__(kRowsThreads) token_rows(const __grid_constant__ RowsParams params) {
   static_assert(kRowsThreads == 1024, "a warp adds up the warps");
   __shared__ int parts[32], most;
   launch_dependents();
