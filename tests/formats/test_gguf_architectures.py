@@ -6,7 +6,6 @@ fixtures/make_gguf_architectures.py makes the files and the logits.
 from __future__ import annotations
 
 import lzma
-import re
 from pathlib import Path
 
 import gguf
@@ -29,12 +28,8 @@ NAMES = sorted(set(LOGITS) - {"ids"})
 BRIEF = ("deepseek2", "nemotron_h_moe", "qwen3next")
 
 
-def test_the_page_has_every_architecture() -> None:
-    """Every family has a file here; five have theirs in fixtures/gguf."""
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
-    table = page.partition("| architecture | models |")[2].partition("\n\n")[0]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    assert sorted(name for row in rows for name in re.findall("`(.+?)`", row)) == sorted(FAMILIES)
+def test_every_architecture_has_a_file() -> None:
+    """Five have theirs in fixtures/gguf."""
     others = {"qwen2moe", "qwen3moe", "qwen35moe", "gpt-oss", "llama"}
     assert {name.partition(" ")[0] for name in NAMES} | others == FAMILIES.keys()
 
