@@ -5,12 +5,15 @@ import shutil
 import subprocess
 import sys
 import time
+from math import prod
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
 import typer
+from safetensors.numpy import load_file
 from sweeps import every
 from typer.testing import CliRunner
 
@@ -313,6 +316,17 @@ def test_random_routers_are_uniform(tmp_path: Path, source: str) -> None:
     touched = [int((uses > 0).sum()) for uses in read_trace(tmp_path / "trace").use()]
     assert len(touched) == 6
     assert min(touched) >= 120, touched
+
+
+def test_random_weights_in_bf16(tmp_path: Path) -> None:
+    """What `export --quantize` takes: no int4 tensors, and no word of a quantizer."""
+    config = tiny("qwen3-30b-a3b")
+    write(tmp_path, config, 0)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    tensors = [tensor for file in tmp_path.glob("*.safetensors") for tensor in load_file(file).values()]
+    assert {tensor.dtype for tensor in tensors} == {np.dtype(ml_dtypes.bfloat16)}
+    assert sum(tensor.size for tensor in tensors) == sum(prod(shape) for shape in parameters(config).values())
+    assert all((tensor != 0).any() for tensor in tensors)
 
 
 @pytest.mark.parametrize("model", sorted(CONFIGS))

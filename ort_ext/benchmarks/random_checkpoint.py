@@ -281,7 +281,7 @@ def shards(config: Mapping[str, Any], group_size: int) -> Iterator[dict[str, Dec
         stem, _, leaf = name.rpartition(".")
         for at in [stem] if ".experts." not in name else [_expert(stem, e) for e in range(shape[0])]:
             size = shape if at == stem else shape[1:]
-            if quantized(name):
+            if group_size and quantized(name):
                 tensors |= linear(at, size[0], size[1], group_size)
             elif len(size) == 1 and leaf == "weight":
                 from_one = config["model_type"].startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in name
@@ -306,7 +306,7 @@ def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool =
 
     Args:
         config: one of CONFIGS, or :func:`cut`.
-        group_size: of the int4 weights; it divides every linear's inputs.
+        group_size: of the int4 weights; it divides every linear's inputs. 0: bf16 weights.
         data: False leaves holes where matrices would be: headers of any size of model in a few kilobytes of disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -317,9 +317,8 @@ def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool =
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
         "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*router$"],
     }
-    (folder / "config.json").write_text(
-        json.dumps({**COMMON, **config, "quantization_config": quantization}), encoding="utf-8"
-    )
+    named = {**COMMON, **config} | ({"quantization_config": quantization} if group_size else {})
+    (folder / "config.json").write_text(json.dumps(named), encoding="utf-8")
     rng = np.random.default_rng(0)
     pool = rng.bytes(1 << 26) if data else b""
     normal = rng.normal(size=1 << 22).astype(np.float32)
@@ -372,7 +371,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--group-size", type=int, default=GROUP_SIZE)
+    parser.add_argument("--group-size", type=int, default=GROUP_SIZE, help="of int4 weights; 0: bf16")
     parser.add_argument("--headers-only", action="store_true")
     given = parser.parse_args()
     wanted = CONFIGS[given.model]
