@@ -349,15 +349,20 @@ def check(paged: Path, plain: Path, prompts: Sequence[list[int]], count: int) ->
     compare(Engine(paged), generator, prompts, count, max(2, len(prompts) // 2))
 
 
+def cancelled(prompts: Sequence[list[int]], count: int) -> list[Request]:
+    """Return requests of 1 to ``count`` tokens. Every third leaves on the way."""
+    lengths = np.random.default_rng(0).integers(1, count, len(prompts), endpoint=True)
+    return [
+        Request(prompt, int(length), leave=int(length) // 2 if i % 3 == 2 else 0)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
 def compare(
     server: Engine | Own, generator: Generator, prompts: Sequence[list[int]], count: int, concurrent: int
 ) -> None:
     """Print how many tokens of requests that run together are those that the generator gives to each alone."""
-    lengths = np.random.default_rng(0).integers(1, count, len(prompts), endpoint=True)
-    requests = [
-        Request(prompt, int(length), leave=int(length) // 2 if i % 3 == 2 else 0)
-        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
+    requests = cancelled(prompts, count)
     equal, same, gaps = 0, 0, [0.0]
     server.serve(requests, concurrent)
     for request in requests:

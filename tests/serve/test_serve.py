@@ -186,6 +186,28 @@ def test_requests_that_run_together_have_their_own_answers(
     assert count(served[0], "step_seconds_count") - before < 0.9 * sum(counts)
 
 
+def test_requests_together_have_the_logits_of_each_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU of the same bytes. tests/benchmarks/serving_logits.py compares them on GPUs, by a bound."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import serving_logits
+
+    command = ["serving_logits.py", str(folder), "--device", "cpu", "--count", "4", "--tokens", "8", "--length", "300"]
+    monkeypatch.setattr(sys, "argv", [*command, "--bound", "0"])
+    serving_logits.main()
+    assert "after the prompt, in equal parts: 4 of 4 have equal bytes" in capsys.readouterr().out
+    alone = serving_logits.alone
+
+    def moved(*given: Any) -> list[np.ndarray]:
+        first, *rest = alone(*given)
+        return [first, *(logits * np.float32(1.01) for logits in rest)]
+
+    monkeypatch.setattr(serving_logits, "alone", moved)
+    with pytest.raises(SystemExit, match="logits are farther apart than they may be"):
+        serving_logits.main()
+
+
 def test_a_request_joins_while_another_runs(served: tuple[Server, int], client: openai.OpenAI) -> None:
     long = complete(client, PROMPTS[2], 300, stream=True)
     next(iter(long))
