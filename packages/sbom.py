@@ -64,10 +64,11 @@ def linked() -> list[dict[str, Any]]:
         ("zig: libc++, libc++abi, libunwind, compiler runtime, mingw-w64 runtime", versions["ziglang"],
          "Apache-2.0 WITH LLVM-exception AND MIT AND ZPL-2.1", "Linux x86-64, Windows, macOS", "pkg:pypi/ziglang"),
         ("KleidiAI", "", "Apache-2.0", "Linux aarch64", "pkg:github/ARM-software/kleidiai"),
-        ("libstdc++ and libgcc", "", "GPL-3.0-or-later WITH GCC-exception-3.1", "Linux aarch64, quantmoe-cuda", ""),
-        ("CUDA runtime", versions["nvidia-cuda-runtime"], "LicenseRef-NVIDIA-CUDA", "quantmoe-cuda",
+        ("libstdc++ and libgcc", "", "GPL-3.0-or-later WITH GCC-exception-3.1",
+         "Linux aarch64, quantmoe-cuda for Linux", ""),
+        ("CUDA runtime", versions["nvidia-cuda-runtime"], "LicenseRef-NVIDIA-CUDA", "quantmoe-cuda for Linux",
          "pkg:pypi/nvidia-cuda-runtime"),
-        ("TensorRT headers", "", "Apache-2.0", "quantmoe-cuda", "pkg:github/NVIDIA/TensorRT"),
+        ("TensorRT headers", "", "Apache-2.0", "quantmoe-cuda for Linux", "pkg:github/NVIDIA/TensorRT"),
     ]  # fmt: skip
     return [
         {"type": "library", "bom-ref": f"linked:{name}", "name": name, "licenses": [{"expression": licence}]}

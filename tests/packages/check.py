@@ -185,10 +185,12 @@ def test_cuda_wheel(wheel):
     """The libraries lie where quantmoe looks for them, and nothing else does."""
     with zipfile.ZipFile(wheel) as archive:
         found = {n: archive.read(n) for n in archive.namelist() if n.startswith("quantmoe/") and n[-1] != "/"}
+    windows = wheel.stem.endswith("-win_amd64")
+    begin, end = ("", ".dll") if windows else ("lib", ".so")
     entries = {
-        "quantmoe/custom_ops/libquantmoe_cuda.so": b"qm_cuda_launch",
-        "quantmoe/ort_ext/libquantmoe_ort_cuda.so": b"RegisterCustomOps",
-        "quantmoe/trt_plugins/libquantmoe_trt.so": b"getCreators",
+        f"quantmoe/custom_ops/{begin}quantmoe_cuda{end}": b"qm_cuda_launch",
+        f"quantmoe/ort_ext/{begin}quantmoe_ort_cuda{end}": b"RegisterCustomOps",
+        **({} if windows else {"quantmoe/trt_plugins/libquantmoe_trt.so": b"getCreators"}),
     }
     assert set(found) == set(entries)
     for name, data in found.items():

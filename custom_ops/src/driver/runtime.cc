@@ -2,16 +2,14 @@
 // the first call. Windows' libraries have it, because NVIDIA's static runtime there is for MSVC. Compilers' code
 // registers each kernel by its name in the fatbin, which is nvcc's name on Linux, too.
 //
-// As with NVIDIA's runtime, a thread without a context gets the primary one of its device, and an error stays until
-// cudaGetLastError.
+// As with NVIDIA's runtime, a thread without a context gets the primary one of the first device, and an error stays
+// until cudaGetLastError. Here are only the functions that something calls.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #if defined(_WIN32)
 #define NOMINMAX
@@ -35,9 +33,7 @@ static_assert(int{cudaDevAttrComputeCapabilityMajor} == CU_DEVICE_ATTRIBUTE_COMP
               int{cudaFuncAttributeNonPortableClusterSizeAllowed} ==
                   CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED &&
               sizeof(CUlaunchAttribute) == sizeof(cudaLaunchAttribute) &&
-              cudaHostAllocMapped == CU_MEMHOSTALLOC_DEVICEMAP &&
-              cudaHostRegisterReadOnly == CU_MEMHOSTREGISTER_READ_ONLY &&
-              cudaEventDisableTiming == CU_EVENT_DISABLE_TIMING && cudaStreamNonBlocking == CU_STREAM_NON_BLOCKING);
+              cudaHostAllocMapped == CU_MEMHOSTALLOC_DEVICEMAP && cudaStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 
 void* driver_symbol(const char* name) {
 #if defined(_WIN32)
@@ -49,7 +45,6 @@ void* driver_symbol(const char* name) {
 #endif
 }
 
-thread_local int current_device = 0;  // of a thread without a context
 thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t keep(cudaError_t error) {
@@ -63,40 +58,37 @@ CUresult call(F* function, A... arguments) {
 }
 // Calls a function of the driver. Its name is what cuda.h makes of `name`, with the version of its interface.
 #define QM_NAME(name) #name
-#define QM_DRIVER(name, ...)                                                                      \
-  call([] {                                                                                       \
-    static const auto function = reinterpret_cast<decltype(name)*>(driver_symbol(QM_NAME(name))); \
-    return function;                                                                              \
-  }() __VA_OPT__(, ) __VA_ARGS__)
+#define QM_DRIVER(name, ...)                                                                          \
+  call(                                                                                               \
+      [] {                                                                                            \
+        static const auto function = reinterpret_cast<decltype(name)*>(driver_symbol(QM_NAME(name))); \
+        return function;                                                                              \
+      }(),                                                                                            \
+      __VA_ARGS__)
 
-CUresult make_current(int ordinal) {
-  static std::mutex mutex;
-  static auto& contexts = *new std::map<int, CUcontext>;  // as below
-  const std::lock_guard lock(mutex);
-  CUcontext& context = contexts[ordinal];
-  if (!context) {
-    CUdevice device;
-    CUresult result = QM_DRIVER(cuInit, 0);
-    if (result == CUDA_SUCCESS) result = QM_DRIVER(cuDeviceGet, &device, ordinal);
-    if (result == CUDA_SUCCESS) result = QM_DRIVER(cuDevicePrimaryCtxRetain, &context, device);
-    if (result != CUDA_SUCCESS) return result;
-  }
-  return QM_DRIVER(cuCtxSetCurrent, context);
-}
-
-// A context of the thread.
+// A context of the thread: the one that the engine has made current, or the primary one of the first device.
 CUresult enter() {
   CUcontext context = nullptr;
-  const CUresult result = QM_DRIVER(cuCtxGetCurrent, &context);
-  return result == CUDA_SUCCESS && context ? result : make_current(current_device);
+  if (QM_DRIVER(cuCtxGetCurrent, &context) == CUDA_SUCCESS && context) return CUDA_SUCCESS;
+  static std::mutex mutex;
+  static CUcontext primary = nullptr;
+  const std::lock_guard lock(mutex);
+  if (!primary) {
+    CUdevice device;
+    CUresult result = QM_DRIVER(cuInit, 0);
+    if (result == CUDA_SUCCESS) result = QM_DRIVER(cuDeviceGet, &device, 0);
+    if (result == CUDA_SUCCESS) result = QM_DRIVER(cuDevicePrimaryCtxRetain, &primary, device);
+    if (result != CUDA_SUCCESS) return result;
+  }
+  return QM_DRIVER(cuCtxSetCurrent, primary);
 }
 
 // A driver's call in the thread's context, and its error as the runtime's.
-#define QM_CALL(name, ...)                                                           \
-  [&] {                                                                              \
-    CUresult result = enter();                                                       \
-    if (result == CUDA_SUCCESS) result = QM_DRIVER(name __VA_OPT__(, ) __VA_ARGS__); \
-    return keep(static_cast<cudaError_t>(result));                                   \
+#define QM_CALL(name, ...)                                             \
+  [&] {                                                                \
+    CUresult result = enter();                                         \
+    if (result == CUDA_SUCCESS) result = QM_DRIVER(name, __VA_ARGS__); \
+    return keep(static_cast<cudaError_t>(result));                     \
   }()
 
 CUdeviceptr address(const void* memory) { return reinterpret_cast<CUdeviceptr>(memory); }
@@ -215,14 +207,9 @@ const char* cudaGetErrorString(cudaError_t error) {
   return text ? text : "an error that the driver does not name";
 }
 
-cudaError_t cudaSetDevice(int device) {
-  const CUresult result = make_current(device);
-  if (result == CUDA_SUCCESS) current_device = device;
-  return keep(static_cast<cudaError_t>(result));
-}
 // These two make no context.
 cudaError_t cudaGetDevice(int* device) {
-  if (QM_DRIVER(cuCtxGetDevice, device) != CUDA_SUCCESS) *device = current_device;
+  if (QM_DRIVER(cuCtxGetDevice, device) != CUDA_SUCCESS) *device = 0;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int ordinal) {
@@ -233,9 +220,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int ord
     result = QM_DRIVER(cuDeviceGetAttribute, value, static_cast<CUdevice_attribute>(attribute), device);
   return keep(static_cast<cudaError_t>(result));
 }
-cudaError_t cudaDeviceSynchronize() { return QM_CALL(cuCtxSynchronize); }
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return QM_CALL(cuMemGetInfo, free, total); }
-
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   *memory = nullptr;
   return bytes ? QM_CALL(cuMemAlloc, reinterpret_cast<CUdeviceptr*>(memory), bytes) : cudaSuccess;
@@ -245,15 +229,6 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
   *memory = nullptr;
   return bytes ? QM_CALL(cuMemHostAlloc, memory, bytes, flags) : cudaSuccess;
 }
-cudaError_t cudaFreeHost(void* memory) { return memory ? QM_CALL(cuMemFreeHost, memory) : cudaSuccess; }
-cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned flags) {
-  return QM_CALL(cuMemHostRegister, memory, bytes, flags);
-}
-cudaError_t cudaHostUnregister(void* memory) { return QM_CALL(cuMemHostUnregister, memory); }
-cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags) {
-  return QM_CALL(cuMemHostGetDevicePointer, reinterpret_cast<CUdeviceptr*>(device), host, flags);
-}
-
 // The driver knows by an address whose memory it is.
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   return QM_CALL(cuMemcpy, address(to), address(from), bytes);
@@ -270,9 +245,6 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   copy.WidthInBytes = width, copy.Height = height;
   return width && height ? QM_CALL(cuMemcpy2DAsync, &copy, stream) : cudaSuccess;
 }
-cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
-  return QM_CALL(cuMemsetD8, address(memory), static_cast<unsigned char>(value), bytes);
-}
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
   return QM_CALL(cuMemsetD8Async, address(memory), static_cast<unsigned char>(value), bytes, stream);
 }
@@ -281,19 +253,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return QM_CALL(cuStreamCreate, stream, flags);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return QM_CALL(cuStreamSynchronize, stream); }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-  return QM_CALL(cuStreamWaitEvent, stream, event, flags);
-}
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   return QM_CALL(cuStreamIsCapturing, stream, reinterpret_cast<CUstreamCaptureStatus*>(status));
-}
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  return QM_CALL(cuEventCreate, event, flags);
-}
-cudaError_t cudaEventDestroy(cudaEvent_t event) { return QM_CALL(cuEventDestroy, event); }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return QM_CALL(cuEventRecord, event, stream); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return QM_CALL(cuEventSynchronize, event); }
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
-  return QM_CALL(cuEventElapsedTime, milliseconds, begin, end);
 }
 }

@@ -8,7 +8,7 @@ namespace QuantMoe
 
         /// <summary>
         /// The first NVIDIA GPU, which runs folders of <c>export --target cuda</c>. It needs the packages QuantMoe.Cuda and
-        /// Microsoft.ML.OnnxRuntime.Gpu.Linux.
+        /// Microsoft.ML.OnnxRuntime.Gpu.Linux, or on Windows Microsoft.ML.OnnxRuntime.Gpu.Windows.
         /// </summary>
         Cuda,
     }

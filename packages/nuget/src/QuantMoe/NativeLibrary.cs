@@ -24,7 +24,8 @@ namespace Microsoft.ML.OnnxRuntime
             {
                 if (!OrtEnv.Instance().GetAvailableProviders().Contains("CUDAExecutionProvider"))
                     throw new NotSupportedException(
-                        "this ONNX Runtime has no CUDA provider; add the package Microsoft.ML.OnnxRuntime.Gpu.Linux");
+                        "this ONNX Runtime has no CUDA provider; add the package Microsoft.ML.OnnxRuntime.Gpu."
+                        + (RuntimeInformation.IsOSPlatform(OSPlatform.Windows) ? "Windows" : "Linux"));
                 options.AppendExecutionProvider_CUDA();
             }
             options.RegisterCustomOpLibrary(library);

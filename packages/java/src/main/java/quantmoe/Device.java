@@ -6,7 +6,7 @@ public enum Device {
   CPU,
   /**
    * The first NVIDIA GPU, which runs folders of {@code export --target cuda}. It needs this library's artifact of the classifier {@code
-   * linux-x86_64-cuda}, and {@code com.microsoft.onnxruntime:onnxruntime_gpu} instead of {@code onnxruntime}.
+   * linux-x86_64-cuda} or {@code windows-x86_64-cuda}, and {@code com.microsoft.onnxruntime:onnxruntime_gpu} instead of {@code onnxruntime}.
    */
   CUDA
 }

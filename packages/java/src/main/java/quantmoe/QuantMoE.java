@@ -30,7 +30,7 @@ public final class QuantMoE {
 
   /**
    * The library of this machine's platform for a device. The library for GPUs is in the artifact's jar of the classifier
-   * {@code linux-x86_64-cuda}.
+   * {@code linux-x86_64-cuda}, or {@code windows-x86_64-cuda}.
    *
    * @param device where the model runs
    * @return the same absolute path in every call
@@ -40,7 +40,7 @@ public final class QuantMoE {
   public static String libraryPath(Device device) {
     if (device == Device.CPU && "Dalvik".equals(System.getProperty("java.vm.name"))) return "libquantmoe_ort.so"; // Android
     if (device == Device.CPU) return pathOf("quantmoe_ort", "");
-    return pathOf("quantmoe_ort_cuda", "; its jar of the classifier linux-x86_64-cuda has one for linux-x64");
+    return pathOf("quantmoe_ort_cuda", "; its jars of the classifiers linux-x86_64-cuda and windows-x86_64-cuda have one");
   }
 
   static synchronized String pathOf(String library, String wayOut) {

@@ -22,7 +22,7 @@ class CudaTest {
   void theClassifierIsNamed() {
     var error = assertThrows(UnsupportedOperationException.class, () -> new Generator(System.getProperty("cuda"), Device.CUDA));
     assertTrue(error.getMessage().startsWith("QuantMoE has no libquantmoe_ort_cuda.so for linux-"), error.getMessage());
-    assertTrue(error.getMessage().endsWith("; its jar of the classifier linux-x86_64-cuda has one for linux-x64"), error.getMessage());
+    assertTrue(error.getMessage().endsWith("; its jars of the classifiers linux-x86_64-cuda and windows-x86_64-cuda have one"), error.getMessage());
   }
 
   @Test
