@@ -19,7 +19,8 @@ class CudaMoE : public CudaNode {
   qm_cuda_problem problem_{};               // without tokens and top_k
   std::shared_ptr<DeviceExperts> experts_;  // null: they are inputs on the device
   std::shared_ptr<Experts> trace_;          // of what is routed to them; null: none is wanted
-  int layer_ = 0, traced_layer_ = 0;
+  [[maybe_unused]] int layer_ = 0;
+  int traced_layer_ = 0;
 
   void trace(const qm_cuda_problem& problem, const void* topk_ids, cudaStream_t stream) const;
 };
