@@ -184,6 +184,8 @@ def refusal(spec: Spec) -> str:
     The plan of one token on an H200 says it. The library of the CPU kernels has this plan, too.
     """
     lib = native.library()
+    if "CPU" in spec.OPERATOR.engines and "CUDA" not in spec.OPERATOR.engines:
+        return f"no CUDA kernel runs {spec.OP}"
     try:
         if isinstance(spec, AttentionSpec):
             fill_plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1, positions=1), H200, AttentionPlan())

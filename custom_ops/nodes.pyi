@@ -156,6 +156,13 @@ class ReduceScatter(Spec):
     export_id: int = ...
 
 @dataclass(frozen=True, kw_only=True)
+class SparseIndexer(Spec):
+    op_version: int = ...
+    num_heads: int  # of queries; all have the same keys
+    head_size: int
+    top_k: int  # slots that a token selects, at most
+
+@dataclass(frozen=True, kw_only=True)
 class StateSpace(Spec):
     op_version: int = ...
     num_groups: int

@@ -145,3 +145,4 @@ RowsSpec = nodes.TokenRows
 ConvSpec = nodes.CausalConv
 DeltaSpec = nodes.GatedDelta
 SpaceSpec = nodes.StateSpace
+IndexerSpec = nodes.SparseIndexer

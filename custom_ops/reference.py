@@ -389,13 +389,14 @@ def attention(
     k_up: np.ndarray | None = None,
     v_up: np.ndarray | None = None,
     block_table: np.ndarray | None = None,
+    selected: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the outputs of CachedAttention.
 
     Args:
         spec: the node's attributes. length: L, attention_mask's.
         the others: inputs of op.def's shapes, of any float type; caches of codes are int8 or uint8. k_up and v_up come
-            with a nope_size, block_table comes with a block_size.
+            with a nope_size, block_table comes with a block_size. selected: None: a token sees all slots of its mask.
 
     Returns:
         output: float64 [B, S, num_heads * V], or out_size for V; zero for tokens that do not count.
@@ -424,38 +425,38 @@ def attention(
         k, v = np.split(k, [spec.key_split], axis=3)
     output, scales = np.zeros((batch, tokens, heads, spec.v_head_size)), (spec.k_scale, spec.v_scale)
     present = [np.zeros((batch, groups, capacity, past.shape[3]), past.dtype) for past in (past_key, past_value)]
+    check_slots(rows, tokens, past_key.shape[2], capacity)
     for b, (begin, count, past) in enumerate(rows.tolist()):
-        if min(begin, count, past) < 0 or begin + count > tokens or past > past_key.shape[2] or past + count > capacity:
-            raise ValueError(
-                f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens, {past_key.shape[2]} "
-                f"slots before and {capacity} after"
-            )
         for into, before, new, scale in zip(present, (past_key, past_value), (k, v), scales, strict=True):
             here = new[b, begin : begin + count].swapaxes(0, 1)
             into[b, :, past : past + count] = encode_cache(spec, here, scale, into.dtype)
             into[b, :, :past] = before[b, :, :past]
-        for i in range(count):
-            p = past + i
+        lists = None if selected is None or past + count <= selected.shape[3] else selected[b]
+        for i, group in np.ndindex(count, groups):
+            p, of = past + i, slice(heads // groups * group, heads // groups * (group + 1))
             low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
             low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
+            slots = np.arange(low, p + 1)
+            if lists is not None:
+                slots = lists[begin + i, group % lists.shape[1]]
+                slots = slots[slots >= 0]
             keys, values = (
-                np.repeat(decode_cache(spec, x[b, :, low : p + 1], scale), heads // groups, 0)
-                for x, scale in zip(present, scales, strict=True)
+                decode_cache(spec, x[b, group, slots], scale) for x, scale in zip(present, scales, strict=True)
             )
             if spec.key_split:
-                keys = np.concatenate([keys, values], 2)
-                values = keys[..., d - spec.v_head_size :]
+                keys = np.concatenate([keys, values], 1)
+                values = keys[:, d - spec.v_head_size :]
             with np.errstate(invalid="ignore", over="ignore"):
-                score = np.einsum("hd,hkd->hk", q[b, begin + i], keys) * np.float32(spec.scale)
+                score = q[b, begin + i, of] @ keys.T * np.float32(spec.scale)
                 if spec.softcap:
                     score = np.tanh(score / np.float32(spec.softcap)) * np.float32(spec.softcap)
-                score = np.concatenate([score, sinks.astype(np.float64)[:, None]], 1)
+                score = np.concatenate([score, sinks[of].astype(np.float64)[:, None]], 1)
                 weight = np.exp(score - score.max(1, keepdims=True))
                 weight /= weight.sum(1, keepdims=True)
-                output[b, begin + i] = np.einsum("hk,hkv->hv", weight[:, :-1], values)
+                output[b, begin + i, of] = weight[:, :-1] @ values
                 if spec.gated:
-                    gate = gates[b, begin + i].astype(np.float64).reshape(heads, -1)
-                    output[b, begin + i] /= 1 + np.exp(-gate)
+                    gate = gates[b, begin + i].astype(np.float64).reshape(heads, -1)[of]
+                    output[b, begin + i, of] /= 1 + np.exp(-gate)
     if v_up is not None:
         with np.errstate(invalid="ignore"):
             output = np.einsum("bshr,hrv->bshv", output, v_up.astype(np.float64))
@@ -495,6 +496,16 @@ def _paged_attention(
     if first != qkv.shape[1]:
         raise ValueError(f"rows have {first} tokens, qkv has {qkv.shape[1]}")
     return output, present[0], present[1]
+
+
+def check_slots(rows: np.ndarray, tokens: int, before: int, after: int) -> None:
+    """Raise ValueError where ``rows`` asks for tokens, or for slots of a cache, that are not there."""
+    for b, (begin, count, past) in enumerate(rows.tolist()):
+        if min(begin, count, past) < 0 or begin + count > tokens or past > before or past + count > after:
+            raise ValueError(
+                f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens, {before} slots "
+                f"before and {after} after"
+            )
 
 
 def check_rows(rows: np.ndarray, tokens: int) -> None:

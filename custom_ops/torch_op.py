@@ -79,14 +79,14 @@ def cached_attention(
     past_value: torch.Tensor,
     rows: torch.Tensor,
     attention_mask: torch.Tensor,
-    *others: torch.Tensor,
+    *others: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Attend over a cache and the new tokens."""
     x, *caches = (t.float().numpy() for t in (qkv, past_key, past_value))
     # NumPy has no bfloat16: what the reference stores, it rounds as the cache's type does
     dtype = ml_dtypes.bfloat16 if past_key.dtype == torch.bfloat16 else past_key.new_empty(0).numpy().dtype
     key, value = (cache.astype(dtype) for cache in caches)
-    given = (t.float().numpy() if t.is_floating_point() else t.numpy() for t in others)
+    given: list[Any] = [t if t is None else t.float().numpy() if t.is_floating_point() else t.numpy() for t in others]
     output, *present = reference.attention(spec, x, key, value, rows.numpy(), attention_mask.shape[1], *given)
     made = (torch.from_numpy(cache.astype(np.float32)).to(past_key.dtype) for cache in present)
     return torch.from_numpy(output).to(qkv.dtype), *made
@@ -165,7 +165,9 @@ def define(operator: Operator, run: Run) -> None:
 
     def split(values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         at = names.index("attributes")
-        tensors = [value for value in (*values[:at], *values[at + 1 :]) if value is not None]
+        tensors = [*values[:at], *values[at + 1 :]]
+        while tensors[-1] is None:
+            tensors.pop()
         return tensors, json.loads(values[at])
 
     @torch.library.custom_op(
@@ -180,7 +182,8 @@ def define(operator: Operator, run: Run) -> None:
     @call.register_fake
     def _(*values: Any) -> Any:
         tensors, attributes = split(values)
-        shapes = output_shapes(operator, attributes, [tensor.shape for tensor in tensors], torch.sym_max)
+        given = [None if tensor is None else tensor.shape for tensor in tensors]
+        shapes = output_shapes(operator, attributes, given, torch.sym_max)
         types = output_types(operator, tensors)
         made = [tensors[0].new_empty(shape, dtype=type_) for shape, type_ in zip(shapes, types, strict=True)]
         return made[0] if len(made) == 1 else tuple(made)

@@ -9,7 +9,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from attention import CACHES, CODES, SPECS, Inputs, alone, assert_bytes, check, in_blocks, inputs, ragged
+from attention import (
+    CACHES,
+    CODES,
+    SPECS,
+    Inputs,
+    alone,
+    assert_bytes,
+    check,
+    in_blocks,
+    inputs,
+    ragged,
+    selecting,
+    selects,
+)
 from specs import attention_spec
 from sweeps import every
 
@@ -507,3 +520,107 @@ def test_bfloat16_caches_are_refused() -> None:
     a = ragged(SPECS["plain"], cache=ml_dtypes.bfloat16)
     with pytest.raises(ValueError, match="the cache's type is bfloat16, the CPU kernels take float and float16"):
         a.run()
+
+
+#: nodes that take lists: without windows, chunks and blocks
+LISTS = {name: spec for name, spec in SPECS.items() if not spec.sliding_window and not spec.chunk_size}
+
+
+@pytest.mark.parametrize("cache", CACHES[1:], ids=str)
+@pytest.mark.parametrize("spec", LISTS.values(), ids=LISTS)
+def test_selected_slots(kernel: str, spec: AttentionSpec, cache: Any) -> None:
+    """Lists of several blocks, for all groups and for each; rows of few tokens attend to all."""
+    for lists, size in ((1, 258), (spec.kv_num_heads, 7)):
+        a = selecting(ragged(spec, cache=cache), lists, size)
+        got = a.run()
+        check(a, got)
+        assert_bytes(a.run(lanes=40), got)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("spec", LISTS.values(), ids=LISTS)
+def test_selected_slots_on_all_kernels(spec: AttentionSpec, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's bytes are those that it has alone and in place, and other slots are not read."""
+    a = selecting(ragged(spec, cache=cache), 1, 200)
+    want = a.run()
+    for name in USABLE:
+        monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", name)
+        assert_bytes(a.run(lanes=2), want)
+    for b, (begin, count, past) in enumerate(a.rows.tolist()):
+        alone = a.row(b)
+        assert_bytes(alone.run()[:1], (want[0][b : b + 1, begin : begin + count],))
+        if not selects(a, b):
+            continue
+        assert a.selected is not None
+        read = a.selected[b][a.selected[b] >= 0]
+        caches = [ones(np.empty((1, x.shape[1], past + count, x.shape[3]), x.dtype)) for x in a.past]
+        for cache_, before in zip(caches, alone.past, strict=True):
+            for slot in set(read.tolist()) & {*range(past)}:
+                cache_[:, :, slot] = before[:, :, slot]
+        again = dataclasses.replace(alone, past=tuple(caches), length=1)
+        assert_bytes(again.run(present=again.past)[:1], (want[0][b : b + 1, begin : begin + count],))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("spec", LISTS.values(), ids=LISTS)
+def test_a_list_of_all_slots_is_dense_attention_bit_for_bit(spec: AttentionSpec, cache: Any) -> None:
+    """Where the row has no more tokens than the list, and, token for token, where it has one more."""
+    count = 3
+    a = inputs(spec, [[0, count, 300]], tokens=count, past=300, length=300 + count, cache=cache)
+    dense = a.run()
+    every = np.full((1, count, 1, 300 + count), -1, np.int32)
+    for i in range(count):
+        every[0, i, 0, : 301 + i] = np.arange(301 + i)
+    assert_bytes(dataclasses.replace(a, selected=every).run(lanes=2), dense)
+    every[0, -1, 0, -1] = -1
+    output, *present = dataclasses.replace(a, selected=every[..., :-1]).run(lanes=2)
+    if not spec.expands(count):
+        assert_bytes((output[:, :-1], *present), (dense[0][:, :-1], *dense[1:]))
+    assert (output[:, -1] != dense[0][:, -1]).any()
+
+
+def test_a_prompt_of_lists_in_pieces() -> None:
+    """Latents whose dense prompts are expanded: with lists they are absorbed, 128 tokens at a time."""
+    for spec in (UP, SPECS["nine-heads"]):
+        a = inputs(spec, [[0, 300, 3]], tokens=300, past=3, length=303, cache=np.float16)
+        a = selecting(a, 1, 40)
+        whole = a.run(lanes=2)
+        for size in (1, 7, 131):
+            each = [
+                dataclasses.replace(a, past=tuple(x[:, :, : 3 + at] for x in whole[1:]), length=3 + min(at + size, 300))
+                .tokens(slice(at, at + size), [[0, min(size, 300 - at), 3 + at]])
+                .run()[0]
+                for at in range(40, 300, size)  # with fewer tokens than a list the row attends to all
+            ]
+            assert_bytes((np.concatenate(each, 1),), (whole[0][:, 40:],))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, r"selected\[0, 0, 0\]: expected ascending slots from 0 to 9, then -1"),
+        ({0: 10}, r"selected\[0, 0, 0\]: expected ascending"),
+        ({0: 5, 1: 5}, r"selected\[0, 0, 0\]: expected ascending"),
+        ({0: 5, 1: 4}, r"selected\[0, 0, 0\]: expected ascending"),
+    ],
+)
+def test_lists_of_slots_that_are_not_there_are_refused(change: dict[int, int], message: str) -> None:
+    a = inputs(SPECS["plain"], [[0, 1, 9]], tokens=1, past=9, length=10)
+    lists = np.full((1, 1, 1, 4), -1, np.int32)
+    good = np.array([2, 9, -1, -1], np.int32).reshape(lists.shape)
+    dataclasses.replace(a, selected=good).run()
+    for at, slot in change.items():
+        lists[..., at] = slot
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(a, selected=lists).run()
+
+
+@pytest.mark.parametrize("name", ["window", "chunks"])
+def test_nodes_that_take_no_lists(name: str) -> None:
+    a = inputs(SPECS[name], [[0, 1, 9]], tokens=1, past=9, length=10)
+    lists = np.zeros((1, 1, 1, 4), np.int32)
+    with pytest.raises(ValueError, match=r"(sliding_window is 100|chunk_size is 7), expected 0 with `selected`"):
+        dataclasses.replace(a, selected=lists).run()
+    b = inputs(SPECS["plain"], [[0, 1, 9]], tokens=1, past=9, length=10)
+    with pytest.raises(ValueError, match="selected has 3 lists a token, expected 1, or kv_num_heads 2"):
+        dataclasses.replace(b, selected=np.zeros((1, 1, 3, 4), np.int32)).run()

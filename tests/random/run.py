@@ -19,8 +19,10 @@ import native_kernels as native
 import numpy as np
 import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
-from attention import CACHES, inputs
+from attention import CACHES, inputs, selecting
 from attention import check as check_attention
+from indexer import check as check_indexer
+from indexer import inputs as indexer_inputs
 from linear_attention import (
     Conv,
     Delta,
@@ -38,7 +40,7 @@ from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.custom_ops.op import enum
+from quantmoe.custom_ops.op import IndexerSpec, enum
 from quantmoe.custom_ops.schemes import SCHEMES
 
 KERNELS = [name for name, usable in native.kernels().items() if usable]
@@ -428,22 +430,48 @@ def attending(draw: Draw) -> Node:
         spec, rows, tokens, past, needed + draw.one_of(0, 0, draw.int(0, 40)), **types, seed=draw.int(0, 1 << 30)
     )
     a = replace(a, sinks=draw.one_of(np.full_like(a.sinks, -np.inf), a.sinks, 50 * a.sinks))
+    lanes, lists = draw.int(2, 40), draw.one_of(0, 1, groups)
+    if lists and not (spec.sliding_window or spec.chunk_size):
+        a = selecting(a, lists, draw.one_of(draw.int(1, 9), draw.int(1, 300)))
+
+    def check() -> None:
+        check_attention(a, on_all_kernels(lambda n: a.run(lanes=n, buffer=dirty), lanes))
+
+    said = f"{spec}, rows {rows}, S {tokens}, P {past}, L {a.length}, {types}, {lists} lists"
+    return Node("CachedAttention", said, check)
+
+
+def indexing(draw: Draw) -> Node:
+    spec = IndexerSpec(
+        num_heads=draw.one_of(1, 8, draw.int(1, 140)),
+        head_size=draw.one_of(16, draw.int(1, 80)),
+        top_k=draw.one_of(draw.int(1, 9), draw.int(1, 900)),
+    )
+    tokens, past = draw.one_of(1, draw.int(0, 20), draw.int(0, 90)), draw.one_of(0, draw.int(0, 20), draw.int(0, 700))
+    counts = [draw.one_of(tokens, draw.int(0, tokens)) for _ in range(draw.int(0, 3))]
+    rows = [[draw.int(0, tokens - count), count, draw.one_of(past, draw.int(0, past))] for count in counts]
+    types = {"dtype": draw.one_of(*TYPES), "cache": draw.one_of(*CACHES[:2]), "whole": draw.chance(0.5)}
+    needed = max([count + before for _, count, before in rows], default=0)
+    a = indexer_inputs(spec, rows, tokens, past, needed + draw.int(0, 40), **types)
     lanes = draw.int(2, 40)
 
     def check() -> None:
-        first = None
-        for kernel in KERNELS:
-            os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
-            for n in (1, lanes):
-                found = a.run(lanes=n, buffer=dirty)
-                first = first or found
-                for x, y in zip(found, first, strict=True):
-                    assert x.tobytes() == y.tobytes(), (
-                        f"{kernel} in {n} lanes gives other bytes than {KERNELS[0]} in one"
-                    )
-        check_attention(a, found)
+        check_indexer(a, *on_all_kernels(lambda n: a.run(lanes=n, buffer=dirty), lanes))
 
-    return Node("CachedAttention", f"{spec}, rows {rows}, S {tokens}, P {past}, L {a.length}, {types}", check)
+    return Node("SparseIndexer", f"{spec}, rows {rows}, S {tokens}, P {past}, L {a.length}, {types}", check)
+
+
+def on_all_kernels(run: Callable[[int], Any], lanes: int) -> Any:
+    """Return the arrays of every kernel in one lane and in several, whose bytes are equal."""
+    first = None
+    for kernel in KERNELS:
+        os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
+        for n in (1, lanes):
+            found = run(n)
+            first = first or found
+            for x, y in zip(found, first, strict=True):
+                assert x.tobytes() == y.tobytes(), f"{kernel} in {n} lanes gives other bytes than {KERNELS[0]} in one"
+    return first
 
 
 def convolving(draw: Draw) -> Node:
@@ -550,7 +578,7 @@ def check_kernels(run: Callable[[int], np.ndarray], lanes: int, want: Span) -> N
 
 def draw_node(seed: int, index: int) -> Node:
     draw = Draw(seed, index)
-    return draw.one_of(*[moe] * 6, *[dense] * 3, routing, attending, convolving, recurring, state_space)(draw)
+    return draw.one_of(*[moe] * 6, *[dense] * 3, routing, attending, indexing, convolving, recurring, state_space)(draw)
 
 
 def main() -> None:

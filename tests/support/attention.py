@@ -60,6 +60,10 @@ CODES = CACHES[2:]
 EXP, SMALLEST = 4 * U, np.exp(-87.0)
 
 
+#: inputs of which each token has its own part
+PER_TOKEN = ("qkv", "cos", "sin", "selected")
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Those of a call."""
@@ -76,29 +80,31 @@ class Inputs:
     sinks: np.ndarray
     ups: tuple[np.ndarray, ...] = ()
     block_table: np.ndarray | None = None
+    selected: np.ndarray | None = None
 
     @property
     def others(self) -> tuple[np.ndarray, ...]:
         return self.cos, self.sin, self.q_norm, self.k_norm, self.sinks
 
     def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return native.attention(
-            self.spec, self.qkv, self.past, self.rows, self.length, *self.others, self.ups, self.block_table, **options
-        )
+        given = (self.rows, self.length, *self.others, self.ups, self.block_table, self.selected)
+        return native.attention(self.spec, self.qkv, self.past, *given, **options)
 
     def reference(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        given = (self.rows, self.length, *self.others, *self.ups)
-        return reference.attention(self.spec, self.qkv, *self.past, *given, block_table=self.block_table)
+        given, lists = (self.rows, self.length, *self.others, *self.ups), self.selected
+        return reference.attention(
+            self.spec, self.qkv, *self.past, *given, block_table=self.block_table, selected=lists
+        )
 
     def tokens(self, at: slice, rows: list[list[int]]) -> Inputs:
         """Only some of the new tokens."""
-        cut = {name: getattr(self, name)[:, at] for name in ("qkv", "cos", "sin")}
+        cut = {name: getattr(self, name)[:, at] for name in PER_TOKEN if getattr(self, name) is not None}
         return replace(self, rows=np.array(rows, np.int32), **cut)
 
     def row(self, b: int) -> Inputs:
         """Row b alone, without padding: its tokens that count."""
         begin, count, past = self.rows[b].tolist()
-        alone = {name: getattr(self, name)[b : b + 1] for name in ("qkv", "cos", "sin")}
+        alone = {name: getattr(self, name)[b : b + 1] for name in PER_TOKEN if getattr(self, name) is not None}
         key, value = (cache[b : b + 1, :, :past] for cache in self.past)
         return replace(self, past=(key, value), length=past + count, **alone).tokens(
             slice(begin, begin + count), [[0, count, past]]
@@ -150,6 +156,38 @@ def inputs(
         if spec.nope_size
         else (),
     )
+
+
+def selecting(a: Inputs, lists: int, size: int, own: bool = False) -> Inputs:
+    """The same with random lists of ``size`` slots at most, ``lists`` a token. own: with each token's own slot."""
+    rng, batch, tokens = np.random.default_rng(3), len(a.qkv), a.qkv.shape[1]
+    selected = np.full((batch, tokens, lists, size), -1, np.int32)
+    for b, (begin, count, past) in enumerate(a.rows.tolist()):
+        for i, j in np.ndindex(count, lists):
+            p = past + i
+            most = min(size - own, p + (not own))
+            chosen = rng.choice(p + (not own), rng.integers(min(1 - own, most), most + 1), replace=False)
+            chosen = np.sort(chosen).tolist() + [p] * own
+            selected[b, begin + i, j, : len(chosen)] = chosen
+    return replace(a, selected=selected)
+
+
+def selects(a: Inputs, b: int) -> bool:
+    """Return whether a row has more tokens than a list."""
+    return a.selected is not None and int(a.rows[b, 1:].sum()) > a.selected.shape[3]
+
+
+def seen(a: Inputs, b: int, i: int) -> list[tuple[slice, np.ndarray, int]]:
+    """Return heads of row b's i-th token that counts, the slots that they see, and the first one, or 0 of lists."""
+    spec, (begin, _, past) = a.spec, a.rows[b].tolist()
+    p = past + i
+    if a.selected is None or not selects(a, b):
+        low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
+        low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
+        return [(slice(None), np.arange(low, p + 1), low)]
+    lists = a.selected[b, begin + i]
+    each = spec.num_heads // len(lists)
+    return [(slice(each * j, each * (j + 1)), own[own >= 0], 0) for j, own in enumerate(lists)]
 
 
 def ragged(spec: AttentionSpec, **types: Any) -> Inputs:
@@ -333,18 +371,18 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
             here = Span(of.value[b, counting].swapaxes(0, 1), of.error[b, counting].swapaxes(0, 1))
             assert_stored(spec, cache[b, :, past : past + count], here, scale)
         for i in range(count):
-            p = past + i
-            low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
-            low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
-            caches = tuple(np.repeat(c[b, :, low : p + 1], heads, 0) for c in present)
-            if spec.key_split:
-                whole = np.concatenate(caches, 2)
-                caches = whole, whole[..., spec.head_size - spec.v_head_size :]
-            q = Span(queries.value[b, begin + i], queries.error[b, begin + i])
-            if spec.nope_size:
-                want[b, begin + i], error[b, begin + i] = attend_up(a, q, caches, low, spec.expands(count))
-                continue
-            want[b, begin + i], error[b, begin + i] = attend(spec, q, caches, low, a.sinks.astype(np.float64))
+            for of, slots, low in seen(a, b, i):
+                caches = tuple(np.repeat(c[b][:, slots], heads, 0)[of] for c in present)
+                if spec.key_split:
+                    whole = np.concatenate(caches, 2)
+                    caches = whole, whole[..., spec.head_size - spec.v_head_size :]
+                q = Span(queries.value[b, begin + i, of], queries.error[b, begin + i, of])
+                if spec.nope_size:
+                    own = replace(a, sinks=a.sinks[of], ups=tuple(up[of] for up in a.ups))
+                    found = attend_up(own, q, caches, low, spec.expands(count) and not selects(a, b))
+                else:
+                    found = attend(spec, q, caches, low, a.sinks[of].astype(np.float64))
+                want[b, begin + i, of], error[b, begin + i, of] = found
     span = Span(want.reshape(output.shape), error.reshape(output.shape))
     if spec.gated:
         sigmoid = 1 / (1 + np.exp(-a.qkv[..., : spec.gates_size].astype(np.float64)))

@@ -54,7 +54,7 @@ _AttentionCall = _call(
     "_AttentionCall",
     "CachedAttention",
     ("cache_type", ctypes.c_int),
-    *_sizes("batch", "tokens", "past_slots", "slots", "blocks", "positions"),
+    *_sizes("batch", "tokens", "past_slots", "slots", "blocks", "positions", "selected_lists", "selected_size"),
 )
 
 
@@ -188,6 +188,7 @@ def attention(
     sinks: np.ndarray,
     ups: tuple[np.ndarray, np.ndarray] | None = None,
     block_table: np.ndarray | None = None,
+    selected: np.ndarray | None = None,
     lanes: int = 1,
     present: tuple[np.ndarray, np.ndarray] | None = None,
     buffer: Callable[[int], np.ndarray] | None = None,
@@ -199,6 +200,7 @@ def attention(
         past: keys and values [B, kv_num_heads, P, ..], f32 or f16, or codes by the spec's cache_format.
         ups: k_up and v_up of qkv's type, where the spec has a nope_size.
         block_table: int32 [R, M], where the spec has a block_size; past is then [N, block_size, kv_num_heads, ..].
+        selected: int32 [B, S, lists, size], or None.
         present: where keys and values go, of max(P, L) slots or past's blocks; past itself: in place.
         buffer: as NativeMoE's.
 
@@ -227,6 +229,7 @@ def attention(
     given = [*(np.ascontiguousarray(a) for a in (qkv, *past)), np.ascontiguousarray(rows, np.int32), *floats]
     given += [np.ascontiguousarray(a, qkv.dtype) for a in ups or (qkv[:0], qkv[:0])]
     given.append(np.ascontiguousarray(rows[:0] if block_table is None else block_table, np.int32))
+    lists = None if selected is None else np.ascontiguousarray(selected, np.int32)
     call = _AttentionCall(
         TYPES[qkv.dtype],
         TYPES.get(past[0].dtype, 0),
@@ -236,7 +239,8 @@ def attention(
         slots,
         blocks,
         cos.shape[0],
-        *(a.ctypes.data for a in [*given, output, key, value]),
+        *((0, 0) if lists is None else lists.shape[2:]),
+        *(None if a is None else a.ctypes.data for a in [*given, lists, output, key, value]),
         None,
         *_threads(lanes),
     )
@@ -256,7 +260,7 @@ def run(
     """Run an operator that has a QM_CPU line through the C ABI.
 
     Args:
-        inputs: of op.def's shapes and types; T, which is f32, f16 or bf16, is the first input's.
+        inputs: of op.def's shapes and types; T, which is f32, f16 or bf16, is the first input's, C its input's.
         present: where the last output goes; the input that it is like: in place. buffer: as NativeMoE's.
 
     Returns:
@@ -269,6 +273,8 @@ def run(
     own = spec.OP.encode(), ctypes.byref(node(lib, spec))
     checked(lib.qm_validate, *own)
     types = {"T": inputs[0].dtype, "float": np.dtype(np.float32), "int32": np.dtype(np.int32)}
+    types["int64"] = np.dtype(np.int64)
+    types |= {kind: a.dtype for a, (_, kind) in zip(inputs, op.inputs, strict=True) if kind == "C"}
     given = [np.ascontiguousarray(a, types[kind]) for a, (_, kind) in zip(inputs, op.inputs, strict=True)]
     shapes = output_shapes(op, spec.attributes(), [a.shape for a in given])
     made = []

@@ -134,20 +134,22 @@ QM_API int qm_linear_run(const qm_linear*, const qm_linear_call*, char* err);
 // block_size a row is a request, and past_slots and slots count its blocks' slots.
 QM_API int qm_attention_validate(const qm_attention*, char* err);
 typedef struct {
-  qm_type type;               // of qkv and output
-  qm_type cache_type;         // QM_F32 or QM_F16
-  int64_t batch, tokens;      // B, S; with a block_size R, S
-  int64_t past_slots, slots;  // P, and present's slots, at least P; with a block_size M * block_size
-  int64_t blocks, positions;  // with a block_size: N, K
-  const void* qkv;            // [B, S, (num_heads + kv_num_heads) D + kv_num_heads V]; gated: num_heads V more before
-  const void* past_key;       // [B, kv_num_heads, past_slots, D]
-  const void* past_value;     // [B, kv_num_heads, past_slots, V]
-  const int32_t* rows;        // [B, 3]: first new token that counts, how many do, tokens in the cache before them
-  const float *cos, *sin;     // [B, S, rotary_size / 2]
+  qm_type type;                           // of qkv and output
+  qm_type cache_type;                     // QM_F32 or QM_F16
+  int64_t batch, tokens;                  // B, S; with a block_size R, S
+  int64_t past_slots, slots;              // P, and present's slots, at least P; with a block_size M * block_size
+  int64_t blocks, positions;              // with a block_size: N, K
+  int64_t selected_lists, selected_size;  // with `selected`: G, E
+  const void* qkv;         // [B, S, (num_heads + kv_num_heads) D + kv_num_heads V]; gated: num_heads V more before
+  const void* past_key;    // [B, kv_num_heads, past_slots, D]
+  const void* past_value;  // [B, kv_num_heads, past_slots, V]
+  const int32_t* rows;     // [B, 3]: first new token that counts, how many do, tokens in the cache before them
+  const float *cos, *sin;  // [B, S, rotary_size / 2]
   const float *q_norm, *k_norm;  // by qk_norm
   const float* sinks;            // [num_heads]
   const void *k_up, *v_up;       // with a nope_size, of `type`: [num_heads, nope_size, V], [num_heads, V, out_size]
   const int32_t* block_table;    // with a block_size: [R, M]
+  const int32_t* selected;       // [B, S, selected_lists, selected_size], or NULL
   void* output;                  // [B, S, num_heads V]; with a nope_size out_size for V
   void *present_key, *present_value;  // [B, kv_num_heads, slots, D or V]; past's memory: appended to in place
   void* workspace;                    // qm_attention_workspace bytes, 64-byte aligned
@@ -166,8 +168,8 @@ typedef struct {
 // - For each lane `4 (T (Q + U + 16) + (M + U + 35) V + 256 (Q + U) + 32 D + 128 (U + 288) + 8704)` bytes at most.
 //   This is 1.9 MB for a prompt of 512 of DeepSeek-V3.
 QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_call*);
-// QM_INVALID: `rows` asks for tokens or slots that are not there (`err` names the row), or present is past's memory
-// with more slots. Then nothing is written.
+// QM_INVALID: `rows` asks for tokens or slots that are not there, or `selected` names slots that its token does not see
+// (`err` names the row), or present is past's memory with more slots. Then nothing is written.
 QM_API int qm_attention_run(const qm_attention*, const qm_attention_call*, char* err);
 
 // Operators with a QM_CPU line in op.def, by their names.
@@ -188,7 +190,8 @@ typedef struct {
 QM_API int qm_validate(const char* op, const void* node, char* err);
 // A lane of CausalConv takes 2 (W + 1) KiB, with W its width. A lane of GatedDelta or StateSpace takes
 // `4 (K V + 32 (4 K + 2 V + 16))` bytes, 167 KB for K = V = 128. K and V are rounded up to 16. A token of StateSpace
-// adds 4 H P bytes.
+// adds 4 H P bytes. SparseIndexer takes 4 bytes for each slot of at most 128 tokens, 16 MB or the slots of 1 token if
+// they are more. Each of its lanes takes `4 (R (D + 272) + 32 D + 2048)` bytes, R being max(128, num_heads).
 QM_API size_t qm_workspace(const char* op, const void* node, const qm_call*);
 // An output may be the memory of an input if op.def gives it this input's shape. MoERouting: a token with a NaN among
 // the experts' logits gets the ids 0..top_k-1 and NaN weights, then its shared experts. QM_INVALID: `rows` asks for

@@ -74,6 +74,7 @@ int check_gather(const qm_gather& gather, char* err);
 int check_scatter(const qm_scatter& scatter, char* err);
 int check_delta(const qm_delta& delta, char* err);
 int check_space(const qm_space& space, char* err);
+int check_indexer(const qm_indexer& indexer, char* err);
 // Of CachedAttention's caches: whether k_scale and v_scale multiply their codes; bytes after the codes of a token and
 // head.
 inline bool has_cache_scales(const qm_attention& attention) {

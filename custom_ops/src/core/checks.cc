@@ -167,6 +167,14 @@ int check_space(const qm_space& space, char* err) {
   return check_state_window(space.state_window, err);
 }
 
+int check_indexer(const qm_indexer& indexer, char* err) {
+  constexpr int32_t kMaxSize = 1 << 16;
+  QM_TRY(check_node("SparseIndexer", &indexer, err));
+  QM_TRY(check_range("num_heads", indexer.num_heads, 1, kMaxSize, err));
+  QM_TRY(check_range("head_size", indexer.head_size, 1, kMaxSize, err));
+  return check_range("top_k", indexer.top_k, 1, kMaxSize, err);
+}
+
 template <class Node>
 static int check_ranks(const char* op, const Node& node, char* err) {
   constexpr int32_t kMaxRanks = 1 << 16;

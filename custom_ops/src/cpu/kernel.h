@@ -86,7 +86,8 @@ struct E4m3 {  // an element of a cache; read as its number times 2^-8
 struct AttentionContext {
   const qm_attention& node;
   const qm_attention_call& call;
-  float* q_scales;  // [batch, tokens]: 1 / norm of a token's queries, where qk_norm is row
+  float* q_scales;         // [batch, tokens]: 1 / norm of a token's queries, where qk_norm is row
+  bool every_row = false;  // selects, where the call has `selected`; otherwise a row of more tokens than a list has
 
   int64_t heads() const { return node.num_heads / node.kv_num_heads; }  // that share keys and values
   int64_t element() const { return call.type == QM_F32 ? 4 : 2; }       // bytes, of qkv and output
@@ -104,7 +105,7 @@ struct AttentionContext {
   int64_t key_width() const { return node.key_split ? node.key_split : node.head_size; }
   int64_t value_width() const { return node.key_split ? node.head_size - node.key_split : node.v_head_size; }
   // A tile is some tokens' queries of the heads of one group: its rows, the heads of a token side by side.
-  int64_t tile_tokens() const { return heads() < kTileQueries ? kTileQueries / heads() : 1; }
+  int64_t tile_tokens() const { return !call.selected && heads() < kTileQueries ? kTileQueries / heads() : 1; }
   int64_t tile_rows() const { return heads() * tile_tokens(); }
   int64_t padded_values() const { return align_up(node.v_head_size, 16); }
   int64_t part_floats() const { return 16 + padded_values(); }  // of a row: largest score, sum, 14 unused, values
@@ -129,6 +130,14 @@ struct AttentionContext {
     return (block * node.block_size + slot % node.block_size) * node.kv_num_heads + group;
   }
   int64_t step() const { return node.block_size ? node.kv_num_heads : 1; }
+  bool selects(int64_t b) const {
+    return call.selected && (every_row || call.rows[3 * b + 2] + call.rows[3 * b + 1] > call.selected_size);
+  }
+  // The slots that a token sees, ascending, of selected_size numbers; the others are below 0.
+  const int32_t* list(int64_t b, int64_t token, int64_t group) const {
+    return call.selected +
+           (position(b, token) * call.selected_lists + group % call.selected_lists) * call.selected_size;
+  }
   // The first slot that the token in slot p sees.
   int64_t first_slot(int64_t p) const {
     const int64_t chunk = node.chunk_size ? p / node.chunk_size * node.chunk_size : 0;
@@ -139,6 +148,8 @@ struct AttentionContext {
 
 struct AttentionTile {
   int64_t b, group, token, tokens;  // token: the first, counted from the row's first that counts
+  const int32_t* slots = nullptr;   // of a row that selects, whose tile is one token: slot i of the tile is slots[i]
+  int64_t count = 0;
 };
 
 // Latent attention that multiplies by the up-projections itself (latent_attention.h). Rows of few new tokens have their
@@ -196,11 +207,40 @@ struct LatentContext {
   }
 };
 
-// Rows of a call, from first_row on, whose queries are absorbed.
+// Rows of a call, from first_row on, whose queries are absorbed, of each the tokens from first_token on.
 struct AbsorbedRows {
-  int64_t first_row, count, tokens;
+  int64_t first_row, first_token, count, tokens;
   const int32_t* rows;       // [count, 3]: 0, new tokens or 0 for none of these, slots before
   float *queries, *outputs;  // [count, tokens, (num_heads + kv_num_heads) D], queries first; [.., num_heads V]
+};
+
+// SparseIndexer: what its kernels see of a call (indexer.cc), and their arithmetic (indexer.h, FORMAT.md 5.4).
+using IndexerCall = SequenceCall<qm_indexer>;
+
+struct IndexerContext {
+  const qm_indexer& node;
+  const IndexerCall& call;
+  qm_type cache_type;
+  int64_t past_slots, slots;
+
+  int64_t slot_bytes() const { return node.head_size * int64_t{cache_type == QM_F32 ? 4 : 2}; }
+  uint8_t* keys(int64_t b, int64_t slot) const {
+    return static_cast<uint8_t*>(call.present_keys) + (b * slots + slot) * slot_bytes();
+  }
+  int64_t slot(int64_t b, int64_t token) const { return call.rows[3 * b + 2] + token; }  // as AttentionContext's
+  int64_t position(int64_t b, int64_t token) const { return b * call.tokens + call.rows[3 * b] + token; }
+  // A tile is some tokens' queries of all heads, which share the turned keys.
+  int64_t tile_tokens() const { return node.num_heads < kTileQueries ? kTileQueries / node.num_heads : 1; }
+  int64_t tile_rows() const { return tile_tokens() * node.num_heads; }
+  // Scratch of a lane, in floats; each piece is a multiple of a cache line.
+  int64_t keys_at() const { return align_up(tile_rows() * node.head_size, 16); }
+  int64_t products_at() const { return keys_at() + kAttentionStep * node.head_size; }
+  int64_t query_at() const { return products_at() + tile_rows() * kScoreStride; }
+  int64_t scratch_floats() const { return query_at() + align_up(node.head_size, 16); }
+};
+
+struct IndexerTile {
+  int64_t b, token, tokens;  // token: counted from the row's first that counts
 };
 
 struct AttentionFunctions {
@@ -220,6 +260,9 @@ struct AttentionFunctions {
   // Attention of a head's tokens first .. of a row, of keys and values that it expands.
   void (*expand)(const LatentContext& latent, int64_t batch_row, int64_t head, int64_t first, int64_t tokens,
                  float* scratch);
+  // Scores of the tile's tokens [tokens, stride] for `count` blocks of slots, from block `first` on.
+  void (*index)(const IndexerContext& indexer, const IndexerTile& tile, int64_t first, int64_t count, float* scratch,
+                float* scores, int64_t stride);
 };
 extern const AttentionFunctions attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
 

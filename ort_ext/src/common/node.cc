@@ -193,7 +193,9 @@ Node::Tensors Node::read_tensors(OrtKernelContext* context) const {
   for (int32_t i = 0; i < op_.outputs.count; ++i) {
     const auto index = static_cast<size_t>(i);
     const Shape shape = shapes_.output(index, sizes, MakeNumbers{});
-    tensors.outputs.push_back(tensor_of(op_.outputs.first[i], get_output(context, index, shape), shape, false));
+    OrtValue* const value =
+        op_.outputs.first[i].type == Type::C ? get_present(context, index, sizes) : get_output(context, index, shape);
+    tensors.outputs.push_back(tensor_of(op_.outputs.first[i], value, shape, false));
   }
   return tensors;
 }
@@ -211,10 +213,11 @@ OrtValue* Node::get_present(OrtKernelContext* context, size_t index, const FreeS
 }
 
 void Node::fail_slots(const FreeSizes<int64_t>& sizes, int64_t needed) const {
-  fail("the cache " + input_name(CachedAttention_past_key) + " has " + std::to_string(sizes.at('P')) +
-       " slots, and this run needs " + std::to_string(needed) + ": " + std::to_string(sizes.at('S')) +
-       " tokens are new, attention_mask has " + std::to_string(sizes.at('L')) +
-       " columns; bind a cache with more slots, or feed fewer tokens");
+  size_t cache = 0;
+  while (op_.inputs.first[cache].type != Type::C) ++cache;
+  fail("the cache " + input_name(cache) + " has " + std::to_string(sizes.at('P')) + " slots, and this run needs " +
+       std::to_string(needed) + ": " + std::to_string(sizes.at('S')) + " tokens are new, attention_mask has " +
+       std::to_string(sizes.at('L')) + " columns; bind a cache with more slots, or feed fewer tokens");
 }
 
 void Node::check_caches(const qm_attention& node) const {

@@ -59,6 +59,7 @@ class Node {
   // The inputs before a run: initializers with a QM_CONSTANT line, whose shapes are checked, the others without shapes.
   std::vector<qm_tensor> read_constants(const OrtKernelInfo* info) const;
   size_t input_count() const { return input_names_.size(); }
+  bool has_input(size_t index) const { return index < input_names_.size() && !input_names_[index].empty(); }
   // An output of the shape that op.def states.
   OrtValue* get_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
     return get_output(context, index, shapes_.output(index, sizes, MakeNumbers{}));
@@ -72,7 +73,7 @@ class Node {
            ", expected one id or more");
     return sizes;
   }
-  // present_key (1) or present_value (2); throws where a cache with fewer slots is bound to it.
+  // A cache with the new tokens; throws where a cache with fewer slots is bound to it.
   OrtValue* get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const;
   // Throws: a run needs so many slots of a cache that has fewer.
   [[noreturn]] void fail_slots(const FreeSizes<int64_t>& sizes, int64_t needed) const;

@@ -88,6 +88,11 @@ void AttentionNode::run(OrtKernelContext* context) const {
     call.v_up = input(CachedAttention_v_up);
   }
   if (attention_.block_size) call.block_table = static_cast<const int32_t*>(input(CachedAttention_block_table));
+  if (has_input(CachedAttention_selected)) {
+    call.selected = static_cast<const int32_t*>(input(CachedAttention_selected));
+    call.selected_lists = sizes.at('G');
+    call.selected_size = sizes.at('E');
+  }
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t count = call.rows[3 * b + 1], before = call.rows[3 * b + 2];
     if (!attention_.block_size && before >= 0 && before + count > call.slots) fail_slots(sizes, before + count);

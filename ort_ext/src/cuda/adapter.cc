@@ -59,6 +59,8 @@ class CudaAttention : public CudaNode {
  public:
   CudaAttention(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaNode(op, api, info) {
     read_attributes(info, &problem_.attention);
+    if (has_input(CachedAttention_selected))
+      fail("it has the input selected, which no CUDA kernel takes: export the model with --target cuda");
     problem_.type = op.type();
     query_device();
     qm_cuda_attention_plan plan;

@@ -7,6 +7,7 @@
 // what it needs of the cache.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/parallel.h"
 #include "cpu/kernel.h"
@@ -30,12 +31,18 @@ bool in_place(const qm_attention_call& call, const void* past, const void* prese
 }
 int lanes_of(const qm_attention_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
 
+// The slots of a list, which are before the numbers below 0.
+int64_t listed(const int32_t* list, int64_t size) {
+  return std::partition_point(list, list + size, [](int32_t slot) { return slot >= 0; }) - list;
+}
+
 AttentionPlan plan_of(const AttentionContext& context) {
   AttentionPlan plan{};
   const int64_t lanes = lanes_of(context.call), groups = context.call.batch * context.node.kv_num_heads;
   plan.tiles = ceil_div(context.call.tokens, context.tile_tokens());
   const int64_t limit = context.node.sliding_window ? context.node.sliding_window + context.tile_tokens()
                         : context.node.chunk_size   ? context.node.chunk_size + context.tile_tokens()
+                        : context.call.selected     ? context.call.selected_size
                                                     : context.call.slots;
   plan.blocks = std::min(ceil_div(context.call.slots, kAttentionBlock), ceil_div(limit, kAttentionBlock) + 1);
   const int64_t rows = context.heads() * std::min(context.tile_tokens(), context.call.tokens);
@@ -52,9 +59,10 @@ AttentionPlan plan_of(const AttentionContext& context) {
 // One call.
 class AttentionRun {
  public:
-  AttentionRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel)
+  AttentionRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel,
+               bool every_row_selects = false)
       : base_(static_cast<uint8_t*>(call.workspace)),
-        a_{node, call, reinterpret_cast<float*>(base_)},
+        a_{node, call, reinterpret_cast<float*>(base_), every_row_selects},
         plan_(plan_of(a_)),
         kernel_(kernel) {}
 
@@ -76,9 +84,10 @@ class AttentionRun {
   void whole(const AttentionTile& tile, float* scratch) const;
   void blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const;
   int64_t first_block(const AttentionTile& tile) const {
-    return a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
+    return tile.slots ? 0 : a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
   }
   int64_t block_count(const AttentionTile& tile) const {
+    if (tile.slots) return ceil_div(tile.count, kAttentionBlock);
     return tile.tokens ? a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock - first_block(tile) + 1 : 0;
   }
 
@@ -146,7 +155,13 @@ void AttentionRun::store() const {
 AttentionTile AttentionRun::tile_at(int64_t index) const {
   const int64_t of = index / plan_.tiles, b = of / a_.node.kv_num_heads;
   const int64_t token = (plan_.tiles - 1 - index % plan_.tiles) * a_.tile_tokens();
-  return {b, of % a_.node.kv_num_heads, token, std::clamp<int64_t>(count_of(b) - token, 0, a_.tile_tokens())};
+  AttentionTile tile{b, of % a_.node.kv_num_heads, token,
+                     std::clamp<int64_t>(count_of(b) - token, 0, a_.tile_tokens())};
+  if (tile.tokens && a_.selects(b)) {
+    tile.slots = a_.list(b, token, tile.group);
+    tile.count = listed(tile.slots, a_.call.selected_size);
+  }
+  return tile;
 }
 
 void AttentionRun::whole(const AttentionTile& tile, float* scratch) const {
@@ -215,10 +230,13 @@ struct LatentPlan {
   int64_t queries_at, outputs_at, attends_at, scratch_at, bytes;  // AbsorbedRows::rows are at 0
 };
 
+// The tokens that are absorbed at a time of a row that selects.
+int64_t piece_of(const qm_attention_call& call) { return call.selected ? kAbsorbedTokens : 0; }
+
 LatentPlan plan_of(const LatentContext& latent) {
   LatentPlan plan{};
   const qm_attention& node = latent.node;
-  plan.tokens = std::min(latent.call.tokens, latent.most_absorbed());
+  plan.tokens = std::min(latent.call.tokens, std::max(latent.most_absorbed(), piece_of(latent.call)));
   plan.rows = std::min(std::max<int64_t>(kAbsorbedTokens / std::max<int64_t>(plan.tokens, 1), 1), latent.call.batch);
   const int64_t heads = plan.rows * plan.tokens * 4;  // bytes, for a feature of a head
   plan.queries_at = align_up(3 * plan.rows * 4, 64);
@@ -239,8 +257,11 @@ class LatentRun {
   void attend() const {
     for (int64_t batch_row = 0; batch_row < latent_.call.batch; batch_row += plan_.rows)
       absorbed(batch_row, std::min(plan_.rows, latent_.call.batch - batch_row));
-    for (int64_t batch_row = 0; batch_row < latent_.call.batch; ++batch_row)
-      if (latent_.expands(latent_.call.rows[3 * batch_row + 1])) expanded(batch_row);
+    for (int64_t batch_row = 0; batch_row < latent_.call.batch; ++batch_row) {
+      if (expands(batch_row)) expanded(batch_row);
+      if (!selects(batch_row)) continue;
+      for (int64_t token = 0; token < count_of(batch_row); token += plan_.tokens) selecting(batch_row, token);
+    }
   }
 
  private:
@@ -251,7 +272,15 @@ class LatentRun {
                body(reinterpret_cast<float*>(base_ + plan_.scratch_at) + lane * latent_.scratch_floats(), index);
              });
   }
+  int64_t count_of(int64_t batch_row) const { return latent_.call.rows[3 * batch_row + 1]; }
+  bool selects(int64_t batch_row) const {
+    return AttentionContext{latent_.node, latent_.call, nullptr}.selects(batch_row);
+  }
+  bool expands(int64_t batch_row) const { return !selects(batch_row) && latent_.expands(count_of(batch_row)); }
+  int32_t* rows() const { return reinterpret_cast<int32_t*>(base_); }
   void absorbed(int64_t first, int64_t count) const;
+  void selecting(int64_t batch_row, int64_t token) const;
+  void absorb_rows(int64_t first, int64_t token, int64_t count, bool select) const;
   void expanded(int64_t batch_row) const;
 
   const LatentContext latent_;
@@ -260,22 +289,35 @@ class LatentRun {
   const AttentionFunctions& kernel_;
 };
 
-// Rows first .. but those that expand.
+// Rows first .. without those that expand or select.
 void LatentRun::absorbed(int64_t first, int64_t count) const {
-  int32_t* const rows = reinterpret_cast<int32_t*>(base_);
   int64_t all = 0;
   for (int64_t i = 0; i < plan_.rows; ++i) {
-    const int32_t* const own = latent_.call.rows + 3 * (first + i);
-    rows[3 * i] = 0;
-    rows[3 * i + 1] = i < count && !latent_.expands(own[1]) ? own[1] : 0;
-    rows[3 * i + 2] = i < count ? own[2] : 0;
-    all += rows[3 * i + 1];
+    const int64_t b = first + i;
+    const bool mine = i < count && !expands(b) && !selects(b);
+    rows()[3 * i] = 0;
+    rows()[3 * i + 1] = mine ? latent_.call.rows[3 * b + 1] : 0;
+    rows()[3 * i + 2] = i < count ? latent_.call.rows[3 * b + 2] : 0;
+    all += rows()[3 * i + 1];
   }
-  if (!all) return;
+  if (all) absorb_rows(first, 0, count, false);
+}
+
+// A row's tokens token .. that are absorbed at a time.
+void LatentRun::selecting(int64_t batch_row, int64_t token) const {
+  std::fill_n(rows(), 3 * plan_.rows, 0);
+  rows()[1] = static_cast<int32_t>(std::min(plan_.tokens, count_of(batch_row) - token));
+  rows()[2] = static_cast<int32_t>(latent_.call.rows[3 * batch_row + 2] + token);
+  absorb_rows(batch_row, token, 1, true);
+}
+
+// What rows() says of the call's rows first .., from `token` on.
+void LatentRun::absorb_rows(int64_t first, int64_t token, int64_t count, bool select) const {
   const AbsorbedRows absorbed{first,
+                              token,
                               count,
                               plan_.tokens,
-                              rows,
+                              rows(),
                               reinterpret_cast<float*>(base_ + plan_.queries_at),
                               reinterpret_cast<float*>(base_ + plan_.outputs_at)};
   each_task(latent_.node.num_heads,
@@ -283,7 +325,7 @@ void LatentRun::absorbed(int64_t first, int64_t count) const {
   AbsorbedCall inner(latent_, plan_.rows, plan_.tokens);
   const AttentionContext context{inner.node, inner.call, nullptr};
   const int64_t groups = first * latent_.node.kv_num_heads * latent_.call.slots;
-  inner.call.rows = rows;
+  inner.call.rows = rows();
   inner.call.qkv = absorbed.queries;
   inner.call.output = absorbed.outputs;
   inner.call.present_key =
@@ -291,7 +333,8 @@ void LatentRun::absorbed(int64_t first, int64_t count) const {
   inner.call.present_value =
       static_cast<uint8_t*>(latent_.call.present_value) + groups * context.slot_bytes(context.value_width());
   inner.call.workspace = base_ + plan_.attends_at;
-  AttentionRun(inner.node, inner.call, kernel_).attend();
+  if (select) inner.call.selected = AttentionContext{latent_.node, latent_.call, nullptr}.list(first, token, 0);
+  AttentionRun(inner.node, inner.call, kernel_, select).attend();
   each_task(latent_.node.num_heads,
             [&](float* scratch, int64_t head) { kernel_.release(latent_, absorbed, head, scratch); });
 }
@@ -344,14 +387,46 @@ int check_rows(const qm_attention& node, const qm_attention_call& call, char* er
   return QM_OK;
 }
 
+int check_selected(const qm_attention& node, const qm_attention_call& call, char* err) {
+  if (call.selected_lists != 1 && call.selected_lists != node.kv_num_heads)
+    return fail(err, QM_INVALID, "selected has %lld lists a token, expected 1, or kv_num_heads %d",
+                (long long)call.selected_lists, node.kv_num_heads);
+  for (const auto& [name, value] : {std::pair{"sliding_window", node.sliding_window},
+                                    std::pair{"chunk_size", node.chunk_size}, std::pair{"block_size", node.block_size}})
+    if (value) return fail(err, QM_INVALID, "%s is %d, expected 0 with `selected`", name, value);
+  const AttentionContext context{node, call, nullptr};
+  for (int64_t b = 0; b < call.batch; ++b) {
+    if (!context.selects(b)) continue;
+    for (int64_t token = 0; token < call.rows[3 * b + 1]; ++token) {
+      for (int64_t i = 0; i < call.selected_lists; ++i) {
+        const int32_t* const list = context.list(b, token, i);
+        const int64_t count = listed(list, call.selected_size), own = context.slot(b, token);
+        bool good = count > 0 && list[count - 1] <= own;
+        for (int64_t at = 1; at < count; ++at) good &= list[at - 1] < list[at];
+        if (!good)
+          return fail(err, QM_INVALID, "selected[%lld, %lld, %lld]: expected ascending slots from 0 to %lld, then -1",
+                      (long long)b, (long long)(call.rows[3 * b] + token), (long long)i, (long long)own);
+      }
+    }
+  }
+  return QM_OK;
+}
+
+int64_t workspace_of(const qm_attention& node, const qm_attention_call& call) {
+  const int64_t stores = plan_of(AttentionContext{node, call, nullptr}).bytes;
+  return node.nope_size ? std::max(stores, plan_of(LatentContext{node, call}).bytes) : stores;
+}
+
 }  // namespace
 }  // namespace quantmoe
 
 using namespace quantmoe;
 
+// A call with `selected` of which no row selects runs as one without it.
 size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call* call) {
-  const int64_t stores = plan_of(AttentionContext{*node, *call, nullptr}).bytes;
-  return static_cast<size_t>(node->nope_size ? std::max(stores, plan_of(LatentContext{*node, *call}).bytes) : stores);
+  qm_attention_call dense = *call;
+  dense.selected = nullptr;
+  return static_cast<size_t>(std::max(workspace_of(*node, *call), workspace_of(*node, dense)));
 }
 
 int qm_attention_run(const qm_attention* node, const qm_attention_call* call, char* err) {
@@ -365,10 +440,18 @@ int qm_attention_run(const qm_attention* node, const qm_attention_call* call, ch
   if (appends && call->slots != call->past_slots)
     return fail(err, QM_INVALID, "present is past's memory, which has %lld slots, and is to have %lld",
                 (long long)call->past_slots, (long long)call->slots);
-  const AttentionRun run(*node, *call, *kernel->attention);
+  qm_attention_call own = *call;
+  if (call->selected) {
+    QM_TRY(check_selected(*node, *call, err));
+    const AttentionContext context{*node, *call, nullptr};
+    bool any = false;
+    for (int64_t b = 0; b < call->batch; ++b) any |= context.selects(b);
+    if (!any) own.selected = nullptr;
+  }
+  const AttentionRun run(*node, own, *kernel->attention);
   run.store();
   if (node->nope_size)
-    LatentRun(*node, *call, *kernel->attention).attend();
+    LatentRun(*node, own, *kernel->attention).attend();
   else
     run.attend();
   return QM_OK;

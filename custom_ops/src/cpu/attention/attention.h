@@ -287,6 +287,7 @@ struct SlotRange {
 // What the tile's token sees of a block, counted from the block's first slot; begin >= end: nothing.
 inline SlotRange seen(const AttentionContext& context, const AttentionTile& tile, int64_t token, int64_t block) {
   const int64_t p = context.slot(tile.b, tile.token + token), first = block * kAttentionBlock;
+  if (tile.slots) return {0, std::min(kAttentionBlock, tile.count - first)};
   return {std::max<int64_t>(0, context.first_slot(p) - first), std::min(kAttentionBlock, p + 1 - first)};
 }
 
@@ -334,6 +335,9 @@ template <class C>
 struct Block {
   const C *keys, *values;
   int64_t key_pitch, pitch;
+  const int32_t* slots = nullptr;  // of a tile that selects: keys and values begin at slot 0
+
+  int64_t at(int64_t slot) const { return slots ? slots[slot] : slot; }
 };
 
 // The keys of 16 slots, `first` and on, to out [features][16]. Past the last slot it is the last one again: its score
@@ -342,7 +346,7 @@ template <class Isa, class C>
 void turn_slots(const AttentionContext& context, const Block<C>& cache, int64_t first, int64_t last, float* out) {
   const auto turn = [&](const C* features, int64_t width, int64_t pitch, float* to) {
     const C* key[16];
-    for (int j = 0; j < 16; ++j) key[j] = features + std::min(first + j, last) * pitch;
+    for (int j = 0; j < 16; ++j) key[j] = features + cache.at(std::min(first + j, last)) * pitch;
     turn_keys<Isa>(key, width, to);
   };
   turn(cache.keys, context.key_width(), cache.key_pitch, out);
@@ -397,10 +401,11 @@ void add_block(const AttentionContext& context, const AttentionTile& tile, int64
 }
 
 // Multiplies scores or weights of slots by the scales that int8_token has after their codes.
-void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, SlotRange range, float* scores) {
+template <class C>
+void scale_slots(const Block<C>& cache, const C* rows, int64_t pitch, int64_t width, SlotRange range, float* scores) {
   for (int64_t i = range.begin; i < range.end; ++i) {
     float own;
-    std::memcpy(&own, rows + i * pitch + width, 4);
+    std::memcpy(&own, reinterpret_cast<const uint8_t*>(rows) + cache.at(i) * pitch + width, 4);
     scores[i] = scores[i] * own;
   }
 }
@@ -418,8 +423,8 @@ void widen_value(const AttentionContext& context, const Block<C>& cache, int64_t
   const int64_t v_head_size = context.node.v_head_size, split = context.node.key_split;
   const int64_t in_keys = split ? std::max<int64_t>(0, split - (context.node.head_size - v_head_size)) : 0;
   const int64_t begin = split ? context.value_width() - (v_head_size - in_keys) : 0;
-  widen_all<Isa>(cache.keys + slot * cache.key_pitch + context.key_width() - in_keys, in_keys, out);
-  widen_all<Isa>(cache.values + slot * cache.pitch + begin, v_head_size - in_keys, out + in_keys);
+  widen_all<Isa>(cache.keys + cache.at(slot) * cache.key_pitch + context.key_width() - in_keys, in_keys, out);
+  widen_all<Isa>(cache.values + cache.at(slot) * cache.pitch + begin, v_head_size - in_keys, out + in_keys);
 }
 
 // A block of a row's and a group's caches.
@@ -447,8 +452,8 @@ void block_of(const AttentionContext& context, const AttentionTile& tile, int64_
   const int64_t rows = tile.tokens * context.heads(), head_size = context.node.head_size,
                 v_head_size = context.node.v_head_size;
   const int64_t width = context.padded_values(), part = context.part_floats();
-  const Block<C> cache = block_at<C>(context, tile.b, tile.group, block);
-  const auto [keys, values, key_pitch, pitch] = cache;
+  Block<C> cache = block_at<C>(context, tile.b, tile.group, tile.slots ? 0 : block);
+  if (tile.slots) cache.slots = tile.slots + block * kAttentionBlock;
   const bool tails = cache_tail(context.node);
   float *const scores = scratch + context.scores_at(), *const wide = scratch + context.values_at();
   const SlotRange all = seen_by_any(context, tile, block);
@@ -459,12 +464,12 @@ void block_of(const AttentionContext& context, const AttentionTile& tile, int64_
     std::fill(parts + row * part + 16, parts + (row + 1) * part, 0.0f);
     if (range.begin >= range.end) continue;
     float* const row_scores = scores + row * kScoreStride;
-    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(keys), key_pitch, head_size, range, row_scores);
+    if (tails) scale_slots(cache, cache.keys, cache.key_pitch, head_size, range, row_scores);
     soften(context.node.softcap, range, row_scores, parts + row * part);
-    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(values), pitch, v_head_size, range, row_scores);
+    if (tails) scale_slots(cache, cache.values, cache.pitch, v_head_size, range, row_scores);
   }
-  if (v_head_size == width && panel_count<Isa>(rows) <= 2 && !context.node.key_split)
-    return add_block<Isa, true>(context, tile, block, values, pitch, scores, parts);
+  if (v_head_size == width && panel_count<Isa>(rows) <= 2 && !context.node.key_split && !tile.slots)
+    return add_block<Isa, true>(context, tile, block, cache.values, cache.pitch, scores, parts);
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
     float* const out = wide + slot * width;
     widen_value<Isa>(context, cache, slot, out);

@@ -7,6 +7,7 @@
 // The queries of all tokens are there before the first block, so that a block is expanded once.
 #pragma once
 #include "cpu/attention/attention.h"
+#include "cpu/attention/indexer.h"
 
 namespace quantmoe {
 namespace {
@@ -88,7 +89,7 @@ void absorb(const LatentContext& latent, const AbsorbedRows& rows, int64_t head,
       rows,
       [&](int64_t batch_row, int64_t token, int i) {
         float* const y = scratch + latent.query_at();
-        query_of(latent, rows.first_row + batch_row, token, head, y);
+        query_of(latent, rows.first_row + batch_row, rows.first_token + token, head, y);
         to_weights(y, nope, i, kMostRows, panel);
         to[i] =
             rows.queries +
@@ -114,7 +115,7 @@ void release(const LatentContext& latent, const AbsorbedRows& rows, int64_t head
       [&](int64_t batch_row, int64_t token, int i) {
         to_weights(rows.outputs + ((batch_row * rows.tokens + token) * heads + head) * rank, rank, i, kMostRows, panel);
         const int64_t row = rows.first_row + batch_row,
-                      position = row * latent.call.tokens + latent.call.rows[3 * row] + token;
+                      position = row * latent.call.tokens + latent.call.rows[3 * row] + rows.first_token + token;
         to[i] = static_cast<uint8_t*>(latent.call.output) + (position * heads + head) * size * element;
       },
       [&](int count, bool first) {
@@ -239,8 +240,8 @@ void expand(const LatentContext& latent, int64_t batch_row, int64_t head, int64_
 }
 
 template <class Isa>
-constexpr AttentionFunctions attention_kernel = {append, queries<Isa>, block<Isa>,   begin,      merge,
-                                                 finish, absorb<Isa>,  release<Isa>, expand<Isa>};
+constexpr AttentionFunctions attention_kernel = {append, queries<Isa>, block<Isa>,   begin,       merge,
+                                                 finish, absorb<Isa>,  release<Isa>, expand<Isa>, index<Isa>};
 
 }  // namespace
 }  // namespace quantmoe

@@ -1,0 +1,112 @@
+"""SparseIndexer in float64, with a bound on how far a kernel's scores may be from it; FORMAT.md 5.4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import native_kernels as native
+import numpy as np
+from arithmetic import SECOND, TINY, U
+
+from quantmoe.custom_ops.op import IndexerSpec
+from quantmoe.custom_ops.ops import sparse_indexer
+
+SPECS = {
+    "one-head": IndexerSpec(num_heads=1, head_size=16, top_k=7),
+    "some-heads": IndexerSpec(num_heads=5, head_size=24, top_k=100),
+    "odd-widths": IndexerSpec(num_heads=3, head_size=19, top_k=256),
+    "many-heads": IndexerSpec(num_heads=130, head_size=8, top_k=33),
+    "one-slot": IndexerSpec(num_heads=4, head_size=16, top_k=1),
+    "more-than-all": IndexerSpec(num_heads=4, head_size=16, top_k=4096),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Those of a call. length: L, attention_mask's."""
+
+    spec: IndexerSpec
+    query: np.ndarray
+    key: np.ndarray
+    weights: np.ndarray
+    past: np.ndarray
+    rows: np.ndarray
+    length: int
+
+    @property
+    def tensors(self) -> tuple[np.ndarray, ...]:
+        mask = np.zeros((len(self.query), self.length), np.int64)
+        return self.query, self.key, self.weights, self.past, self.rows, mask
+
+    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        selected, present = native.run(self.spec, *self.tensors, **options)
+        return selected, present
+
+    def reference(self) -> tuple[np.ndarray, np.ndarray]:
+        return sparse_indexer.sparse_indexer(self.spec, *self.tensors)
+
+    def tokens(self, at: slice, rows: list[list[int]]) -> Inputs:
+        """Only some of the new tokens."""
+        cut = {name: getattr(self, name)[:, at] for name in ("query", "key", "weights")}
+        return replace(self, rows=np.array(rows, np.int32), **cut)
+
+
+def inputs(
+    spec: IndexerSpec,
+    rows: list[list[int]],
+    tokens: int,
+    past: int,
+    length: int,
+    dtype: Any = np.float32,
+    cache: Any = np.float32,
+    whole: bool = False,
+) -> Inputs:
+    """Random ones. whole: small integers, whose scores are exact in f32 and often equal."""
+    rng, batch = np.random.default_rng(0), len(rows)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.integers(-2, 3, shape) if whole else rng.standard_normal(shape)
+
+    heads, size = spec.num_heads, spec.head_size
+    return Inputs(
+        spec,
+        draw(batch, tokens, heads * size).astype(dtype),
+        draw(batch, tokens, size).astype(dtype),
+        draw(batch, tokens, heads).astype(np.float32),
+        draw(batch, 1, past, size).astype(cache),
+        np.array(rows, np.int32).reshape(batch, 3),
+        length,
+    )
+
+
+def check(a: Inputs, selected: np.ndarray, present: np.ndarray) -> None:
+    """Check a kernel's lists and keys: keys as the cache's type rounds them, and no slot left out whose score is
+    certainly above a selected one's."""
+    spec, want = a.spec, a.reference()[1]
+    np.testing.assert_array_equal(present, want)
+    for b, (begin, count, past) in enumerate(a.rows.tolist()):
+        outside = np.delete(selected[b], np.s_[begin : begin + count], 0)
+        assert (outside == -1).all()
+        for i in range(count):
+            row = selected[b, begin + i, 0]
+            most = min(spec.top_k, past + i + 1)
+            assert (row[most:] == -1).all()
+            assert (np.diff(row[:most]) > 0).all()
+            assert row[0] >= 0
+            assert row[most - 1] <= past + i
+            score, error = bounded(a, b, begin + i, want[b, 0, : past + i + 1].astype(np.float64))
+            chosen = np.isin(np.arange(len(score)), row[:most])
+            if not chosen.all():
+                assert (score - error)[~chosen].max() <= (score + error)[chosen].min()
+
+
+def bounded(a: Inputs, b: int, at: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a token's scores and by how much a kernel's may differ: each fma rounds its partial sum."""
+    query = a.query[b, at].astype(np.float64).reshape(a.spec.num_heads, -1)
+    weights = a.weights[b, at].astype(np.float64)[:, None]
+    terms = query[:, None] * keys
+    products = np.maximum(terms.sum(2), 0)
+    wrong = U * np.abs(terms.cumsum(2)).sum(2) + TINY * terms.shape[2]
+    partial = np.abs((weights * products).cumsum(0)).sum(0)
+    return (weights * products).sum(0), ((np.abs(weights) * wrong).sum(0) + U * partial) * SECOND + TINY * len(weights)
