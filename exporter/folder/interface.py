@@ -6,7 +6,7 @@ PAST = "past_key_values"
 STATES = (".conv_state", ".recurrent_state")
 
 #: dimensions of a cache's tensors of one token, past_key_values.N.<name> and present.N.<name>
-RANKS = {"key": 4, "value": 4, "conv_state": 3, "recurrent_state": 4}
+RANKS = {"key": 4, "value": 4, "indexer_key": 4, "conv_state": 3, "recurrent_state": 4}
 #: initializer, int64 [1], that a session may replace: how many last tokens' logits a run gives; metadata has its value
 NUM_LOGITS = "num_logits"
 #: what goes from the main model to the one that drafts, and out of that to draft once more

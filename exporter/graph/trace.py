@@ -200,6 +200,8 @@ def cache_sizes(skeleton: Skeleton, attends: Attention, target: Target) -> tuple
         for i, layer in enumerate(_one_token(skeleton).layers):
             if (keys := getattr(layer, "keys", None)) is not None:
                 tokens += packed.get(i, own * (keys.numel() + layer.values.numel()))
+            if (keys := getattr(layer, "indexer_keys", None)) is not None:
+                tokens += floats * keys.numel()
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 for state, size in ((layer.conv_states[0], own), (layer.recurrent_states[0], 4)):
                     states += size * state.numel() if state is not None else 0
@@ -238,6 +240,9 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
             shapes = [(batch, t.shape[1], past, t.shape[3]) for t in (layer.keys, layer.values)]
             cache.update(*(torch.zeros(shape, dtype=skeleton.dtype) for shape in shapes), i)
             sizes += [{0: dynamic, 2: dynamic}] * 2
+            if (keys := getattr(layer, "indexer_keys", None)) is not None:
+                cache.layers[i].indexer_keys = torch.zeros(batch, 1, past, keys.shape[3], dtype=skeleton.dtype)
+                sizes.append({0: dynamic, 2: dynamic})
     inputs = {
         "input_ids": torch.zeros(batch, new, dtype=torch.int64),
         "attention_mask": torch.ones(batch, past + new, dtype=torch.int64),

@@ -25,7 +25,7 @@ FIELDS = ("hidden_size", "max_position_embeddings", "vocab_size")
 #: the type of a cache, and its sizes
 Cache = tuple[str, ...]
 #: operators that write a cache in place
-IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta", "StateSpace")}
+IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta", "SparseIndexer", "StateSpace")}
 #: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory
 #: that the cache takes.
 ENGINE = {"block_size": BLOCK, "max_batch_size": 128, "gpu_utilization_factor": 0.6}
@@ -71,6 +71,8 @@ def why_not(cached: Mapping[int, Mapping[str, Cache]], paged: bool = False) -> s
     alone = [layer for layer, kinds in states.items() if state not in kinds]
     if not keys:
         return "it needs a layer with keys and values"
+    if indexed := [layer for layer, kinds in cached.items() if "indexer_key" in kinds]:
+        return f"it needs layers without an indexer, and layer {indexed[0]} has the keys of one"
     for layer, key in keys.items():
         if (value := cached[layer]["value"]) != key:
             return f"it needs keys and values of one size, and layer {layer} has {_size(key)} and {_size(value)}"

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from genai import check_tokens
@@ -321,8 +323,11 @@ SELECTING = (
     "mistral_large4",
     "qwen4_exp_text",
 )
+#: of these, types whose indexer is a node
+INDEXERS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl")
 #: types that onnxruntime-genai does not run -> what it needs. Of SELECTING, Doge alone caches no keys of an indexer.
 NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and values of one size") | {
+    **dict.fromkeys(INDEXERS, "layers without an indexer"),
     "inkling_mm_model": "a recurrent state in a layer with a convolution",
     "inkling_text": "a recurrent state in a layer with a convolution",
     "minimax": "a convolution in a layer with a state",
@@ -477,6 +482,10 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
     if reason is None:
         check_tokens(folder, np.random.default_rng(1).integers(3, SIZES["vocab_size"], 20).tolist(), 12)
     check_attention(model_type, folder)
+    nodes = Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
+    if model_type.partition(" ")[0] in INDEXERS:
+        assert nodes["CachedAttention"] == SIZES["num_hidden_layers"]
+    assert (nodes["SparseIndexer"] > 0) == (model_type.partition(" ")[0] in INDEXERS)
     if model_type in LATENT:
         caches = {node["bytes_per_token"] for node in inspect(tmp_path / "onnx")["attention"]}
         assert caches == {4 * (SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"])}
@@ -609,6 +618,13 @@ def test_all_tokens_are_selected_where_there_are_no_more(tmp_path: Path) -> None
     dense = attend_to(model, 14, ids)
     assert np.abs(found - dense).max() < 2e-5 * np.abs(dense).max()
     assert np.abs(attend_to(model, 6, ids) - dense).max() > 0.01 * np.abs(dense).max()
+
+
+def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "glm_moe_dsa", indexer_types=["full"] * 4)
+    dry = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4", target="cuda")
+    assert len(dry.plain_attention) == SIZES["num_hidden_layers"]
+    assert {*dry.plain_attention.values()} == {"no CUDA kernel runs SparseIndexer"}
 
 
 @pytest.mark.every

@@ -96,7 +96,7 @@ MODEL_TYPES = (
     Row(
         ("deepseek_v32", "glm_moe_dsa", "axk2"),
         "DeepSeek-V3.2, GLM-5, A.X K2",
-        "standard nodes over the latent, [with an indexer](#sparse-attention)",
+        "latent, [with an indexer](#sparse-attention)",
     ),
     Row(
         ("minimax_m3_vl", "minimax_m3_vl_text"),
@@ -106,7 +106,7 @@ MODEL_TYPES = (
     Row(
         ("dots3_note", "dots3_note_text"),
         "dots3-note; text",
-        "standard nodes over the latent, [with an indexer](#sparse-attention)",
+        "latent, [with an indexer](#sparse-attention)",
     ),
     Row(
         ("mistral_large4",),
@@ -114,9 +114,7 @@ MODEL_TYPES = (
         "standard nodes over the latent, [with an indexer](#sparse-attention)",
     ),
     Row(("qwen4_exp", "qwen4_exp_text"), "Qwen4-Exp; text", "linear; [blocks](#sparse-attention) in standard nodes"),
-    Row(
-        ("hy_v4", "hy_v4_vl"), "Hunyuan 4; text", "standard nodes over the latent, [with an indexer](#sparse-attention)"
-    ),
+    Row(("hy_v4", "hy_v4_vl"), "Hunyuan 4; text", "latent, [with an indexer](#sparse-attention)"),
     Row(("deepseek_v4",), "DeepSeek-V4", "standard nodes, [compressed keys](#sparse-attention)"),
     Row(
         ("glm5_next",),

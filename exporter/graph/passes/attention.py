@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.custom_ops.op import AttentionSpec, IndexerSpec
 from quantmoe.custom_ops.reference import attention as reference
 from quantmoe.exporter.graph.standard_attention import NAME, grouped_attention
 
@@ -77,6 +77,8 @@ class RecognisedAttention:
         outputs: how many values its forward returns, the output first.
         kind: of the module.
         value_scale: of the values; the node has them without it, and it multiplies the output instead.
+        indexer: of the node that selects what each token attends to; None: it attends to all, or as ``selects`` says.
+        selects: it attends to what its indexer selects, or a layer's before it.
     """
 
     spec: AttentionSpec
@@ -85,6 +87,8 @@ class RecognisedAttention:
     outputs: int
     kind: Kind
     value_scale: float = 1.0
+    indexer: IndexerSpec | None = None
+    selects: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Unlike(Exception):  # noqa: N818
 def recognise(
     model: torch.nn.Module,
     decoder: torch.nn.Module,
-    refusal: Callable[[AttentionSpec], str],
+    refusal: Callable[[Any], str],
     kinds: Sequence[Kind],
     without: Container[str] = (),
 ) -> tuple[dict[str, RecognisedAttention], dict[str, str]]:
@@ -147,7 +151,7 @@ def recognise(
 
     Args:
         decoder: the part of ``model`` that has the layers.
-        refusal: why the target's kernels do not run a node; "" when they do.
+        refusal: why the target's kernels do not run a node with attributes; "" when they do.
         kinds: of modules to look for.
         without: names of modules that are something else.
     """
@@ -165,12 +169,16 @@ def recognise(
             alike = repr((signature(module), called.window, called.table))
             if alike not in known:
                 known[alike] = of[module].compare(module, called)
-            if reason := refusal(known[alike].spec):
-                raise Unlike(reason)
+            nodes = known[alike].indexer, known[alike].spec
+            if refused := next((said for node in nodes if node is not None and (said := refusal(node))), ""):
+                raise Unlike(refused)
             found[name] = known[alike]
         except Unlike as reason:
             left[name] = str(reason)
-    return found, left
+    # a layer may take the selection of a layer before, in the form that this one gives it
+    if why := next((left[name] for m, name in fitting.items() if name in left and hasattr(m, "indexer")), ""):
+        left |= {name: why for name, module in found.items() if module.selects}
+    return {name: module for name, module in found.items() if name not in left}, left
 
 
 def judged(

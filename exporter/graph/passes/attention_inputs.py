@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantmoe.custom_ops.op import RowsSpec
+from quantmoe.custom_ops.op import IndexerSpec, RowsSpec
 from quantmoe.exporter.graph.passes.attention import REACH, TABLES, RecognisedAttention, bound
 from quantmoe.exporter.targets import Target
 
@@ -56,12 +56,13 @@ class Rows:
         norms: Sequence[torch.Tensor] = (),
         sinks: torch.Tensor | None = None,
         ups: Sequence[torch.Tensor] = (),
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return a module's node.
 
         Args:
             qkv: [B, S, ..] as the node has it. tables: the model's. norms: of queries and keys. sinks: [num_heads].
-            ups: k_up and v_up, of a node with a nope_size.
+            ups: k_up and v_up, of a node with a nope_size. selected: slots that each token sees.
 
         Returns:
             [B, S, num_heads * output_size].
@@ -76,14 +77,32 @@ class Rows:
             past = [layer.keys, layer.values]
         else:
             past = [qkv.new_zeros((len(qkv), spec.kv_num_heads, 0, width)) for width in spec.cache_widths]
+        others = [*ups, *[None] * (2 - len(ups)), None, selected] if selected is not None else ups
         output, *present = torch.ops.quantmoe.cached_attention(
-            qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention, *ups
+            qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention, *others
         )
         if begun:
             layer.keys, layer.values = present
         else:
             cache.update(*present, module.layer_idx)
         return output
+
+    def select(
+        self,
+        spec: IndexerSpec,
+        past: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> Any:
+        """Return the slots that each token attends to, [B, S, 1, top_k], and the keys of all tokens.
+
+        Args:
+            past: keys of the tokens before; None: there are none. The others: as the node has them.
+        """
+        past = key.new_zeros((len(key), 1, 0, spec.head_size)) if past is None else past
+        attributes = json.dumps(spec.attributes())
+        return torch.ops.quantmoe.sparse_indexer(query, key, weights, past, self.rows, self.mask, attributes)
 
 
 def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:

@@ -13,16 +13,16 @@ from typing import Any
 import onnx_ir as ir
 
 from quantmoe.custom_ops.op import AttentionSpec
-from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAST, RANKS, present
+from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT, PAST, RANKS, STATES, present
 
-_KV = re.compile(r"(?:input|output)\.cache\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
+_KV = re.compile(r"(?:input|output)\.cache\.layers\.(\d+)\.(key|value|indexer_key|conv_state|recurrent_state)s(?:\.0)?")
 #: the exporter's names of what a graph takes and gives
 _BOTH = {f"input.{HIDDEN}": HIDDEN, f"output.{HIDDEN}": HIDDEN_OUT}
 
 
 def name_interface(model: ir.Model) -> None:
-    """past_key_values.N.key, present.N.key, of linear attention conv_state and recurrent_state; batch_size,
-    sequence_length, past_sequence_length, total_sequence_length.
+    """past_key_values.N.key, present.N.key, of an indexer indexer_key, of linear attention conv_state and
+    recurrent_state; batch_size, sequence_length, past_sequence_length, total_sequence_length.
 
     Ensures:
         every dynamic size of an input has one of these names; no other value keeps a symbolic shape of its own (engines
@@ -54,7 +54,7 @@ def name_interface(model: ir.Model) -> None:
             if match := _KV.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
                 shape[len(shape) - RANKS[match[2]]] = "batch_size"  # behind the window of states, where there is one
-                if match[2] in ("key", "value"):
+                if not value.name.endswith(STATES):
                     shape[2] = length
             else:
                 first = len(shape) == 3 and value.name == "position_ids"  # behind the axes, where it has several
@@ -76,7 +76,8 @@ def drop_shapes(graph: ir.Graph) -> None:
 def set_cache_type(
     model: ir.Model, dtype: ir.DataType | None, codes: Mapping[int, tuple[str, float, float]] | None = None
 ) -> None:
-    """Give keys and values of all CachedAttention nodes a type; the tracing knows one type of floats only.
+    """Give keys and values of all CachedAttention nodes, and an indexer's keys, a type; the tracing knows one type of
+    floats only.
 
     Args:
         dtype: of floats; None: as they are.
@@ -86,6 +87,10 @@ def set_cache_type(
         no other node but Shape and TokenRows reads them.
     """
     for node in model.graph:
+        if node.op_type == "SparseIndexer" and dtype is not None:
+            for keys in (node.inputs[3], node.outputs[1]):
+                assert keys is not None
+                keys.type = ir.TensorType(dtype)
         if node.op_type != "CachedAttention":
             continue
         past = node.inputs[1]

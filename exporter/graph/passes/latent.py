@@ -23,7 +23,10 @@ import torch
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.reference import attention as reference
+from quantmoe.exporter.graph.passes import indexer
 from quantmoe.exporter.graph.passes.attention import (
+    NEAR,
+    REACH,
     TOLERANCE,
     Called,
     Draw,
@@ -46,6 +49,11 @@ from quantmoe.exporter.graph.placeholders import placeholder
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.placeholders import Stored
 
+#: projections of gates: of a head's output as Ling 3 and dots3-note have it, of all its features as Hunyuan 4
+GATES = ("g_proj", "gate_proj")
+#: modules whose parameters a probe keeps
+KEPT = ("q_a_layernorm", "kv_a_layernorm", "k_rope_only_layernorm")
+
 
 def is_latent(module: torch.nn.Module) -> bool:
     """Return whether transformers' forward expands a latent by ``expand_kv``, which all architectures have alike."""
@@ -63,15 +71,50 @@ def _query_factors(module: Any, position_ids: torch.Tensor | None) -> torch.Tens
 
 
 def _scales(module: Any) -> tuple[float, float]:
-    """Return the factors of queries and of the latent, as LongCat-Flash has them."""
-    return getattr(module, "mla_scale_q_lora", 1.0), getattr(module, "mla_scale_kv_lora", 1.0)
+    """Return the factors of queries and of the latent, as LongCat-Flash and (of the latent) dots3-note have them."""
+    latent = getattr(module, "kv_lora_scale", 1.0)
+    return getattr(module, "mla_scale_q_lora", 1.0), getattr(module, "mla_scale_kv_lora", latent)
 
 
-def _head_gates(module: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """Return what multiplies each head's output [batch, S, heads, 1], as Ling 3 has it."""
-    if getattr(module, "g_proj", None) is None:
-        return None
-    return torch.sigmoid(module.g_proj(x).float()).to(x.dtype)[..., None]
+def _low_queries(module: Any, compressed: torch.Tensor) -> torch.Tensor:
+    """Return what q_b_proj and an indexer make queries of."""
+    found: torch.Tensor = module.q_a_layernorm(compressed)
+    return found if (factor := getattr(module, "q_lora_scale", 1.0)) == 1 else found * factor
+
+
+def _turning_key(module: Any, key: torch.Tensor) -> torch.Tensor:
+    """Return the features of a key that turn, which dots3-note normalizes."""
+    norm = getattr(module, "k_rope_only_layernorm", None)
+    return key if norm is None else norm(key)
+
+
+def _gate_of(module: Any) -> str:
+    """Return the name of the projection whose sigmoid multiplies the output; "" where there is none."""
+    return next((name for name in GATES if getattr(module, name, None) is not None), "")
+
+
+def _projections(module: Any, x: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return queries [batch, S, heads * width], what an indexer makes its queries of, and what multiplies each head's
+    output [batch, S, heads, 1 or its width]."""
+    gates = None
+    if name := _gate_of(module):
+        gates = getattr(module, name)(x).unflatten(-1, (heads, -1))
+    if module.q_lora_rank is None:
+        queries, low = module.q_proj(x), x
+    else:
+        low = _low_queries(module, compressed := module.q_a_proj(x))
+        if hasattr(module, "q_gate_proj"):  # A.X K2: the gates of a head behind its queries
+            joined = module.q_gate_proj(torch.cat((low, compressed), -1)).unflatten(-1, (heads, -1))
+            queries, gates = joined.split([module.qk_head_dim, module.v_head_dim], -1)
+            queries = queries.flatten(-2)
+        else:
+            queries = module.q_b_proj(low)
+    return queries, low, None if gates is None else torch.sigmoid(gates.float()).to(x.dtype)
+
+
+def _selects(module: Any) -> bool:
+    """Return whether a module attends to what an indexer selects, its own or a layer's before it."""
+    return getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
 
 
 class Absorbed(torch.nn.Module):
@@ -163,7 +206,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return the projections and one node between them."""
     given = bound(self, args, kwargs)
     x, heads = given["hidden_states"], self.found.spec.num_heads
-    queries = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    queries, low, gates = _projections(self, x, heads)
     if (factors := _query_factors(self, given.get("position_ids"))) is not None:
         queries = (queries * factors[..., None]).to(queries.dtype)
     inside = _inside(self)
@@ -172,18 +215,38 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         nope, turning = queries.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         queries = torch.cat((turning, self.absorbed.queries(nope)), -1).flatten(-2)
     latent, key = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-    latent = self.kv_a_layernorm(latent)
+    latent, key = self.kv_a_layernorm(latent), _turning_key(self, key)
     if (factor := _scales(self)[1]) != 1:
         latent = latent * factor
     qkv = torch.cat((queries, key, latent), -1)
     ups = (self.absorbed.k_up, self.absorbed.v_up) if inside else ()
-    output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"], ups=ups)
-    gates = _head_gates(self, x)
+    cache, selected, keys = given["cache"], given.get("prev_topk_indices"), None
+    if self.found.indexer is not None:
+        past = (
+            getattr(cache.layers[self.layer_idx], "indexer_keys", None) if self.layer_idx < len(cache.layers) else None
+        )
+        inputs = indexer.node_inputs(self.indexer, given | {"q_resid": low})
+        selected, keys = self.rows.select(self.found.indexer, past, *inputs)
+    sinks = getattr(self, self.found.sinks).float() if self.found.sinks else None
+    tables = given["position_embeddings"]
+    output = self.rows.attend(self, qkv, cache, tables, sinks=sinks, ups=ups, selected=selected)
+    if keys is not None:
+        cache.layers[self.layer_idx].indexer_keys = keys
     if not inside or gates is not None:
         output = output.unflatten(-1, (heads, -1))
         output = output if inside else self.absorbed.outputs(output)
         output = (output if gates is None else output * gates).flatten(-2)
-    return (self.o_proj(output), *[None] * (self.found.outputs - 1))
+    rest = [None] * (self.found.outputs - 1)
+    if len(rest) > 1 and self.found.selects:  # for layers without an indexer
+        rest[-1] = selected
+    return (self.o_proj(output), *rest)
+
+
+class _Selection(Given):
+    """A module in the place of an indexer, with a given selection [batch, 1, S, tokens]."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.values
 
 
 class _Checked(Given):
@@ -204,15 +267,17 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
     if called.arguments.get("position_embeddings") is None:
         raise Unlike("it has no cosines and sines of a rotary module")
     draw = drawing()
-    kept = [name for name in ("q_a_layernorm", "kv_a_layernorm") if getattr(module, name, None) is not None]
-    probe = probe_of(module, [name for name, _ in module.named_children() if name not in kept], draw)
+    probe = probe_of(module, [name for name, _ in module.named_children() if name not in KEPT], draw)
+    vars(probe).pop("forward", None)  # of standard nodes
     found, _ = agreeing(
         lambda sizes, spread: _Trial(module, probe, called, sizes, spread, draw),
         lambda trial: trial.candidates(called),
         lambda trial, pair: trial.gives(*pair),
         "CachedAttention of a latent",
     )
-    return found
+    if (own := getattr(module, "indexer", None)) is not None:
+        found = replace(found, indexer=indexer.compare(own, called))
+    return replace(found, selects=_selects(module))
 
 
 class _Trial:
@@ -228,16 +293,33 @@ class _Trial:
         if module.q_lora_rank is None:
             probe._modules["q_proj"] = Given(self.queries)
         else:
-            low = draw(batch, new, module.q_lora_rank)
-            probe._modules["q_a_proj"] = Given(low)
-            probe._modules["q_b_proj"] = _Checked(self.queries, probe.q_a_layernorm(low))
+            compressed = draw(batch, new, module.q_lora_rank)
+            low = _low_queries(probe, compressed)
+            probe._modules["q_a_proj"] = Given(compressed)
+            if hasattr(module, "q_gate_proj"):
+                both = (self.queries.unflatten(-1, (self.heads, -1)), draw(batch, new, self.heads, self.value))
+                joined = torch.cat(both, -1).flatten(-2)
+                probe._modules["q_gate_proj"] = _Checked(joined, torch.cat((low, compressed), -1))
+            else:
+                probe._modules["q_b_proj"] = _Checked(self.queries, low)
         probe._modules["kv_a_proj_with_mqa"] = Given(self.compressed)
         up = torch.nn.Linear(1, 1, bias=False)
         up.weight = torch.nn.Parameter(draw(*module.kv_b_proj.weight.shape) / self.rank**0.5, requires_grad=False)
         probe._modules["kv_b_proj"], probe._modules["o_proj"] = up, torch.nn.Identity()
-        if getattr(module, "g_proj", None) is not None:
-            probe._modules["g_proj"] = Given(draw(batch, new, self.heads))
+        if gate := _gate_of(module):
+            each = getattr(module, gate).out_features // self.heads
+            probe._modules[gate] = Given(draw(batch, new, self.heads * each))
         kwargs, self.tables, mask = called.again(sizes, draw)
+        self.selected = None
+        if _selects(module):
+            own = torch.eye(new, past + new, dtype=torch.bool).roll(past, 1)
+            chosen = (draw(batch, new, past + new) > 0) | own
+            chosen[:, -1, 0] = False  # or a row attended to all
+            seen = chosen & (mask[:, 0] == 0)
+            places = torch.where(seen, torch.arange(past + new), REACH).sort(-1).values[..., :-1]
+            self.selected = torch.where(places < REACH, places, -1).int().numpy()[:, :, None]
+            probe._modules["indexer"] = None if module.indexer is None else _Selection(chosen[:, None])
+            kwargs |= {"prev_topk_indices": chosen[:, None]} if module.indexer is None else {}
         self.factors, self.scales = _query_factors(module, kwargs.get("position_ids")), _scales(module)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
         cache, self.seen = Past(*self.past), Seen()
@@ -248,7 +330,8 @@ class _Trial:
     def candidates(self, called: Called) -> list[tuple[RecognisedAttention, str]]:
         """Return the nodes that the module may be, each with how the module's cache has the pairs that turn
         together."""
-        if self.seen.s_aux is not None:
+        sinks = next((name for name, p in self.probe._parameters.items() if p is not None and p is self.seen.s_aux), "")
+        if self.seen.s_aux is not None and not sinks:
             return []
         size, found = self.rank + self.rope, []
         for interleaved, kept in ((1, "halves"), (1, "pairs"), (0, "halves")):
@@ -267,7 +350,7 @@ class _Trial:
                 norm_epsilon=0.0,
                 key_split=size // 2,
             )
-            found.append((RecognisedAttention(spec, called.table, "", self.returned, KIND), kept))
+            found.append((RecognisedAttention(spec, called.table, sinks, self.returned, KIND), kept))
         return found
 
     def gives(self, found: RecognisedAttention, kept: str) -> bool:
@@ -283,7 +366,8 @@ class _Trial:
         heads = np.concatenate((queries[..., self.nope :], absorbed), -1)
         with torch.no_grad():
             latent = self.probe.kv_a_layernorm(self.compressed[..., : self.rank]) * self.scales[1]
-        key = np.concatenate((self.compressed[..., self.rank :].numpy(), latent.numpy()), -1)
+            turning = _turning_key(self.probe, self.compressed[..., self.rank :])
+        key = np.concatenate((turning.numpy(), latent.numpy()), -1)
         qkv = np.concatenate((heads.reshape(batch, new, -1), key), -1)
         order = np.arange(self.rope)
         if spec.rotary_interleaved and kept == "halves":  # where the node has what the module keeps in each place
@@ -292,11 +376,14 @@ class _Trial:
         past = np.split(np.concatenate((turned, whole), -1), [spec.key_split], -1)
         length = past[0].shape[2]
         rows = np.tile(np.array([0, new, length], np.int32), (batch, 1))
-        none, sinks = np.zeros(0, np.float32), np.full(self.heads, -np.inf, np.float32)
+        none = np.zeros(0, np.float32)
+        sinks = np.full(self.heads, -np.inf, np.float32) if self.seen.s_aux is None else self.seen.s_aux.numpy()
         cos, sin = (t[..., : self.rope // 2].numpy() for t in self.tables)
-        output, *present = reference(spec, qkv, past[0], past[1], rows, length + new, cos, sin, none, none, sinks)
+        given = (rows, length + new, cos, sin, none, none, sinks)
+        near = replace(spec, sliding_window=NEAR if spec.sliding_window else 0)
+        output, *present = reference(near, qkv, past[0], past[1], *given, selected=self.selected)
         output = np.einsum("bshr,hvr->bshv", output.reshape(batch, new, self.heads, -1), v_up)
-        if (gates := _head_gates(self.probe, self.queries)) is not None:
+        if (gates := _projections(self.probe, self.queries, self.heads)[2]) is not None:
             output = output * gates.numpy()
         stored = np.concatenate(present, -1)
         want = output.reshape(batch, new, -1), stored[..., self.rope :], stored[..., : self.rope]
@@ -311,8 +398,4 @@ def _attach(module: Any) -> None:
     module.forward = MethodType(_forward, module)
 
 
-def _attends_to_all(module: torch.nn.Module) -> bool:
-    return is_latent(module) and not hasattr(module, "indexer")
-
-
-KIND = Kind(_attends_to_all, _compare, _attach)
+KIND = Kind(is_latent, _compare, _attach)
