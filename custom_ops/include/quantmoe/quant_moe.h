@@ -168,8 +168,8 @@ typedef struct {
 // - For each lane `4 (T (Q + U + 16) + (M + U + 35) V + 256 (Q + U) + 32 D + 128 (U + 288) + 8704)` bytes at most.
 //   This is 1.9 MB for a prompt of 512 of DeepSeek-V3.
 QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_call*);
-// QM_INVALID: `rows` asks for tokens or slots that are not there, or `selected` names slots that its token does not see
-// (`err` names the row), or present is past's memory with more slots. Then nothing is written.
+// QM_INVALID: `rows` asks for tokens or slots that are not there, or `selected` names slots that its token does not
+// see. `err` names the row or the token. Or present is past's memory with more slots. Then nothing is written.
 QM_API int qm_attention_run(const qm_attention*, const qm_attention_call*, char* err);
 
 // Operators with a QM_CPU line in op.def, by their names.

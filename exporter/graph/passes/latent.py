@@ -94,8 +94,10 @@ def _gate_of(module: Any) -> str:
 
 
 def _projections(module: Any, x: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return queries [batch, S, heads * width], what an indexer makes its queries of, and what multiplies each head's
-    output [batch, S, heads, 1 or its width]."""
+    """Return queries, what an indexer makes its queries of, and what multiplies each head's output.
+
+    The first are [batch, S, heads * width], the last [batch, S, heads, 1 or the output's width] or None.
+    """
     gates = None
     if name := _gate_of(module):
         gates = getattr(module, name)(x).unflatten(-1, (heads, -1))

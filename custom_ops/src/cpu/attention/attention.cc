@@ -422,7 +422,7 @@ int64_t workspace_of(const qm_attention& node, const qm_attention_call& call) {
 
 using namespace quantmoe;
 
-// A call with `selected` of which no row selects runs as one without it.
+// A call with `selected` whose rows all have few tokens runs as one without it.
 size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call* call) {
   qm_attention_call dense = *call;
   dense.selected = nullptr;

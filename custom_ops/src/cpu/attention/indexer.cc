@@ -144,7 +144,7 @@ void IndexerRun::select_all() const {
   }
 }
 
-// A row's tokens first .., each of which sees more slots than it may select.
+// A row's tokens first .., which all see more slots than they may select.
 void IndexerRun::select_some(int64_t b, int64_t first, int64_t tokens) const {
   float* const scores = reinterpret_cast<float*>(base_);
   const int64_t each = indexer_.tile_tokens(), tiles = ceil_div(tokens, each);

@@ -1,0 +1,95 @@
+"""A token's time of one layer of DeepSeek-V3.2's sizes, with the nodes of sparse attention and in standard nodes.
+
+PYTHONPATH=tests/export:tests/support python tests/benchmarks/sparse_attention.py FOLDER [ROUNDS]: the models stay in
+FOLDER. They run in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from test_architectures import fields, make_checkpoint
+
+from quantmoe.exporter.graph.passes import latent
+from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.generate import Generator
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 1,
+    "layer_types": fields("deepseek_v32")["layer_types"][:1],
+    "mlp_layer_types": ["sparse"],
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "moe_intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 163840,
+}
+
+
+def make(folder: Path) -> None:
+    """Export the model twice."""
+    make_checkpoint(folder / "checkpoint", "deepseek_v32", **SIZES)
+    export(folder / "checkpoint", folder / "node", quantize="int8")
+    kind = latent.KIND
+    latent.KIND = dataclasses.replace(kind, fits=lambda m: kind.fits(m) and not hasattr(m, "indexer"))
+    export(folder / "checkpoint", folder / "standard", quantize="int8")
+
+
+class Token:
+    """A run of one token after so many."""
+
+    def __init__(self, folder: Path, tokens: int):
+        generator, rng = Generator(folder, threads=2), np.random.default_rng(0)
+        self.session, room = generator.session, int(generator.shares_buffer)  # else the cache grows, in new memory
+        self.binding = self.session.io_binding()
+        feed: dict[str, np.ndarray] = {"input_ids": np.array([[5]]), "position_ids": np.array([[tokens]])}
+        feed["attention_mask"] = np.ones((1, tokens + 1), np.int64)
+        for name, (_, dtype) in generator.past.items():
+            batch, heads, _, width = generator.shape(name)
+            feed[name] = rng.standard_normal((batch, heads, tokens + room, width)).astype(dtype)
+        values = {i.name: ort.OrtValue.ortvalue_from_numpy(feed[i.name]) for i in self.session.get_inputs()}
+        for name, value in values.items():
+            self.binding.bind_ortvalue_input(name, value)
+        for output in self.session.get_outputs():
+            past = values.get(output.name.replace("present", "past_key_values"))
+            if past is not None and room:
+                self.binding.bind_ortvalue_output(output.name, past)
+            else:
+                self.binding.bind_output(output.name)
+
+    def seconds(self) -> float:
+        begin = time.perf_counter()
+        self.session.run_with_iobinding(self.binding)
+        return time.perf_counter() - begin
+
+
+def main() -> None:
+    folder, rounds = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20
+    if not (folder / "standard").exists():
+        make(folder)
+    for tokens in (2048, 4096, 16384, 65536):
+        runs = [Token(folder / name, tokens) for name in ("node", "standard")]
+        times = np.array([[run.seconds() for run in runs] for _ in range(rounds + 2)])[2:] * 1e3
+        for name, own in zip(("node", "standard"), times.T, strict=True):
+            print(f"after {tokens:,} tokens {name}: {min(own):.1f} ms, median {median(own):.1f}")
+
+
+if __name__ == "__main__":
+    main()
