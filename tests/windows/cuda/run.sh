@@ -3,7 +3,7 @@
 # folder CUDA, of which they have the device code. Nothing here has a GPU:
 #   1. the DLLs export what Linux' libraries do; each kernel of their host code is in its fatbin by its name
 #   2. launch.cc calls every group of kernels here and under wine, with a driver that prints what it gets: the same
-#   3. without a driver, the DLLs load, and an error says what is missing
+#   3. without a driver, ONNX Runtime's onnxruntime.dll of PyPI's wheel registers the library; errors name Linux, and the driver
 # Says so and ends well where wine cannot be had, or starts nothing. Everything lands in build/windows-cuda-test.
 set -euo pipefail
 cuda=$(realpath "$1")
@@ -30,14 +30,19 @@ command -v wine >/dev/null || { echo "windows-cuda: not run, no wine here (apt-g
 export WINEPREFIX=$dir/wine WINEDEBUG=-all WINEDLLOVERRIDES=mscoree,mshtml=
 trap 'wineserver -k || true' EXIT
 timeout -k 5 300 wine cmd.exe /c ver </dev/null >"$dir/ver" 2>&1 || { echo "windows-cuda: not run, wine does not start a program here"; exit 0; }
+version=$(python -c 'import onnxruntime; print(onnxruntime.__version__)')
+[ -e "$dir/site/onnxruntime-$version.dist-info" ] || "$(dirname "$(command -v python)")/uv" pip install --quiet --target "$dir/site" --no-deps \
+  --only-binary :all: --python-version 3.13 --python-platform x86_64-pc-windows-msvc "onnxruntime==$version"
+headers=$(sed -n 's/^ORT_INCLUDE_DIR:[^=]*=//p' "$dlls/CMakeCache.txt")
 zig=(python-zig c++ -target x86_64-windows-gnu "${includes[@]}")
-cp "$dlls/custom_ops/quantmoe_cuda.dll" "$dlls/ort_ext/quantmoe_ort_cuda.dll" "$dir/bin"
+cp "$dlls/custom_ops/quantmoe_cuda.dll" "$dlls/ort_ext/quantmoe_ort_cuda.dll" "$dir"/site/onnxruntime/capi/onnxruntime.dll "$dir/bin"
 "${zig[@]}" $here/launch.cc "$dlls/custom_ops/libquantmoe_cuda.dll.a" -o "$dir/bin/launch.exe"
-"${zig[@]}" $here/load.cc -o "$dir/bin/load.exe"
+"${zig[@]}" '-D_Return_type_success_(condition)=' -isystem "$headers" $here/register.cc -o "$dir/bin/register.exe"
 "${zig[@]}" -shared -Wl,--export-all-symbols $here/fake_driver.cc -o "$dir/nvcuda.dll"
 cd "$dir/bin"
-timeout -k 5 300 wine load.exe quantmoe_ort_cuda.dll </dev/null >../without 2>../errors
-tr -d '\r' <../without | diff - <(echo "CUDA device 0: no NVIDIA driver for CUDA 13 is installed")
+timeout -k 5 300 wine register.exe </dev/null >../without 2>../errors
+tr -d '\r' <../without | diff - <(printf '%s\n' registered "quantmoe: quantmoe.experts = host needs Linux" \
+  "CUDA device 0: no NVIDIA driver for CUDA 13 is installed")
 mv ../nvcuda.dll .
 QM_KERNELS=../kernels timeout -k 5 300 wine launch.exe ../calls </dev/null >../said 2>../errors
 cd ../../..
