@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-from quantmoe.custom_ops import library_file, native
+from quantmoe.custom_ops import library_file, native, native_name
 from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, Spec
 from quantmoe.custom_ops.structs import STRUCTS, Shape, Tensor, check_structs, node
@@ -146,7 +146,7 @@ def library() -> ctypes.CDLL:
         FileNotFoundError: neither is there.
         OSError: it was built from another op.def.
     """
-    lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe_cuda.so", "QUANTMOE_CUDA_LIBRARY"))
+    lib = ctypes.CDLL(library_file("quantmoe.custom_ops", native_name("quantmoe_cuda"), "QUANTMOE_CUDA_LIBRARY"))
     check_structs(lib)
     for size in ("row_bytes", "linear_row_bytes", "slot_bytes", "cache_state_bytes", "box_bytes"):
         getattr(lib, f"qm_cuda_{size}").restype = ctypes.c_size_t
