@@ -28,7 +28,7 @@ def out_of_bounds(kind: str, patch: Callable[[Callable[[Weights], Weights]], Non
     """Return the nodes out of bounds beside a reference with all weights of a matrix times ``factor``."""
     patch(lambda m: dataclasses.replace(m, values=m.values * factor))
     found = set()
-    for node in (run.draw_node(3, i) for i in range(100)):
+    for node in (run.draw_node(3, i) for i in range(150)):
         if node.label.startswith(kind) and node.text.endswith("float32"):
             try:
                 node.check()
