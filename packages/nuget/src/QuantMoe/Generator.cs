@@ -59,15 +59,16 @@ namespace QuantMoe
                     // ONNX Runtime warns of logits that are more than the file declares.
                     options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR;
                 }
-                configure?.Invoke(options);
-                options.RegisterQuantMoe(device); // reads the session's entries
                 try
                 {
+                    configure?.Invoke(options);
+                    options.RegisterQuantMoe(device); // reads the session's entries
                     Session = new InferenceSession(Path.Combine(folder, file), options);
                 }
-                catch (OnnxRuntimeException error)
+                catch (Exception error)
                 {
-                    CheckDevice(Path.Combine(folder, file), device, error);
+                    numLogits?.Dispose();
+                    if (error is OnnxRuntimeException cause) CheckDevice(Path.Combine(folder, file), device, cause);
                     throw;
                 }
             }
@@ -85,6 +86,7 @@ namespace QuantMoe
             catch
             {
                 Session.Dispose();
+                numLogits?.Dispose();
                 throw;
             }
             tokenizer = new Lazy<TextTokenizer>(() => new TextTokenizer(folder));

@@ -115,9 +115,12 @@ public final class Generator implements AutoCloseable {
   private Generator(String folder, String file, Configure configure, Drafts drafts, Device device) {
     this.folder = folder;
     this.drafts = drafts;
+    OnnxTensor initializer = null;
+    boolean opened = false;
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
       configure.apply(options);
-      numLogits = drafts.most > 0 ? OnnxTensor.createTensor(environment, new long[] {drafts.most + 1}) : null;
+      initializer = drafts.most > 0 ? OnnxTensor.createTensor(environment, new long[] {drafts.most + 1}) : null;
+      numLogits = initializer;
       if (numLogits != null) options.addInitializer("num_logits", numLogits); // lives as long as the session
       String library = QuantMoE.libraryPath(device);
       if (device == Device.CUDA) {
@@ -128,6 +131,7 @@ public final class Generator implements AutoCloseable {
       }
       options.registerCustomOpLibrary(library); // reads the session's entries
       session = environment.createSession(Path.of(folder, file).toString(), options);
+      opened = true;
       metadata = Collections.unmodifiableMap(session.getMetadata().getCustomMetadata());
       for (NodeInfo input : session.getInputInfo().values())
         if (input.getName().startsWith("past_key_values."))
@@ -140,6 +144,8 @@ public final class Generator implements AutoCloseable {
     } catch (OrtException error) {
       checkDevice(Path.of(folder, file), device, error);
       throw new ModelException(error);
+    } finally {
+      if (!opened && initializer != null) initializer.close();
     }
     contextLength = Long.parseLong(metadata.getOrDefault("context_length", "" + Long.MAX_VALUE));
     shortContext = Long.parseLong(metadata.getOrDefault("short_context", "" + Long.MAX_VALUE));
