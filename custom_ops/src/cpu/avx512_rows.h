@@ -176,7 +176,7 @@ struct Avx512Rows : Avx512Lanes {
       prefetch_group<4>(panels, offset);
       dot_chunk<M, C>(panels, offset, x, dot);
     } else {
-      prefetch_group<8, 64>(panels, offset);  // half a line; scales between blocks shift them
+      prefetch_group<8, 64>(panels, offset);  // twice as much as a step has: scales between blocks shift lines
       dot_eight<M>(panels, offset, x, dot);
     }
   }

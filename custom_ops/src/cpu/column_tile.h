@@ -67,7 +67,7 @@ void column_tile(const PanelMatrix& matrix, const ColumnPanels<V>& panels, const
   constexpr int P = V::panels_of(M), S = 16 / V::kRows;  // panels; vectors of a column
   constexpr int kBytes = code_bits(kFormat) / 8, kColumns = V::kColumnBytes / 16 / kBytes;  // of a step
   constexpr int kStep = kFormat == k_format_fp8_e4m3 ? V::kColumns : 1;
-  constexpr int64_t kAhead = P == 1 ? kSoon : 2048;  // of numbers of 2 bytes, in each panel: the next ones are far
+  constexpr int64_t kAhead = P == 1 ? kSoon : 2048;  // bytes, in each panel of 2-byte numbers
   const int tile_tokens = kWhole ? M : tokens;
 #define QM_EACH_COLUMN \
   _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s)

@@ -38,8 +38,8 @@
 namespace quantmoe {
 namespace {
 
-// Few tokens wait for memory. It gives most where all lines are asked for, once and in ascending order, some KiB before
-// they are read.
+// Few tokens wait for memory. It is fastest where all lines are asked for in ascending order, some KiB before they are
+// read.
 constexpr int64_t kSoon = 6144;
 
 // Lines from `at` on.
@@ -225,15 +225,15 @@ template <class V, bool kStepped, class Sum>
 }
 
 // Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
-// fetches: the panel's lines, and so the next one's, were not asked for.
+// fetches: this call asks for the lines kSoon bytes ahead; later calls on the panel do not.
 template <class V, int M, int kBits, bool kWhole, bool kStepped>
 void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetches, const uint8_t* tile, int tokens,
             int first, float* out, int64_t row_stride) {
-  if constexpr (kBits == 6 && M > V::kPairTokens) {
+  if constexpr (kStepped && kBits == 6 && M > V::kPairTokens) {
     constexpr int kHalf = (M + 1) / 2;
-    k_tile<V, kHalf, 6, false, kStepped>(matrix, panel, row, fetches, tile, tokens, first, out, row_stride);
-    return k_tile<V, M - kHalf, 6, false, kStepped>(matrix, panel, row, false, tile, tokens, first + kHalf, out,
-                                                    row_stride);
+    k_tile<V, kHalf, 6, false, true>(matrix, panel, row, fetches, tile, tokens, first, out, row_stride);
+    return k_tile<V, M - kHalf, 6, false, true>(matrix, panel, row, false, tile, tokens, first + kHalf, out,
+                                                row_stride);
   }
   using Codes = KCodes<kBits>;
   constexpr int kWidth = Codes::kWidth;
@@ -382,22 +382,25 @@ const KTile* k_tiles_of(const PanelProduct& product) {
 template <class V, int kMost, bool kWhole>
 void multiply_k(const PanelProduct& product) {
   const PanelMatrix& matrix = *product.matrix;
-  const KTile *const tiles = k_tiles_of<V, kMost, kWhole>(product), *both = nullptr;
-  if constexpr (V::kBothTokens > 0) both = k_tiles_of<Both<V>, V::kBothTokens, kWhole>(product);
+  const KTile* const tiles = k_tiles_of<V, kMost, kWhole>(product);
   for (int64_t panel = 0; panel < product.panel_count; ++panel) {
     float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * matrix.nr;
     for (int64_t tile_index = 0; tile_index < product.tile_count; ++tile_index) {
       const TokenTile& tile = product.tiles[tile_index];
       const uint8_t* const rows = product.panels + panel * matrix.stride;
-      if (tile.m <= V::kBothTokens)
-        both[tile.m - 1](matrix, rows, 0, tile_index == 0, tile.data, tile.m, 0, out, product.row_stride);
-      else
-        for (int row = 0; row < matrix.nr; row += V::kRows)
-          for (int first = 0; first < tile.m; first += kMost) {
-            const int count = tile.m - first < kMost ? tile.m - first : kMost;
-            tiles[count - 1](matrix, rows, row, tile_index == 0 && row == 0 && first == 0, tile.data, tile.m, first,
-                             out, product.row_stride);
-          }
+      if constexpr (V::kBothTokens > 0)
+        if (tile.m <= V::kBothTokens) {
+          k_tiles_of<Both<V>, V::kBothTokens, kWhole>(product)[tile.m - 1](matrix, rows, 0, tile_index == 0, tile.data,
+                                                                           tile.m, 0, out, product.row_stride);
+          out += tile.m * product.row_stride;
+          continue;
+        }
+      for (int row = 0; row < matrix.nr; row += V::kRows)
+        for (int first = 0; first < tile.m; first += kMost) {
+          const int count = tile.m - first < kMost ? tile.m - first : kMost;
+          tiles[count - 1](matrix, rows, row, tile_index == 0 && row == 0 && first == 0, tile.data, tile.m, first, out,
+                           product.row_stride);
+        }
       out += tile.m * product.row_stride;
     }
   }
