@@ -7,8 +7,8 @@ import java.util.stream.LongStream;
 import quantmoe.*;
 
 /**
- * Greedy decoding of an exported folder: Generate FOLDER COUNT ID... prints up to COUNT token ids. What was read and said may be loaded
- * from a file and saved.
+ * Greedy decoding of an exported folder, up to COUNT token ids: Generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE]
+ * FOLDER COUNT ID... What was read and said may be loaded from a file and saved.
  */
 public class Generate {
   public static void main(String[] args) {
