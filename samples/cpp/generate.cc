@@ -1,4 +1,5 @@
-// Greedy decoding of an exported folder, up to COUNT token ids. What was read and said may be loaded from a file and saved:
+// Greedy decoding of an exported folder, up to COUNT token ids. What was read and said may be loaded from a file and
+// saved:
 //
 //   generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE] FOLDER COUNT ID...
 #include <quantmoe/token_cache.h>
