@@ -6,7 +6,7 @@ import pytest
 from cuda.plugin_layers import ATTENTION, CONV, DELTA, LINEAR, NORM, ROUTER, ROUTING, SPACE, SPEC, TOKEN_ROWS
 from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, Attribute, attributes_of
 
-from quantmoe.custom_ops.op import attribute_kinds
+from quantmoe.custom_ops.op import IndexerSpec, attribute_kinds
 
 
 def test_serializes_exactly_the_attributes(driver, plugin):
@@ -108,6 +108,13 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
         del fields[name]
         assert others.create(fields) is None
         assert others.log() == f'1 {spec.OP} layer "experts": attribute {name} is required\n'
+
+
+def test_an_operator_without_a_kernel_for_gpus(others):
+    others.select("SparseIndexer")
+    assert others.create(attributes_of(IndexerSpec(num_heads=4, head_size=32, top_k=8))) is None
+    said = "it has a kernel for CPUs alone; export the model with --target cuda"
+    assert others.log() == f'1 SparseIndexer layer "experts": {said}\n'
 
 
 @pytest.mark.parametrize(
