@@ -270,7 +270,8 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
         raise Unlike("it has no cosines and sines of a rotary module")
     draw = drawing()
     probe = probe_of(module, [name for name, _ in module.named_children() if name not in KEPT], draw)
-    vars(probe).pop("forward", None)  # of standard nodes
+    if _selects(module):
+        vars(probe).pop("forward", None)  # of standard nodes
     found, _ = agreeing(
         lambda sizes, spread: _Trial(module, probe, called, sizes, spread, draw),
         lambda trial: trial.candidates(called),
