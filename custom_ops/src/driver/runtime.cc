@@ -141,8 +141,8 @@ void __cudaRegisterFunction(void** library, const char* host, char*, const char*
                             int*) {
   kernels().all[host] = {reinterpret_cast<Library*>(library), name};
 }
-// Launches of the form <<<>>> alone use the rest of this part: there are none.
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) { return 1; }
+// Only kernel<<<>>>() calls the rest of this part. No kernel is launched so; one that were would give this error.
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) { return keep(cudaErrorNotSupported); }
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
 #if !defined(_WIN32)  // nvcc's
 char __cudaInitModule(void**) { return 1; }
