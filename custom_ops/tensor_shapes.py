@@ -36,9 +36,13 @@ def output_shapes(
 
 
 def input_shapes(operator: Operator, attributes: Mapping[str, Any], free: Mapping[str, Any]) -> list[list[int]]:
-    """Return the shapes of a node's inputs for sizes that the run decides, as ``{"B": 1, "S": 7, "..": [3, 5]}``."""
+    """Return the shapes of a node's inputs for sizes that the run decides, as ``{"B": 1, "S": 7, "..": [3, 5]}``.
+
+    Optional inputs come last. A packed input has no sizes.
+    """
     values = _values(operator, attributes)
-    return [_sizes(operator.shapes[name], dict(free), values) for name, _ in operator.inputs]
+    names = [name for name, _ in (*operator.inputs, *operator.optional_inputs)]
+    return [_sizes(operator.shapes[name], dict(free), values) for name in names]
 
 
 def named_size(operator: Operator, attributes: Mapping[str, Any], name: str) -> int:

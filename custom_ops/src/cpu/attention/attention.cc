@@ -10,6 +10,7 @@
 
 #include "core/parallel.h"
 #include "cpu/kernel.h"
+#include "cpu/operators.h"
 
 namespace quantmoe {
 namespace {
@@ -25,10 +26,10 @@ struct AttentionPlan {
   int64_t counters_at, parts_at, scratch_at, bytes;  // q_scales are at 0
 };
 
-bool in_place(const qm_attention_call& call, const void* past, const void* present) {
-  return past == present && call.past_slots;
+bool in_place(const AttentionCall& call, const void* past, const void* present) {
+  return past && past == present && call.past_slots;
 }
-int lanes_of(const qm_attention_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
+int lanes_of(const AttentionCall& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
 
 AttentionPlan plan_of(const AttentionContext& context) {
   AttentionPlan plan{};
@@ -52,7 +53,7 @@ AttentionPlan plan_of(const AttentionContext& context) {
 // One call.
 class AttentionRun {
  public:
-  AttentionRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel)
+  AttentionRun(const qm_attention& node, const AttentionCall& call, const AttentionFunctions& kernel)
       : base_(static_cast<uint8_t*>(call.workspace)),
         a_{node, call, reinterpret_cast<float*>(base_)},
         plan_(plan_of(a_)),
@@ -122,7 +123,7 @@ void AttentionRun::append_tokens(int64_t batch_row, int64_t first, float* scratc
 }
 
 void AttentionRun::store() const {
-  const qm_attention_call& call = a_.call;
+  const AttentionCall& call = a_.call;
   const int64_t groups = call.batch * a_.node.kv_num_heads, pieces = ceil_div(call.tokens, kTokensPerTask);
   int64_t keys = in_place(call, call.past_key, call.present_key) ? 0 : groups;
   int64_t values = in_place(call, call.past_value, call.present_value) ? 0 : groups;
@@ -200,7 +201,7 @@ void AttentionRun::attend() const {
 // What the rows that are absorbed at a time attend as: their queries and outputs are in the workspace.
 struct AbsorbedCall {
   qm_attention node;
-  qm_attention_call call;
+  AttentionCall call;
 
   AbsorbedCall(const LatentContext& latent, int64_t batch, int64_t tokens) : node(latent.node), call(latent.call) {
     node.nope_size = node.out_size = node.rotary_size = 0;
@@ -233,7 +234,7 @@ LatentPlan plan_of(const LatentContext& latent) {
 // A call with a nope_size, whose keys and values are stored.
 class LatentRun {
  public:
-  LatentRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel)
+  LatentRun(const qm_attention& node, const AttentionCall& call, const AttentionFunctions& kernel)
       : latent_{node, call}, plan_(plan_of(latent_)), base_(static_cast<uint8_t*>(call.workspace)), kernel_(kernel) {}
 
   void attend() const {
@@ -309,7 +310,7 @@ void LatentRun::expanded(int64_t batch_row) const {
 }
 
 // Of a row's slots that are used, whether their blocks are there.
-int check_blocks(const qm_attention& node, const qm_attention_call& call, int64_t batch_row, int64_t used, char* err) {
+int check_blocks(const qm_attention& node, const AttentionCall& call, int64_t batch_row, int64_t used, char* err) {
   const int64_t columns = call.slots / node.block_size;
   for (int64_t i = 0; i < ceil_div(used, int64_t{node.block_size}); ++i)
     if (const int32_t block = call.block_table[batch_row * columns + i]; block < 0 || block >= call.blocks)
@@ -318,7 +319,7 @@ int check_blocks(const qm_attention& node, const qm_attention_call& call, int64_
   return QM_OK;
 }
 
-int check_rows(const qm_attention& node, const qm_attention_call& call, char* err) {
+int check_rows(const qm_attention& node, const AttentionCall& call, char* err) {
   int64_t first = 0;
   for (int64_t batch_row = 0; batch_row < call.batch; ++batch_row) {
     const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
@@ -344,32 +345,35 @@ int check_rows(const qm_attention& node, const qm_attention_call& call, char* er
   return QM_OK;
 }
 
-}  // namespace
-}  // namespace quantmoe
-
-using namespace quantmoe;
-
-size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call* call) {
-  const int64_t stores = plan_of(AttentionContext{*node, *call, nullptr}).bytes;
-  return static_cast<size_t>(node->nope_size ? std::max(stores, plan_of(LatentContext{*node, *call}).bytes) : stores);
+size_t workspace(const qm_attention& node, const qm_call& call) {
+  const AttentionCall made(node, call);
+  const int64_t stores = plan_of(AttentionContext{node, made, nullptr}).bytes;
+  return static_cast<size_t>(node.nope_size ? std::max(stores, plan_of(LatentContext{node, made}).bytes) : stores);
 }
 
-int qm_attention_run(const qm_attention* node, const qm_attention_call* call, char* err) {
+int run(const qm_attention& node, const qm_call& of, char* err) {
+  const AttentionCall call(node, of);
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
-  if (node->cache_format == k_cache_format_none && call->cache_type != QM_F32 && call->cache_type != QM_F16)
+  if (node.cache_format == k_cache_format_none && call.cache_type != QM_F32 && call.cache_type != QM_F16)
     return fail(err, QM_UNSUPPORTED, "the cache's type is bfloat16, the CPU kernels take float and float16");
-  QM_TRY(check_rows(*node, *call, err));
+  QM_TRY(check_rows(node, call, err));
   const bool appends =
-      in_place(*call, call->past_key, call->present_key) || in_place(*call, call->past_value, call->present_value);
-  if (appends && call->slots != call->past_slots)
+      in_place(call, call.past_key, call.present_key) || in_place(call, call.past_value, call.present_value);
+  if (appends && call.slots != call.past_slots)
     return fail(err, QM_INVALID, "present is past's memory, which has %lld slots, and is to have %lld",
-                (long long)call->past_slots, (long long)call->slots);
-  const AttentionRun run(*node, *call, *kernel->attention);
+                (long long)call.past_slots, (long long)call.slots);
+  const AttentionRun run(node, call, *kernel->attention);
   run.store();
-  if (node->nope_size)
-    LatentRun(*node, *call, *kernel->attention).attend();
+  if (node.nope_size)
+    LatentRun(node, call, *kernel->attention).attend();
   else
     run.attend();
   return QM_OK;
 }
+
+}  // namespace
+
+const CpuOperator cpu_attention = kCpuOperator<qm_attention, check_attention, workspace, run>;
+
+}  // namespace quantmoe
