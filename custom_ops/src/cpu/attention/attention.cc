@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/parallel.h"
+#include "cpu/attention/call_rows.h"
 #include "cpu/kernel.h"
 
 namespace quantmoe {
@@ -29,7 +30,6 @@ struct AttentionPlan {
 bool in_place(const qm_attention_call& call, const void* past, const void* present) {
   return past == present && call.past_slots;
 }
-int lanes_of(const qm_attention_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
 
 // The slots of a list, which are before the numbers below 0.
 int64_t listed(const int32_t* list, int64_t size) {
@@ -364,22 +364,16 @@ int check_blocks(const qm_attention& node, const qm_attention_call& call, int64_
 int check_rows(const qm_attention& node, const qm_attention_call& call, char* err) {
   int64_t first = 0;
   for (int64_t batch_row = 0; batch_row < call.batch; ++batch_row) {
-    const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
-                  past = call.rows[3 * batch_row + 2];
-    const auto refuse = [&](const char* what, int64_t limit) {
-      return fail(err, QM_INVALID, "rows[%lld] is [%lld, %lld, %lld] (first token, tokens, tokens before): %s %lld",
-                  (long long)batch_row, (long long)begin, (long long)count, (long long)past, what, (long long)limit);
-    };
-    if (begin < 0 || count < 0 || past < 0) return refuse("expected numbers of at least", 0);
-    if (begin + count > call.tokens) return refuse("the call's tokens are", call.tokens);
-    if (past > call.past_slots) return refuse("the cache before the call has slots", call.past_slots);
-    if (past + count > call.slots) return refuse("the cache has slots", call.slots);
+    const CallRow row(call.rows, batch_row);
+    QM_TRY(row.check_tokens(call.tokens, err));
+    QM_TRY(row.check_slots(call.past_slots, call.slots, err));
     if (!node.block_size) continue;
-    if (begin != first) return refuse("expected as the first token", first);
-    if (!count) return refuse("expected tokens of at least", 1);
-    if (node.rotary_size && past + count > call.positions) return refuse("cos and sin have slots", call.positions);
-    QM_TRY(check_blocks(node, call, batch_row, past + count, err));
-    first += count;
+    const int64_t slots = row.past + row.count;
+    if (row.begin != first) return row.refuse("expected as the first token", first, err);
+    if (!row.count) return row.refuse("expected tokens of at least", 1, err);
+    if (node.rotary_size && slots > call.positions) return row.refuse("cos and sin have slots", call.positions, err);
+    QM_TRY(check_blocks(node, call, batch_row, slots, err));
+    first += row.count;
   }
   if (node.block_size && first != call.tokens)
     return fail(err, QM_INVALID, "rows have %lld tokens: the call's tokens are %lld", (long long)first,

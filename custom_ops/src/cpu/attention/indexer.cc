@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/parallel.h"
+#include "cpu/attention/call_rows.h"
 #include "cpu/kernel.h"
 #include "cpu/operators.h"
 
@@ -17,8 +18,6 @@ constexpr int64_t kMostScores = int64_t{4} << 20;  // of the tokens that are sco
 constexpr int64_t kMostTokens = 128;
 constexpr int64_t kTasksPerLane = 8;  // of scores: a task prepares its queries
 constexpr int kDigits = 2048;         // counters of a lane, for 11 bits
-
-int lanes_of(const qm_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
 
 bool in_place(const IndexerContext& indexer) {
   return indexer.call.past_keys && indexer.call.past_keys == indexer.call.present_keys && indexer.past_slots;
@@ -167,16 +166,9 @@ void IndexerRun::select_some(int64_t b, int64_t first, int64_t tokens) const {
 
 int check_rows(const IndexerContext& indexer, char* err) {
   for (int64_t b = 0; b < indexer.call.batch; ++b) {
-    const int64_t begin = indexer.call.rows[3 * b], count = indexer.call.rows[3 * b + 1],
-                  past = indexer.call.rows[3 * b + 2];
-    const auto refuse = [&](const char* what, int64_t limit) {
-      return fail(err, QM_INVALID, "rows[%lld] is [%lld, %lld, %lld] (first token, tokens, tokens before): %s %lld",
-                  (long long)b, (long long)begin, (long long)count, (long long)past, what, (long long)limit);
-    };
-    if (begin < 0 || count < 0 || past < 0) return refuse("expected numbers of at least", 0);
-    if (begin + count > indexer.call.tokens) return refuse("the call's tokens are", indexer.call.tokens);
-    if (past > indexer.past_slots) return refuse("the cache before the call has slots", indexer.past_slots);
-    if (past + count > indexer.slots) return refuse("the cache has slots", indexer.slots);
+    const CallRow row(indexer.call.rows, b);
+    QM_TRY(row.check_tokens(indexer.call.tokens, err));
+    QM_TRY(row.check_slots(indexer.past_slots, indexer.slots, err));
   }
   return QM_OK;
 }

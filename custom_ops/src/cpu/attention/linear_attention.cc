@@ -3,26 +3,16 @@
 #include <algorithm>
 
 #include "core/parallel.h"
+#include "cpu/attention/call_rows.h"
 #include "cpu/kernel.h"
 #include "cpu/operators.h"
 
 namespace quantmoe {
 namespace {
 
-int lanes_of(const qm_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
-
 template <class Call>
 int check_rows(const Call& call, char* err) {
-  for (int64_t batch_row = 0; batch_row < call.batch; ++batch_row) {
-    const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
-                  past = call.rows[3 * batch_row + 2];
-    const bool negative = begin < 0 || count < 0 || past < 0;
-    if (negative || begin + count > call.tokens)
-      return fail(err, QM_INVALID, "rows[%lld] is [%lld, %lld, %lld] (first token, tokens, tokens before): %s %lld",
-                  (long long)batch_row, (long long)begin, (long long)count, (long long)past,
-                  negative ? "expected numbers of at least" : "the call's tokens are",
-                  negative ? 0ll : (long long)call.tokens);
-  }
+  for (int64_t b = 0; b < call.batch; ++b) QM_TRY(CallRow(call.rows, b).check_tokens(call.tokens, err));
   return QM_OK;
 }
 
