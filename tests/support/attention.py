@@ -159,7 +159,7 @@ def inputs(
 
 
 def selecting(a: Inputs, lists: int, size: int, own: bool = False) -> Inputs:
-    """The same with random lists of ``size`` slots at most, ``lists`` a token. own: with each token's own slot."""
+    """Return the call with random lists of at most ``size`` slots, ``lists`` a token. own: with a token's own slot."""
     rng, batch, tokens = np.random.default_rng(3), len(a.qkv), a.qkv.shape[1]
     selected = np.full((batch, tokens, lists, size), -1, np.int32)
     for b, (begin, count, past) in enumerate(a.rows.tolist()):

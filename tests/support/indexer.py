@@ -24,7 +24,7 @@ SPECS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Those of a call. length: L, attention_mask's."""
+    """Inputs of a call. length: L, attention_mask's."""
 
     spec: IndexerSpec
     query: np.ndarray
