@@ -17,29 +17,33 @@ import numpy as np
 import onnxruntime as ort
 from test_architectures import fields, make_checkpoint
 
+from quantmoe.benchmarks.random_checkpoint import CONFIGS
 from quantmoe.exporter.graph.passes import latent
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 7168,
+#: what DeepSeek-V3.2 has from V3
+KEPT = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+)
+SIZES: dict[str, Any] = {name: CONFIGS["deepseek-v3"][name] for name in KEPT} | {
     "num_hidden_layers": 1,
     "layer_types": fields("deepseek_v32")["layer_types"][:1],
     "mlp_layer_types": ["sparse"],
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
     "head_dim": 64,
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 2048,
     "moe_intermediate_size": 256,
     "vocab_size": 512,
-    "max_position_embeddings": 163840,
 }
 
 
