@@ -130,7 +130,7 @@ class AttentionSpec(nodes.CachedAttention):
         return named_size(self.OPERATOR, vars(self), name)
 
     def expands(self, count: int) -> bool:
-        """Return whether a row of so many new tokens expands its latents: FORMAT.md 5.3."""
+        """Return whether a row of so many new tokens expands its latents: ops/cached_attention.def."""
         up = self.nope_size + self.out_size
         saved = self.head_size + self.v_head_size - self.query_size - self.output_size
         return self.nope_size > 0 and count * saved >= self.v_head_size * up

@@ -343,7 +343,7 @@ def rotate(spec: AttentionSpec, x: np.ndarray, cos: np.ndarray, sin: np.ndarray)
 
 
 def encode_cache(spec: AttentionSpec, x: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
-    """Return keys or values [.., n] as a cache has them (FORMAT.md 5.1): numbers of ``dtype``, or codes.
+    """Return keys or values [.., n] as a cache has them (ops/cached_attention.def): numbers of ``dtype``, or codes.
 
     Args:
         scale: of the codes, k_scale or v_scale. int8_token has a scale of its own behind its codes, [.., n + 4].

@@ -154,7 +154,7 @@ def parse(text: str) -> Schema:
 def read(folder: Traversable) -> str:
     """Return op.def of a folder with the files of the operators in the place of their list."""
     files = sorted((file for file in (folder / "ops").iterdir() if file.name.endswith(".def")), key=lambda f: f.name)
-    operators = "".join(file.read_text(encoding="utf-8") for file in files)
+    operators = "\n".join(file.read_text(encoding="utf-8") for file in files)
     return (folder / "op.def").read_text(encoding="utf-8").replace('#include "ops.def"\n', operators)
 
 

@@ -16,7 +16,7 @@ import typer
 import quantmoe
 from quantmoe.benchmarks.bench import app as bench_app
 from quantmoe.custom_ops.matrix import SCALE_DTYPES
-from quantmoe.custom_ops.schema import read, split
+from quantmoe.custom_ops.schema import read, schema, split
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
@@ -33,7 +33,7 @@ CUSTOM_OPS = HERE.parent / "custom_ops"
 MADE = "<!-- made by docs/generate.py -->\n"
 OPERATORS = """# Operators
 
-The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) has their bytes and their arithmetic.
+The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) has packed weights and products.
 
 - An attribute is required, unless the table says what its absence means.
 - T is float, float16 or bfloat16. I is int32 or int64.
@@ -113,8 +113,18 @@ def python() -> str:
 
 def text(comment: str) -> str:
     """Return a comment of op.def as Markdown."""
-    escaped = re.sub(r"([*\[\]_])", r"\\\1", comment).replace("<", "&lt;")
-    return re.sub(r"FORMAT\.md(?: [\d.]*\d)?", r"[\g<0>](../../custom_ops/FORMAT.md)", escaped)
+    return linked(re.sub(r"([*\[\]_])", r"\\\1", comment).replace("<", "&lt;"))
+
+
+def linked(markdown: str) -> str:
+    return re.sub(r"FORMAT\.md(?: [\d.]*\d)?", r"[\g<0>](../../custom_ops/FORMAT.md)", markdown)
+
+
+def semantics(operator: str) -> str:
+    """Return the comment below an operator's last line, which is Markdown."""
+    lines = (CUSTOM_OPS / "ops" / f"{schema().operators[operator].snake}.def").read_text(encoding="utf-8").splitlines()
+    end = next(i for i, line in enumerate(lines) if line.startswith("QM_END"))
+    return "\n".join(line.removeprefix("//").removeprefix(" ") for line in lines[end + 1 :]) + "\n"
 
 
 def operators() -> str:
@@ -149,6 +159,7 @@ def operators() -> str:
         elif macro == "END":
             kinds = {"input": ["type", "shape"], "output": ["type", "shape"], "size": ["value"], "attribute": ["type"]}
             page += [table([what, *kinds[what], ""], found_rows) for what, found_rows in rows.items() if found_rows]
+            page.append(linked(semantics(arguments[0])))
         elif macro in ("PROJECTION_ATTR", "PROJECTION_OPTIONAL"):
             if "projection" not in rows:
                 rows = {"projection": []}

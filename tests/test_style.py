@@ -81,7 +81,7 @@ def source(text: str) -> Iterator[str]:
 
 
 def cpp(text: str) -> Iterator[str]:
-    """Yield the faults of comments. A comment goes on in its column. Its indented lines are a drawing or a table."""
+    """Yield the faults of comments. A comment goes on in its column. Its indented lines are an item's or a drawing."""
     found: list[tuple[int, str]] = []
     for line in text.splitlines():
         comment = re.search(r"(?<!:)// ?(.*)$", line)
@@ -90,7 +90,8 @@ def cpp(text: str) -> Iterator[str]:
         else:
             found.append((comment.start(), comment[1]) if comment else (-1, ""))
     for _, comment in found:
-        yield from prose(re.sub(r"(?m)^ {2,}.*$", "\n", comment))
+        items = re.sub(r"(?m)^(-|\d\.) .*(\n {2,3}\S.*)+", lambda item: " ".join(item[0].split()), comment)
+        yield from prose(re.sub(r"(?m)^ {2,}.*$", "\n", items))
 
 
 def faults(path: Path) -> list[str]:

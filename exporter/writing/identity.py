@@ -15,7 +15,7 @@ from quantmoe.exporter.writing.external_data import LINE
 
 
 def export_id(ckpt: Checkpoint, options: Options) -> int:
-    """Return the attribute of nodes that need the other ranks (FORMAT.md 7), 1 to 2^31 - 1.
+    """Return the attribute of nodes that need the other ranks (ops/all_reduce.def), 1 to 2^31 - 1.
 
     It is made of the release, the options, the configuration, names, types and shapes of the tensors, and 64 bytes of
     each. Two fine-tunes of a model differ in these bytes alone. All ranks have one number, and a repeated export too.

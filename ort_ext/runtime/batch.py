@@ -1,6 +1,6 @@
 """Prompts that run together, each a row of a batch: padded on the right to the longest, 0 in the mask.
 
-Padding takes no slot of a row's cache (FORMAT.md 5), and a row that has ended has only padding. So a row's keys, values
+Padding takes no slot of a row's cache, and a row that has ended has only padding. So a row's keys, values
 and states are those that it has alone.
 """
 

@@ -26,6 +26,8 @@ QM_ATTR(RunningSum, f, factor)
 QM_CPU(RunningSum, running_sum)
 QM_CUDA(RunningSum, running_sum)
 QM_END(RunningSum, running_sum)
+
+// `y = factor * sum`, in f32.
 """
 REFERENCE = """import numpy as np
 

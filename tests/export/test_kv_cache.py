@@ -33,7 +33,7 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": Tru
 
 
 def fake(format: str, x: torch.Tensor, scale: float) -> torch.Tensor:
-    """x [.., n] as a cache holds it, FORMAT.md 5.1."""
+    """x [.., n] as a cache holds it, by ops/cached_attention.def."""
     if format == "fp8_e4m3":
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
     if format == "int8":

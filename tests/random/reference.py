@@ -232,7 +232,7 @@ def expert(spec: MoESpec, w13: np.ndarray, w2: np.ndarray) -> tuple[Weights | No
 
 
 def linear(spec: LinearSpec, w: np.ndarray) -> Weights:
-    """The matrix of a QuantLinear node, from uint8 [1, row bytes] (4.4)."""
+    """The matrix of a QuantLinear node, from uint8 [1, row bytes]."""
     return down_of(spec.w, spec.out_features, spec.in_features, w[0])
 
 
@@ -250,7 +250,7 @@ def by_original_row(m: Weights, order: np.ndarray) -> Weights:
 
 
 def scores(spec: RoutingSpec, x: np.ndarray) -> Span:
-    """s of 4.5 and op.def for the logits x [T, E]."""
+    """s of ops/moe_routing.def and op.def for the logits x [T, E]."""
     if spec.method == "softmax_topk":
         return softmax(x)
     return sigmoid(x) if spec.method == "sigmoid_topk" else Span(x, np.zeros_like(x))
@@ -276,7 +276,7 @@ def sigmoid(x: np.ndarray) -> Span:
 def check_routing(
     spec: RoutingSpec, logits: np.ndarray, bias: np.ndarray, ids: np.ndarray, weights: np.ndarray
 ) -> None:
-    """MoERouting's outputs are some that 4.5 allows: where float32 may tie or exchange two scores, either order is.
+    """MoERouting's outputs are some that it allows: where float32 may tie or exchange two scores, either order is.
 
     Args:
         logits: [T, E + shared_gate]. bias: float32 [E]. ids, weights: [T, top_k + shared_experts], as found.

@@ -44,7 +44,7 @@ from quantmoe.custom_ops.op import IndexerSpec, enum
 from quantmoe.custom_ops.schemes import SCHEMES
 
 KERNELS = [name for name, usable in native.kernels().items() if usable]
-#: input types and their quiet NaNs (FORMAT.md 4.3)
+#: input types and their quiet NaNs (FORMAT.md 4)
 TYPES = {
     np.dtype(np.float32): (np.uint32, 0x7FC00000),
     np.dtype(np.float16): (np.uint16, 0x7E00),

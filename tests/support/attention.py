@@ -1,4 +1,4 @@
-"""CachedAttention in float64, with a bound on how far a kernel may be from it; FORMAT.md 5, as in arithmetic.py.
+"""CachedAttention in float64, with a bound on how far a kernel may be from it, by its .def, as in arithmetic.py.
 
 Every operation's error is counted where it is done. What a kernel has stored is checked by itself; outputs are then
 held to what follows from the stored keys and values.
@@ -310,7 +310,7 @@ def product(x: Span, weights: np.ndarray) -> Span:
 
 
 def attend_up(a: Inputs, q: Span, caches: tuple[np.ndarray, ...], low: int, expands: bool) -> Span:
-    """As :func:`attend`, of a spec with a nope_size, by FORMAT.md 5.3; q: [heads, what turns, then M]."""
+    """As :func:`attend`, of a spec with a nope_size, by ops/cached_attention.def; q: [heads, what turns, then M]."""
     spec, sinks = a.spec, a.sinks.astype(np.float64)
     turning = spec.head_size - spec.v_head_size
     k_up, v_up = (up.astype(np.float64) for up in a.ups)

@@ -1,4 +1,4 @@
-"""SparseIndexer in float64, with a bound on how far a kernel's scores may be from it; FORMAT.md 5.4."""
+"""SparseIndexer in float64, with a bound on how far a kernel's scores may be from it; ops/sparse_indexer.def."""
 
 from __future__ import annotations
 

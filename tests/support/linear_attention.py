@@ -1,4 +1,4 @@
-"""CausalConv, GatedDelta and StateSpace in float64, with a bound on how far a kernel may be from it; FORMAT.md 6, as in
+"""CausalConv, GatedDelta and StateSpace in float64, with a bound on how far a kernel may be from it; ops/*.def, as in
 arithmetic.py.
 
 The error of GatedDelta's state is bounded for each of its columns as a whole (2-norm over the K rows): a token takes an

@@ -99,7 +99,7 @@ inline int64_t qkv_size(const qm_attention& attention) {
          int64_t{attention.kv_num_heads} * (attention.head_size + (attention.key_split ? 0 : attention.v_head_size));
 }
 
-// Where an operator's input is in the rows of a tensor that may be wider: FORMAT.md 6.
+// Where an operator's input is in the rows of a tensor that may be wider.
 struct Part {
   int64_t size, offset;
 };

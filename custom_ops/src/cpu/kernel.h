@@ -73,7 +73,7 @@ struct PanelProduct {
   int halves;
 };
 
-// CachedAttention: what its kernels see of a call (attention.cc), and their arithmetic (attention.h, FORMAT.md 5).
+// CachedAttention (its .def): what its kernels see of a call (attention.cc), and their arithmetic (attention.h).
 constexpr int64_t kAttentionBlock = 256;                // slots whose softmax is one, counted from slot 0
 constexpr int64_t kTileQueries = 128;                   // of a tile in prefill, which share the turned keys and values
 constexpr int64_t kAttentionStep = 32;                  // keys that are transposed at a time
@@ -214,7 +214,7 @@ struct AbsorbedRows {
   float *queries, *outputs;  // [count, tokens, (num_heads + kv_num_heads) D], queries first; [.., num_heads V]
 };
 
-// SparseIndexer: what its kernels see of a call (indexer.cc), and their arithmetic (indexer.h, FORMAT.md 5.4).
+// SparseIndexer: what its kernels see of a call (indexer.cc), and their arithmetic (indexer.h).
 using IndexerCall = SequenceCall<qm_indexer>;
 
 struct IndexerContext {
@@ -267,7 +267,7 @@ struct AttentionFunctions {
 extern const AttentionFunctions attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
 
 // CausalConv, GatedDelta and StateSpace: what their kernels see of a call (linear_attention.cc), and their arithmetic
-// (linear_attention.h, FORMAT.md 6).
+// (linear_attention.h, ops/*.def).
 constexpr int64_t kConvChannels = 256;  // of a task
 constexpr int64_t kDeltaTokens = 32;    // whose operands are prepared together
 constexpr int64_t kDeltaHere = 8;       // most tokens that work on the state where it is

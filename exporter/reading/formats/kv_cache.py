@@ -29,7 +29,7 @@ _PLACES = {
     )
     for kind in ("k", "v")
 }
-#: FORMAT.md 5.1
+#: custom_ops/ops/cached_attention.def
 _LEAST, _MOST = 2.0**-64, 2.0**64
 
 

@@ -1,4 +1,4 @@
-// CachedAttention on vectors of 16 floats: FORMAT.md section 5, operation by operation. Isa says what an instruction
+// CachedAttention on vectors of 16 floats: its .def, operation by operation. Isa says what an instruction
 // set does with them (attention_<isa>.cc):
 //   kRows, kVectors             queries and vectors of keys, or of values, whose sums fit the registers
 //   kSlab                       of linear_attention.h

@@ -1,4 +1,4 @@
-// The scores of SparseIndexer: FORMAT.md section 5.4, on the vectors of attention.h. A tile's heads share the turned
+// The scores of SparseIndexer: ops/sparse_indexer.def, on the vectors of attention.h. A tile's heads share the turned
 // keys.
 #pragma once
 #include "cpu/attention/attention.h"

@@ -1,4 +1,4 @@
-// CachedAttention that multiplies by the up-projections of its latents itself: FORMAT.md section 5.3, on the vectors of
+// CachedAttention that multiplies by the up-projections of its latents itself: its .def, on the vectors of
 // attention.h.
 //
 //   few new tokens    query -> k_up -> as a query of latents (attention.h) -> v_up -> output

@@ -1,4 +1,4 @@
-// CausalConv, GatedDelta and StateSpace: FORMAT.md section 6, operation by operation, on the vectors of attention.h. Of
+// CausalConv, GatedDelta and StateSpace: ops/*.def, operation by operation, on the vectors of attention.h. Of
 // these Isa has
 //
 //   a head's state S, K rows:  | slab 0 | slab 1 | ...     a slab: kSlab vectors of columns of all K rows

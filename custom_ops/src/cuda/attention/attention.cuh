@@ -216,7 +216,7 @@ struct Cached {
   static constexpr int kChunk = 16 / sizeof(Element);  // of 16 bytes
 };
 
-// The code of x / scale: FORMAT.md 5.1.
+// The code of x / scale: "Cache formats" of ops/cached_attention.def.
 __device__ inline uint32_t int8_code(float x, float scale) {
   const float number = fminf(fmaxf(__fdiv_rn(x, scale), -128.f), 127.f);
   return static_cast<uint32_t>(__float2int_rn(x != x ? 0.f : number)) & 0xff;

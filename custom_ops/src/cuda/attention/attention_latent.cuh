@@ -1,4 +1,4 @@
-// Latent attention (FORMAT.md 5, key_split): all heads share a key of 576 features, whose last 512 are its value. So
+// Latent attention (key_split): all heads share a key of 576 features, whose last 512 are its value. So
 // rows are many, and a stage is read from global memory once for both products. New keys come from qkv. Blocks rotate
 // them on the way into shared memory, and other blocks store them, so nothing waits for the cache. With many tokens a
 // kernel stores them first.
