@@ -29,9 +29,9 @@ from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration, whole
 from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.experts import check_experts, fit
-from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, selective_scan, state_space
-from quantmoe.exporter.graph.passes.long_rope import follow_lengths, switch_of
-from quantmoe.exporter.graph.passes.shared_experts import recognise as recognise_shared
+from quantmoe.exporter.graph.long_rope import follow_lengths, switch_of
+from quantmoe.exporter.graph.modules import latent, lightning, linear_attention, selective_scan, state_space
+from quantmoe.exporter.graph.modules.shared_experts import recognise as recognise_shared
 from quantmoe.exporter.graph.placeholders import DTYPES, Stored, placeholder
 from quantmoe.exporter.graph.text_models import causal_model, renamings
 from quantmoe.exporter.memory import doing
@@ -76,7 +76,7 @@ class Skeleton(Stored):
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         linear_attention, lightning, state_space, selective_scan: module name -> what it computes, of those that keep a
             state. own_states: modules that keep a state beside keys and values, with the node that has it.
-        absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
+        absorbed: names of linear modules that are no linears in the graph, see modules/latent.py.
         stored_as: parameter name -> the shape of its tensor, and the function of that, where they are not alike.
         by_rows: linears that take the features of all ranks, and are divided by rows: name -> the shape that
             :meth:`take_rows` gives it.

@@ -78,7 +78,7 @@ class Stored:
     def itemsize(self, name: str) -> int:
         """Return the bytes of an element of a parameter that is not packed.
 
-        They are the graph's. A table that is only looked up has the checkpoint's, if fewer (passes/embeddings.py).
+        They are the graph's. A table that is only looked up has the checkpoint's, if fewer (lowering/embeddings.py).
         """
         own, stored = self.tensors[name].element_size(), self.stored_type(name)
         return min(own, int(stored.itemsize)) if stored is not None and name in self.lookups() else own

@@ -18,17 +18,17 @@ from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of
-from quantmoe.exporter.graph.passes import latent, lightning, linear_attention, selective_scan, state_space
-from quantmoe.exporter.graph.passes.attention import (
+from quantmoe.exporter.graph.modules import latent, lightning, linear_attention, selective_scan, state_space
+from quantmoe.exporter.graph.modules.attention import (
     MASKLESS,
     PROJECTIONS,
     RecognisedAttention,
 )
-from quantmoe.exporter.graph.passes.attention_inputs import Rows, attach, widen_tables
-from quantmoe.exporter.graph.passes.norms import plain_norms
+from quantmoe.exporter.graph.modules.attention_inputs import Rows, attach, widen_tables
+from quantmoe.exporter.graph.modules.norms import plain_norms
+from quantmoe.exporter.graph.modules.routers import replace_routers
+from quantmoe.exporter.graph.modules.shared_experts import attach as attach_shared
 from quantmoe.exporter.graph.passes.rank_collectives import meet, meet_before
-from quantmoe.exporter.graph.passes.routers import replace_routers
-from quantmoe.exporter.graph.passes.shared_experts import attach as attach_shared
 from quantmoe.exporter.graph.placeholders import placeholder
 from quantmoe.exporter.targets import Target
 

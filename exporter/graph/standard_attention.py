@@ -70,7 +70,7 @@ def grouped_attention(
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
     absorbed = getattr(module, "absorbed", None)
-    if absorbed is not None:  # exporter/graph/passes/latent.py; keys are the latent, then what turns
+    if absorbed is not None:  # exporter/graph/modules/latent.py; keys are the latent, then what turns
         nope, turning = query.transpose(1, 2).split([absorbed.k_up.shape[2], module.qk_rope_head_dim], -1)
         query = torch.cat((absorbed.queries(nope), turning), -1).transpose(1, 2)
     batch, heads, s, d = query.shape

@@ -1,6 +1,6 @@
 """A skeleton -> ONNX graph: modules become what their nodes are, then torch.export runs.
 
-Parameters are traced as placeholders, which the graph keeps as initializers of the same name; passes/weights.py later
+Parameters are traced as placeholders, which the graph keeps as initializers of the same name; lowering/weights.py later
 says where their bytes come from. Of equal layers three are traced; passes/repeated_layers.py makes the rest.
 """
 
@@ -33,24 +33,18 @@ from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.graph import encoder, standard_attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.encoder import is_encoder
+from quantmoe.exporter.graph.lowering.paged import refusal as unpaged
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.passes import (
-    hyper_connections,
-    latent,
-    linear_attention,
-    run_passes,
-    selective_scan,
-    token_windows,
-)
-from quantmoe.exporter.graph.passes.attention import (
+from quantmoe.exporter.graph.modules import hyper_connections, latent, linear_attention, selective_scan, token_windows
+from quantmoe.exporter.graph.modules.attention import (
     GROUPED,
     RecognisedAttention,
     recognise,
     signature,
 )
-from quantmoe.exporter.graph.passes.attention_inputs import Rows
+from quantmoe.exporter.graph.modules.attention_inputs import Rows
+from quantmoe.exporter.graph.passes import run_passes
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
-from quantmoe.exporter.graph.passes.paged import refusal as unpaged
 from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.rank_collectives import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.repeated_layers import RepeatError, repeat_layers
@@ -112,7 +106,7 @@ def attention_of(
     Args:
         skeleton: after :func:`put_first_nodes`, which returns ``rows``.
         cache: see :func:`export`.
-        paged: all attention is to have caches in blocks (passes/paged.py).
+        paged: all attention is to have caches in blocks (lowering/paged.py).
 
     Raises:
         CheckpointError: the model does not run, so :func:`trace` would refuse it, too. Scales of the KV cache are

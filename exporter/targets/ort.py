@@ -15,7 +15,7 @@ def _refusal(spec: Any) -> str:
 
     if isinstance(spec, MoESpec | LinearSpec):
         return qmoe.refusal(spec)
-    if isinstance(spec, ConvSpec | DeltaSpec | SpaceSpec):  # exporter/graph/passes/standard_states.py
+    if isinstance(spec, ConvSpec | DeltaSpec | SpaceSpec):  # exporter/graph/lowering/standard_states.py
         return ""
     return f"{spec.OP} is no operator of ONNX Runtime's own (--target ort)"
 

@@ -33,17 +33,17 @@ from quantmoe.exporter.folder.metadata import (
 )
 from quantmoe.exporter.folder.record import new_hash
 from quantmoe.exporter.graph.encoder import is_encoder
+from quantmoe.exporter.graph.lowering.embeddings import keep_tables
+from quantmoe.exporter.graph.lowering.matmul_nbits import matmul_nbits, to_matmul_nbits
+from quantmoe.exporter.graph.lowering.packed_tables import PackedTable, pack_tables
+from quantmoe.exporter.graph.lowering.paged import to_paged
+from quantmoe.exporter.graph.lowering.qmoe import check_domains, tensor_name, to_qmoe
+from quantmoe.exporter.graph.lowering.standard_states import to_standard_states
+from quantmoe.exporter.graph.lowering.weights import Weight, place_weights
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.graph.passes import run_passes
-from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
-from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_nbits
-from quantmoe.exporter.graph.passes.packed_tables import PackedTable, pack_tables
-from quantmoe.exporter.graph.passes.paged import to_paged
-from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
-from quantmoe.exporter.graph.passes.standard_states import to_standard_states
-from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.placeholders import Stored
 from quantmoe.exporter.graph.put_nodes import put_nodes
 from quantmoe.exporter.graph.trace import trace

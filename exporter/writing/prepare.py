@@ -50,10 +50,10 @@ from quantmoe.exporter.writing.transformers_js import check_webgpu
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from quantmoe.exporter.graph.lowering.packed_tables import PackedTable
+    from quantmoe.exporter.graph.lowering.paged import Table
+    from quantmoe.exporter.graph.lowering.weights import Weight
     from quantmoe.exporter.graph.model import Skeleton
-    from quantmoe.exporter.graph.passes.packed_tables import PackedTable
-    from quantmoe.exporter.graph.passes.paged import Table
-    from quantmoe.exporter.graph.passes.weights import Weight
     from quantmoe.exporter.graph.put_nodes import Attention
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 

@@ -96,13 +96,13 @@ def make_graph(
     import onnx_ir as ir
 
     from quantmoe.exporter.choosing.choose import choose, choose_experts
+    from quantmoe.exporter.graph.lowering.embeddings import keep_tables
+    from quantmoe.exporter.graph.lowering.paged import to_paged
+    from quantmoe.exporter.graph.lowering.weights import place_weights
     from quantmoe.exporter.graph.model import Skeleton
     from quantmoe.exporter.graph.passes.defaults import drop_defaults
-    from quantmoe.exporter.graph.passes.embeddings import keep_tables
     from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
     from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
-    from quantmoe.exporter.graph.passes.paged import to_paged
-    from quantmoe.exporter.graph.passes.weights import place_weights
     from quantmoe.exporter.graph.put_nodes import put_first_nodes, put_nodes
     from quantmoe.exporter.graph.trace import attention_of, trace
     from quantmoe.exporter.targets import CUDA

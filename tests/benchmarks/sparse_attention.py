@@ -18,7 +18,7 @@ import onnxruntime as ort
 from test_architectures import fields, make_checkpoint
 
 from quantmoe.benchmarks.random_checkpoint import CONFIGS
-from quantmoe.exporter.graph.passes import latent
+from quantmoe.exporter.graph.modules import latent
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 

@@ -22,8 +22,8 @@ from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.graph.passes.attention import GROUPED, recognise
-from quantmoe.exporter.graph.passes.attention_inputs import rows_of
+from quantmoe.exporter.graph.modules.attention import GROUPED, recognise
+from quantmoe.exporter.graph.modules.attention_inputs import rows_of
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.writing.convert import export

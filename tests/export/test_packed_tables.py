@@ -16,8 +16,8 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.graph.passes.packed_tables import pack_tables
-from quantmoe.exporter.graph.passes.weights import Weight
+from quantmoe.exporter.graph.lowering.packed_tables import pack_tables
+from quantmoe.exporter.graph.lowering.weights import Weight
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan

@@ -23,22 +23,22 @@ from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, NormSpec
 from quantmoe.custom_ops.reference import add_norm
+from quantmoe.exporter.graph.lowering.embeddings import keep_tables
+from quantmoe.exporter.graph.lowering.matmul_nbits import to_matmul_nbits
+from quantmoe.exporter.graph.lowering.weights import Weight, place_weights
+from quantmoe.exporter.graph.modules.norms import RMSNorm, plain_norms
 from quantmoe.exporter.graph.passes.add_norms import add_norms
 from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
-from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.fused_norms import type_fused_norms
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface, set_cache_type, set_state_type
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
-from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits
-from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
 from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.rank_collectives import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.repeated_layers import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.rewrite_rules import only_their_operator
 from quantmoe.exporter.graph.passes.tables import narrow_tables
-from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.reading.slices import Slice
 
 RNG = np.random.default_rng(0)

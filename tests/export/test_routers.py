@@ -12,7 +12,7 @@ from specs import routing_spec
 from tiny import COMMON, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quantmoe.exporter.graph.passes.routers import attach, attach_standard, is_product, recognise
+from quantmoe.exporter.graph.modules.routers import attach, attach_standard, is_product, recognise
 
 EXPECTED = {
     "qwen3_moe": routing_spec(16, 4, "topk_softmax"),

@@ -19,7 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as of
 from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
 from quantmoe.exporter.choosing.choose import choose, choose_experts
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.graph.passes.shared_experts import recognise
+from quantmoe.exporter.graph.modules.shared_experts import recognise
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint

@@ -1,4 +1,4 @@
-"""CausalConv, GatedDelta and StateSpace as ONNX Runtime's own operators (passes/standard_states.py): each node, with
+"""CausalConv, GatedDelta and StateSpace as ONNX Runtime's own operators (lowering/standard_states.py): each node, with
 padding on either side, against the operators' references in float64. Only tokens that count are compared."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from linear_attention import (
 from sweeps import every
 
 from quantmoe.custom_ops.op import inputs
-from quantmoe.exporter.graph.passes.qmoe import check_domains
-from quantmoe.exporter.graph.passes.standard_states import to_standard_states
+from quantmoe.exporter.graph.lowering.qmoe import check_domains
+from quantmoe.exporter.graph.lowering.standard_states import to_standard_states
 
 #: as test_target_ort.py's: f32 sums of other orders
 BOUND = 2e-5

@@ -24,9 +24,9 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.reference import quant_moe, route
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.graph.lowering.qmoe import check_domains, tensor_name, to_qmoe
+from quantmoe.exporter.graph.lowering.weights import Weight
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
-from quantmoe.exporter.graph.passes.weights import Weight
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.fit import fit
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect

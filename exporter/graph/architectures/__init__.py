@@ -3,7 +3,7 @@
 A module provides ``prepare(model)``: changes a model's modules so that torch.export and the ONNX translation can follow
 them and their experts have the interface's attributes. The arithmetic does not change. It may have
 
-- a ``KIND`` of attention (passes/attention.py);
+- a ``KIND`` of attention (modules/attention.py);
 - ``configure(config)``, which runs before there is a model;
 - ``trim(model)``: leaves out tensors of transformers' model that nothing reads and no checkpoint has, or gives it the
   modules that other models have;

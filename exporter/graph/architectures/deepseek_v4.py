@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
 from quantmoe.exporter.graph.architectures.indexed import chosen, placed, visible
-from quantmoe.exporter.graph.passes import hyper_connections, token_windows
+from quantmoe.exporter.graph.modules import hyper_connections, token_windows
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 #: parts of published names -> parts that transformers' renamings do not take for a norm of attention

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as glm5
 
 from quantmoe.exporter.graph.architectures.indexed import PackedCache, by_slot, chosen, placed, visible
-from quantmoe.exporter.graph.passes import hyper_connections, token_windows
+from quantmoe.exporter.graph.modules import hyper_connections, token_windows
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 

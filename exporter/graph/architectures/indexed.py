@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
 
 from quantmoe.exporter.graph.architectures import mrope
-from quantmoe.exporter.graph.passes.attention import bound
+from quantmoe.exporter.graph.modules.attention import bound
 
 
 def prepare(model: PreTrainedModel) -> None:

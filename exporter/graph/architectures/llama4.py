@@ -14,7 +14,7 @@ from transformers.models.llama4 import modeling_llama4
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.graph.experts import put_on_interface
-from quantmoe.exporter.graph.passes.attention import Called, Kind, RecognisedAttention, bound, projected
+from quantmoe.exporter.graph.modules.attention import Called, Kind, RecognisedAttention, bound, projected
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 
@@ -84,7 +84,7 @@ def _chunked_mask(config: Any, attention_mask: torch.Tensor, **kwargs: Any) -> t
     queries = (torch.arange(new, device=mask.device) + (length - new))[:, None]
     start = queries - (queries - first) % config.attention_chunk_size
     made: Any = torch.where(keys < start, torch.finfo(mask.dtype).min, mask)
-    made.chunk_size = config.attention_chunk_size  # for passes/attention.py
+    made.chunk_size = config.attention_chunk_size  # for modules/attention.py
     return made
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer, NemotronHRMSNorm
 
-from quantmoe.exporter.graph.passes.norms import RMSNorm
+from quantmoe.exporter.graph.modules.norms import RMSNorm
 
 
 def prepare(model: PreTrainedModel) -> None:

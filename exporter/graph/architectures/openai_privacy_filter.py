@@ -7,7 +7,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Name the factor as other families do, so that passes/routers.py finds it."""
+    """Name the factor as other families do, so that modules/routers.py finds it."""
     for module in model.modules():
         if isinstance(module, OpenAIPrivacyFilterTopKRouter):
             module.routed_scaling_factor = 1 / module.top_k  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from quantmoe.exporter.errors import CheckpointError
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Make the rotary module read its frequencies, which passes/long_rope.py computes.
+    """Make the rotary module read its frequencies, which long_rope.py computes.
 
     Raises:
         CheckpointError: another kind of rotary embedding, whose tables the module scales in its own way.

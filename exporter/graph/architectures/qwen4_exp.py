@@ -24,9 +24,9 @@ from quantmoe.exporter.graph.architectures.indexed import (
     placed,
     visible,
 )
-from quantmoe.exporter.graph.passes import token_windows
-from quantmoe.exporter.graph.passes.linear_attention import convolve
-from quantmoe.exporter.graph.passes.state_parts import StatePart, divide, join
+from quantmoe.exporter.graph.modules import token_windows
+from quantmoe.exporter.graph.modules.linear_attention import convolve
+from quantmoe.exporter.graph.modules.state_parts import StatePart, divide, join
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 #: digits of a token's number plus 1, in base 256: every type of a graph has them exactly

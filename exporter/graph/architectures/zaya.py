@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.models.zaya.modeling_zaya import ZayaCCAProjection
 
 from quantmoe.custom_ops.op import ConvSpec
-from quantmoe.exporter.graph.passes.attention_inputs import Rows
-from quantmoe.exporter.graph.passes.linear_attention import convolve
+from quantmoe.exporter.graph.modules.attention_inputs import Rows
+from quantmoe.exporter.graph.modules.linear_attention import convolve
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 
 

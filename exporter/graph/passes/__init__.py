@@ -1,5 +1,5 @@
-"""Passes over transformers' modules and over the traced graph (onnx_ir). graph/trace.py and writing/graph_writer.py run
-them, in their order. A target names its own (:class:`quantmoe.exporter.targets.Target`)."""
+"""Passes over the traced graph (onnx_ir). graph/trace.py and writing/graph_writer.py run them, in their order, after
+``modules`` and before ``lowering``. A target names its own (:class:`quantmoe.exporter.targets.Target`)."""
 
 from collections.abc import Iterable
 from importlib import import_module

@@ -10,10 +10,10 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 
+from quantmoe.exporter.graph.lowering.embeddings import keep_tables
+from quantmoe.exporter.graph.lowering.weights import Weight, place_weights
 from quantmoe.exporter.graph.model import Skeleton, quiet
-from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_shapes
-from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.placeholders import DTYPES, Stored
 from quantmoe.exporter.graph.trace import hide, keeping
 from quantmoe.exporter.graph.vision.vision_attention import place_attention

@@ -42,7 +42,7 @@ MIXTURES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 _FEED_FORWARD, _DOWN = ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "experts", ""), ("down_proj", "w2")
 #: kind -> the usual group size, where checkpoints of the scheme have another
 USUAL = {"int4": 32, "none": -1}
-#: but decays and betas, and what latent attention keeps in floats (passes/latent.py)
+#: but decays and betas, and what latent attention keeps in floats (modules/latent.py)
 _LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$|kv_b_proj$)(\w+_proj\w*|w[123])")
 
 

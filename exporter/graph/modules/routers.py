@@ -19,7 +19,7 @@ import torch
 
 from quantmoe.custom_ops.op import RouterSpec, RoutingSpec, enum
 from quantmoe.custom_ops.reference import route
-from quantmoe.exporter.graph.passes.attention import drawing
+from quantmoe.exporter.graph.modules.attention import drawing
 from quantmoe.exporter.reading.formats.base import CORRECTION_BIAS
 from quantmoe.exporter.targets import CPU, Target
 
@@ -151,7 +151,7 @@ def attach(router: Any, spec: RoutingSpec, product: torch.dtype | None = None) -
 
 
 def attach_standard(router: Any, spec: RoutingSpec) -> None:
-    """Make the router's forward what com.microsoft::QMoE and operators of ONNX compute (passes/qmoe.py).
+    """Make the router's forward what com.microsoft::QMoE and operators of ONNX compute (lowering/qmoe.py).
 
     Requires:
         another method than topk, whose weights may be negative: QMoE leaves such experts out.

@@ -2,7 +2,7 @@
 layout ``qmoe`` has them.
 
 Routers are a MoERouting of method topk_softmax, which QMoE computes from its logits on every provider. A factor of the
-weights then multiplies the output (passes/routers.py).
+weights then multiplies the output (modules/routers.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from quantmoe.custom_ops.layouts import qmoe
 from quantmoe.custom_ops.op import DOMAIN, MoESpec
-from quantmoe.exporter.graph.passes.weights import Weight
+from quantmoe.exporter.graph.lowering.weights import Weight
 
 #: of tensors in the graph and in the data files, by a row's part
 NAMES = {"codes": "experts_weights", "scales": "scales", "bias": "experts_bias", "zero_points": "zero_points"}

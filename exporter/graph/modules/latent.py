@@ -23,8 +23,8 @@ import torch
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.reference import attention as reference
-from quantmoe.exporter.graph.passes import indexer
-from quantmoe.exporter.graph.passes.attention import (
+from quantmoe.exporter.graph.modules import indexer
+from quantmoe.exporter.graph.modules.attention import (
     NEAR,
     REACH,
     TOLERANCE,

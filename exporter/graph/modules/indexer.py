@@ -15,7 +15,7 @@ import torch
 
 from quantmoe.custom_ops.op import IndexerSpec
 from quantmoe.custom_ops.ops.sparse_indexer import sparse_indexer as reference
-from quantmoe.exporter.graph.passes.attention import FAILURES, Called, Given, Unlike, drawing, line, probe_of
+from quantmoe.exporter.graph.modules.attention import FAILURES, Called, Given, Unlike, drawing, line, probe_of
 
 #: of a trial: batch, new tokens, tokens in the cache, tokens that are selected
 SIZES = ((2, 5, 7, 3), (1, 1, 9, 4), (2, 6, 0, 2))

@@ -16,8 +16,8 @@ import onnx_ir as ir
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.layouts.panel_rows import PanelRows, Pieces, panel_rows
 from quantmoe.custom_ops.op import LinearSpec
-from quantmoe.exporter.graph.passes.embeddings import looks_up
-from quantmoe.exporter.graph.passes.weights import Weight
+from quantmoe.exporter.graph.lowering.embeddings import looks_up
+from quantmoe.exporter.graph.lowering.weights import Weight
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.custom_ops.ops.causal_conv import causal_conv as reference_conv
 from quantmoe.custom_ops.ops.gated_delta import gated_delta as reference_delta
 from quantmoe.exporter.choosing.choose import JOINED
-from quantmoe.exporter.graph.passes.attention import (
+from quantmoe.exporter.graph.modules.attention import (
     FAILURES,
     Draw,
     Given,
@@ -40,7 +40,7 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
-from quantmoe.exporter.graph.passes.attention_inputs import Rows
+from quantmoe.exporter.graph.modules.attention_inputs import Rows
 from quantmoe.exporter.reading.slices import Slice
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8

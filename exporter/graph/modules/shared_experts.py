@@ -19,9 +19,9 @@ import torch
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.custom_ops.reference import activate
 from quantmoe.exporter.choosing.described_model import Shared
-from quantmoe.exporter.graph.passes.attention import FAILURES, Given, drawing
-from quantmoe.exporter.graph.passes.routers import is_product
-from quantmoe.exporter.graph.passes.routers import recognise as recognise_router
+from quantmoe.exporter.graph.modules.attention import FAILURES, Given, drawing
+from quantmoe.exporter.graph.modules.routers import is_product
+from quantmoe.exporter.graph.modules.routers import recognise as recognise_router
 
 _TOLERANCE = 1e-5
 

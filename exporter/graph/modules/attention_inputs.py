@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quantmoe.custom_ops.op import IndexerSpec, RowsSpec
-from quantmoe.exporter.graph.passes.attention import REACH, TABLES, RecognisedAttention, bound
+from quantmoe.exporter.graph.modules.attention import REACH, TABLES, RecognisedAttention, bound
 from quantmoe.exporter.targets import Target
 
 

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from quantmoe.custom_ops.op import ConvSpec
-from quantmoe.exporter.graph.passes.attention import (
+from quantmoe.exporter.graph.modules.attention import (
     FAILURES,
     Given,
     Unlike,
@@ -36,8 +36,8 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
-from quantmoe.exporter.graph.passes.attention_inputs import Rows
-from quantmoe.exporter.graph.passes.linear_attention import as_taken, convolve, recurrent_state, widen
+from quantmoe.exporter.graph.modules.attention_inputs import Rows
+from quantmoe.exporter.graph.modules.linear_attention import as_taken, convolve, recurrent_state, widen
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.placeholders import Stored

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from quantmoe.exporter.graph.passes.attention import (
+from quantmoe.exporter.graph.modules.attention import (
     FAILURES,
     Given,
     Unlike,
@@ -31,8 +31,8 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
-from quantmoe.exporter.graph.passes.attention_inputs import Rows
-from quantmoe.exporter.graph.passes.linear_attention import recurrent_state
+from quantmoe.exporter.graph.modules.attention_inputs import Rows
+from quantmoe.exporter.graph.modules.linear_attention import recurrent_state
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.placeholders import Stored

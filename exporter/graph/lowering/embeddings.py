@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
-from quantmoe.exporter.graph.passes.weights import Weight
+from quantmoe.exporter.graph.lowering.weights import Weight
 
 
 def keep_tables(weights: Iterable[Weight], stored: Callable[[str], ir.DataType | None]) -> None:

@@ -22,7 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from quantmoe.custom_ops.op import ConvSpec, SpaceSpec
 from quantmoe.custom_ops.ops.causal_conv import causal_conv as reference_conv
 from quantmoe.custom_ops.ops.state_space import state_space as reference_space
-from quantmoe.exporter.graph.passes.attention import (
+from quantmoe.exporter.graph.modules.attention import (
     FAILURES,
     Given,
     Unlike,
@@ -33,8 +33,8 @@ from quantmoe.exporter.graph.passes.attention import (
     once_a_kind,
     randomise,
 )
-from quantmoe.exporter.graph.passes.attention_inputs import Rows
-from quantmoe.exporter.graph.passes.linear_attention import convolve, recurrent_state, widen
+from quantmoe.exporter.graph.modules.attention_inputs import Rows
+from quantmoe.exporter.graph.modules.linear_attention import convolve, recurrent_state, widen
 
 LINEARS = ("in_proj", "out_proj")
 #: in the node's order

@@ -1,0 +1,1 @@
+"""Modules of transformers that become operators: recognised by what they compute, and replaced before the trace."""
