@@ -8,18 +8,20 @@ from functools import cache
 
 from quantmoe.custom_ops import library_file, native, native_name
 from quantmoe.custom_ops.c_calls import checked
-from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, Spec
-from quantmoe.custom_ops.structs import STRUCTS, Shape, Tensor, check_structs, node
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, Spec
+from quantmoe.custom_ops.structs import Shape, Tensor, check_structs, node
 from quantmoe.custom_ops.tensor_shapes import input_shapes
 
 #: whose activations are of the same type
 FLOATS = ("bf16", "f16")
 
 
-_I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+_I32 = ctypes.c_int32
 
 
 TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+#: qm_tensor's types of ids
+INT32, INT64 = 3, 4
 
 
 class Device(ctypes.Structure):
@@ -31,111 +33,24 @@ class Device(ctypes.Structure):
 H200 = Device(90, 132, 233472)
 
 
-class Problem(ctypes.Structure):
-    """qm_cuda_problem."""
-
-    PLAN = "qm_cuda_plan_moe"
-    _fields_ = [
-        ("moe", STRUCTS["QuantMoE"]),
-        ("type", _I32),
-        ("id_bytes", _I32),
-        ("tokens", _I64),
-        ("top_k", _I64),
-        ("local_experts", _I64),
-        ("slots", _I32),
-        ("staging", _I32),
-        ("host_share", _I32),
-        ("host_layer", _I32),
-    ]
-
-
-class LinearProblem(ctypes.Structure):
-    """qm_cuda_linear_problem."""
-
-    PLAN = "qm_cuda_plan_linear"
-    _fields_ = [("linear", STRUCTS["QuantLinear"]), ("type", _I32), ("rows", _I64)]
-
-
-class AttentionProblem(ctypes.Structure):
-    """qm_cuda_attention_problem."""
-
-    PLAN = "qm_cuda_plan_attention"
-    _fields_ = [
-        ("attention", STRUCTS["CachedAttention"]),
-        ("type", _I32),
-        ("batch", _I64),
-        ("tokens", _I64),
-        ("past_slots", _I64),
-        ("slots", _I64),
-        ("blocks", _I64),
-        ("positions", _I64),
-    ]
-
-
-class AttentionPlan(ctypes.Structure):
-    """qm_cuda_attention_plan."""
-
-    _fields_ = [(n, _I32) for n in ("tile_rows", "splits", "cluster", "stages", "wgmma", "few_tokens", "many_rows")] + [
-        (n, _U64) for n in ("queries", "sums", "partial", "workspace_bytes")
-    ]
+#: QM_CUDA_PLAN_WORDS
+_PLAN_WORDS = 264
 
 
 class NodePlan(ctypes.Structure):
     """qm_cuda_node_plan."""
 
-    _fields_ = [("chosen", _I32 * 4), ("workspace_bytes", _U64)]
+    _fields_ = [("workspace_bytes", ctypes.c_uint64), ("chosen", _I32 * _PLAN_WORDS)]
 
 
-#: qm_cuda_step_kind
-STEPS = (
-    *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
-    *("linear", "resolve", "fill", "add_host"),
-)
-
-
-class PlanStep(ctypes.Structure):
-    """qm_cuda_step."""
+class NodeCall(ctypes.Structure):
+    """qm_cuda_call."""
 
     _fields_ = [
-        (n, _I32)
-        for n in (
-            *("kind", "grid", "grid_y", "block", "block_y", "shared_bytes", "cluster", "dependent"),
-            *("panels", "n_tiles", "stages", "warps_k", "packed", "weighted", "ordered"),
-            *("in_rows", "in_columns", "out_rows", "out_columns"),
-        )
-    ] + [("in_at", _U64), ("out_at", _U64)]
-    #: of a product: which instance, on how many blocks
-    instance = ("panels", "n_tiles", "stages", "warps_k", "packed", "grid", "block", "shared_bytes", "cluster")
-
-
-class Plan(ctypes.Structure):
-    """qm_cuda_plan."""
-
-    _fields_ = [
-        ("path", _I32),
-        ("step_count", _I32),
-        ("all_steps", PlanStep * 10),
-        ("max_tiles", _I32),
-        ("down_max_tiles", _I32),
-        *((n, _U64) for n in ("tiles", "down_tiles", "sorted_pairs", "positions")),
-        *((n, _U64) for n in ("where", "copies", "kept", "workspace_bytes")),
+        ("inputs", ctypes.POINTER(Tensor)),
+        ("outputs", ctypes.POINTER(Tensor)),
+        *((name, ctypes.c_void_p) for name in ("workspace", "stream", "experts", "peers")),
     ]
-
-    @property
-    def steps(self) -> dict[str, PlanStep]:
-        """By name (STEPS), in the order in which they run; changing one changes the plan."""
-        return {STEPS[s.kind]: s for s in self.all_steps[: self.step_count]}
-
-    @property
-    def w13(self) -> PlanStep:
-        """A layer's product with w13."""
-        return self.steps["gate_up"]
-
-    @property
-    def w2(self) -> PlanStep:
-        """A layer's product with w2, or a linear's."""
-        steps = self.steps
-        return steps["down"] if "down" in steps else steps["linear"]
 
 
 @cache
@@ -148,34 +63,8 @@ def library() -> ctypes.CDLL:
     """
     lib = ctypes.CDLL(library_file("quantmoe.custom_ops", native_name("quantmoe_cuda"), "QUANTMOE_CUDA_LIBRARY"))
     check_structs(lib)
-    for size in ("row_bytes", "linear_row_bytes", "slot_bytes", "cache_state_bytes", "box_bytes"):
-        getattr(lib, f"qm_cuda_{size}").restype = ctypes.c_size_t
+    lib.qm_cuda_box_bytes.restype = ctypes.c_size_t
     return lib
-
-
-def problem(spec: MoESpec, dtype: str, tokens: int, top_k: int, local_experts: int, id_bytes: int = 8) -> Problem:
-    """qm_cuda_problem of a node and a batch; dtype "f16" or "bf16" (or "f32", which plan() refuses)."""
-    return Problem(node(native.library(), spec), TYPES[dtype], id_bytes, tokens, top_k, local_experts)
-
-
-def linear_problem(spec: LinearSpec, dtype: str, rows: int) -> LinearProblem:
-    """qm_cuda_linear_problem of a node and a batch."""
-    return LinearProblem(node(native.library(), spec), TYPES[dtype], rows)
-
-
-def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
-    """qm_cuda_plan_moe or qm_cuda_plan_linear: pure, needs no GPU.
-
-    Raises:
-        ValueError: the library's sentence about what is not supported.
-    """
-    found = Plan()
-    fill_plan(library(), problem, device, found)
-    return found
-
-
-def fill_plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found: ctypes.Structure) -> None:
-    checked(getattr(lib, problem.PLAN), *map(ctypes.byref, (problem, device, found)))
 
 
 def refusal(spec: Spec) -> str:
@@ -183,26 +72,22 @@ def refusal(spec: Spec) -> str:
 
     The plan of one token on an H200 says it. The library of the CPU kernels has this plan, too.
     """
-    lib = native.library()
-    if "CPU" in spec.OPERATOR.engines and "CUDA" not in spec.OPERATOR.engines:
-        return f"no CUDA kernel runs {spec.OP}"
     try:
-        if isinstance(spec, AttentionSpec):
-            fill_plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1, positions=1), H200, AttentionPlan())
-        elif isinstance(spec, MoESpec | LinearSpec):
-            fill_plan(lib, _of_one_token(spec), H200, Plan())
-        else:
-            plan_node(spec, "bf16", 1, 1, lib=lib)
+        _plan_one(spec, H200, native.library())
     except ValueError as error:
         return str(error)
     return ""
 
 
-def _of_one_token(spec: MoESpec | LinearSpec) -> Problem | LinearProblem:
+def _plan_one(spec: Spec, device: Device, lib: ctypes.CDLL) -> NodePlan:
+    """Plan a call of one token."""
+    kind, experts = "bf16", 1
     if isinstance(spec, LinearSpec):
-        return linear_problem(spec, _type_of(spec.w), 1)
-    kind = _type_of(spec.w13 if spec.w13.format in FLOATS else spec.w2)
-    return problem(spec, kind, 1, 1, spec.num_experts - spec.expert_offset)
+        kind = _type_of(spec.w)
+    elif isinstance(spec, MoESpec):
+        kind = _type_of(spec.w13 if spec.w13.format in FLOATS else spec.w2)
+        experts = spec.num_experts - spec.expert_offset
+    return plan_node(spec, kind, 1, 1, device, lib, experts)
 
 
 def _type_of(weights: Projection) -> str:
@@ -224,7 +109,7 @@ def absence(spec: MoESpec | LinearSpec) -> str:
     except ValueError as error:
         return f"compiled, no GPU here ({error})"
     try:
-        plan(_of_one_token(spec), device)
+        _plan_one(spec, device, library())
     except ValueError as error:
         return str(error)
     return ""
@@ -237,21 +122,6 @@ def query(ordinal: int = 0) -> Device:
     return found
 
 
-def attention_problem(
-    spec: AttentionSpec,
-    dtype: str,
-    batch: int,
-    tokens: int,
-    past_slots: int,
-    slots: int,
-    blocks: int = 0,
-    positions: int = 0,
-) -> AttentionProblem:
-    """qm_cuda_attention_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    own = node(native.library(), spec)
-    return AttentionProblem(own, TYPES[dtype], batch, tokens, past_slots, slots, blocks, positions)
-
-
 def plan_node(
     spec: Spec,
     dtype: str,
@@ -259,33 +129,57 @@ def plan_node(
     tokens: int,
     device: Device = H200,
     lib: ctypes.CDLL | None = None,
+    experts: int = 1,
     **sizes: int,
 ) -> NodePlan:
-    """Plan an operator that runs by its name. Pure, needs no GPU.
+    """Plan a call. Pure, needs no GPU.
 
     Args:
         dtype: "f16" or "bf16" (or "f32", which most refuse).
-        batch, tokens: the sizes B and S of op.def, and its "..". sizes: others by their letters.
-        lib: the library that plans; None: the CUDA library.
+        batch, tokens: the sizes B and S of op.def, and its "..". sizes: others by their letters; absent: 1.
+        lib: the library that plans; None: the CUDA library. experts: of packed weights.
 
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    free = {"B": batch, "S": tokens, "..": [batch, tokens], **sizes}
-    shapes = input_shapes(spec.OPERATOR, spec.attributes(), free)
-    return plan_shapes(spec, dtype, shapes, device, lib)
+    free = {letter: 1 for letter in "HKLMNPR"} | {"B": batch, "S": tokens, "..": [batch, tokens], **sizes}
+    return plan_shapes(spec, dtype, input_shapes(spec.OPERATOR, spec.attributes(), free), device, lib, experts)
 
 
 def plan_shapes(
     spec: Spec,
     dtype: str,
-    shapes: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[int] | None],
     device: Device = H200,
     lib: ctypes.CDLL | None = None,
+    experts: int = 1,
 ) -> NodePlan:
-    """Plan an operator as :func:`plan_node`, for inputs of these shapes."""
-    inputs = (Tensor * len(shapes))(*(Tensor(None, TYPES[dtype], Shape.of(shape)) for shape in shapes))
-    found, own = NodePlan(), ctypes.byref(node(native.library(), spec))
-    plan_of = (lib or library()).qm_cuda_plan_node
-    checked(plan_of, spec.OP.encode(), own, inputs, ctypes.byref(device), ctypes.byref(found))
+    """Plan a call as :func:`plan_node`, for inputs of these shapes."""
+    found, given = NodePlan(), tensors(spec, dtype, shapes, experts)
+    plan_call(lib or library(), spec.OP, node(native.library(), spec), NodeCall(given), device, found)
     return found
+
+
+def tensors(
+    spec: Spec, dtype: str, shapes: Sequence[Sequence[int] | None], experts: int = 1, id_type: int = INT64
+) -> ctypes.Array[Tensor]:
+    """Return an operator's inputs without data; optional ones that have no shape are left out."""
+    op = spec.OPERATOR
+    names = [*op.inputs, *op.optional_inputs]
+    types = {"T": TYPES[dtype], "C": TYPES[dtype], "I": id_type}
+    found = (Tensor * len(names))(*[Tensor(None, 0, Shape.of(None))] * len(names))
+    for tensor, (name, kind), shape in zip(found, names, shapes, strict=False):
+        tensor.type = types.get(kind, 0)
+        tensor.shape = Shape.of((experts, -1) if op.shapes[name] == "packed" else shape)
+    return found
+
+
+def plan_call(
+    lib: ctypes.CDLL, op: str, own: ctypes.Structure, call: NodeCall, device: Device, found: ctypes.Structure
+) -> None:
+    """qm_cuda_plan_node.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    checked(lib.qm_cuda_plan_node, op.encode(), *map(ctypes.byref, (own, call, device, found)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops import library_file, native_name
-from quantmoe.custom_ops.c_calls import checked
+from quantmoe.custom_ops.c_calls import Description, checked
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_none
 from quantmoe.custom_ops.op import (
@@ -22,15 +22,10 @@ from quantmoe.custom_ops.op import (
     Spec,
     enum,
 )
-from quantmoe.custom_ops.schema import schema
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.custom_ops.structs import check_structs, node, projection
+from quantmoe.custom_ops.structs import Shape, check_structs, node, projection
 
 _share = threading.local()
-
-
-#: operator -> its functions' name, of those that the CPU kernels run by functions of their own
-_NAMES = {op: schema().operators[op].name_c for op in ("QuantMoE", "QuantLinear", "CachedAttention")}
 
 
 TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
@@ -71,6 +66,8 @@ class Row(ctypes.Structure):
         ("bytes", ctypes.c_int64),
         ("at", ctypes.c_int64 * len(ROW_PARTS)),
         ("sizes", ctypes.c_int64 * len(ROW_PARTS)),
+        ("panel_rows", ctypes.c_int64),
+        ("panel_bytes", ctypes.c_int64),
     ]
 
     def part(self, name: str) -> slice:
@@ -90,12 +87,7 @@ def library() -> ctypes.CDLL:
     lib = ctypes.CDLL(library_file("quantmoe.custom_ops", native_name("quantmoe"), "QUANTMOE_LIBRARY"))
     check_structs(lib)
     for name, restype in {
-        "qm_row_bytes": ctypes.c_size_t,
         "qm_workspace": ctypes.c_size_t,
-        **dict.fromkeys((f"qm_{name}_workspace" for name in _NAMES.values()), ctypes.c_size_t),
-        "qm_kernel_name": ctypes.c_char_p,
-        "qm_kernel_selected": ctypes.c_char_p,
-        "qm_version": ctypes.c_char_p,
         "qm_probe_read": ctypes.c_double,
         "qm_probe_int8": ctypes.c_double,
     }.items():
@@ -141,20 +133,21 @@ def pack_expert(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.n
     Raises:
         ValueError: an array or a row of another size, or the library's words.
     """
-    lib, rows = library(), [_address(spec, "w13", w13_row), _address(spec, "w2", w2_row)]
-    given = [
-        m and _given(m, spec, projection)
-        for m, projection in ((expert.gate, "w13"), (expert.up, "w13"), (expert.down, "w2"))
-    ]
-    matrices = [m and ctypes.byref(m[0]) for m in given]
-    checked(lib.qm_pack_expert, ctypes.byref(node(lib, spec)), *matrices, *rows, *_pool())
+    rows = [_address(spec, "w13", w13_row), _address(spec, "w2", w2_row)]
+    matrices = [(m, "w13") for m in (expert.gate, expert.up) if m] + [(expert.down, "w2")]
+    _pack(spec, [_given(m, spec, projection) for m, projection in matrices], rows)
 
 
 def pack_linear(m: QuantizedMatrix, spec: MoESpec, row: np.ndarray) -> None:
     """Write the row of a linear's matrix, ``spec`` being LinearSpec.moe; as :func:`pack_expert`."""
-    lib, to = library(), _address(spec, "w2", row)
-    matrix, _arrays = _given(m, spec, "w2")
-    checked(lib.qm_pack_linear, ctypes.byref(node(lib, _linear(spec))), ctypes.byref(matrix), to, *_pool())
+    to = _address(spec, "w2", row)
+    _pack(_linear(spec), [_given(m, spec, "w2")], [to])
+
+
+def _pack(spec: Spec, given: Sequence[tuple[_Matrix, list[np.ndarray]]], rows: Sequence[ctypes.c_void_p]) -> None:
+    matrices = (_Matrix * len(given))(*(matrix for matrix, _ in given))
+    to, lib = (ctypes.c_void_p * len(rows))(*rows), library()
+    checked(lib.qm_pack, spec.OP.encode(), ctypes.byref(node(lib, spec)), matrices, to, *_pool())
 
 
 def quantize(
@@ -201,21 +194,24 @@ def unpack_expert(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Exp
     Raises:
         ValueError: a row of another size, or with an act-order that is none.
     """
-    lib, w13_row, w2_row = library(), np.ascontiguousarray(w13_row), np.ascontiguousarray(w2_row)
+    w13_row, w2_row = np.ascontiguousarray(w13_row), np.ascontiguousarray(w2_row)
     rows = [_address(spec, "w13", w13_row), _address(spec, "w2", w2_row)]
-    up, down = _Unpacked(spec, "w13"), _Unpacked(spec, "w2")
-    gate = _Unpacked(spec, "w13") if spec.gated else None
-    matrices = [m and ctypes.byref(m.struct) for m in (gate, up, down)]
-    checked(lib.qm_unpack_expert, ctypes.byref(node(lib, spec)), *rows, *matrices, *_pool())
-    return Expert(gate.matrix() if gate else None, up.matrix(), down.matrix())
+    found = [_Unpacked(spec, projection) for projection in [*["w13"] * (2 if spec.gated else 1), "w2"]]
+    *gate, up, down = _unpack(spec, rows, found)
+    return Expert(gate[0] if gate else None, up, down)
 
 
 def unpack_linear(spec: MoESpec, row: np.ndarray) -> QuantizedMatrix:
     """Return the matrix of a linear's row, ``spec`` being LinearSpec.moe; as :func:`unpack_expert`."""
-    lib, row = library(), np.ascontiguousarray(row)
-    at, m = _address(spec, "w2", row), _Unpacked(spec, "w2")
-    checked(lib.qm_unpack_linear, ctypes.byref(node(lib, _linear(spec))), at, ctypes.byref(m.struct), *_pool())
-    return m.matrix()
+    row = np.ascontiguousarray(row)
+    return _unpack(_linear(spec), [_address(spec, "w2", row)], [_Unpacked(spec, "w2")])[0]
+
+
+def _unpack(spec: Spec, rows: Sequence[ctypes.c_void_p], found: Sequence[_Unpacked]) -> list[QuantizedMatrix]:
+    matrices = (_Matrix * len(found))(*(m.struct for m in found))
+    at, lib = (ctypes.c_void_p * len(rows))(*rows), library()
+    checked(lib.qm_unpack, spec.OP.encode(), ctypes.byref(node(lib, spec)), at, matrices, *_pool())
+    return [m.matrix(struct) for m, struct in zip(found, matrices, strict=True)]
 
 
 def _linear(spec: MoESpec) -> LinearSpec:
@@ -266,14 +262,14 @@ def _given(m: QuantizedMatrix, spec: MoESpec, projection: str) -> tuple[_Matrix,
 
 
 class _Unpacked:
-    """A matrix that is unpacked through ``struct``."""
+    """The arrays of a matrix to unpack; ``struct`` points to them."""
 
     def __init__(self, spec: MoESpec, projection: str) -> None:
         self.p = spec.matrices(projection)[0]
         self.arrays = {name: np.empty(*of) for name, of in _arrays(spec, projection).items()}
         self.struct = _Matrix(**{name: array.ctypes.data for name, array in self.arrays.items()})
 
-    def matrix(self) -> QuantizedMatrix:
+    def matrix(self, filled: _Matrix) -> QuantizedMatrix:
         p, silent = self.p, {"zero_points": SCHEMES[self.p.format].zero, "bias": 0, "pre_scale": 1}
         arrays: dict[str, Any] = {
             name: a for name, a in self.arrays.items() if name not in silent or (a != silent[name]).any()
@@ -284,8 +280,8 @@ class _Unpacked:
             kind=p.format,
             group_size=p.group_size,
             block_n=p.block_n,
-            global_scale=self.struct.global_scale if p.format == "nvfp4" else None,
-            input_scale=self.struct.input_scale or None,
+            global_scale=filled.global_scale if p.format == "nvfp4" else None,
+            input_scale=filled.input_scale or None,
             **arrays,
         )
 
@@ -303,13 +299,10 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
     Args:
         words: int32 words of a packed row by input, {"w13": .., "w2": ..}, {"w": ..} or none.
     """
-    lib, shapes = library(), [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
+    lib, packed = library(), [Shape.of((1, count)) for count in words.values()]
     try:
-        own = ctypes.byref(node(lib, spec))
-        if "CPU" in spec.OPERATOR.engines:
-            checked(lib.qm_validate, spec.OP.encode(), own)
-        else:
-            checked(getattr(lib, f"qm_{_NAMES[spec.OP]}_validate"), own, *shapes)
+        shapes = (Shape * len(packed))(*packed) if packed else None
+        checked(lib.qm_validate, spec.OP.encode(), ctypes.byref(node(lib, spec)), shapes)
     except ValueError as error:
         return str(error)
     return ""
@@ -317,8 +310,4 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
 
 def kernels() -> dict[str, bool]:
     """Kernel name -> usable on this machine, best first."""
-    found, usable, index = {}, ctypes.c_int(), 0
-    while name := library().qm_kernel_name(ctypes.c_size_t(index), ctypes.byref(usable)):
-        found[name.decode()] = bool(usable.value)
-        index += 1
-    return found
+    return Description.of(library()).found()

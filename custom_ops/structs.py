@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
-from quantmoe.custom_ops.c_calls import ERROR_SIZE, check_status
+from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.nodes import Projection
 from quantmoe.custom_ops.schema import Operator, Spec, schema
 
@@ -38,6 +38,29 @@ class _Attribute(ctypes.Structure):
     ]
 
 
+class _Operator(ctypes.Structure):
+    """qm_operator."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("bytes", ctypes.c_size_t),
+        ("count", ctypes.c_size_t),
+        ("attributes", ctypes.POINTER(_Attribute)),
+    ]
+
+
+class Value(ctypes.Structure):
+    """qm_value."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("kind", ctypes.c_char),
+        ("integer", ctypes.c_int64),
+        ("number", ctypes.c_float),
+        ("text", ctypes.c_char_p),
+    ]
+
+
 class Shape(ctypes.Structure):
     """qm_shape."""
 
@@ -59,25 +82,24 @@ def check_structs(lib: ctypes.CDLL, operators: Iterable[Operator] = schema().ope
     """Compare the attributes, sizes and offsets of a library's structs with these.
 
     Raises:
-        OSError: they differ, as where one was built from another op.def.
+        OSError: they differ, as where one was built from another op.def, or by another release.
     """
-    lib.qm_attribute_at.restype, lib.qm_node_size.restype = ctypes.POINTER(_Attribute), ctypes.c_size_t
+    if not hasattr(lib, "qm_find_operator"):
+        raise OSError(f"{lib._name}: built by another release than this package: make build, make cuda")
+    lib.qm_find_operator.restype = ctypes.POINTER(_Operator)
     for operator in operators:
-        op, struct = operator.name.encode(), make_struct(operator)
-        found, index = {}, 0
-        while attribute := lib.qm_attribute_at(op, ctypes.c_size_t(index)):
-            a = attribute.contents
-            found[a.name.decode()] = (a.kind.decode(), a.since, a.offset)
-            index += 1
+        struct, known = make_struct(operator), lib.qm_find_operator(operator.name.encode())
+        own = known.contents if known else _Operator()
+        found = {a.name.decode(): (a.kind.decode(), a.since, a.offset) for a in own.attributes[: own.count]}
         want = {
             name: (a.kind if a.kind in ("i", "f") else "s", a.since, getattr(struct, name).offset)
             for name, a in operator.attributes.items()
         }
-        if list(found.items()) != list(want.items()) or lib.qm_node_size(op) != ctypes.sizeof(struct):
+        if list(found.items()) != list(want.items()) or own.bytes != ctypes.sizeof(struct):
             differ = sorted(name for name in found.keys() | want.keys() if found.get(name) != want.get(name))
             raise OSError(
                 f"{lib._name}: built from another op.def than this package's (make build, make cuda): "
-                f"qm_{operator.name_c} has {lib.qm_node_size(op)} bytes, expected {ctypes.sizeof(struct)}; "
+                f"qm_{operator.name_c} has {own.bytes} bytes, expected {ctypes.sizeof(struct)}; "
                 f"attributes that differ: {', '.join(differ)}"
             )
 
@@ -88,19 +110,19 @@ def node(lib: ctypes.CDLL, spec: Spec) -> ctypes.Structure:
     Raises:
         ValueError: with the C ABI's message.
     """
-    found, op, err = STRUCTS[spec.OP](), spec.OP.encode(), ctypes.create_string_buffer(ERROR_SIZE)
-    for name, value in spec.attributes().items():
-        to, kind = (op, ctypes.byref(found), name.encode()), spec.OPERATOR.attributes[name].kind
-        if name == "op_version":
-            status = lib.qm_set_version(*to[:2], ctypes.c_int64(int(value)), err)
-        elif kind == "i":
-            status = lib.qm_set_int(*to, ctypes.c_int64(int(value)), err)
-        elif kind == "f":
-            status = lib.qm_set_float(*to, ctypes.c_float(float(value)), err)
-        else:
-            status = lib.qm_set_string(*to, str(value).encode(), err)
-        check_status(status, err)
+    found, kinds = STRUCTS[spec.OP](), {name: a.kind for name, a in spec.OPERATOR.attributes.items()}
+    values = [_value(name, kinds[name], value) for name, value in spec.attributes().items()]
+    given = (Value * len(values))(*values), ctypes.c_size_t(len(values))
+    checked(lib.qm_set_attributes, spec.OP.encode(), ctypes.byref(found), *given)
     return found
+
+
+def _value(name: str, kind: str, value: Any) -> Value:
+    if kind == "i":
+        return Value(name.encode(), b"i", integer=int(value))
+    if kind == "f":
+        return Value(name.encode(), b"f", number=float(value))
+    return Value(name.encode(), b"s", text=str(value).encode())
 
 
 def projection(p: Projection) -> ctypes.Structure:

@@ -35,10 +35,18 @@ def output_shapes(
     ]
 
 
-def input_shapes(operator: Operator, attributes: Mapping[str, Any], free: Mapping[str, Any]) -> list[list[int]]:
-    """Return the shapes of a node's inputs for sizes that the run decides, as ``{"B": 1, "S": 7, "..": [3, 5]}``."""
-    values = _values(operator, attributes)
-    return [_sizes(operator.shapes[name], dict(free), values) for name, _ in operator.inputs]
+def input_shapes(operator: Operator, attributes: Mapping[str, Any], free: Mapping[str, Any]) -> list[list[int] | None]:
+    """Return the shapes of a node's inputs for sizes that the run decides, as ``{"B": 1, "S": 7, "..": [3, 5]}``.
+
+    Optional inputs come last, None where ``free`` lacks one of their sizes. A packed input has no sizes.
+    """
+    values, shapes = _values(operator, attributes), operator.shapes
+    required = [_sizes(shapes[name], dict(free), values) for name, _ in operator.inputs]
+    optional = [shapes[name] for name, _ in operator.optional_inputs]
+    return required + [
+        _sizes(shape, dict(free), values) if free.keys() >= {*re.findall(r"\b[A-Z]\b", shape)} else None
+        for shape in optional
+    ]
 
 
 def named_size(operator: Operator, attributes: Mapping[str, Any], name: str) -> int:

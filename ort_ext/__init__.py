@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.custom_ops import library_file, native_name
+from quantmoe.custom_ops.c_calls import Description
 
 #: the ONNX Runtime whose API the libraries are written to, and every operator of exported models is in
 OLDEST = (1, 21)
@@ -97,10 +98,8 @@ def build_info() -> str:
     Raises:
         OSError: the library cannot be loaded.
     """
-    library, error = ctypes.CDLL(library_path()), ctypes.create_string_buffer(512)
-    library.qm_compiler.restype = library.qm_kernel_selected.restype = ctypes.c_char_p
-    kernel = library.qm_kernel_selected(None, error) or error.value
-    return f"{library.qm_compiler().decode()}, {kernel.decode()}"
+    found = Description.of(ctypes.CDLL(library_path()))
+    return f"{found.compiler.decode()}, {found.kernel.decode() if found.kernel else found.refusal}"
 
 
 def glibc_of(library: str | Path) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import pytest
 from quantmoe.custom_ops import native, nodes
 from quantmoe.custom_ops.c_calls import ERROR_SIZE
 from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, read, schema, stub
-from quantmoe.custom_ops.structs import STRUCTS, check_structs, make_struct
+from quantmoe.custom_ops.structs import STRUCTS, Value, check_structs, make_struct
 
 SOURCES = Path(__file__).parents[1] / "custom_ops"
 SPECS = [getattr(nodes, op) for op in schema().operators]
@@ -148,14 +148,19 @@ def test_an_attribute_of_the_c_structs_is_one_line(later: Schema, later_library:
 def test_absence_in_c_is_what_op_def_says(later: Schema, later_library: ctypes.CDLL) -> None:
     err, lib, op = ctypes.create_string_buffer(ERROR_SIZE), later_library, b"MoERouting"
     node = make_struct(later.operators["MoERouting"])()
+
+    def set_version(version: int) -> int:
+        value = Value(b"op_version", b"i", integer=version)
+        return lib.qm_set_attributes(op, ctypes.byref(node), ctypes.byref(value), ctypes.c_size_t(1), err)
+
     for version, message in ((4, "op_version is 4, this library knows 1 to 3"), (0, "op_version is 0, this library")):
-        assert lib.qm_set_version(op, ctypes.byref(node), ctypes.c_int64(version), err) == 2
+        assert set_version(version) == 2
         assert err.value.decode().startswith(message)
-    assert lib.qm_set_version(op, ctypes.byref(node), ctypes.c_int64(1), err) == 0
+    assert set_version(1) == 0
     topk = schema().enums["routing_method"]["topk"]
     assert (node.op_version, node.n_shared, node.softcap, node.second) == (1, -3, 2.5, topk)
     node.n_shared, node.softcap, node.second = 4, 0.5, 0
-    assert lib.qm_set_version(op, ctypes.byref(node), ctypes.c_int64(2), err) == 0
+    assert set_version(2) == 0
     assert (node.n_shared, node.softcap, node.second) == (4, 0.5, topk)
 
 
@@ -163,8 +168,8 @@ def test_a_code_that_op_def_lacks_is_refused() -> None:
     """In a struct that a C program fills."""
     err, lib = ctypes.create_string_buffer(ERROR_SIZE), native.library()
     node = STRUCTS["MoERouting"](op_version=1, num_experts=8, top_k=2, method=5, n_group=1, topk_group=1)
-    assert lib.qm_validate(b"MoERouting", ctypes.byref(node), err) == 1
+    assert lib.qm_validate(b"MoERouting", ctypes.byref(node), None, err) == 1
     assert err.value.decode() == (
         "method is 5, no code of the operator's: softmax_topk, topk_softmax, sigmoid_topk, topk_sigmoid, topk"
     )
-    assert lib.qm_node_size(b"Attention") == 0
+    assert not lib.qm_find_operator(b"Attention")

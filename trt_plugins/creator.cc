@@ -39,8 +39,8 @@ std::vector<std::string> projection_strings_of(std::string_view op) {
 class Creator final : public IPluginCreatorV3One {
  public:
   explicit Creator(const char* op) : op_(op), strings_(strings_of(op)), projection_strings_(projection_strings_of(op)) {
-    for (const qm_attribute* attribute; (attribute = qm_attribute_at(op, attributes_)); ++attributes_)
-      fields_.emplace_back(attribute->name, nullptr, field_type(attribute->kind), 1);
+    for (size_t i = 0; i < attributes_; ++i)
+      fields_.emplace_back(known_.attributes[i].name, nullptr, field_type(known_.attributes[i].kind), 1);
     if (strings_.empty()) projection_strings_.clear();
     for (const auto* names : {&strings_, &projection_strings_})
       for (const std::string& name : *names) fields_.emplace_back(name.c_str(), nullptr, PluginFieldType::kCHAR, 1);
@@ -63,8 +63,9 @@ class Creator final : public IPluginCreatorV3One {
     return kind == 'i' ? PluginFieldType::kINT32 : kind == 'f' ? PluginFieldType::kFLOAT32 : PluginFieldType::kCHAR;
   }
   const char* op_;
+  const qm_operator& known_ = *qm_find_operator(op_);
+  const size_t attributes_ = known_.count;
   std::vector<std::string> strings_, projection_strings_;
-  size_t attributes_ = 0;
   std::vector<PluginField> fields_;  // of attributes, then of strings, then of projections' strings
   PluginFieldCollection collection_{};
 };
@@ -85,17 +86,17 @@ bool set(const char* op, Node* node, std::vector<Value>* values, const PluginFie
   if (text) {  // the length counts the NUL, which a damaged plan may lack
     const std::string value(data, strnlen(data, field.length));
     values->push_back({expected.name, expected.type, std::string(value.c_str(), value.size() + 1)});
-    return !attribute || !qm_set_string(op, node, field.name, value.c_str(), error);
+    const qm_value set{field.name, 's', 0, 0, value.c_str()};
+    return !attribute || !qm_set_attributes(op, node, &set, 1, error);
   }
   values->push_back({expected.name, expected.type, std::string(data, 4)});
-  if (expected.type == PluginFieldType::kFLOAT32) {
-    float value;
-    std::memcpy(&value, data, sizeof(value));
-    return !qm_set_float(op, node, field.name, value, error);
-  }
-  int32_t value;
-  std::memcpy(&value, data, sizeof(value));
-  return !qm_set_int(op, node, field.name, value, error);
+  const bool real = expected.type == PluginFieldType::kFLOAT32;
+  float number;
+  int32_t integer;
+  std::memcpy(&number, data, sizeof(number));
+  std::memcpy(&integer, data, sizeof(integer));
+  const qm_value set{field.name, real ? 'f' : 'i', integer, number, nullptr};
+  return !qm_set_attributes(op, node, &set, 1, error);
 }
 
 // The attributes of a layer; false with the reason in why.
@@ -115,14 +116,13 @@ bool Creator::read_fields(const PluginFieldCollection* given, bool runs, Node* n
   char error[QM_ERROR_SIZE];
   // op_version is the first: a file of an earlier one lacks the attributes that came later.
   const auto later = [&](size_t i) {
-    return i > 0 && i < attributes_ && qm_attribute_at(op_, i)->since > node->op_version;
+    return i > 0 && i < attributes_ && known_.attributes[i].since > node->op_version;
   };
   for (size_t i = 0; i < attributes_; ++i) {
     if (later(i)) continue;
     const PluginField* field = find(fields_[i].name);
     if (field == end) return refuse(std::string("attribute ") + fields_[i].name + " is required");
     if (!set(op_, node, values, fields_[i], *field, true, error)) return refuse(error);
-    if (i == 0 && qm_set_version(op_, node, node->op_version, error)) return refuse(error);
   }
   // Attributes of projections are kept only with the operator's. Without them layers that are alike stay so, and a
   // builder times one of them.

@@ -12,6 +12,7 @@
 
 #include "environment.h"
 #include "experts/per_session.h"
+#include "experts/row_bytes.h"
 #include "files/mapped_file.h"
 #include "hashes/identity.h"
 
@@ -98,19 +99,18 @@ class ExpertFolder {
   }
 
   // Engines of one model have the same layers.
-  int number_of(const std::string& layer, const qm_cuda_problem& problem, const void* const rows[2]) {
+  int number_of(const std::string& layer, const qm_moe& moe, int64_t experts, const void* const rows[2]) {
     const std::lock_guard lock(mutex_);
-    const Key key{rows[0], rows[1], problem.local_experts, qm_cuda_row_bytes(&problem.moe, 13),
-                  qm_cuda_row_bytes(&problem.moe, 2)};
+    const Key key{rows[0], rows[1], experts, row_bytes_of(moe)};
     const auto found = numbers_.find(key);
     if (found != numbers_.end()) return found->second;
-    return numbers_[key] = experts_->add(layer, problem, rows[0], rows[1]);
+    return numbers_[key] = experts_->add(layer, moe, experts, rows[0], rows[1]);
   }
 
   DeviceExperts& experts() const { return *experts_; }
 
  private:
-  using Key = std::tuple<const void*, const void*, int64_t, size_t, size_t>;  // rows, how many, and their sizes
+  using Key = std::tuple<const void*, const void*, int64_t, std::array<int64_t, 2>>;  // rows, how many, their sizes
 
   const std::filesystem::path path_;
   std::mutex mutex_;
@@ -120,6 +120,12 @@ class ExpertFolder {
 };
 
 ExternalExperts::~ExternalExperts() = default;
+// As many slots as there can be: the workspace is the same for less, and none takes less.
+void ExternalExperts::describe(NodeProblem* problem) const {
+  problem->slots = count_;
+  problem->inputs[QuantMoE_w13].shape = {2, {count_, row_bytes_[0] / 4}};
+  problem->inputs[QuantMoE_w2].shape = {2, {count_, row_bytes_[1] / 4}};
+}
 DeviceExperts& ExternalExperts::experts() const { return folder_->experts(); }
 
 ExternalExperts::Part ExternalExperts::parse(const std::string& name, const char* text) {
@@ -148,9 +154,10 @@ std::shared_ptr<ExternalExperts> ExternalExperts::of(const PluginLayer& layer, c
     refuse(std::string(texts[0] ? "w2" : "w13") + "_external is missing, expected that of w13 and of w2, or neither");
   std::shared_ptr<ExternalExperts> made(new ExternalExperts);
   int64_t counts[2];
+  made->row_bytes_ = row_bytes_of(moe);
   for (const int i : {0, 1}) {
     const Part& part = made->parts_[i] = parse(i ? "w2" : "w13", texts[i]);
-    const auto row = static_cast<int64_t>(qm_cuda_row_bytes(&moe, i ? 2 : 13));
+    const int64_t row = made->row_bytes_[static_cast<size_t>(i)];
     counts[i] = part.bytes / row;
     if (counts[i] < 1 || part.bytes % row)
       refuse(part.name + "_external has " + std::to_string(part.bytes) + " bytes, expected a multiple of the " +
@@ -173,10 +180,7 @@ void ExternalExperts::open(const PluginLayer& layer, const qm_moe& moe) try {
 void ExternalExperts::find(const PluginLayer& layer, const qm_moe& moe) {
   folder_ = ExpertFolder::of(parts_[0].file);
   for (const int i : {0, 1}) rows_[i] = folder_->find(parts_[i], layer.text(i ? "w2_identity" : "w13_identity"));
-  qm_cuda_problem problem{};
-  problem.moe = moe;
-  problem.local_experts = count_;
-  number_ = folder_->number_of(layer.name, problem, rows_);
+  number_ = folder_->number_of(layer.name, moe, count_, rows_);
 }
 
 }  // namespace quantmoe

@@ -2,10 +2,11 @@
 // docs/reference/expert-offloading.md). The environment says where the folder is, and what of them goes to the GPU's
 // memory.
 #pragma once
+#include <array>
 #include <memory>
 
 #include "experts/device_experts.h"
-#include "plugin.h"
+#include "planned.h"
 
 namespace quantmoe {
 
@@ -24,7 +25,8 @@ class ExternalExperts {
   void open(const PluginLayer& layer, const qm_moe& moe);
   const std::string& failure() const { return failure_; }  // "": none
 
-  int64_t count() const { return count_; }  // rows of w13, and of w2
+  // Sets the shapes of w13 and w2, and the slots of a cache.
+  void describe(NodeProblem* problem) const;
   // Of those that are open: where w13 is mapped, what the folder's layers have of the device, the layer's number there.
   const void* w13() const { return rows_[0]; }
   DeviceExperts& experts() const;
@@ -41,7 +43,8 @@ class ExternalExperts {
   void find(const PluginLayer& layer, const qm_moe& moe);
 
   Part parts_[2];
-  int64_t count_ = 0;
+  int64_t count_ = 0;  // rows of w13, and of w2
+  std::array<int64_t, 2> row_bytes_{};
   std::shared_ptr<ExpertFolder> folder_;
   const void* rows_[2] = {};
   int number_ = 0;

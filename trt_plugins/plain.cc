@@ -1,44 +1,26 @@
-// The operators that run by their names: those with a QM_CUDA line in op.def.
+// The operators with a QM_CUDA line in op.def.
+#include "experts/row_bytes.h"
 #include "planned.h"
 
 namespace quantmoe {
 namespace {
 
-constexpr char kRest = '.';
-bool is_tokens(char letter) { return letter == 'S' || letter == kRest; }
-
-int plan_node(const NodeProblem* problem, const qm_cuda_device* device, qm_cuda_node_plan* plan, char* err) {
-  qm_tensor inputs[kMostInputs];
-  std::copy(std::begin(problem->inputs), std::end(problem->inputs), inputs);
-  for (int32_t i = 0; i < kMostInputs; ++i)
-    for (int32_t d = 0; d < kMostDimensions; ++d) {
-      if (problem->free[i][d] == 'B') inputs[i].shape.sizes[d] = problem->batch;
-      if (is_tokens(problem->free[i][d])) inputs[i].shape.sizes[d] = problem->tokens;
-    }
-  return qm_cuda_plan_node(problem->op, problem->node, inputs, device, plan, err);
-}
-
-// A state stays where it is as a cache does: past and present are bound to the same memory.
-class Plain final : public Planned<NodeProblem, qm_cuda_node_plan, plan_node> {
+// A state stays where it is as a cache does: past and present are bound to one memory. past is an input of the network,
+// present an output, and TensorRT copies neither. TensorRT is not told (getAliasedInput of IPluginV3OneBuildV2): if the
+// cache grows, present is larger than past.
+class Plain final : public Planned {
  public:
-  Plain(SharedLayer layer, const NodeProblem& own) : Planned(own.op, std::move(layer), own.node), own_(own) {
-    for (int32_t i = 0; i < inputs_.count; ++i) {
-      const std::vector<Dimension>& dimensions = rules_.input(static_cast<size_t>(i)).dimensions;
-      for (size_t d = 0; d < dimensions.size(); ++d)
-        own_.free[i][d] = dimensions[d].kind == Dimension::kFree   ? dimensions[d].name
-                          : dimensions[d].kind == Dimension::kRest ? kRest
-                                                                   : '\0';
-    }
-  }
+  using Planned::Planned;
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t count, const DynamicPluginTensorDesc* outputs,
                           int32_t made) const noexcept override {
     const bool none = attempt(false, [&] {
       const NodeProblem most = problem_of(Inputs(inputs, inputs_.count));
-      return std::all_of(std::begin(kDevices), std::end(kDevices), [&](const qm_cuda_device& device) {
-        char error[QM_ERROR_SIZE];
-        qm_cuda_node_plan plan;
-        return !plan_node(&most, &device, &plan, error) && !plan.workspace_bytes;
-      });
+      return op_ != std::string_view("CachedAttention") &&
+             std::all_of(std::begin(kDevices), std::end(kDevices), [&](const qm_cuda_device& device) {
+               char error[QM_ERROR_SIZE];
+               qm_cuda_node_plan plan;
+               return !plan_node(most, device, &plan, error) && !plan.workspace_bytes;
+             });
     });
     return none ? 0 : Planned::getWorkspaceSize(inputs, count, outputs, made);
   }
@@ -51,62 +33,59 @@ class Plain final : public Planned<NodeProblem, qm_cuda_node_plan, plan_node> {
     char error[QM_ERROR_SIZE];
     return takes(problem, error);
   }
-  // An input's shape in which ".." is one dimension.
-  qm_shape shape_of(int32_t input, const Dims& dims) const {
-    const size_t others = rules_.input(static_cast<size_t>(input)).dimensions.size() - 1;
-    qm_shape shape{0, {}};
-    for (int32_t d = 0; d < dims.nbDims;) {
-      const bool rest = own_.free[input][shape.rank] == kRest;
-      int64_t& size = shape.sizes[shape.rank++] = 1;
-      for (auto count = rest ? dims.nbDims - static_cast<int32_t>(others) : 1; count > 0; --count) size *= dims.d[d++];
-    }
-    return shape;
-  }
-  NodeProblem problem_of(const Inputs& in) const override {
-    NodeProblem problem = own_;
-    for (int32_t i = 0; i < inputs_.count; ++i) {
-      qm_tensor& tensor = problem.inputs[i];
-      tensor.type = qm_type(in.types[i]);
-      tensor.shape = shape_of(i, in.dims[i]);
-      for (int32_t d = 0; d < tensor.shape.rank; ++d) {
-        if (problem.free[i][d] == 'B') problem.batch = tensor.shape.sizes[d];
-        if (is_tokens(problem.free[i][d])) problem.tokens = tensor.shape.sizes[d];
-      }
-    }
-    return problem;
-  }
-  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
-             char* error) override {
-    qm_tensor given[kMostInputs], made[kMostOutputs]{};
-    std::copy(std::begin(problem_.inputs), std::end(problem_.inputs), given);
-    for (int32_t i = 0; i < inputs_.count; ++i) {
-      const bool none = given[i].shape.rank == 1 && given[i].shape.sizes[0] == 0;
-      given[i].data = none ? nullptr : const_cast<void*>(inputs[i]);
-    }
-    for (int32_t i = 0; i < outputs_.count; ++i) made[i].data = outputs[i];
-    const qm_cuda_call call{given, made, plan_.workspace_bytes ? workspace : nullptr, stream};
-    return qm_cuda_launch_node(op_, own_.node, &plan_, &call, error);
-  }
+};
 
-  NodeProblem own_;  // without the inputs
+class Linear final : public Planned {
+ public:
+  using Planned::Planned;
+
+ private:
+  const qm_linear& node() const { return *reinterpret_cast<const qm_linear*>(own_.node); }
+  IPluginV3* make_copy() const override { return new Linear(layer_, own_); }
+  bool check_packed(const Dims* in) const override {
+    char error[QM_ERROR_SIZE];
+    qm_row row;
+    if (qm_row_of(&node().w, node().out_features, node().in_features, 1, &row, error)) return wrong(error);
+    return Plugin::check_packed("w", in[QuantLinear_w], 1, static_cast<size_t>(row.bytes));
+  }
+  Ordered ordered(const void* const* inputs) const override {
+    return {QuantLinear_w, node().w.perm ? inputs[QuantLinear_w] : nullptr};
+  }
 };
 
 template <class Node>
-IPluginV3* make_plain(const SharedLayer& layer, const char* op, const Node& node, char* error) {
-  static_assert(sizeof node <= sizeof NodeProblem::node);
-  NodeProblem problem{};
-  problem.op = op;
-  problem.batch = problem.tokens = 1;
-  for (qm_tensor& input : problem.inputs) input = {nullptr, QM_F16, {2, {1, 1}}};
-  std::memcpy(problem.node, &node, sizeof node);
-  return Plain::takes(problem, error) ? new Plain(layer, problem) : nullptr;
+bool is_taken(const Node&, char*) {
+  return true;
+}
+bool is_taken(const qm_attention& node, char* error) {
+  if (node.cache_format != k_cache_format_none) {
+    fail(error, QM_INVALID,
+         "cache_format is \"%s\", the plug-in's caches have qkv's type: export with --cache bf16 (or f16, as --dtype)",
+         enum_name("cache_format", node.cache_format));
+    return false;
+  }
+  if (node.block_size)
+    fail(error, QM_INVALID, "block_size is %d, the plug-in's caches are not in blocks: export without --paged",
+         node.block_size);
+  return !node.block_size;
+}
+
+template <class Node>
+IPluginV3* make_planned(const SharedLayer& layer, const char* op, const Node& node, char* error) {
+  NodeProblem problem(op, node);
+  if constexpr (std::is_same_v<Node, qm_linear>) {
+    problem.inputs[QuantLinear_x].type = type_beside(node.w);
+    problem.inputs[QuantLinear_w].shape.sizes[1] = -1;
+    return Planned::takes(problem, error) ? new Linear(layer, problem) : nullptr;
+  }
+  return is_taken(node, error) && Planned::takes(problem, error) ? new Plain(layer, problem) : nullptr;
 }
 
 }  // namespace
 
 #define QM_CUDA(op, name)                                                                \
   IPluginV3* make_plugin(const SharedLayer& layer, const qm_##name& node, char* error) { \
-    return make_plain(layer, #op, node, error);                                          \
+    return make_planned(layer, #op, node, error);                                        \
   }
 #include "op.def"
 

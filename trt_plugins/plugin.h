@@ -27,7 +27,7 @@ namespace quantmoe {
 using namespace nvinfer1;
 
 constexpr int32_t kMostInputs = std::max({
-#define QM_OP(op, name, version) Slots(kInputs, #op).count,
+#define QM_OP(op, name, version) Slots(kInputs, #op).most,
 #include "op.def"
 });
 constexpr int32_t kMostOutputs = std::max({
@@ -90,6 +90,8 @@ std::string to_text(const Dims& dims);
 // Of the activations that weights of 16-bit floats are multiplied with; others take either.
 inline int32_t type_beside(const qm_projection& w) { return w.format == k_format_bf16 ? QM_BF16 : QM_F16; }
 inline int32_t qm_type(DataType type) {
+  if (type == DataType::kINT32) return QM_INT32;
+  if (type == DataType::kINT64) return QM_INT64;
   return type == DataType::kHALF ? QM_F16 : type == DataType::kBF16 ? QM_BF16 : QM_F32;
 }
 

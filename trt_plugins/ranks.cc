@@ -114,7 +114,7 @@ class ReduceNorm final : public OfRanks<qm_reduce_norm> {
     std::copy(std::begin(tensors_), std::end(tensors_), inputs);
     for (int32_t i = 0; i < inputs_.count; ++i) inputs[i].data = const_cast<void*>(in[i]);
     for (int32_t i = 0; i < outputs_.count; ++i) outputs[i].data = out[i];
-    all_->reduce(norm_of(node_), {inputs, outputs, nullptr, stream});
+    all_->reduce(node_, {inputs, outputs, nullptr, stream, nullptr, nullptr});
   }
 
   qm_tensor tensors_[kMostInputs]{};  // without data

@@ -24,11 +24,12 @@ bool capturing = false, order_is_good = true;
 float between_events = 0;  // ms
 int times_left = -1;       // then they fail; -1: they do not
 int orders_checked = 0, launches = 0, allocations_failed = 0;
-qm_cuda_problem moe{};
-qm_cuda_tensors mixed{};
-qm_cuda_attention_problem attention{};
-qm_cuda_attention_tensors attended{};
-// Of an operator that runs by its name.
+// The experts of the last QuantMoE: cuda_kernels.Launched.
+struct Mixed {
+  const void *w13, *w2;
+  qm_cuda_experts experts;
+} mixed{};
+// Of the last operator.
 std::vector<int32_t> node;
 std::vector<qm_tensor> given, made;
 void* workspace;
@@ -77,13 +78,9 @@ int32_t driver_count(int32_t which) {
   return counts[which];
 }
 
-// What the last CachedAttention was launched with.
-void driver_attended(qm_cuda_attention_problem* problem, qm_cuda_attention_tensors* tensors) {
-  *problem = attention, *tensors = attended;
-}
-// The same of QuantMoE.
-void driver_mixed(qm_cuda_problem* problem, qm_cuda_tensors* tensors) { *problem = moe, *tensors = mixed; }
-// What the last operator that runs by its name was launched with: its struct, the tensors, the workspace.
+// What the last QuantMoE was launched with.
+void driver_mixed(Mixed* found) { *found = mixed; }
+// What the last operator was launched with: its struct, the tensors, the workspace.
 void driver_launched(int32_t* attributes, qm_tensor* inputs, qm_tensor* outputs, void** memory) {
   std::copy(node.begin(), node.end(), attributes);
   std::copy(given.begin(), given.end(), inputs);
@@ -99,9 +96,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = device.multiprocessors, cudaSuccess;
 }
 int qm_cuda_clear_box(int32_t, void*, void*, char*) { return QM_OK; }
-int qm_cuda_launch_sum(const qm_cuda_peers*, const qm_cuda_sum*, void*, char*) { return QM_INVALID; }
-int qm_cuda_launch_sum_norm(const qm_cuda_peers*, const qm_norm*, const qm_cuda_call*, char*) { return QM_INVALID; }
-int qm_cuda_launch_gather(const qm_cuda_peers*, const qm_cuda_gather*, void*, char*) { return QM_INVALID; }
 
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }
@@ -158,25 +152,23 @@ cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 
 int qm_cuda_query(int, qm_cuda_device* found, char*) { return *found = device, QM_OK; }
-int qm_cuda_check_moe(const qm_cuda_problem*, const void*, void*, char* err) { return check_order(err); }
-int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void*, void*, char* err) { return check_order(err); }
-int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan*, const qm_cuda_tensors* tensors, void*, char*) {
-  moe = *problem, mixed = *tensors;
-  return ++launches, QM_OK;
-}
-int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, const qm_cuda_linear_tensors*, void*,
-                          char*) {
-  return ++launches, QM_OK;
-}
-int qm_cuda_launch_attention(const qm_cuda_attention_problem* problem, const qm_cuda_attention_plan*,
-                             const qm_cuda_attention_tensors* tensors, void*, char*) {
-  attention = *problem, attended = *tensors;
-  return ++launches, QM_OK;
+int qm_cuda_check_node(const char* op, const void* attributes, const qm_cuda_node_plan*, const qm_cuda_call* call,
+                       char* err) {
+  const bool layer = !std::strcmp(op, "QuantMoE");
+  if (!layer && std::strcmp(op, "QuantLinear")) return QM_OK;
+  const qm_projection& w =
+      layer ? static_cast<const qm_moe*>(attributes)->w13 : static_cast<const qm_linear*>(attributes)->w;
+  const qm_tensor& rows = call->inputs[layer ? quantmoe::QuantMoE_w13 : quantmoe::QuantLinear_w];
+  return w.perm && rows.data ? check_order(err) : QM_OK;
 }
 int qm_cuda_launch_node(const char* op, const void* attributes, const qm_cuda_node_plan*, const qm_cuda_call* call,
                         char*) {
+  if (call->peers) return QM_INVALID;
+  if (!std::strcmp(op, "QuantMoE"))
+    mixed = {call->inputs[quantmoe::QuantMoE_w13].data, call->inputs[quantmoe::QuantMoE_w2].data,
+             call->experts ? *call->experts : qm_cuda_experts{}};
   const int32_t* const words = static_cast<const int32_t*>(attributes);
-  node.assign(words, words + qm_node_size(op) / sizeof(int32_t));
+  node.assign(words, words + qm_find_operator(op)->count);
   given.assign(call->inputs, call->inputs + quantmoe::Slots(quantmoe::kInputs, op).count);
   made.assign(call->outputs, call->outputs + quantmoe::Slots(quantmoe::kOutputs, op).count);
   workspace = call->workspace;

@@ -119,7 +119,7 @@ def test_attributes_that_are_refused(change: dict[str, Any], message: str) -> No
 
 def test_shapes_that_are_refused() -> None:
     for shape, message in (
-        ((1, 1, 64, 63), "the cache has 64 slots before and 63 after"),
+        ((1, 1, 64, 2**30), "the cache has 1073741824 slots, expected up to 536870911"),
         (
             (2, 2**26, 64, 64),
             "a batch of 2 with 67108864 tokens and 64 slots each, the CUDA kernels take up to 67108863",

@@ -14,7 +14,7 @@ from cuda.formats import FLOATS, FORMATS, spec_of
 from cuda.layers import FORMAT_SHAPES, FP8, LINEARS, ONE, SM120, TILES, build, build_linear, of_format
 from specs import linear_spec
 
-from quantmoe.custom_ops.c_calls import ERROR_SIZE
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import enum
 
 BF16 = FLOATS["bf16"]
@@ -202,10 +202,8 @@ def test_a_plan_of_kernels_that_are_not_compiled_is_refused(kind, group_size, to
     with pytest.raises(ValueError, match=f"the plan names a kernel that is not compiled: {gemm} of path"):
         cuda.check_plan(p, plan)
     # A launch says so before anything reaches a GPU.
-    err, none = cuda.ctypes.create_string_buffer(ERROR_SIZE), cuda.Tensors()
-    ref = cuda.ctypes.byref
-    assert cuda.library().qm_cuda_launch(ref(p), ref(plan), ref(none), None, err)
-    assert b"not compiled" in err.value
+    with pytest.raises(ValueError, match="not compiled"):
+        cuda.launch(p, plan, [], [None], None, None)
 
 
 @pytest.mark.parametrize("path", [-1, 2, 3, 4, 5])
@@ -227,7 +225,7 @@ def test_linear_plans(name, rows):
     _, spec, w = build_linear(LINEARS[name])
     assert cuda.refusal(spec) == ""
     p = cuda.linear_problem(spec, "bf16", rows)
-    assert cuda.library().qm_cuda_linear_row_bytes(cuda.ctypes.byref(p.linear)) == w.shape[1]
+    assert native.row_of(spec.w, spec.out_features, spec.in_features, 1).bytes == w.shape[1]
     for device in (cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200):
         plan = cuda.plan(p, device)
         cuda.check_plan(p, plan)
@@ -358,8 +356,8 @@ def check_steps(plan: cuda.Plan, names: list[str], columns: int, out_columns: in
 
 def instance(plan: cuda.Plan, step: cuda.PlanStep, of: str) -> tuple:
     """What a plan says of a row of instances.inc: path, product, panels (0: Span's), n_tiles, kernel, stages."""
-    path, span = cuda.PATHS[plan.path].upper(), step.warps_k == 0
-    whole = (path, of, step.stages, step.warps_k) == ("STREAM", "Down", 2, 1)
+    path, span = cuda.PATHS[plan.path].capitalize(), step.warps_k == 0
+    whole = (path, of, step.stages, step.warps_k) == ("Stream", "Down", 2, 1)
     kernel = "Span" if span else "MmaWhole" if whole else ""
     return path, of, 0 if span else step.panels, step.n_tiles, kernel, step.stages
 

@@ -101,9 +101,9 @@ class SharedMoE(cuda.CachedMoE):
             plan = cuda.plan(p, self.device)
         return p, plan
 
-    def place(self, tensors: cuda.Tensors) -> None:
+    def place(self, experts: cuda.Experts) -> None:
         for name, memory in self.host.items():
-            setattr(tensors, f"host_{name}", memory.data_ptr())
+            setattr(experts, f"host_{name}", memory.data_ptr())
 
     def serve(self) -> None:
         x, weights, ids, y = (self.host[name].numpy() for name in ("x", "weights", "ids", "y"))

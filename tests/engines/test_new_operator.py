@@ -117,7 +117,7 @@ PLAN = """#include "core/attributes.h"
 
 namespace quantmoe {
 
-int plan_running_sum(const void* node, const qm_tensor*, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+int plan_running_sum(const void* node, const qm_cuda_call&, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
   return check_node("RunningSum", node, err);
 }
 

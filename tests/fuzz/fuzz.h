@@ -209,28 +209,31 @@ struct Outcome {
   std::vector<uint8_t> bytes;
 };
 
-template <class Call>
-qm_type type_of(const Call& call) {
-  return call.type;
+// Sets an attribute, which may be refused.
+inline void set_attribute(const char* op, void* node, const qm_value& value) {
+  char err[QM_ERROR_SIZE];
+  qm_set_attributes(op, node, &value, 1, err);
 }
-inline qm_type type_of(const qm_call& call) { return static_cast<qm_type>(call.inputs->type); }
 
 // Runs a call by each kernel that this machine has, with one to three lanes, in slices or whole: all give one status
 // and the same elements.
-template <class Call, class Workspace, class Run>
-Outcome every_kernel(FuzzedDataProvider& data, Call& call, void* output, int64_t elements, Guarded& place, bool at_end,
-                     const Workspace& workspace, const Run& run) {
+template <class Run>
+Outcome every_kernel(FuzzedDataProvider& data, const char* op, const void* node, qm_call& call, void* output,
+                     int64_t elements, Guarded& place, bool at_end, const Run& run) {
   Outcome first;
-  int usable;
-  const qm_type type = type_of(call);
+  qm_library library;
+  char err[QM_ERROR_SIZE];
+  (void)qm_describe(&library, err);
+  const auto type = static_cast<qm_type>(call.inputs->type);
   const int64_t bytes = elements * (type == QM_F32 ? 4 : 2);
   call.parallel_for = one_after_another;
-  for (size_t index = 0; const char* name = qm_kernel_name(index, &usable); ++index) {
-    if (!usable) continue;
+  for (size_t i = 0; i < QM_MOST_KERNELS; ++i) {
+    const char* const name = library.kernels[i];
+    if (!library.usable[i]) continue;
     setenv("QUANTMOE_FORCE_KERNEL", name, 1);
     call.lanes = data.ConsumeIntegralInRange(1, 3);
     qm_slice_bytes = data.ConsumeBool() ? 1 : 1 << 28;  // a token a slice, or all tokens in one
-    call.workspace = place.place(workspace(), at_end);
+    call.workspace = place.place(qm_workspace(op, node, &call), at_end);
     std::memset(output, 0xa5, bytes);
     const int status = run();
     if (first.kernel.empty()) {

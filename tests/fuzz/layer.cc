@@ -1,6 +1,6 @@
 // libFuzzer target: one QuantMoE layer through the C ABI, from any bytes.
 //
-// The input chooses attributes (mostly valid ones, sometimes any), shapes and a seed. What qm_moe_validate accepts is
+// The input chooses attributes (mostly valid ones, sometimes any), shapes and a seed. What qm_validate accepts is
 // run by every kernel of this machine, on packed tensors that are either random bytes or packed from random codes.
 // Checked:
 //   - nothing is read or written outside the buffers: each ends, or begins, at an inaccessible page (memory operands of
@@ -201,20 +201,24 @@ class Reference {
 
 // Sets every attribute; one in 16 inputs has values that nothing promises.
 void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild, bool exotic) {
-  char err[QM_ERROR_SIZE];
   std::memset(moe, 0, sizeof *moe);
-  size_t count = 0;
-  for (; const qm_attribute* a = qm_attribute_at("QuantMoE", count); ++count) {
-    if (a->kind == 'i') {
-      qm_set_int("QuantMoE", moe, a->name, wild ? data.ConsumeIntegral<int64_t>() : 0, err);
-    } else if (a->kind == 'f') {
-      qm_set_float("QuantMoE", moe, a->name, data.ConsumeFloatingPoint<float>(), err);
-    } else {
-      const std::string any = data.ConsumeRandomLengthString(8);
-      qm_set_string("QuantMoE", moe, a->name, wild ? any.c_str() : data.PickValueInArray(kNames), err);
+  const qm_operator& known = *qm_find_operator("QuantMoE");
+  for (size_t i = 0; i < known.count; ++i) {
+    const qm_attribute& a = known.attributes[i];
+    qm_value value{a.name, a.kind, 0, 0, nullptr};
+    std::string any;
+    if (a.kind == 'i' && wild) value.integer = data.ConsumeIntegral<int64_t>();
+    if (a.kind == 'f') value.number = data.ConsumeFloatingPoint<float>();
+    if (a.kind == 's') {
+      any = data.ConsumeRandomLengthString(8);
+      value.text = wild ? any.c_str() : data.PickValueInArray(kNames);
     }
+    set_attribute("QuantMoE", moe, value);
   }
-  if (wild) qm_set_int("QuantMoE", moe, data.ConsumeRandomLengthString(600).c_str(), 1, err);
+  if (wild) {
+    const std::string name = data.ConsumeRandomLengthString(600);
+    set_attribute("QuantMoE", moe, {name.c_str(), 'i', 1, 0, nullptr});
+  }
   moe->op_version = 1;
   moe->num_experts = data.ConsumeIntegralInRange(1, 6);
   moe->expert_offset = data.ConsumeIntegralInRange(0, moe->num_experts - 1);
@@ -248,9 +252,9 @@ void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild, bool exoti
     }
   if (wild)  // any value in any place
     for (int n = data.ConsumeIntegralInRange(1, 3); n > 0; --n) {
-      const qm_attribute& a = *qm_attribute_at("QuantMoE", data.ConsumeIntegralInRange<size_t>(0, count - 1));
-      if (a.kind == 'i') qm_set_int("QuantMoE", moe, a.name, data.ConsumeIntegral<int32_t>(), err);
-      if (a.kind == 's') qm_set_string("QuantMoE", moe, a.name, data.PickValueInArray(kNames), err);
+      const qm_attribute& a = known.attributes[data.ConsumeIntegralInRange<size_t>(0, known.count - 1)];
+      if (a.kind == 'i') set_attribute("QuantMoE", moe, {a.name, 'i', data.ConsumeIntegral<int32_t>(), 0, nullptr});
+      if (a.kind == 's') set_attribute("QuantMoE", moe, {a.name, 's', 0, 0, data.PickValueInArray(kNames)});
     }
 }
 
@@ -268,15 +272,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   set_attributes(data, &moe, wild, exotic);
   const int64_t experts =
       data.ConsumeIntegralInRange(1, moe.num_experts > 0 && moe.num_experts < 7 ? moe.num_experts : 1);
-  const size_t row13 = qm_row_bytes(&moe, 13), row2 = qm_row_bytes(&moe, 2);
-  int64_t shape13[2] = {experts, static_cast<int64_t>(row13 / 4)},
-          shape2[2] = {experts, static_cast<int64_t>(row2 / 4)};
-  if (wild && data.ConsumeBool()) {
-    shape13[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
-    shape2[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
-  }
+  qm_row rows[2]{};
+  (void)qm_row_of(&moe.w13, moe.intermediate_size, moe.hidden_size, halves(moe), &rows[0], err);
+  (void)qm_row_of(&moe.w2, moe.hidden_size, moe.intermediate_size, 1, &rows[1], err);
+  const auto row13 = static_cast<size_t>(rows[0].bytes), row2 = static_cast<size_t>(rows[1].bytes);
+  qm_shape packed_shapes[] = {{2, {experts, rows[0].bytes / 4}}, {2, {experts, rows[1].bytes / 4}}};
+  if (wild && data.ConsumeBool())
+    for (qm_shape& shape : packed_shapes) shape.sizes[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
   unsetenv("QUANTMOE_FORCE_KERNEL");
-  if (qm_moe_validate(&moe, shape13, shape2, err)) {
+  if (qm_validate("QuantMoE", &moe, packed_shapes, err)) {
     CHECK(std::memchr(err, 0, sizeof err) && err[0], "a refusal without a reason");
     CHECK(wild || exotic || moe.expert_offset + experts > moe.num_experts, "refused: %s", err);
     return 0;
@@ -287,26 +291,23 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
 
   static Guarded hidden_place, ids_place, weights_place, w13_place, w2_place, output_place, workspace_place;
   const bool at_end = data.ConsumeBool(), packed = !exotic && !wild && data.ConsumeBool();
-  qm_moe_call call{};
-  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
-  call.id_bytes = data.ConsumeBool() ? 8 : 4;
-  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 15) == 0 ? 120 : 6);
-  call.top_k = data.ConsumeIntegralInRange(1, 4);
-  call.local_experts = experts;
+  const auto type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  const int id_bytes = data.ConsumeBool() ? 8 : 4;
+  const int64_t tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 15) == 0 ? 120 : 6);
+  const int64_t top_k = data.ConsumeIntegralInRange(1, 4);
   Rng rng(data.ConsumeIntegral<uint32_t>());
   const bool tame = packed || data.ConsumeBool();               // activations and weights that are ordinary numbers
   const bool all_ids = data.ConsumeIntegralInRange(0, 7) == 0;  // also ids that are refused
-  const int64_t pairs = call.tokens * call.top_k, element = call.type == QM_F32 ? 4 : 2,
-                elements = call.tokens * moe.hidden_size;
+  const int64_t pairs = tokens * top_k, element = type == QM_F32 ? 4 : 2, elements = tokens * moe.hidden_size;
 
   void* hidden = hidden_place.place(elements * element, at_end);
-  void* ids = ids_place.place(pairs * call.id_bytes, at_end);
+  void* ids = ids_place.place(pairs * id_bytes, at_end);
   float* weights = static_cast<float*>(weights_place.place(pairs * 4, at_end));
   uint8_t* w13 = static_cast<uint8_t*>(w13_place.place(experts * row13, at_end));
   uint8_t* w2 = static_cast<uint8_t*>(w2_place.place(experts * row2, at_end));
   void* output = output_place.place(elements * element, at_end);
   if (tame) {
-    fill(rng, call.type, -2, 2, hidden, elements);
+    fill(rng, type, -2, 2, hidden, elements);
     fill(rng, QM_F32, -1, 1, weights, pairs);
   } else {
     random_bytes(rng, hidden, elements * element);
@@ -318,7 +319,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     const int64_t id = static_cast<int64_t>(rng() % (moe.num_experts + 1)) - 1 - (all_ids && rng() % 50 == 0 ? 2 : 0);
     refused |= id < -1;
     expert_of[i] = id;
-    if (call.id_bytes == 8)
+    if (id_bytes == 8)
       static_cast<int64_t*>(ids)[i] = id;
     else
       static_cast<int32_t*>(ids)[i] = static_cast<int32_t>(id);
@@ -356,42 +357,41 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     random_bytes(rng, w2, experts * row2);
   }
 
-  call.hidden_states = hidden;
-  call.topk_ids = ids;
-  call.topk_weights = weights;
-  call.w13 = w13;
-  call.w2 = w2;
-  call.output = output;
-  const Outcome first = every_kernel(
-      data, call, output, elements, workspace_place, at_end, [&] { return qm_moe_workspace(&moe, &call); },
-      [&] {
-        const int status = qm_moe_run(&moe, &call, err);
-        CHECK(packed ? status == (refused ? QM_INVALID : QM_OK) : !refused || status, "%s",
-              status ? err : "no refusal");
-        return status;
-      });
+  const qm_shape routes{2, {tokens, top_k}};
+  const qm_tensor inputs[] = {{hidden, type, {2, {tokens, moe.hidden_size}}},
+                              {ids, id_bytes == 8 ? QM_INT64 : QM_INT32, routes},
+                              {weights, QM_F32, routes},
+                              {w13, 0, packed_shapes[0]},
+                              {w2, 0, packed_shapes[1]}};
+  const qm_tensor made{output, type, {2, {tokens, moe.hidden_size}}};
+  qm_call call{inputs, &made, nullptr, 1, nullptr, nullptr, nullptr};
+  const Outcome first = every_kernel(data, "QuantMoE", &moe, call, output, elements, workspace_place, at_end, [&] {
+    const int status = qm_run("QuantMoE", &moe, &call, err);
+    CHECK(packed ? status == (refused ? QM_INVALID : QM_OK) : !refused || status, "%s", status ? err : "no refusal");
+    return status;
+  });
   if (!packed || first.status ||
       (moe.activation >= k_activation_swiglu_oai &&
        !(moe.swiglu_limit >= 0 && moe.swiglu_limit < 1e6 && std::abs(moe.swiglu_alpha) < 1e3)))
     return 0;
 
-  for (int64_t t = 0; t < std::min<int64_t>(call.tokens, 2); ++t) {
+  for (int64_t t = 0; t < std::min<int64_t>(tokens, 2); ++t) {
     std::vector<Bounded> want(moe.hidden_size);
-    for (int64_t slot = 0; slot < call.top_k; ++slot) {
-      const int64_t local = expert_of[t * call.top_k + slot] - moe.expert_offset;
-      if (expert_of[t * call.top_k + slot] < 0 || local < 0 || local >= experts) continue;
-      const float weight = weights[t * call.top_k + slot];
+    for (int64_t slot = 0; slot < top_k; ++slot) {
+      const int64_t local = expert_of[t * top_k + slot] - moe.expert_offset;
+      if (expert_of[t * top_k + slot] < 0 || local < 0 || local >= experts) continue;
+      const float weight = weights[t * top_k + slot];
       std::vector<Bounded> x(moe.hidden_size);
       for (int64_t i = 0; i < moe.hidden_size; ++i) {
-        const float value = static_cast<float>(value_at(call.type, hidden, t * moe.hidden_size + i));
+        const float value = static_cast<float>(value_at(type, hidden, t * moe.hidden_size + i));
         x[i].value = moe.apply_router_weight_on_input ? value * weight : value;
       }
       reference.add(reference.experts[local], x, moe.apply_router_weight_on_input ? 1.0 : weight, want);
     }
     for (int64_t i = 0; i < moe.hidden_size; ++i) {
-      if (std::abs(want[i].value) + want[i].error > (call.type == QM_F16 ? 6e4 : 1e30)) continue;
-      const double got = value_at(call.type, output, t * moe.hidden_size + i);
-      const double rounding = call.type == QM_F32 ? 0x1p-23 : call.type == QM_F16 ? 0x1p-11 : 0x1p-8;
+      if (std::abs(want[i].value) + want[i].error > (type == QM_F16 ? 6e4 : 1e30)) continue;
+      const double got = value_at(type, output, t * moe.hidden_size + i);
+      const double rounding = type == QM_F32 ? 0x1p-23 : type == QM_F16 ? 0x1p-11 : 0x1p-8;
       const double bound = want[i].error * (1 + rounding) + std::abs(want[i].value) * rounding + 0x1p-24;
       CHECK(std::abs(got - want[i].value) <= bound, "token %lld feature %lld is %g, float64 %g +- %g (%s)",
             (long long)t, (long long)i, got, want[i].value, bound, first.kernel.c_str());

@@ -19,16 +19,17 @@ namespace {
 
 // Sets every attribute of an operator from the input: a few wild ones anything at all.
 void set_any(FuzzedDataProvider& data, const char* op, void* node) {
-  char err[QM_ERROR_SIZE];
-  size_t count = 0;
-  while (qm_attribute_at(op, count)) ++count;
+  const qm_operator& known = *qm_find_operator(op);
   for (int n = data.ConsumeIntegralInRange(1, 3); n > 0; --n) {
-    const qm_attribute& a = *qm_attribute_at(op, data.ConsumeIntegralInRange<size_t>(0, count - 1));
-    if (a.kind == 'i') qm_set_int(op, node, a.name, data.ConsumeIntegral<int64_t>(), err);
-    if (a.kind == 'f') qm_set_float(op, node, a.name, data.ConsumeFloatingPoint<float>(), err);
-    if (a.kind == 's') qm_set_string(op, node, a.name, data.PickValueInArray(kNames), err);
+    const qm_attribute& a = known.attributes[data.ConsumeIntegralInRange<size_t>(0, known.count - 1)];
+    qm_value value{a.name, a.kind, 0, 0, nullptr};
+    if (a.kind == 'i') value.integer = data.ConsumeIntegral<int64_t>();
+    if (a.kind == 'f') value.number = data.ConsumeFloatingPoint<float>();
+    if (a.kind == 's') value.text = data.PickValueInArray(kNames);
+    set_attribute(op, node, value);
   }
-  qm_set_int(op, node, data.ConsumeRandomLengthString(600).c_str(), 1, err);
+  const std::string name = data.ConsumeRandomLengthString(600);
+  set_attribute(op, node, {name.c_str(), 'i', 1, 0, nullptr});
 }
 
 void check_reason(const char* err) {
@@ -55,48 +56,41 @@ void linear(FuzzedDataProvider& data, bool wild) {
   p.perm = data.ConsumeBool();
   p.pre_scale = data.ConsumeBool();
   if (wild) set_any(data, "QuantLinear", &linear);
-  qm_moe as_moe{};  // whose w2 this is
-  as_moe.op_version = as_moe.num_experts = 1;
-  as_moe.hidden_size = linear.out_features;
-  as_moe.intermediate_size = linear.in_features;
-  as_moe.w13 = as_moe.w2 = linear.w;
-  const size_t row = qm_row_bytes(&as_moe, 2);
-  int64_t shape[2] = {1, static_cast<int64_t>(row / 4)};
-  if (wild && data.ConsumeBool()) shape[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
+  qm_row found{};
+  (void)qm_row_of(&linear.w, linear.out_features, linear.in_features, 1, &found, err);
+  const auto row = static_cast<size_t>(found.bytes);
+  qm_shape packed{2, {1, found.bytes / 4}};
+  if (wild && data.ConsumeBool()) packed.sizes[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
   unsetenv("QUANTMOE_FORCE_KERNEL");
-  if (qm_linear_validate(&linear, shape, err)) return check_reason(err);
+  if (qm_validate("QuantLinear", &linear, &packed, err)) return check_reason(err);
   if (linear.in_features > 1024 || linear.out_features > 1024 || row > Guarded::kBytes) return;
 
   static Guarded x_place, w_place, y_place, workspace_place;
   const bool at_end = data.ConsumeBool(), tame = data.ConsumeBool();
-  qm_linear_call call{};
-  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
-  call.rows = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 15) == 0 ? 70 : 6);
+  const auto type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  const int64_t rows = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 15) == 0 ? 70 : 6);
   Rng rng(data.ConsumeIntegral<uint32_t>());
-  const int64_t element = call.type == QM_F32 ? 4 : 2, inputs = call.rows * linear.in_features,
-                outputs = call.rows * linear.out_features;
-  void* x = x_place.place(inputs * element, at_end);
+  const int64_t element = type == QM_F32 ? 4 : 2, count = rows * linear.in_features, made = rows * linear.out_features;
+  void* x = x_place.place(count * element, at_end);
   void* w = w_place.place(row, at_end);
-  void* y = y_place.place(outputs * element, at_end);
+  void* y = y_place.place(made * element, at_end);
   if (tame)
-    fill(rng, call.type, -2, 2, x, inputs);
+    fill(rng, type, -2, 2, x, count);
   else
-    random_bytes(rng, x, inputs * element);
+    random_bytes(rng, x, count * element);
   random_bytes(rng, w, row);
-  call.x = x;
-  call.w = w;
-  call.y = y;
-  const Outcome first = every_kernel(
-      data, call, y, outputs, workspace_place, at_end, [&] { return qm_linear_workspace(&linear, &call); },
-      [&] { return qm_linear_run(&linear, &call, err); });
-  if (first.status || !call.rows) return;
+  qm_tensor inputs[] = {{x, type, {2, {rows, linear.in_features}}}, {w, 0, packed}};
+  qm_tensor output{y, type, {2, {rows, linear.out_features}}};
+  qm_call call{inputs, &output, nullptr, 1, nullptr, nullptr, nullptr};
+  const auto run = [&] { return qm_run("QuantLinear", &linear, &call, err); };
+  const Outcome first = every_kernel(data, "QuantLinear", &linear, call, y, made, workspace_place, at_end, run);
+  if (first.status || !rows) return;
   // The last row alone, which in the batch may have been in a tile with others.
-  const int64_t last = call.rows - 1;
-  call.x = static_cast<uint8_t*>(x) + last * linear.in_features * element;
-  call.rows = 1;
-  call.workspace = workspace_place.place(qm_linear_workspace(&linear, &call), at_end);
-  CHECK(qm_linear_run(&linear, &call, err) == QM_OK, "%s", err);
-  check_equal(call.type, y, first.bytes.data() + last * linear.out_features * element, linear.out_features, "one row",
+  inputs[0] = {
+      static_cast<uint8_t*>(x) + (rows - 1) * linear.in_features * element, type, {2, {1, linear.in_features}}};
+  call.workspace = workspace_place.place(qm_workspace("QuantLinear", &linear, &call), at_end);
+  CHECK(run() == QM_OK, "%s", err);
+  check_equal(type, y, first.bytes.data() + (rows - 1) * linear.out_features * element, linear.out_features, "one row",
               "the batch");
 }
 
@@ -115,7 +109,7 @@ void routing(FuzzedDataProvider& data, bool wild) {
   r.shared_experts = data.ConsumeIntegralInRange(0, 3);
   r.shared_gate = r.shared_experts > 0 && data.ConsumeBool();
   if (wild) set_any(data, "MoERouting", &r);
-  if (qm_validate("MoERouting", &r, err)) {
+  if (qm_validate("MoERouting", &r, nullptr, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
@@ -142,7 +136,7 @@ void routing(FuzzedDataProvider& data, bool wild) {
     random_bytes(rng, bias, r.num_experts * 4);
   qm_tensor inputs[] = {{values, type, {2, {tokens, columns}}}, {bias, QM_F32, {1, {r.num_experts}}}};
   qm_tensor outputs[] = {{ids, 0, {2, {tokens, slots}}}, {weights, QM_F32, {2, {tokens, slots}}}};
-  qm_call call{inputs, outputs, nullptr, data.ConsumeIntegralInRange(1, 3), one_after_another, nullptr};
+  qm_call call{inputs, outputs, nullptr, data.ConsumeIntegralInRange(1, 3), one_after_another, nullptr, nullptr};
   call.workspace = workspace_place.place(qm_workspace("MoERouting", &r, &call), at_end);
   CHECK(qm_run("MoERouting", &r, &call, err) == QM_OK, "%s", err);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -174,55 +168,66 @@ void routing(FuzzedDataProvider& data, bool wild) {
   check_equal(QM_F32, alone.data(), weights + last * slots, slots, "one token", "the batch");
 }
 
-// Places the call's arrays, filled; in place where present has past's slots and the input says so.
-void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attention_call& call, bool at_end) {
+// Arrays of a call of CachedAttention.
+struct AttentionArrays {
+  qm_type type, cache_type;
+  int64_t batch, tokens, past_slots, slots;
+  qm_tensor inputs[Slots(kInputs, "CachedAttention").most]{}, outputs[Slots(kOutputs, "CachedAttention").most]{};
+
+  // Filled; in place where present has past's slots and the input says so.
+  void place(FuzzedDataProvider& data, const qm_attention& a, bool at_end);
+};
+
+void AttentionArrays::place(FuzzedDataProvider& data, const qm_attention& a, bool at_end) {
   static Guarded places[15];
   Rng rng(data.ConsumeIntegral<uint32_t>());
-  const bool tame = data.ConsumeBool(), in_place = call.slots == call.past_slots && data.ConsumeBool();
+  const bool tame = data.ConsumeBool(), in_place = slots == past_slots && data.ConsumeBool();
   int next = 0;
-  const auto take = [&](qm_type type, int64_t count, bool codes = false) {
-    const int64_t bytes = count * (codes ? 1 : type == QM_F32 ? 4 : 2);
+  const auto take = [&](qm_type of, const qm_shape& shape, bool codes = false) {
+    int64_t count = 1;
+    for (int i = 0; i < shape.rank; ++i) count *= shape.sizes[i];
+    const int64_t bytes = count * (codes ? 1 : of == QM_F32 ? 4 : 2);
     void* const at = places[next++].place(bytes, at_end);
     if (tame && !codes)
-      fill(rng, type, -2, 2, at, count);
+      fill(rng, of, -2, 2, at, count);
     else
       random_bytes(rng, at, bytes);
-    return at;
+    return qm_tensor{at, of, shape};
   };
-  const auto floats = [&](int64_t count) { return static_cast<float*>(take(QM_F32, count)); };
-  const int64_t tokens = call.batch * call.tokens, groups = a.kv_num_heads, caches = call.batch * groups;
-  const int64_t d = a.head_size, v = a.v_head_size, tail = cache_tail(a);
-  const auto cache = [&](int64_t slots, int64_t width) {
-    return take(call.cache_type, caches * slots * (width + tail), a.cache_format != k_cache_format_none);
+  const auto floats = [&](int64_t count) { return take(QM_F32, {1, {count}}); };
+  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size;
+  const auto cache = [&](int64_t count, int64_t width) {
+    return take(cache_type, {4, {batch, groups, count, width + cache_tail(a)}}, a.cache_format != k_cache_format_none);
   };
-  const auto weights = [&](int64_t heads) {
-    return floats(a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : heads * d);
+  const auto weights = [&](int64_t of) {
+    return floats(a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : of * d);
   };
   const int64_t key_width = a.key_split ? a.key_split : d, value_width = a.key_split ? d - a.key_split : v;
-  call.qkv = take(call.type, tokens * qkv_size(a));
-  call.past_key = cache(call.past_slots, key_width);
-  call.past_value = cache(call.past_slots, value_width);
-  call.cos = floats(tokens * a.rotary_size / 2);
-  call.sin = floats(tokens * a.rotary_size / 2);
-  call.q_norm = weights(a.num_heads);
-  call.k_norm = weights(groups);
-  call.sinks = floats(a.num_heads);
-  call.k_up = take(call.type, int64_t{a.num_heads} * a.nope_size * v);
-  call.v_up = take(call.type, int64_t{a.num_heads} * a.out_size * v);
-  call.output = take(call.type, tokens * a.num_heads * output_size(a));
-  void* const key = cache(call.slots, key_width);
-  void* const value = cache(call.slots, value_width);
-  call.present_key = in_place ? const_cast<void*>(call.past_key) : key;
-  call.present_value = in_place ? const_cast<void*>(call.past_value) : value;
-  int32_t* const rows = static_cast<int32_t*>(places[next].place(call.batch * 12, at_end));
-  call.rows = rows;
-  for (int64_t b = 0; b < call.batch; ++b) {
-    rows[3 * b + 1] = data.ConsumeIntegralInRange<int32_t>(0, std::min(call.tokens, call.slots));
-    rows[3 * b] = data.ConsumeIntegralInRange<int32_t>(0, call.tokens - rows[3 * b + 1]);
-    rows[3 * b + 2] = data.ConsumeIntegralInRange<int32_t>(0, std::min(call.past_slots, call.slots - rows[3 * b + 1]));
+  const qm_shape angles{3, {batch, tokens, a.rotary_size / 2}};
+  inputs[CachedAttention_qkv] = take(type, {3, {batch, tokens, qkv_size(a)}});
+  inputs[CachedAttention_past_key] = cache(past_slots, key_width);
+  inputs[CachedAttention_past_value] = cache(past_slots, value_width);
+  inputs[CachedAttention_attention_mask] = {nullptr, 0, {2, {batch, slots}}};
+  inputs[CachedAttention_cos] = take(QM_F32, angles);
+  inputs[CachedAttention_sin] = take(QM_F32, angles);
+  inputs[CachedAttention_q_norm] = weights(heads);
+  inputs[CachedAttention_k_norm] = weights(groups);
+  inputs[CachedAttention_sinks] = floats(heads);
+  inputs[CachedAttention_k_up] = take(type, {3, {heads, a.nope_size, v}});
+  inputs[CachedAttention_v_up] = take(type, {3, {heads, v, a.out_size}});
+  outputs[CachedAttention_output] = take(type, {3, {batch, tokens, heads * output_size(a)}});
+  const qm_tensor key = cache(slots, key_width), value = cache(slots, value_width);
+  outputs[CachedAttention_present_key] = in_place ? inputs[CachedAttention_past_key] : key;
+  outputs[CachedAttention_present_value] = in_place ? inputs[CachedAttention_past_value] : value;
+  auto* const rows = static_cast<int32_t*>(places[next].place(batch * 12, at_end));
+  inputs[CachedAttention_rows] = {rows, 0, {2, {batch, 3}}};
+  for (int64_t b = 0; b < batch; ++b) {
+    rows[3 * b + 1] = data.ConsumeIntegralInRange<int32_t>(0, std::min(tokens, slots));
+    rows[3 * b] = data.ConsumeIntegralInRange<int32_t>(0, tokens - rows[3 * b + 1]);
+    rows[3 * b + 2] = data.ConsumeIntegralInRange<int32_t>(0, std::min(past_slots, slots - rows[3 * b + 1]));
   }
-  if (call.batch && data.ConsumeIntegralInRange(0, 15) == 0)
-    rows[data.ConsumeIntegralInRange<int64_t>(0, 3 * call.batch - 1)] = data.ConsumeIntegral<int32_t>();
+  if (batch && data.ConsumeIntegralInRange(0, 15) == 0)
+    rows[data.ConsumeIntegralInRange<int64_t>(0, 3 * batch - 1)] = data.ConsumeIntegral<int32_t>();
 }
 
 void attention(FuzzedDataProvider& data, bool wild) {
@@ -258,7 +263,7 @@ void attention(FuzzedDataProvider& data, bool wild) {
   a.gated = !a.key_split && data.ConsumeBool();
   if (wild) set_any(data, "CachedAttention", &a);
   if (a.block_size > 0) return;  // whose calls have other shapes
-  if (qm_attention_validate(&a, err)) {
+  if (qm_validate("CachedAttention", &a, nullptr, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
@@ -267,26 +272,30 @@ void attention(FuzzedDataProvider& data, bool wild) {
 
   static Guarded workspace_place;
   const bool at_end = data.ConsumeBool();
-  qm_attention_call call{};
-  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
-  call.cache_type = data.ConsumeBool() ? QM_F32 : QM_F16;
-  call.batch = data.ConsumeIntegralInRange(0, 3);
-  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 6 : 40);
-  call.past_slots = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 3) ? 40 : 300);
-  call.slots = call.past_slots + (data.ConsumeBool() ? 0 : data.ConsumeIntegralInRange(0, 40));
-  place_attention(data, a, call, at_end);
-  const int64_t width = int64_t{a.num_heads} * output_size(a), element = call.type == QM_F32 ? 4 : 2;
-  const Outcome first = every_kernel(
-      data, call, call.output, call.batch * call.tokens * width, workspace_place, at_end,
-      [&] { return qm_attention_workspace(&a, &call); }, [&] { return qm_attention_run(&a, &call, err); });
+  AttentionArrays arrays;
+  arrays.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  arrays.cache_type = data.ConsumeBool() ? QM_F32 : QM_F16;
+  arrays.batch = data.ConsumeIntegralInRange(0, 3);
+  arrays.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 6 : 40);
+  arrays.past_slots = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 3) ? 40 : 300);
+  arrays.slots = arrays.past_slots + (data.ConsumeBool() ? 0 : data.ConsumeIntegralInRange(0, 40));
+  arrays.place(data, a, at_end);
+  qm_call call{arrays.inputs, arrays.outputs, nullptr, 1, nullptr, nullptr, nullptr};
+  const int64_t width = int64_t{a.num_heads} * output_size(a), element = arrays.type == QM_F32 ? 4 : 2;
+  void* const output = arrays.outputs[CachedAttention_output].data;
+  const auto run = [&] { return qm_run("CachedAttention", &a, &call, err); };
+  const Outcome first = every_kernel(data, "CachedAttention", &a, call, output, arrays.batch * arrays.tokens * width,
+                                     workspace_place, at_end, run);
   if (first.status) return check_reason(err);
-  if (!call.batch) return;
+  if (!arrays.batch) return;
   // The first row without the others, and with one lane.
-  call.batch = call.lanes = 1;
-  call.workspace = workspace_place.place(qm_attention_workspace(&a, &call), at_end);
-  std::memset(call.output, 0xa5, call.tokens * width * element);
-  CHECK(qm_attention_run(&a, &call, err) == QM_OK, "%s", err);
-  check_equal(call.type, call.output, first.bytes.data(), call.tokens * width, "one row", "the batch");
+  for (qm_tensor& input : arrays.inputs)
+    if (input.shape.sizes[0] == arrays.batch) input.shape.sizes[0] = 1;
+  call.lanes = 1;
+  call.workspace = workspace_place.place(qm_workspace("CachedAttention", &a, &call), at_end);
+  std::memset(output, 0xa5, arrays.tokens * width * element);
+  CHECK(run() == QM_OK, "%s", err);
+  check_equal(arrays.type, output, first.bytes.data(), arrays.tokens * width, "one row", "the batch");
 }
 
 int64_t elements(const qm_tensor& tensor) {
@@ -360,10 +369,9 @@ void stateful(FuzzedDataProvider& data, const char* op, const void* node, int64_
   qm_tensor &past = inputs[inputs.size() - 2], &y = outputs[0], &present = outputs[1];
   const int64_t bytes = elements(present) * (present.type == QM_F32 ? 4 : 2);
   std::memset(past.data, 0, static_cast<size_t>(bytes / window * (window - 1)));  // as those slots are apart
-  qm_call call{inputs.data(), outputs.data(), nullptr, 1, nullptr, nullptr};
+  qm_call call{inputs.data(), outputs.data(), nullptr, 1, nullptr, nullptr, nullptr};
   const auto run = [&] { return qm_run(op, node, &call, err); };
-  const Outcome first = every_kernel(
-      data, call, y.data, elements(y), workspace_place, at_end, [&] { return qm_workspace(op, node, &call); }, run);
+  const Outcome first = every_kernel(data, op, node, call, y.data, elements(y), workspace_place, at_end, run);
   if (first.status) return check_reason(err);
   const uint8_t* const after = static_cast<const uint8_t*>(present.data);
   const std::vector<uint8_t> apart(after, after + bytes);
@@ -387,7 +395,7 @@ void convolution(FuzzedDataProvider& data, bool wild) {
     c.x_size = c.x_offset + c.channels + data.ConsumeIntegralInRange(0, 5);
   }
   if (wild) set_any(data, "CausalConv", &c);
-  if (qm_validate("CausalConv", &c, err)) {
+  if (qm_validate("CausalConv", &c, nullptr, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
@@ -417,7 +425,7 @@ void delta(FuzzedDataProvider& data, bool wild) {
     d.b_size = d.num_v_heads + data.ConsumeIntegralInRange(0, 3);
   }
   if (wild) set_any(data, "GatedDelta", &d);
-  if (qm_validate("GatedDelta", &d, err)) {
+  if (qm_validate("GatedDelta", &d, nullptr, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
@@ -445,7 +453,7 @@ void space(FuzzedDataProvider& data, bool wild) {
     p.z_size = p.z_offset + p.num_heads * p.head_size;
   }
   if (wild) set_any(data, "StateSpace", &p);
-  if (qm_validate("StateSpace", &p, err)) {
+  if (qm_validate("StateSpace", &p, nullptr, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }

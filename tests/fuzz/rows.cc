@@ -1,5 +1,5 @@
-// libFuzzer target: rows of weights, packed and back (qm_pack_expert, qm_unpack_expert, qm_pack_linear,
-// qm_unpack_linear), and qm_check_marlin_layer, from any bytes. The input chooses attributes, mostly valid ones, and a
+// libFuzzer target: rows of weights, packed and back (qm_pack, qm_unpack), and qm_check_marlin_layer, from any bytes.
+// The input chooses attributes, mostly valid ones, and a
 // seed. Checked:
 //   - nothing is read or written outside the buffers: each ends, or begins, at an inaccessible page
 //   - a refusal has a reason, and packing refuses what the size of a row does
@@ -120,13 +120,16 @@ void linear(FuzzedDataProvider& data) {
   const qm_matrix from = source.matrix(node.w);
   qm_matrix to = target.matrix(node.w);
   const int lanes = data.ConsumeIntegralInRange(1, 3);
+  const auto unpack = [&] {
+    return qm_unpack("QuantLinear", &node, &packed, &to, lanes, one_after_another, nullptr, err);
+  };
   if (data.ConsumeBool()) {
     random_bytes(rng, packed, static_cast<size_t>(row.bytes));
-    if (qm_unpack_linear(&node, packed, &to, lanes, one_after_another, nullptr, err)) check_reason(err);
+    if (unpack()) check_reason(err);
     return;
   }
-  if (qm_pack_linear(&node, &from, packed, lanes, one_after_another, nullptr, err)) return check_reason(err);
-  CHECK(qm_unpack_linear(&node, packed, &to, lanes, one_after_another, nullptr, err) == QM_OK, "%s", err);
+  if (qm_pack("QuantLinear", &node, &from, &packed, lanes, one_after_another, nullptr, err)) return check_reason(err);
+  CHECK(unpack() == QM_OK, "%s", err);
   source.check_equal(target, node.w, false);
 }
 
@@ -165,9 +168,10 @@ void expert(FuzzedDataProvider& data) {
   qm_matrix to[] = {gate2->matrix(node.w13), up2->matrix(node.w13), down2->matrix(node.w2)};
   void* const w13 = w13_place.place(static_cast<size_t>(row13.bytes), at_end);
   void* const w2 = w2_place.place(static_cast<size_t>(row2.bytes), at_end);
-  const int lanes = data.ConsumeIntegralInRange(1, 3);
+  void* const rows[] = {w13, w2};
+  const int lanes = data.ConsumeIntegralInRange(1, 3), first = node.gated ? 0 : 1;
   const auto unpack = [&] {
-    return qm_unpack_expert(&node, w13, w2, &to[0], &to[1], &to[2], lanes, one_after_another, nullptr, err);
+    return qm_unpack("QuantMoE", &node, rows, to + first, lanes, one_after_another, nullptr, err);
   };
   if (data.ConsumeIntegralInRange(0, 2) == 0) {
     random_bytes(rng, w13, static_cast<size_t>(row13.bytes));
@@ -175,8 +179,7 @@ void expert(FuzzedDataProvider& data) {
     if (unpack()) check_reason(err);
     return;
   }
-  if (qm_pack_expert(&node, &from[0], &from[1], &from[2], w13, w2, lanes, one_after_another, nullptr, err))
-    return check_reason(err);
+  if (qm_pack("QuantMoE", &node, from + first, rows, lanes, one_after_another, nullptr, err)) return check_reason(err);
   CHECK(unpack() == QM_OK, "%s", err);
   down->check_equal(*down2, node.w2, false);
   up->check_equal(*up2, node.w13, node.gated);  // gate and up may share an order and pre-scales: the first one's

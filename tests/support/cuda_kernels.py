@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
-from quantmoe.custom_ops import native
+from quantmoe.custom_ops import native, nodes
 from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.cuda import (  # noqa: F401 - for those who import this
     H200,
-    STEPS,
+    INT32,
+    INT64,
     TYPES,
-    AttentionPlan,
-    AttentionProblem,
     Device,
-    LinearProblem,
+    NodeCall,
     NodePlan,
-    Plan,
-    PlanStep,
-    Problem,
-    attention_problem,
-    fill_plan,
     library,
-    linear_problem,
-    plan,
+    plan_call,
     plan_node,
     plan_shapes,
-    problem,
     query,
     refusal,
+    tensors,
 )
 from quantmoe.custom_ops.op import (
     AttentionSpec,
@@ -51,15 +45,207 @@ _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes
 PATHS = ("decode", "stream", "wgmma", "fp8", "dense")
 
 
-class NodeCall(ctypes.Structure):
-    """qm_cuda_call."""
+#: StepKind of src/cuda/moe/layer_plan.h
+STEPS = (
+    *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
+    *("linear", "resolve", "fill", "add_host"),
+)
+
+
+class PlanStep(ctypes.Structure):
+    """PlanStep."""
 
     _fields_ = [
-        ("inputs", ctypes.POINTER(Tensor)),
-        ("outputs", ctypes.POINTER(Tensor)),
-        ("workspace", _PTR),
-        ("stream", _PTR),
+        (n, _I32)
+        for n in (
+            *("kind", "grid", "grid_y", "block", "block_y", "shared_bytes", "cluster", "dependent"),
+            *("panels", "n_tiles", "stages", "warps_k", "packed", "weighted", "ordered"),
+            *("in_rows", "in_columns", "out_rows", "out_columns"),
+        )
+    ] + [("in_at", _U64), ("out_at", _U64)]
+    #: of a product: which instance, on how many blocks
+    instance = ("panels", "n_tiles", "stages", "warps_k", "packed", "grid", "block", "shared_bytes", "cluster")
+
+
+class _OwnPlan(ctypes.Structure):
+    @classmethod
+    def new(cls) -> Self:
+        """Return it in the memory of a qm_cuda_node_plan."""
+        return cls.from_buffer(bytearray(ctypes.sizeof(NodePlan)))
+
+
+class Plan(_OwnPlan):
+    """A qm_cuda_node_plan with a LayerPlan."""
+
+    _fields_ = [
+        ("workspace_bytes", _U64),
+        ("path", _I32),
+        ("step_count", _I32),
+        ("all_steps", PlanStep * 10),
+        ("max_tiles", _I32),
+        ("down_max_tiles", _I32),
+        *((n, _U64) for n in ("tiles", "down_tiles", "sorted_pairs", "positions", "where", "copies", "kept")),
     ]
+
+    @property
+    def steps(self) -> dict[str, PlanStep]:
+        """By name (STEPS), in the order in which they run; changing one changes the plan."""
+        return {STEPS[s.kind]: s for s in self.all_steps[: self.step_count]}
+
+    @property
+    def w13(self) -> PlanStep:
+        """A layer's product with w13."""
+        return self.steps["gate_up"]
+
+    @property
+    def w2(self) -> PlanStep:
+        """A layer's product with w2, or a linear's."""
+        steps = self.steps
+        return steps["down"] if "down" in steps else steps["linear"]
+
+
+class AttentionPlan(_OwnPlan):
+    """A qm_cuda_node_plan with an AttentionPlan of src/cuda/attention/attention_call.h."""
+
+    _fields_ = [
+        ("workspace_bytes", _U64),
+        *((n, _I32) for n in ("tile_rows", "splits", "cluster", "stages", "wgmma", "few_tokens", "many_rows")),
+        *((n, _U64) for n in ("queries", "sums", "partial")),
+    ]
+
+
+class Experts(ctypes.Structure):
+    """qm_cuda_experts."""
+
+    _fields_ = [
+        *((n, _I32) for n in ("slots", "staging", "host_share", "host_layer")),
+        *((n, _PTR) for n in ("slot_memory", "staging_memory", "cache_state", "rows")),
+        *((f"host_{n}", _PTR) for n in ("request", "x", "weights", "ids", "y")),
+    ]
+
+
+class Launched(ctypes.Structure):
+    """What fake_gpu.cc keeps of a launch of QuantMoE."""
+
+    _fields_ = [("w13", _PTR), ("w2", _PTR), ("experts", Experts)]
+
+
+@dataclass
+class Problem:
+    """A call of QuantMoE without data."""
+
+    spec: MoESpec
+    dtype: str
+    tokens: int
+    top_k: int
+    local_experts: int
+    id_bytes: int
+    moe: ctypes.Structure
+    slots: int = 0
+    staging: int = 0
+    host_share: int = 0
+    host_layer: int = 0
+
+    @property
+    def own(self) -> ctypes.Structure:
+        return self.moe
+
+    def inputs(self) -> ctypes.Array[Tensor]:
+        ids, width = (self.tokens, self.top_k), {4: INT32, 8: INT64}.get(self.id_bytes, 0)
+        shapes = [(self.tokens, self.spec.hidden_size), ids, ids, (), ()]
+        return tensors(self.spec, self.dtype, shapes, self.local_experts, width)
+
+    def experts(self) -> Experts:
+        return Experts(self.slots, self.staging, self.host_share, self.host_layer)
+
+
+@dataclass
+class LinearProblem:
+    """A call of QuantLinear without data."""
+
+    spec: LinearSpec
+    dtype: str
+    rows: int
+    own: ctypes.Structure
+
+    def inputs(self) -> ctypes.Array[Tensor]:
+        return tensors(self.spec, self.dtype, [(self.rows, self.spec.in_features), ()])
+
+    def experts(self) -> None:
+        return None
+
+
+@dataclass
+class AttentionProblem:
+    """A call of CachedAttention without data: B, S, P and max(P, L); with a block_size R, S and twice M * block_size,
+    and N and K."""
+
+    spec: AttentionSpec
+    dtype: str
+    batch: int
+    tokens: int
+    past_slots: int
+    slots: int
+    blocks: int
+    positions: int
+    own: ctypes.Structure
+
+    def inputs(self) -> ctypes.Array[Tensor]:
+        spec, (key, value) = self.spec, self.spec.cache_widths
+        b, s, groups, turns = self.batch, self.tokens, self.spec.kv_num_heads, self.spec.rotary_size // 2
+        caches = [(b, groups, self.past_slots, width) for width in (key, value)]
+        angles: tuple[int, ...] = (b, s, turns)
+        if spec.block_size:
+            caches = [(self.blocks, spec.block_size, groups, width) for width in (key, value)]
+            angles = (self.positions, turns)
+        shapes = [(1 if spec.block_size else b, s, 0), *caches, (b, 3), (b, self.slots), angles, angles, (0,), (0,)]
+        table = (b, self.slots // spec.block_size) if spec.block_size else (0, 0)
+        return tensors(spec, self.dtype, [*shapes, (spec.num_heads,), (0,), (0,), table])
+
+    def experts(self) -> None:
+        return None
+
+
+def problem(spec: MoESpec, dtype: str, tokens: int, top_k: int, local_experts: int, id_bytes: int = 8) -> Problem:
+    """Return a call of a node; dtype "f16" or "bf16" (or "f32", which plan() refuses)."""
+    return Problem(spec, dtype, tokens, top_k, local_experts, id_bytes, node(native.library(), spec))
+
+
+def linear_problem(spec: LinearSpec, dtype: str, rows: int) -> LinearProblem:
+    """Return a call of a node."""
+    return LinearProblem(spec, dtype, rows, node(native.library(), spec))
+
+
+def attention_problem(
+    spec: AttentionSpec,
+    dtype: str,
+    batch: int,
+    tokens: int,
+    past_slots: int,
+    slots: int,
+    blocks: int = 0,
+    positions: int = 0,
+) -> AttentionProblem:
+    """Return a call of a node; dtype "f16" or "bf16" (or "f32", which is refused)."""
+    own = node(native.library(), spec)
+    return AttentionProblem(spec, dtype, batch, tokens, past_slots, slots, blocks, positions, own)
+
+
+def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
+    """Plan a call: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about what is not supported.
+    """
+    found = Plan.new()
+    _fill(problem, device, found)
+    return found
+
+
+def _fill(problem: Problem | LinearProblem | AttentionProblem, device: Device, found: _OwnPlan) -> None:
+    given, experts = problem.inputs(), problem.experts()
+    call = NodeCall(given, experts=None if experts is None else ctypes.addressof(experts))
+    plan_call(library(), problem.spec.OP, problem.own, call, device, found)
 
 
 #: QM_CUDA_PEERS
@@ -72,65 +258,66 @@ class Peers(ctypes.Structure):
     _fields_ = [("rank", _I32), ("world", _I32), ("blocks", _I32), ("boxes", _PTR * PEERS)]
 
 
-class Sum(ctypes.Structure):
-    """qm_cuda_sum."""
-
-    _fields_ = [("type", _I32), ("count", _I64), ("x", _PTR), ("y", _PTR)]
-
-
-class Gather(ctypes.Structure):
-    """qm_cuda_gather."""
-
-    _fields_ = [("type", _I32), ("rows", _I64), ("columns", _I64), ("x", _PTR), ("y", _PTR)]
-
-
-#: QM_CUDA_CALLERS
+#: kCallers
 CALLERS = 2**64 - 1
 
 
-class Tensors(ctypes.Structure):
-    _fields_ = [
-        (n, _PTR)
-        for n in (
-            *("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace"),
-            *("slots", "staging", "cache_state", "rows"),
-            *("host_request", "host_x", "host_weights", "host_ids", "host_y"),
-        )
-    ]
-
-
-def _launch(name: str, structs: Sequence[ctypes.Structure], tensors: Sequence[torch.Tensor], count: int) -> None:
-    """Enqueue qm_cuda_launch_<name> on torch's current stream.
-
-    Args:
-        tensors: ``count`` of them; one without elements is NULL.
-    """
-    import torch
-
-    pointers = (_PTR * count)(*(t.data_ptr() if t.numel() else None for t in tensors))
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    checked(getattr(library(), f"qm_cuda_launch_{name}"), *map(ctypes.byref, structs), pointers, stream)
+def _check(problem: Problem | LinearProblem, plan: Plan, given: ctypes.Array[Tensor]) -> None:
+    lib, op = library(), problem.spec.OP.encode()
+    checked(lib.qm_cuda_check_node, op, *map(ctypes.byref, (problem.own, plan, NodeCall(given))))
 
 
 def check_plan(problem: Problem | LinearProblem, plan: Plan) -> None:
-    """qm_cuda_check_plan and its like: pure, needs no GPU.
+    """qm_cuda_check_node without weights: pure, needs no GPU.
 
     Raises:
         ValueError: the plan names a kernel that the library does not have.
     """
-    lib = library()
-    check = lib.qm_cuda_check_plan if isinstance(problem, Problem) else lib.qm_cuda_check_plan_linear
-    checked(check, ctypes.byref(problem), ctypes.byref(plan))
+    _check(problem, plan, problem.inputs())
 
 
 def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
-    """qm_cuda_check_moe and its like: the act-orders in w13, or in a linear's w (CUDA tensors).
+    """qm_cuda_check_node: the act-orders in w13, or in a linear's w (CUDA tensors).
 
     Raises:
         ValueError: one does not have each feature once.
     """
-    check = library().qm_cuda_check_moe if isinstance(problem, Problem) else library().qm_cuda_check_linear
-    checked(check, ctypes.byref(problem), _PTR(rows.data_ptr()), None)
+    given = problem.inputs()
+    given[3 if isinstance(problem, Problem) else 1].data = rows.data_ptr()
+    _check(problem, plan(problem, query(rows.device.index or 0)), given)
+
+
+def launch(
+    problem: Problem | LinearProblem | AttentionProblem,
+    plan: _OwnPlan,
+    inputs: Sequence[int | None],
+    outputs: Sequence[int | None],
+    workspace: int | None,
+    stream: int | None,
+    experts: Experts | None = None,
+) -> None:
+    """qm_cuda_launch_node with addresses of inputs and outputs.
+
+    Raises:
+        ValueError: the library's sentence.
+    """
+    given, made = problem.inputs(), (Tensor * len(outputs))(*(Tensor(at) for at in outputs))
+    for tensor, at in zip(given, inputs, strict=False):
+        tensor.data = at
+    call = NodeCall(given, made, workspace, stream, None if experts is None else ctypes.addressof(experts))
+    own = problem.spec.OP.encode(), ctypes.byref(problem.own)
+    checked(library().qm_cuda_launch_node, *own, ctypes.byref(plan), ctypes.byref(call))
+
+
+def _pointer(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor; None: it has no elements."""
+    return tensor.data_ptr() if tensor.numel() else None
+
+
+def _stream() -> int | None:
+    import torch
+
+    return torch.cuda.current_stream().cuda_stream
 
 
 def _dtype(x: torch.Tensor) -> str:
@@ -158,10 +345,10 @@ class CudaMoE:
         """Problem and plan of a batch."""
         tokens, top_k = topk_ids.shape
         p = problem(self.spec, _dtype(hidden), tokens, top_k, len(self.w13), topk_ids.element_size())
-        for moe, rows in ((13, self.w13), (2, self.w2)):
-            want = library().qm_cuda_row_bytes(ctypes.byref(p.moe), moe)
+        for name, rows in (("w13", self.w13), ("w2", self.w2)):
+            want = native.row_of(*self.spec.matrices(name)).bytes
             if rows.shape[1] != want:
-                raise ValueError(f"w{moe} has rows of {rows.shape[1]} bytes, the attributes say {want}")
+                raise ValueError(f"{name} has rows of {rows.shape[1]} bytes, the attributes say {want}")
         return p, plan(p, self.device)
 
     def launch(
@@ -174,16 +361,16 @@ class CudaMoE:
         workspace: torch.Tensor,
     ) -> None:
         """Enqueue on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
-        import torch
+        p, chosen = prepared
+        experts = p.experts()
+        if self.cache:
+            experts.slot_memory, experts.staging_memory, experts.cache_state = (x.data_ptr() for x in self.cache)
+        experts.rows = None if self.rows is None else self.rows.data_ptr()
+        self.place(experts)
+        given = [x.data_ptr() for x in (hidden, topk_ids, topk_weights, self.w13, self.w2)]
+        launch(p, chosen, given, [output.data_ptr()], workspace.data_ptr(), _stream(), experts)
 
-        pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
-        tensors = Tensors(*(x.data_ptr() for x in pointers))
-        tensors.rows = None if self.rows is None else self.rows.data_ptr()
-        self.place(tensors)
-        stream = _PTR(torch.cuda.current_stream().cuda_stream)
-        checked(library().qm_cuda_launch, *map(ctypes.byref, (*prepared, tensors)), stream)
-
-    def place(self, tensors: Tensors) -> None:
+    def place(self, experts: Experts) -> None:
         """Add what a launch takes of a host that multiplies, qm_cuda_host."""
 
     def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -213,10 +400,12 @@ class CachedMoE(CudaMoE):
 
         super().__init__(spec, w13, w2)
         self.slots, self.staging = slots, staging
-        lib, moe = library(), node(native.library(), spec)
-        self.slot_bytes = lib.qm_cuda_slot_bytes(ctypes.byref(moe))
+        sizes = ctypes.c_size_t(), ctypes.c_size_t()
+        moe, given = ctypes.byref(node(native.library(), spec)), (_I64(len(w13)), slots)
+        checked(library().qm_cuda_cache_bytes, moe, *given, *map(ctypes.byref, sizes))
+        self.slot_bytes = sizes[0].value
         memory = [torch.full((n, self.slot_bytes), 0xFF, dtype=torch.uint8, device="cuda") for n in (slots, staging)]
-        state = torch.zeros(lib.qm_cuda_cache_state_bytes(_I64(len(w13)), slots), dtype=torch.uint8, device="cuda")
+        state = torch.zeros(sizes[1].value, dtype=torch.uint8, device="cuda")
         self.cache = (*memory, state)
 
     def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
@@ -250,7 +439,8 @@ class CudaLinear:
         import torch
 
         p = linear_problem(self.spec, _dtype(x), len(x))
-        if self.w.shape[1] != (want := library().qm_cuda_linear_row_bytes(ctypes.byref(p.linear))):
+        want = native.row_of(self.spec.w, self.spec.out_features, self.spec.in_features, 1).bytes
+        if self.w.shape[1] != want:
             raise ValueError(f"w has a row of {self.w.shape[1]} bytes, the attributes say {want}")
         chosen = plan(p, self.device)
         y = torch.full((len(x), self.spec.out_features), float("nan"), dtype=x.dtype, device=x.device)
@@ -260,7 +450,7 @@ class CudaLinear:
 
     def launch(self, p: LinearProblem, chosen: Plan, x: torch.Tensor, y: torch.Tensor, workspace: torch.Tensor) -> None:
         """Enqueue on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
-        _launch("linear", (p, chosen), (x, self.w, y, workspace), 4)
+        launch(p, chosen, [_pointer(x), self.w.data_ptr()], [_pointer(y)], workspace.data_ptr(), _stream())
 
 
 def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple[torch.Tensor, ...]:
@@ -270,13 +460,13 @@ def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple
 
 
 def plan_attention(problem: AttentionProblem, device: Device = H200) -> AttentionPlan:
-    """qm_cuda_plan_attention: pure, needs no GPU.
+    """Plan a call: pure, needs no GPU.
 
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    found = AttentionPlan()
-    fill_plan(library(), problem, device, found)
+    found = AttentionPlan.new()
+    _fill(problem, device, found)
     return found
 
 
@@ -290,7 +480,9 @@ def launch_attention(problem: AttentionProblem, plan: AttentionPlan, *tensors: t
     Raises:
         ValueError: present is past's memory, but has more slots.
     """
-    _launch("attention", (problem, plan), tensors, 14)
+    pointers = [_pointer(tensor) for tensor in tensors]
+    inputs = [*pointers[:4], None, *pointers[4:9], None, None, pointers[9]]
+    launch(problem, plan, inputs, pointers[10:13], pointers[13], _stream())
 
 
 def attention(
@@ -414,7 +606,7 @@ def launch_sum(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
     Raises:
         ValueError: the library's sentence about the ranks or the type.
     """
-    _launch_of_ranks("sum", peers, Sum(TYPES[_dtype(x)], x.numel(), x.data_ptr(), y.data_ptr()))
+    _launch_of_ranks(peers, nodes.AllReduce(rank=0, world=2, export_id=0), [x], [y])
 
 
 def launch_sum_norm(peers: Peers, spec: NormSpec, *tensors: torch.Tensor) -> None:
@@ -423,19 +615,17 @@ def launch_sum_norm(peers: Peers, spec: NormSpec, *tensors: torch.Tensor) -> Non
     Args:
         tensors: x, residual, weight, y, sum, contiguous.
     """
-    call = _call_of(tensors[:3], tensors[3:], None)
-    own = node(native.library(), spec)
-    checked(library().qm_cuda_launch_sum_norm, *map(ctypes.byref, (peers, own, call)))
+    own = nodes.AllReduceAddRMSNorm(rank=0, world=2, export_id=0, norm_epsilon=spec.norm_epsilon)
+    _launch_of_ranks(peers, own, tensors[:3], tensors[3:])
 
 
 def launch_gather(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:
     """The same of x [rows, columns] -> y [rows, world, columns]."""
-    _launch_of_ranks("gather", peers, Gather(TYPES[_dtype(x)], *x.shape, x.data_ptr(), y.data_ptr()))
+    _launch_of_ranks(peers, nodes.AllGather(rank=0, world=2, export_id=0, axis=-1), [x], [y])
 
 
-def _launch_of_ranks(name: str, peers: Peers, *call: ctypes.Structure | ctypes.Array[ctypes.c_void_p]) -> None:
-    import torch
-
-    stream = _PTR(torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None)
-    pointers = map(ctypes.byref, (peers, *call))
-    checked(getattr(library(), f"qm_cuda_launch_{name}"), *pointers, stream)
+def _launch_of_ranks(peers: Peers, spec: Spec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    call = _call_of(inputs, outputs, None)
+    call.peers = ctypes.addressof(peers)
+    own, none = node(native.library(), spec), NodePlan()
+    checked(library().qm_cuda_launch_node, spec.OP.encode(), *map(ctypes.byref, (own, none, call)))

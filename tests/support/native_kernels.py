@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from quantmoe.custom_ops.c_calls import ERROR_SIZE, checked
+from quantmoe.custom_ops.c_calls import Description, checked
 from quantmoe.custom_ops.native import TYPES, aligned, kernels, library, row_of  # noqa: F401 - for those who import this
 from quantmoe.custom_ops.op import (
     AttentionSpec,
@@ -17,48 +16,15 @@ from quantmoe.custom_ops.op import (
     MoESpec,
     RoutingSpec,
     Spec,
-    inputs,
-    optional_inputs,
-    outputs,
 )
 from quantmoe.custom_ops.structs import Shape, Tensor, node
 from quantmoe.custom_ops.tensor_shapes import output_shapes
 
-
-def _call(name: str, op: str, *shape: tuple[str, Any]) -> type[ctypes.Structure]:
-    """Return the C struct of a call: types and sizes, op.def's tensors but the mask, of which only the length is read,
-    and what all calls have."""
-    tensors = [name for name, _ in (*inputs(op), *optional_inputs(op), *outputs(op)) if name != "attention_mask"]
-    fields = [
-        ("type", ctypes.c_int),
-        *shape,
-        *((tensor, ctypes.c_void_p) for tensor in (*tensors, "workspace")),
-        ("lanes", ctypes.c_int),
-        ("parallel_for", ctypes.c_void_p),
-        ("parallel_context", ctypes.c_void_p),
-    ]
-    return type(name, (ctypes.Structure,), {"_fields_": fields + [("experts", ctypes.c_void_p)] * (op == "QuantMoE")})
+#: qm_tensor's types of T, C and I
+_TYPES = TYPES | {np.dtype(np.int32): 3, np.dtype(np.int64): 4}
 
 
-def _sizes(*names: str) -> list[tuple[str, Any]]:
-    return [(name, ctypes.c_int64) for name in names]
-
-
-_Call = _call("_Call", "QuantMoE", ("id_bytes", ctypes.c_int), *_sizes("tokens", "top_k", "local_experts"))
-
-
-_LinearCall = _call("_LinearCall", "QuantLinear", *_sizes("rows"))
-
-
-_AttentionCall = _call(
-    "_AttentionCall",
-    "CachedAttention",
-    ("cache_type", ctypes.c_int),
-    *_sizes("batch", "tokens", "past_slots", "slots", "blocks", "positions", "selected_lists", "selected_size"),
-)
-
-
-class _NodeCall(ctypes.Structure):
+class _Call(ctypes.Structure):
     """qm_call."""
 
     _fields_ = [
@@ -68,7 +34,42 @@ class _NodeCall(ctypes.Structure):
         ("lanes", ctypes.c_int),
         ("parallel_for", ctypes.c_void_p),
         ("parallel_context", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
     ]
+
+
+def _tensor(array: np.ndarray | None) -> Tensor:
+    if array is None:
+        return Tensor(None, 0, Shape.of(None))
+    return Tensor(array.ctypes.data if array.size else None, _TYPES.get(array.dtype, 0), Shape.of(array.shape))
+
+
+def _tensors(arrays: Sequence[np.ndarray | None]) -> ctypes.Array[Tensor]:
+    return (Tensor * len(arrays))(*map(_tensor, arrays))
+
+
+def _packed(*rows: np.ndarray) -> ctypes.Array[Shape]:
+    """Shapes of packed inputs, uint8 [experts, row bytes]."""
+    return (Shape * len(rows))(*(Shape.of((len(w), w.shape[1] // 4)) for w in rows))
+
+
+def _words(rows: np.ndarray) -> np.ndarray:
+    return rows.view(np.int32)
+
+
+def _run(
+    spec: Spec,
+    given: Sequence[np.ndarray | None],
+    made: Sequence[np.ndarray],
+    lanes: int,
+    buffer: Callable[[int], np.ndarray],
+) -> None:
+    """Run an operator with a workspace of ``buffer``; all arrays have op.def's types and shapes, None: left out."""
+    own, lib = (spec.OP.encode(), ctypes.byref(node(library(), spec))), library()
+    call = _Call(_tensors(given), _tensors(made), None, *_threads(lanes))
+    workspace = buffer(lib.qm_workspace(*own, ctypes.byref(call)))
+    call.workspace = workspace.ctypes.data
+    checked(lib.qm_run, *own, ctypes.byref(call))
 
 
 class NativeMoE:
@@ -84,16 +85,12 @@ class NativeMoE:
 
     def __init__(self, spec: MoESpec, w13: np.ndarray, w2: np.ndarray):
         self.w13, self.w2, self.spec = w13, w2, spec
-        self._lib = library()
-        self._moe = ctypes.byref(node(self._lib, spec))
-        shapes = [(ctypes.c_int64 * 2)(len(w), w.shape[1] // 4) for w in (w13, w2)]
-        checked(self._lib.qm_moe_validate, self._moe, *shapes)
+        checked(library().qm_validate, b"QuantMoE", ctypes.byref(node(library(), spec)), _packed(w13, w2))
 
     @property
     def kernel(self) -> str:
         """Name of the kernel this machine selects."""
-        err = ctypes.create_string_buffer(ERROR_SIZE)
-        return self._lib.qm_kernel_selected(self._moe, err).decode()
+        return Description.of(library()).kernel.decode()
 
     def __call__(
         self,
@@ -111,23 +108,8 @@ class NativeMoE:
         hidden, topk_ids = np.ascontiguousarray(hidden), np.ascontiguousarray(topk_ids)
         topk_weights = np.ascontiguousarray(topk_weights, np.float32)
         output = buffer(hidden.nbytes).view(hidden.dtype).reshape(hidden.shape)
-        call = _Call(
-            TYPES[hidden.dtype],
-            topk_ids.dtype.itemsize,
-            *topk_ids.shape,
-            len(self.w13),
-            hidden.ctypes.data,
-            topk_ids.ctypes.data,
-            topk_weights.ctypes.data,
-            self.w13.ctypes.data,
-            self.w2.ctypes.data,
-            output.ctypes.data,
-            None,
-            *_threads(lanes),
-        )
-        workspace = buffer(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
-        call.workspace = workspace.ctypes.data
-        checked(self._lib.qm_moe_run, self._moe, ctypes.byref(call))
+        given = [hidden, topk_ids, topk_weights, _words(self.w13), _words(self.w2)]
+        _run(self.spec, given, [output], lanes, buffer)
         return output
 
 
@@ -144,21 +126,13 @@ class NativeLinear:
 
     def __init__(self, spec: LinearSpec, w: np.ndarray):
         self.w, self.spec = w, spec
-        self._lib = library()
-        self._linear = ctypes.byref(node(self._lib, spec))
-        shape = (ctypes.c_int64 * 2)(len(w), w.shape[1] // 4)
-        checked(self._lib.qm_linear_validate, self._linear, shape)
+        checked(library().qm_validate, b"QuantLinear", ctypes.byref(node(library(), spec)), _packed(w))
 
     def __call__(self, x: np.ndarray, lanes: int = 1) -> np.ndarray:
         """x [T, K] f32, f16 or bf16 -> [T, N]."""
         x = np.ascontiguousarray(x)
         y = np.empty((len(x), self.spec.out_features), x.dtype)
-        call = _LinearCall(
-            TYPES[x.dtype], len(x), x.ctypes.data, self.w.ctypes.data, y.ctypes.data, None, *_threads(lanes)
-        )
-        workspace = aligned(self._lib.qm_linear_workspace(self._linear, ctypes.byref(call)))
-        call.workspace = workspace.ctypes.data
-        checked(self._lib.qm_linear_run, self._linear, ctypes.byref(call))
+        _run(self.spec, [x, _words(self.w)], [y], lanes, aligned)
         return y
 
 
@@ -210,14 +184,10 @@ def attention(
     Raises:
         ValueError: with the C ABI's message.
     """
-    lib = library()
     buffer = buffer or aligned
-    attention = ctypes.byref(node(lib, spec))
-    checked(lib.qm_attention_validate, attention)
+    checked(library().qm_validate, spec.OP.encode(), ctypes.byref(node(library(), spec)), None)
     batch, tokens, _ = qkv.shape
-    blocks, columns = (0, 0) if block_table is None else (past[0].shape[0], block_table.shape[1])
-    before = past[0].shape[2] if block_table is None else columns * spec.block_size
-    slots = max(before, length) if block_table is None else before
+    slots = max(past[0].shape[2], length)
     shapes = [(*c.shape[:2], slots, c.shape[3]) if block_table is None else c.shape for c in past]
 
     def empty(like: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -226,27 +196,11 @@ def attention(
     output = empty(qkv, (batch, tokens, spec.num_heads * spec.output_size))
     key, value = present or map(empty, past, shapes)
     floats = (np.ascontiguousarray(a, np.float32) for a in (cos, sin, q_norm, k_norm, sinks))
-    given = [*(np.ascontiguousarray(a) for a in (qkv, *past)), np.ascontiguousarray(rows, np.int32), *floats]
-    given += [np.ascontiguousarray(a, qkv.dtype) for a in ups or (qkv[:0], qkv[:0])]
-    given.append(np.ascontiguousarray(rows[:0] if block_table is None else block_table, np.int32))
-    lists = None if selected is None else np.ascontiguousarray(selected, np.int32)
-    call = _AttentionCall(
-        TYPES[qkv.dtype],
-        TYPES.get(past[0].dtype, 0),
-        batch if block_table is None else len(block_table),
-        tokens,
-        before,
-        slots,
-        blocks,
-        cos.shape[0],
-        *((0, 0) if lists is None else lists.shape[2:]),
-        *(None if a is None else a.ctypes.data for a in [*given, lists, output, key, value]),
-        None,
-        *_threads(lanes),
-    )
-    workspace = buffer(lib.qm_attention_workspace(attention, ctypes.byref(call)))
-    call.workspace = workspace.ctypes.data
-    checked(lib.qm_attention_run, attention, ctypes.byref(call))
+    given = [*(np.ascontiguousarray(a) for a in (qkv, *past)), np.ascontiguousarray(rows, np.int32)]
+    given += [np.empty((batch, length), np.int64), *floats]  # of attention_mask the length is read
+    given += [a if a is None else np.ascontiguousarray(a, qkv.dtype) for a in ups or (None, None)]
+    given += [a if a is None else np.ascontiguousarray(a, np.int32) for a in (block_table, selected)]
+    _run(spec, given, [output, key, value], lanes, buffer)
     return output, key, value
 
 
@@ -269,9 +223,8 @@ def run(
     Raises:
         ValueError: with the C ABI's message.
     """
-    lib, op, buffer = library(), spec.OPERATOR, buffer or aligned
-    own = spec.OP.encode(), ctypes.byref(node(lib, spec))
-    checked(lib.qm_validate, *own)
+    op, buffer = spec.OPERATOR, buffer or aligned
+    checked(library().qm_validate, spec.OP.encode(), ctypes.byref(node(library(), spec)), None)
     types = {"T": inputs[0].dtype, "float": np.dtype(np.float32), "int32": np.dtype(np.int32)}
     types["int64"] = np.dtype(np.int64)
     types |= {kind: a.dtype for a, (_, kind) in zip(inputs, op.inputs, strict=True) if kind == "C"}
@@ -283,16 +236,7 @@ def run(
         made.append(buffer(size).view(types[kind]).reshape(shape))
     if present is not None:
         made[-1] = present
-    tensors = [
-        (Tensor * len(arrays))(
-            *(Tensor(a.ctypes.data if a.size else None, TYPES.get(a.dtype, 0), Shape.of(a.shape)) for a in arrays)
-        )
-        for arrays in (given, made)
-    ]
-    call = _NodeCall(*tensors, None, *_threads(lanes))
-    workspace = buffer(lib.qm_workspace(*own, ctypes.byref(call)))
-    call.workspace = workspace.ctypes.data
-    checked(lib.qm_run, *own, ctypes.byref(call))
+    _run(spec, given, made, lanes, buffer)
     return tuple(made)
 
 
@@ -305,19 +249,13 @@ def workspace(
     local_experts: int = 1,
 ) -> int:
     """Return the bytes that a call of ``tokens`` rows of ``dtype`` needs beside its tensors; experts: of QuantMoE."""
-    lib = library()
-    kind, own = TYPES[np.dtype(dtype)], ctypes.byref(node(lib, spec))
-    call: ctypes.Structure
-    if isinstance(spec, RoutingSpec):
-        tensor = Tensor(None, kind, Shape.of((tokens, spec.logits)))
-        call = _NodeCall((Tensor * 2)(tensor), (Tensor * 2)(), None, *_threads(lanes))
-        return lib.qm_workspace(spec.OP.encode(), own, ctypes.byref(call))
-    if isinstance(spec, MoESpec):
-        call, size = _Call(kind, 4, tokens, top_k, local_experts), lib.qm_moe_workspace
-    else:
-        call, size = _LinearCall(kind, tokens), lib.qm_linear_workspace
-    call.lanes, call.parallel_for, _ = _threads(lanes)
-    return size(own, ctypes.byref(call))
+    own = ctypes.byref(node(library(), spec))
+    given = [((tokens, top_k), 3)] * 2 + [((local_experts, 1), 0)] * 2 if isinstance(spec, MoESpec) else []
+    width = spec.logits if isinstance(spec, RoutingSpec) else 1
+    shapes = [((tokens, width), TYPES[np.dtype(dtype)]), *given]
+    inputs = (Tensor * 5)(*(Tensor(None, kind, Shape.of(shape)) for shape, kind in shapes))
+    call = _Call(inputs, (Tensor * 2)(), None, *_threads(lanes))
+    return library().qm_workspace(spec.OP.encode(), own, ctypes.byref(call))
 
 
 def _threads(lanes: int) -> tuple[int, object, None]:

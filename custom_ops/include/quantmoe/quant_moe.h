@@ -21,6 +21,7 @@ extern "C" {
 enum { QM_ERROR_SIZE = 512 };
 typedef enum { QM_OK = 0, QM_INVALID = 1, QM_UNSUPPORTED = 2 } qm_status;
 typedef enum { QM_F32 = 0, QM_F16 = 1, QM_BF16 = 2 } qm_type;
+enum { QM_INT32 = 3, QM_INT64 = 4 };  // of ids
 
 // The operators' attributes, expanded from op.def; enums as their codes.
 typedef int32_t qm_kind_i;
@@ -42,22 +43,31 @@ typedef struct {
 #include "op.def"
 #undef QM_FIELD
 
-// The attributes of an operator, for example of "QuantMoE"; op_version is the first. `node` is the operator's struct
-// above. A file with an op_version below `since` lacks the attribute.
+// An operator of op.def, for example "QuantMoE": its struct above, and its attributes in the struct's order. The first
+// is op_version. A file with an op_version below `since` lacks the attribute.
 typedef struct {
   char name[32];
   char kind;       // 'i' int32, 'f' float, 's' the name of an enum value
   int32_t since;   // op_version
   int32_t offset;  // of its 4 bytes in the node
 } qm_attribute;
-QM_API const qm_attribute* qm_attribute_at(const char* op, size_t index);  // NULL past the end
-QM_API size_t qm_node_size(const char* op);                                // 0: no such operator
-// Sets op_version, and gives each later attribute the value that its absence means. Call it first. QM_UNSUPPORTED: this
-// library does not know the version.
-QM_API int qm_set_version(const char* op, void* node, int64_t op_version, char* err);
-QM_API int qm_set_int(const char* op, void* node, const char* name, int64_t value, char* err);
-QM_API int qm_set_float(const char* op, void* node, const char* name, float value, char* err);
-QM_API int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err);
+typedef struct {
+  const char* name;
+  size_t bytes;  // of the struct
+  size_t count;  // of attributes
+  const qm_attribute* attributes;
+} qm_operator;
+QM_API const qm_operator* qm_find_operator(const char* op);  // NULL: there is none
+// Sets attributes of a node, in any order. If op_version is among them, each later attribute first gets the value that
+// its absence means. QM_UNSUPPORTED: this library does not know the op_version.
+typedef struct {
+  const char* name;
+  char kind;  // as qm_attribute's: which of the three it has
+  int64_t integer;
+  float number;
+  const char* text;
+} qm_value;
+QM_API int qm_set_attributes(const char* op, void* node, const qm_value* values, size_t count, char* err);
 
 // A tensor's shape. A size below 0 is not known. A rank below 0 is an optional input that is left out.
 typedef struct {
@@ -67,13 +77,6 @@ typedef struct {
 // Checks the shapes of a node's inputs by op.def, and writes the shapes of its outputs.
 QM_API int qm_infer_shapes(const char* op, const void* node, const qm_shape* inputs, int32_t count, qm_shape* outputs,
                            char* err);
-
-// Bytes of one expert's packed row, by FORMAT.md. 0: the attributes are not valid. projection: 13 or 2.
-QM_API size_t qm_row_bytes(const qm_moe*, int projection);
-
-// Checks everything that does not depend on the call: attributes and their combinations, and the packed tensors'
-// shapes. A shape is [experts in this slice, int32 words a row]. A kernel for this machine must exist.
-QM_API int qm_moe_validate(const qm_moe*, const int64_t w13_shape[2], const int64_t w2_shape[2], char* err);
 
 // Runs task(arg, 0..count-1) in any order, on any threads. Returns when all are done.
 typedef void (*qm_task)(void* arg, size_t index);
@@ -85,97 +88,13 @@ typedef struct {
   // Makes rows of experts readable, from expert `first` on in ascending order, as many as there is room for, at least
   // one. Only experts with pairs count (begin[e] < begin[e + 1]). Writes the rows' addresses to w13[e] and w2[e],
   // 64-byte aligned. Returns the first expert with pairs that it left out, or local_experts. Rows stay until the next
-  // call. Below 0: it failed, and `err` (QM_ERROR_SIZE bytes) says why. It is called on qm_moe_run's thread.
+  // call. Below 0: it failed, and `err` (QM_ERROR_SIZE bytes) says why. It is called on qm_run's thread.
   int64_t (*read)(void* context, const int64_t* begin, int64_t first, const void** w13, const void** w2, char* err);
 } qm_expert_rows;
 
 typedef struct {
-  qm_type type;  // of hidden_states and output
-  int id_bytes;  // 4 or 8: width of topk_ids
-  int64_t tokens, top_k, local_experts;
-  const void* hidden_states;  // [tokens, H]
-  const void* topk_ids;       // [tokens, top_k]
-  const float* topk_weights;  // [tokens, top_k]
-  const void* w13;            // [local_experts, row], 64-byte aligned
-  const void* w2;
-  void* output;                  // [tokens, H]
-  void* workspace;               // qm_moe_workspace bytes, 64-byte aligned
-  int lanes;                     // upper bound of threads that will work; also passed to qm_moe_workspace
-  qm_parallel_for parallel_for;  // NULL: run on the calling thread
-  void* parallel_context;
-  const qm_expert_rows* experts;  // NULL: w13 and w2 have all rows. Otherwise w13 and w2 are not read
-} qm_moe_call;
-
-// At most 264 MiB, or one token's activations if they are more, because long calls work in slices of tokens. Each lane
-// that the call can use adds (max(H, I) + 128) KiB, with H and I rounded up to the group sizes. With one token, a lane
-// adds a row.
-QM_API size_t qm_moe_workspace(const qm_moe*, const qm_moe_call*);
-// QM_INVALID: an id is outside [-1, num_experts). `err` names token, slot and id, and the output is unspecified.
-QM_API int qm_moe_run(const qm_moe*, const qm_moe_call*, char* err);
-
-// QuantLinear, with the kernels of experts. `w` is packed like a row of w2.
-QM_API int qm_linear_validate(const qm_linear*, const int64_t w_shape[2], char* err);
-typedef struct {
-  qm_type type;  // of x and y
-  int64_t rows;
-  const void* x;  // [rows, K]
-  const void* w;  // [1, row], 64-byte aligned
-  void* y;        // [rows, N]
-  void* workspace;
-  int lanes;
-  qm_parallel_for parallel_for;
-  void* parallel_context;
-} qm_linear_call;
-// As qm_moe_workspace, with I = K.
-QM_API size_t qm_linear_workspace(const qm_linear*, const qm_linear_call*);
-QM_API int qm_linear_run(const qm_linear*, const qm_linear_call*, char* err);
-
-// CachedAttention. D: head_size, V: v_head_size. For latent attention (key_split, nope_size) see op.def. With a
-// block_size a row is a request, and past_slots and slots count its blocks' slots.
-QM_API int qm_attention_validate(const qm_attention*, char* err);
-typedef struct {
-  qm_type type;                           // of qkv and output
-  qm_type cache_type;                     // QM_F32 or QM_F16
-  int64_t batch, tokens;                  // B, S; with a block_size R, S
-  int64_t past_slots, slots;              // P, and present's slots, at least P; with a block_size M * block_size
-  int64_t blocks, positions;              // with a block_size: N, K
-  int64_t selected_lists, selected_size;  // with `selected`: G, E
-  const void* qkv;         // [B, S, (num_heads + kv_num_heads) D + kv_num_heads V]; gated: num_heads V more before
-  const void* past_key;    // [B, kv_num_heads, past_slots, D]
-  const void* past_value;  // [B, kv_num_heads, past_slots, V]
-  const int32_t* rows;     // [B, 3]: first new token that counts, how many do, tokens in the cache before them
-  const float *cos, *sin;  // [B, S, rotary_size / 2]
-  const float *q_norm, *k_norm;  // by qk_norm
-  const float* sinks;            // [num_heads]
-  const void *k_up, *v_up;       // with a nope_size, of `type`: [num_heads, nope_size, V], [num_heads, V, out_size]
-  const int32_t* block_table;    // with a block_size: [R, M]
-  const int32_t* selected;       // [B, S, selected_lists, selected_size], or NULL
-  void* output;                  // [B, S, num_heads V]; with a nope_size out_size for V
-  void *present_key, *present_value;  // [B, kv_num_heads, slots, D or V]; past's memory: appended to in place
-  void* workspace;                    // qm_attention_workspace bytes, 64-byte aligned
-  int lanes;
-  qm_parallel_for parallel_for;
-  void* parallel_context;
-} qm_attention_call;
-// The sum of these parts. V, and U = out_size, are rounded up to 16. R is max(128, num_heads / kv_num_heads).
-//
-// - At most 64 MiB, and 4 bytes a token.
-// - For each lane `4 (R D + 32 D + 256 V + R (2 V + 304))` bytes, 488 KB for D = V = 128.
-//
-// With a nope_size M there are more. Q is M + D - V, T is min(S, 2048).
-//
-// - For each of 128 tokens, or of one row that is absorbed, `4 ((num_heads + kv_num_heads) D + num_heads V)` bytes.
-// - For each lane `4 (T (Q + U + 16) + (M + U + 35) V + 256 (Q + U) + 32 D + 128 (U + 288) + 8704)` bytes at most.
-//   This is 1.9 MB for a prompt of 512 of DeepSeek-V3.
-QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_call*);
-// QM_INVALID: `rows` asks for tokens or slots that are not there, or `selected` names slots that its token does not
-// see. `err` names the row or the token. Or present is past's memory with more slots. Then nothing is written.
-QM_API int qm_attention_run(const qm_attention*, const qm_attention_call*, char* err);
-
-// Operators with a QM_CPU line in op.def, by their names.
-typedef struct {
   void* data;    // NULL: left out, or [0] for none
-  int32_t type;  // qm_type of T or C; not read if op.def states the type
+  int32_t type;  // qm_type of T or C, of I QM_INT32 or QM_INT64; not read if op.def states the type
   qm_shape shape;
 } qm_tensor;
 typedef struct {
@@ -185,17 +104,38 @@ typedef struct {
   int lanes;                     // upper bound of threads that will work; also passed to qm_workspace
   qm_parallel_for parallel_for;  // NULL: run on the calling thread
   void* parallel_context;
+  const qm_expert_rows* experts;  // QuantMoE. NULL: w13 and w2 have all rows. Otherwise their data is not read
 } qm_call;
-// Checks everything that does not depend on the call.
-QM_API int qm_validate(const char* op, const void* node, char* err);
-// A lane of CausalConv takes 2 (W + 1) KiB, with W its width. A lane of GatedDelta or StateSpace takes
-// `4 (K V + 32 (4 K + 2 V + 16))` bytes, 167 KB for K = V = 128. K and V are rounded up to 16. A token of StateSpace
-// adds 4 H P bytes. SparseIndexer takes 4 bytes for each slot of at most 128 tokens, 16 MB or the slots of 1 token if
-// they are more. Each of its lanes takes `4 (R (D + 272) + 32 D + 2048)` bytes, R being max(128, num_heads).
+// Checks everything that does not depend on the call: attributes and their combinations. A kernel for this machine must
+// exist. `packed`: the shapes of the packed inputs in op.def's order, [experts in this slice, int32 words of a row], or
+// NULL: they are not compared.
+QM_API int qm_validate(const char* op, const void* node, const qm_shape* packed, char* err);
+// Packed data is 64-byte aligned.
+//
+// - QuantMoE: at most 264 MiB, or one token's activations if they are more, because long calls work in slices of
+//   tokens. Each lane that the call can use adds (max(H, I) + 128) KiB, with H and I rounded up to the group sizes.
+//   With one token, a lane adds a row. QuantLinear: the same, with I = K.
+// - CachedAttention: the sum of these parts. D is head_size. V = v_head_size and U = out_size are rounded up to 16.
+//   R is max(128, num_heads / kv_num_heads). At most 64 MiB, and 4 bytes a token. For each lane
+//   `4 (R D + 32 D + 256 V + R (2 V + 304))` bytes, 488 KB for D = V = 128.
+// - CachedAttention with a nope_size M has more. Q is M + D - V, T is min(S, 2048). For each of 128 tokens, or of one
+//   row that is absorbed, `4 ((num_heads + kv_num_heads) D + num_heads V)` bytes. For each lane
+//   `4 (T (Q + U + 16) + (M + U + 35) V + 256 (Q + U) + 32 D + 128 (U + 288) + 8704)` bytes at most. This is 1.9 MB for
+//   a prompt of 512 of DeepSeek-V3.
+// - CausalConv: a lane takes 2 (W + 1) KiB, with W its width.
+// - GatedDelta and StateSpace: a lane takes `4 (K V + 32 (4 K + 2 V + 16))` bytes, 167 KB for K = V = 128. K and V are
+//   rounded up to 16. A token of StateSpace adds 4 H P bytes.
+// - SparseIndexer: 4 bytes for each slot of at most 128 tokens, 16 MB or the slots of 1 token if they are more. A lane
+//   adds `4 (R (D + 272) + 32 D + 2048)` bytes, R being max(128, num_heads).
 QM_API size_t qm_workspace(const char* op, const void* node, const qm_call*);
-// An output may be the memory of an input if op.def gives it this input's shape. MoERouting: a token with a NaN among
-// the experts' logits gets the ids 0..top_k-1 and NaN weights, then its shared experts. QM_INVALID: `rows` asks for
-// tokens that are not there. `err` names the row, and nothing is written.
+// An output may be the memory of an input if op.def gives it this input's shape. QM_INVALID:
+//
+// - `rows` asks for tokens or slots that are not there, or `selected` names slots that its token does not see. `err`
+//   names the row or the token, and nothing is written. The same holds if present is past's memory with more slots.
+// - QuantMoE: an id is outside [-1, num_experts). `err` names token, slot and id, and the output is unspecified.
+//
+// MoERouting: a token with a NaN among the experts' logits gets the ids 0..top_k-1 and NaN weights, then its shared
+// experts.
 QM_API int qm_run(const char* op, const void* node, const qm_call*, char* err);
 
 // One matrix [n, k], as QuantizedMatrix has it. The attributes say what its codes and scales are. Packing reads the
@@ -224,19 +164,16 @@ typedef struct {
 // Fills codes, scales and, if there are any, zero_points. Any number of lanes on any processor gives the same bytes.
 // QM_UNSUPPORTED or QM_INVALID: another format, or a group_size that the format lacks.
 QM_API int qm_quantize(const qm_quantization*, const qm_matrix*, int lanes, qm_parallel_for, void* context, char* err);
-// Packs an expert's matrices into its rows, and the reverse, in the layouts that the attributes name (FORMAT.md 1 to
-// 3). `gate` is read if `gated` is 1. An array that the attributes do not name is not read. If the attributes name an
-// array that a matrix lacks, the row gets a neutral value. These are the middle zero point, the bias 0, the pre-scale
-// 1, and the order of the features. With w2_perm the rows of gate and up are packed in down's order. QM_UNSUPPORTED or
-// QM_INVALID: a layout refuses the attributes, a permutation is none, nvfp4 scales have a sign.
-QM_API int qm_pack_expert(const qm_moe*, const qm_matrix* gate, const qm_matrix* up, const qm_matrix* down,
-                          void* w13_row, void* w2_row, int lanes, qm_parallel_for, void* context, char* err);
-QM_API int qm_unpack_expert(const qm_moe*, const void* w13_row, const void* w2_row, qm_matrix* gate, qm_matrix* up,
-                            qm_matrix* down, int lanes, qm_parallel_for, void* context, char* err);
-QM_API int qm_pack_linear(const qm_linear*, const qm_matrix*, void* row, int lanes, qm_parallel_for, void* context,
-                          char* err);
-QM_API int qm_unpack_linear(const qm_linear*, const void* row, qm_matrix*, int lanes, qm_parallel_for, void* context,
-                            char* err);
+// Packs the matrices of a QuantLinear, or of an expert of a QuantMoE, into their rows, and the reverse. The attributes
+// name the layouts (FORMAT.md 1 to 3). A QuantMoE has the matrices gate (only if `gated` is 1), up and down, and the
+// rows of w13 and w2. An array that the attributes do not name is not read. If the attributes name an array that a
+// matrix lacks, the row gets a neutral value. These are the middle zero point, the bias 0, the pre-scale 1, and the
+// order of the features. With w2_perm the rows of gate and up are packed in down's order. QM_UNSUPPORTED or QM_INVALID:
+// another operator, a layout refuses the attributes, a permutation is none, nvfp4 scales have a sign.
+QM_API int qm_pack(const char* op, const void* node, const qm_matrix* matrices, void* const* rows, int lanes,
+                   qm_parallel_for, void* context, char* err);
+QM_API int qm_unpack(const char* op, const void* node, const void* const* rows, qm_matrix* matrices, int lanes,
+                     qm_parallel_for, void* context, char* err);
 // The bytes of a row and of its parts: codes, scales, zero points, global scales, biases, permutations, input scales,
 // pre-scales. In layout cpu_panel the codes are panels, which hold all parts except the last three. `halves`: 2
 // matrices [n, k], gate and up, or 1.
@@ -244,6 +181,7 @@ enum { QM_ROW_PARTS = 8 };
 typedef struct {
   int64_t bytes;
   int64_t at[QM_ROW_PARTS], sizes[QM_ROW_PARTS];
+  int64_t panel_rows, panel_bytes;  // of layout cpu_panel: output features of a panel, and its bytes
 } qm_row;
 // QM_UNSUPPORTED or QM_INVALID: the layout, or every kernel that reads it, refuses the attributes.
 QM_API int qm_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_row*, char* err);
@@ -266,10 +204,6 @@ typedef struct {
   int panel_step;
 } qm_pack_source;
 QM_API int qm_pack_panels(const qm_pack_source*, void* dst, int lanes, qm_parallel_for, void* context, char* err);
-typedef struct {
-  int64_t panel_rows, panel_bytes, row_bytes;  // output features of a panel; of the panel; of the expert's row
-} qm_panel_row;
-QM_API int qm_panel_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_panel_row*, char* err);
 // A qm_parallel_for that starts std::threads, for hosts without a pool (packing, tests). `context` is ignored. If the
 // system refuses a thread, the calling thread runs the other tasks.
 QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t count);
@@ -278,12 +212,17 @@ QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t c
 // otherwise "", is the folder with proc and sys.
 QM_API int qm_cpus(int allowed, const char* root);
 
-// The kernels, the preferred one first. `usable`: this machine has its features. QUANTMOE_FORCE_KERNEL=name selects
-// one. With an unknown or unusable name, qm_moe_validate fails.
-QM_API const char* qm_kernel_name(size_t index, int* usable);  // NULL past the end
-QM_API const char* qm_kernel_selected(const qm_moe*, char* err);
-QM_API const char* qm_version(void);
-QM_API const char* qm_compiler(void);  // of this library: "clang 22.1.8"
+// This library and its kernels. QUANTMOE_FORCE_KERNEL=name selects a kernel. QM_UNSUPPORTED: the name is unknown or not
+// usable. Then `kernel` is NULL, and qm_validate fails, too.
+enum { QM_MOST_KERNELS = 8 };
+typedef struct {
+  const char* version;
+  const char* compiler;                  // "clang 22.1.8"
+  const char* kernel;                    // the selected one
+  const char* kernels[QM_MOST_KERNELS];  // the preferred one first, then NULLs
+  int32_t usable[QM_MOST_KERNELS];       // 1: this machine has its features
+} qm_library;
+QM_API int qm_describe(qm_library*, char* err);
 
 // Probes for `quantmoe bench`, on `lanes` threads: bytes/s of one pass over `data` (larger than the caches), and
 // operations/s of the selected kernel's int8 instructions. A multiply-add is two operations. 0: there is no kernel.

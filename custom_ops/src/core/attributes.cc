@@ -43,16 +43,6 @@ constexpr StructMember kProjectionMembers[] = {
 #define QM_PROJECTION_ATTR(kind, name) {nullptr, #kind, #name, offsetof(qm_projection, name)},
 #include "op.def"
 };
-struct Operator {
-  const char* name;
-  int32_t version;
-  size_t size;
-};
-constexpr Operator kOperators[] = {
-#define QM_OP(op, name, version) {#op, version, sizeof(qm_##name)},
-#include "op.def"
-};
-
 struct Field {
   const char* op;
   const char* kind;
@@ -90,36 +80,44 @@ constexpr auto kFields = [] {
   }
   return all;
 }();
+// What the C interface shows of them.
+constexpr auto kAttributes = [] {
+  std::array<qm_attribute, fields()> all{};
+  for (size_t i = 0; i < all.size(); ++i) all[i] = kFields[i].attribute;
+  return all;
+}();
+struct Operator {
+  qm_operator shown;
+  int32_t version;
+  const Field* fields;
+};
+constexpr Operator find_fields(const char* name, int32_t version, size_t size) {
+  size_t first = 0, count = 0;
+  while (std::string_view(kFields[first].op) != name) ++first;
+  while (first + count < kFields.size() && std::string_view(kFields[first + count].op) == name) ++count;
+  return {{name, size, count, kAttributes.data() + first}, version, kFields.data() + first};
+}
+constexpr Operator kOperators[] = {
+#define QM_OP(op, name, version) find_fields(#op, version, sizeof(qm_##name)),
+#include "op.def"
+};
 // Every member is of 4 bytes, without gaps, op_version first.
 constexpr bool packed() {
+  size_t all = 0;
   for (const Operator& op : kOperators) {
-    size_t end = 0;
-    for (const Field& field : kFields) {
-      if (std::string_view(field.op) != op.name) continue;
-      if ((end == 0) != (std::string_view(field.attribute.name) == "op_version")) return false;
-      if (field.attribute.offset != static_cast<int32_t>(end)) return false;
-      end += 4;
-    }
-    if (end != op.size) return false;
+    all += op.shown.count;
+    if (op.shown.bytes != 4 * op.shown.count || std::string_view(op.shown.attributes->name) != "op_version")
+      return false;
+    for (size_t i = 0; i < op.shown.count; ++i)
+      if (op.shown.attributes[i].offset != static_cast<int32_t>(4 * i)) return false;
   }
-  return true;
+  return all == kFields.size();
 }
 static_assert(packed());
 
 const Operator* find_operator(std::string_view name) {
   for (const Operator& op : kOperators)
-    if (name == op.name) return &op;
-  return nullptr;
-}
-
-const Field* find(const char* op, const char* name, char kind, char* err) {
-  for (const Field& field : kFields) {
-    if (std::strcmp(field.op, op) != 0 || std::strcmp(field.attribute.name, name) != 0) continue;
-    if (field.attribute.kind == kind) return &field;
-    fail(err, QM_INVALID, "attribute %s has the wrong type", name);
-    return nullptr;
-  }
-  fail(err, QM_INVALID, "unknown attribute %s", name);
+    if (name == op.shown.name) return &op;
   return nullptr;
 }
 
@@ -132,27 +130,58 @@ std::string names(const char* kind) {
   return enum_names(kind, [](int32_t) { return true; });
 }
 
-int check_version(const char* op, int64_t version, char* err) {
-  const Operator* known = find_operator(op);
-  if (!known) return fail(err, QM_INVALID, "unknown operator %s", op);
-  if (version >= 1 && version <= known->version) return QM_OK;
+int check_version(const Operator& op, int64_t version, char* err) {
+  if (version >= 1 && version <= op.version) return QM_OK;
   return fail(err, QM_UNSUPPORTED, "op_version is %lld, this library knows %s%d", (long long)version,
-              known->version > 1 ? "1 to " : "", known->version);
+              op.version > 1 ? "1 to " : "", op.version);
+}
+
+int set_name(void* node, const Field& field, const char* name, char* err) {
+  for (const EnumValue& candidate : kEnumValues) {
+    if (std::strcmp(candidate.kind, field.kind) != 0 || std::strcmp(candidate.name, name) != 0) continue;
+    store(node, field, candidate.code);
+    return QM_OK;
+  }
+  return fail(err, QM_INVALID, "%s is \"%.64s\", the operator defines: %s", field.attribute.name, name,
+              names(field.kind).c_str());
+}
+
+int set_absent(void* node, const Field& field, char* err) {
+  if (field.attribute.kind == 's') return set_name(node, field, field.absent, err);
+  if (field.attribute.kind == 'f')
+    store(node, field, std::strtof(field.absent, nullptr));
+  else
+    store(node, field, static_cast<int32_t>(std::strtoll(field.absent, nullptr, 10)));
+  return QM_OK;
+}
+
+int set(const Operator& op, void* node, const qm_value& value, char* err) {
+  for (const Field* field = op.fields; field < op.fields + op.shown.count; ++field) {
+    if (std::strcmp(field->attribute.name, value.name) != 0) continue;
+    if (field->attribute.kind != value.kind)
+      return fail(err, QM_INVALID, "attribute %s has the wrong type", value.name);
+    if (value.kind == 's') return set_name(node, *field, value.text, err);
+    if (value.kind == 'i' && value.integer != static_cast<int32_t>(value.integer))
+      return fail(err, QM_INVALID, "%s is %lld, outside int32", value.name, (long long)value.integer);
+    value.kind == 'f' ? store(node, *field, value.number) : store(node, *field, static_cast<int32_t>(value.integer));
+    return QM_OK;
+  }
+  return fail(err, QM_INVALID, "unknown attribute %s", value.name);
 }
 
 }  // namespace
 
 int check_node(const char* op, const void* node, char* err) {
-  for (const Field& field : kFields) {
-    if (std::strcmp(field.op, op) != 0) continue;
-    const qm_attribute& attribute = field.attribute;
+  const Operator* const known = find_operator(op);
+  if (!known) return fail(err, QM_INVALID, "unknown operator %s", op);
+  for (const Field* field = known->fields; field < known->fields + known->shown.count; ++field) {
+    const qm_attribute& attribute = field->attribute;
     int32_t value;
     std::memcpy(&value, static_cast<const char*>(node) + attribute.offset, sizeof(value));
-    if (attribute.offset == 0)
-      if (int status = check_version(op, value, err)) return status;
-    if (attribute.kind == 's' && *enum_name(field.kind, value) == '?')
+    if (attribute.offset == 0) QM_TRY(check_version(*known, value, err));
+    if (attribute.kind == 's' && *enum_name(field->kind, value) == '?')
       return fail(err, QM_INVALID, "%s is %d, no code of the operator's: %s", attribute.name, value,
-                  names(field.kind).c_str());
+                  names(field->kind).c_str());
   }
   return QM_OK;
 }
@@ -181,54 +210,20 @@ const char* enum_name(const char* kind, int32_t code) {
 
 using namespace quantmoe;
 
-const qm_attribute* qm_attribute_at(const char* op, size_t index) {
-  for (const Field& field : kFields)
-    if (std::strcmp(field.op, op) == 0 && index-- == 0) return &field.attribute;
-  return nullptr;
+const qm_operator* qm_find_operator(const char* op) {
+  const Operator* const known = find_operator(op);
+  return known ? &known->shown : nullptr;
 }
 
-size_t qm_node_size(const char* op) {
-  const Operator* found = find_operator(op);
-  return found ? found->size : 0;
-}
-
-int qm_set_version(const char* op, void* node, int64_t op_version, char* err) {
-  if (int status = check_version(op, op_version, err)) return status;
-  for (const Field& field : kFields) {
-    const qm_attribute& attribute = field.attribute;
-    if (std::strcmp(field.op, op) != 0 || attribute.since <= op_version) continue;
-    const int status = attribute.kind == 's' ? qm_set_string(op, node, attribute.name, field.absent, err)
-                       : attribute.kind == 'f'
-                           ? qm_set_float(op, node, attribute.name, std::strtof(field.absent, nullptr), err)
-                           : qm_set_int(op, node, attribute.name, std::strtoll(field.absent, nullptr, 10), err);
-    if (status) return status;
+int qm_set_attributes(const char* op, void* node, const qm_value* values, size_t count, char* err) {
+  const Operator* const known = find_operator(op);
+  if (!known) return fail(err, QM_INVALID, "unknown operator %s", op);
+  for (const qm_value* value = values; value < values + count; ++value) {
+    if (value->kind != 'i' || std::strcmp(value->name, "op_version") != 0) continue;
+    QM_TRY(check_version(*known, value->integer, err));
+    for (const Field* field = known->fields; field < known->fields + known->shown.count; ++field)
+      if (field->attribute.since > value->integer) QM_TRY(set_absent(node, *field, err));
   }
-  return qm_set_int(op, node, "op_version", op_version, err);
-}
-
-int qm_set_int(const char* op, void* node, const char* name, int64_t value, char* err) {
-  const Field* field = find(op, name, 'i', err);
-  if (!field) return QM_INVALID;
-  if (value != static_cast<int32_t>(value))
-    return fail(err, QM_INVALID, "%s is %lld, outside int32", name, (long long)value);
-  store(node, *field, static_cast<int32_t>(value));
+  for (const qm_value* value = values; value < values + count; ++value) QM_TRY(set(*known, node, *value, err));
   return QM_OK;
-}
-
-int qm_set_float(const char* op, void* node, const char* name, float value, char* err) {
-  const Field* field = find(op, name, 'f', err);
-  if (!field) return QM_INVALID;
-  store(node, *field, value);
-  return QM_OK;
-}
-
-int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err) {
-  const Field* field = find(op, name, 's', err);
-  if (!field) return QM_INVALID;
-  for (const EnumValue& candidate : kEnumValues) {
-    if (std::strcmp(candidate.kind, field->kind) != 0 || std::strcmp(candidate.name, value) != 0) continue;
-    store(node, *field, candidate.code);
-    return QM_OK;
-  }
-  return fail(err, QM_INVALID, "%s is \"%.64s\", the operator defines: %s", name, value, names(field->kind).c_str());
 }

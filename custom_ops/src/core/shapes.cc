@@ -139,10 +139,12 @@ class Reader {
   int64_t value_of(const std::string& name) const {
     for (const NamedValue& size : kSizes)
       if (op_ == std::string_view(size.op) && name == size.name) return Reader(op_, node_, size.value).number();
-    for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op_, i); ++i) {
-      if (name != attribute->name || attribute->kind == 'f') continue;
+    const qm_operator& op = *qm_find_operator(op_);
+    for (size_t i = 0; i < op.count; ++i) {
+      const qm_attribute& attribute = op.attributes[i];
+      if (name != attribute.name || attribute.kind == 'f') continue;
       int32_t value;
-      std::memcpy(&value, static_cast<const char*>(node_) + attribute->offset, sizeof value);
+      std::memcpy(&value, static_cast<const char*>(node_) + attribute.offset, sizeof value);
       return value;
     }
     fail("an attribute instead of " + name);

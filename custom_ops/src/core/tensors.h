@@ -1,5 +1,7 @@
 // An operator's tensors of a call by their names in op.def.
 #pragma once
+#include <algorithm>
+
 #include "core/slots.h"
 #include "quantmoe/quant_moe.h"
 
@@ -49,6 +51,18 @@ inline int64_t rows_of(const qm_shape& shape) {
   for (int32_t i = 0; i + 1 < shape.rank; ++i) rows *= shape.sizes[i];
   return rows;
 }
+
+inline int64_t last_of(const qm_shape& shape) { return shape.rank > 0 ? shape.sizes[shape.rank - 1] : 1; }
+
+// CachedAttention's slots before a call and after it. With a block_size these are the slots of a request's blocks.
+struct AttentionSlots {
+  int64_t past, all;
+  AttentionSlots(const qm_attention& node, const qm_tensor* inputs) {
+    const auto size = [&](int32_t input, int i) { return inputs[input].shape.sizes[i]; };
+    past = node.block_size ? size(CachedAttention_block_table, 1) * node.block_size : size(CachedAttention_past_key, 2);
+    all = node.block_size ? past : std::max(past, size(CachedAttention_attention_mask, 1));
+  }
+};
 
 // A call of an operator whose first input is [B, S, ..].
 template <class Node>

@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/tensors.h"
+#include "cpu/calls.h"
 #include "layouts/cpu_panel.h"
 
 // What the activations of a slice of tokens may take of a workspace. Not an option: only tests set it.
@@ -85,7 +85,7 @@ struct E4m3 {  // an element of a cache; read as its number times 2^-8
 
 struct AttentionContext {
   const qm_attention& node;
-  const qm_attention_call& call;
+  const AttentionCall& call;
   float* q_scales;         // [batch, tokens]: 1 / norm of a token's queries, where qk_norm is row
   bool every_row = false;  // selects, where the call has `selected`; otherwise a row of more tokens than a list has
 
@@ -160,7 +160,7 @@ constexpr int64_t kMostRows = 8;           // of a panel
 
 struct LatentContext {
   const qm_attention& node;
-  const qm_attention_call& call;
+  const AttentionCall& call;
 
   int64_t rank() const { return node.v_head_size; }
   int64_t turning() const { return node.head_size - node.v_head_size; }

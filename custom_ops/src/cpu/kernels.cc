@@ -1,4 +1,4 @@
-// The table of kernels and the choice among them.
+// The table of kernels, the choice among them, and what the library says of itself.
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -46,13 +46,26 @@ const CpuKernel* select_kernel(char* err) {
 
 using namespace quantmoe;
 
-const char* qm_kernel_name(size_t index, int* runs) {
-  if (index >= kCount) return nullptr;
-  *runs = usable(index);
-  return kKernels[index]->name;
-}
+#define QM_TEXT(number) QM_TEXT_OF(number)
+#define QM_TEXT_OF(number) #number
 
-const char* qm_kernel_selected(const qm_moe*, char* err) {
-  const CpuKernel* kernel = select_kernel(err);
-  return kernel ? kernel->name : nullptr;
+int qm_describe(qm_library* library, char* err) {
+  *library = {};
+  library->version = "0.1.0";
+#if defined(__clang__)
+  library->compiler = "clang " QM_TEXT(__clang_major__) "." QM_TEXT(__clang_minor__) "." QM_TEXT(__clang_patchlevel__);
+#elif defined(__GNUC__)
+  library->compiler = "gcc " QM_TEXT(__GNUC__) "." QM_TEXT(__GNUC_MINOR__) "." QM_TEXT(__GNUC_PATCHLEVEL__);
+#else
+  library->compiler = "an unknown compiler";
+#endif
+  static_assert(kCount <= QM_MOST_KERNELS);
+  for (size_t i = 0; i < kCount; ++i) {
+    library->kernels[i] = kKernels[i]->name;
+    library->usable[i] = usable(i);
+  }
+  const CpuKernel* const kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  library->kernel = kernel->name;
+  return QM_OK;
 }

@@ -32,10 +32,11 @@ int refuse(const char* op, char* err) {
 
 }  // namespace
 
-int qm_validate(const char* op, const void* node, char* err) {
+int qm_validate(const char* op, const void* node, const qm_shape* packed, char* err) {
   const CpuOperator* found = find(op);
   if (!found) return refuse(op, err);
   QM_TRY(found->check(node, err));
+  if (packed && found->check_packed) QM_TRY(found->check_packed(node, packed, err));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }
 

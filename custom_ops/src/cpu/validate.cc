@@ -2,6 +2,7 @@
 #include <string>
 
 #include "cpu/kernel.h"
+#include "cpu/operators.h"
 #include "layouts/cpu_panel.h"
 
 namespace quantmoe {
@@ -10,7 +11,17 @@ namespace {
 // int32 accumulation of the channelwise products (FORMAT.md 4.2) needs 16 * 8 * 255 * K and 128 * 255 * K below 2^31.
 constexpr int32_t kMaxFeatures = 65536;
 constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
-int check_attributes(const qm_moe& moe, char* err) {
+
+int check_words(const char* name, const qm_shape& shape, int64_t row_bytes, char* err) {
+  const int64_t words = shape.rank == 2 ? shape.sizes[1] : -1;
+  if (words == row_bytes / 4) return QM_OK;
+  return fail(err, QM_INVALID, "%s has %lld int32 words a row, expected %lld for these attributes", name,
+              (long long)words, (long long)(row_bytes / 4));
+}
+
+}  // namespace
+
+int check_moe(const qm_moe& moe, char* err) {
   QM_TRY(check_node("QuantMoE", &moe, err));
   QM_TRY(check_range("num_experts", moe.num_experts, 1, kMaxExperts, err));
   QM_TRY(check_range("expert_offset", moe.expert_offset, 0, moe.num_experts - 1, err));
@@ -30,42 +41,21 @@ int check_linear(const qm_linear& linear, char* err) {
   return check_cpu_panel("w_", linear.w, 1, linear.in_features, err);
 }
 
-int check_shape(const char* name, const int64_t shape[2], int64_t row_bytes, char* err) {
-  if (shape[1] == row_bytes / 4) return QM_OK;
-  return fail(err, QM_INVALID, "%s has %lld int32 words a row, expected %lld for these attributes", name,
-              (long long)shape[1], (long long)(row_bytes / 4));
-}
-
-}  // namespace
-}  // namespace quantmoe
-
-using namespace quantmoe;
-
-size_t qm_row_bytes(const qm_moe* m, int projection) {
-  char err[QM_ERROR_SIZE];
-  if (check_attributes(*m, err)) return 0;
-  return static_cast<size_t>(projection == 2 ? w2_row_bytes(*m) : w13_row_bytes(*m));
-}
-
-int qm_moe_validate(const qm_moe* moe, const int64_t w13_shape[2], const int64_t w2_shape[2], char* err) {
-  QM_TRY(check_attributes(*moe, err));
-  QM_TRY(check_shape("w13", w13_shape, w13_row_bytes(*moe), err));
-  QM_TRY(check_shape("w2", w2_shape, w2_row_bytes(*moe), err));
-  if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] > moe->num_experts - moe->expert_offset)
+int check_packed(const qm_moe& moe, const qm_shape* packed, char* err) {
+  QM_TRY(check_words("w13", packed[0], w13_row_bytes(moe), err));
+  QM_TRY(check_words("w2", packed[1], w2_row_bytes(moe), err));
+  const int64_t experts = packed[0].sizes[0];
+  if (experts != packed[1].sizes[0] || experts < 1 || experts > moe.num_experts - moe.expert_offset)
     return fail(err, QM_INVALID,
                 "w13 has %lld experts and w2 %lld, expected the same number, 1 to num_experts - expert_offset = %d",
-                (long long)w13_shape[0], (long long)w2_shape[0], moe->num_experts - moe->expert_offset);
-  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
+                (long long)experts, (long long)packed[1].sizes[0], moe.num_experts - moe.expert_offset);
+  return QM_OK;
 }
 
-int qm_linear_validate(const qm_linear* l, const int64_t w_shape[2], char* err) {
-  QM_TRY(check_linear(*l, err));
-  QM_TRY(check_shape("w", w_shape, w2_row_bytes(as_moe(*l)), err));
-  if (w_shape[0] != 1) return fail(err, QM_INVALID, "w has %lld rows, expected 1", (long long)w_shape[0]);
-  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
+int check_packed(const qm_linear& linear, const qm_shape* packed, char* err) {
+  QM_TRY(check_words("w", packed[0], w2_row_bytes(as_moe(linear)), err));
+  if (packed[0].sizes[0] == 1) return QM_OK;
+  return fail(err, QM_INVALID, "w has %lld rows, expected 1", (long long)packed[0].sizes[0]);
 }
 
-int qm_attention_validate(const qm_attention* a, char* err) {
-  QM_TRY(check_attention(*a, err));
-  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
-}
+}  // namespace quantmoe

@@ -8,8 +8,10 @@
 #include <stdexcept>
 
 #include "core/numbers.h"
+#include "core/tensors.h"
 #include "cuda/common/layout.h"
 #include "experts/per_session.h"
+#include "experts/row_bytes.h"
 #include "files/mapping.h"
 
 #if defined(__linux__)
@@ -271,13 +273,23 @@ DeviceExperts::Rows DeviceExperts::lock_rows(const void* data, size_t bytes) {
   return {locked.host, locked.device};
 }
 
-int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2) {
+// A cache's state; slot_bytes: of a slot.
+size_t DeviceExperts::cache_bytes(const Layer& layer, size_t* slot_bytes) {
+  char error[QM_ERROR_SIZE];
+  size_t state = 0;
+  if (qm_cuda_cache_bytes(&layer.moe, layer.experts, layer.slots, slot_bytes, &state, error))
+    throw std::invalid_argument(error);
+  return state;
+}
+
+int DeviceExperts::add(const std::string& node, const qm_moe& moe, int64_t experts, const void* w13, const void* w2) {
   const std::lock_guard lock(mutex_);
   if (started_) throw std::runtime_error("a layer came after the first run of others, expected all layers before it");
   Layer layer{};
-  layer.experts = problem.local_experts;
-  layer.slot_bytes = qm_cuda_slot_bytes(&problem.moe);
-  layer.moe = problem.moe;
+  layer.experts = experts;
+  layer.moe = moe;
+  (void)cache_bytes(layer, &layer.slot_bytes);
+  const std::array row_bytes = row_bytes_of(moe);
   const bool chooses = settings_.misses == "auto";
   if (settings_.experts == "auto" && layers_.empty() && !ram_ && (!host_ || chooses))
     if (const std::string lacking = lacking_ram(file_bytes(Mapping(w13))); lacking != "") {
@@ -288,7 +300,7 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
   ExpertLayer in_file{node, layer.experts, {}};
   for (const int i : {0, 1}) {
     const void* const data = i ? w2 : w13;
-    layer.row_bytes[i] = qm_cuda_row_bytes(&problem.moe, i ? 2 : 13);
+    layer.row_bytes[i] = static_cast<size_t>(row_bytes[static_cast<size_t>(i)]);
     in_file.tensors[i].row_bytes = static_cast<int64_t>(layer.row_bytes[i]);
     if (ram_) {
       in_file.tensors[i] = ram_->find(data, layer.experts, static_cast<int64_t>(layer.row_bytes[i]));
@@ -299,10 +311,10 @@ int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, 
       layer.device[i] = rows.device;
     }
   }
-  if (Experts* const experts = ram_ ? ram_.get() : traced_.get()) experts->add(std::move(in_file));  // the same number
+  if (Experts* const all = ram_ ? ram_.get() : traced_.get()) all->add(std::move(in_file));  // the same number
   if (host_) {
     try {
-      layer.host_layer = host_->add(problem.moe, problem.local_experts);
+      layer.host_layer = host_->add(moe, experts);
     } catch (const std::invalid_argument& error) {
       if (!chooses && host_share(layers_.size())) throw;
       layer.host_refusal = error.what();
@@ -385,7 +397,7 @@ std::string DeviceExperts::start(int64_t top_k) try {
         std::clamp<int64_t>(static_cast<int64_t>(share * static_cast<double>(layer.experts)), 1, layer.experts));
     layer.staging = static_cast<int32_t>(staging / layer.slot_bytes);
     allocate(static_cast<size_t>(layer.slots) * layer.slot_bytes, "a layer's slots", &layer.memory);
-    const size_t state = qm_cuda_cache_state_bytes(layer.experts, layer.slots);
+    const size_t state = cache_bytes(layer, &layer.slot_bytes);
     allocate(state, "a cache's state", &layer.state);
     check(cudaMemset(layer.state, 0, state), "a cache's state");
     slots += static_cast<size_t>(layer.slots);
@@ -627,12 +639,13 @@ void DeviceExperts::lock_ram(const Trace* warm) {
 }
 
 // Reads the experts that tokens ask for and the device does not have, and tells where they are.
-void DeviceExperts::read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream) {
+void DeviceExperts::read_missing(int layer, const qm_tensor& ids, cudaStream_t stream) {
   const Layer& own = layers_[static_cast<size_t>(layer)];
-  const auto pairs = static_cast<size_t>(problem.tokens * problem.top_k), width = static_cast<size_t>(problem.id_bytes);
+  const auto pairs = static_cast<size_t>(rows_of(ids.shape) * last_of(ids.shape));
+  const size_t width = ids.type == QM_INT64 ? 8 : 4;
   std::vector<char> asked(pairs * width);
   std::vector<int32_t> slot_of(static_cast<size_t>(own.experts));
-  check(cudaMemcpyAsync(asked.data(), ids, asked.size(), cudaMemcpyDeviceToHost, stream), "ids");
+  check(cudaMemcpyAsync(asked.data(), ids.data, asked.size(), cudaMemcpyDeviceToHost, stream), "ids");
   check(cudaMemcpyAsync(slot_of.data(), static_cast<const char*>(own.state) + QM_CUDA_SLOT_OF, 4 * slot_of.size(),
                         cudaMemcpyDeviceToHost, stream),
         "a cache's state");
@@ -648,7 +661,7 @@ void DeviceExperts::read_missing(int layer, const qm_cuda_problem& problem, cons
       std::memcpy(&narrow, &asked[4 * i], 4);
       id = narrow;
     }
-    id -= problem.moe.expert_offset;
+    id -= own.moe.expert_offset;
     if (id >= 0 && id < own.experts && !slot_of[static_cast<size_t>(id)]) wanted[static_cast<size_t>(id)] = true;
   }
   std::vector<int64_t> missing;
@@ -685,30 +698,31 @@ DeviceExperts::Turn::~Turn() {
   all_.last_ = stream_;
 }
 
-void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_tensors* tensors) const {
+void DeviceExperts::Turn::place(int layer, qm_tensor* inputs, qm_cuda_experts* experts) const {
   const Layer& own = all_.layers_[static_cast<size_t>(layer)];
+  const auto set_rows = [&](const char* w13, const char* w2) {
+    inputs[QuantMoE_w13].data = const_cast<char*>(w13);
+    inputs[QuantMoE_w2].data = const_cast<char*>(w2);
+  };
   if (all_.resident_) {
-    tensors->w13 = own.memory;
-    tensors->w2 = static_cast<const char*>(own.memory) +
-                  align_up(own.row_bytes[0] * static_cast<size_t>(own.experts), size_t{256});
-    return;
+    const char* const memory = static_cast<const char*>(own.memory);
+    return set_rows(memory, memory + align_up(own.row_bytes[0] * static_cast<size_t>(own.experts), size_t{256}));
   }
-  problem->slots = own.slots;
-  problem->staging = own.staging;
-  tensors->w13 = own.device[0];
-  tensors->w2 = own.device[1];
-  tensors->slots = own.memory;
-  tensors->staging = all_.staging_;
-  tensors->cache_state = own.state;
-  if (own.host_share && are_few(problem->tokens, problem->top_k)) {
-    problem->host_share = own.host_share;
-    problem->host_layer = own.host_layer;
-    tensors->host = all_.host_at_;
+  const qm_tensor& ids = inputs[QuantMoE_topk_ids];
+  experts->slots = own.slots;
+  experts->staging = own.staging;
+  experts->slot_memory = own.memory;
+  experts->staging_memory = all_.staging_;
+  experts->cache_state = own.state;
+  if (own.host_share && are_few(rows_of(ids.shape), last_of(ids.shape))) {
+    experts->host_share = own.host_share;
+    experts->host_layer = own.host_layer;
+    experts->host = all_.host_at_;
   }
-  if (!all_.ram_) return;
-  tensors->w13 = tensors->w2 = nullptr;
-  all_.read_missing(layer, *problem, tensors->topk_ids, stream_);
-  tensors->rows = all_.rows_;
+  if (!all_.ram_) return set_rows(own.device[0], own.device[1]);
+  set_rows(nullptr, nullptr);
+  all_.read_missing(layer, ids, stream_);
+  experts->rows = all_.rows_;
 }
 
 std::string DeviceExperts::report() {

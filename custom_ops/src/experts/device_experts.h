@@ -50,7 +50,7 @@ class DeviceExperts {
   // read from the file, which is decided at the first layer. Throws std::invalid_argument if experts must be read from
   // a file and none is mapped. It also does so if the CPU's kernels do not take what the CPU must multiply; with misses
   // = auto the layer copies.
-  int add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2);
+  int add(const std::string& node, const qm_moe& moe, int64_t experts, const void* w13, const void* w2);
 
   // A launch of a layer: launches come one after the other, on whatever streams.
   class Turn {
@@ -60,9 +60,9 @@ class DeviceExperts {
     // launch; misses = auto takes the first launch's for all layers.
     Turn(DeviceExperts& all, cudaStream_t stream, int64_t top_k, std::string* said);
     ~Turn();
-    // Where a layer's experts are; reads those that tokens ask for (tensors.topk_ids). Throws std::runtime_error for a
-    // read that failed, naming expert and file.
-    void place(int layer, qm_cuda_problem* problem, qm_cuda_tensors* tensors) const;
+    // Where a layer's experts are: w13 and w2 of the inputs, and what is beside them. Reads those that tokens ask for
+    // (topk_ids). Throws std::runtime_error for a read that failed, naming expert and file.
+    void place(int layer, qm_tensor* inputs, qm_cuda_experts* experts) const;
 
    private:
     DeviceExperts& all_;
@@ -92,7 +92,8 @@ class DeviceExperts {
   struct Rows {
     const char *host, *device;
   };
-  void read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream);
+  void read_missing(int layer, const qm_tensor& ids, cudaStream_t stream);
+  static size_t cache_bytes(const Layer& layer, size_t* slot_bytes);
   void read_from_file();
   void lock_ram(const Trace* warm);
   std::string lacking_ram(size_t bytes) const;
@@ -118,7 +119,7 @@ class DeviceExperts {
   std::vector<void*> memory_;
   void* staging_ = nullptr;
   // With disk: the experts in RAM, which the device reads from ram_device_ on. Then what the last launch may read, and
-  // its addresses, as qm_cuda_tensors::rows.
+  // its addresses, as qm_cuda_experts::rows.
   std::unique_ptr<Experts> ram_;
   std::optional<Experts::Lease> lease_;
   std::unique_ptr<Experts> traced_;  // the layers that a trace is of, where ram_ does not have them; null: none is read

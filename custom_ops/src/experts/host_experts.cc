@@ -10,6 +10,7 @@
 
 #include "core/numbers.h"
 #include "core/parallel.h"
+#include "experts/row_bytes.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -163,7 +164,8 @@ HostExperts::~HostExperts() {
 void HostExperts::release(Layer& layer) {
 #if defined(__linux__)
   for (const int i : {0, 1})
-    if (layer.rows[i]) munmap(layer.rows[i], static_cast<size_t>(layer.row_bytes[i] * layer.experts));
+    if (layer.rows[i])
+      munmap(layer.rows[i], static_cast<size_t>(layer.row_bytes[static_cast<size_t>(i)] * layer.experts));
 #endif
   layer.rows[0] = layer.rows[1] = nullptr;
 }
@@ -171,14 +173,10 @@ void HostExperts::release(Layer& layer) {
 int HostExperts::add(const qm_moe& moe, int64_t experts) {
   Layer layer{moe, moe, experts, {}, {}};
   for (qm_projection* w : {&layer.moe.w13, &layer.moe.w2}) w->layout = k_layout_cpu_panel, w->layout_version = 1;
-  int64_t shapes[2][2];
-  for (const int i : {0, 1}) {
-    layer.row_bytes[i] = static_cast<int64_t>(qm_row_bytes(&layer.moe, i ? 2 : 13));
-    shapes[i][0] = experts, shapes[i][1] = layer.row_bytes[i] / 4;
-  }
   char error[QM_ERROR_SIZE];
-  if (qm_moe_validate(&layer.moe, shapes[0], shapes[1], error))
+  if (qm_validate("QuantMoE", &layer.moe, nullptr, error))
     throw std::invalid_argument(std::string("quantmoe.misses: the CPU does not take this layer: ") + error);
+  layer.row_bytes = row_bytes_of(layer.moe);
   layers_.push_back(layer);
   return static_cast<int>(layers_.size()) - 1;
 }
@@ -196,10 +194,10 @@ void HostExperts::pack(int number, const void* w13, const void* w2) {
 void HostExperts::pack_first(Layer& layer, const void* w13, const void* w2, int64_t experts) {
   const void* const from[2] = {w13, w2};
   for (const int i : {0, 1})
-    if (!layer.rows[i]) layer.rows[i] = map_memory(static_cast<size_t>(layer.row_bytes[i] * layer.experts));
+    if (!layer.rows[i])
+      layer.rows[i] = map_memory(static_cast<size_t>(layer.row_bytes[static_cast<size_t>(i)] * layer.experts));
   const qm_moe& moe = layer.packed;
-  const auto from_bytes = [&](int i) { return static_cast<int64_t>(qm_cuda_row_bytes(&moe, i ? 2 : 13)); };
-  const int64_t sizes[2] = {from_bytes(0), from_bytes(1)};
+  const std::array sizes = row_bytes_of(moe);
   struct Scratch {
     Matrix gate, up, down;
   };
@@ -213,11 +211,16 @@ void HostExperts::pack_first(Layer& layer, const void* w13, const void* w2, int6
       auto& own = scratch[static_cast<size_t>(lane)];
       const int64_t h = moe.hidden_size, i = moe.intermediate_size;
       if (!own) own.reset(new Scratch{{moe.w13, i, h}, {moe.w13, i, h}, {moe.w2, h, i}});
-      qm_matrix* const gate = moe.gated ? &own->gate.of : nullptr;
-      const auto row = [&](int of) { return static_cast<const char*>(from[of]) + expert * sizes[of]; };
-      const auto to = [&](int of) { return layer.rows[of] + expert * layer.row_bytes[of]; };
-      if (!qm_unpack_expert(&moe, row(0), row(1), gate, &own->up.of, &own->down.of, 1, nullptr, nullptr, error) &&
-          !qm_pack_expert(&layer.moe, gate, &own->up.of, &own->down.of, to(0), to(1), 1, nullptr, nullptr, error))
+      const auto row = [&](int of) {
+        return static_cast<const char*>(from[of]) + expert * sizes[static_cast<size_t>(of)];
+      };
+      const auto to = [&](int of) { return layer.rows[of] + expert * layer.row_bytes[static_cast<size_t>(of)]; };
+      qm_matrix matrices[] = {own->gate.of, own->up.of, own->down.of};
+      qm_matrix* const first = matrices + (moe.gated ? 0 : 1);
+      const void* const packed[] = {row(0), row(1)};
+      void* const rows[] = {to(0), to(1)};
+      if (!qm_unpack("QuantMoE", &moe, packed, first, 1, nullptr, nullptr, error) &&
+          !qm_pack("QuantMoE", &layer.moe, first, rows, 1, nullptr, nullptr, error))
         return;
       what = error;
     } catch (const std::exception& e) {
@@ -233,28 +236,29 @@ void HostExperts::pack_first(Layer& layer, const void* w13, const void* w2, int6
 bool HostExperts::multiply(const Layer& layer, int64_t tokens, int64_t top_k, const qm_cuda_host& host) try {
   // The device has written it: the lines come while the call is planned.
   for (int64_t i = 0; i < tokens * layer.moe.hidden_size; i += 16) __builtin_prefetch(host.x + i);
-  qm_moe_call call{};
-  call.type = QM_F32;
-  call.id_bytes = 4;
-  call.tokens = tokens;
-  call.top_k = top_k;
-  call.local_experts = layer.experts;
-  call.hidden_states = host.x;
-  call.topk_ids = host.ids;
-  call.topk_weights = host.weights;
-  call.w13 = layer.rows[0];
-  call.w2 = layer.rows[1];
-  call.output = host.y;
+  const qm_shape rows{2, {tokens, layer.moe.hidden_size}}, routes{2, {tokens, top_k}};
+  const auto packed = [&](int i) {
+    return qm_tensor{layer.rows[i], 0, {2, {layer.experts, layer.row_bytes[static_cast<size_t>(i)] / 4}}};
+  };
+  const qm_tensor inputs[] = {{host.x, QM_F32, rows},
+                              {host.ids, QM_INT32, routes},
+                              {host.weights, QM_F32, routes},
+                              packed(0),
+                              packed(1)},
+                  outputs[] = {{host.y, QM_F32, rows}};
+  qm_call call{};
+  call.inputs = inputs;
+  call.outputs = outputs;
   call.lanes = pool_.lanes();
   call.parallel_for = HotPool::parallel_for;
   call.parallel_context = &pool_;
-  size_t size = qm_moe_workspace(&layer.moe, &call);
+  size_t size = qm_workspace("QuantMoE", &layer.moe, &call);
   if (workspace_.size() < size + 63) workspace_.resize(size + 63);
   size_t space = workspace_.size();
   void* at = workspace_.data();
   call.workspace = std::align(64, size, at, space);
   char error[QM_ERROR_SIZE];
-  return qm_moe_run(&layer.moe, &call, error) == QM_OK;
+  return qm_run("QuantMoE", &layer.moe, &call, error) == QM_OK;
 } catch (const std::bad_alloc&) {
   return false;
 }

@@ -5,6 +5,7 @@
 // Invariants. The device writes a request, and no other one before the answer. So one thread serves, and what it reads
 // does not change. Every request is answered, with NaN if the kernels fail.
 #pragma once
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -69,7 +70,7 @@ class HostExperts {
   struct Layer {
     qm_moe moe, packed;  // as the kernels of the CPU see it, and as it was packed
     int64_t experts;
-    int64_t row_bytes[2];
+    std::array<int64_t, 2> row_bytes;
     char* rows[2];  // mapped; null before pack()
   };
   void pack_first(Layer& layer, const void* w13, const void* w2, int64_t experts);

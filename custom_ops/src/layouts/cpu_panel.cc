@@ -450,7 +450,9 @@ int cpu_panel_row(const qm_projection& weights, int64_t n, int64_t k, int halves
   *row = {.bytes = parts.size,
           .at = {0, panels, panels, panels, panels, parts.perms, parts.input_scales, parts.pre_scales},
           .sizes = {panels, 0, 0, 0, 0, weights.perm * parts.vector, has_input_scales(weights) ? 4 * halves : 0,
-                    weights.pre_scale * parts.vector}};
+                    weights.pre_scale * parts.vector},
+          .panel_rows = matrix.nr,
+          .panel_bytes = matrix.stride};
   return QM_OK;
 }
 
@@ -475,13 +477,5 @@ int qm_pack_panels(const qm_pack_source* source, void* dst, int lanes, qm_parall
   const PanelMatrix matrix = panel_matrix(source->format, source->scale_type, source->group_size, source->n, source->k,
                                           source->zero_points != nullptr);
   pack_panels(*source, matrix, static_cast<uint8_t*>(dst), {lanes, parallel_for, context});
-  return QM_OK;
-}
-
-int qm_panel_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_panel_row* row, char* err) {
-  qm_row found{};
-  QM_TRY(cpu_panel_row(*w, n, k, halves, &found, err));
-  const PanelMatrix matrix = panel_matrix(*w, n, k);
-  *row = {matrix.nr, matrix.stride, found.bytes};
   return QM_OK;
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/numbers.h"
@@ -116,38 +117,40 @@ int of_tensor(const char* name, int status, char* err) {
   return status ? fail(err, status, "%s: %s", name, std::string(err).c_str()) : QM_OK;
 }
 
+// body(name, matrices, row) for each of an operator's rows; w2 comes first, as w13 takes down's order.
+template <class Row, class Body>
+int for_rows(std::string_view op, const void* node, qm_matrix* matrices, Row* rows, const Body& body, char* err) {
+  if (op == "QuantLinear") return body("w", linear_of(*static_cast<const qm_linear*>(node), matrices), rows[0]);
+  if (op != "QuantMoE")
+    return fail(err, QM_UNSUPPORTED, "%.64s has no packed weights, expected QuantMoE or QuantLinear", op.data());
+  const qm_moe& moe = *static_cast<const qm_moe*>(node);
+  qm_matrix *const up = matrices + (moe.gated ? 1 : 0), *const down = up + 1;
+  QM_TRY(body("w2", w2_of(moe, down), rows[1]));
+  return body("w13", w13_of(moe, matrices, up, down), rows[0]);
+}
+
 }  // namespace
 }  // namespace quantmoe
 
 using namespace quantmoe;
 
 int qm_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_row* row, char* err) {
+  *row = {};
   return layout_of(*w).row_of(*w, n, k, halves, row, err);
 }
 
-int qm_pack_expert(const qm_moe* moe, const qm_matrix* gate, const qm_matrix* up, const qm_matrix* down, void* w13_row,
-                   void* w2_row, int lanes, qm_parallel_for parallel_for, void* context, char* err) {
-  const PackingThreads pool{lanes, parallel_for, context};
-  const auto matrix = [](const qm_matrix* source) { return const_cast<qm_matrix*>(source); };
-  QM_TRY(of_tensor("w2", pack_row(w2_of(*moe, matrix(down)), w2_row, pool, err), err));
-  const RowMatrices w13 = w13_of(*moe, matrix(gate), matrix(up), down);
-  return of_tensor("w13", pack_row(w13, w13_row, pool, err), err);
+int qm_pack(const char* op, const void* node, const qm_matrix* matrices, void* const* rows, int lanes,
+            qm_parallel_for parallel_for, void* context, char* err) {
+  const auto pack = [&](const char* name, const RowMatrices& from, void* row) {
+    return of_tensor(name, pack_row(from, row, {lanes, parallel_for, context}, err), err);
+  };
+  return for_rows(op, node, const_cast<qm_matrix*>(matrices), rows, pack, err);
 }
 
-int qm_unpack_expert(const qm_moe* moe, const void* w13_row, const void* w2_row, qm_matrix* gate, qm_matrix* up,
-                     qm_matrix* down, int lanes, qm_parallel_for parallel_for, void* context, char* err) {
-  const PackingThreads pool{lanes, parallel_for, context};
-  QM_TRY(of_tensor("w2", unpack_row(w2_of(*moe, down), w2_row, pool, err), err));
-  return of_tensor("w13", unpack_row(w13_of(*moe, gate, up, down), w13_row, pool, err), err);
-}
-
-int qm_pack_linear(const qm_linear* linear, const qm_matrix* matrix, void* row, int lanes, qm_parallel_for parallel_for,
-                   void* context, char* err) {
-  const RowMatrices matrices = linear_of(*linear, const_cast<qm_matrix*>(matrix));
-  return of_tensor("w", pack_row(matrices, row, {lanes, parallel_for, context}, err), err);
-}
-
-int qm_unpack_linear(const qm_linear* linear, const void* row, qm_matrix* matrix, int lanes,
-                     qm_parallel_for parallel_for, void* context, char* err) {
-  return of_tensor("w", unpack_row(linear_of(*linear, matrix), row, {lanes, parallel_for, context}, err), err);
+int qm_unpack(const char* op, const void* node, const void* const* rows, qm_matrix* matrices, int lanes,
+              qm_parallel_for parallel_for, void* context, char* err) {
+  const auto unpack = [&](const char* name, const RowMatrices& to, const void* row) {
+    return of_tensor(name, unpack_row(to, row, {lanes, parallel_for, context}, err), err);
+  };
+  return for_rows(op, node, matrices, rows, unpack, err);
 }

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/attributes.h"
 #include "core/tensors.h"
 #include "ranks/hex.h"
 #include "ranks/trap.h"
@@ -267,8 +268,10 @@ void Communicator::forget(cudaStream_t stream) const { captured_.compare_exchang
 void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
   expect_all();
   order(stream);
-  if (const qm_cuda_sum sum{type, count, x, y}; peers_ && Peers::takes(sum)) {
-    peers_->reduce(sum, stream);
+  const qm_tensor from{const_cast<void*>(x), type, {1, {count}}}, to{y, type, {1, {count}}};
+  if (peers_ && Peers::takes_sum(from)) {
+    constexpr qm_reduce kNode{};
+    peers_->enqueue("AllReduce", &kNode, {&from, &to, nullptr, stream, nullptr, nullptr});
   } else {
     const Nccl& nccl = Nccl::get();
     nccl.check(nccl.all_reduce(x, y, static_cast<size_t>(count), type_of(type), kSum, comm_, stream), "ncclAllReduce");
@@ -276,12 +279,12 @@ void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, c
   mark(stream);
 }
 
-void Communicator::reduce(const qm_norm& norm, const qm_cuda_call& call) const {
+void Communicator::reduce(const qm_reduce_norm& node, const qm_cuda_call& call) const {
   const auto stream = static_cast<cudaStream_t>(call.stream);
-  if (peers_ && Peers::takes(call)) {
+  if (peers_ && Peers::takes_norm(call)) {
     expect_all();
     order(stream);
-    peers_->reduce(norm, call);
+    peers_->enqueue("AllReduceAddRMSNorm", &node, call);
     mark(stream);
     return;
   }
@@ -291,8 +294,9 @@ void Communicator::reduce(const qm_norm& norm, const qm_cuda_call& call) const {
   reduce(x.data, y, rows_of(x.shape) * weight.shape.sizes[0], static_cast<qm_type>(x.type), stream);
   x.data = y;  // each thread writes what it has read
   const qm_tensor inputs[] = {x, call.inputs[AddRMSNorm_residual], weight};
-  const qm_cuda_call summed{inputs, call.outputs, nullptr, stream};
-  const qm_cuda_node_plan plan{};
+  const qm_cuda_call summed{inputs, call.outputs, nullptr, stream, nullptr, nullptr};
+  const qm_norm norm = norm_of(node);
+  constexpr qm_cuda_node_plan plan{};
   char error[QM_ERROR_SIZE];
   if (qm_cuda_launch_node("AddRMSNorm", &norm, &plan, &summed, error) != QM_OK) throw std::runtime_error(error);
 }
@@ -301,8 +305,12 @@ void Communicator::gather(const void* x, void* y, int64_t count, int64_t rows, q
                           cudaStream_t stream) const {
   expect_all();
   order(stream);
-  if (const qm_cuda_gather gather{type, rows, count / rows, x, y}; peers_ && Peers::takes(gather)) {
-    peers_->gather(gather, stream);
+  const qm_shape shape{2, {rows, count / rows}};
+  const qm_tensor from{const_cast<void*>(x), type, shape}, all{y, type, shape};
+  if (peers_ && Peers::takes_gather(from)) {
+    qm_gather last{};
+    last.axis = -1;
+    peers_->enqueue("AllGather", &last, {&from, &all, nullptr, stream, nullptr, nullptr});
     mark(stream);
     return;
   }

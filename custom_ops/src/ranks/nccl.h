@@ -43,9 +43,8 @@ class Communicator {
   const Place& place() const { return place_; }
   // Enqueues y = the sum of all ranks' x. Throws std::runtime_error for an error of NCCL's, and when a rank is gone.
   void reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
-  // The same of AddRMSNorm of that sum, of a call of AddRMSNorm; `sum` may get this rank's rows alone, as
-  // qm_cuda_launch_sum_norm says.
-  void reduce(const qm_norm& norm, const qm_cuda_call& call) const;
+  // The same of AddRMSNorm of that sum; `sum` may get this rank's rows alone, as qm_cuda_launch_node says.
+  void reduce(const qm_reduce_norm& node, const qm_cuda_call& call) const;
   // As reduce, for y = all ranks' x, [ranks, count]. With x [rows > 1, columns], y is [rows, ranks, columns], and
   // `parts` is memory of its size.
   void gather(const void* x, void* y, int64_t count, int64_t rows, qm_type type, void* parts,

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/slots.h"
+#include "core/tensors.h"
 #include "cuda/ranks/peers.h"
 #include "ranks/hex.h"
 
@@ -96,28 +96,20 @@ void Peers::give_up(cudaStream_t stream) const {
                         cudaMemcpyHostToDevice, stream);
 }
 
-bool Peers::takes(const qm_cuda_gather& gather) {
-  return gather.type != QM_F32 && 2 * gather.rows * gather.columns <= kMostGathered;
+bool Peers::takes_gather(const qm_tensor& x) {
+  return x.type != QM_F32 && 2 * rows_of(x.shape) * last_of(x.shape) <= kMostGathered;
 }
 
-bool Peers::takes(const qm_cuda_call& norm) {
-  const int64_t columns = norm.inputs[AddRMSNorm_weight].shape.sizes[0];
+bool Peers::takes_norm(const qm_cuda_call& call) {
+  const int64_t columns = call.inputs[AddRMSNorm_weight].shape.sizes[0];
   return columns % 8 == 0 && columns <= QM_CUDA_SUM_COLUMNS;
 }
 
-void Peers::reduce(const qm_cuda_sum& sum, cudaStream_t stream) const {
+void Peers::enqueue(const char* op, const void* node, qm_cuda_call call) const {
+  call.peers = &peers_;
+  constexpr qm_cuda_node_plan kNone{};
   char error[QM_ERROR_SIZE];
-  if (qm_cuda_launch_sum(&peers_, &sum, stream, error) != QM_OK) throw std::runtime_error(error);
-}
-
-void Peers::reduce(const qm_norm& norm, const qm_cuda_call& call) const {
-  char error[QM_ERROR_SIZE];
-  if (qm_cuda_launch_sum_norm(&peers_, &norm, &call, error) != QM_OK) throw std::runtime_error(error);
-}
-
-void Peers::gather(const qm_cuda_gather& gather, cudaStream_t stream) const {
-  char error[QM_ERROR_SIZE];
-  if (qm_cuda_launch_gather(&peers_, &gather, stream, error) != QM_OK) throw std::runtime_error(error);
+  if (qm_cuda_launch_node(op, node, &kNone, &call, error) != QM_OK) throw std::runtime_error(error);
 }
 
 }  // namespace quantmoe

@@ -26,13 +26,11 @@ class Peers {
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
   // Whether the ranks do these here; the same in all of them.
-  static bool takes(const qm_cuda_sum& sum) { return sum.type != QM_F32; }
-  static bool takes(const qm_cuda_call& norm);
-  static bool takes(const qm_cuda_gather& gather);
-  // Enqueue it. Throw std::runtime_error for CUDA's errors.
-  void reduce(const qm_cuda_sum& sum, cudaStream_t stream) const;
-  void reduce(const qm_norm& norm, const qm_cuda_call& call) const;
-  void gather(const qm_cuda_gather& gather, cudaStream_t stream) const;
+  static bool takes_sum(const qm_tensor& x) { return x.type != QM_F32; }
+  static bool takes_norm(const qm_cuda_call& call);
+  static bool takes_gather(const qm_tensor& x);
+  // Enqueues AllReduce, AllReduceAddRMSNorm or AllGather. Throws std::runtime_error for CUDA's errors.
+  void enqueue(const char* op, const void* node, qm_cuda_call call) const;
   // Ends calls of this rank that wait for others with an error; needs nothing that they may hold of the GPU.
   void give_up(cudaStream_t stream) const;
   // Leaves the others' memory, after this rank's last call.

@@ -150,6 +150,7 @@ std::vector<qm_tensor> Node::read_constants(const OrtKernelInfo* info) const {
 #include "op.def"
   };
   std::vector tensors(static_cast<size_t>(op_.inputs.most), qm_tensor{nullptr, op_.type(), {}});
+  for (size_t i = 0; i < tensors.size(); ++i) tensors[i].shape.rank = has_input(i) ? 0 : -1;
   FreeSizes<int64_t> sizes;
   for (const auto& constant : kConstants) {
     if (constant.op != op_.name) continue;
@@ -158,6 +159,12 @@ std::vector<qm_tensor> Node::read_constants(const OrtKernelInfo* info) const {
     const Shape found = shape_of(value);
     match(index, found, sizes);
     tensors[index] = tensor_of(op_.inputs.first[index], value, found, false);
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_packed(i)) continue;
+    Shape shape;
+    const OrtValue* value = get_weight(info, i, shape);
+    tensors[i] = packed_tensor(data_of(value), shape);
   }
   return tensors;
 }
@@ -177,7 +184,7 @@ FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context, std::vect
 
 qm_tensor Node::tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const {
   qm_tensor tensor{or_none && shape == Shape{0} ? nullptr : data_of(value),
-                   slot.type == Type::C ? op_.cache_type() : op_.type(),
+                   op_.type_of(slot.type),
                    {static_cast<int32_t>(shape.size()), {}}};
   if (shape.size() > std::size(tensor.shape.sizes))
     fail(std::string(slot.name) + " has " + std::to_string(shape.size()) + " dimensions, expected at most " +
@@ -186,10 +193,7 @@ qm_tensor Node::tensor_of(const TensorSlot& slot, const OrtValue* value, const S
   return tensor;
 }
 
-Node::Tensors Node::read_tensors(OrtKernelContext* context) const {
-  const qm_tensor none{nullptr, op_.type(), {-1, {}}};
-  Tensors tensors{std::vector(static_cast<size_t>(op_.inputs.most), none), {}};
-  const FreeSizes<int64_t> sizes = check_inputs(context, &tensors.inputs);
+void Node::add_outputs(OrtKernelContext* context, const FreeSizes<int64_t>& sizes, Tensors& tensors) const {
   for (int32_t i = 0; i < op_.outputs.count; ++i) {
     const auto index = static_cast<size_t>(i);
     const Shape shape = shapes_.output(index, sizes, MakeNumbers{});
@@ -197,7 +201,6 @@ Node::Tensors Node::read_tensors(OrtKernelContext* context) const {
         op_.outputs.first[i].type == Type::C ? get_present(context, index, sizes) : get_output(context, index, shape);
     tensors.outputs.push_back(tensor_of(op_.outputs.first[i], value, shape, false));
   }
-  return tensors;
 }
 
 OrtValue* Node::get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {

@@ -55,23 +55,38 @@ class Node {
   struct Tensors {
     std::vector<qm_tensor> inputs, outputs;
   };
-  Tensors read_tensors(OrtKernelContext* context) const;
-  // The inputs before a run: initializers with a QM_CONSTANT line, whose shapes are checked, the others without shapes.
+  Tensors read_tensors(OrtKernelContext* context) const {
+    return read_tensors(context, [](const FreeSizes<int64_t>&, const qm_tensor*) {});
+  }
+  // check(sizes, inputs) runs before ONNX Runtime allocates the outputs.
+  template <class Check>
+  Tensors read_tensors(OrtKernelContext* context, const Check& check) const {
+    const qm_tensor none{nullptr, op_.type(), {-1, {}}};
+    Tensors tensors{std::vector(static_cast<size_t>(op_.inputs.most), none), {}};
+    const FreeSizes<int64_t> sizes = check_inputs(context, &tensors.inputs);
+    check(sizes, tensors.inputs.data());
+    add_outputs(context, sizes, tensors);
+    return tensors;
+  }
+  static qm_tensor packed_tensor(const void* data, const Shape& shape) {
+    return {const_cast<void*>(data), 0, {2, {shape[0], shape[1]}}};
+  }
+  // The inputs before a run: packed ones, and initializers with a QM_CONSTANT line, whose shapes are checked. The
+  // others have rank 0, or -1 where the node lacks them.
   std::vector<qm_tensor> read_constants(const OrtKernelInfo* info) const;
   size_t input_count() const { return input_names_.size(); }
   bool has_input(size_t index) const { return index < input_names_.size() && !input_names_[index].empty(); }
+  bool is_packed(size_t input) const { return shapes_.input(input).packed; }
   // An output of the shape that op.def states.
   OrtValue* get_output(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const {
     return get_output(context, index, shapes_.output(index, sizes, MakeNumbers{}));
   }
 
-  // As check_inputs, of QuantMoE.
-  FreeSizes<int64_t> check_tokens(const OrtKernelContext* context) const {
-    const FreeSizes<int64_t> sizes = check_inputs(context);
+  // Of QuantMoE: throws if a token has no id.
+  void check_ids(const OrtKernelContext* context, const FreeSizes<int64_t>& sizes) const {
     if (sizes.at('K') < 1)
       fail("topk_ids has shape " + text_of(shape_of(get_input(context, QuantMoE_topk_ids))) +
            ", expected one id or more");
-    return sizes;
   }
   // A cache with the new tokens; throws where a cache with fewer slots is bound to it.
   OrtValue* get_present(OrtKernelContext* context, size_t index, const FreeSizes<int64_t>& sizes) const;
@@ -82,16 +97,6 @@ class Node {
     if (size_t count = CachedAttention_block_table + 1; node.block_size && input_count() < count)
       fail("it has " + std::to_string(input_count()) + " inputs, expected " + std::to_string(count) +
            ", block_table too, where block_size is " + std::to_string(node.block_size));
-  }
-  // CachedAttention's sizes into the C ABI's struct.
-  template <class Sizes>
-  static void read_attention(const FreeSizes<int64_t>& sizes, const qm_attention& node, Sizes& run) {
-    run.batch = sizes.at(node.block_size ? 'R' : 'B');
-    run.tokens = sizes.at('S');
-    run.past_slots = node.block_size ? sizes.at('M') * node.block_size : sizes.at('P');
-    run.slots = node.block_size ? run.past_slots : std::max(run.past_slots, sizes.at('L'));
-    run.blocks = sizes.at('N');
-    run.positions = sizes.at('K');
   }
   // Throws unless the caches have the type of cache_format.
   void check_caches(const qm_attention& attention) const;
@@ -126,6 +131,7 @@ class Node {
   }
 
   void match(size_t index, const Shape& found, FreeSizes<int64_t>& sizes) const;  // throws unless it is op.def's
+  void add_outputs(OrtKernelContext* context, const FreeSizes<int64_t>& sizes, Tensors& tensors) const;
   qm_tensor tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const;
   std::vector<std::string> input_names_;  // the graph's
   ShapeRules shapes_;                     // from read_attributes on

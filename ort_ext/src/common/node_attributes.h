@@ -1,5 +1,8 @@
 // One loop reads a node's attributes, of whatever ONNX Runtime hands out.
 #pragma once
+#include <string>
+#include <vector>
+
 #include "core/attributes.h"
 
 namespace quantmoe {
@@ -8,23 +11,19 @@ namespace quantmoe {
 // qm_attribute, which throw where the node lacks it. Returns 0, or a qm_status with the sentence in error.
 template <class Read>
 int set_attributes(const char* op, void* node, const Read& read, char* error) {
-  int64_t version = 0;  // op_version, the first attribute
-  for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op, i); ++i) {
-    if (i > 0 && attribute->since > version) continue;
-    int status;
-    if (i == 0) {
-      version = read.integer(*attribute);
-      status = qm_set_version(op, node, version, error);
-    } else if (attribute->kind == 'i') {
-      status = qm_set_int(op, node, attribute->name, read.integer(*attribute), error);
-    } else if (attribute->kind == 'f') {
-      status = qm_set_float(op, node, attribute->name, read.number(*attribute), error);
-    } else {
-      status = qm_set_string(op, node, attribute->name, read.text(*attribute).c_str(), error);
-    }
-    if (status) return status;
+  const qm_operator& known = *qm_find_operator(op);
+  std::vector<qm_value> values;
+  std::vector<std::string> texts(known.count);
+  for (size_t i = 0; i < known.count; ++i) {
+    const qm_attribute& attribute = known.attributes[i];
+    if (i > 0 && attribute.since > values[0].integer) continue;  // than op_version, the first
+    qm_value value{attribute.name, attribute.kind, 0, 0, nullptr};
+    if (attribute.kind == 'i') value.integer = read.integer(attribute);
+    if (attribute.kind == 'f') value.number = read.number(attribute);
+    if (attribute.kind == 's') value.text = (texts[i] = read.text(attribute)).c_str();
+    values.push_back(value);
   }
-  return QM_OK;
+  return qm_set_attributes(op, node, values.data(), values.size(), error);
 }
 
 }  // namespace quantmoe

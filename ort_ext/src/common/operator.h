@@ -51,7 +51,11 @@ struct Op : OrtCustomOp {
     return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   }
   qm_type type() const { return float_type_of(float_type); }
-  qm_type cache_type() const { return float_type_of(other_type); }
+  // What a qm_tensor has as its type.
+  int32_t type_of(Type type) const {
+    if (type == Type::I) return other_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ? QM_INT64 : QM_INT32;
+    return float_type_of(type == Type::C ? other_type : float_type);
+  }
   int id_bytes() const { return other_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ? 8 : 4; }
 
  private:

@@ -89,7 +89,7 @@ class Inference {
   }
   // The shapes for the node's attributes; false where one is missing or wrong, which the node refuses.
   bool read_rules(ShapeRules& rules) const try {
-    std::vector<int32_t> node(qm_node_size(op_.name) / sizeof(int32_t));
+    std::vector<int32_t> node(qm_find_operator(op_.name)->count);
     char error[QM_ERROR_SIZE];
     if (set_attributes(op_.name, node.data(), *this, error)) return false;
     rules = ShapeRules(op_.name, node.data());

@@ -8,6 +8,7 @@
 
 #include "common/entries.h"
 #include "common/registration.h"
+#include "core/tensors.h"
 #include "cpu/cpu_node.h"
 #include "cpu/experts_node.h"
 #include "cpu/rank_nodes.h"
@@ -15,46 +16,48 @@
 namespace quantmoe {
 namespace {
 
+// An operator without packed weights.
+class PlainNode : public CpuNode {
+ public:
+  PlainNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
+      : CpuNode(op, api, info, weights, verify), attributes_(qm_find_operator(op.name)->count) {
+    read_attributes(info, attributes_.data());
+    validate(attributes_.data());
+  }
+  void run(OrtKernelContext* context) const override { call(context, attributes_.data(), read_tensors(context)); }
+
+ private:
+  std::vector<int32_t> attributes_;  // the operator's struct
+};
+
 class LinearNode : public CpuNode {
  public:
   LinearNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &linear_);
     Shape shape;
-    w_ = read_packed(info, QuantLinear_w, shape);
-    char error[QM_ERROR_SIZE];
-    if (qm_linear_validate(&linear_, shape.data(), error)) fail(error);
-    check_packed(info, QuantLinear_w, w_, shape);
+    const void* const w = read_packed(info, QuantLinear_w, shape);
+    w_ = packed_tensor(w, shape);
+    validate(&linear_, &w_.shape);
+    check_packed(info, QuantLinear_w, w, shape);
   }
-  void run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override {
+    Tensors tensors = read_tensors(context);
+    tensors.inputs[QuantLinear_w] = w_;
+    if (rows_of(tensors.inputs[QuantLinear_x].shape)) call(context, &linear_, tensors);
+  }
 
  private:
   qm_linear linear_{};
-  const void* w_;
+  qm_tensor w_;
 };
-
-void LinearNode::run(OrtKernelContext* context) const {
-  const FreeSizes<int64_t> sizes = check_inputs(context);
-  qm_linear_call call{};
-  call.rows = elements(*sizes.rest());
-  OrtValue* y = get_output(context, QuantLinear_y, sizes);
-  if (call.rows == 0) return;
-  call.type = op_.type();
-  call.x = data_of(get_input(context, QuantLinear_x));
-  call.w = w_;
-  call.y = data_of(y);
-  with_pool(
-      context, call, [&] { return qm_linear_workspace(&linear_, &call); },
-      [&](char* error) { return qm_linear_run(&linear_, &call, error); });
-}
 
 class AttentionNode : public CpuNode {
  public:
   AttentionNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &attention_);
-    char error[QM_ERROR_SIZE];
-    if (qm_attention_validate(&attention_, error)) fail(error);
+    validate(&attention_);
     check_caches(attention_);
   }
   void run(OrtKernelContext* context) const override;
@@ -68,65 +71,17 @@ void AttentionNode::run(OrtKernelContext* context) const {
     fail("it has " + std::to_string(input_count()) + " inputs, expected " + std::to_string(count) +
          ", k_up and v_up too, where nope_size is " + std::to_string(attention_.nope_size));
   check_table(attention_);
-  const FreeSizes<int64_t> sizes = check_inputs(context);
-  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
-  qm_attention_call call{};
-  call.type = op_.type();
-  call.cache_type = op_.cache_type();
-  read_attention(sizes, attention_, call);
-  call.qkv = input(CachedAttention_qkv);
-  call.past_key = input(CachedAttention_past_key);
-  call.past_value = input(CachedAttention_past_value);
-  call.rows = static_cast<const int32_t*>(input(CachedAttention_rows));
-  call.cos = static_cast<const float*>(input(CachedAttention_cos));
-  call.sin = static_cast<const float*>(input(CachedAttention_sin));
-  call.q_norm = static_cast<const float*>(input(CachedAttention_q_norm));
-  call.k_norm = static_cast<const float*>(input(CachedAttention_k_norm));
-  call.sinks = static_cast<const float*>(input(CachedAttention_sinks));
-  if (attention_.nope_size) {
-    call.k_up = input(CachedAttention_k_up);
-    call.v_up = input(CachedAttention_v_up);
-  }
-  if (attention_.block_size) call.block_table = static_cast<const int32_t*>(input(CachedAttention_block_table));
-  if (has_input(CachedAttention_selected)) {
-    call.selected = static_cast<const int32_t*>(input(CachedAttention_selected));
-    call.selected_lists = sizes.at('G');
-    call.selected_size = sizes.at('E');
-  }
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t count = call.rows[3 * b + 1], before = call.rows[3 * b + 2];
-    if (!attention_.block_size && before >= 0 && before + count > call.slots) fail_slots(sizes, before + count);
-  }
-  call.output = data_of(get_output(context, CachedAttention_output, sizes));
-  call.present_key = data_of(get_present(context, CachedAttention_present_key, sizes));
-  call.present_value = data_of(get_present(context, CachedAttention_present_value, sizes));
-  with_pool(
-      context, call, [&] { return qm_attention_workspace(&attention_, &call); },
-      [&](char* error) { return qm_attention_run(&attention_, &call, error); });
+  const Tensors tensors = read_tensors(context, [this](const FreeSizes<int64_t>& sizes, const qm_tensor* inputs) {
+    if (attention_.block_size) return;
+    const int64_t slots = AttentionSlots(attention_, inputs).all;
+    const auto* rows = static_cast<const int32_t*>(inputs[CachedAttention_rows].data);
+    for (int64_t b = 0; b < sizes.at('B'); ++b) {
+      const int64_t count = rows[3 * b + 1], before = rows[3 * b + 2];
+      if (before >= 0 && before + count > slots) fail_slots(sizes, before + count);
+    }
+  });
+  call(context, &attention_, tensors);
 }
-
-// An operator that runs by its name.
-class PlainNode : public CpuNode {
- public:
-  PlainNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
-      : CpuNode(op, api, info, weights, verify), attributes_(qm_node_size(op.name) / sizeof(int32_t)) {
-    read_attributes(info, attributes_.data());
-    char error[QM_ERROR_SIZE];
-    if (qm_validate(op.name, attributes_.data(), error)) fail(error);
-  }
-  void run(OrtKernelContext* context) const override {
-    const Tensors tensors = read_tensors(context);
-    qm_call call{};
-    call.inputs = tensors.inputs.data();
-    call.outputs = tensors.outputs.data();
-    with_pool(
-        context, call, [&] { return qm_workspace(op_.name, attributes_.data(), &call); },
-        [&](char* error) { return qm_run(op_.name, attributes_.data(), &call, error); });
-  }
-
- private:
-  std::vector<int32_t> attributes_;  // the operator's struct
-};
 
 // A node of a file for NVIDIA GPUs.
 class OfAnotherTarget : public Node {
@@ -143,7 +98,13 @@ Node* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, weights, verify);
 }
 
-// Whether op.def says that the kernels of the CPU run an operator by its name.
+template <class Attributes>
+using ClassOf = std::conditional_t<
+    std::is_same_v<Attributes, qm_moe>, MoENode,
+    std::conditional_t<std::is_same_v<Attributes, qm_linear>, LinearNode,
+                       std::conditional_t<std::is_same_v<Attributes, qm_attention>, AttentionNode, PlainNode>>>;
+
+// Whether op.def says that the kernels of the CPU run an operator.
 constexpr bool runs_here(std::string_view wanted) {
 #define QM_CPU(op, name) \
   if (wanted == #op) return true;
@@ -159,13 +120,10 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
       const auto caches = {kFloat, kFloat16, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8};
       for (auto other : other_types(op, caches)) ops.emplace_back(api, nullptr, op, type, other, make);
     };
-    add("QuantMoE", make_node<MoENode, weights, verify>);
-    add("QuantLinear", make_node<LinearNode, weights, verify>);
-    add("CachedAttention", make_node<AttentionNode, weights, verify>);
     add("AllReduce", make_node<ReduceNode, weights, verify>);
     add("AllGather", make_node<GatherNode, weights, verify>);
     add("ReduceScatter", make_node<ScatterNode, weights, verify>);
-#define QM_CPU(op, name) add(#op, make_node<PlainNode, weights, verify>);
+#define QM_CPU(op, name) add(#op, make_node<ClassOf<qm_##name>, weights, verify>);
     const auto refuse = [&](const char* op) {
       ops.emplace_back(api, nullptr, op, type, type, make_node<OfAnotherTarget, weights, verify>);
     };

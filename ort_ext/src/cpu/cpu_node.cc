@@ -64,6 +64,25 @@ const void* CpuNode::read_packed(const OrtKernelInfo* info, size_t input, Shape&
   return data;
 }
 
+void CpuNode::validate(const void* node, const qm_shape* packed) const {
+  char error[QM_ERROR_SIZE];
+  if (qm_validate(op_.name, node, packed, error)) fail(error);
+}
+
+// Makes a call on the session's threads, in its memory.
+void CpuNode::call(OrtKernelContext* context, const void* node, const Tensors& tensors,
+                   const qm_expert_rows* experts) const {
+  qm_call call{};
+  call.inputs = tensors.inputs.data();
+  call.outputs = tensors.outputs.data();
+  call.experts = experts;
+  try {
+    run_with_pool(api_, context, memory_, op_.name, node, call);
+  } catch (const std::invalid_argument& error) {
+    fail(error.what());
+  }
+}
+
 // What can be checked of a packed tensor whose shape is right.
 void CpuNode::check_packed(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const {
   // Asks for the pages of all samples at once, and only for these. One after the other, each would wait for the disk

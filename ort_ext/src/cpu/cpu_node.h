@@ -23,9 +23,10 @@ class CpuNode : public Node {
     check(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
   }
   const void* read_packed(const OrtKernelInfo* info, size_t input, Shape& shape);
+  void validate(const void* node, const qm_shape* packed = nullptr) const;
   void check_packed(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const;
-  template <class Call, class Size, class Body>
-  void with_pool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const;
+  void call(OrtKernelContext* context, const void* node, const Tensors& tensors,
+            const qm_expert_rows* experts = nullptr) const;
 
  private:
   struct alignas(64) Line {
@@ -36,15 +37,5 @@ class CpuNode : public Node {
   std::vector<std::unique_ptr<Line[]>> copies_;
   OrtMemoryInfo* memory_ = nullptr;
 };
-
-// Completes a call with the session's threads and a workspace of workspace() bytes, and makes it.
-template <class Call, class Size, class Body>
-void CpuNode::with_pool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const {
-  try {
-    quantmoe::with_pool(api_, context, memory_, call, workspace, run);
-  } catch (const std::invalid_argument& error) {
-    fail(error.what());
-  }
-}
 
 }  // namespace quantmoe

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <new>
-#include <optional>
 
+#include "core/tensors.h"
 #include "experts/per_session.h"
 
 namespace quantmoe {
@@ -20,22 +20,22 @@ MoENode::MoENode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Wei
   Shape shapes[2];
   for (const int i : {0, 1}) {
     const size_t input = i ? QuantMoE_w2 : QuantMoE_w13;
-    weights_[i] = disk ? data_of(get_weight(info, input, shapes[i])) : read_packed(info, input, shapes[i]);
+    const void* data = disk ? data_of(get_weight(info, input, shapes[i])) : read_packed(info, input, shapes[i]);
+    weights_[i] = packed_tensor(data, shapes[i]);
   }
-  local_experts_ = shapes[0][0];
-  char error[QM_ERROR_SIZE];
-  if (qm_moe_validate(&moe_, shapes[0].data(), shapes[1].data(), error)) fail(error);
-  ExpertLayer layer{node_, local_experts_, {}};
+  const qm_shape packed[] = {weights_[0].shape, weights_[1].shape};
+  validate(&moe_, packed);
+  ExpertLayer layer{node_, shapes[0][0], {}};
   for (const int i : {0, 1}) {
     const size_t input = i ? QuantMoE_w2 : QuantMoE_w13;
     layer.tensors[i].row_bytes = shapes[i][1] * 4;
-    if (disk) layer.tensors[i] = find(weights_[i], local_experts_, shapes[i][1] * 4);
+    if (disk) layer.tensors[i] = find(weights_[i].data, shapes[0][0], shapes[i][1] * 4);
     if (layer.tensors[i].file) {
       check_file(info, input, layer.tensors[i], verify);
       continue;
     }
-    if (disk) weights_[i] = read_packed(info, input, shapes[i]);  // auto, and no file has them
-    check_packed(info, input, weights_[i], shapes[i]);
+    if (disk) weights_[i].data = const_cast<void*>(read_packed(info, input, shapes[i]));  // auto, and no file has them
+    check_packed(info, input, weights_[i].data, shapes[i]);
   }
   if (experts_) layer_ = add(std::move(layer));
 }
@@ -77,14 +77,16 @@ void MoENode::check_file(const OrtKernelInfo* info, size_t input, const ExpertLa
 }
 
 // Before a run: the experts' memory, which the first run of a session allocates, and the trace.
-void MoENode::start_experts(OrtKernelContext* context, const qm_moe_call& call) const {
+void MoENode::start_experts(OrtKernelContext* context, const Tensors& tensors) const {
+  const qm_tensor& ids = tensors.inputs[QuantMoE_topk_ids];
+  const int64_t tokens = rows_of(ids.shape), top_k = last_of(ids.shape);
   std::string said;
   try {
     said = experts_->start();
-    if (call.id_bytes == 8)
-      experts_->trace(layer_, static_cast<const int64_t*>(call.topk_ids), call.tokens, call.top_k);
+    if (ids.type == QM_INT64)
+      experts_->trace(layer_, static_cast<const int64_t*>(ids.data), tokens, top_k);
     else
-      experts_->trace(layer_, static_cast<const int32_t*>(call.topk_ids), call.tokens, call.top_k);
+      experts_->trace(layer_, static_cast<const int32_t*>(ids.data), tokens, top_k);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(node_ + ": " + error.what());
   }
@@ -110,35 +112,21 @@ struct LeasedRows {
 };
 
 void MoENode::run(OrtKernelContext* context) const {
-  const FreeSizes<int64_t> sizes = check_tokens(context);
-  OrtValue* output = get_output(context, QuantMoE_output, sizes);
-  qm_moe_call call{};
-  call.tokens = elements(*sizes.rest());
-  if (call.tokens == 0) return;
-  call.type = op_.type();
-  call.id_bytes = op_.id_bytes();
-  call.top_k = sizes.at('K');
-  call.local_experts = local_experts_;
-  call.hidden_states = data_of(get_input(context, QuantMoE_hidden_states));
-  call.topk_ids = data_of(get_input(context, QuantMoE_topk_ids));
-  call.topk_weights = static_cast<const float*>(data_of(get_input(context, QuantMoE_topk_weights)));
-  call.w13 = weights_[0];
-  call.w2 = weights_[1];
-  call.output = data_of(output);
-  if (experts_) start_experts(context, call);
-  std::optional<LeasedRows> rows;
-  qm_expert_rows experts{nullptr, LeasedRows::read};
-  if (experts_ && !experts_->mapped()) {
-    experts.context = &rows.emplace(*experts_, layer_);
-    call.experts = &experts;
+  Tensors tensors =
+      read_tensors(context, [&](const FreeSizes<int64_t>& sizes, const qm_tensor*) { check_ids(context, sizes); });
+  if (rows_of(tensors.inputs[QuantMoE_topk_ids].shape) == 0) return;
+  tensors.inputs[QuantMoE_w13] = weights_[0];
+  tensors.inputs[QuantMoE_w2] = weights_[1];
+  if (experts_) start_experts(context, tensors);
+  if (!experts_ || experts_->mapped()) return call(context, &moe_, tensors);
+  LeasedRows rows(*experts_, layer_);
+  const qm_expert_rows experts{&rows, LeasedRows::read};
+  try {
+    call(context, &moe_, tensors, &experts);
+  } catch (const std::invalid_argument&) {
+    if (rows.error == "") throw;
+    throw std::runtime_error(node_ + ": " + rows.error);
   }
-  with_pool(
-      context, call, [&] { return qm_moe_workspace(&moe_, &call); },
-      [&](char* error) {
-        const int status = qm_moe_run(&moe_, &call, error);
-        if (rows && rows->error != "") throw std::runtime_error(node_ + ": " + rows->error);
-        return status;
-      });
 }
 
 }  // namespace quantmoe

@@ -16,11 +16,10 @@ class MoENode : public CpuNode {
   ExpertLayer::Tensor find(const void* data, int64_t rows, int64_t row_bytes) const;
   int add(ExpertLayer layer) const;
   void check_file(const OrtKernelInfo* info, size_t input, const ExpertLayer::Tensor& tensor, bool verify) const;
-  void start_experts(OrtKernelContext* context, const qm_moe_call& call) const;
+  void start_experts(OrtKernelContext* context, const Tensors& tensors) const;
 
   qm_moe moe_{};
-  const void* weights_[2];  // w13, w2
-  int64_t local_experts_;
+  qm_tensor weights_[2];              // w13, w2
   std::shared_ptr<Experts> experts_;  // null: nothing is asked of it
   int layer_ = 0;
 };

@@ -19,11 +19,11 @@ struct Pool {
   }
 };
 
-// Completes a call with the session's threads and a workspace of workspace() bytes, and makes it by run(error).
-// std::invalid_argument: what the core or the memory refuses.
-template <class Call, class Size, class Body>
-void with_pool(const OrtApi* api, OrtKernelContext* context, const OrtMemoryInfo* memory, Call& call,
-               const Size& workspace, const Body& run) {
+// Completes a call with the session's threads and a workspace, and makes it. Before it, prepare() runs with the threads
+// in the call. std::invalid_argument: what the core or the memory refuses.
+template <class Prepare>
+void run_with_pool(const OrtApi* api, OrtKernelContext* context, const OrtMemoryInfo* memory, const char* op,
+                   const void* node, qm_call& call, const Prepare& prepare) {
   // The API does not tell how many threads the session has. A lane that gets none of its own finds no work left.
   static const int lanes = qm_cpus(0, "");
   Pool pool{api, context};
@@ -34,7 +34,7 @@ void with_pool(const OrtApi* api, OrtKernelContext* context, const OrtMemoryInfo
   OrtAllocator* allocator;
   check(api, api->KernelContext_GetAllocator(context, memory, &allocator));
   const std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> owned(allocator, api->ReleaseAllocator);
-  size_t size = workspace() + 63;
+  size_t size = qm_workspace(op, node, &call) + 63;
   const std::string failed = "no memory for a workspace of " + std::to_string(size) + " bytes";
   void* allocated;  // by the call that returns a status: OrtAllocator::Alloc would throw through this library
   if (OrtStatus* status = api->AllocatorAlloc(allocator, size, &allocated)) {
@@ -49,9 +49,15 @@ void with_pool(const OrtApi* api, OrtKernelContext* context, const OrtMemoryInfo
   if (!std::align(64, size - 63, allocated, size)) throw std::invalid_argument(failed);
   call.workspace = allocated;
   char error[QM_ERROR_SIZE];
-  const int status = run(error);
+  prepare();
+  const int status = qm_run(op, node, &call, error);
   check(api, pool.status);
   if (status) throw std::invalid_argument(error);
+}
+
+inline void run_with_pool(const OrtApi* api, OrtKernelContext* context, const OrtMemoryInfo* memory, const char* op,
+                          const void* node, qm_call& call) {
+  run_with_pool(api, context, memory, op, node, call, [] {});
 }
 
 }  // namespace quantmoe

@@ -14,18 +14,6 @@ CudaNode::CudaNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
   memory_ = allocator->Info(allocator);
 }
 
-// How many experts a packed tensor holds, whose rows are checked.
-int64_t CudaNode::count_experts(const OrtKernelInfo* info, size_t input, size_t row_bytes) const {
-  Shape shape;
-  get_weight(info, input, shape);
-  const int64_t words = static_cast<int64_t>(row_bytes / 4);
-  // No words: an attribute is wrong, which the plan will name.
-  if (words && shape[1] != words)
-    fail(std::string(op_.inputs.first[input].name) + " has shape " + text_of(shape) + ", expected [experts, " +
-         std::to_string(words) + " int32 words] for these attributes");
-  return shape[0];
-}
-
 // Compares a packed tensor, which is on the device, with the node's identity of it.
 void CudaNode::check_packed(const OrtKernelInfo* info, size_t input, bool verify) const {
   Shape shape;
@@ -63,11 +51,32 @@ CudaNode::Scratch CudaNode::scratch_of(OrtKernelContext* context, size_t bytes) 
   return Scratch(memory, Release{allocator_.get()});
 }
 
-qm_cuda_node_plan CudaNode::plan_of(const char* op, const void* node, const qm_tensor* inputs) const {
+qm_cuda_node_plan CudaNode::plan_of(const void* node, const qm_cuda_call& call, const char* op) const {
   qm_cuda_node_plan plan;
   char error[QM_ERROR_SIZE];
-  if (qm_cuda_plan_node(op, node, inputs, &device_, &plan, error)) fail(error);
+  if (qm_cuda_plan_node(op ? op : op_.name, node, &call, &device_, &plan, error)) fail(error);
   return plan;
+}
+
+// Checks a node and its weights when a session is created.
+void CudaNode::check_node(const OrtKernelInfo* info, const void* node, const std::vector<qm_tensor>& constants,
+                          bool verify) const {
+  const qm_cuda_call call{constants.data(), nullptr, nullptr, nullptr, nullptr, nullptr};
+  const qm_cuda_node_plan plan = plan_of(node, call);
+  for (size_t i = 0; i < constants.size(); ++i)
+    if (is_packed(i)) check_packed(info, i, verify);
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_check_node(op_.name, node, &plan, &call, error)) fail(error);
+}
+
+// Plans a call, and makes it with a workspace.
+void CudaNode::launch(OrtKernelContext* context, const void* node, qm_cuda_call call) const {
+  const qm_cuda_node_plan plan = plan_of(node, call);
+  const Scratch workspace = scratch_of(context, plan.workspace_bytes);
+  call.workspace = workspace.get();
+  call.stream = stream_of(context);
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_node(op_.name, node, &plan, &call, error)) throw std::runtime_error(node_ + ": " + error);
 }
 
 }  // namespace quantmoe

@@ -4,30 +4,20 @@
 #include <string>
 #include <vector>
 
+#include "core/tensors.h"
 #include "experts/per_session.h"
 
 namespace quantmoe {
 
 CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify) : CudaNode(op, api, info) {
-  read_attributes(info, &problem_.moe);
-  problem_.type = op.type();
-  problem_.id_bytes = op.id_bytes();
-  problem_.local_experts = count_experts(info, QuantMoE_w13, qm_cuda_row_bytes(&problem_.moe, 13));
-  if (const int64_t experts = count_experts(info, QuantMoE_w2, qm_cuda_row_bytes(&problem_.moe, 2));
-      experts != problem_.local_experts)
-    fail("w13 has " + std::to_string(problem_.local_experts) + " experts and w2 " + std::to_string(experts) +
-         ", expected the same number");
+  read_attributes(info, &moe_);
+  constants_ = read_constants(info);
   query_device();
-  qm_cuda_problem probe = problem_;
-  probe.tokens = probe.top_k = 1;
-  qm_cuda_plan plan;
-  char error[QM_ERROR_SIZE];
-  if (qm_cuda_plan_moe(&probe, &device_, &plan, error)) fail(error);
-  check_packed(info, QuantMoE_w13, verify);
-  check_packed(info, QuantMoE_w2, verify);
-  Shape shape;
-  const void* w13 = data_of(get_weight(info, QuantMoE_w13, shape));
-  if (problem_.moe.w13.perm && qm_cuda_check_moe(&problem_, w13, nullptr, error)) fail(error);
+  std::vector<qm_tensor> probe = constants_;
+  probe[QuantMoE_hidden_states].type = op.type();
+  probe[QuantMoE_topk_ids] = {nullptr, op.type_of(Type::I), {2, {1, 1}}};
+  check_node(info, &moe_, probe, verify);
+  const int64_t experts = constants_[QuantMoE_w13].shape.sizes[0];
   const OrtLogger* logger;  // each session has one: it says which session this is
   check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
   try {
@@ -35,15 +25,15 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
       ExpertSettings settings;
       settings.trace = op.experts->trace;
       trace_ = PerSession<Experts>::of(logger, settings);
-      ExpertLayer layer{node_, problem_.local_experts, {}};
+      ExpertLayer layer{node_, experts, {}};
       for (const int i : {0, 1})
-        layer.tensors[i].row_bytes = static_cast<int64_t>(qm_cuda_row_bytes(&problem_.moe, i ? 2 : 13));
+        layer.tensors[i].row_bytes = constants_[i ? QuantMoE_w2 : QuantMoE_w13].shape.sizes[1] * 4;
       traced_layer_ = trace_->add(std::move(layer));
     }
 #if defined(__linux__)  // elsewhere check_cuda() refuses them
     if (!op.experts->host()) return;
     experts_ = PerSession<DeviceExperts>::of(logger, *op.experts);
-    layer_ = experts_->add(node_, problem_, w13, data_of(get_weight(info, QuantMoE_w2, shape)));
+    layer_ = experts_->add(node_, moe_, experts, constants_[QuantMoE_w13].data, constants_[QuantMoE_w2].data);
 #endif
   } catch (const std::exception& e) {
     fail(e.what());
@@ -51,7 +41,7 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
 }
 
 // Waits for the device: ids are there, and the file is the host's.
-void CudaMoE::trace(const qm_cuda_problem& problem, const void* topk_ids, cudaStream_t stream) const try {
+void CudaMoE::trace(const qm_tensor& topk_ids, cudaStream_t stream) const try {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const auto must = [](cudaError_t error) {
     if (error != cudaSuccess)
@@ -60,53 +50,47 @@ void CudaMoE::trace(const qm_cuda_problem& problem, const void* topk_ids, cudaSt
   must(cudaStreamIsCapturing(stream, &status));
   if (status != cudaStreamCaptureStatusNone)
     throw std::runtime_error("quantmoe.trace: a CUDA graph is captured, whose replays nothing sees; run without one");
-  std::vector<char> ids(static_cast<size_t>(problem.tokens * problem.top_k * problem.id_bytes));
-  must(cudaMemcpyAsync(ids.data(), topk_ids, ids.size(), cudaMemcpyDeviceToHost, stream));
+  const int64_t tokens = rows_of(topk_ids.shape), top_k = last_of(topk_ids.shape);
+  std::vector<char> ids(static_cast<size_t>(tokens * top_k * op_.id_bytes()));
+  must(cudaMemcpyAsync(ids.data(), topk_ids.data, ids.size(), cudaMemcpyDeviceToHost, stream));
   must(cudaStreamSynchronize(stream));
   trace_->start();
-  if (problem.id_bytes == 8)
-    trace_->trace(traced_layer_, reinterpret_cast<const int64_t*>(ids.data()), problem.tokens, problem.top_k);
+  if (op_.id_bytes() == 8)
+    trace_->trace(traced_layer_, reinterpret_cast<const int64_t*>(ids.data()), tokens, top_k);
   else
-    trace_->trace(traced_layer_, reinterpret_cast<const int32_t*>(ids.data()), problem.tokens, problem.top_k);
+    trace_->trace(traced_layer_, reinterpret_cast<const int32_t*>(ids.data()), tokens, top_k);
 } catch (const std::runtime_error& error) {
   throw std::runtime_error(node_ + ": " + error.what());
 }
 
 void CudaMoE::run(OrtKernelContext* context) const {
-  const FreeSizes<int64_t> sizes = check_tokens(context);
-  OrtValue* output = get_output(context, QuantMoE_output, sizes);
-  qm_cuda_problem problem = problem_;
-  problem.tokens = elements(*sizes.rest());
-  problem.top_k = sizes.at('K');
-  if (problem.tokens == 0) return;
-  qm_cuda_tensors tensors{};
-  tensors.hidden_states = data_of(get_input(context, QuantMoE_hidden_states));
-  tensors.topk_ids = data_of(get_input(context, QuantMoE_topk_ids));
-  tensors.topk_weights = static_cast<const float*>(data_of(get_input(context, QuantMoE_topk_weights)));
-  if (trace_) trace(problem, tensors.topk_ids, static_cast<cudaStream_t>(stream_of(context)));
-  std::string said;
+  Tensors tensors =
+      read_tensors(context, [&](const FreeSizes<int64_t>& sizes, const qm_tensor*) { check_ids(context, sizes); });
+  const qm_tensor& ids = tensors.inputs[QuantMoE_topk_ids];
+  if (rows_of(ids.shape) == 0) return;
+  for (const size_t input : {QuantMoE_w13, QuantMoE_w2}) tensors.inputs[input] = constants_[input];
+  const auto stream = static_cast<cudaStream_t>(stream_of(context));
+  if (trace_) trace(ids, stream);
+  qm_cuda_call call{tensors.inputs.data(), tensors.outputs.data(), nullptr, nullptr, nullptr, nullptr};
+  if (!experts_) {
+    for (const size_t input : {QuantMoE_w13, QuantMoE_w2})
+      tensors.inputs[input].data = data_of(get_input(context, input));
+    return launch(context, &moe_, call);
+  }
 #if defined(__linux__)
+  qm_cuda_experts experts{};
+  std::string said;
   std::optional<DeviceExperts::Turn> turn;
-  if (experts_) {
-    try {
-      turn.emplace(*experts_, static_cast<cudaStream_t>(stream_of(context)), problem.top_k, &said);
-      turn->place(layer_, &problem, &tensors);
-    } catch (const std::runtime_error& error) {
-      throw std::runtime_error(node_ + ": " + error.what());
-    }
-  } else
-#endif
-  {
-    tensors.w13 = data_of(get_input(context, QuantMoE_w13));
-    tensors.w2 = data_of(get_input(context, QuantMoE_w2));
+  try {
+    turn.emplace(*experts_, stream, last_of(ids.shape), &said);
+    turn->place(layer_, tensors.inputs.data(), &experts);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(node_ + ": " + error.what());
   }
   if (said != "") log_info(context, said);
-  execute<qm_cuda_plan>(context, problem, qm_cuda_plan_moe,
-                        [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
-                          tensors.output = data_of(output);
-                          tensors.workspace = workspace;
-                          return qm_cuda_launch(&problem, &plan, &tensors, stream, error);
-                        });
+  call.experts = &experts;
+  launch(context, &moe_, call);
+#endif
 }
 
 }  // namespace quantmoe

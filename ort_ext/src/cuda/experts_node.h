@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
+#include <vector>
 
 #include "cuda/cuda_node.h"
 #include "experts/device_experts.h"
@@ -16,13 +17,14 @@ class CudaMoE : public CudaNode {
   void run(OrtKernelContext* context) const override;
 
  private:
-  qm_cuda_problem problem_{};               // without tokens and top_k
+  qm_moe moe_{};
+  std::vector<qm_tensor> constants_;        // w13 and w2
   std::shared_ptr<DeviceExperts> experts_;  // null: they are inputs on the device
   std::shared_ptr<Experts> trace_;          // of what is routed to them; null: none is wanted
   [[maybe_unused]] int layer_ = 0;
   int traced_layer_ = 0;
 
-  void trace(const qm_cuda_problem& problem, const void* topk_ids, cudaStream_t stream) const;
+  void trace(const qm_tensor& topk_ids, cudaStream_t stream) const;
 };
 
 }  // namespace quantmoe

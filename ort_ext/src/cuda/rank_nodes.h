@@ -72,22 +72,25 @@ static_assert(AllReduceAddRMSNorm_x == AddRMSNorm_x && AllReduceAddRMSNorm_resid
 class CudaReduceNorm : public CudaRank {
  public:
   CudaReduceNorm(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
-    const auto node = read_checked<qm_reduce_norm>(info, check_reduce_norm);
-    norm_ = norm_of(node);
-    (void)plan_of("AddRMSNorm", &norm_, read_constants(info).data());
-    join(info, node);
+    attributes_ = read_checked<qm_reduce_norm>(info, check_reduce_norm);
+    const qm_norm norm = norm_of(attributes_);
+    const std::vector<qm_tensor> constants = read_constants(info);
+    (void)plan_of(&norm, {constants.data(), nullptr, nullptr, nullptr, nullptr, nullptr}, "AddRMSNorm");
+    join(info, attributes_);
   }
   void run(OrtKernelContext* context) const override {
     const Tensors tensors = read_tensors(context);
     const int64_t rows = rows_of(tensors.inputs[AllReduceAddRMSNorm_x].shape);
     if (rows == 0) return;
-    const qm_cuda_call call{tensors.inputs.data(), tensors.outputs.data(), nullptr, stream_of(context)};
+    const qm_cuda_call call{
+        tensors.inputs.data(), tensors.outputs.data(), nullptr, stream_of(context), nullptr, nullptr};
     const Shape shape{rows, tensors.inputs[AllReduceAddRMSNorm_weight].shape.sizes[0]};
-    enqueue(shape, static_cast<cudaStream_t>(call.stream), [&](const Communicator& all) { all.reduce(norm_, call); });
+    enqueue(shape, static_cast<cudaStream_t>(call.stream),
+            [&](const Communicator& all) { all.reduce(attributes_, call); });
   }
 
  private:
-  qm_norm norm_{};
+  qm_reduce_norm attributes_{};
 };
 
 class CudaGather : public CudaRank {

@@ -164,10 +164,16 @@ qm_projection projection_of(int64_t bits, int64_t group, ONNXTensorElementDataTy
   return projection;
 }
 
+// Which has none of the later attributes.
+void set_first_version(const char* op, void* node) {
+  char error[QM_ERROR_SIZE];
+  const qm_value version{"op_version", 'i', 1, 0, nullptr};
+  if (qm_set_attributes(op, node, &version, 1, error)) throw Unclaimed(error);
+}
+
 void find_row(Matrix& matrix) {
   char error[QM_ERROR_SIZE];
-  if (qm_panel_row_of(&matrix.projection, matrix.n, matrix.k, matrix.halves, &matrix.row, error))
-    throw Unclaimed(error);
+  if (qm_row_of(&matrix.projection, matrix.n, matrix.k, matrix.halves, &matrix.row, error)) throw Unclaimed(error);
 }
 
 qm_type type_of(const Reader& node) {
@@ -212,12 +218,12 @@ void read_linear(const Reader& node, Activations activations, Claim& claim) {
   find_row(matrix);
   qm_linear& linear = claim.linear;
   char error[QM_ERROR_SIZE];
-  const int64_t shape[2] = {1, matrix.row.row_bytes / 4};
-  if (qm_set_version("QuantLinear", &linear, 1, error)) throw Unclaimed(error);
+  const qm_shape packed{2, {1, matrix.row.bytes / 4}};
+  set_first_version("QuantLinear", &linear);
   linear.in_features = static_cast<int32_t>(matrix.k);
   linear.out_features = static_cast<int32_t>(matrix.n);
   linear.w = matrix.projection;
-  if (qm_linear_validate(&linear, shape, error)) throw Unclaimed(error);
+  if (qm_validate("QuantLinear", &linear, &packed, error)) throw Unclaimed(error);
   claim.inputs = {node.running(0, "A", true)};
   claim.weights = {matrix};
 }
@@ -337,8 +343,7 @@ void read_moe(const Reader& node, Activations activations, Claim& claim) {
   node.absent(13, 13, "fc3_zero_points");
   node.absent(nvfp4 ? 17 : 15, 20, "scales of other formats");
   qm_moe& moe = claim.experts;
-  char error[QM_ERROR_SIZE];
-  if (qm_set_version("QuantMoE", &moe, 1, error)) throw Unclaimed(error);
+  set_first_version("QuantMoE", &moe);
   find_activation(node, moe);
   if (moe.gated && node.integer("fc3_expert_weight_bits", both) != bits1)
     throw Unclaimed("fc1_expert_weight_bits is " + std::to_string(bits1) + ", expected that of fc3");
@@ -364,8 +369,8 @@ void read_moe(const Reader& node, Activations activations, Claim& claim) {
   moe.intermediate_size = static_cast<int32_t>(w13.n);
   moe.w13 = w13.projection;
   moe.w2 = w2.projection;
-  const int64_t shapes[2][2] = {{w13.experts, w13.row.row_bytes / 4}, {w2.experts, w2.row.row_bytes / 4}};
-  if (qm_moe_validate(&moe, shapes[0], shapes[1], error)) throw Unclaimed(error);
+  const qm_shape packed[] = {{2, {w13.experts, w13.row.bytes / 4}}, {2, {w2.experts, w2.row.bytes / 4}}};
+  if (char error[QM_ERROR_SIZE]; qm_validate("QuantMoE", &moe, packed, error)) throw Unclaimed(error);
   claim.inputs = {node.running(0, "input", true), node.running(1, "router_probs", true),
                   node.running(14, "router_weights", false)};
   claim.weights = {w13, w2};
@@ -610,8 +615,8 @@ std::string source_sum(const GraphApi& api, const Matrix& matrix) {
 void pack_matrix(const GraphApi& api, const Matrix& matrix, const Put& put) {
   constexpr int64_t kAtOnce = 64 << 20;  // bytes
   const Packer packer(api, matrix);
-  const int64_t experts = std::clamp<int64_t>(kAtOnce / matrix.row.row_bytes, 1, matrix.experts);
-  std::vector<char> rows(static_cast<size_t>(experts * matrix.row.row_bytes));
+  const int64_t experts = std::clamp<int64_t>(kAtOnce / matrix.row.bytes, 1, matrix.experts);
+  std::vector<char> rows(static_cast<size_t>(experts * matrix.row.bytes));
   for (int64_t first = 0; first < matrix.experts; first += experts) {
     const int64_t count = std::min(experts, matrix.experts - first);
     std::fill(rows.begin(), rows.end(), '\0');
@@ -619,13 +624,13 @@ void pack_matrix(const GraphApi& api, const Matrix& matrix, const Put& put) {
     parallel(qm_cpus(0, ""), qm_parallel_threads, nullptr, count * packer.chunks(), [&](int, int64_t task) {
       try {
         packer.pack(first + task / packer.chunks(), task % packer.chunks(),
-                    rows.data() + task / packer.chunks() * matrix.row.row_bytes);
+                    rows.data() + task / packer.chunks() * matrix.row.bytes);
       } catch (const std::exception&) {
         failed = true;
       }
     });
     if (failed) throw std::runtime_error("quantmoe: no memory for packing weights");
-    put(rows.data(), static_cast<size_t>(count * matrix.row.row_bytes));
+    put(rows.data(), static_cast<size_t>(count * matrix.row.bytes));
   }
 }
 

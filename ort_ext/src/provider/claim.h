@@ -38,8 +38,8 @@ struct Matrix {
   bool interleaved = false;  // gate's and up's rows alternate
   int64_t bits = 4;          // of a stored code; below 4 it becomes one of 4 bits, of the same value
   int64_t code_row = 0;      // bytes of a row of codes
-  qm_panel_row row{};        // of an expert
-  size_t bytes() const { return static_cast<size_t>(experts * row.row_bytes); }
+  qm_row row{};              // of an expert
+  size_t bytes() const { return static_cast<size_t>(experts * row.bytes); }
 };
 
 // A node that the core computes.

@@ -97,6 +97,10 @@ class Compiled : public NodeComputeInfo {
   };
   Input input(OrtKernelContext* context, size_t index) const;
   void* output(OrtKernelContext* context, const Shape& shape) const;
+  qm_tensor packed_tensor(size_t index) const {
+    const Matrix& matrix = claim_.weights[index];
+    return {const_cast<void*>(packed_->at(first_ + index)), 0, {2, {matrix.experts, matrix.row.bytes / 4}}};
+  }
   void run_moe(OrtKernelContext* context) const;
   void run_linear(OrtKernelContext* context) const;
   [[noreturn]] void refuse(const char* name, const Shape& found, const std::string& expected) const {
@@ -144,17 +148,17 @@ void Compiled::run_linear(OrtKernelContext* context) const {
   Shape shape = x.shape;
   if (shape.empty() || shape.back() != linear.in_features)
     refuse("A", shape, "[.., K " + std::to_string(linear.in_features) + "]");
-  qm_linear_call call{};
-  call.rows = rows_of(shape);
+  const int64_t rows = rows_of(shape);
   shape.back() = linear.out_features;
-  call.y = output(context, shape);
-  if (call.rows == 0) return;
-  call.type = claim_.type;
-  call.x = x.data;
-  call.w = packed_->at(first_);
-  with_pool(
-      api_, context, memory_, call, [&] { return qm_linear_workspace(&linear, &call); },
-      [&](char* error) { return qm_linear_run(&linear, &call, error); });
+  void* const y = output(context, shape);
+  if (rows == 0) return;
+  const qm_tensor inputs[] = {{const_cast<void*>(x.data), claim_.type, {2, {rows, linear.in_features}}},
+                              packed_tensor(0)},
+                  outputs[] = {{y, claim_.type, {2, {rows, linear.out_features}}}};
+  qm_call call{};
+  call.inputs = inputs;
+  call.outputs = outputs;
+  run_with_pool(api_, context, memory_, "QuantLinear", &linear, call);
 }
 
 // QMoE's routing, as in ONNX Runtime's CPU kernel: the k largest of router_probs, of equal ones the last. The weights
@@ -203,37 +207,34 @@ void Compiled::run_moe(OrtKernelContext* context) const {
   const Input x = input(context, 0), probs = input(context, 1), weights = input(context, 2);
   if (x.shape.empty() || x.shape.back() != moe.hidden_size)
     refuse("input", x.shape, "[.., hidden_size " + std::to_string(moe.hidden_size) + "]");
-  qm_moe_call call{};
-  call.tokens = rows_of(x.shape);
-  const Shape routed{call.tokens, moe.num_experts};
+  const int64_t tokens = rows_of(x.shape), top_k = claim_.top_k;
+  const Shape routed{tokens, moe.num_experts};
   if (probs.shape != routed) refuse("router_probs", probs.shape, text_of(routed));
   if (weights.data && weights.shape != routed) refuse("router_weights", weights.shape, text_of(routed));
-  call.output = output(context, x.shape);
-  if (call.tokens == 0) return;
-  call.type = claim_.type;
-  call.id_bytes = 4;
-  call.top_k = claim_.top_k;
-  call.local_experts = moe.num_experts;
-  call.hidden_states = x.data;
-  call.w13 = packed_->at(first_);
-  call.w2 = packed_->at(first_ + 1);
-  const size_t pairs = static_cast<size_t>(call.tokens * call.top_k);
+  void* const y = output(context, x.shape);
+  if (tokens == 0) return;
+  const size_t pairs = static_cast<size_t>(tokens * top_k);
   const std::unique_ptr<int32_t[]> ids(new int32_t[pairs]);
   const std::unique_ptr<float[]> factors(new float[pairs]);
-  call.topk_ids = ids.get();
-  call.topk_weights = factors.get();
-  with_pool(
-      api_, context, memory_, call, [&] { return qm_moe_workspace(&moe, &call); },
-      [&](char* error) {
-        constexpr int64_t kTokens = 16;  // of a task
-        const Routing routing{probs.data, weights.data, claim_.type, moe.num_experts, call.top_k, claim_.normalize};
-        const int64_t tasks = (call.tokens + kTokens - 1) / kTokens;
-        parallel(call.lanes, call.parallel_for, call.parallel_context, tasks, [&](int, int64_t task) {
-          for (int64_t t = task * kTokens; t < std::min(call.tokens, (task + 1) * kTokens); ++t)
-            routing.select(t, ids.get() + t * call.top_k, factors.get() + t * call.top_k);
-        });
-        return qm_moe_run(&moe, &call, error);
-      });
+  const qm_shape rows{2, {tokens, moe.hidden_size}}, routes{2, {tokens, top_k}};
+  const qm_tensor inputs[] = {{const_cast<void*>(x.data), claim_.type, rows},
+                              {ids.get(), QM_INT32, routes},
+                              {factors.get(), QM_F32, routes},
+                              packed_tensor(0),
+                              packed_tensor(1)},
+                  outputs[] = {{y, claim_.type, rows}};
+  qm_call call{};
+  call.inputs = inputs;
+  call.outputs = outputs;
+  run_with_pool(api_, context, memory_, "QuantMoE", &moe, call, [&] {
+    constexpr int64_t kTokens = 16;  // of a task
+    const Routing routing{probs.data, weights.data, claim_.type, moe.num_experts, top_k, claim_.normalize};
+    parallel(call.lanes, call.parallel_for, call.parallel_context, (tokens + kTokens - 1) / kTokens,
+             [&](int, int64_t task) {
+               for (int64_t t = task * kTokens; t < std::min(tokens, (task + 1) * kTokens); ++t)
+                 routing.select(t, ids.get() + t * top_k, factors.get() + t * top_k);
+             });
+  });
 }
 
 // What a session has of the provider.
@@ -380,7 +381,12 @@ class Factory : public EpFactory {
     GetName = [](const EpFactory*) { return kName; };
     GetVendor = [](const EpFactory*) { return "QuantMoE"; };
     GetVendorId = [](const EpFactory*) { return uint32_t{0}; };
-    GetVersion = [](const EpFactory*) { return qm_version(); };
+    GetVersion = [](const EpFactory*) {
+      qm_library library;
+      char error[QM_ERROR_SIZE];
+      (void)qm_describe(&library, error);
+      return library.version;
+    };
     GetSupportedDevices = [](EpFactory* self, const OrtHardwareDevice* const* devices, size_t count, OrtEpDevice** out,
                              size_t room, size_t* found) {
       const OrtApi* const ort = static_cast<Factory*>(self)->api;

@@ -147,7 +147,7 @@ def hosted(driver, fake, layer):
 
     def run(
         captured: bool = False, ids: np.ndarray | None = None, **entries: str
-    ) -> tuple[cuda.Problem, cuda.Tensors] | None:
+    ) -> tuple[cuda.Experts, cuda.Launched] | None:
         assert fake(**{"experts": "host"} | entries) > 0
         op = driver.op("bf16", "i64")
         weights = packed_values(layer[2:])
@@ -158,8 +158,9 @@ def hosted(driver, fake, layer):
         tokens = [value((3, layer[0].hidden_size)), value((3, 2), data=ids.ctypes.data), value((3, 2))]
         failed = driver.run(op, kernel, [*tokens, *weights], [tokens[0], value(()), value(())], STREAM)
         lib.driver_order(1, 0)
-        problem, tensors = cuda.Problem(), cuda.Tensors()
-        lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+        tensors = cuda.Launched()
+        lib.driver_mixed(ctypes.byref(tensors))
+        problem = tensors.experts
         if not failed and entries.get("experts") != "gpu":
             held = [ctypes.string_at(tensors.w13 + i, 64) for i in (0, layer[2].nbytes - 64)]
             assert held == [layer[2].reshape(-1)[i : i + 64].tobytes() for i in (0, layer[2].size - 64)]
@@ -179,7 +180,7 @@ def test_experts_in_host_memory(driver, fake, layer, hosted, where):
     assert [driver.lib.driver_in_host_memory(driver.op("bf16", "i64"), i) for i in range(5)] == [0, 0, 0, 1, 1]
     assert [problem.slots] == device_slots([8], [slot], 4 * slot) == [3]  # what inspect --fit says
     assert problem.staging == 0
-    assert None not in (tensors.slots, tensors.cache_state)
+    assert None not in (tensors.experts.slot_memory, tensors.experts.cache_state)
     assert (
         driver.lib.driver_logged()
         .decode()
@@ -201,7 +202,12 @@ def test_experts_in_host_memory(driver, fake, layer, hosted, where):
 )
 def test_experts_that_all_fit(driver, hosted, entries):
     problem, tensors = hosted(**entries)
-    assert (problem.slots, problem.staging, tensors.slots, tensors.cache_state) == (0, 0, None, None)
+    assert (problem.slots, problem.staging, tensors.experts.slot_memory, tensors.experts.cache_state) == (
+        0,
+        0,
+        None,
+        None,
+    )
     assert "all 8 experts are in the device's memory" in driver.lib.driver_logged().decode()
 
 
@@ -241,13 +247,13 @@ def of_cpu(spec: MoESpec) -> MoESpec:
 class Asked:
     """What the device and the host tell one another, as the fake device sees it."""
 
-    def __init__(self, tensors: cuda.Tensors, layer) -> None:
+    def __init__(self, tensors: cuda.Launched, layer) -> None:
         self.spec, self.made = layer[0], layer
         sizes = {"x": 8 * self.spec.hidden_size, "weights": 128, "ids": 128, "y": 8 * self.spec.hidden_size}
         for name, size in sizes.items():
-            words = (ctypes.c_uint32 * size).from_address(getattr(tensors, f"host_{name}"))
+            words = (ctypes.c_uint32 * size).from_address(getattr(tensors.experts, f"host_{name}"))
             setattr(self, name, np.frombuffer(words, np.int32 if name == "ids" else np.float32))
-        self.request = np.frombuffer((ctypes.c_int32 * 32).from_address(tensors.host_request), np.int32)
+        self.request = np.frombuffer((ctypes.c_int32 * 32).from_address(tensors.experts.host_request), np.int32)
         self.asked, self.answered = self.request[:2].view(np.uint64), self.request[16:18].view(np.uint64)
 
     def multiply(
@@ -284,8 +290,9 @@ def asked(driver, fake):
             run = driver.run(op, kernels[-1][1], [*tokens, *weights], [tokens[0], value(()), value(())], STREAM)
             ctypes.CDLL(FAKE).driver_order(1, 0)
             assert run == 0, driver.error
-        problem, tensors = cuda.Problem(), cuda.Tensors()
-        ctypes.CDLL(FAKE).driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+        tensors = cuda.Launched()
+        ctypes.CDLL(FAKE).driver_mixed(ctypes.byref(tensors))
+        problem = tensors.experts
         assert (problem.slots, problem.host_layer) == (1, 0)
         return Asked(tensors, layer)
 
@@ -331,7 +338,7 @@ def test_the_share_of_the_cpu(driver, hosted, layer, misses, share):
     slot, few = sum(w.shape[1] for w in layer[2:]), np.zeros((3, 2), np.int64)
     entries = {"misses": misses, "gpu_memory": str(3 * slot)}
     problem, tensors = hosted(ids=few, **entries)
-    assert (problem.host_share, bool(tensors.host_y)) == (share, share > 0)
+    assert (problem.host_share, bool(tensors.experts.host_y)) == (share, share > 0)
     said = driver.lib.driver_logged().decode()
     assert (f"; the CPU multiplies {round(share / 2.56)}% of the experts that miss" in said) == (share > 0)
 
@@ -379,7 +386,7 @@ def test_auto_takes_what_is_quicker(driver, hosted, layer, clock, milliseconds, 
     clock(milliseconds)
     slot, few = sum(w.shape[1] for w in layer[2:]), np.zeros((3, 2), np.int64)
     problem, tensors = hosted(ids=few, misses="auto", gpu_memory=str(memory * slot // 2), threads="2")
-    assert (problem.slots, problem.host_share, bool(tensors.host_y)) == (slots, share, share > 0)
+    assert (problem.slots, problem.host_share, bool(tensors.experts.host_y)) == (slots, share, share > 0)
     assert re.search(
         rf"; misses = auto: {'cpu' if share else 'copy'} in layers 0 \(with slots for {slots} of 8 experts a miss "
         rf"takes the bus {round(milliseconds / 8 * 1000)} us, the CPU \d+ us, {at_once} at once\)"
@@ -399,7 +406,7 @@ def session_of(driver, fake):
         while kernels:
             driver.lib.driver_destroy(*kernels.pop())
 
-    def run(layers, **entries: str) -> list[tuple[cuda.Problem, cuda.Tensors]]:
+    def run(layers, **entries: str) -> list[tuple[cuda.Experts, cuda.Launched]]:
         close()
         memory = str(sum(w.shape[1] for made in layers for w in made[2:]))
         assert fake(**{"gpu_memory": memory} | entries) > 0, driver.error
@@ -409,14 +416,15 @@ def session_of(driver, fake):
             assert kernels[-1][1], driver.error
         return again(layers)
 
-    def again(layers) -> list[tuple[cuda.Problem, cuda.Tensors]]:
+    def again(layers) -> list[tuple[cuda.Experts, cuda.Launched]]:
         ids, launched = np.zeros((2, 2), np.int64), []
         for made, (op, kernel) in zip(layers, kernels, strict=True):
             tokens = [value((2, made[0].hidden_size)), value(ids.shape, data=ids.ctypes.data), value(ids.shape)]
             inputs, outputs = [*tokens, *packed_values(made[2:])], [tokens[0], value(()), value(())]
             assert driver.run(op, kernel, inputs, outputs, STREAM) == 0, driver.error
-            problem, tensors = cuda.Problem(), cuda.Tensors()
-            ctypes.CDLL(FAKE).driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+            tensors = cuda.Launched()
+            ctypes.CDLL(FAKE).driver_mixed(ctypes.byref(tensors))
+            problem = tensors.experts
             launched.append((problem, tensors))
         return launched
 
@@ -527,16 +535,16 @@ def write_trace(path: Path, layers, runs: list[tuple[int, np.ndarray]]) -> str:
     return str(path)
 
 
-def slots_of(problem: cuda.Problem, tensors: cuda.Tensors, layer) -> list[int]:
+def slots_of(problem: cuda.Experts, tensors: cuda.Launched, layer) -> list[int]:
     """The expert that each slot has, 0 and up; its bytes are there, and both tables say so."""
     experts, (first, second) = len(layer[2]), (-(-w.shape[1] // 256) * 256 for w in layer[2:])
     size = experts + problem.slots
-    table = np.frombuffer((ctypes.c_int32 * size).from_address(tensors.cache_state + 48), np.int32) - 1
+    table = np.frombuffer((ctypes.c_int32 * size).from_address(tensors.experts.cache_state + 48), np.int32) - 1
     slot_of, expert_of = table[:experts], table[experts:]
     for slot, expert in enumerate(expert_of):
         assert slot_of[expert] == slot
         for w, at in zip(layer[2:], (0, first), strict=True):
-            held = ctypes.string_at(tensors.slots + slot * (first + second) + at, w.shape[1])
+            held = ctypes.string_at(tensors.experts.slot_memory + slot * (first + second) + at, w.shape[1])
             assert held == w[expert].tobytes()
     assert (slot_of >= 0).sum() == problem.slots
     return expert_of.tolist()
@@ -670,7 +678,7 @@ class InFile:
         self.op, self.id_type = driver.op(*dtypes), {"i32": np.int32, "i64": np.int64}[dtypes[1]]
         self.kernel = driver.create(self.op, layer[0].attributes(), [value(())] * 3 + self.weights)
 
-    def run(self, ids: list[list[int]], captured: bool = False) -> cuda.Tensors | None:
+    def run(self, ids: list[list[int]], captured: bool = False) -> cuda.Launched | None:
         """What was launched, or None."""
         fed = np.array(ids, self.id_type)
         shape = (len(ids), self.layer[0].hidden_size)
@@ -678,20 +686,20 @@ class InFile:
         self.lib.driver_order(1, captured)
         failed = self.driver.run(self.op, self.kernel, [*tokens, *self.weights], [tokens[0], *[value(())] * 2], STREAM)
         self.lib.driver_order(1, 0)
-        problem, tensors = cuda.Problem(), cuda.Tensors()
-        self.lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+        tensors = cuda.Launched()
+        self.lib.driver_mixed(ctypes.byref(tensors))
         return None if failed else tensors
 
-    def rows(self, tensors: cuda.Tensors, expert: int) -> list[bytes]:
+    def rows(self, tensors: cuda.Launched, expert: int) -> list[bytes]:
         """An expert's rows, where the launch was told that they are."""
         experts = len(self.layer[2])
-        table = (ctypes.c_void_p * (2 * experts)).from_address(tensors.rows)
+        table = (ctypes.c_void_p * (2 * experts)).from_address(tensors.experts.rows)
         return [ctypes.string_at(table[i * experts + expert], w.shape[1]) for i, w in enumerate(self.layer[2:])]
 
-    def slot_of(self, tensors: cuda.Tensors) -> np.ndarray:
+    def slot_of(self, tensors: cuda.Launched) -> np.ndarray:
         """The device's table, to be changed."""
         experts = len(self.layer[2])
-        return np.frombuffer((ctypes.c_int32 * experts).from_address(tensors.cache_state + 48), np.int32)
+        return np.frombuffer((ctypes.c_int32 * experts).from_address(tensors.experts.cache_state + 48), np.int32)
 
     def bytes_read(self) -> int:
         return experts_report(FAKE)[0]["bytes_read"]
@@ -742,9 +750,7 @@ def test_a_trace_of_experts_in_the_file(driver, layer, in_file, tmp_path):
     path = write_trace(tmp_path / "trace", [layer], [(0, np.array([[5, 2], [5, 7], [2, 5], [3, 1]]))])
     session = in_file(warm=path)
     tensors = session.run([[5, 2]])
-    problem = cuda.Problem()
-    session.lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
-    assert slots_of(problem, tensors, layer) == [2, 5]
+    assert slots_of(tensors.experts, tensors, layer) == [2, 5]
     assert session.bytes_read() == 5 * session.slot
     session.run([[1, 7]])
     assert [session.rows(tensors, e) for e in (1, 7)] == [[w[e].tobytes() for w in layer[2:]] for e in (1, 7)]
@@ -806,7 +812,7 @@ def test_experts_of_a_file_that_all_fit(driver, layer, in_file):
     assert session.run([[0, 1]]) is not None
     tensors = session.run([[0, 1]], captured=True)
     assert ctypes.string_at(tensors.w13, layer[2].nbytes) == layer[2].tobytes()
-    assert (tensors.rows, session.bytes_read()) == (None, 0)
+    assert (tensors.experts.rows, session.bytes_read()) == (None, 0)
 
 
 def test_ram_for_fewer_experts_than_a_layer_has(driver, layer, in_file):
@@ -861,7 +867,7 @@ def test_auto_with_less_ram_than_the_file(driver, fake, layer, tmp_path):
     session = InFile(driver, fake, layer, tmp_path, size=held + 4096, experts="auto", ram=str(held))
     tensors = session.run([[0, 1]])
     assert tensors is not None, driver.error
-    assert tensors.rows is not None
+    assert tensors.experts.rows is not None
     assert session.run([[0, 1]], captured=True) is None
     assert driver.error.endswith(
         f"quantmoe.experts = auto, which is disk here (they take {held + 4096} bytes in RAM, quantmoe.ram is {held}): "
@@ -871,7 +877,7 @@ def test_auto_with_less_ram_than_the_file(driver, fake, layer, tmp_path):
     session = InFile(driver, fake, layer, tmp_path, size=held + 4096, experts="auto", ram=str(held + 4096))
     tensors = session.run([[0, 1]])
     assert tensors is not None, driver.error
-    assert tensors.rows is None
+    assert tensors.experts.rows is None
     assert ctypes.string_at(tensors.w13, 64) == layer[2].tobytes()[:64]
     session.close()
 

@@ -13,6 +13,9 @@ from cuda.plugin_layers import ATTENTION, DEVICES, LATENT, attention_tensors
 from cuda.trt import RUNTIME, TYPES, attributes_of
 from specs import attention_spec
 
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.structs import STRUCTS, Tensor, node
+
 
 def test_attention_types(others):
     others.select("CachedAttention")
@@ -119,12 +122,17 @@ def test_attention_is_launched_with_what_it_is_given(fake, spec, past, length):
     before = fake.lib.driver_count(1)
     assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(0xD0000), None) == 0, fake.log()
     assert fake.lib.driver_count(1) == before + 1
-    problem, tensors_ = cuda.AttentionProblem(), (ctypes.c_uint64 * 14)()
-    fake.lib.driver_attended(ctypes.byref(problem), tensors_)
-    want = cuda.attention_problem(spec, "f16", 3, 2, past, max(past, length))
-    assert bytes(problem) == bytes(want)
-    inputs = [p for i, p in enumerate(given) if i != 4]  # attention_mask has only a length
-    assert list(tensors_) == [*inputs, 0, *results, 0xD0000]  # no block_table
+    attributes, memory = STRUCTS[spec.OP](), ctypes.c_void_p()
+    tensors_ = (Tensor * 10)(), (Tensor * 3)()
+    fake.lib.driver_launched(ctypes.byref(attributes), *tensors_, ctypes.byref(memory))
+    assert bytes(attributes) == bytes(node(native.library(), spec))
+    assert [tensor.data for tensor in (*tensors_[0], *tensors_[1])] == [
+        None if 0 in described.dims[: described.rank] and described.rank == 1 else address
+        for address, described in zip(given, shapes, strict=False)
+    ] + results
+    for tensor, described in zip(tensors_[0], shapes, strict=False):
+        assert tensor.shape.sizes[: tensor.shape.rank] == described.dims[: described.rank]
+    assert tensors_[0][0].type == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

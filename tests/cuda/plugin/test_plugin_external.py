@@ -100,13 +100,14 @@ def enqueue(plugin: Plugin, shapes, ids: np.ndarray, output: np.ndarray | None =
 IDS = np.array([[6, 1], [1, 0], [7, 6]])
 
 
-def launched(fake: Driver) -> tuple[cuda.Problem, cuda.Tensors]:
-    problem, found = cuda.Problem(), cuda.Tensors()
-    fake.lib.driver_mixed(ctypes.byref(problem), ctypes.byref(found))
+def launched(fake: Driver) -> tuple[cuda.Experts, cuda.Launched]:
+    found = cuda.Launched()
+    fake.lib.driver_mixed(ctypes.byref(found))
+    problem = found.experts
     return problem, found
 
 
-def run(fake: Driver, plugin: Plugin, layer: Layer, ids: np.ndarray = IDS) -> tuple[cuda.Problem, cuda.Tensors] | None:
+def run(fake: Driver, plugin: Plugin, layer: Layer, ids: np.ndarray = IDS) -> tuple[cuda.Experts, cuda.Launched] | None:
     """What was launched, or None."""
     failed = enqueue(plugin, layer.tensors(len(ids), top_k=ids.shape[1]), ids)
     return None if failed else launched(fake)
@@ -167,7 +168,7 @@ def test_an_identity_of_constants_is_not_in_the_plan(fake, layer):
 def test_all_fit(fake, layer):
     plugin = opened(fake, layer)
     problem, found = run(fake, plugin, layer)
-    assert (problem.slots, problem.staging, found.slots, found.cache_state) == (0, 0, None, None)
+    assert (problem.slots, problem.staging, found.experts.slot_memory, found.experts.cache_state) == (0, 0, None, None)
     for at, packed in zip((found.w13, found.w2), layer.rows, strict=True):
         assert ctypes.string_at(at, packed.nbytes) == packed.tobytes()
     size = sum(packed.nbytes for packed in layer.rows)
@@ -187,7 +188,7 @@ def test_slots(fake, layer, settings):
     plugin = opened(fake, layer)
     problem, found = run(fake, plugin, layer)
     assert [problem.slots] == device_slots([8], [layer.slot], 4 * layer.slot) == [3]
-    assert None not in (found.slots, found.cache_state)
+    assert None not in (found.experts.slot_memory, found.experts.cache_state)
     for at, packed in zip((found.w13, found.w2), layer.rows, strict=True):
         assert ctypes.string_at(at, packed.nbytes) == packed.tobytes()
     assert "experts = host: device memory for 3 of 8 experts, and " in fake.log()
@@ -198,7 +199,7 @@ def test_experts_are_read_from_the_file(fake, layer, settings):
     settings(EXPERTS="disk", GPU_MEMORY=str(3 * layer.slot), RAM=str(ram))
     plugin = opened(fake, layer)
     _, found = run(fake, plugin, layer)
-    table = (ctypes.c_void_p * 16).from_address(found.rows)
+    table = (ctypes.c_void_p * 16).from_address(found.experts.rows)
     for i, packed in enumerate(layer.rows):
         for expert in (0, 1, 6, 7):
             assert ctypes.string_at(table[8 * i + expert], packed.shape[1]) == packed[expert].tobytes()
@@ -214,7 +215,11 @@ def test_engines_and_contexts_of_a_folder_share_a_cache(fake, layer, settings):
     settings(GPU_MEMORY=str(4 * layer.slot))
     first, again = opened(fake, layer), opened(fake, layer)
     launches = [run(fake, plugin, layer)[1] for plugin in (first, again, first.attach())]
-    assert len({found.slots for found in launches}) == len({found.cache_state for found in launches}) == 1
+    assert (
+        len({found.experts.slot_memory for found in launches})
+        == len({found.experts.cache_state for found in launches})
+        == 1
+    )
     assert [entry["layers"] for entry in report(fake.lib)] == [1]
     w2 = f"{layer.offsets[1] + 64} {layer.rows[1].nbytes - layer.rows[1].shape[1]} {layer.file.name}"
     w13 = f"{layer.offsets[0] + 64} {layer.rows[0].nbytes - layer.rows[0].shape[1]} {layer.file.name}"

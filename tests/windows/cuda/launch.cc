@@ -26,15 +26,6 @@ std::vector<char> bytes_of(const std::string& hex) {
   return bytes;
 }
 
-template <class T>
-T of(const std::string& hex) {
-  T found{};
-  const std::vector<char> bytes = bytes_of(hex);
-  if (bytes.size() != sizeof(T)) std::printf("%zu bytes, expected %zu\n", bytes.size(), sizeof(T));
-  std::memcpy(&found, bytes.data(), sizeof(T));
-  return found;
-}
-
 // A struct of nothing but addresses.
 template <class T>
 T addresses() {
@@ -48,38 +39,16 @@ T addresses() {
 
 int run(const std::string& line, const qm_cuda_device& device) {
   std::istringstream words(line);
-  std::string kind, name, first, inputs, outputs;
-  words >> kind;
-  if (kind == "node") words >> name;
-  words >> first >> inputs >> outputs;
-  if (kind == "moe") {
-    const auto problem = of<qm_cuda_problem>(first);
-    auto tensors = addresses<qm_cuda_tensors>();
-    tensors.rows = nullptr;
-    qm_cuda_plan plan;
-    if (qm_cuda_plan_moe(&problem, &device, &plan, error)) return say("moe", 1);
-    return say("moe", qm_cuda_launch(&problem, &plan, &tensors, stream, error));
-  }
-  if (kind == "linear") {
-    const auto problem = of<qm_cuda_linear_problem>(first);
-    const auto tensors = addresses<qm_cuda_linear_tensors>();
-    qm_cuda_plan plan;
-    if (qm_cuda_plan_linear(&problem, &device, &plan, error)) return say("linear", 1);
-    return say("linear", qm_cuda_launch_linear(&problem, &plan, &tensors, stream, error));
-  }
-  if (kind == "attention") {
-    const auto problem = of<qm_cuda_attention_problem>(first);
-    const auto tensors = addresses<qm_cuda_attention_tensors>();
-    qm_cuda_attention_plan plan;
-    if (qm_cuda_plan_attention(&problem, &device, &plan, error)) return say("attention", 1);
-    return say("attention", qm_cuda_launch_attention(&problem, &plan, &tensors, stream, error));
-  }
-  const std::vector<char> node = bytes_of(first), in = bytes_of(inputs), out = bytes_of(outputs);
-  const auto tensors = [](const std::vector<char>& all) { return reinterpret_cast<const qm_tensor*>(all.data()); };
+  std::string op;
+  words >> op;
+  std::vector<std::vector<char>> structs;  // node, inputs, outputs, perhaps experts outside the device's memory
+  for (std::string hex; words >> hex;) structs.push_back(bytes_of(hex));
+  const auto tensors = [&](size_t i) { return reinterpret_cast<const qm_tensor*>(structs[i].data()); };
+  qm_cuda_call call{tensors(1), tensors(2), reinterpret_cast<void*>(uint64_t{99} << 32), stream, nullptr, nullptr};
+  if (structs.size() > 3) call.experts = reinterpret_cast<const qm_cuda_experts*>(structs[3].data());
   qm_cuda_node_plan plan;
-  const qm_cuda_call call{tensors(in), tensors(out), reinterpret_cast<void*>(uint64_t{99} << 32), stream};
-  if (qm_cuda_plan_node(name.c_str(), node.data(), tensors(in), &device, &plan, error)) return say(name.c_str(), 1);
-  return say(name.c_str(), qm_cuda_launch_node(name.c_str(), node.data(), &plan, &call, error));
+  if (qm_cuda_plan_node(op.c_str(), structs[0].data(), &call, &device, &plan, error)) return say(op.c_str(), 1);
+  return say(op.c_str(), qm_cuda_launch_node(op.c_str(), structs[0].data(), &plan, &call, error));
 }
 
 // What programs call beside a graph.

@@ -12,6 +12,7 @@
 #include "core/parallel.h"
 #include "cpu/attention/call_rows.h"
 #include "cpu/kernel.h"
+#include "cpu/operators.h"
 
 namespace quantmoe {
 namespace {
@@ -27,8 +28,8 @@ struct AttentionPlan {
   int64_t counters_at, parts_at, scratch_at, bytes;  // q_scales are at 0
 };
 
-bool in_place(const qm_attention_call& call, const void* past, const void* present) {
-  return past == present && call.past_slots;
+bool in_place(const AttentionCall& call, const void* past, const void* present) {
+  return past && past == present && call.past_slots;
 }
 
 // The slots of a list, which are before the numbers below 0.
@@ -59,7 +60,7 @@ AttentionPlan plan_of(const AttentionContext& context) {
 // One call.
 class AttentionRun {
  public:
-  AttentionRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel,
+  AttentionRun(const qm_attention& node, const AttentionCall& call, const AttentionFunctions& kernel,
                bool every_row_selects = false)
       : base_(static_cast<uint8_t*>(call.workspace)),
         a_{node, call, reinterpret_cast<float*>(base_), every_row_selects},
@@ -131,7 +132,7 @@ void AttentionRun::append_tokens(int64_t batch_row, int64_t first, float* scratc
 }
 
 void AttentionRun::store() const {
-  const qm_attention_call& call = a_.call;
+  const AttentionCall& call = a_.call;
   const int64_t groups = call.batch * a_.node.kv_num_heads, pieces = ceil_div(call.tokens, kTokensPerTask);
   int64_t keys = in_place(call, call.past_key, call.present_key) ? 0 : groups;
   int64_t values = in_place(call, call.past_value, call.present_value) ? 0 : groups;
@@ -215,7 +216,7 @@ void AttentionRun::attend() const {
 // What the rows that are absorbed at a time attend as: their queries and outputs are in the workspace.
 struct AbsorbedCall {
   qm_attention node;
-  qm_attention_call call;
+  AttentionCall call;
 
   AbsorbedCall(const LatentContext& latent, int64_t batch, int64_t tokens) : node(latent.node), call(latent.call) {
     node.nope_size = node.out_size = node.rotary_size = 0;
@@ -231,7 +232,7 @@ struct LatentPlan {
 };
 
 // The tokens that are absorbed at a time of a row that selects.
-int64_t piece_of(const qm_attention_call& call) { return call.selected ? kAbsorbedTokens : 0; }
+int64_t piece_of(const AttentionCall& call) { return call.selected ? kAbsorbedTokens : 0; }
 
 LatentPlan plan_of(const LatentContext& latent) {
   LatentPlan plan{};
@@ -251,7 +252,7 @@ LatentPlan plan_of(const LatentContext& latent) {
 // A call with a nope_size, whose keys and values are stored.
 class LatentRun {
  public:
-  LatentRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel)
+  LatentRun(const qm_attention& node, const AttentionCall& call, const AttentionFunctions& kernel)
       : latent_{node, call}, plan_(plan_of(latent_)), base_(static_cast<uint8_t*>(call.workspace)), kernel_(kernel) {}
 
   void attend() const {
@@ -352,7 +353,7 @@ void LatentRun::expanded(int64_t batch_row) const {
 }
 
 // Of a row's slots that are used, whether their blocks are there.
-int check_blocks(const qm_attention& node, const qm_attention_call& call, int64_t batch_row, int64_t used, char* err) {
+int check_blocks(const qm_attention& node, const AttentionCall& call, int64_t batch_row, int64_t used, char* err) {
   const int64_t columns = call.slots / node.block_size;
   for (int64_t i = 0; i < ceil_div(used, int64_t{node.block_size}); ++i)
     if (const int32_t block = call.block_table[batch_row * columns + i]; block < 0 || block >= call.blocks)
@@ -361,7 +362,7 @@ int check_blocks(const qm_attention& node, const qm_attention_call& call, int64_
   return QM_OK;
 }
 
-int check_rows(const qm_attention& node, const qm_attention_call& call, char* err) {
+int check_rows(const qm_attention& node, const AttentionCall& call, char* err) {
   int64_t first = 0;
   for (int64_t batch_row = 0; batch_row < call.batch; ++batch_row) {
     const CallRow row(call.rows, batch_row);
@@ -381,7 +382,7 @@ int check_rows(const qm_attention& node, const qm_attention_call& call, char* er
   return QM_OK;
 }
 
-int check_selected(const qm_attention& node, const qm_attention_call& call, char* err) {
+int check_selected(const qm_attention& node, const AttentionCall& call, char* err) {
   if (call.selected_lists != 1 && call.selected_lists != node.kv_num_heads)
     return fail(err, QM_INVALID, "selected has %lld lists a token, expected 1, or kv_num_heads %d",
                 (long long)call.selected_lists, node.kv_num_heads);
@@ -406,47 +407,49 @@ int check_selected(const qm_attention& node, const qm_attention_call& call, char
   return QM_OK;
 }
 
-int64_t workspace_of(const qm_attention& node, const qm_attention_call& call) {
+int64_t workspace_of(const qm_attention& node, const AttentionCall& call) {
   const int64_t stores = plan_of(AttentionContext{node, call, nullptr}).bytes;
   return node.nope_size ? std::max(stores, plan_of(LatentContext{node, call}).bytes) : stores;
 }
 
-}  // namespace
-}  // namespace quantmoe
-
-using namespace quantmoe;
-
 // A call with `selected` whose rows all have few tokens runs as one without it.
-size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call* call) {
-  qm_attention_call dense = *call;
+size_t workspace(const qm_attention& node, const qm_call& given) {
+  const AttentionCall call(node, given);
+  AttentionCall dense = call;
   dense.selected = nullptr;
-  return static_cast<size_t>(std::max(workspace_of(*node, *call), workspace_of(*node, dense)));
+  return static_cast<size_t>(std::max(workspace_of(node, call), workspace_of(node, dense)));
 }
 
-int qm_attention_run(const qm_attention* node, const qm_attention_call* call, char* err) {
+int run(const qm_attention& node, const qm_call& given, char* err) {
+  AttentionCall call(node, given);
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
-  if (node->cache_format == k_cache_format_none && call->cache_type != QM_F32 && call->cache_type != QM_F16)
+  if (node.cache_format == k_cache_format_none && call.cache_type != QM_F32 && call.cache_type != QM_F16)
     return fail(err, QM_UNSUPPORTED, "the cache's type is bfloat16, the CPU kernels take float and float16");
-  QM_TRY(check_rows(*node, *call, err));
+  QM_TRY(check_rows(node, call, err));
   const bool appends =
-      in_place(*call, call->past_key, call->present_key) || in_place(*call, call->past_value, call->present_value);
-  if (appends && call->slots != call->past_slots)
+      in_place(call, call.past_key, call.present_key) || in_place(call, call.past_value, call.present_value);
+  if (appends && call.slots != call.past_slots)
     return fail(err, QM_INVALID, "present is past's memory, which has %lld slots, and is to have %lld",
-                (long long)call->past_slots, (long long)call->slots);
-  qm_attention_call own = *call;
-  if (call->selected) {
-    QM_TRY(check_selected(*node, *call, err));
-    const AttentionContext context{*node, *call, nullptr};
+                (long long)call.past_slots, (long long)call.slots);
+  if (call.selected) {
+    QM_TRY(check_selected(node, call, err));
+    const AttentionContext context{node, call, nullptr};
     bool any = false;
-    for (int64_t b = 0; b < call->batch; ++b) any |= context.selects(b);
-    if (!any) own.selected = nullptr;
+    for (int64_t b = 0; b < call.batch; ++b) any |= context.selects(b);
+    if (!any) call.selected = nullptr;
   }
-  const AttentionRun run(*node, own, *kernel->attention);
+  const AttentionRun run(node, call, *kernel->attention);
   run.store();
-  if (node->nope_size)
-    LatentRun(*node, own, *kernel->attention).attend();
+  if (node.nope_size)
+    LatentRun(node, call, *kernel->attention).attend();
   else
     run.attend();
   return QM_OK;
 }
+
+}  // namespace
+
+const CpuOperator cpu_attention = kCpuOperator<qm_attention, check_attention, workspace, run>;
+
+}  // namespace quantmoe

@@ -71,7 +71,7 @@ float inverse_norm(const qm_attention& node, qm_type type, const uint8_t* x, int
 }
 
 // Turns the first features of y by that row of cos and sin.
-void rotate(const qm_attention& node, const qm_attention_call& call, int64_t row, float* y) {
+void rotate(const qm_attention& node, const AttentionCall& call, int64_t row, float* y) {
   const int64_t half = node.rotary_size / 2;
   const float *cos = call.cos + row * half, *sin = call.sin + row * half;
   const auto pair = [&](float& x, float& other, int64_t i) {
@@ -144,7 +144,7 @@ void store_head(const AttentionContext& context, float scale, const float* x, in
 
 void append(const AttentionContext& context, int64_t batch_row, int64_t token, float* y) {
   const qm_attention& node = context.node;
-  const qm_attention_call& call = context.call;
+  const AttentionCall& call = context.call;
   const int64_t head_size = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
   const int64_t element = context.element();
   const int64_t key_width = context.key_width(), value_width = context.value_width();

@@ -4,7 +4,7 @@
 
 namespace quantmoe {
 
-GateUp::GateUp(const LayerCall& layer, const qm_moe& moe, const qm_moe_call& call)
+GateUp::GateUp(const LayerCall& layer, const qm_moe& moe, const MoECall& call)
     : w13(moe.w13, w13_matrix(moe), w13_parts(moe), call.w13,
           moe.w13.perm == 2 || moe.w13.pre_scale == 2 || (has_input_scales(moe.w13) && moe.gated) ? 2 : 1),
       layer_(layer),

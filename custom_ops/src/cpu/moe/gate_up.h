@@ -8,7 +8,7 @@ class GateUp {
  public:
   ExpertMatrix w13;
 
-  GateUp(const LayerCall& layer, const qm_moe& moe, const qm_moe_call& call);
+  GateUp(const LayerCall& layer, const qm_moe& moe, const MoECall& call);
   // Of a divided layer.
   void plan();
   int64_t most_tasks() const { return max_tasks_; }

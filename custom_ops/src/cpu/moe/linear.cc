@@ -1,20 +1,21 @@
 // QuantLinear on the CPU: the last step of a layer with one expert, whose h are the rows of x.
 #include "cpu/moe/down.h"
+#include "cpu/operators.h"
 
 namespace quantmoe {
 namespace {
 
 struct LinearRun {
   const qm_linear& linear;
-  const qm_linear_call& call;
+  const LinearCall& call;
   LayerCall layer;
   Hidden x{};  // [rows, K] in the order of the packed columns
   Down down;
   RowScratch scratch;
 
-  LinearRun(const qm_linear& linear, const qm_linear_call& call, const CpuKernel& kernel)
+  LinearRun(const qm_linear& linear, const LinearCall& call, const CpuKernel& kernel)
       : LinearRun(linear, call, kernel, panel_matrix(linear.w, linear.out_features, linear.in_features)) {}
-  LinearRun(const qm_linear& linear, const qm_linear_call& call, const CpuKernel& kernel, const PanelMatrix& panel)
+  LinearRun(const qm_linear& linear, const LinearCall& call, const CpuKernel& kernel, const PanelMatrix& panel)
       : linear(linear),
         call(call),
         layer(kernel, call, call.rows, 1, 1),
@@ -101,22 +102,26 @@ struct LinearRun {
   }
 };
 
-}  // namespace
-}  // namespace quantmoe
-
-using namespace quantmoe;
-
-size_t qm_linear_workspace(const qm_linear* linear, const qm_linear_call* call) {
+size_t workspace(const qm_linear& linear, const qm_call& call) {
+  const LinearCall made(linear, call);
   char err[QM_ERROR_SIZE];
-  const CpuKernel* kernel = select_kernel(err);
-  return kernel ? LinearRun(*linear, *call, *kernel).lay_out(nullptr) : 0;
+  const CpuKernel* kernel = made.rows ? select_kernel(err) : nullptr;
+  return kernel ? LinearRun(linear, made, *kernel).lay_out(nullptr) : 0;
 }
 
-int qm_linear_run(const qm_linear* linear, const qm_linear_call* call, char* err) {
-  if (call->rows == 0) return QM_OK;
+int run(const qm_linear& linear, const qm_call& call, char* err) {
+  const LinearCall made(linear, call);
+  if (made.rows == 0) return QM_OK;
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
-  LinearRun layer(*linear, *call, *kernel);
-  layer.lay_out(call->workspace);
+  LinearRun layer(linear, made, *kernel);
+  layer.lay_out(made.workspace);
   return layer.run(err);
 }
+
+}  // namespace
+
+const CpuOperator cpu_linear =
+    with_packed<qm_linear, check_packed>(kCpuOperator<qm_linear, check_linear, workspace, run>);
+
+}  // namespace quantmoe

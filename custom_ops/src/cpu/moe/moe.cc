@@ -1,13 +1,14 @@
 // QuantMoE on the CPU: the steps of layer.h, once a slice.
 #include "cpu/moe/down.h"
 #include "cpu/moe/gate_up.h"
+#include "cpu/operators.h"
 
 namespace quantmoe {
 namespace {
 
 struct MoERun {
   const qm_moe& moe;
-  const qm_moe_call& call;
+  const MoECall& call;
   LayerCall layer;
   ActivationRows rows;
   GateUp gate_up;
@@ -16,7 +17,7 @@ struct MoERun {
   RowScratch scratch;
   int scratch_lanes;
 
-  MoERun(const qm_moe& moe, const qm_moe_call& call, const CpuKernel& kernel)
+  MoERun(const qm_moe& moe, const MoECall& call, const CpuKernel& kernel)
       : moe(moe),
         call(call),
         layer(kernel, call, call.tokens, call.top_k, call.local_experts),
@@ -141,25 +142,28 @@ struct MoERun {
   }
 };
 
-}  // namespace
-}  // namespace quantmoe
-
-using namespace quantmoe;
-
-size_t qm_moe_workspace(const qm_moe* moe, const qm_moe_call* call) {
+size_t workspace(const qm_moe& moe, const qm_call& call) {
+  const MoECall made(moe, call);
   char err[QM_ERROR_SIZE];
-  const CpuKernel* kernel = select_kernel(err);
-  return kernel ? MoERun(*moe, *call, *kernel).lay_out(nullptr) : 0;
+  const CpuKernel* kernel = made.tokens ? select_kernel(err) : nullptr;
+  return kernel ? MoERun(moe, made, *kernel).lay_out(nullptr) : 0;
 }
 
-int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
-  if (call->tokens == 0) return QM_OK;
-  if (call->tokens < 0 || call->top_k < 1 || call->tokens > INT32_MAX / call->top_k)
+int run(const qm_moe& moe, const qm_call& call, char* err) {
+  const MoECall made(moe, call);
+  if (made.tokens == 0) return QM_OK;
+  if (made.tokens < 0 || made.top_k < 1 || made.tokens > INT32_MAX / made.top_k)
     return fail(err, QM_INVALID, "%lld tokens of %lld experts each, expected fewer than 2^31 pairs",
-                (long long)call->tokens, (long long)call->top_k);
+                (long long)made.tokens, (long long)made.top_k);
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
-  MoERun layer(*moe, *call, *kernel);
-  layer.lay_out(call->workspace);
+  MoERun layer(moe, made, *kernel);
+  layer.lay_out(made.workspace);
   return layer.run(err);
 }
+
+}  // namespace
+
+const CpuOperator cpu_moe = with_packed<qm_moe, check_packed>(kCpuOperator<qm_moe, check_moe, workspace, run>);
+
+}  // namespace quantmoe

@@ -7,7 +7,7 @@ namespace quantmoe {
 // Experts of a call's pairs, counted from the slice's first.
 struct ExpertIds {
   const qm_moe& moe;
-  const qm_moe_call& call;
+  const MoECall& call;
   const LayerCall& layer;
 
   int64_t at(int64_t pair) const {

@@ -2,15 +2,16 @@
 #include <algorithm>
 
 #include "cuda/attention/attention_append.cuh"
+#include "cuda/attention/attention_call.h"
 #include "cuda/attention/attention_kernels.h"
 #include "cuda/common/launcher.h"
+#include "cuda/common/operators.h"
 
 namespace quantmoe {
 namespace {
 
 // What all of its kernels are told.
-AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
-                          const qm_cuda_attention_tensors& tensors) {
+AttentionParams params_of(const AttentionProblem& problem, const AttentionPlan& plan, const AttentionTensors& tensors) {
   const qm_attention& node = problem.attention;
   const int width = node.head_size, value_width = node.v_head_size;
   const bool codes = node.cache_format != k_cache_format_none;
@@ -53,7 +54,7 @@ AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cud
 }
 
 // Rows of few tokens; `copies` blocks copy past.
-void launch_few(Launcher& launcher, const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
+void launch_few(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
                 const AttentionParams& params, int copies) {
   const int keys = problem.attention.head_size, values = problem.attention.v_head_size;
   const bool codes = problem.attention.cache_format != k_cache_format_none;
@@ -64,8 +65,8 @@ void launch_few(Launcher& launcher, const qm_cuda_attention_problem& problem, co
 
 // Rows of many tokens: new keys and values, then the softmax.
 template <typename T>
-void launch_many(Launcher& launcher, const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
-                 AttentionParams params, int copies) {
+void launch_many(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan, AttentionParams params,
+                 int copies) {
   const qm_attention& node = problem.attention;
   const int keys = node.head_size, values = node.v_head_size;
   const bool codes = node.cache_format != k_cache_format_none;
@@ -102,10 +103,10 @@ void launch_merge(Launcher& launcher, const AttentionParams& params) {
 
 // Caches in blocks: requests of few tokens, then the others.
 template <typename T>
-void launch_paged(Launcher& launcher, const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
-                  const qm_cuda_attention_tensors& tensors) {
+void launch_paged(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
+                  const AttentionTensors& tensors) {
   if (plan.few_tokens) {
-    qm_cuda_attention_plan few = plan;
+    AttentionPlan few = plan;
     few.wgmma = 0;
     AttentionParams params = params_of(problem, few, tensors);
     params.row_tokens = plan.few_tokens;
@@ -113,7 +114,7 @@ void launch_paged(Launcher& launcher, const qm_cuda_attention_problem& problem, 
     launch_merge<T>(launcher, params);
   }
   if (plan.many_rows) {
-    qm_cuda_attention_plan many = plan;
+    AttentionPlan many = plan;
     many.tile_rows = plan.many_rows, many.splits = many.cluster = 1;
     AttentionParams params = params_of(problem, many, tensors);
     params.least_tokens = plan.few_tokens + 1;
@@ -122,7 +123,7 @@ void launch_paged(Launcher& launcher, const qm_cuda_attention_problem& problem, 
 }
 
 // Of caches in blocks: makes present what past is. Returns CUDA's status.
-cudaError_t copy_blocks(const qm_cuda_attention_problem& problem, const void* past, void* present, int width,
+cudaError_t copy_blocks(const AttentionProblem& problem, const void* past, void* present, int width,
                         cudaStream_t stream) {
   const qm_attention& node = problem.attention;
   const int64_t element = node.cache_format != k_cache_format_none ? 1 : 2;
@@ -132,8 +133,8 @@ cudaError_t copy_blocks(const qm_cuda_attention_problem& problem, const void* pa
 }
 
 template <typename T>
-int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
-           const qm_cuda_attention_tensors& tensors, cudaStream_t stream, char* err) {
+int launch(const AttentionProblem& problem, const AttentionPlan& plan, const AttentionTensors& tensors,
+           cudaStream_t stream, char* err) {
   const qm_attention& node = problem.attention;
   if (node.block_size) {
     Launcher launcher{stream};
@@ -141,7 +142,7 @@ int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_pla
       return report(error, err);
     if (cudaError_t error = copy_blocks(problem, tensors.past_value, tensors.present_value, node.v_head_size, stream))
       return report(error, err);
-    qm_cuda_attention_tensors in_place = tensors;
+    AttentionTensors in_place = tensors;
     in_place.past_key = tensors.present_key, in_place.past_value = tensors.present_value;
     if (problem.tokens) launch_paged<T>(launcher, problem, plan, in_place);
     return report(launcher.error, err);
@@ -182,13 +183,14 @@ int launch(const qm_cuda_attention_problem& problem, const qm_cuda_attention_pla
 }
 
 }  // namespace
-}  // namespace quantmoe
 
-using namespace quantmoe;
-
-extern "C" int qm_cuda_launch_attention(const qm_cuda_attention_problem* problem, const qm_cuda_attention_plan* plan,
-                                        const qm_cuda_attention_tensors* tensors, void* stream, char* err) {
-  cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return problem->type == QM_BF16 ? launch<__nv_bfloat16>(*problem, *plan, *tensors, s, err)
-                                  : launch<__half>(*problem, *plan, *tensors, s, err);
+int launch_attention(const void* node, const qm_cuda_node_plan& plan, const qm_cuda_call& call, char* err) {
+  const AttentionProblem problem(*static_cast<const qm_attention*>(node), call.inputs);
+  const AttentionTensors tensors{{call.inputs, call.outputs}, call.workspace};
+  const auto& own = plan_in<AttentionPlan>(plan);
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  return problem.type == QM_BF16 ? launch<__nv_bfloat16>(problem, own, tensors, stream, err)
+                                 : launch<__half>(problem, own, tensors, stream, err);
 }
+
+}  // namespace quantmoe

@@ -3,8 +3,8 @@
 
 #include "core/attributes.h"
 #include "core/numbers.h"
-#include "cuda/attention/attention.h"
-#include "quantmoe/quant_moe_cuda.h"
+#include "cuda/attention/attention_call.h"
+#include "cuda/common/operators.h"
 
 namespace quantmoe {
 namespace {
@@ -52,7 +52,7 @@ int validate_attributes(const qm_attention& attention, char* err) {
 }
 
 // Of caches in blocks: tokens are of all requests.
-int validate_blocks(const qm_cuda_attention_problem& problem, char* err) {
+int validate_blocks(const AttentionProblem& problem, char* err) {
   const int64_t most = INT32_MAX / 4, heads = problem.attention.num_heads;
   if (problem.tokens < problem.batch)
     return fail(err, QM_INVALID, "%lld requests have %lld tokens, expected at least one for each",
@@ -70,13 +70,11 @@ int validate_blocks(const qm_cuda_attention_problem& problem, char* err) {
   return QM_OK;
 }
 
-int validate_shapes(const qm_cuda_attention_problem& problem, char* err) {
+int validate_shapes(const AttentionProblem& problem, char* err) {
   if (problem.attention.block_size) return validate_blocks(problem, err);
   const int64_t most = INT32_MAX / 4, heads = problem.attention.num_heads;
-  if (problem.past_slots < 0 || problem.slots < problem.past_slots || problem.slots > most)
-    return fail(err, QM_INVALID,
-                "the cache has %lld slots before and %lld after, expected at least as many, up to %lld",
-                static_cast<long long>(problem.past_slots), static_cast<long long>(problem.slots),
+  if (problem.past_slots < 0 || problem.slots > most)
+    return fail(err, QM_INVALID, "the cache has %lld slots, expected up to %lld", static_cast<long long>(problem.slots),
                 static_cast<long long>(most));
   // Blocks are counted in 32 bits.
   if (problem.batch < 0 || problem.tokens < 0 || problem.batch > most || problem.tokens > most ||
@@ -90,7 +88,7 @@ int validate_shapes(const qm_cuda_attention_problem& problem, char* err) {
 }
 
 // Blocks that share a tile's slots: where tiles leave multiprocessors empty.
-int splits_of(const qm_cuda_attention_problem& problem, int multiprocessors, int least_log, int stage, int64_t tiles,
+int splits_of(const AttentionProblem& problem, int multiprocessors, int least_log, int stage, int64_t tiles,
               int64_t at_most = kMostSplits) {
   const int64_t most = ceil_div(problem.slots, static_cast<int64_t>(stage) << least_log);
   const int64_t wanted = multiprocessors / std::max<int64_t>(1, tiles);
@@ -123,8 +121,7 @@ int cluster_of(const qm_cuda_device& device, const qm_attention& attention, int 
   return 1;
 }
 
-void plan_few(const qm_cuda_attention_problem& problem, const qm_cuda_device& device, int multiprocessors,
-              qm_cuda_attention_plan* plan) {
+void plan_few(const AttentionProblem& problem, const qm_cuda_device& device, int multiprocessors, AttentionPlan* plan) {
   const qm_attention& attention = problem.attention;
   const int stage = few_keys(attention.head_size, attention.v_head_size, has_codes(attention));
   const int64_t pairs = problem.batch * attention.kv_num_heads;
@@ -151,21 +148,21 @@ void plan_few(const qm_cuda_attention_problem& problem, const qm_cuda_device& de
 
 // Rows of a tile of many: of smaller tiles where larger ones leave multiprocessors empty; of heads of 64 they were
 // slower. rows: of all queries of a kv head, `pairs` times.
-int rows_of_many(const qm_cuda_attention_plan& plan, const qm_attention& attention, int multiprocessors, int64_t rows,
+int rows_of_many(const AttentionPlan& plan, const qm_attention& attention, int multiprocessors, int64_t rows,
                  int64_t pairs) {
   if (!plan.wgmma) return many_rows(attention.head_size, attention.v_head_size);
   return attention.head_size > 64 && ceil_div(rows, 128) * pairs <= multiprocessors ? 64 : 128;
 }
 
 // Caches in blocks: a request's tokens are few or many. How many it has is on the device, except where each has one.
-void plan_paged(const qm_cuda_attention_problem& problem, const qm_cuda_device& device, int multiprocessors,
-                qm_cuda_attention_plan* plan) {
+void plan_paged(const AttentionProblem& problem, const qm_cuda_device& device, int multiprocessors,
+                AttentionPlan* plan) {
   const qm_attention& attention = problem.attention;
   const int group = attention.num_heads / attention.kv_num_heads;
   const bool one_each = problem.tokens == problem.batch;
   plan->few_tokens = one_each ? std::min(1, kFewRows / group) : kFewRows / group;
   if (plan->few_tokens) {
-    qm_cuda_attention_problem few = problem;
+    AttentionProblem few = problem;
     few.tokens = plan->few_tokens;
     plan_few(few, device, multiprocessors, plan);
   }
@@ -175,8 +172,8 @@ void plan_paged(const qm_cuda_attention_problem& problem, const qm_cuda_device& 
 }
 
 // On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long.
-void plan_latent(const qm_cuda_attention_problem& problem, const qm_cuda_device& device, int multiprocessors,
-                 qm_cuda_attention_plan* plan) {
+void plan_latent(const AttentionProblem& problem, const qm_cuda_device& device, int multiprocessors,
+                 AttentionPlan* plan) {
   const int64_t rows = problem.tokens * (problem.attention.num_heads / problem.attention.kv_num_heads);
   const int64_t pairs = problem.batch * problem.attention.kv_num_heads;
   plan->wgmma = device.sm == 90 && rows > kFewRows;
@@ -190,49 +187,49 @@ void plan_latent(const qm_cuda_attention_problem& problem, const qm_cuda_device&
 }
 
 }  // namespace
-}  // namespace quantmoe
 
-using namespace quantmoe;
-
-extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, const qm_cuda_device* device,
-                                      qm_cuda_attention_plan* plan, char* err) {
-  const qm_cuda_attention_problem& asked = *problem;
+int plan_attention(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& made,
+                   char* err) {
+  const AttentionProblem asked(*static_cast<const qm_attention*>(node), call.inputs);
+  if (call.inputs[CachedAttention_selected].shape.rank >= 0)
+    return fail(err, QM_UNSUPPORTED,
+                "it has the input selected, which no CUDA kernel takes: export the model with --target cuda");
   QM_TRY(validate_attributes(asked.attention, err));
   if (asked.type != QM_F16 && asked.type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "qkv is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)",
                 asked.type);
-  if (device->sm < 80)
-    return fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device->sm / 10,
-                device->sm % 10);
-  if (device->sm < 90 && asked.attention.cache_format == k_cache_format_fp8_e4m3)
+  if (device.sm < 80)
+    return fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device.sm / 10,
+                device.sm % 10);
+  if (device.sm < 90 && asked.attention.cache_format == k_cache_format_fp8_e4m3)
     return fail(err, QM_UNSUPPORTED,
                 "cache_format is \"fp8_e4m3\", which needs compute capability 9.0 or later, found %d.%d",
-                device->sm / 10, device->sm % 10);
+                device.sm / 10, device.sm % 10);
   QM_TRY(validate_shapes(asked, err));
   const int64_t rows = asked.tokens * (asked.attention.num_heads / asked.attention.kv_num_heads);
   const int64_t all_tokens = asked.attention.block_size ? asked.tokens : asked.batch * asked.tokens;
   const int64_t heads = all_tokens * asked.attention.num_heads;
   constexpr int kMostMultiprocessors = 192;
-  const int multiprocessors = device->multiprocessors ? device->multiprocessors : kMostMultiprocessors;
+  const int multiprocessors = device.multiprocessors ? device.multiprocessors : kMostMultiprocessors;
   const int64_t pairs = asked.batch * asked.attention.kv_num_heads;
   const int keys = asked.attention.head_size, values = asked.attention.v_head_size;
-  *plan = qm_cuda_attention_plan{};
+  AttentionPlan* const plan = &make_plan<AttentionPlan>(made);
   plan->cluster = 1;
   if (asked.attention.block_size) {
-    plan_paged(asked, *device, multiprocessors, plan);
+    plan_paged(asked, device, multiprocessors, plan);
   } else if (asked.attention.key_split) {
-    plan_latent(asked, *device, multiprocessors, plan);
+    plan_latent(asked, device, multiprocessors, plan);
   } else if (rows <= kFewRows) {
-    plan_few(asked, *device, multiprocessors, plan);
+    plan_few(asked, device, multiprocessors, plan);
   } else {
-    plan->wgmma = device->sm == 90 && keys % 64 == 0;
+    plan->wgmma = device.sm == 90 && keys % 64 == 0;
     plan->tile_rows = rows_of_many(*plan, asked.attention, multiprocessors, rows, pairs);
     plan->splits = splits_of(asked, multiprocessors, kLeastOfMany, plan->wgmma ? kWideKeys : attend_keys(keys, values),
                              ceil_div(rows, plan->tile_rows) * pairs);
   }
   auto take = [&](int64_t bytes) {
-    const uint64_t at = plan->workspace_bytes;
-    plan->workspace_bytes += static_cast<uint64_t>(ceil_div(bytes, 256) * 256);
+    const uint64_t at = made.workspace_bytes;
+    made.workspace_bytes += static_cast<uint64_t>(ceil_div(bytes, 256) * 256);
     return at;
   };
   if ((plan->many_rows || plan->tile_rows != kFewRows) && !asked.attention.key_split)
@@ -243,3 +240,5 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
   }
   return QM_OK;
 }
+
+}  // namespace quantmoe

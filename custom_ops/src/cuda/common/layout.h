@@ -176,6 +176,9 @@ inline qm_moe moe_of(const qm_linear& linear) {
 // A slot of the experts' cache: the row of w13, and the place of w2's row.
 constexpr size_t kSlotAlignment = 256;
 inline size_t second_at(const MarlinRow& w13) { return align_up(w13.bytes, kSlotAlignment); }
+inline size_t slot_bytes(const MarlinRow& w13, const MarlinRow& w2) {
+  return second_at(w13) + align_up(w2.bytes, kSlotAlignment);
+}
 
 // False when the attributes do not describe a row.
 inline bool marlin_row_of(const qm_moe& moe, int projection, MarlinRow* row) {

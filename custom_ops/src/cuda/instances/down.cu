@@ -3,11 +3,11 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel down_kernel(int path, const qm_projection& w, const qm_cuda_step& step) {
+GemmKernel down_kernel(int path, const qm_projection& w, const PlanStep& step) {
   if (kind_of(w) != WeightKind::kInt4) return down_kernel_any<T>(path, w, step);
   return for_int4(w, [&](auto format) { return select_mma<T, Product::kDown>(format, path, step); });
 }
-template GemmKernel down_kernel<__nv_bfloat16>(int, const qm_projection&, const qm_cuda_step&);
-template GemmKernel down_kernel<__half>(int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel down_kernel<__nv_bfloat16>(int, const qm_projection&, const PlanStep&);
+template GemmKernel down_kernel<__half>(int, const qm_projection&, const PlanStep&);
 
 }  // namespace quantmoe

@@ -3,10 +3,10 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel down_kernel_any(int path, const qm_projection& w, const qm_cuda_step& g) {
+GemmKernel down_kernel_any(int path, const qm_projection& w, const PlanStep& g) {
   return for_format(w, [&](auto format) { return select_mma<T, Product::kDown>(format, path, g); });
 }
-template GemmKernel down_kernel_any<__nv_bfloat16>(int, const qm_projection&, const qm_cuda_step&);
-template GemmKernel down_kernel_any<__half>(int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel down_kernel_any<__nv_bfloat16>(int, const qm_projection&, const PlanStep&);
+template GemmKernel down_kernel_any<__half>(int, const qm_projection&, const PlanStep&);
 
 }  // namespace quantmoe

@@ -3,7 +3,7 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel float_kernel(Product product, int path, const qm_cuda_step& g) {
+GemmKernel float_kernel(Product product, int path, const PlanStep& g) {
   switch (product) {
     case Product::kGateUp:
       return select_mma<T, Product::kGateUp>(Float{}, path, g);
@@ -16,7 +16,7 @@ GemmKernel float_kernel(Product product, int path, const qm_cuda_step& g) {
   }
   return nullptr;
 }
-template GemmKernel float_kernel<__nv_bfloat16>(Product, int, const qm_cuda_step&);
-template GemmKernel float_kernel<__half>(Product, int, const qm_cuda_step&);
+template GemmKernel float_kernel<__nv_bfloat16>(Product, int, const PlanStep&);
+template GemmKernel float_kernel<__half>(Product, int, const PlanStep&);
 
 }  // namespace quantmoe

@@ -46,41 +46,41 @@ GemmKernel for_format(const qm_projection& w, const Body& body) {
 }
 
 // The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations. Of
-// QM_CUDA_DECODE and QM_CUDA_STREAM where nothing is packed:
+// kPathDecode and kPathStream where nothing is packed:
 template <typename T>
-GemmKernel gate_up_kernel(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel gate_up_kernel(int path, const qm_projection& w, const PlanStep& shape);
 template <typename T>
-GemmKernel down_kernel(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel down_kernel(int path, const qm_projection& w, const PlanStep& shape);
 template <typename T>
-GemmKernel gate_up_kernel_any(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel gate_up_kernel_any(int path, const qm_projection& w, const PlanStep& shape);
 template <typename T>
-GemmKernel down_kernel_any(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel down_kernel_any(int path, const qm_projection& w, const PlanStep& shape);
 // Where tokens are: of nvfp4, and of e4m3.
 template <typename T>
-GemmKernel packed_kernel(Product product, int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel packed_kernel(Product product, int path, const qm_projection& w, const PlanStep& shape);
 template <typename T>
-GemmKernel packed_e4m3_kernel(Product product, int path, const qm_cuda_step& shape);
-// QM_CUDA_WGMMA.
+GemmKernel packed_e4m3_kernel(Product product, int path, const PlanStep& shape);
+// kPathWgmma.
 template <typename T>
-GemmKernel wgmma_kernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel wgmma_kernel(Product product, const qm_projection& w, const PlanStep& shape);
 template <typename T>
-GemmKernel wgmma_kernel_any(Product product, const qm_projection& w, const qm_cuda_step& shape);
-// QM_CUDA_FP8.
+GemmKernel wgmma_kernel_any(Product product, const qm_projection& w, const PlanStep& shape);
+// kPathFp8.
 template <typename T>
-GemmKernel fp8_kernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
-// A linear's own: QM_CUDA_DECODE where nothing is packed, and QM_CUDA_DENSE.
+GemmKernel fp8_kernel(Product product, const qm_projection& w, const PlanStep& shape);
+// A linear's own: kPathDecode where nothing is packed, and kPathDense.
 template <typename T>
-GemmKernel linear_decode_kernel(const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel linear_decode_kernel(const qm_projection& w, const PlanStep& shape);
 template <typename T>
-GemmKernel linear_decode_kernel_any(const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel linear_decode_kernel_any(const qm_projection& w, const PlanStep& shape);
 template <typename T>
-LinearKernel dense_kernel(const qm_projection& w, const qm_cuda_step& shape);
+LinearKernel dense_kernel(const qm_projection& w, const PlanStep& shape);
 template <typename T>
-LinearKernel dense_kernel_any(const qm_projection& w, const qm_cuda_step& shape);
-// Of floats: QM_CUDA_DECODE and QM_CUDA_STREAM, a linear's and a layer's; and a linear's QM_CUDA_DENSE.
+LinearKernel dense_kernel_any(const qm_projection& w, const PlanStep& shape);
+// Of floats: kPathDecode and kPathStream, a linear's and a layer's; and a linear's kPathDense.
 template <typename T>
-GemmKernel float_kernel(Product product, int path, const qm_cuda_step& shape);
+GemmKernel float_kernel(Product product, int path, const PlanStep& shape);
 template <typename T>
-LinearKernel dense_float_kernel(const qm_cuda_step& shape);
+LinearKernel dense_float_kernel(const PlanStep& shape);
 
 }  // namespace quantmoe

@@ -4,14 +4,14 @@
 #include <cstddef>
 
 #include "cuda/common/layout.h"
-#include "quantmoe/quant_moe_cuda.h"
+#include "cuda/moe/layer_plan.h"
 
 namespace quantmoe {
 
 enum class ProductKernel { kSpan, kMma, kMmaWhole, kDownDecode, kLinearDecode, kWgmma, kFp8, kDense };
 // Of a layer's first product.
 constexpr Product first_product(int path, bool gated) {
-  return path == QM_CUDA_WGMMA && !gated ? Product::kUp : Product::kGateUp;
+  return path == kPathWgmma && !gated ? Product::kUp : Product::kGateUp;
 }
 
 // What the rows depend on of a format whose units have per_block groups; codes: tokens' codes are multiplied.
@@ -51,13 +51,13 @@ constexpr auto instances_of([[maybe_unused]] FormatSizes f) {
       ;
   return std::array<Instance, kCount>{{
 #define QM_INSTANCE(kernel, path, product, panels, n_tiles, units, stages, there) \
-  {ProductKernel::k##kernel, QM_CUDA_##path, Product::k##product, panels, n_tiles, units, stages, there},
+  {ProductKernel::k##kernel, kPath##path, Product::k##product, panels, n_tiles, units, stages, there},
 #include "cuda/instances/instances.inc"
   }};
 }
 
 // Whether a plan means the row.
-constexpr bool means(const qm_cuda_step& step, const Instance& row) {
+constexpr bool means(const PlanStep& step, const Instance& row) {
   if (row.kernel == ProductKernel::kDense) {
     const int tokens = 8 * row.n_tiles, width = 8 * step.n_tiles;
     return step.panels == row.panels && width % 16 == 0 && width >= linear_least(tokens) && width <= tokens;
@@ -67,7 +67,7 @@ constexpr bool means(const qm_cuda_step& step, const Instance& row) {
   return step.panels == row.panels && step.n_tiles == row.n_tiles && (row.stages == 0 || step.stages == row.stages);
 }
 // The row that a plan means; there is false: none.
-constexpr Instance instance_of(const FormatSizes& sizes, int path, Product product, const qm_cuda_step& step) {
+constexpr Instance instance_of(const FormatSizes& sizes, int path, Product product, const PlanStep& step) {
   for (const Instance& row : instances_of(sizes))
     if (row.there && row.path == path && row.product == product && means(step, row)) return row;
   return {};
@@ -75,9 +75,9 @@ constexpr Instance instance_of(const FormatSizes& sizes, int path, Product produ
 
 constexpr int kWgmmaThreads = 384;
 constexpr int threads_of(int path, int panels) {
-  return path == QM_CUDA_DENSE                          ? linear_threads(panels)
-         : path == QM_CUDA_WGMMA || path == QM_CUDA_FP8 ? kWgmmaThreads
-                                                        : kThreads;
+  return path == kPathDense                       ? linear_threads(panels)
+         : path == kPathWgmma || path == kPathFp8 ? kWgmmaThreads
+                                                  : kThreads;
 }
 // Dynamic shared memory of a block.
 constexpr int shared_bytes_of(const Instance& row, const FormatSizes& sizes) {

@@ -8,11 +8,11 @@ namespace quantmoe {
 
 struct MmaFamily {
   using Pointer = GemmKernel;
-  static constexpr bool has(const Instance& row) { return row.path == QM_CUDA_DECODE || row.path == QM_CUDA_STREAM; }
+  static constexpr bool has(const Instance& row) { return row.path == kPathDecode || row.path == kPathStream; }
   template <typename T, class F, size_t i>
   static Pointer of() {
     constexpr Instance row = kInstances<F>[i];
-    constexpr bool down = row.product != Product::kGateUp, decode = row.path == QM_CUDA_DECODE;
+    constexpr bool down = row.product != Product::kGateUp, decode = row.path == kPathDecode;
     if constexpr (row.kernel == ProductKernel::kSpan) {
       return moe_gemm_span<T, F, row.panels, down, decode>;
     } else if constexpr (row.kernel == ProductKernel::kLinearDecode) {
@@ -26,7 +26,7 @@ struct MmaFamily {
   }
 };
 template <typename T, Product product, class F>
-GemmKernel select_mma(F, int path, const qm_cuda_step& step) {
+GemmKernel select_mma(F, int path, const PlanStep& step) {
   return select<MmaFamily, T, F, product>(path, step);
 }
 

@@ -15,14 +15,14 @@ struct WgmmaFamily {
   }
 };
 template <typename T, class F>
-GemmKernel select_wgmma(F, Product product, const qm_cuda_step& step) {
+GemmKernel select_wgmma(F, Product product, const PlanStep& step) {
   switch (product) {
     case Product::kGateUp:
-      return select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, step);
+      return select<WgmmaFamily, T, F, Product::kGateUp>(kPathWgmma, step);
     case Product::kUp:
-      return select<WgmmaFamily, T, F, Product::kUp>(QM_CUDA_WGMMA, step);
+      return select<WgmmaFamily, T, F, Product::kUp>(kPathWgmma, step);
     case Product::kDown:
-      return select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, step);
+      return select<WgmmaFamily, T, F, Product::kDown>(kPathWgmma, step);
     case Product::kLinear:
       break;
   }

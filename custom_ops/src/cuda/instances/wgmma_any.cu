@@ -3,10 +3,10 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel wgmma_kernel_any(Product product, const qm_projection& w, const qm_cuda_step& g) {
+GemmKernel wgmma_kernel_any(Product product, const qm_projection& w, const PlanStep& g) {
   return for_format(w, [&](auto format) { return select_wgmma<T>(format, product, g); });
 }
-template GemmKernel wgmma_kernel_any<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_step&);
-template GemmKernel wgmma_kernel_any<__half>(Product, const qm_projection&, const qm_cuda_step&);
+template GemmKernel wgmma_kernel_any<__nv_bfloat16>(Product, const qm_projection&, const PlanStep&);
+template GemmKernel wgmma_kernel_any<__half>(Product, const qm_projection&, const PlanStep&);
 
 }  // namespace quantmoe

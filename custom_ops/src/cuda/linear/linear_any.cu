@@ -4,7 +4,7 @@
 namespace quantmoe {
 
 template <typename T>
-LinearKernel dense_kernel_any(const qm_projection& w, const qm_cuda_step& g) {
+LinearKernel dense_kernel_any(const qm_projection& w, const PlanStep& g) {
   if (kind_of(w) == WeightKind::kFloat) return dense_float_kernel<T>(g);
 #define QM_CUDA_FORMAT(F)                                 \
   if constexpr (!kOwnFiles<F> && !std::is_same_v<F, Fp8>) \
@@ -12,14 +12,14 @@ LinearKernel dense_kernel_any(const qm_projection& w, const qm_cuda_step& g) {
 #include "cuda/formats/formats.inc"
   return nullptr;  // linear.cu
 }
-template LinearKernel dense_kernel_any<__nv_bfloat16>(const qm_projection&, const qm_cuda_step&);
-template LinearKernel dense_kernel_any<__half>(const qm_projection&, const qm_cuda_step&);
+template LinearKernel dense_kernel_any<__nv_bfloat16>(const qm_projection&, const PlanStep&);
+template LinearKernel dense_kernel_any<__half>(const qm_projection&, const PlanStep&);
 
 template <typename T>
-GemmKernel linear_decode_kernel_any(const qm_projection& w, const qm_cuda_step& g) {
-  return for_format(w, [&](auto format) { return select_mma<T, Product::kLinear>(format, QM_CUDA_DECODE, g); });
+GemmKernel linear_decode_kernel_any(const qm_projection& w, const PlanStep& g) {
+  return for_format(w, [&](auto format) { return select_mma<T, Product::kLinear>(format, kPathDecode, g); });
 }
-template GemmKernel linear_decode_kernel_any<__nv_bfloat16>(const qm_projection&, const qm_cuda_step&);
-template GemmKernel linear_decode_kernel_any<__half>(const qm_projection&, const qm_cuda_step&);
+template GemmKernel linear_decode_kernel_any<__nv_bfloat16>(const qm_projection&, const PlanStep&);
+template GemmKernel linear_decode_kernel_any<__half>(const qm_projection&, const PlanStep&);
 
 }  // namespace quantmoe

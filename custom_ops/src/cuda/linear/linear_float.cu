@@ -3,10 +3,10 @@
 namespace quantmoe {
 
 template <typename T>
-LinearKernel dense_float_kernel(const qm_cuda_step& g) {
+LinearKernel dense_float_kernel(const PlanStep& g) {
   return select_dense<T, Float>(g);
 }
-template LinearKernel dense_float_kernel<__nv_bfloat16>(const qm_cuda_step&);
-template LinearKernel dense_float_kernel<__half>(const qm_cuda_step&);
+template LinearKernel dense_float_kernel<__nv_bfloat16>(const PlanStep&);
+template LinearKernel dense_float_kernel<__half>(const PlanStep&);
 
 }  // namespace quantmoe

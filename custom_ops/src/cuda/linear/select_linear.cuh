@@ -14,8 +14,8 @@ struct DenseFamily {
   }
 };
 template <typename T, class F>
-LinearKernel select_dense(const qm_cuda_step& step) {
-  return select<DenseFamily, T, F, Product::kLinear>(QM_CUDA_DENSE, step);
+LinearKernel select_dense(const PlanStep& step) {
+  return select<DenseFamily, T, F, Product::kLinear>(kPathDense, step);
 }
 
 }  // namespace quantmoe

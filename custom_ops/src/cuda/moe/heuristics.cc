@@ -52,16 +52,16 @@ int warps_of_k(int units, int least) {
 struct Choice {
   ProductWeights weights;
   ProductLoad load;
-  qm_cuda_step step{};
+  PlanStep step{};
   FormatSizes sizes{};
   bool decode, two;  // two: units of K that share their scales
   int sms, reserved;
 
   Choice(const ProductWeights& weights_, const ProductLoad& load_) : weights(weights_), load(load_) {
     const qm_cuda_device& device = weights.device;
-    decode = load.path == QM_CUDA_DECODE;
-    step.packed = load.path <= QM_CUDA_STREAM && packs(device.sm, weights.w);
-    sizes = sizes_of(weights.w, step.packed || load.path == QM_CUDA_FP8);
+    decode = load.path == kPathDecode;
+    step.packed = load.path <= kPathStream && packs(device.sm, weights.w);
+    sizes = sizes_of(weights.w, step.packed || load.path == kPathFp8);
     // Two units of K that share their scales are a stage of four panels: fewer instructions a byte.
     two = sizes.units == 2 && weights.row.block_shift > 0;
     // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
@@ -74,7 +74,7 @@ struct Choice {
   }
 
   // Whether the tile has an instance, and a block the memory, which is put into it.
-  bool fits(qm_cuda_step& tile) const {
+  bool fits(PlanStep& tile) const {
     const Instance row = instance_of(sizes, load.path, load.product, tile);
     if (row.there) tile.shared_bytes = shared_bytes_of(row, sizes);
     return row.there && tile.shared_bytes + reserved <= weights.device.shared_bytes;
@@ -89,7 +89,7 @@ struct Choice {
   }
   // What was taken, with more stages; where these do not fit, as it was.
   bool deepen() {
-    qm_cuda_step deep = step;
+    PlanStep deep = step;
     deep.stages = kDeepStages;
     if (!fits(deep)) return false;
     step = deep;
@@ -113,22 +113,21 @@ struct BlockShape {
   int path, tokens, panels;
   double cost;
 };
-constexpr BlockShape kBlockShapes[] = {{QM_CUDA_WGMMA, 48, 16, 0.6},  {QM_CUDA_WGMMA, 24, 32, 1},
-                                       {QM_CUDA_WGMMA, 64, 32, 0.72}, {QM_CUDA_WGMMA, 80, 32, 0.77},
-                                       {QM_CUDA_WGMMA, 96, 16, 0.45}, {QM_CUDA_WGMMA, 144, 16, 0.56},
-                                       {QM_CUDA_FP8, 128, 16, 1}};
+constexpr BlockShape kBlockShapes[] = {
+    {kPathWgmma, 48, 16, 0.6},  {kPathWgmma, 24, 32, 1},     {kPathWgmma, 64, 32, 0.72}, {kPathWgmma, 80, 32, 0.77},
+    {kPathWgmma, 96, 16, 0.45}, {kPathWgmma, 144, 16, 0.56}, {kPathFp8, 128, 16, 1}};
 
 // The shape and the parts of K that are expected to be done first. Where units are few, down's K is cut into parts that
 // fill the multiprocessors best. A part costs a pass of combine.
 // tiles: of each shape.
 using ShapeTiles = std::array<Tiles, std::size(kBlockShapes)>;
-qm_cuda_step choose_wgmma_of(const Choice& choice, const ShapeTiles& tiles, int sms) {
+PlanStep choose_wgmma_of(const Choice& choice, const ShapeTiles& tiles, int sms) {
   const MarlinRow& row = choice.weights.row;
-  qm_cuda_step step = choice.step;
+  PlanStep step = choice.step;
   double best = INFINITY;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const BlockShape& shape = kBlockShapes[i];
-    qm_cuda_step tile = choice.step;
+    PlanStep tile = choice.step;
     tile.panels = shape.panels, tile.n_tiles = shape.tokens / 8, tile.warps_k = 1;
     const Instance instance = instance_of(choice.sizes, choice.load.path, choice.load.product, tile);
     if (shape.path != choice.load.path || !instance.there) continue;
@@ -150,27 +149,27 @@ qm_cuda_step choose_wgmma_of(const Choice& choice, const ShapeTiles& tiles, int 
   }
   return step;
 }
-qm_cuda_step choose_wgmma(const Choice& choice) {
+PlanStep choose_wgmma(const Choice& choice) {
   ShapeTiles tiles;
   for (size_t i = 0; i < tiles.size(); ++i)
     tiles[i] = expected_tiles(choice.load.most_experts, choice.load.mean, kBlockShapes[i].tokens);
-  qm_cuda_step most = choose_wgmma_of(choice, tiles, choice.sms);
+  PlanStep most = choose_wgmma_of(choice, tiles, choice.sms);
   if (!choice.weights.device.multiprocessors)
     for (int sms = 2; sms <= kMostMultiprocessors; ++sms) {
-      const qm_cuda_step other = choose_wgmma_of(choice, tiles, sms);
+      const PlanStep other = choose_wgmma_of(choice, tiles, sms);
       most.n_tiles = std::min(most.n_tiles, other.n_tiles), most.warps_k = std::max(most.warps_k, other.warps_k);
     }
   return most;
 }
 
 // Measured: where the blocks, two a multiprocessor, have about as many panels each.
-std::optional<qm_cuda_step> span_of(const Choice& choice) {
+std::optional<PlanStep> span_of(const Choice& choice) {
   const int panels = choice.sizes.span_panels, bytes = choice.sizes.span_bytes;
   if (panels == 0 || !(choice.decode || choice.load.mean <= 5)) return {};
   const int64_t spans = choice.load.most_experts * ceil_div(choice.weights.row.panels, panels);
   if (2 * (bytes + choice.reserved) > choice.weights.device.shared_bytes || fill(spans, 2 * choice.sms) < 0.8)
     return {};
-  qm_cuda_step step = choice.step;
+  PlanStep step = choice.step;
   step.panels = panels;
   step.stages = kSpanStages;
   step.n_tiles = 1;
@@ -181,7 +180,7 @@ std::optional<qm_cuda_step> span_of(const Choice& choice) {
 }
 
 // Down of decode, whose output tiles no second pass adds up in f32.
-qm_cuda_step choose_down_decode(Choice choice) {
+PlanStep choose_down_decode(Choice choice) {
   // Measured: two blocks share an output tile best, if that loads the multiprocessors evenly.
   // Bigger clusters leave multiprocessors empty, three or six blocks most.
   // One block a multiprocessor is enough if its ring is deep. That holds for two panels always. A ring of four panels
@@ -236,13 +235,13 @@ void take_of_stream(Choice& choice) {
 }  // namespace
 
 bool decode_fits(const ProductWeights& weights) {
-  Choice choice(weights, {QM_CUDA_DECODE, Product::kDown, 1, 1, 1});
+  Choice choice(weights, {kPathDecode, Product::kDown, 1, 1, 1});
   return choice.take(2, 1) || choice.take(1, 1);
 }
 
-qm_cuda_step choose_gemm(const ProductWeights& weights, const ProductLoad& load) {
+PlanStep choose_gemm(const ProductWeights& weights, const ProductLoad& load) {
   Choice choice(weights, load);
-  if (load.path == QM_CUDA_WGMMA || load.path == QM_CUDA_FP8) return choose_wgmma(choice);
+  if (load.path == kPathWgmma || load.path == kPathFp8) return choose_wgmma(choice);
   if (choice.decode && load.product == Product::kDown) return choose_down_decode(choice);
   if (const auto span = span_of(choice)) return *span;
   choice.decode ? take_of_decode(choice) : take_of_stream(choice);
@@ -250,7 +249,7 @@ qm_cuda_step choose_gemm(const ProductWeights& weights, const ProductLoad& load)
   return choice.step;
 }
 
-qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
+PlanStep choose_linear_decode(const ProductWeights& weights) {
   const auto& [device, projection, row] = weights;
   const FormatSizes sizes = sizes_of(projection, false);
   // Measured, 4 bits: a panel a block if that is at most one round. Two panels if four would leave multiprocessors with
@@ -259,10 +258,10 @@ qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
   // more blocks.
   const bool pairs = sizes.units == 2, short_k = row.units <= 4 * kWarps;
   const int64_t fours = ceil_div(row.panels, 4), multiprocessors = device.multiprocessors;
-  qm_cuda_step step{};
+  PlanStep step{};
   step.n_tiles = step.warps_k = step.cluster = 1;
   const auto shared_bytes = [&] {
-    const int bytes = shared_bytes_of(instance_of(sizes, QM_CUDA_DECODE, Product::kLinear, step), sizes);
+    const int bytes = shared_bytes_of(instance_of(sizes, kPathDecode, Product::kLinear, step), sizes);
     return bytes + kReserved <= device.shared_bytes ? bytes : 0;
   };
   if (sizes.bits == 16) {
@@ -291,16 +290,16 @@ qm_cuda_step choose_linear_decode(const ProductWeights& weights) {
 }
 
 // The largest tile that fits.
-qm_cuda_step choose_float_stream(const ProductWeights& weights, int64_t rows) {
+PlanStep choose_float_stream(const ProductWeights& weights, int64_t rows) {
   const auto& [device, projection, row] = weights;
   const FormatSizes sizes = sizes_of(projection, false);
-  qm_cuda_step step{};
+  PlanStep step{};
   step.panels = step.cluster = 1;
   step.stages = stages_of(1);
   step.warps_k = warps_of_k(row.units, 8);
   for (int n_tiles : {4, 2, 1}) {
     step.n_tiles = n_tiles;
-    step.shared_bytes = shared_bytes_of(instance_of(sizes, QM_CUDA_STREAM, Product::kDown, step), sizes);
+    step.shared_bytes = shared_bytes_of(instance_of(sizes, kPathStream, Product::kDown, step), sizes);
     if (step.shared_bytes + kReserved <= device.shared_bytes && (n_tiles == 1 || rows > 4 * n_tiles)) break;
   }
   const int blocks = device.shared_bytes / (step.shared_bytes + kReserved);
@@ -312,7 +311,7 @@ qm_cuda_step choose_float_stream(const ProductWeights& weights, int64_t rows) {
 }
 
 // The tile and the parts of K that take the least time, by what was measured (H200; us).
-qm_cuda_step choose_dense(const ProductWeights& weights, int64_t rows) {
+PlanStep choose_dense(const ProductWeights& weights, int64_t rows) {
   // Clusters of 1 to 8 blocks that 132 multiprocessors hold at a time (cudaOccupancyMaxActiveClusters).
   static constexpr int kClusters[] = {132, 66, 39, 30, 22, 17, 15, 15};
   static constexpr struct {
@@ -323,7 +322,7 @@ qm_cuda_step choose_dense(const ProductWeights& weights, int64_t rows) {
   const auto& [device, projection, row] = weights;
   const FormatSizes format = sizes_of(projection, false);
   const int multiprocessors = multiprocessors_of(device);
-  qm_cuda_step step{};
+  PlanStep step{};
   double best = INFINITY;
   for (const auto& costs : kCosts) {
     const LinearSizes sizes = linear_sizes_of(costs.tokens, format.bits, format.zero_bytes);

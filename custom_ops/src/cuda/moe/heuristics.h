@@ -4,7 +4,6 @@
 
 #include "cuda/common/layout.h"
 #include "cuda/instances/instances.h"
-#include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
 
@@ -16,7 +15,7 @@ struct ProductWeights {
 };
 // What the call asks of a product.
 struct ProductLoad {
-  int path;  // of qm_cuda_path
+  int path;  // of PlanPath
   Product product;
   int64_t most_experts;  // that get tokens
   double mean;           // tokens an expert gets on average
@@ -27,12 +26,12 @@ struct ProductLoad {
 // multiprocessor has 100 KiB, and takes stream.
 bool decode_fits(const ProductWeights&);
 // A product of the layer, or of a linear where no function below has its own.
-qm_cuda_step choose_gemm(const ProductWeights&, const ProductLoad&);
+PlanStep choose_gemm(const ProductWeights&, const ProductLoad&);
 // A linear of a few rows; shared_bytes 0: the GPU has too little for the kernels that keep many stages in flight.
-qm_cuda_step choose_linear_decode(const ProductWeights&);
+PlanStep choose_linear_decode(const ProductWeights&);
 // A linear of floats on mma.sync.
-qm_cuda_step choose_float_stream(const ProductWeights&, int64_t rows);
+PlanStep choose_float_stream(const ProductWeights&, int64_t rows);
 // A linear of more rows on wgmma.
-qm_cuda_step choose_dense(const ProductWeights&, int64_t rows);
+PlanStep choose_dense(const ProductWeights&, int64_t rows);
 
 }  // namespace quantmoe

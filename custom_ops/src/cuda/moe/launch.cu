@@ -7,6 +7,7 @@
 #include "cuda/common/fp8_activations.cuh"
 #include "cuda/common/launcher.h"
 #include "cuda/common/layout.h"
+#include "cuda/common/operators.h"
 #include "cuda/common/rounded_activations.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/instances/gemm_kernels.h"
@@ -46,7 +47,7 @@ WeightMatrix matrix_of(const qm_moe& moe, int projection, const void* rows, cons
 
 // A call of a layer, or of a linear, whose matrix is both.
 struct Call {
-  const qm_cuda_plan& plan;
+  const LayerPlan& plan;
   WeightMatrix first, second;
   RoutedPairs routing;
   Activation activation;
@@ -55,80 +56,79 @@ struct Call {
   uint8_t* workspace;
   CacheParams cache;
 
-  const void* input(const qm_cuda_step& step) const { return step.in == QM_CUDA_CALLERS ? x : workspace + step.in; }
-  void* output(const qm_cuda_step& step) const { return step.out == QM_CUDA_CALLERS ? y : workspace + step.out; }
+  const void* input(const PlanStep& step) const { return step.in == kCallers ? x : workspace + step.in; }
+  void* output(const PlanStep& step) const { return step.out == kCallers ? y : workspace + step.out; }
   template <typename T>
   T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(workspace + offset);
   }
-  bool on_wgmma() const { return plan.path == QM_CUDA_WGMMA || plan.path == QM_CUDA_FP8; }
+  bool on_wgmma() const { return plan.path == kPathWgmma || plan.path == kPathFp8; }
   // The row of x of pair p is p divided by this.
-  int divisor(const qm_cuda_step& step) const { return step.in_rows == routing.tokens ? routing.top_k : 1; }
+  int divisor(const PlanStep& step) const { return step.in_rows == routing.tokens ? routing.top_k : 1; }
 };
 
 template <typename Params>
-void run(Launcher& launcher, void (*kernel)(Params), const Params& params, const qm_cuda_step& step) {
+void run(Launcher& launcher, void (*kernel)(Params), const Params& params, const PlanStep& step) {
   launcher.run(kernel, params, dim3(step.grid, step.grid_y), dim3(step.block, step.block_y), step.shared_bytes,
                step.dependent, step.cluster);
 }
 
 // The kernel of a layer's product; null: none is compiled that is what the plan says.
 template <typename T>
-GemmKernel kernel_of(Product product, const qm_projection& weights, int path, const qm_cuda_step& step) {
+GemmKernel kernel_of(Product product, const qm_projection& weights, int path, const PlanStep& step) {
   const bool down = product == Product::kDown;
   if (kind_of(weights) == WeightKind::kFloat) return step.packed ? nullptr : float_kernel<T>(product, path, step);
   switch (path) {
-    case QM_CUDA_DECODE:
-    case QM_CUDA_STREAM:
+    case kPathDecode:
+    case kPathStream:
       return step.packed ? packed_kernel<T>(product, path, weights, step)
              : down      ? down_kernel<T>(path, weights, step)
                          : gate_up_kernel<T>(path, weights, step);
-    case QM_CUDA_WGMMA:
+    case kPathWgmma:
       return step.packed ? nullptr : wgmma_kernel<T>(product, weights, step);
-    case QM_CUDA_FP8:
+    case kPathFp8:
       return step.packed ? nullptr : fp8_kernel<T>(product, weights, step);
     default:
       return nullptr;
   }
 }
-// For a linear, except QM_CUDA_DENSE.
+// For a linear, except kPathDense.
 template <typename T>
-GemmKernel linear_gemm(const qm_projection& weights, int path, const qm_cuda_step& step) {
+GemmKernel linear_gemm(const qm_projection& weights, int path, const PlanStep& step) {
   if (kind_of(weights) == WeightKind::kFloat)
-    return step.packed ? nullptr
-                       : float_kernel<T>(path == QM_CUDA_DECODE ? Product::kLinear : Product::kDown, path, step);
-  if (path == QM_CUDA_DECODE && !step.packed)
+    return step.packed ? nullptr : float_kernel<T>(path == kPathDecode ? Product::kLinear : Product::kDown, path, step);
+  if (path == kPathDecode && !step.packed)
     if (const GemmKernel kernel = linear_decode_kernel<T>(weights, step)) return kernel;
-  return path == QM_CUDA_DECODE || path == QM_CUDA_STREAM ? kernel_of<T>(Product::kDown, weights, path, step) : nullptr;
+  return path == kPathDecode || path == kPathStream ? kernel_of<T>(Product::kDown, weights, path, step) : nullptr;
 }
 template <typename T>
-bool is_compiled(const qm_projection& weights, bool gated, int path, const qm_cuda_step& step) {
-  const bool product = step.kind == QM_CUDA_GATE_UP || step.kind == QM_CUDA_DOWN || step.kind == QM_CUDA_LINEAR;
+bool is_compiled(const qm_projection& weights, bool gated, int path, const PlanStep& step) {
+  const bool product = step.kind == kStepGateUp || step.kind == kStepDown || step.kind == kStepLinear;
   if (product && step.block != threads_of(path, step.panels)) return false;
   switch (step.kind) {
-    case QM_CUDA_GATE_UP:
+    case kStepGateUp:
       return kernel_of<T>(first_product(path, gated), weights, path, step);
-    case QM_CUDA_DOWN:
+    case kStepDown:
       return kernel_of<T>(Product::kDown, weights, path, step);
-    case QM_CUDA_LINEAR:
-      return path == QM_CUDA_DENSE ? dense_kernel<T>(weights, step) != nullptr
-                                   : linear_gemm<T>(weights, path, step) != nullptr;
+    case kStepLinear:
+      return path == kPathDense ? dense_kernel<T>(weights, step) != nullptr
+                                : linear_gemm<T>(weights, path, step) != nullptr;
     default:
       return true;
   }
 }
 // A layer's w13 and w2 are its projections. A linear has one projection for both.
 template <typename T>
-int check_plan(const qm_projection& w13, const qm_projection& w2, bool gated, const qm_cuda_plan& plan, char* err) {
+int check_plan(const qm_projection& w13, const qm_projection& w2, bool gated, const LayerPlan& plan, char* err) {
   for (int i = 0; i < plan.step_count; ++i) {
-    const qm_cuda_step& step = plan.steps[i];
-    if (is_compiled<T>(step.kind == QM_CUDA_GATE_UP ? w13 : w2, gated, plan.path, step)) continue;
+    const PlanStep& step = plan.steps[i];
+    if (is_compiled<T>(step.kind == kStepGateUp ? w13 : w2, gated, plan.path, step)) continue;
     std::snprintf(err, QM_ERROR_SIZE,
                   "the plan names a kernel that is not compiled: %s of path %d with %d panels, %d n_tiles, %d stages, "
                   "packed %d",
-                  step.kind == QM_CUDA_GATE_UP ? "w13"
-                  : step.kind == QM_CUDA_DOWN  ? "w2"
-                                               : "w",
+                  step.kind == kStepGateUp ? "w13"
+                  : step.kind == kStepDown ? "w2"
+                                           : "w",
                   plan.path, step.panels, step.n_tiles, step.stages, step.packed);
     return QM_INVALID;
   }
@@ -138,6 +138,7 @@ int check_plan(const qm_projection& w13, const qm_projection& w2, bool gated, co
 // Whether the orders that launches gather by have each of `features` once.
 int check_orders(const void* rows, const MarlinRow& row, int64_t experts, int features, const char* name,
                  cudaStream_t stream, char* err) try {
+  if (!rows || !row.orders) return QM_OK;
   std::vector<int> order(features);
   for (int64_t i = 0; i < experts * row.orders; ++i) {
     const int64_t expert = i / row.orders;
@@ -167,8 +168,8 @@ int check_orders(const void* rows, const MarlinRow& row, int64_t experts, int fe
 
 // Activations in the values of the matrix's activation format, or packed as codes.
 template <typename T>
-void launch_round(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const qm_cuda_step& step) {
-  const bool hidden = step.kind == QM_CUDA_ROUND_HIDDEN, wgmma = call.plan.path == QM_CUDA_WGMMA;
+void launch_round(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const PlanStep& step) {
+  const bool hidden = step.kind == kStepRoundHidden, wgmma = call.plan.path == kPathWgmma;
   RoundParams round{};
   round.routing = call.routing;
   round.format = matrix.w.activation_format;
@@ -198,7 +199,7 @@ void launch_round(Launcher& launcher, const Call& call, const WeightMatrix& matr
 }
 
 // x in act-order, a row a pair.
-void launch_gather(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const qm_cuda_step& step) {
+void launch_gather(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const PlanStep& step) {
   GatherParams gather{};
   gather.routing = call.routing;
   gather.x_divisor = call.divisor(step);
@@ -214,18 +215,18 @@ void launch_gather(Launcher& launcher, const Call& call, const WeightMatrix& mat
 }
 
 // Makes the list of tiles, a second list if down's tiles differ, and a copy of x as wgmma reads it if x is none.
-void launch_route(Launcher& launcher, const Call& call, const qm_cuda_step& step) {
-  const qm_cuda_plan& plan = call.plan;
-  const bool fp8 = plan.path == QM_CUDA_FP8;
+void launch_route(Launcher& launcher, const Call& call, const PlanStep& step) {
+  const LayerPlan& plan = call.plan;
+  const bool fp8 = plan.path == kPathFp8;
   RouteParams route{};
   route.routing = call.routing;
   route.cluster = step.cluster;
   route.by_size = call.on_wgmma();
   route.ordered = step.ordered;
-  for (const qm_cuda_step* product = plan.steps; product < plan.steps + plan.step_count; ++product) {
-    const bool down = product->kind == QM_CUDA_DOWN;
+  for (const PlanStep* product = plan.steps; product < plan.steps + plan.step_count; ++product) {
+    const bool down = product->kind == kStepDown;
     // wgmma's M, which fp8 has tokens as, is 64.
-    if (product->kind == QM_CUDA_GATE_UP || (down && plan.down_tiles != plan.tiles))
+    if (product->kind == kStepGateUp || (down && plan.down_tiles != plan.tiles))
       route.lists[route.list_count++] = {call.at<Tile>(down ? plan.down_tiles : plan.tiles),
                                          down ? plan.down_max_tiles : plan.max_tiles, 8 * product->n_tiles,
                                          fp8 ? 64 : 8};
@@ -249,7 +250,7 @@ const float* scales_of(const void* codes, const WeightMatrix& matrix, int rows) 
   return reinterpret_cast<const float*>(static_cast<const uint8_t*>(codes) + bytes);
 }
 template <typename T>
-void launch_quantize(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const qm_cuda_step& step) {
+void launch_quantize(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const PlanStep& step) {
   QuantizeParams quantize{};
   quantize.routing = call.routing;
   quantize.x = call.input(step);
@@ -258,7 +259,7 @@ void launch_quantize(Launcher& launcher, const Call& call, const WeightMatrix& m
   quantize.groups = fp8_groups(matrix.row.units);
   quantize.x_rows = step.out_rows;
   quantize.scales = const_cast<float*>(scales_of(quantize.codes, matrix, step.out_rows));
-  quantize.positions = step.kind == QM_CUDA_QUANTIZE_HIDDEN ? nullptr : call.at<int>(call.plan.positions);
+  quantize.positions = step.kind == kStepQuantizeHidden ? nullptr : call.at<int>(call.plan.positions);
   quantize.weight_here = step.weighted;
   quantize.rows = matrix.weights.rows;
   quantize.input_at = matrix.weights.input_at;
@@ -271,7 +272,7 @@ void launch_quantize(Launcher& launcher, const Call& call, const WeightMatrix& m
 }
 
 // What a product of a layer and of a linear have alike.
-GemmParams gemm_of(const Call& call, const WeightMatrix& matrix, const qm_cuda_step& step) {
+GemmParams gemm_of(const Call& call, const WeightMatrix& matrix, const PlanStep& step) {
   GemmParams gemm{};
   gemm.weights = matrix.weights;
   gemm.routing = call.routing;
@@ -288,15 +289,15 @@ GemmParams gemm_of(const Call& call, const WeightMatrix& matrix, const qm_cuda_s
 }
 
 template <typename T>
-void multiply(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const qm_cuda_step& step) {
-  const qm_cuda_plan& plan = call.plan;
-  const bool down = step.kind == QM_CUDA_DOWN;
+void multiply(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const PlanStep& step) {
+  const LayerPlan& plan = call.plan;
+  const bool down = step.kind == kStepDown;
   GemmParams gemm = gemm_of(call, matrix, step);
   gemm.tiles = call.at<Tile>(down ? plan.down_tiles : plan.tiles);
   gemm.max_tiles = down ? plan.down_max_tiles : plan.max_tiles;
   gemm.sorted_pairs = call.at<SortedPair>(plan.sorted_pairs);
   gemm.out_float = down && !call.on_wgmma();
-  if (plan.path == QM_CUDA_FP8) {
+  if (plan.path == kPathFp8) {
     gemm.x_rows = step.in_rows;
     gemm.x_scales = scales_of(gemm.x, matrix, step.in_rows);
     gemm.x_grouped = matrix.w.activation_format == k_activation_format_fp8_group128;
@@ -313,7 +314,7 @@ void multiply(Launcher& launcher, const Call& call, const WeightMatrix& matrix, 
 }
 
 template <typename T>
-void launch_combine(Launcher& launcher, const Call& call, const qm_cuda_step& step) {
+void launch_combine(Launcher& launcher, const Call& call, const PlanStep& step) {
   CombineParams combine{};
   combine.routing = call.routing;
   combine.partial = call.input(step);
@@ -325,8 +326,7 @@ void launch_combine(Launcher& launcher, const Call& call, const qm_cuda_step& st
 
 // Multiplies x, rows of in_columns values, on wgmma.
 template <typename T>
-int multiply_dense(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const qm_cuda_step& step,
-                   char* err) {
+int multiply_dense(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const PlanStep& step, char* err) {
   LinearParams params{};
   params.weights = matrix.weights;
   params.out = call.output(step);
@@ -357,9 +357,8 @@ int multiply_dense(Launcher& launcher, const Call& call, const WeightMatrix& mat
   return status;
 }
 template <typename T>
-int multiply_linear(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const qm_cuda_step& step,
-                    char* err) {
-  if (call.plan.path == QM_CUDA_DENSE) return multiply_dense<T>(launcher, call, matrix, step, err);
+int multiply_linear(Launcher& launcher, const Call& call, const WeightMatrix& matrix, const PlanStep& step, char* err) {
+  if (call.plan.path == kPathDense) return multiply_dense<T>(launcher, call, matrix, step, err);
   GemmParams gemm = gemm_of(call, matrix, step);
   gemm.max_tiles = call.plan.max_tiles;
   gemm.tile_pairs = 8 * step.n_tiles;
@@ -372,46 +371,46 @@ int launch(const Call& call, cudaStream_t stream, char* err) {
   if (int status = check_plan<T>(call.first.w, call.second.w, call.activation.gated, call.plan, err)) return status;
   Launcher launcher{stream};
   for (int i = 0; i < call.plan.step_count; ++i) {
-    const qm_cuda_step& step = call.plan.steps[i];
+    const PlanStep& step = call.plan.steps[i];
     int status = QM_OK;
-    switch (static_cast<qm_cuda_step_kind>(step.kind)) {
-      case QM_CUDA_RESOLVE:
+    switch (static_cast<StepKind>(step.kind)) {
+      case kStepResolve:
         run(launcher, resolve_experts, call.cache, step);
         break;
-      case QM_CUDA_FILL:
+      case kStepFill:
         run(launcher, fill_experts, call.cache, step);
         break;
-      case QM_CUDA_ADD_HOST:
+      case kStepAddHost:
         run(launcher, add_host<T>, AddParams{call.cache.asked, call.cache.host, call.y, step.out_columns}, step);
         break;
-      case QM_CUDA_ROUND:
+      case kStepRound:
         launch_round<T>(launcher, call, call.first, step);
         break;
-      case QM_CUDA_GATHER:
+      case kStepGather:
         launch_gather(launcher, call, call.first, step);
         break;
-      case QM_CUDA_ROUTE:
+      case kStepRoute:
         launch_route(launcher, call, step);
         break;
-      case QM_CUDA_QUANTIZE:
+      case kStepQuantize:
         launch_quantize<T>(launcher, call, call.first, step);
         break;
-      case QM_CUDA_GATE_UP:
+      case kStepGateUp:
         multiply<T>(launcher, call, call.first, step);
         break;
-      case QM_CUDA_ROUND_HIDDEN:
+      case kStepRoundHidden:
         launch_round<T>(launcher, call, call.second, step);
         break;
-      case QM_CUDA_QUANTIZE_HIDDEN:
+      case kStepQuantizeHidden:
         launch_quantize<T>(launcher, call, call.second, step);
         break;
-      case QM_CUDA_DOWN:
+      case kStepDown:
         multiply<T>(launcher, call, call.second, step);
         break;
-      case QM_CUDA_COMBINE:
+      case kStepCombine:
         launch_combine<T>(launcher, call, step);
         break;
-      case QM_CUDA_LINEAR:
+      case kStepLinear:
         status = multiply_linear<T>(launcher, call, call.second, step, err);
         break;
     }
@@ -420,9 +419,10 @@ int launch(const Call& call, cudaStream_t stream, char* err) {
   return report(launcher.error, err);
 }
 
-Call call_of(const qm_cuda_problem& problem, const qm_cuda_plan& plan, const qm_cuda_tensors& tensors) {
+Call call_of(const MoEProblem& problem, const LayerPlan& plan, const qm_cuda_call& given) {
   const qm_moe& moe = problem.moe;
-  auto* const workspace = static_cast<uint8_t*>(tensors.workspace);
+  const TensorsOf<qm_moe> tensors{given.inputs, given.outputs};
+  auto* const workspace = static_cast<uint8_t*>(given.workspace);
   // Of w13, then of w2.
   auto* const where = problem.slots ? reinterpret_cast<const uint8_t**>(workspace + plan.where) : nullptr;
   Call call{plan, matrix_of(moe, 13, tensors.w13, where),
@@ -447,20 +447,21 @@ Call call_of(const qm_cuda_problem& problem, const qm_cuda_plan& plan, const qm_
     cache.row_bytes[i] = rows.bytes;
     cache.where[i] = where + i * problem.local_experts;
   }
-  cache.each = tensors.rows;
+  const qm_cuda_experts& experts = *given.experts;
+  cache.each = experts.rows;
   cache.second_at = second_at(call.first.row);
-  cache.slot_bytes = qm_cuda_slot_bytes(&moe);
-  cache.slots = static_cast<uint8_t*>(tensors.slots);
-  cache.staging = static_cast<uint8_t*>(tensors.staging);
+  cache.slot_bytes = slot_bytes(call.first.row, call.second.row);
+  cache.slots = static_cast<uint8_t*>(experts.slot_memory);
+  cache.staging = static_cast<uint8_t*>(experts.staging_memory);
   cache.slot_count = problem.slots;
   cache.staging_count = problem.staging;
-  cache.state = static_cast<CacheState*>(tensors.cache_state);
+  cache.state = static_cast<CacheState*>(experts.cache_state);
   cache.copy_count = reinterpret_cast<int*>(workspace + plan.copies);
   cache.copies = reinterpret_cast<ExpertCopy*>(workspace + plan.copies + kCopyBytes);
   if (!problem.host_share) return call;
   cache.host_share = problem.host_share;
   cache.host_layer = problem.host_layer;
-  cache.host = tensors.host;
+  cache.host = experts.host;
   cache.asked = reinterpret_cast<uint64_t*>(workspace + plan.kept);
   cache.kept_ids = reinterpret_cast<int32_t*>(workspace + plan.kept + kKeptIds);
   cache.x = static_cast<const uint16_t*>(tensors.hidden_states);
@@ -470,18 +471,61 @@ Call call_of(const qm_cuda_problem& problem, const qm_cuda_plan& plan, const qm_
   call.routing.id_bytes = 4;
   return call;
 }
-Call call_of(const qm_cuda_linear_problem& problem, const qm_moe& moe, const qm_cuda_plan& plan,
-             const qm_cuda_linear_tensors& tensors) {
+Call call_of(const LinearProblem& problem, const qm_moe& moe, const LayerPlan& plan, const qm_cuda_call& given) {
+  const TensorsOf<qm_linear> tensors{given.inputs, given.outputs};
   Call call{plan, matrix_of(moe, 2, tensors.w), matrix_of(moe, 2, tensors.w)};
   call.routing.tokens = static_cast<int>(problem.rows);
   call.routing.top_k = call.routing.local_experts = 1;
   call.x = tensors.x;
   call.y = tensors.y;
-  call.workspace = static_cast<uint8_t*>(tensors.workspace);
+  call.workspace = static_cast<uint8_t*>(given.workspace);
   return call;
 }
 
+int check_plan(int32_t type, const qm_projection& w13, const qm_projection& w2, bool gated,
+               const qm_cuda_node_plan& made, char* err) {
+  const LayerPlan& plan = plan_in<LayerPlan>(made);
+  return type == QM_BF16 ? check_plan<__nv_bfloat16>(w13, w2, gated, plan, err)
+                         : check_plan<__half>(w13, w2, gated, plan, err);
+}
+
 }  // namespace
+
+int launch_moe(const void* node, const qm_cuda_node_plan& plan, const qm_cuda_call& given, char* err) {
+  const MoEProblem problem(*static_cast<const qm_moe*>(node), given);
+  if (problem.tokens == 0) return QM_OK;
+  const auto stream = static_cast<cudaStream_t>(given.stream);
+  const Call call = call_of(problem, plan_in<LayerPlan>(plan), given);
+  return problem.type == QM_BF16 ? launch<__nv_bfloat16>(call, stream, err) : launch<__half>(call, stream, err);
+}
+
+int launch_linear(const void* node, const qm_cuda_node_plan& plan, const qm_cuda_call& given, char* err) {
+  const LinearProblem problem(*static_cast<const qm_linear*>(node), given.inputs);
+  if (problem.rows == 0) return QM_OK;
+  const auto stream = static_cast<cudaStream_t>(given.stream);
+  const qm_moe moe = moe_of(problem.linear);
+  const Call call = call_of(problem, moe, plan_in<LayerPlan>(plan), given);
+  return problem.type == QM_BF16 ? launch<__nv_bfloat16>(call, stream, err) : launch<__half>(call, stream, err);
+}
+
+int check_moe_call(const void* node, const qm_cuda_node_plan& plan, const qm_cuda_call& given, char* err) {
+  const qm_moe& moe = *static_cast<const qm_moe*>(node);
+  QM_TRY(check_plan(given.inputs->type, moe.w13, moe.w2, moe.gated, plan, err));
+  const qm_tensor& w13 = given.inputs[QuantMoE_w13];
+  MarlinRow row{};
+  marlin_row_of(moe, 13, &row);
+  return check_orders(w13.data, row, w13.shape.sizes[0], moe.hidden_size, "w13",
+                      static_cast<cudaStream_t>(given.stream), err);
+}
+
+int check_linear_call(const void* node, const qm_cuda_node_plan& plan, const qm_cuda_call& given, char* err) {
+  const qm_linear& linear = *static_cast<const qm_linear*>(node);
+  QM_TRY(check_plan(given.inputs->type, linear.w, linear.w, false, plan, err));
+  MarlinRow row{};
+  marlin_row_of(moe_of(linear), 2, &row);
+  return check_orders(given.inputs[QuantLinear_w].data, row, 1, linear.in_features, "w",
+                      static_cast<cudaStream_t>(given.stream), err);
+}
 
 }  // namespace quantmoe
 
@@ -501,46 +545,4 @@ extern "C" int qm_cuda_query(int ordinal, qm_cuda_device* device, char* err) {
   }
   device->sm = major * 10 + minor;
   return QM_OK;
-}
-
-extern "C" int qm_cuda_check_plan(const qm_cuda_problem* problem, const qm_cuda_plan* plan, char* err) {
-  const qm_moe& moe = problem->moe;
-  return problem->type == QM_BF16 ? check_plan<__nv_bfloat16>(moe.w13, moe.w2, moe.gated, *plan, err)
-                                  : check_plan<__half>(moe.w13, moe.w2, moe.gated, *plan, err);
-}
-
-extern "C" int qm_cuda_check_moe(const qm_cuda_problem* problem, const void* w13, void* stream, char* err) {
-  MarlinRow row{};
-  marlin_row_of(problem->moe, 13, &row);
-  return check_orders(w13, row, problem->local_experts, problem->moe.hidden_size, "w13",
-                      static_cast<cudaStream_t>(stream), err);
-}
-
-extern "C" int qm_cuda_check_linear(const qm_cuda_linear_problem* problem, const void* w, void* stream, char* err) {
-  MarlinRow row{};
-  marlin_row_of(moe_of(problem->linear), 2, &row);
-  return check_orders(w, row, 1, problem->linear.in_features, "w", static_cast<cudaStream_t>(stream), err);
-}
-
-extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan* plan, const qm_cuda_tensors* tensors,
-                              void* stream, char* err) {
-  if (problem->tokens == 0) return QM_OK;
-  cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const Call call = call_of(*problem, *plan, *tensors);
-  return problem->type == QM_BF16 ? launch<__nv_bfloat16>(call, s, err) : launch<__half>(call, s, err);
-}
-
-extern "C" int qm_cuda_check_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan, char* err) {
-  const qm_projection& weights = problem->linear.w;
-  return problem->type == QM_BF16 ? check_plan<__nv_bfloat16>(weights, weights, false, *plan, err)
-                                  : check_plan<__half>(weights, weights, false, *plan, err);
-}
-
-extern "C" int qm_cuda_launch_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan,
-                                     const qm_cuda_linear_tensors* tensors, void* stream, char* err) {
-  if (problem->rows == 0) return QM_OK;
-  cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const qm_moe moe = moe_of(problem->linear);
-  const Call call = call_of(*problem, moe, *plan, *tensors);
-  return problem->type == QM_BF16 ? launch<__nv_bfloat16>(call, s, err) : launch<__half>(call, s, err);
 }

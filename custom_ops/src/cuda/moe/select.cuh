@@ -10,7 +10,7 @@ constexpr auto kInstances = instances_of(sizes_of<F>(F::kGroups, F::kPacked));
 
 // Family: which rows are its own (has), and the kernel of row i (of).
 template <class Family, typename T, class F, Product product, size_t i = 0>
-auto select(int path, const qm_cuda_step& step) {
+auto select(int path, const PlanStep& step) {
   if constexpr (i == kInstances<F>.size()) {
     return typename Family::Pointer{};
   } else {

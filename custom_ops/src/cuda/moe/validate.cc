@@ -126,12 +126,12 @@ int validate_machine(int type, const char* what, const qm_cuda_device& device, c
 
 }  // namespace
 
-int validate_moe(const qm_cuda_problem& problem, const qm_cuda_device& device, char* err) {
+int validate_moe(const MoEProblem& problem, const qm_cuda_device& device, char* err) {
   const qm_moe& moe = problem.moe;
   QM_TRY(check_node("QuantMoE", &moe, err));
   QM_TRY(validate_machine(problem.type, "hidden_states are", device, err));
   if (problem.id_bytes != 4 && problem.id_bytes != 8)
-    return fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", problem.id_bytes);
+    return fail(err, QM_INVALID, "topk_ids are of another type than int32 and int64");
   if (moe.hidden_size <= 0 || moe.hidden_size % 8)
     return fail(err, QM_UNSUPPORTED, "hidden_size is %d, the CUDA kernels take positive multiples of 8",
                 moe.hidden_size);
@@ -175,7 +175,7 @@ int validate_moe(const qm_cuda_problem& problem, const qm_cuda_device& device, c
   return check_marlin_layer(moe.w13, moe.w2, err);
 }
 
-int validate_linear(const qm_cuda_linear_problem& problem, const qm_cuda_device& device, char* err) {
+int validate_linear(const LinearProblem& problem, const qm_cuda_device& device, char* err) {
   const qm_linear& linear = problem.linear;
   QM_TRY(check_node("QuantLinear", &linear, err));
   QM_TRY(validate_machine(problem.type, "x is", device, err));

@@ -43,7 +43,9 @@ int launch_sum_norm(const SumNormParams& params, cudaStream_t stream, char* err)
   return report(launcher.error, err);
 }
 
-int check(const qm_cuda_peers& peers, int32_t type, char* err) {
+int check(const qm_cuda_call& call, int32_t type, char* err) {
+  if (!call.peers) return fail(err, QM_INVALID, "the call has no peers, which operators of ranks need");
+  const qm_cuda_peers& peers = *call.peers;
   if (peers.world < 2 || peers.world > QM_CUDA_PEERS || peers.rank < 0 || peers.rank >= peers.world ||
       peers.blocks < 1 || peers.blocks > QM_CUDA_MOST_BLOCKS)
     return fail(err, QM_INVALID, "rank %d of %d with %d blocks, expected 2 to %d ranks and 1 to %d blocks", peers.rank,
@@ -53,6 +55,51 @@ int check(const qm_cuda_peers& peers, int32_t type, char* err) {
 }
 
 }  // namespace
+
+int launch_reduce(const void*, const qm_cuda_node_plan&, const qm_cuda_call& call, char* err) {
+  const qm_tensor& x = call.inputs[AllReduce_x];
+  QM_TRY(check(call, x.type, err));
+  const int64_t count = rows_of(x.shape) * last_of(x.shape);
+  if (count == 0) return QM_OK;
+  auto* const y = static_cast<uint16_t*>(call.outputs[AllReduce_y].data);
+  const SumParams params{*call.peers, static_cast<const uint16_t*>(x.data), y, count, 0, 0};
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  return x.type == QM_F16 ? launch_sum<half>(params, stream, err) : launch_sum<nv_bfloat16>(params, stream, err);
+}
+
+int launch_reduce_norm(const void* node, const qm_cuda_node_plan&, const qm_cuda_call& call, char* err) {
+  const qm_tensor& x = call.inputs[AddRMSNorm_x];
+  QM_TRY(check(call, x.type, err));
+  const qm_norm norm = norm_of(*static_cast<const qm_reduce_norm*>(node));
+  qm_cuda_node_plan plan;
+  QM_TRY(plan_norm(&norm, call, {}, plan, err));
+  const SumNormParams params{*call.peers, norm_params(norm, call), rows_of(x.shape)};
+  if (params.norm.columns % 8 || params.norm.columns > QM_CUDA_SUM_COLUMNS)
+    return fail(err, QM_UNSUPPORTED, "x has %d columns, expected a multiple of 8 up to %d", params.norm.columns,
+                QM_CUDA_SUM_COLUMNS);
+  if (params.rows == 0) return QM_OK;
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  return x.type == QM_F16 ? launch_sum_norm<half>(params, stream, err)
+                          : launch_sum_norm<nv_bfloat16>(params, stream, err);
+}
+
+int launch_gather(const void* node, const qm_cuda_node_plan&, const qm_cuda_call& call, char* err) {
+  const qm_tensor& x = call.inputs[AllGather_x];
+  QM_TRY(check(call, x.type, err));
+  const int64_t count = rows_of(x.shape) * last_of(x.shape);
+  SumParams params{*call.peers,
+                   static_cast<const uint16_t*>(x.data),
+                   static_cast<uint16_t*>(call.outputs[AllGather_y].data),
+                   count,
+                   static_cast<const qm_gather*>(node)->axis < 0 ? last_of(x.shape) : count,
+                   0};
+  Launcher launcher{static_cast<cudaStream_t>(call.stream)};
+  for (const int64_t words = (params.count + 7) / 8; params.first < words; params.first += kFewWords)
+    launcher.run(exchange_few<void>, params,
+                 blocks_for(std::min<int64_t>(words - params.first, kFewWords), kFewThreads), kFewThreads, 0, true);
+  return report(launcher.error, err);
+}
+
 }  // namespace quantmoe
 
 using namespace quantmoe;
@@ -63,43 +110,4 @@ int qm_cuda_clear_box(int32_t world, void* box, void* stream, char* err) {
   if (error == cudaSuccess)
     error = cudaMemsetAsync(static_cast<char*>(box) + few_at(), 0xff, parts_at(world) - few_at(), queue);
   return report(error, err);
-}
-
-int qm_cuda_launch_sum(const qm_cuda_peers* peers, const qm_cuda_sum* sum, void* stream, char* err) {
-  if (const int status = check(*peers, sum->type, err)) return status;
-  if (sum->count == 0) return QM_OK;
-  const SumParams params{*peers, static_cast<const uint16_t*>(sum->x), static_cast<uint16_t*>(sum->y), sum->count, 0,
-                         0};
-  const auto queue = static_cast<cudaStream_t>(stream);
-  return sum->type == QM_F16 ? launch_sum<half>(params, queue, err) : launch_sum<nv_bfloat16>(params, queue, err);
-}
-
-int qm_cuda_launch_sum_norm(const qm_cuda_peers* peers, const qm_norm* norm, const qm_cuda_call* call, char* err) {
-  const qm_tensor& x = call->inputs[AddRMSNorm_x];
-  if (const int status = check(*peers, x.type, err)) return status;
-  qm_cuda_node_plan plan;
-  if (const int status = plan_norm(norm, call->inputs, {}, plan, err)) return status;
-  const SumNormParams params{*peers, norm_params(*norm, *call), rows_of(x.shape)};
-  if (params.norm.columns % 8 || params.norm.columns > QM_CUDA_SUM_COLUMNS)
-    return fail(err, QM_UNSUPPORTED, "x has %d columns, expected a multiple of 8 up to %d", params.norm.columns,
-                QM_CUDA_SUM_COLUMNS);
-  if (params.rows == 0) return QM_OK;
-  const auto queue = static_cast<cudaStream_t>(call->stream);
-  return x.type == QM_F16 ? launch_sum_norm<half>(params, queue, err)
-                          : launch_sum_norm<nv_bfloat16>(params, queue, err);
-}
-
-int qm_cuda_launch_gather(const qm_cuda_peers* peers, const qm_cuda_gather* gather, void* stream, char* err) {
-  if (const int status = check(*peers, gather->type, err)) return status;
-  SumParams params{*peers,
-                   static_cast<const uint16_t*>(gather->x),
-                   static_cast<uint16_t*>(gather->y),
-                   gather->rows * gather->columns,
-                   gather->columns,
-                   0};
-  Launcher launcher{static_cast<cudaStream_t>(stream)};
-  for (const int64_t words = (params.count + 7) / 8; params.first < words; params.first += kFewWords)
-    launcher.run(exchange_few<void>, params,
-                 blocks_for(std::min<int64_t>(words - params.first, kFewWords), kFewThreads), kFewThreads, 0, true);
-  return report(launcher.error, err);
 }

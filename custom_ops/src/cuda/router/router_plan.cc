@@ -27,22 +27,22 @@ int validate_routing(const qm_routing& routing, char* err) {
 
 }  // namespace
 
-int plan_routing(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+int plan_routing(const void* node, const qm_cuda_call& call, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
   QM_TRY(validate_routing(*static_cast<const qm_routing*>(node), err));
-  const qm_tensor& logits = inputs[MoERouting_logits];
+  const qm_tensor& logits = call.inputs[MoERouting_logits];
   if (logits.type < QM_F32 || logits.type > QM_BF16)
     return fail(err, QM_INVALID, "type is %d, the CUDA kernel takes %d to %d", logits.type, QM_F32, QM_BF16);
   return validate_size("rows of logits", rows_of(logits.shape), 0, INT32_MAX, err);
 }
 
-int plan_router(const void* node, const qm_tensor* inputs, const qm_cuda_device& device, qm_cuda_node_plan& plan,
+int plan_router(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& plan,
                 char* err) {
   const qm_router& router = *static_cast<const qm_router*>(node);
   QM_TRY(check_node("MoERouter", &router, err));
   QM_TRY(validate_size("hidden_size", router.hidden_size, 1, kMostColumns, err));
   const qm_routing routing = routing_of(router);
   QM_TRY(validate_routing(routing, err));
-  const qm_tensor& hidden = inputs[MoERouter_hidden_states];
+  const qm_tensor& hidden = call.inputs[MoERouter_hidden_states];
   const int64_t tokens = rows_of(hidden.shape);
   QM_TRY(validate_type("hidden_states", hidden.type, err));
   QM_TRY(validate_size("rows of hidden_states", tokens, 0, kMostRows, err));
@@ -56,20 +56,20 @@ int plan_router(const void* node, const qm_tensor* inputs, const qm_cuda_device&
   return QM_OK;
 }
 
-int plan_norm(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+int plan_norm(const void* node, const qm_cuda_call& call, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
   QM_TRY(check_node("AddRMSNorm", node, err));
   QM_TRY(check_not_negative("norm_epsilon", static_cast<const qm_norm*>(node)->norm_epsilon, err));
-  QM_TRY(validate_type("x", inputs[AddRMSNorm_x].type, err));
-  QM_TRY(validate_size("columns of x", inputs[AddRMSNorm_weight].shape.sizes[0], 1, kMostColumns, err));
-  return validate_size("rows of x", rows_of(inputs[AddRMSNorm_x].shape), 0, kMostRows, err);
+  QM_TRY(validate_type("x", call.inputs[AddRMSNorm_x].type, err));
+  QM_TRY(validate_size("columns of x", call.inputs[AddRMSNorm_weight].shape.sizes[0], 1, kMostColumns, err));
+  return validate_size("rows of x", rows_of(call.inputs[AddRMSNorm_x].shape), 0, kMostRows, err);
 }
 
-int plan_rows(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+int plan_rows(const void* node, const qm_cuda_call& call, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
   QM_TRY(check_node("TokenRows", node, err));
-  const qm_shape &ids = inputs[TokenRows_input_ids].shape, &mask = inputs[TokenRows_attention_mask].shape;
+  const qm_shape &ids = call.inputs[TokenRows_input_ids].shape, &mask = call.inputs[TokenRows_attention_mask].shape;
   QM_TRY(validate_size("the batch", ids.sizes[0], 0, kMostRows, err));
   QM_TRY(validate_size("new tokens", ids.sizes[1], 0, kMostRows, err));
-  QM_TRY(validate_size("slots of past_key", inputs[TokenRows_past_key].shape.sizes[2], 0, kMostRows, err));
+  QM_TRY(validate_size("slots of past_key", call.inputs[TokenRows_past_key].shape.sizes[2], 0, kMostRows, err));
   return validate_size("columns of attention_mask", mask.sizes[1], 0, kMostRows, err);
 }
 

@@ -40,7 +40,7 @@ int64_t floats_of_chunks(int64_t batch, int64_t tokens, int heads, int of_chunk)
 
 }  // namespace
 
-int plan_conv(const void* node, const qm_tensor* inputs, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
+int plan_conv(const void* node, const qm_cuda_call& call, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
   const qm_conv& conv = *static_cast<const qm_conv*>(node);
   QM_TRY(check_conv(conv, err));
   if (conv.channels % 2)
@@ -52,10 +52,10 @@ int plan_conv(const void* node, const qm_tensor* inputs, const qm_cuda_device&, 
     return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", conv.width, kLeastConvWidth,
                 kMostConvWidth);
   Size size;
-  return read_size("x", inputs[CausalConv_x], inputs[CausalConv_x].shape.sizes[1] / kConvTokens, size, err);
+  return read_size("x", call.inputs[CausalConv_x], call.inputs[CausalConv_x].shape.sizes[1] / kConvTokens, size, err);
 }
 
-int plan_delta(const void* node, const qm_tensor* inputs, const qm_cuda_device& device, qm_cuda_node_plan& plan,
+int plan_delta(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& plan,
                char* err) {
   const qm_delta& delta = *static_cast<const qm_delta*>(node);
   QM_TRY(check_delta(delta, err));
@@ -67,7 +67,7 @@ int plan_delta(const void* node, const qm_tensor* inputs, const qm_cuda_device& 
     return fail(err, QM_UNSUPPORTED, "a_size is %d and a_offset %d, the CUDA kernels take multiples of 4", delta.a_size,
                 delta.a_offset);
   Size size;
-  QM_TRY(read_size("qkv", inputs[GatedDelta_qkv], delta.num_v_heads, size, err));
+  QM_TRY(read_size("qkv", call.inputs[GatedDelta_qkv], delta.num_v_heads, size, err));
   const bool few = size.tokens <= kFewDeltaTokens;
   plan.chosen[kColumns] = few && device.sm < 90 ? delta.v_head_size : kFewDeltaColumns;
   plan.chosen[kCluster] = few ? delta.v_head_size / plan.chosen[kColumns] : 1;
@@ -81,7 +81,7 @@ int plan_delta(const void* node, const qm_tensor* inputs, const qm_cuda_device& 
   return QM_OK;
 }
 
-int plan_space(const void* node, const qm_tensor* inputs, const qm_cuda_device& device, qm_cuda_node_plan& plan,
+int plan_space(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& plan,
                char* err) {
   const qm_space& space = *static_cast<const qm_space*>(node);
   QM_TRY(check_space(space, err));
@@ -93,7 +93,7 @@ int plan_space(const void* node, const qm_tensor* inputs, const qm_cuda_device& 
   if (constexpr int kMost = kSpaceGateEach * kSpaceGateThreads; space.norm_size > kMost)
     return fail(err, QM_UNSUPPORTED, "norm_size is %d, the CUDA kernels take up to %d", space.norm_size, kMost);
   Size size;
-  QM_TRY(read_size("xbc", inputs[StateSpace_xbc], space.num_heads, size, err));
+  QM_TRY(read_size("xbc", call.inputs[StateSpace_xbc], space.num_heads, size, err));
   if (space.state_size <= 128 && space.head_size % kScanColumns == 0)
     plan.chosen[kChunked] = chunks_on(device, size.tokens);
   int64_t floats = size.batch * size.tokens * width_of(space);
