@@ -24,6 +24,9 @@ SCALE_DTYPES = {
     "f32_minima": np.dtype([("d", "<f4"), ("d_min", "<f4")]),
 }
 
+#: integers in planes (FORMAT.md 2.10)
+PLANE_INTEGERS = ("int2", "int3", "int5", "int6")
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
@@ -38,7 +41,7 @@ class QuantizedMatrix:
         scales: [ceil(N / block_n), ceil(K / group_size)], one of SCALE_DTYPES, never re-rounded.
         group_size: input features that share a scale; -1 when one scale serves the whole row.
         block_n: output features that share a scale.
-        zero_points: optional uint8, the shape of ``scales``; None means the midpoint (8 or 128).
+        zero_points: optional uint8, the shape of ``scales``; None means the midpoint (of int4 8).
         global_scale: optional multiplier, already inverted where the format stores the reciprocal.
         input_scale: optional static activation scale (a multiplier as well).
         pre_scale: optional f32 [K], multiplies the activations (AWQ's pre_quant_scale).
@@ -181,7 +184,7 @@ def levels(scales: np.ndarray, dtype: type = np.float32) -> tuple[np.ndarray, np
 
 def k_group(m: QuantizedMatrix) -> int:
     """Return how many columns a product adds up before it takes a scale: FORMAT.md 2.10's groups, or the matrix's."""
-    if m.scales.dtype.names is None and m.kind not in ("nf4", "bnb_fp4"):  # whose groups are always 32
+    if m.scales.dtype.names is None and m.kind not in ("nf4", "bnb_fp4", *PLANE_INTEGERS):  # whose groups are always 32
         return m.group_size
     return 16 if m.kind in ("q6_k", "q2_k") else 32
 

@@ -22,6 +22,7 @@ from cases import (
     INT8_ACTIVATIONS,
     NVFP4,
     ONE_OF_EACH,
+    ONE_PLANE_EACH,
     TABLES,
     WEIGHTS,
     Case,
@@ -45,7 +46,7 @@ CASES = [
         activation_format=activation_format,
         bias=True,
     )
-    for weights in (*ONE_OF_EACH, *WEIGHTS[-2:], *GGML.values(), *TABLES)
+    for weights in (*ONE_OF_EACH, *WEIGHTS[-2:], *GGML.values(), *TABLES, *ONE_PLANE_EACH)
     for activation_format in ("none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS)
     if not (weights[0] in FLOATS and activation_format in INT8_ACTIVATIONS)
 ]

@@ -56,8 +56,8 @@ def test_zero_points_shift_whole_groups() -> None:
 
 
 def test_an_unknown_kind_is_named() -> None:
-    m = QuantizedMatrix("int3", np.zeros((1, 1), np.uint8), np.ones((1, 1), np.float32), -1)
-    with pytest.raises(ValueError, match="'int3'; known: int4, int8"):
+    m = QuantizedMatrix("int9", np.zeros((1, 1), np.uint8), np.ones((1, 1), np.float32), -1)
+    with pytest.raises(ValueError, match="'int9'; known: int4, int8"):
         m.dequantize()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.matrix import SCALE_DTYPES
+from quantmoe.custom_ops.matrix import PLANE_INTEGERS, SCALE_DTYPES
 from quantmoe.custom_ops.op import LinearSpec
 from quantmoe.custom_ops.schemes import SCHEMES
 
@@ -58,19 +58,28 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
     w, columns = spec.w, spec.in_features
     scales = SCALE_DTYPES[w.scale_type]
     names = scales.names
-    if (w.format not in ("int4", "int8") and names is None) or w.scale_type == "e4m3":
+    of_planes = names is not None or w.format in PLANE_INTEGERS
+    if (w.format not in ("int4", "int8") and not of_planes) or w.scale_type == "e4m3":
         return None
-    if w.format == "q8_min" or w.zero_points or w.perm or w.bias or w.pre_scale or w.block_n != 1 or w.group_size < 1:
+    if (
+        w.format in ("q8_min", "int3")
+        or w.zero_points
+        or w.perm
+        or w.bias
+        or w.pre_scale
+        or w.block_n != 1
+        or w.group_size < 1
+    ):
         return None
     bits, block = SCHEMES[w.format].bits, max(32, w.group_size)
     if columns % block:
         return None
-    rows = 16 if names else 8 if bits == 4 else 4
+    rows = 16 if of_planes else 8 if bits == 4 else 4
     codes = rows * block * bits // 8
     factors = [name for name in names or () if name.startswith("d")]
     levels = [name for name in names or () if name not in factors]
     group = block // scales[levels[0]].shape[0] if levels else w.group_size
-    size = codes + rows * (1 if names else block // group) * scales.itemsize
+    size = codes + rows * (1 if of_planes else block // group) * scales.itemsize
     blocks = np.arange(columns // block, dtype=np.int64) * size
     stride = len(blocks) * size + 8 * rows
 
@@ -84,13 +93,14 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
         at = blocks[:, None, None] + 64 * bits * np.arange(block // 32)[:, None] + 64 * (first + np.arange(count))
         return Pieces(at.reshape(-1), 4, np.dtype(np.uint8), 4) if count else None
 
-    if names:
+    if of_planes:
         low = 4 if bits >= 4 else 0  # bits of a code in its nibble
-        wide = scales["d"].itemsize
+        number = scales["d"] if names else scales
+        wide = number.itemsize
         ends = codes + rows * (wide * len(factors) + block // group * np.arange(len(levels)))
         found = PanelRows(
-            rows, stride, group, planes(0, low), 32 if w.format == "q6_k" else 0,
-            tuple(pieces(codes + wide * rows * i, 1, 0, wide, scales["d"]) for i in range(len(factors))),
+            rows, stride, group, planes(0, low), SCHEMES[w.format].zero,
+            tuple(pieces(codes + wide * rows * i, 1, 0, wide, number) for i in range(max(1, len(factors)))),
             tuple(pieces(end, block // group, rows, 1, scales[name].base)
                   for name, end in zip(levels, ends.tolist(), strict=True)),
             high=planes(low, bits - low), high_bits=bits - low,

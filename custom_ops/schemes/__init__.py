@@ -7,10 +7,21 @@ refuse a scheme by name until they carry it. ``cpu_panel`` carries it with
   (``src/layouts/cpu_panel.cc``);
 - what a code is to a product: in ``panel_portable.cc``, ``panel_avx2.cc``, ``avx512_rows.h`` and ``neon_scaled.h``, or
   in each ``*_lanes.h`` for floats and K-quants;
-- its line in the tile tables of ``row_tile.h`` and ``neon.h``, and ``tests/support/panels.py``.
+- its line in the tile tables of ``row_tile.h`` and ``neon.h``, or ``KKind`` of ``k_tile.h``, and ``tests/support/panels.py``.
 """
 
-from quantmoe.custom_ops.schemes import bf16, bitsandbytes, f16, fp8_e4m3, int4, int8, k_quants, mxfp4, nvfp4
+from quantmoe.custom_ops.schemes import (
+    bf16,
+    bitsandbytes,
+    f16,
+    fp8_e4m3,
+    int4,
+    int8,
+    k_quants,
+    mxfp4,
+    nvfp4,
+    plane_integers,
+)
 
 SCHEMES = {
     "int4": int4.SCHEME,
@@ -29,4 +40,8 @@ SCHEMES = {
     "nf4": bitsandbytes.NF4,
     "bnb_fp4": bitsandbytes.FP4,
     "q8_min": k_quants.Q8_MIN,
+    "int2": plane_integers.INT2,
+    "int3": plane_integers.INT3,
+    "int5": plane_integers.INT5,
+    "int6": plane_integers.INT6,
 }

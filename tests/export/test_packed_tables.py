@@ -68,7 +68,7 @@ def looked_up(m: QuantizedMatrix, wide: ir.DataType, ids: np.ndarray) -> np.ndar
 @pytest.mark.parametrize(
     ("kind", "group_size", "scales"),
     [
-        ("int8", 32, "f16"),  # Q8_0, Q5_0
+        ("int8", 32, "f16"),  # Q8_0
         ("int8", 128, "bf16"),
         ("int8", 16, "f32"),
         ("int4", 32, "f16"),  # Q4_0
@@ -82,6 +82,9 @@ def looked_up(m: QuantizedMatrix, wide: ir.DataType, ids: np.ndarray) -> np.ndar
         ("q5_1", 32, "f16_minima"),
         ("q4_1", 64, "f32_minima"),  # MLX
         ("q5_1", 128, "f32_minima"),
+        ("int2", 128, "f16"),
+        ("int5", 32, "f16"),  # Q5_0
+        ("int6", 64, "bf16"),
     ],
 )
 def test_rows(kind: str, group_size: int, scales: str) -> None:

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from arithmetic import Span, assert_within, quant_linear
 from bounds import check_linear, weights
-from cases import FLOAT_ACTIVATIONS, GGML, INT4, INT8, INT8_ACTIVATIONS, NVFP4, ONE_OF_EACH, TABLES, Case
+from cases import (
+    FLOAT_ACTIVATIONS,
+    GGML,
+    INT4,
+    INT8,
+    INT8_ACTIVATIONS,
+    NVFP4,
+    ONE_OF_EACH,
+    ONE_PLANE_EACH,
+    TABLES,
+    Case,
+)
 from specs import linear_spec
 
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -52,11 +63,14 @@ CASES = [
     Case(intermediate=1100, weights=GGML["q4_k"]),
     Case(intermediate=1100, weights=GGML["q2_k"]),
     Case(intermediate=1100, weights=GGML["q4_1"]),
-    *(Case(intermediate=1100, weights=w, group_size=64) for w in (GGML["q4_1-f32"], *TABLES)),
+    *(Case(intermediate=1100, weights=w, group_size=64) for w in (GGML["q4_1-f32"], *TABLES, *ONE_PLANE_EACH)),
     *(
         Case(intermediate=k, weights=w, group_size=g, activation_format="int8_group", act_order=order)
         for k, order in ((1100, "none"), (1120, "shared"))
-        for w in (*ONE_OF_EACH[:-1], GGML["q4_k"], GGML["q6_k"], GGML["q2_k"], GGML["q5_1"], GGML["q4_1-f32"])
+        for w in (
+            *(*ONE_OF_EACH[:-1], GGML["q4_k"], GGML["q6_k"], GGML["q2_k"], GGML["q5_1"], GGML["q4_1-f32"]),
+            *ONE_PLANE_EACH,
+        )
         for g in (-1, 16, 32, 128)
     ),
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),
@@ -115,7 +129,7 @@ def test_same_bytes_on_every_kernel(case: Case, kernel: str, monkeypatch: pytest
         (("int4", "bf16", True), 128),
         (("mxfp4", "e8m0", False), 32),
         (NVFP4, 16),
-        *((weights, 32) for weights in GGML.values()),
+        *((weights, 32) for weights in (*GGML.values(), *ONE_PLANE_EACH)),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from cases import (
     INT8_ACTIVATIONS,
     NVFP4,
     ONE_OF_EACH,
+    ONE_PLANE_EACH,
     WEIGHTS,
     Case,
     Layer,
@@ -114,7 +115,7 @@ def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("activation_format", ["int8_token", "int8_group"])
-@pytest.mark.parametrize("weights", [*ONE_OF_EACH[:-1], *GGML.values()], ids=str)
+@pytest.mark.parametrize("weights", [*ONE_OF_EACH[:-1], *GGML.values(), *ONE_PLANE_EACH], ids=str)
 @pytest.mark.parametrize("kernel", USABLE)
 def test_the_largest_products_do_not_saturate(
     kernel: str, weights: tuple[str, str, bool], activation_format: str, monkeypatch: pytest.MonkeyPatch

@@ -82,7 +82,7 @@ GROUPS = (
         ({"group_size": 8, "scales": np.ones((8, 8), np.float32)}, GROUPS),
         ({"global_scale": 2.0}, "take a global scale for nvfp4 only, found int4"),
         ({"block_n": 2, "scales": np.ones((4, 2), np.float32)}, "block_n must be 1, or for fp8_e4m3 1 to 65536"),
-        ({"kind": "int3"}, 'format is "int3", the operator defines: int4, int8, mxfp4, nvfp4, fp8_e4m3'),
+        ({"kind": "int9"}, 'format is "int9", the operator defines: int4, int8, mxfp4, nvfp4, fp8_e4m3'),
         ({"kind": "mxfp4"}, "mxfp4 has e8m0 scales"),
     ],
 )

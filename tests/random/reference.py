@@ -11,14 +11,15 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from arithmetic import GGML, SECOND, SIGMOID, SMALLEST_SIGMOID, TINY, Span, U, Weights, assert_within
+from arithmetic import GGML, PLANES, SECOND, SIGMOID, SMALLEST_SIGMOID, TINY, Span, U, Weights, assert_within
 
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec
 
 #: rows of a panel and bits of a code (2.1, 2.7, 2.8)
 PANELS = {"int4": (8, 4), "int8": (4, 8), "mxfp4": (8, 4), "nvfp4": (8, 4), "fp8_e4m3": (16, 8), "bf16": (16, 16),
           "f16": (16, 16), "q4_k": (16, 4), "q5_k": (16, 5), "q6_k": (16, 6), "q2_k": (16, 2), "q4_1": (16, 4),
-          "q5_1": (16, 5), "nf4": (16, 4), "bnb_fp4": (16, 4), "q8_min": (16, 8)}  # fmt: skip
+          "q5_1": (16, 5), "nf4": (16, 4), "bnb_fp4": (16, 4), "q8_min": (16, 8), "int2": (16, 2),
+          "int3": (16, 3), "int5": (16, 5), "int6": (16, 6)}  # fmt: skip
 SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "k32": 20, "k16": 18, "k16_minima": 20,
                "f16_minima": 4, "f32_minima": 8}  # fmt: skip
 #: places -> numbers (2.10)
@@ -131,30 +132,38 @@ class Matrix:
         """Decode panels with scales of two levels, or minima (2.10)."""
         body = data[:, : -self.tail_bytes].reshape(self.panels, self.blocks, self.block_bytes)
         tail = data[:, -self.tail_bytes :].reshape(self.panels, 2, 16, 4)
-        chunk, values = 64 * self.bits, np.empty((self.panels, 16, self.blocks, self.block))
+        chunk, values = 64 * self.bits, np.zeros((self.panels, 16, self.blocks, self.block))
+        nibbles, pairs = self.bits & 4, self.bits & 2  # planes of each
         for column in range(self.block):
             c, j, i = column // 32, column % 32 // 4, column % 4
             at = c * chunk + 4 * np.arange(16) + i
+            code = np.zeros((self.panels, self.blocks, 16))
             if self.bits == 8:
                 code = body[:, :, at + 64 * j]
-            elif self.bits == 2:
-                code = body[:, :, at + 64 * (j // 4)] >> 2 * (j % 4) & 3
-            else:
-                code = body[:, :, at + 64 * (j % 4)] >> (0 if j < 4 else 4) & 15
-            if self.bits == 5:
-                code = code + 16 * (body[:, :, at + 256] >> j & 1)
-            if self.bits == 6:
-                code = code + 16 * (body[:, :, at + 256 + 64 * (j // 4)] >> 2 * (j % 4) & 3)
+            if nibbles:
+                code = code + (body[:, :, at + 64 * (j % 4)] >> (0 if j < 4 else 4) & 15)
+            if pairs:
+                code = code + (body[:, :, at + 64 * (nibbles + j // 4)] >> 2 * (j % 4) & 3) * 2**nibbles
+            if self.bits & 1:
+                code = code + (body[:, :, at + 64 * (nibbles + pairs)] >> j & 1) * 2 ** (nibbles + pairs)
             values[..., column] = code.transpose(0, 2, 1)
         levels = []
         table, scale_type = TABLES.get(self.p.format), self.p.scale_type
-        minima, groups = self.bits != 6 and table is None, self.block // (16 if self.bits in (2, 6) else 32)
+        minima = self.p.format != "q6_k" and table is None
+        groups = self.block // (16 if self.p.format in ("q2_k", "q6_k") else 32)
         size, type_ = (4, "f32") if scale_type in ("f32", "f32_minima") else (2, "f16")
-        for which in range(1 + minima):
+        if self.p.format in PLANES:  # a scale and a zero point of a block
+            size = SCALE_BYTES[scale_type]
+            end = self.code_bytes + 16 * size
+            d = number(body[:, :, self.code_bytes : end].reshape(self.panels, self.blocks, 16, size), scale_type)
+            zeros = body[:, :, end : end + 16] if self.p.zero_points else np.full(d.shape, 1 << (self.bits - 1))
+            for product in (d, d * zeros):
+                levels.append(np.repeat(self.rows(product.transpose(0, 2, 1)), groups, axis=1))
+        for which in range(1 + minima if not levels else 0):
             at = self.code_bytes + 16 * size * which
             d = number(body[:, :, at : at + 16 * size].reshape(self.panels, self.blocks, 16, size), type_)
             at = self.code_bytes + 32 * (1 + minima) + 16 * groups * which
-            if self.bits == 2:  # of both the same bytes
+            if self.p.format == "q2_k":  # of both the same bytes
                 at = self.code_bytes + 64
                 n = body[:, :, at : at + 16 * groups] >> 4 * which & 15
             elif scale_type in ("f32", "f32_minima", "f16_minima"):

@@ -18,7 +18,7 @@ import ml_dtypes
 import native_kernels as native
 import numpy as np
 import reference
-from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
+from arithmetic import PLANES, Span, assert_within, exactly, quant_linear, quant_moe
 from attention import CACHES, inputs, selecting
 from attention import check as check_attention
 from indexer import check as check_indexer
@@ -69,6 +69,10 @@ FORMATS: dict[str, tuple[tuple[str, ...], float]] = {
     "nf4": (("f32",), 0.5),
     "bnb_fp4": (("f32",), 0.5),
     "q8_min": (("f32_minima",), 74.0),
+    "int2": (WIDE, 1.1),
+    "int3": (WIDE, 2.3),
+    "int5": (WIDE, 9.2),
+    "int6": (WIDE, 18.5),
 }
 #: ranges of exp(a_log): usual, near 1, near 0
 DECAYS = ((0.01, 16.0), (0.01, 16.0), (1e-6, 1e-3), (10.0, 1000.0))
@@ -140,13 +144,15 @@ class Draw:
             group_size = self.one_of(32, 64, 128, 256)
         elif format_[0] == "q":
             group_size = SCHEMES[format_].group_size
+        elif format_ in PLANES and group_size == 16:
+            group_size = 32
         return Kind(
             format_,
             activation_format,
             scale_type,
             -1 if format_ in ("bf16", "f16") else group_size,
             self.one_of(1, 16, 128, self.int(2, 40)) if format_ == "fp8_e4m3" else 1,
-            zero_points=format_ in ("int4", "int8") and self.chance(0.5),
+            zero_points=SCHEMES[format_].integer and self.chance(0.5),
             bias=self.chance(0.4),
             stored=activation_format == "nvfp4" or self.chance(0.5),
             magnitude=float(np.exp2(self.rng.uniform(-12, 12))) if self.chance(0.1) else 1.0,

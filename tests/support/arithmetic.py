@@ -25,8 +25,9 @@ from quantmoe.custom_ops.op import MoESpec
 U, TINY, SECOND = 2.0**-24, 2.0**-150, 1 + 2.0**-10
 LARGEST = float(np.finfo(np.float32).max)
 
-#: formats of 2.10
-GGML = ("q4_k", "q5_k", "q6_k", "q2_k", "q4_1", "q5_1", "nf4", "bnb_fp4", "q8_min")
+#: formats of 2.10, first those whose minima are a scale times a zero point, which may be rounded
+PLANES = ("int2", "int3", "int5", "int6")
+GGML = ("q4_k", "q5_k", "q6_k", "q2_k", "q4_1", "q5_1", "nf4", "bnb_fp4", "q8_min", *PLANES)
 #: float activations: bits after the point, smallest exponent, largest value, features of a group (0: the row)
 FLOATS = {
     "fp8_token": (3, -6, 448.0, 0),
@@ -130,7 +131,8 @@ class Weights:
             columns = np.minimum(self.group, k - self.group * np.arange(self.minima.shape[1])).clip(0)
             terms = np.stack([terms, -columns * self.minima], axis=2).reshape(n, -1)
         sums = terms.cumsum(1)
-        return Span(sums[:, -1], U * (np.abs(terms) + np.abs(sums)).sum(1) + 2 * TINY * terms.shape[1])
+        rounded = np.abs(terms).sum(1) if self.format in PLANES else 0
+        return Span(sums[:, -1], U * ((np.abs(terms) + np.abs(sums)).sum(1) + rounded) + 2 * TINY * terms.shape[1])
 
 
 @dataclass(frozen=True)
@@ -376,6 +378,7 @@ def product(x: Rounded, w: Weights) -> Span:
     value, spread, others = (a if w.perm is None else a[:, w.perm] for a in (x.value, x.spread, x.others))
     dense = np.abs(w.dequantized())
     columns = value + x.shift
+    rounded = U if w.format in PLANES else 0.0  # of a minimum
     acc, error, largest = (np.zeros((p, n)) for _ in range(3))
     with np.errstate(over="ignore", invalid="ignore"):
         values, scales, minima = w.values, w.scales.T, w.minima
@@ -383,8 +386,11 @@ def product(x: Rounded, w: Weights) -> Span:
             acc, error, largest = _stepped_sums(x, w)
             scales = scales[:0]
         if w.two_levels and not x.integers:  # weights are rounded to float32
-            values, scales, minima = w.dequantized(), np.ones_like(scales), None
             error = error + U * np.abs(columns) @ dense.T
+            if minima is not None:
+                of_columns = np.repeat(np.abs(minima), w.group, axis=1)[:, :k]
+                error = error + rounded * np.abs(columns) @ of_columns.T
+            values, scales, minima = w.dequantized(), np.ones_like(scales), None
         for g, scale in enumerate(scales[: -(-k // w.group)]):  # of two levels some may be padding
             part = slice(g * w.group, (g + 1) * w.group)
             dot, inner, reach = _dot(columns[:, part], values[:, part], x.integers)
@@ -392,8 +398,9 @@ def product(x: Rounded, w: Weights) -> Span:
             error = error + np.abs(scale) * inner + U * np.abs(acc) + TINY
             largest = np.maximum(np.maximum(largest, reach), np.abs(acc))
             if minima is not None:
-                acc = acc - columns[:, part].sum(1, keepdims=True) * minima[:, g]
-                error = error + U * np.abs(acc) + TINY
+                subtracted = columns[:, part].sum(1, keepdims=True) * minima[:, g]
+                acc = acc - subtracted
+                error = error + rounded * np.abs(subtracted) + U * np.abs(acc) + TINY
                 largest = np.maximum(largest, np.abs(acc))
         if np.any(x.shift):
             sums = w.row_sums()
@@ -429,6 +436,7 @@ def _stepped_sums(x: Rounded, w: Weights) -> tuple[np.ndarray, np.ndarray, np.nd
     (p, k), n, (group, columns) = x.value.shape, len(w.values), (w.group, x.columns)
     acc, error, largest = (np.zeros((p, n)) for _ in range(3))
     minima, size = w.minima, min(group, columns)
+    rounded = U if w.format in PLANES else 0.0
     for first in range(0, k, columns):
         step = x.steps[:, first // columns][:, None]
         all_, of_step = np.zeros((p, n)), np.zeros((p, n))
@@ -447,7 +455,10 @@ def _stepped_sums(x: Rounded, w: Weights) -> tuple[np.ndarray, np.ndarray, np.nd
             if minima is not None:
                 of_tokens, minimum = x.value[:, part].sum(1, keepdims=True), minima[:, begin // group]
                 acc = acc - of_tokens * minimum
-                error = error + (U * np.abs(of_tokens) + TINY) * np.abs(minimum) + U * np.abs(acc) + TINY
+                minimum_rounded = rounded * np.abs(of_tokens * minimum)
+                error = (
+                    error + (U * np.abs(of_tokens) + TINY) * np.abs(minimum) + minimum_rounded + U * np.abs(acc) + TINY
+                )
                 largest = np.maximum(largest, np.abs(acc))
     if w.channelwise:
         error = error + U * np.abs(acc) + TINY

@@ -5,19 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from arithmetic import GGML, Weights, assert_within, exactly, quant_linear, quant_moe
+from arithmetic import GGML, PLANES, Weights, assert_within, exactly, quant_linear, quant_moe
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix, k_group, levels
 from quantmoe.custom_ops.op import MoESpec, Projection
+from quantmoe.custom_ops.schemes import SCHEMES
 
 
 def weights(m: QuantizedMatrix, p: Projection) -> Weights:
     """The matrix of a node whose projection is ``p``."""
     integer = m.kind in ("int4", "int8", *GGML)
     values, group, minima = m.values(), k_group(m), None
-    if m.scales.dtype.names is None:
+    if m.kind in PLANES:  # a code, less a zero point that is a minimum
+        of_group = np.minimum(
+            np.arange(0, m.shape[1], 32) // (m.shape[1] if m.group_size == -1 else m.group_size), m.scales.shape[1] - 1
+        )
+        values, scales = m.codes.astype(np.float64), m.scales.astype(np.float64)[:, of_group]
+        zeros = np.full_like(m.scales, SCHEMES[m.kind].zero, np.float64) if m.zero_points is None else m.zero_points
+        minima = zeros.astype(np.float64)[:, of_group] * scales
+    elif m.scales.dtype.names is None:
         scales = np.repeat(m.scales.astype(np.float64), m.block_n, axis=0)[: len(m.codes)]
         scales = np.repeat(scales, max(1, m.group_size // group), axis=1)
     else:

@@ -52,6 +52,8 @@ class Case:
         if self.weights[0] in ("bf16", "f16"):
             object.__setattr__(self, "group_size", -1)
         kind, scale_type, _ = self.weights
+        if kind in ("int2", "int3", "int5", "int6") and self.group_size == 16:
+            object.__setattr__(self, "group_size", 32)
         if kind in SCHEMES_OF_BLOCKS and (scale_type not in WIDE_BLOCKS or self.group_size not in (32, 64, 128, 256)):
             object.__setattr__(self, "group_size", SCHEMES[kind].group_size)
 
@@ -213,6 +215,13 @@ GGML = K_QUANTS | {
     "q4_1-f32": ("q4_1", "f32_minima", False),
     "q5_1-f32": ("q5_1", "f32_minima", False),
 }
+#: integers in planes: kind, scale type, zero points
+PLANES = [
+    (kind, scales, (i + j) % 2 == 0)
+    for i, kind in enumerate(("int2", "int3", "int5", "int6"))
+    for j, scales in enumerate(("f32", "f16", "bf16"))
+]
+ONE_PLANE_EACH = [("int2", "f16", True), ("int3", "bf16", False), ("int5", "f32", True), ("int6", "f16", False)]
 #: and what is multiplied by floats only
 TABLES = [("nf4", "f32", False), ("bnb_fp4", "f32", False), ("q8_min", "f32_minima", False)]
 #: formats of FORMAT.md 2.10; types of their scales that come in several group sizes
@@ -221,6 +230,7 @@ SCHEMES_OF_BLOCKS, WIDE_BLOCKS = {kind for kind, _, _ in (*GGML.values(), *TABLE
 WEIGHTS = [
     *GGML.values(),
     *TABLES,
+    *PLANES,
     *((k, s, z) for k in ("int4", "int8") for s in ("f32", "f16", "bf16") for z in (False, True)),
     ("mxfp4", "e8m0", False),
     NVFP4,
@@ -268,6 +278,12 @@ CASES = [
     *(Case(weights=w, pre_scale=True, act_order="split") for w in ONE_OF_EACH),
     Case(weights=FP8, pre_scale=True, activation_format="fp8_tensor", static=False),
     Case(weights=("mxfp4", "e8m0", False), bias=True, activation="swiglu_oai", hidden=90, intermediate=90),
+    *(
+        Case(weights=w, group_size=g, activation_format=a, hidden=290, intermediate=70, bias=True, act_order="split")
+        for w in ONE_PLANE_EACH
+        for a in ("none", *INT8_ACTIVATIONS, "fp8_token")
+        for g in (-1, 96)
+    ),
     *(
         Case(weights=w, activation_format=a, **sizes)
         for w in GGML.values()

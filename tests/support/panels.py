@@ -30,14 +30,19 @@ ROWS = {
     "nf4": 16,
     "bnb_fp4": 16,
     "q8_min": 16,
+    "int2": 16,
+    "int3": 16,
+    "int5": 16,
+    "int6": 16,
 }
 #: formats that are multiplied column by column
 COLUMNS = ("fp8_e4m3", "bf16", "f16")
 INTEGERS = ("int4", "int8")
 #: formats whose row sums are zeros
 TABLES = ("nf4", "bnb_fp4")
-#: formats of 2.10: bits beyond the nibbles; q2_k has no nibbles
-GGML = {"q4_k": 0, "q5_k": 1, "q6_k": 2, "q2_k": 2, "q4_1": 0, "q5_1": 1, "nf4": 0, "bnb_fp4": 0, "q8_min": 0}
+#: formats of 2.10
+PLANES = ("int2", "int3", "int5", "int6")
+GGML = ("q4_k", "q5_k", "q6_k", "q2_k", "q4_1", "q5_1", "nf4", "bnb_fp4", "q8_min", *PLANES)
 
 
 def reference_rows(expert: Expert, spec: MoESpec) -> tuple[np.ndarray, np.ndarray]:
@@ -163,32 +168,38 @@ def _reference_scaled_panels(m: QuantizedMatrix) -> np.ndarray:
 
 
 def _reference_k_panels(m: QuantizedMatrix) -> np.ndarray:
-    """Panels with two levels of scales, minima, or codes that are places in a table: FORMAT.md 2.10."""
-    scales = m.scales if m.scales.dtype.names else m.scales.view([("d", np.float32)])
-    (n, k), blocks, high = m.shape, scales.shape[1], GGML[m.kind]
-    panels, columns = -(-n // 16), m.group_size
+    """Panels with two levels of scales, minima, codes that are places in a table, or planes: FORMAT.md 2.10."""
+    scales = m.scales if m.scales.dtype.names else np.ascontiguousarray(m.scales).view([("d", m.scales.dtype)])
+    (n, k), blocks, bits = m.shape, scales.shape[1], SCHEMES[m.kind].bits
+    panels, columns = -(-n // 16), -(-k // 32) * 32 if m.group_size == -1 else m.group_size
     rows = np.minimum(np.arange(panels * 16), n - 1)
     codes, real = np.zeros((2, panels * 16, blocks * columns), np.uint8)
     codes[:, :k], real[:, :k] = m.codes[rows], 1
     # [panels, blocks, chunks, fours, rows, columns]
     fours = codes.reshape(panels, 16, blocks, columns // 32, 8, 4).transpose(0, 2, 3, 4, 1, 5)
-    planes = [fours[:, :, :, j] & 15 | fours[:, :, :, j + 4] << 4 & 0xF0 for j in range(4)]
-    if m.kind == "q2_k":
-        planes, fours = [], fours << 4
-    if m.kind == "q8_min":
-        planes = [fours[:, :, :, j] for j in range(8)]
-    for plane in range(high):
-        of_plane = range(4 * plane, 4 * plane + 4) if high == 2 else range(8)
-        planes.append(sum((fours[:, :, :, j] >> 4) << (i * high) for i, j in enumerate(of_plane)))
+    planes, low = [], 0
+    for width in (8, 4, 2, 1):  # bits of a code in a byte of its plane
+        if not bits & width:
+            continue
+        for plane in range(width):
+            # a nibble is beside that of 16 columns further
+            of_plane = (plane, plane + 4) if width == 4 else range(8 // width * plane, 8 // width * (plane + 1))
+            part = (fours[:, :, :, j] >> low & (1 << width) - 1 for j in of_plane)
+            planes.append(sum(code << (i * width) for i, code in enumerate(part)))
+        low += width
     body = [np.stack(planes, 3).reshape(panels, blocks, -1)]
     stored = scales[rows].reshape(panels, 16, blocks)
     body += [_bytes(stored[name].transpose(0, 2, 1)).reshape(panels, blocks, -1)
              for name in ("d", "d_min") if name in stored.dtype.names]  # fmt: skip
     body += [_bytes(stored[name].transpose(0, 2, 3, 1)).reshape(panels, blocks, -1)
              for name in ("scales", "minima", "levels") if name in stored.dtype.names]  # fmt: skip
+    middle = np.full(scales.shape, SCHEMES[m.kind].zero, np.uint8)
+    zeros = (middle if m.zero_points is None else m.zero_points)[rows]
+    if m.zero_points is not None:
+        body.append(_bytes(zeros.reshape(panels, 16, blocks).transpose(0, 2, 1)).reshape(panels, blocks, -1))
     sums = np.zeros(panels * 16, np.float32)
-    wide = 16 if high == 2 else 32
-    groups, minima = columns // wide, "d_min" in scales.dtype.names
+    wide = 16 if m.kind in ("q2_k", "q6_k") else 32
+    groups, minima = columns // wide, "d_min" in scales.dtype.names or m.kind in PLANES
     values = (
         ((codes.astype(np.int32) - (32 if m.kind == "q6_k" else 0)) * real * (m.kind not in TABLES))
         .reshape(-1, blocks, groups, wide)
@@ -207,7 +218,11 @@ def _reference_k_panels(m: QuantizedMatrix) -> np.ndarray:
             d = flat["d"][:, b].astype(np.float32) * levels[0][:, b, g]
             sums = sums + values[:, b, g].astype(np.float32) * d
             if minima:
-                minimum = flat["d_min"][:, b].astype(np.float32) * levels[1][:, b, g]
+                minimum = (
+                    d * zeros[:, b].astype(np.float32)
+                    if m.kind in PLANES
+                    else flat["d_min"][:, b].astype(np.float32) * levels[1][:, b, g]
+                )
                 sums = sums - counts[:, b, g].astype(np.float32) * minimum
     bias = np.zeros(panels * 16, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
     tail = [_bytes(a.reshape(panels, 16)) for a in (sums, bias)]

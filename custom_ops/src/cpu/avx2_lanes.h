@@ -1,5 +1,5 @@
 // The lanes of k_tile.h and column_tile.h with AVX2: 8 rows. Products are added up in 16 bits as long as they fit. That
-// is 8 fours of columns with codes of 4 bits (2 * 15 * 128 each), 4 with 5 bits, 2 with 6 bits.
+// is 8 fours of columns with codes of up to 4 bits (2 * 15 * 128 each), 4 with 5 bits, 2 with 6 bits.
 #pragma once
 #include <immintrin.h>
 
@@ -33,8 +33,8 @@ inline __m256 e8m0_to_float(__m128i codes) {
 
 struct Avx2Lanes {
   static constexpr int kRows = 8, kBothTokens = 2, kPairTokens = kMaxTileRows;
-  template <int kHigh>
-  static constexpr int kDots = 8 >> kHigh;
+  template <int kBits>
+  static constexpr int kDots = kBits > 4 ? 8 >> (kBits - 4) : 8;
   using Bytes = __m256i;
   using Floats = __m256;
   struct Sums {
@@ -45,11 +45,20 @@ struct Avx2Lanes {
   static Bytes nibbles(Bytes v) {
     return _mm256_and_si256(high ? _mm256_srli_epi32(v, 4) : v, _mm256_set1_epi8(15));
   }
+  // Bits from `from` on, from `to` on.
+  template <int from, int to>
+  static Bytes moved(Bytes v) {
+    if constexpr (from == to) return v;
+    return from < to ? _mm256_slli_epi32(v, from < to ? to - from : 0)
+                     : _mm256_srli_epi32(v, from < to ? 0 : from - to);
+  }
   template <int from, int count>
+  static Bytes bits(Bytes v) {
+    return _mm256_and_si256(moved<from, 0>(v), _mm256_set1_epi8((1 << count) - 1));
+  }
+  template <int from, int count, int to>
   static Bytes with_bits(Bytes n, Bytes v) {
-    const Bytes moved =
-        from < 4 ? _mm256_slli_epi32(v, from < 4 ? 4 - from : 0) : _mm256_srli_epi32(v, from < 4 ? 0 : from - 4);
-    return _mm256_or_si256(n, _mm256_and_si256(moved, _mm256_set1_epi8(count == 1 ? 0x10 : 0x30)));
+    return _mm256_or_si256(n, _mm256_and_si256(moved<from, to>(v), _mm256_set1_epi8(((1 << count) - 1) << to)));
   }
   static Sums start(int32_t n) { return {_mm256_setzero_si256(), _mm256_set1_epi32(n)}; }
   static void dot(Sums& sums, Bytes codes, const uint8_t* x) {

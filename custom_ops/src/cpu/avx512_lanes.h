@@ -28,7 +28,7 @@ inline __m512 e8m0_to_float(__m128i codes) {
 
 struct Avx512Lanes {
   static constexpr int kRows = 16, kBothTokens = 0, kPairTokens = 12;
-  template <int kHigh>
+  template <int>
   static constexpr int kDots = 8;
   using Bytes = __m512i;
   using Sums = __m512i;
@@ -38,11 +38,21 @@ struct Avx512Lanes {
   static Bytes nibbles(Bytes v) {
     return _mm512_and_si512(high ? _mm512_srli_epi32(v, 4) : v, _mm512_set1_epi8(15));
   }
+  // Bits from `from` on, from `to` on.
+  template <int from, int to>
+  static Bytes moved(Bytes v) {
+    if constexpr (from == to) return v;
+    return from < to ? _mm512_slli_epi32(v, from < to ? to - from : 0)
+                     : _mm512_srli_epi32(v, from < to ? 0 : from - to);
+  }
   template <int from, int count>
+  static Bytes bits(Bytes v) {
+    return _mm512_and_si512(moved<from, 0>(v), _mm512_set1_epi8((1 << count) - 1));
+  }
+  template <int from, int count, int to>
   static Bytes with_bits(Bytes n, Bytes v) {
-    const Bytes moved =
-        from < 4 ? _mm512_slli_epi32(v, from < 4 ? 4 - from : 0) : _mm512_srli_epi32(v, from < 4 ? 0 : from - 4);
-    return _mm512_ternarylogic_epi32(n, moved, _mm512_set1_epi8(count == 1 ? 0x10 : 0x30), 0xf8);  // n | (moved & ..)
+    const Bytes higher = moved<from, to>(v), mask = _mm512_set1_epi8(((1 << count) - 1) << to);
+    return _mm512_ternarylogic_epi32(n, higher, mask, 0xf8);  // n | (higher & mask)
   }
   static Sums start(int32_t n) { return _mm512_set1_epi32(n); }
   static void dot(Sums& sums, Bytes codes, const uint8_t* x) { dot4(sums, codes, x); }

@@ -28,7 +28,6 @@
 // Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "cpu/row_tile.h"
@@ -101,26 +100,27 @@ struct CodePanels {
       }
     }
   }
-  template <int kBits>
+  template <KKind kKind>
   void load_k(const uint8_t* panel, const Piece& piece) {
-    Fours* to = codes;
-    // Of a block, as a power of two: a division takes longer.
-    const int chunks = std::countr_zero(static_cast<uint64_t>(matrix.block)) - 5;
-    for (int64_t column = piece.column; column < piece.column + piece.spans * piece.columns; column += 32, to += 8) {
-      const int64_t at = column / 32, block = at >> chunks;
-      const uint8_t* chunk = panel + block * matrix.block_bytes + (at - (block << chunks)) * KCodes<kBits>::kChunk;
+    int64_t in_block = piece.column % matrix.block;
+    const uint8_t* chunk =
+        panel + piece.column / matrix.block * matrix.block_bytes + in_block / 32 * KCodes<kKind>::kChunk;
+    Fours* const end = codes + piece.spans * piece.columns / 4;
+    for (Fours* to = codes; to < end; to += 8, chunk += KCodes<kKind>::kChunk, in_block += 32) {
+      if (in_block == matrix.block) in_block = 0, chunk += matrix.block_bytes - matrix.codes_bytes;
       for_fours([&](auto four) __attribute__((always_inline)) {
         constexpr int j = decltype(four)::value;
-        for (int v = 0; v < V::kCodeVectors; ++v) to[j][v] = load_codes<V, kBits, j>(chunk + 4 * V::kRows * v);
+        for (int v = 0; v < V::kCodeVectors; ++v)
+          to[j][v] = load_codes<V, KCodes<kKind>::kBits, j>(chunk + 4 * V::kRows * v);
       });
     }
     for (int v = 0; v < V::kCodeVectors; ++v)
       for (int i = 0; i < piece.spans; ++i) {
         const int64_t group = piece.span + i;
-        const LevelsAt<V, kBits> levels(matrix, panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes,
+        const LevelsAt<V, kKind> levels(matrix, panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes,
                                         V::kRows * v);
         scales[i][v] = levels.scale(group % matrix.parts);
-        if constexpr (KCodes<kBits>::kMinima) minima[i][v] = levels.minimum(group % matrix.parts);
+        if constexpr (KCodes<kKind>::kMinima) minima[i][v] = levels.minimum(group % matrix.parts);
       }
   }
 
@@ -170,7 +170,7 @@ struct CodePanels {
           x += 4 * kCodes.fours * M;
         };
         unit(first);
-        if constexpr (kCodes.units == 2) unit(so_far);
+        _Pragma("GCC unroll 4") for (int i = 1; i < kCodes.units; ++i) unit(so_far);
         if constexpr (kCodes.units == 0)
           for (int done = 4 * kCodes.fours; done < columns; done += 4 * kCodes.fours) unit(so_far);
       }
@@ -337,10 +337,10 @@ void multiply_integer_codes(const PanelProduct& product) {
   multiply_row_codes<V, C, Codes{C::kBits, kFours, 0, kZero, kRowStep, false, kOffset}>(product);
 }
 
-template <class V, int kBits, Steps kSteps>
+template <class V, KKind kKind, Steps kSteps>
 void multiply_k_codes(const PanelProduct& product) {
-  using Of = KCodes<kBits>;
-  constexpr int kFours = V::template kFours<4 + Of::kHigh>;
+  using Of = KCodes<kKind>;
+  constexpr int kFours = std::min(Of::kWidth, V::template kFours<Of::kBits>);
   const PanelMatrix& matrix = *product.matrix;
   CodePanels<V> of(matrix);
   for (int64_t index = 0; index < product.panel_count; ++index) {
@@ -350,7 +350,7 @@ void multiply_k_codes(const PanelProduct& product) {
     for_tiles<V>(product, [&](const TokenTile* tiles, int64_t count, int tokens) {
       of.template run<Codes{4, kFours, Of::kWidth / kFours, false, kSteps, Of::kMinima, !Of::kMinima}>(
           tiles, count, tokens, ahead, matrix.stride,
-          [&](const auto& piece) { of.template load_k<kBits>(panel, piece); },
+          [&](const auto& piece) { of.template load_k<kKind>(panel, piece); },
           [&](const TokenTile& tile, int first) {
             const uint8_t* const tail = tile.data + (matrix.kp + 4 * matrix.spans()) * tile.m;
             for (int v = 0; v < V::kCodeVectors; ++v)
@@ -367,13 +367,17 @@ void multiply_k_codes(const PanelProduct& product) {
 // Steps: of a group, or of two with 16 columns.
 template <class V, Steps kSteps>
 void multiply_k_codes(const PanelProduct& product) {
-  const int bits = product.matrix->bits;
+  const KKind kind = k_kind(*product.matrix);
   constexpr Steps kOfPairs = kSteps == kRowStep ? kRowStep : kPairStep;
   if constexpr (V::kLeastGroup == 16) {
-    if (bits == 2) return multiply_k_codes<V, 2, kOfPairs>(product);
-    if (bits == 6) return multiply_k_codes<V, 6, kOfPairs>(product);
+    if (kind == kQ2K) return multiply_k_codes<V, kQ2K, kOfPairs>(product);
+    if (kind == kQ6K) return multiply_k_codes<V, kQ6K, kOfPairs>(product);
   }
-  return bits == 4 ? multiply_k_codes<V, 4, kSteps>(product) : multiply_k_codes<V, 5, kSteps>(product);
+  if (kind == kInt2) return multiply_k_codes<V, kInt2, kSteps>(product);
+  if (kind == kInt3) return multiply_k_codes<V, kInt3, kSteps>(product);
+  if (kind == kInt5) return multiply_k_codes<V, kInt5, kSteps>(product);
+  if (kind == kInt6) return multiply_k_codes<V, kInt6, kSteps>(product);
+  return kind == kBits4 ? multiply_k_codes<V, kBits4, kSteps>(product) : multiply_k_codes<V, kBits5, kSteps>(product);
 }
 
 template <class V, int kFours, int kUnits, Steps kSteps>

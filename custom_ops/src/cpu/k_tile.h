@@ -1,10 +1,10 @@
-// The panels of FORMAT.md 2.10, ggml's types with minima or scales of two levels, for every instruction set: 16 rows.
-// V has kRows of them in its lanes. pack_k_tile packs their tiles. Everything is in an unnamed namespace, as in
-// elementwise.h.
+// The panels of FORMAT.md 2.10, for every instruction set: 16 rows. They are ggml's types with minima or scales of two
+// levels, and integers in planes. V has kRows rows in its lanes. pack_k_tile packs their tiles. Everything is in an
+// unnamed namespace, as in elementwise.h.
 //
 //   a block of a panel                                                of each row and token
 //     codes of 32 columns [four 0 .. 7][row 0 .. 15][4 columns]         s = the int8 products of a group, an integer
-//     ... eight times, or once where a block has 32 columns
+//     ... for each 32 columns of the block
 //     scales and minima   [group][row 0 .. 15]                          sum += scale * s * step - minimum * the
 //                                                                              group's sum of x
 //
@@ -15,11 +15,13 @@
 // V says what Bytes (4 columns of each row), Floats (a number of each row) and Sums (an integer of each row) are:
 //   load(at)                         kRows * 4 bytes
 //   nibbles<high>(bytes)             the low or the high nibble of each
-//   with_bits<from, count>(n, bytes) nibbles n, and bits [from, from + count) of bytes above them
+//   bits<from, count>(bytes)         bits [from, from + count) of each
+//   with_bits<from, count, to>(n, bytes)
+//                                    n, and these bits in the place of its bits from `to` on, which are 0
 //   start(n)                         sums of n
-//   dot(sums, codes, x)              adds codes < 2^(4 + count) times the 4 int8 at x
-//   kDots<count>, settle(sums)       after how many of 4 columns a sum has to be settled: 16-bit sums
-//   floats(sums), halves(at), int8s(at), column<i>(bytes): as Floats, f16, int8 and byte i of each row
+//   dot(sums, codes, x)              adds codes < 2^bits times the 4 int8 at x
+//   kDots<bits>, settle(sums)        after how many of 4 columns a sum has to be settled: 16-bit sums
+//   floats(sums), halves(at), bf16s(at), int8s(at), column<i>(bytes): as Floats, f16, bf16, int8 and byte i of each row
 //   halves_of_bytes<high>(at)        as Floats, the low or the high 4 bits of a byte of each row
 //   Table, table(at), entry<i>(table, bytes): 16 floats, and the ones in the places that byte i of each row says
 //   fma(a, b, c), fma_less, negative_fma a * b + c, a * b - c, c - a * b, rounded once: where there is no such
@@ -29,6 +31,7 @@
 //   kPairTokens                      most tokens of 6-bit codes, whose sums of pairs of groups take registers, too
 //   kBothTokens                      for so many tokens at most, Both<V> multiplies all 16 rows at once
 #pragma once
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
@@ -66,25 +69,50 @@ template <class F>
   body(Number<7>{});
 }
 
-// In place of the bits of a code: it has 4, and is a place in a table.
-constexpr int kTable = 3;
+// Formats that one template reads. kBits8 and kTable are multiplied by floats only.
+enum KKind { kQ2K, kBits4, kBits5, kQ6K, kInt2, kInt3, kInt5, kInt6, kBits8, kTable };
+constexpr int kIntegerKinds = kBits8;  // the others
+inline KKind k_kind(const PanelMatrix& matrix) {
+  switch (matrix.format) {
+    case k_format_q2_k:
+      return kQ2K;
+    case k_format_q6_k:
+      return kQ6K;
+    case k_format_q8_min:
+      return kBits8;
+    case k_format_int2:
+      return kInt2;
+    case k_format_int3:
+      return kInt3;
+    case k_format_int5:
+      return kInt5;
+    case k_format_int6:
+      return kInt6;
+    default:
+      return is_table(matrix.format) ? kTable : matrix.bits == 5 ? kBits5 : kBits4;
+  }
+}
 
-// What the width of a code says. A product takes codes of 2 bits times 16, as if their bits were above 4 others. Scales
-// are divided by 16. Both are exact.
-template <int kBits>
+template <KKind kKind>
 struct KCodes {
-  static constexpr int kHigh = kBits == 2 ? 2 : kBits == kTable ? 0 : kBits - 4;  // bits beyond 4
-  static constexpr bool kMinima = kBits != 6 && kBits != kTable;
-  static constexpr int kWidth = kBits == 2 || kBits == 6 ? 4 : 8;    // fours of columns of a group
-  static constexpr int kChunk = 64 * (kBits == kTable ? 4 : kBits);  // bytes of 32 columns
+  static constexpr int kBits = kKind == kQ2K || kKind == kInt2     ? 2
+                               : kKind == kInt3                    ? 3
+                               : kKind == kBits5 || kKind == kInt5 ? 5
+                               : kKind == kQ6K || kKind == kInt6   ? 6
+                               : kKind == kBits8                   ? 8
+                                                                   : 4;
+  static constexpr bool kInteger = kKind >= kInt2 && kKind <= kInt6;  // one scale a block, and a zero point
+  static constexpr bool kMinima = kKind != kQ6K && kKind != kTable;
+  static constexpr int kWidth = kKind == kQ2K || kKind == kQ6K ? 4 : 8;  // fours of columns of a group
+  static constexpr int kChunk = 64 * kBits;                              // bytes of 32 columns
 };
 
 // Two V one after the other: all 16 rows of a panel, so that memory is read while each half is multiplied.
 template <class V>
 struct Both {
   static constexpr int kRows = 2 * V::kRows, kPairTokens = V::kPairTokens;
-  template <int kHigh>
-  static constexpr int kDots = V::template kDots<kHigh>;
+  template <int kBits>
+  static constexpr int kDots = V::template kDots<kBits>;
   struct Bytes {
     typename V::Bytes v[2];
   };
@@ -100,8 +128,13 @@ struct Both {
     return {{V::template nibbles<high>(a.v[0]), V::template nibbles<high>(a.v[1])}};
   }
   template <int from, int count>
+  static Bytes bits(const Bytes& a) {
+    return {{V::template bits<from, count>(a.v[0]), V::template bits<from, count>(a.v[1])}};
+  }
+  template <int from, int count, int to>
   static Bytes with_bits(const Bytes& n, const Bytes& a) {
-    return {{V::template with_bits<from, count>(n.v[0], a.v[0]), V::template with_bits<from, count>(n.v[1], a.v[1])}};
+    return {{V::template with_bits<from, count, to>(n.v[0], a.v[0]),
+             V::template with_bits<from, count, to>(n.v[1], a.v[1])}};
   }
   static Sums start(int32_t n) { return {{V::start(n), V::start(n)}}; }
   static void dot(Sums& sums, const Bytes& codes, const uint8_t* x) {
@@ -114,6 +147,7 @@ struct Both {
   }
   static Floats floats(const Sums& sums) { return {{V::floats(sums.v[0]), V::floats(sums.v[1])}}; }
   static Floats halves(const uint8_t* at) { return {{V::halves(at), V::halves(at + 2 * V::kRows)}}; }
+  static Floats bf16s(const uint8_t* at) { return {{V::bf16s(at), V::bf16s(at + 2 * V::kRows)}}; }
   static Floats int8s(const uint8_t* at) { return {{V::int8s(at), V::int8s(at + V::kRows)}}; }
   template <bool high>
   static Floats halves_of_bytes(const uint8_t* at) {
@@ -152,18 +186,24 @@ struct Both {
   static void prefetch(const uint8_t* at) { V::prefetch(at); }
 };
 
-// Codes of columns 4j to 4j + 3 of a chunk.
+// Codes of columns 4j to 4j + 3 of a chunk: 4, 2 and 1 of their bits in planes.
 template <class V, int kBits, int j>
 [[gnu::always_inline]] inline typename V::Bytes load_codes(const uint8_t* chunk) {
-  if constexpr (kBits == 2) {
-    return V::template with_bits<2 * (j % 4), 2>(typename V::Bytes{}, V::load(chunk + 64 * (j / 4)));
-  } else if constexpr (kBits == 8) {
+  constexpr int kLow = kBits & 4, kPair = kBits & 2;
+  if constexpr (kBits == 8) {
     return V::load(chunk + 64 * j);
   } else {
-    const typename V::Bytes n = V::template nibbles<(j >= 4)>(V::load(chunk + 64 * (j % 4)));
-    if constexpr (kBits == 4 || kBits == kTable) return n;
-    if constexpr (kBits == 5) return V::template with_bits<j, 1>(n, V::load(chunk + 256));
-    if constexpr (kBits == 6) return V::template with_bits<2 * (j % 4), 2>(n, V::load(chunk + 256 + 64 * (j / 4)));
+    typename V::Bytes n;
+    if constexpr (kLow) n = V::template nibbles<(j >= 4)>(V::load(chunk + 64 * (j % 4)));
+    if constexpr (kPair) {
+      const typename V::Bytes pairs = V::load(chunk + 64 * (kLow + j / 4));
+      if constexpr (kLow)
+        n = V::template with_bits<2 * (j % 4), 2, kLow>(n, pairs);
+      else
+        n = V::template bits<2 * (j % 4), 2>(pairs);
+    }
+    if constexpr (kBits & 1) n = V::template with_bits<j, 1, kLow + kPair>(n, V::load(chunk + 64 * (kLow + kPair)));
+    return n;
   }
 }
 
@@ -176,13 +216,33 @@ struct Ones {
 };
 constexpr Ones kNoLevels;
 
-// Where the scales of a block lie, from its row on.
-template <class V, int kBits>
+// The scale of a block of integers in planes, and its minimum: the scale times the zero point.
+template <class V, KKind kKind>
 struct LevelsAt {
+  typename V::Floats d, d_min;
+  [[gnu::always_inline]] LevelsAt(const PanelMatrix& matrix, const uint8_t* scales, int row) {
+    static_assert(KCodes<kKind>::kInteger);
+    const int size = scale_size(matrix.scale_type);
+    if (size == 4)
+      d = V::load_floats(scales + 4 * row);
+    else
+      d = matrix.scale_type == k_scale_type_f16 ? V::halves(scales + 2 * row) : V::bf16s(scales + 2 * row);
+    if (matrix.zero_points)
+      d_min = V::multiply(d, V::int8s(scales + 16 * size + row));
+    else
+      d_min = V::multiply(d, V::broadcast(static_cast<float>(1 << (KCodes<kKind>::kBits - 1))));
+  }
+  [[gnu::always_inline]] typename V::Floats scale(int64_t) const { return d; }
+  [[gnu::always_inline]] typename V::Floats minimum(int64_t) const { return d_min; }
+};
+// Where the scales of other blocks lie, from its row on.
+template <class V, KKind kKind>
+  requires(!KCodes<kKind>::kInteger)
+struct LevelsAt<V, kKind> {
   const uint8_t *of_group, *of_minimum;
   typename V::Floats d, d_min;
   [[gnu::always_inline]] LevelsAt(const PanelMatrix& matrix, const uint8_t* scales, int row) {
-    constexpr bool kMinima = KCodes<kBits>::kMinima, kTwoLevels = kBits == 2 || kBits == 6;
+    constexpr bool kMinima = KCodes<kKind>::kMinima, kTwoLevels = kKind == kQ2K || kKind == kQ6K;
     if (!kTwoLevels && factor_size(matrix.scale_type) == 4) {
       d = d_min = V::load_floats(scales + 4 * row);
       if constexpr (kMinima) d_min = V::load_floats(scales + 64 + 4 * row);
@@ -191,18 +251,17 @@ struct LevelsAt {
       if constexpr (kMinima) d_min = V::halves(scales + 32 + 2 * row);
     }
     of_group = scales + (kMinima ? 64 : 32) + row;
-    of_minimum = of_group + (kBits == 2 ? 0 : 16 * 8);
-    if constexpr (kBits == 2) d = V::multiply(d, V::broadcast(0.0625f));
+    of_minimum = of_group + (kKind == kQ2K ? 0 : 16 * 8);
     if (!kTwoLevels && !has_levels(matrix.scale_type)) of_group = of_minimum = kNoLevels.of;
   }
   [[gnu::always_inline]] typename V::Floats scale(int64_t group) const {
     const uint8_t* const at = of_group + 16 * group;
-    if constexpr (kBits == 2) return V::multiply(d, V::template halves_of_bytes<false>(at));
+    if constexpr (kKind == kQ2K) return V::multiply(d, V::template halves_of_bytes<false>(at));
     return V::multiply(d, V::int8s(at));
   }
   [[gnu::always_inline]] typename V::Floats minimum(int64_t group) const {
     const uint8_t* const at = of_minimum + 16 * group;
-    if constexpr (kBits == 2) return V::multiply(d_min, V::template halves_of_bytes<true>(at));
+    if constexpr (kKind == kQ2K) return V::multiply(d_min, V::template halves_of_bytes<true>(at));
     return V::multiply(d_min, V::int8s(at));
   }
 };
@@ -226,16 +285,16 @@ template <class V, bool kStepped, class Sum>
 
 // Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
 // fetches: this call asks for the lines kSoon bytes ahead; later calls on the panel do not.
-template <class V, int M, int kBits, bool kWhole, bool kStepped>
+template <class V, int M, KKind kKind, bool kWhole, bool kStepped>
 void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetches, const uint8_t* tile, int tokens,
             int first, float* out, int64_t row_stride) {
-  if constexpr (kStepped && kBits == 6 && M > V::kPairTokens) {
+  if constexpr (kStepped && kKind == kQ6K && M > V::kPairTokens) {
     constexpr int kHalf = (M + 1) / 2;
-    k_tile<V, kHalf, 6, false, true>(matrix, panel, row, fetches, tile, tokens, first, out, row_stride);
-    return k_tile<V, M - kHalf, 6, false, true>(matrix, panel, row, false, tile, tokens, first + kHalf, out,
-                                                row_stride);
+    k_tile<V, kHalf, kKind, false, true>(matrix, panel, row, fetches, tile, tokens, first, out, row_stride);
+    return k_tile<V, M - kHalf, kKind, false, true>(matrix, panel, row, false, tile, tokens, first + kHalf, out,
+                                                    row_stride);
   }
-  using Codes = KCodes<kBits>;
+  using Codes = KCodes<kKind>;
   constexpr int kWidth = Codes::kWidth;
   const int chunks = static_cast<int>(matrix.block / 32);
   const int tile_tokens = kWhole ? M : tokens;
@@ -248,7 +307,7 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetch
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
-    const LevelsAt<V, kBits> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
+    const LevelsAt<V, kKind> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
     const uint8_t* soon = panel + block * matrix.block_bytes + kSoon;
     for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk, soon += 64 * lines) {
       prefetch_lines<V>(soon, lines);
@@ -261,10 +320,11 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetch
             else
               sums[i] = V::start(reinterpret_cast<const int32_t*>(starts)[i]);
           }
-        const typename V::Bytes codes = load_codes<V, kBits, j>(chunk);
+        const typename V::Bytes codes = load_codes<V, Codes::kBits, j>(chunk);
         QM_EACH_TOKEN V::dot(sums[i], codes, x + 4 * i);
         x += 4 * tile_tokens;
-        if constexpr ((j + 1) % V::template kDots<Codes::kHigh> == 0) QM_EACH_TOKEN V::settle(sums[i]);
+        constexpr int kDots = std::min(kWidth, V::template kDots<Codes::kBits>);
+        if constexpr ((j + 1) % kDots == 0) QM_EACH_TOKEN V::settle(sums[i]);
         if constexpr ((j + 1) % kWidth == 0) {
           const int64_t group = chunk_index * 8 / kWidth + j / kWidth;
           const typename V::Floats scale = levels.scale(group);
@@ -295,10 +355,10 @@ void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetch
 }
 
 // The same of float activations, x f32 [kp][tokens].
-template <class V, int M, int kBits, bool kWhole>
+template <class V, int M, KKind kKind, bool kWhole>
 void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool fetches, const uint8_t* tile,
                   int tokens, int first, float* out, int64_t row_stride) {
-  using Codes = KCodes<kBits>;
+  using Codes = KCodes<kKind>;
   constexpr int kWidth = Codes::kWidth;
   const int chunks = static_cast<int>(matrix.block / 32);
   const int tile_tokens = kWhole ? M : tokens;
@@ -309,7 +369,7 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
   for (int64_t block = 0; block < matrix.blocks; ++block) {
     const uint8_t* chunk = panel + block * matrix.block_bytes + 4 * row;
-    const LevelsAt<V, kBits> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
+    const LevelsAt<V, kKind> levels(matrix, panel + block * matrix.block_bytes + matrix.codes_bytes, row);
     const uint8_t* soon = panel + block * matrix.block_bytes + kSoon;
     for (int chunk_index = 0; chunk_index < chunks; ++chunk_index, chunk += Codes::kChunk, soon += 64 * lines) {
       prefetch_lines<V>(soon, lines);
@@ -322,10 +382,10 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool
           scale = levels.scale(group);
           if constexpr (Codes::kMinima) minimum = levels.minimum(group);
         }
-        const typename V::Bytes codes = load_codes<V, kBits, j>(chunk);
+        const typename V::Bytes codes = load_codes<V, Codes::kBits, j>(chunk);
         const auto column = [&](auto byte) __attribute__((always_inline)) {
           typename V::Floats weight;
-          if constexpr (kBits == kTable)
+          if constexpr (kKind == kTable)
             weight = V::multiply(V::template entry<decltype(byte)::value>(table, codes), scale);
           else if constexpr (Codes::kMinima)
             weight = V::fma_less(V::template column<decltype(byte)::value>(codes), scale, minimum);
@@ -349,24 +409,22 @@ void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, bool
 using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, bool, const uint8_t*, int, int, float*, int64_t);
 template <class V, bool kWhole, int... M>
 constexpr auto k_tiles(std::integer_sequence<int, M...>) {
-  struct KTiles {
-    KTile floats[6][sizeof...(M)];    // [bits: 2, 4, 5, 6, 8, kTable][tokens - 1]
-    KTile codes[2][4][sizeof...(M)];  // [stepped][bits][tokens - 1]
+  struct OfKind {
+    KTile of[sizeof...(M)];  // [tokens - 1]
   };
-  return KTiles{{{k_float_tile<V, M + 1, 2, kWhole>...},
-                 {k_float_tile<V, M + 1, 4, kWhole>...},
-                 {k_float_tile<V, M + 1, 5, kWhole>...},
-                 {k_float_tile<V, M + 1, 6, kWhole>...},
-                 {k_float_tile<V, M + 1, 8, kWhole>...},
-                 {k_float_tile<V, M + 1, kTable, kWhole>...}},
-                {{{k_tile<V, M + 1, 2, kWhole, false>...},
-                  {k_tile<V, M + 1, 4, kWhole, false>...},
-                  {k_tile<V, M + 1, 5, kWhole, false>...},
-                  {k_tile<V, M + 1, 6, kWhole, false>...}},
-                 {{k_tile<V, M + 1, 2, kWhole, true>...},
-                  {k_tile<V, M + 1, 4, kWhole, true>...},
-                  {k_tile<V, M + 1, 5, kWhole, true>...},
-                  {k_tile<V, M + 1, 6, kWhole, true>...}}}};
+  struct KTiles {
+    OfKind floats[kTable + 1], codes[2][kIntegerKinds];  // [kind], [stepped][kind]
+  } all{};
+  const auto each = [&]<int... kind>(std::integer_sequence<int, kind...>, const auto& made) {
+    (made(std::integral_constant<KKind, static_cast<KKind>(kind)>{}), ...);
+  };
+  each(std::make_integer_sequence<int, kTable + 1>{},
+       [&](auto kind) { all.floats[kind] = {{k_float_tile<V, M + 1, decltype(kind)::value, kWhole>...}}; });
+  each(std::make_integer_sequence<int, kIntegerKinds>{}, [&](auto kind) {
+    all.codes[0][kind] = {{k_tile<V, M + 1, decltype(kind)::value, kWhole, false>...}};
+    all.codes[1][kind] = {{k_tile<V, M + 1, decltype(kind)::value, kWhole, true>...}};
+  });
+  return all;
 }
 
 // The tiles of a product's format for 1 to kMost tokens.
@@ -374,8 +432,8 @@ template <class V, int kMost, bool kWhole>
 const KTile* k_tiles_of(const PanelProduct& product) {
   static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& matrix = *product.matrix;
-  const int bits = is_table(matrix.format) ? 5 : matrix.bits == 8 ? 4 : matrix.bits == 2 ? 0 : matrix.bits - 3;
-  return product.quantized ? kTiles.codes[matrix.stepped][bits] : kTiles.floats[bits];
+  const KKind kind = k_kind(matrix);
+  return product.quantized ? kTiles.codes[matrix.stepped][kind].of : kTiles.floats[kind].of;
 }
 
 // kMost: tokens at a time. Tiles have as many at most where kWhole.

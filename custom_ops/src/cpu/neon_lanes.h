@@ -10,7 +10,7 @@ namespace {
 
 struct NeonLanes {
   static constexpr int kRows = 8, kBothTokens = 0, kPairTokens = kMaxTileRows;
-  template <int kHigh>
+  template <int>
   static constexpr int kDots = 8;
   struct Bytes {
     uint8x16_t v[2];
@@ -27,18 +27,22 @@ struct NeonLanes {
     if constexpr (high) return {{vshrq_n_u8(a.v[0], 4), vshrq_n_u8(a.v[1], 4)}};
     return {{vandq_u8(a.v[0], vdupq_n_u8(15)), vandq_u8(a.v[1], vdupq_n_u8(15))}};
   }
+  // Bits [from, from + count) of each byte, from `to` on.
+  template <int from, int count, int to>
+  static uint8x16_t moved(uint8x16_t bytes) {
+    if constexpr (from <= to)
+      bytes = vshlq_n_u8(bytes, to - from);
+    else
+      bytes = vshrq_n_u8(bytes, from - to);
+    return vandq_u8(bytes, vdupq_n_u8(((1 << count) - 1) << to));
+  }
   template <int from, int count>
+  static Bytes bits(const Bytes& a) {
+    return {{moved<from, count, 0>(a.v[0]), moved<from, count, 0>(a.v[1])}};
+  }
+  template <int from, int count, int to>
   static Bytes with_bits(const Bytes& n, const Bytes& a) {
-    const uint8x16_t mask = vdupq_n_u8(count == 1 ? 0x10 : 0x30);
-    const auto one = [&](uint8x16_t nibble, uint8x16_t bits) {
-      uint8x16_t moved;
-      if constexpr (from <= 4)
-        moved = vshlq_n_u8(bits, 4 - from);
-      else
-        moved = vshrq_n_u8(bits, from - 4);
-      return vorrq_u8(nibble, vandq_u8(moved, mask));
-    };
-    return {{one(n.v[0], a.v[0]), one(n.v[1], a.v[1])}};
+    return {{vorrq_u8(n.v[0], moved<from, count, to>(a.v[0])), vorrq_u8(n.v[1], moved<from, count, to>(a.v[1]))}};
   }
   static Sums start(int32_t n) { return {{vdupq_n_s32(n), vdupq_n_s32(n)}}; }
   static void dot(Sums& sums, const Bytes& codes, const uint8_t* x) {

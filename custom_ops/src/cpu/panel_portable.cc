@@ -36,14 +36,16 @@ struct GroupLevels {
 };
 GroupLevels load_levels(const PanelMatrix& matrix, const uint8_t* panel, int64_t group, int row) {
   const uint8_t* block = panel + group / matrix.parts * matrix.block_bytes + matrix.codes_bytes;
-  const bool minima = has_minima(matrix.format);
-  const int factors = 16 * factor_size(matrix.scale_type);  // bytes
-  const KLevels levels = k_levels(matrix, block + (minima ? 2 : 1) * factors + row, group % matrix.parts, 16);
+  const int stored = stored_factors(matrix.format), factors = 16 * factor_size(matrix.scale_type);  // bytes
+  const KLevels levels = k_levels(matrix, block + stored * factors + row, group % matrix.parts, 16);
   const auto product = [&](const uint8_t* of_block, int level) {
-    const float factor = factors == 64 ? load<float>(of_block, row) : half_to_float(load<uint16_t>(of_block, row));
+    const float factor = factors == 64                            ? load<float>(of_block, row)
+                         : matrix.scale_type == k_scale_type_bf16 ? bfloat_to_float(load<uint16_t>(of_block, row))
+                                                                  : half_to_float(load<uint16_t>(of_block, row));
     return factor * static_cast<float>(level);
   };
-  return {product(block, levels.scale), minima ? product(block + factors, levels.minimum) : 0.0f};
+  const bool minima = has_minima(matrix.format);
+  return {product(block, levels.scale), minima ? product(block + (stored - 1) * factors, levels.minimum) : 0.0f};
 }
 
 // Some columns of one row of a panel, decoded.
@@ -60,13 +62,7 @@ void decode_k(const PanelMatrix& matrix, const uint8_t* panel, int row, Decoded&
     const int column = static_cast<int>(k % 32), quad = column / 4;
     const uint8_t* chunk = panel + k / matrix.block * matrix.block_bytes + k % matrix.block / 32 * (64 * matrix.bits) +
                            4 * row + column % 4;
-    const auto nibble = [&] { return chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15; };
-    const auto pair = [&](const uint8_t* planes) { return planes[quad / 4 * 64] >> quad % 4 * 2 & 3; };
-    const int32_t value = matrix.bits == 2   ? pair(chunk)
-                          : matrix.bits == 4 ? nibble()
-                          : matrix.bits == 8 ? chunk[quad * 64]
-                          : matrix.bits == 5 ? nibble() | (chunk[256] >> quad & 1) << 4
-                                             : (nibble() | pair(chunk + 256) << 4) - 32;
+    const int32_t value = plane_code(chunk, quad, matrix.bits) - (matrix.format == k_format_q6_k ? 32 : 0);
     const GroupLevels levels = load_levels(matrix, panel, k / matrix.group(), row);
     out.values[k - out.first] = value;
     const float number = matrix.format == k_format_nf4       ? kNf4[value]

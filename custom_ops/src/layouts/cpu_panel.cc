@@ -18,9 +18,9 @@ constexpr int32_t kMaxZeroPointBlock = 32768;
 // Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
 const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n, bool zero_points) {
   const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
-  if (format < k_format_int4 || format > k_format_q8_min)
+  if (format < k_format_int4 || format > k_format_int6)
     return "it carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16, q4_k, q5_k, q6_k, q2_k, q4_1, q5_1, nf4, "
-           "bnb_fp4, q8_min";
+           "bnb_fp4, q8_min, int2, int3, int5, int6";
   if (is_k(format) && !takes_k_scales(format, group_size, scale_type)) return kKScales;
   if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
     return "group_size must be -1, 16 or a multiple of 32 up to 65536";
@@ -33,7 +33,7 @@ const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type,
     return "bf16 and f16 have one f32 scale a row, of 1";
   if (block_n < 1 || block_n > 65536 || (block_n != 1 && format != k_format_fp8_e4m3))
     return "block_n must be 1, or for fp8_e4m3 1 to 65536";
-  if (zero_points && !is_integer(format)) return "only integer codes have zero points";
+  if (zero_points && !takes_zero_point(format)) return "only integer codes have zero points";
   if (zero_points && group_size > 32768) return "with zero points group_size must be at most 32768";
   return nullptr;
 }
@@ -217,12 +217,12 @@ void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64
   int64_t rows[kMaxRows];
   panel_rows(source, matrix, panel, rows);
   const int size = scale_size(matrix.scale_type), width = static_cast<int>(matrix.group());
-  const bool minima = has_minima(matrix.format);
-  const int low = matrix.bits == 2 || matrix.bits == 8 ? 0 : 4,
-            high = matrix.bits - low;  // bits in planes of each kind
-  const int zero = matrix.format == k_format_q6_k ? 32 : 0, factors = minima ? 2 : 1;
+  const bool minima = has_minima(matrix.format), integer = is_plane_integer(matrix.format);
+  // Bits of a code in planes of each kind.
+  const int low = matrix.bits == 8 ? 0 : matrix.bits & 4, pair = matrix.bits & 2, last = matrix.bits & 1;
+  const int zero = matrix.format == k_format_q6_k ? 32 : 0, factors = stored_factors(matrix.format);
   const int factor = factor_size(matrix.scale_type), levels = size - factor * factors;
-  const int32_t factor_type = factor == 4 ? k_scale_type_f32 : k_scale_type_f16;
+  const int32_t factor_type = factor == 4 ? k_scale_type_f32 : integer ? matrix.scale_type : k_scale_type_f16;
   uint8_t* const tail = out + matrix.tail();
   float sums[kMaxRows] = {};
   for (int64_t block = 0; block < matrix.blocks; ++block, out += matrix.block_bytes) {
@@ -238,6 +238,13 @@ void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64
       }
       stored += factor * factors;
       for (int i = 0; i < levels; ++i) of_groups[16 * i + row] = stored[i];
+      uint8_t zero_point = static_cast<uint8_t>(1 << (matrix.bits - 1));
+      if (integer) {
+        units[1] = units[0];
+        if (source.zero_points) zero_point = source.zero_points[rows[row] * matrix.blocks + block];
+        if (matrix.zero_points) of_groups[row] = zero_point;
+        stored = &zero_point;
+      }
       const uint8_t* const row_codes = static_cast<const uint8_t*>(source.codes) + rows[row] * matrix.k;
       for (int group = 0; group < matrix.parts; ++group) {
         int32_t sum = 0, columns = 0;
@@ -246,10 +253,10 @@ void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64
           const int code = row_codes[block * matrix.block + column], quad = static_cast<int>(column % 32 / 4);
           uint8_t* const chunk = out + column / 32 * (64 * matrix.bits) + 4 * row + column % 4;
           sum += is_table(matrix.format) ? 0 : code - zero;
+          if (matrix.bits == 8) chunk[64 * quad] = static_cast<uint8_t>(code);
           if (low) chunk[quad % 4 * 64] |= static_cast<uint8_t>((code & 15) << (quad < 4 ? 0 : 4));
-          if (high == 8) chunk[64 * quad] = static_cast<uint8_t>(code);
-          if (high == 1) chunk[256] |= static_cast<uint8_t>((code >> low & 1) << quad);
-          if (high == 2) chunk[64 * low + quad / 4 * 64] |= static_cast<uint8_t>((code >> low & 3) << quad % 4 * 2);
+          if (pair) chunk[64 * (low + quad / 4)] |= static_cast<uint8_t>((code >> low & 3) << quad % 4 * 2);
+          if (last) chunk[64 * (low + pair)] |= static_cast<uint8_t>((code >> (low + pair) & 1) << quad);
         }
         const KLevels of_group = k_levels(matrix, stored, group, 1);
         sums[row] = sums[row] + static_cast<float>(sum) * (units[0] * static_cast<float>(of_group.scale));
@@ -306,15 +313,9 @@ void unpack_codes(const PanelMatrix& matrix, const uint8_t* panel, int row, void
                               block[column / 32 * 128 + (column % 16 / 8 * 8 + row) * 8 + column % 8] ^ flip;
                           return column % 32 < 16 ? pair & 15 : pair >> 4;
                         });
-  unpack_codes(matrix, panel, bytes, [&, high = matrix.bits - 4](const uint8_t* block, int64_t column) {
-    const int quad = static_cast<int>(column % 32 / 4);
-    const uint8_t* const chunk = block + column / 32 * (64 * matrix.bits) + 4 * row + column % 4;
-    if (matrix.bits == 2) return chunk[quad / 4 * 64] >> quad % 4 * 2 & 3;
-    if (matrix.bits == 8) return int{chunk[quad * 64]};
-    int code = chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15;
-    if (high == 1) code |= (chunk[256] >> quad & 1) << 4;
-    if (high == 2) code |= (chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3) << 4;
-    return code;
+  unpack_codes(matrix, panel, bytes, [&](const uint8_t* block, int64_t column) {
+    return plane_code(block + column / 32 * (64 * matrix.bits) + 4 * row + column % 4,
+                      static_cast<int>(column % 32 / 4), matrix.bits);
   });
 }
 
@@ -334,12 +335,13 @@ void unpack_scales(const PanelMatrix& matrix, const uint8_t* panel, int row, int
     if (zeros) zeros[group] = block[matrix.zeros() + place];
   }
   const int factor = factor_size(matrix.scale_type);
-  const int before = factor * (has_minima(matrix.format) ? 2 : 1);  // factors, then bytes of the groups
+  const int before = factor * stored_factors(matrix.format);  // factors, then bytes of the groups
   for (int64_t b = 0; b < matrix.blocks && is_k(matrix.format); ++b, scales += size) {
     const uint8_t* const of_rows = panel + b * matrix.block_bytes + matrix.codes_bytes;
     for (int i = 0; i < before; i += factor)
       std::memcpy(scales + i, of_rows + 16 * i + factor * row, static_cast<size_t>(factor));
     for (int i = before; i < size; ++i) scales[i] = of_rows[16 * i + row];
+    if (zeros) zeros[b] = of_rows[16 * size + row];
   }
 }
 

@@ -83,11 +83,24 @@ inline PanelMatrix panel_matrix(const qm_projection& weights, int64_t n, int64_t
   return matrix;
 }
 
-// The factors of a group's scale and minimum, FORMAT.md 2.10. of_block: a row's, each `apart` bytes from the next.
+// The code of one of four columns `quad` of FORMAT.md 2.10. chunk: the row's byte of the column in the first plane.
+inline int plane_code(const uint8_t* chunk, int quad, int bits) {
+  if (bits == 8) return chunk[64 * quad];
+  const int low = bits & 4, pair = bits & 2;
+  int code = low ? chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15 : 0;
+  if (pair) code |= (chunk[64 * (low + quad / 4)] >> quad % 4 * 2 & 3) << low;
+  if (bits & 1) code |= (chunk[64 * (low + pair)] >> quad & 1) << (low + pair);
+  return code;
+}
+
+// The factors of a group's scale and minimum, FORMAT.md 2.10. of_block: a row's bytes after its block's factors, each
+// `apart` bytes from the next.
 struct KLevels {
   int scale, minimum;
 };
 inline KLevels k_levels(const PanelMatrix& matrix, const uint8_t* of_block, int64_t group, int apart) {
+  if (is_plane_integer(matrix.format))
+    return {1, matrix.zero_points ? static_cast<int8_t>(of_block[0]) : 1 << (matrix.bits - 1)};
   if (!has_levels(matrix.scale_type)) return {1, 1};
   const uint8_t first = of_block[group * apart];
   if (matrix.scale_type == k_scale_type_k16_minima) return {first & 15, first >> 4};
