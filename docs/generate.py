@@ -22,9 +22,10 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
 from quantmoe.exporter.reading.formats import FORMATS, REFUSED
 from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
+from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gguf import REFUSED as REFUSED_TYPES
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
-from quantmoe.exporter.reading.gguf.blocks import CARRIED
+from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.families import FAMILIES
 from quantmoe.exporter.reading.gguf.header import TYPES
 
@@ -200,29 +201,37 @@ def refused_types() -> str:
     return table(["type", "reason"], [[names(kinds), reason] for reason, kinds in reasons.items()])
 
 
-def tools() -> str:
-    """Return the checkpoint formats, and the methods that are refused."""
+def formats() -> str:
+    """Return tools' formats and the types of GGUF files: how they are exported, and what is refused."""
     rows = [
-        [read.tool or format.name, read.what, read.exported, read.cuda, names(read.tests)]
+        [read.tool or format.name, read.what, read.exported, on_gpus(read.cuda, read.exported), names(read.tests)]
         for format in (*FORMATS, Unquantized)
         for read in format.reads
+        if format is not GGML
     ]
-    rows += [[f"`{method}`", why, "refused", "", ""] for method, why in REFUSED.items()]
-    return table(["tool", "what is read", "exported", "CUDA", "test"], rows)
-
-
-def ggml_types() -> str:
-    """Return the types of GGUF files, and how they are carried."""
-    rows = []
     for kind, weights, size in TYPES.values():
-        stored = 8 * size / weights
         if kind in CARRIED:
-            block = CARRIED[kind]
-            bits = SCHEMES[block.kind].bits + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
-            rows.append([kind, f"{stored:.5g}", "wider" if bits > stored else "same", f"{bits:.5g}", block.cuda])
+            block, stored = CARRIED[kind], 8 * size / weights
+            cpu, gpu = (carried(kind, stored, block) for kind in (block.own or block.kind, block.kind))
+            rows.append(["llama.cpp", f"GGUF {kind}", cpu, on_gpus(block.cuda, gpu), "`test_what_is_said_of_a_type`"])
         elif why := REFUSED_TYPES.get(kind):
-            rows.append([kind, "", f"refused: it {why}", "", ""])
-    return table(["type", "bits in the file", "exported", "bits exported", "CUDA"], rows)
+            rows.append(["llama.cpp", f"GGUF {kind}", f"refused: it {why}", "refused", "`test_refused_blocks`"])
+    rows += [
+        [f"`{method}`", "", f"refused: {why}", "refused", "`test_unsupported_is_named`"]
+        for method, why in REFUSED.items()
+    ]
+    return table(["tool", "what is read", "CPU", "CUDA, TensorRT", "test"], rows)
+
+
+def on_gpus(cuda: str, exported: str) -> str:
+    """Return the cell of CUDA: what is exported for it."""
+    return {"yes": exported, "yes *": f"{exported} *", "no": "refused"}.get(cuda, cuda)
+
+
+def carried(kind: str, stored: float, block: Block) -> str:
+    """Return how a type of GGUF files is carried, with the bits of a weight."""
+    bits = SCHEMES[kind].bits + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
+    return f"wider: {bits:.5g} bits for {stored:.5g}" if bits > stored else f"same: {bits:.5g} bits"
 
 
 def gguf_architectures() -> str:
@@ -262,8 +271,7 @@ def kernels() -> str:
 TABLES = {
     "model-types": model_types,
     "refused-types": refused_types,
-    "tools": tools,
-    "ggml-types": ggml_types,
+    "formats": formats,
     "gguf-architectures": gguf_architectures,
     "metadata": metadata,
     "entries": entries,

@@ -456,14 +456,14 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
         The kind of the node's attributes, the scheme in the tool's words, the module, and the verdict of each layout
         with default activations.
     """
+    formats = {layout: format.with_widths(of_layout(layout).own_widths) for layout in LAYOUTS}
     for layer in moe_layers(format):
-        own = layer.groups()
-        for group in own:
+        for group in layer.groups():
             found = [
                 Candidate(layout, None, reason)
-                if (reason := _no_parts(own, layout))
-                else layer_candidate(group, layout, of_layout(layout).default_activations)
-                for layout in LAYOUTS
+                if (reason := _no_parts(replace(layer, format=own).groups(), layout))
+                else layer_candidate(replace(group, format=own), layout, of_layout(layout).default_activations)
+                for layout, own in formats.items()
             ]
             yield MoESpec, group.scheme_text, group.title, found
     names = (name.removesuffix(".weight") for name in format.parameters() if name.endswith(".weight"))
@@ -471,7 +471,8 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
     of = {part: parts for parts in groups(format, quantized).values() for part in parts}
     for module in quantized:
         found = [
-            linear_candidate(format, of[module], layout, of_layout(layout).default_activations) for layout in LAYOUTS
+            linear_candidate(own, of[module], layout, of_layout(layout).default_activations)
+            for layout, own in formats.items()
         ]
         yield LinearSpec, format.scheme_of(module).text, module, found
 

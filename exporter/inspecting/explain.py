@@ -12,6 +12,7 @@ from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.targets import CPU
 
 
 def explain(path: str | Path) -> list[dict[str, Any]]:
@@ -30,7 +31,7 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
         return _model(path)
     ckpt = open_checkpoint(path)
     check_companions(ckpt)
-    format = find_format(ckpt)
+    format = find_format(ckpt).with_widths(CPU.own_widths)
     found: dict[Any, dict[str, Any]] = {}
     for kind, text, module, verdicts in candidates(format):
         key = (kind, text, *(verdict.reason.replace(module, "") for verdict in verdicts))

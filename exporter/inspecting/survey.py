@@ -20,7 +20,7 @@ from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import Format, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf import GGUF
-from quantmoe.exporter.targets import TARGETS
+from quantmoe.exporter.targets import CPU, TARGETS
 
 
 def is_model(path: Path) -> bool:
@@ -64,7 +64,7 @@ def survey(path: str | Path) -> dict[str, Any]:
         return found | {"refused": dict.fromkeys(TARGETS, str(error))}
     found |= {"model_type": ckpt.text_config.get("model_type"), "tensors": _tensors(ckpt)}
     try:
-        format, reason = find_format(ckpt), ""
+        format, reason = find_format(ckpt).with_widths(CPU.own_widths), ""
     except CheckpointError as error:
         if ckpt.quantization:
             return found | {"refused": dict.fromkeys(TARGETS, str(error))}
@@ -78,7 +78,9 @@ def survey(path: str | Path) -> dict[str, Any]:
         found["types"] = types(format.outline())
     for name, target in TARGETS.items() if not reason else ():
         try:
-            nodes = choose_experts(format, target.layout, target.default_activations, "exact")
+            nodes = choose_experts(
+                format.with_widths(target.own_widths), target.layout, target.default_activations, "exact"
+            )
             if not target.library:
                 check_floats(format, nodes)  # of the graph that it has by default
                 if module := _short_convolution(format):

@@ -55,6 +55,7 @@ class Target:
         token_rows: one TokenRows node says where a batch's tokens are.
         latent_ups: the node of latent attention expands the latent itself.
         packed_tables: formats of embeddings that are looked up as they are packed; None: all.
+        own_widths: kernels take integers of 2, 3, 5 and 6 bits.
         max_elements: of one tensor; None: no limit.
         act_orders_apart: gate and up of different act-orders lie beside each other, each with the columns of both.
         chunk: prompt tokens in one step.
@@ -97,6 +98,7 @@ class Target:
     token_rows: bool = False
     latent_ups: bool = True
     packed_tables: tuple[str, ...] | None = ()
+    own_widths: bool = False
     max_elements: int | None = None
     act_orders_apart: bool = False
     chunk: int

@@ -47,6 +47,7 @@ CPU = Target(
     options=frozenset(("mtp", "eagle3", "state_window", "vision", "tensor_parallel", "paged")),
     passes=("fused_norms.fuse", "fused_norms.type_fused_norms", "fused_norms.spell_norms"),
     packed_tables=None,
+    own_widths=True,
     session_chooses_logits=True,
     chunk=512,
     reserve=512 << 20,

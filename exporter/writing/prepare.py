@@ -193,7 +193,7 @@ def prepare(
     if part is not None and options.expert_map is not None:
         routed = {layer.index: layer.num_experts for layer in moe_layers(format)}
         part = replace(part, placements=placements(Path(options.expert_map), part.world, routed))
-    format.slice = part
+    format.slice, format.own_widths = part, options.facts.own_widths
     formats, layout = formats_of(format, options.drafter), options.layout
     floats = options.graph_type if options.facts.own_floats else None
     experts = [

@@ -99,19 +99,23 @@ def test_other_bits_of_compressed_tensors(bits: int, symmetric: bool, storage: s
     config = {"quant_method": "compressed-tensors", "format": storage, "config_groups": {"g": {"targets": ["Linear"]}}}
     config["config_groups"]["g"]["weights"] = weights
     format = find_format(open_checkpoint(write_checkpoint(tmp_path, {f"m.{k}": v for k, v in tensors.items()}, config)))
-    matrix, kind = format.matrix("m"), "int4" if bits < 4 else "int8"
     less = np.repeat(zeros.numpy(), g, axis=1).astype(np.float32) * (not symmetric)
     want = (values.numpy() - less) * np.repeat(scales, g, axis=1)
-    np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
-    assert (matrix.kind, format.outline().matrix("m").kind) == (kind, kind)
-    wider = f", carried as {kind}: {kind[3:]} bits a code, packed they would be {bits}"
-    assert format.scheme("m").text.endswith(wider) == packed
+    for own in (False, True):
+        carrier = format.with_widths(own)
+        matrix, kind = carrier.matrix("m"), "int4" if bits < 4 else "int8"
+        if own and bits < 7:
+            kind = f"int{bits}"
+        np.testing.assert_array_equal(matrix.dequantize(np.float32), want)
+        assert (matrix.kind, carrier.outline().matrix("m").kind) == (kind, kind)
+        wider = f", carried as {kind}: {kind[3:]} bits a code, packed they would be {bits}"
+        assert carrier.scheme("m").text.endswith(wider) == (packed and kind in ("int4", "int8"))
 
 
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_codes_of_2_and_3_bits(bits: int, v2: bool, tmp_path: Path) -> None:
-    """Carried as int4's, in act-order and with every zero point."""
+    """As they are, or carried as int4's, in act-order and with every zero point."""
     rng, (n, k, g) = np.random.default_rng(bits), (64, 128, 32)
     matrix = QuantizedMatrix(
         kind="int4",
@@ -127,6 +131,10 @@ def test_codes_of_2_and_3_bits(bits: int, v2: bool, tmp_path: Path) -> None:
     format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, config)))
     np.testing.assert_array_equal(format.matrix("m").dequantize(), matrix.dequantize())
     assert f"carried as int4: 4 bits a code, packed they would be {bits}" in format.scheme("m").text
+    own = format.with_widths(True)
+    np.testing.assert_array_equal(own.matrix("m").dequantize(), matrix.dequantize())
+    assert own.matrix("m").kind == own.scheme("m").format == f"int{bits}"
+    assert "carried" not in own.scheme("m").text
 
 
 @BY_ID

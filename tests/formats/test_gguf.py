@@ -571,15 +571,21 @@ def test_what_is_said_of_a_type(kind: str, tmp_path: Path) -> None:
     """By a dry run and the page: the bits of packed rows without the numbers of whole rows, and which kernels run."""
     weights, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     path = small_file(tmp_path / "model.gguf", kind, random_blocks(kind, 2, 256))
-    ((_, spec),) = next(iter(choose_experts(find_format(open_checkpoint(path)), "cpu_panel", None, "exact").values()))
+    format = find_format(open_checkpoint(path))
+    ((_, spec),) = next(iter(choose_experts(format.with_widths(True), "cpu_panel", None, "exact").values()))
     of_rows = 256 * (12 if spec.w2.format in ("mxfp4", "nvfp4") else 8)
     bits, own = (cpu_panel.row_bytes(spec, "w2") - of_rows) * 8 / 256**2, 8 * octets / weights
     said, cuda = survey(path)["types"][0]["scheme"], survey(path)["refused"]["cuda"]
     wider = f", carried as {spec.w2.format}: {bits:.4g} bits a weight, the file has {own:.4g}"
     assert said == f"GGUF {kind}{wider if bits > own else ''}"
-    runs = "yes *" if cuda.endswith("--scales bf16") else "no" if cuda else "yes"
-    cells = [kind, f"{own:.5g}", "wider" if bits > own else "same", f"{bits:.5g}", runs]
-    assert cells in pages.rows("ggml-types")
+    carried = f"wider: {bits:.5g} bits for {own:.5g}" if bits > own else f"same: {bits:.5g} bits"
+    on_gpus = "refused" if cuda else carried
+    if cuda.endswith("--scales bf16"):
+        on_gpus = f"{carried} *"
+    elif not cuda and moe_layers(format)[0].scheme.format != spec.w13.format:
+        wide = bits + (3 if kind == "Q5_0" else 2)
+        on_gpus = f"wider: {wide:.5g} bits for {own:.5g}"
+    assert ["llama.cpp", f"GGUF {kind}", carried, on_gpus, "`test_what_is_said_of_a_type`"] in pages.rows("formats")
 
 
 def test_inspect_shows_types(capsys: pytest.CaptureFixture[str]) -> None:

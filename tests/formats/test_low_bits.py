@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import same_matrix, write_checkpoint
+from checkpoints import make_gptq_checkpoint, same_matrix, write_checkpoint
 from encoders import CASES, bitsandbytes, hqq, random_matrix
 from sweeps import every
 
@@ -36,6 +36,25 @@ def test_logits_are_transformers(name: str, tmp_path: Path) -> None:
     generator = Generator(tmp_path / "out")
     found = generator.step(ids, generator.start())[0].reshape(ids.size, -1)
     model = dequantized(Skeleton(find_format(open_checkpoint(FIXTURES / name))))
+    with torch.no_grad():
+        want = model(torch.from_numpy(ids)).logits[0].numpy()
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("bits", "target"), [(3, "cpu"), *every([(2, "cpu"), (3, "ort")])])
+def test_gptq_of_few_bits(bits: int, target: str, tmp_path: Path) -> None:
+    """In act-order with zero points: as the checkpoint has them on the CPU, in 4 bits where no kernel takes them."""
+    source = make_gptq_checkpoint(tmp_path / "source", bits=bits, sym=False, desc_act=target == "cpu")
+    options = {"cache": "f32"} if target == "cpu" else {}
+    report = export(source, tmp_path / "out", target=target, activations="float", logits="all", **options)
+    kinds = {spec.w13.format for _, spec in report.layers.values()} | {
+        spec.w.format for _, spec in report.linears.values()
+    }
+    assert kinds - {"bf16"} == {f"int{bits}" if target == "cpu" else "int4"}
+    ids = np.arange(3, 23)[None]
+    generator = Generator(tmp_path / "out")
+    found = generator.step(ids, generator.start())[0].reshape(ids.size, -1)
+    model = dequantized(Skeleton(find_format(open_checkpoint(source))))
     with torch.no_grad():
         want = model(torch.from_numpy(ids)).logits[0].numpy()
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * np.abs(want).max())
@@ -155,7 +174,7 @@ def said(folder: Path, source: str, old: str, new: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "old", "new", "text"),
     [
-        ("torchao-int4", "Int4Tensor", "Int4TilePackedTo4dTensor", "is a torchao Int4TilePackedTo4dTensor; supported"),
+        ("torchao-int4", "Int4Tensor", "Int4PreshuffledTensor", "is a torchao Int4PreshuffledTensor; supported"),
         ("torchao-int4", '"_type"', '"type"', "weight is no JSON text with _type and _data; expected torchao's"),
         ("torchao-int4", "[1, 32]", "[1, 0]", r"block_size \[1, 0\], expected \[1, a divisor of \d+\]"),
         ("torchao-int8-dynamic", '"SYMMETRIC"', '"ASYMMETRIC"', "supported: none, symmetric PerRow of Float8Tensor"),
@@ -166,3 +185,16 @@ def said(folder: Path, source: str, old: str, new: str) -> Path:
 def test_odd_metadata_of_torchao(name: str, old: str, new: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=text):
         moe_layers(find_format(open_checkpoint(said(tmp_path / "odd", name, old, new))))[0].expert(0)
+
+
+def test_refusals_of_torchao(tmp_path: Path) -> None:
+    """By name and with the reason: codes in a GPU's order, and experts of a layer in one tensor."""
+    folder = said(tmp_path / "tiles", "torchao-int4", "Int4Tensor", "Int4TilePackedTo4dTensor")
+    with pytest.raises(CheckpointError, match=r"Int4TilePackedTo4dTensor, which is not read: .* NVIDIA's or AMD's"):
+        moe_layers(find_format(open_checkpoint(folder)))[0].expert(0)
+    name = "model.layers.0.mlp.experts._gate_up_proj_qdata"
+    fused = write_checkpoint(tmp_path, {name: np.zeros((2, 4, 4), np.int8)}, {"quant_method": "torchao"})
+    with pytest.raises(
+        CheckpointError, match=rf"{name} has all experts of a layer; expected a torchao weight for each"
+    ):
+        find_format(open_checkpoint(fused))

@@ -15,7 +15,7 @@ from checkpoints import check_layer, write_checkpoint
 from encoders import CASES
 
 from quantmoe.exporter.inspecting.survey import survey
-from quantmoe.exporter.reading.formats import FORMATS, CheckpointError, find_format, moe_layers, open_checkpoint
+from quantmoe.exporter.reading.formats import FORMATS, CheckpointError, Format, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.writing.plan import plan
 
@@ -124,6 +124,10 @@ def test_what_formats_read() -> None:
                     if "group_size is 16," in why:  # as docs/reference/formats.md says below the table
                         continue
                     found = "yes *" if why.endswith("--scales bf16") else "no" if why else "yes"
+                    (layer,) = moe_layers(find_format(open_checkpoint(FIXTURES / fixture)))
+                    (own,) = moe_layers(layer.format.with_widths(True))
+                    if own.scheme.format != layer.scheme.format:
+                        found = f"wider: {layer.scheme.format[3:]} bits"
                     assert found == read.cuda, (format, fixture, why)
     assert seen == TABLE.keys()
 
@@ -133,6 +137,16 @@ def test_tool(name: str) -> None:
     format = find_format(open_checkpoint(FIXTURES / name))
     (layer,) = moe_layers(format)
     assert (layer.scheme.format, layer.scheme.group_size, layer.scheme.activation_format) == TABLE[name]
+    check_tool(name, format)
+    if name.startswith(("gptqmodel-gptq2", "gptqmodel-gptq3")):
+        own = format.with_widths(True)
+        assert moe_layers(own)[0].scheme.format == f"int{name[14]}"
+        check_tool(name, own)
+
+
+def check_tool(name: str, format: Format) -> None:
+    """Weights are the tool's, and a layer runs."""
+    (layer,) = moe_layers(format)
     # Where there is one product the tool and dequantize() both round it once; else (global scales, division by a
     # scale) each product, quotient or reciprocal adds half a unit in the last place.
     twice = name.startswith(("gptqmodel-fp8", "bitsandbytes-int8", "hqq-int2"))

@@ -17,7 +17,7 @@ import numpy as np
 import regex
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
+from quantmoe.custom_ops.matrix import PLANE_INTEGERS, QuantizedMatrix, portion
 from quantmoe.exporter.reading import families
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.reading.config_fields import reading
@@ -50,7 +50,7 @@ class Reads:
         what: the tool's words for it.
         tests: fixtures that the tool wrote, by a pattern of their names, or test functions.
         exported: "same": with as many bits as in the checkpoint. "wider: ..": the same values in more bits.
-        cuda: whether CUDA kernels take it: yes, no, or "yes *" with ``--scales bf16``.
+        cuda: whether CUDA kernels take it: yes, no, "yes *" with ``--scales bf16``, or "wider: .." than on the CPU.
         tool: who writes it, if not the tool that the format is called by.
     """
 
@@ -336,6 +336,8 @@ class Format(ABC):
         self.input_scales = True
         #: module that the checkpoint has in floats -> (kind, group size) that it is rounded to as asked
         self.rounding: dict[str, tuple[str, int]] = {}
+        #: whether integers of 2, 3, 5 and 6 bits keep their width; otherwise int4 or int8 carries them
+        self.own_widths = False
         #: the rank whose part of the model is read; None: all of it
         self.slice: Slice | None = None
         #: tensor outside the experts -> the part of it that the rank has
@@ -403,6 +405,12 @@ class Format(ABC):
         """
         twin = copy.copy(self)
         twin.ckpt = self.ckpt.outline
+        return twin
+
+    def with_widths(self, own: bool) -> Self:
+        """Return this format for a target that has kernels for integers of 2, 3, 5 and 6 bits, or has none."""
+        twin = copy.copy(self)
+        twin.own_widths = own
         return twin
 
     @staticmethod
@@ -657,6 +665,13 @@ def float_scheme(dtype: str) -> ModuleScheme:
     """Return the scheme of weights that a tool left in a type of FLOAT_KINDS."""
     kind = FLOAT_KINDS[dtype]
     return ModuleScheme(kind, -1, "none", f"{kind}, not quantized")
+
+
+def integer_kind(bits: int, group_size: int, own_widths: bool) -> str:
+    """Return the format of op.def that carries integers of so many bits."""
+    if own_widths and f"int{bits}" in PLANE_INTEGERS and (group_size == -1 or group_size % 32 == 0):
+        return f"int{bits}"
+    return "int4" if bits <= 4 else "int8"
 
 
 def carried_wider(kind: str, bits: int) -> str:

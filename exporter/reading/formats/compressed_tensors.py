@@ -5,7 +5,6 @@ Tensors of a linear with N outputs and K inputs, groups of g, b bits (read from 
 - ``pack-quantized``: weight_packed I32 [N, ceil(K b / 32)], a dense bit stream along K of q + 2^(b-1).
   weight_scale [N, K/g]; weight_shape I64 [2]. weight_zero_point I32 [ceil(N b / 32), K/g] is packed along N.
   weight_g_idx I32 [K] (actorder "group", older releases).
-  Codes of 2 and 3 bits are carried as int4's, codes of 5 to 7 bits as int8's.
 - ``int-quantized``: weight I8 [N, K], one code a byte whatever b is; weight_scale [N, K/g]; weight_zero_point I8.
 - ``float-quantized``, ``mxfp8-quantized``: weight F8_E4M3 [N, K]; weight_scale [N, K/g] or, by blocks, [N/bn, K/bk]
   (mxfp8: U8, e8m0); input_scale [1] when activations are static. ``naive-quantized`` is either of the last two.
@@ -36,13 +35,14 @@ from quantmoe.exporter.reading.formats.base import (
     carried_wider,
     group_order,
     group_size_of,
+    integer_kind,
     matches,
 )
 from quantmoe.exporter.reading.formats.bits import in_order, unpack_nibbles, unpack_words
 
-#: (storage, type of number, bits) of weights -> op.def's format
+#: (storage, type of number, bits) of weights -> op.def's format; integers' are :func:`integer_kind`'s
 WEIGHTS = {
-    (storage, "int", bits): "int4" if bits <= 4 else "int8"
+    (storage, "int", bits): "int"
     for storage in ("pack-quantized", "int-quantized", "naive-quantized")
     for bits in range(2, 9)
 } | {
@@ -143,14 +143,19 @@ class CompressedTensors(Format):
             ("llmcompressor-*",),
         ),
         Reads(
-            "`pack-quantized` in 2, 3, 5, 6 and 7 bits",
+            "`pack-quantized` in 2, 3, 5 and 6 bits",
             ("test_other_bits_of_compressed_tensors",),
-            exported="wider: 4 or 8 bits",
+            cuda="wider: 4 or 8 bits",
+        ),
+        Reads("`pack-quantized` in 7 bits", ("test_other_bits_of_compressed_tensors",), exported="wider: 8 bits"),
+        Reads(
+            "`transform_config`: rotations in the weights (SpinQuant's R1, R2), equal ones of queries and keys (R3)",
+            ("test_rotations",),
         ),
         Reads(
-            "`transform_config`: rotations in the weights (SpinQuant's R1, R2), equal ones of queries and keys (R3). "
-            "Rotations of inputs or outputs in each run (R4, QuIP) are refused",
+            "`transform_config`: rotations of inputs or outputs (SpinQuant's R4, QuIP)",
             ("test_rotations",),
+            exported="refused: each run multiplies activations by them, which no node does",
         ),
     )
     marks = ("weight_packed", "weight_scale")
@@ -230,6 +235,8 @@ class CompressedTensors(Format):
                 f"{self.ckpt.folder}: {module}: output_activations {a.type}{a.num_bits} per {a.strategy} are not "
                 "supported; expected none"
             )
+        if kind == "int":
+            return integer_kind(group.weights.num_bits, group.weights.columns, self.own_widths)
         return kind
 
     def _activations(self, module: str, group: Group) -> str:
@@ -247,7 +254,7 @@ class CompressedTensors(Format):
 
     def matrix(self, module: str) -> QuantizedMatrix:
         kind = self._kind(module)
-        if kind in ("int4", "int8"):
+        if SCHEMES[kind].integer:
             return self._integer(module, kind)
         self.no_zero_points(module)
         return self._fp8(module) if kind == "fp8_e4m3" else self._fp4(module, kind)

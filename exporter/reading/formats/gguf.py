@@ -29,7 +29,7 @@ _BLOCK_OF = {name: (weights, size) for name, weights, size in TYPES.values()}
 
 class GGML(Format):
     name = "GGUF"
-    reads = (Reads("[GGUF](#gguf)", ("test_blocks",), "by type", "by type", tool="llama.cpp"),)
+    reads = (Reads("[GGUF](#gguf), by type", ("test_blocks",), tool="llama.cpp"),)
     marks = BLOCKS
     ckpt: GGUF
 
@@ -40,11 +40,14 @@ class GGML(Format):
     def scheme(self, module: str) -> ModuleScheme:
         name, block = self._block(module)
         weights, size = _BLOCK_OF[name]
-        said = f"GGUF {name}"
-        bits = SCHEMES[block.kind].bits + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
+        said, kind = f"GGUF {name}", self._kind(block)
+        bits = SCHEMES[kind].bits + SCALE_DTYPES[block.scales].itemsize * 8 / block.group_size
         if bits > 8 * size / weights:
-            said += f", carried as {block.kind}: {bits:.4g} bits a weight, the file has {8 * size / weights:.4g}"
-        return ModuleScheme(block.kind, block.group_size, "none", said)
+            said += f", carried as {kind}: {bits:.4g} bits a weight, the file has {8 * size / weights:.4g}"
+        return ModuleScheme(kind, block.group_size, "none", said)
+
+    def _kind(self, block: Block) -> str:
+        return block.own if block.own and self.own_widths else block.kind
 
     def _block(self, module: str) -> tuple[str, Block]:
         """Return a module's type, and how it is carried."""
@@ -66,6 +69,8 @@ class GGML(Format):
         else:
             parts = block.decode(stored.reshape(n, octets // size, size))
             codes, scales = (part.reshape(n, -1) for part in parts)
+            if less := SCHEMES[block.kind].zero - SCHEMES[self._kind(block)].zero:
+                codes = codes - np.uint8(less)
         where, outlined = self.ckpt.where(f"{module}.{name}"), is_outline(codes)
         if (rows := self.ckpt.rows.get(module)) is not None:
             if len(rows) != n:
@@ -83,7 +88,7 @@ class GGML(Format):
             elif not outlined:
                 codes, scales = codes[:, columns], scales[:, first // block.group_size]
         return QuantizedMatrix(
-            block.kind, codes, scales, block.group_size,
+            self._kind(block), codes, scales, block.group_size,
             bias=self.bias(module, n), perm=perm, global_scale=self._global_scale(module, block),
         )  # fmt: skip
 

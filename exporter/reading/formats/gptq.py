@@ -2,7 +2,7 @@
 
 Tensors of a linear with N outputs and K inputs, groups of g, b bits:
 
-- qweight I32 [K b / 32, N], packed along K. b is 2, 3, 4 or 8. Codes of 2 and 3 bits are carried as int4's;
+- qweight I32 [K b / 32, N], packed along K. b is 2, 3, 4 or 8;
 - qzeros I32 [K/g, N b / 32], packed along N. scales [K/g, N];
 - g_idx I32 [K] names each input feature's group.
 
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
 from quantmoe.exporter.reading.formats.base import (
     FLOATS,
@@ -32,6 +33,7 @@ from quantmoe.exporter.reading.formats.base import (
     carried_wider,
     group_order,
     group_size_of,
+    integer_kind,
 )
 from quantmoe.exporter.reading.formats.bits import in_order, unpack_words
 from quantmoe.exporter.reading.formats.overrides import Overrides
@@ -54,12 +56,11 @@ class Config:
     v2: bool | None
     """None: not said; the zero points of symmetric weights tell."""
 
-    @property
-    def text(self) -> str:
+    def text(self, kind: str) -> str:
         symmetric = "symmetric" if self.sym else "asymmetric"
         order = ", desc_act" if self.desc_act else ""
-        carried = carried_wider("int8" if self.bits == 8 else "int4", self.bits)
-        return f"GPTQ {'v2 ' if self.v2 else ''}int{self.bits} {symmetric} group {self.group_size}{order}{carried}"
+        wider = carried_wider(kind, self.bits)
+        return f"GPTQ {'v2 ' if self.v2 else ''}int{self.bits} {symmetric} group {self.group_size}{order}{wider}"
 
 
 class GPTQ(Format):
@@ -69,7 +70,7 @@ class GPTQ(Format):
             "v1 and v2, 4 and 8 bits; `desc_act`; `dynamic`, also for single experts",
             ("gptqmodel-gptq-*", "gptqmodel-gptq8-*", "gptqmodel-gptq_v2"),
         ),
-        Reads("2 and 3 bits", ("gptqmodel-gptq2-*", "gptqmodel-gptq3*"), exported="wider: 4 bits"),
+        Reads("2 and 3 bits", ("gptqmodel-gptq2-*", "gptqmodel-gptq3*"), cuda="wider: 4 bits"),
         Reads("the packings of GPTQ and AWQ, with `extra_config`", ("autoround-*",), "as there", tool="AutoRound"),
     )
     marks = ("qweight",)
@@ -117,7 +118,8 @@ class GPTQ(Format):
                 f"{self.ckpt.folder}: {module}: asymmetric, and the quantization configuration does not say how zero "
                 f"points are stored; expected a packing_format: {PACKINGS}"
             )
-        return ModuleScheme("int8" if config.bits == 8 else "int4", config.group_size, "none", config.text)
+        kind = integer_kind(config.bits, config.group_size, self.own_widths)
+        return ModuleScheme(kind, config.group_size, "none", config.text(kind))
 
     def matrix(self, module: str) -> QuantizedMatrix:
         scheme, config = self.scheme(module), self.module_config(module)
@@ -146,8 +148,8 @@ class GPTQ(Format):
         zeros = self._middles(module, zeros_as, middle) if config.v2 is None else zeros_as(config.v2)
         perm = group_order(tensors["g_idx"], g, self.ckpt.where(f"{module}.g_idx")) if has_order else None
         plain = config.sym and bool((zeros == middle).all())
-        if plain and bits < 4 and not is_outline(codes):
-            codes = codes + np.uint8(8 - middle)
+        if plain and (more := SCHEMES[scheme.format].zero - middle) and not is_outline(codes):
+            codes = codes + np.uint8(more)
         return QuantizedMatrix(
             kind=scheme.format,
             codes=in_order(codes, perm),

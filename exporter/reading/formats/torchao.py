@@ -6,11 +6,11 @@ under ``m.weight``: ``_type``, the class of the weight, and ``_data``, its attri
 - Int4Tensor: qdata I8 [N, K/2], of two codes the low half first, two's complement. scale and zero_point [K/g, N] are
   floats. A weight is code * scale + zero_point (FBGEMM's int4_row_quantize_zp).
 - Int8Tensor: qdata I8 [N, K]; scale and perhaps zero_point I8 [N, K/g].
-- IntxUnpackedToInt8Tensor: as Int8Tensor, codes of ``target_dtype``. int1 to int4 are carried as int4.
+- IntxUnpackedToInt8Tensor: as Int8Tensor, codes of ``target_dtype``.
 - Float8Tensor: qdata F8_E4M3 [N, K]; scale [N, 1], [1, 1] or of blocks.
 
-Others are refused by name: Int4TilePackedTo4dTensor lies as a GPU's tensor cores read it, and pickled files
-(pytorch_model.bin) are not read.
+Others are refused by name, and pickled files (pytorch_model.bin) are not read. Int4TilePackedTo4dTensor has one shape
+and two orders of codes. PyTorch's int4mm.cu orders them for NVIDIA's or for AMD's instructions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline, read_metadata
+from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline, outline, read_metadata
 from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, integer_kind
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles
 
+#: class of a weight that is not read -> why
+REFUSED = {
+    "Int4TilePackedTo4dTensor": "its codes have the order of the GPU that wrote them, NVIDIA's or AMD's, and the file "
+    "does not say which"
+}
 TYPES = ("Float8Tensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 #: (class of a weight, granularity of its activations) -> op.def's activation_format
 ACTIVATIONS = {
@@ -43,8 +49,21 @@ class TorchAO(Format):
     reads = (
         Reads("Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor", ("torchao-int8*", "torchao-fp8*", "torchao-intx4")),
         Reads("Int4Tensor", ("torchao-int4",), exported="wider: f32 scales and minima", cuda="no"),
+        *(Reads(kind, ("test_refusals_of_torchao",), exported=f"refused: {why}") for kind, why in REFUSED.items()),
+        Reads(
+            "experts of a layer in one tensor",
+            ("test_refusals_of_torchao",),
+            exported="refused: only their linears are read",
+        ),
     )
     marks = ("_weight_qdata",)
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        super().__init__(ckpt)
+        if fused := next((name for name in ckpt.names() if re.search(r"\.experts\._\w+_qdata$", name)), ""):
+            raise CheckpointError(
+                f"{ckpt.where(fused)} has all experts of a layer; expected a torchao weight for each expert's linears"
+            )
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -73,7 +92,8 @@ class TorchAO(Format):
                 f"{shard}: the metadata of {module}.weight is no JSON text with _type and _data; expected torchao's"
             )
         if kind not in TYPES:
-            raise CheckpointError(f"{shard}: {module}.weight is a torchao {kind}; supported: {', '.join(TYPES)}")
+            why = f", which is not read: {REFUSED[kind]}" if kind in REFUSED else ""
+            raise CheckpointError(f"{shard}: {module}.weight is a torchao {kind}{why}; supported: {', '.join(TYPES)}")
         if f"{module}._weight_act_pre_scale" in self.ckpt or f"{module}._weight_act_quant_scale" in self.ckpt:
             raise CheckpointError(
                 f"{shard}: {module} has stored scales of activations; supported: torchao weights without them"
@@ -134,8 +154,7 @@ class TorchAO(Format):
             format, more = "fp8_e4m3", f", blocks of {rows} rows" if group != -1 and rows > 1 else ""
         else:
             bits = 8 if kind == "Int8Tensor" else self._bits(module, fields)
-            format = "int4" if bits <= 4 else "int8"
-            more = f" int{bits}"
+            format, more = integer_kind(bits, group, self.own_widths), f" int{bits}"
         where = "a scale for each row" if group == -1 else f"group {group}"
         return ModuleScheme(format, group, self._activations(module, kind, fields), f"torchao {kind}{more} {where}")
 
@@ -164,7 +183,7 @@ class TorchAO(Format):
             raise CheckpointError(
                 f"{self.ckpt.where(f'{module}._weight_scale')} has shape {list(shape)}, expected a scale for each row"
             )
-        middle = 8 if scheme.format == "int4" else 128
+        middle = SCHEMES[scheme.format].zero
         zeros = None
         if "_weight_zero_point" in tensors and (tensors["_weight_zero_point"] != 0).any():
             wide = tensors["_weight_zero_point"].reshape(shape).astype(np.float64) + middle
@@ -175,10 +194,9 @@ class TorchAO(Format):
                 )
             zeros = np.repeat(wide.astype(np.uint8), n // len(wide), axis=0)
         codes = outline((n, k), np.uint8) if is_outline(stored) else stored.view(np.uint8) + np.uint8(middle)
-        if middle == 8 and not is_outline(codes) and codes.max() > 15:
-            raise CheckpointError(
-                f"{self.ckpt.where(f'{module}._weight_qdata')} has codes beyond 4 bits, expected int4"
-            )
+        if not is_outline(codes) and codes.max() >> SCHEMES[scheme.format].bits:
+            where = self.ckpt.where(f"{module}._weight_qdata")
+            raise CheckpointError(f"{where} has codes beyond {scheme.format}'s, expected {scheme.text}")
         return QuantizedMatrix(
             scheme.format, codes, np.ascontiguousarray(scales), scheme.group_size, zero_points=zeros, bias=bias
         )

@@ -127,6 +127,7 @@ class Block(NamedTuple):
     Attributes:
         decode: blocks uint8 [.., bytes] -> codes uint8 [.., weights], scales [.., groups].
         cuda: whether CUDA kernels take it: yes, no, or "yes *" with ``--scales bf16``.
+        own: an integer of fewer bits, where a target has kernels for it.
     """
 
     kind: str
@@ -134,13 +135,14 @@ class Block(NamedTuple):
     scales: str
     decode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
     cuda: str = "yes"
+    own: str = ""
 
 
 #: ggml type -> how it is carried
 CARRIED = {
     "Q4_0": Block("int4", 32, "f16", _q4_0),
     "Q4_1": Block("q4_1", 32, "f16_minima", _q4_1, "no"),
-    "Q5_0": Block("int8", 32, "f16", _q5_0),
+    "Q5_0": Block("int8", 32, "f16", _q5_0, own="int5"),
     "Q5_1": Block("q5_1", 32, "f16_minima", _q5_1, "no"),
     "Q8_0": Block("int8", 32, "f16", _q8_0),
     "MXFP4": Block("mxfp4", 32, "e8m0", _mxfp4),
@@ -159,9 +161,9 @@ CARRIED = {
     "IQ2_XXS": Block("int8", 32, "f32", codebooks.iq2_xxs, "yes *"),
     "IQ1_S": Block("int8", 32, "f32", codebooks.iq1_s, "yes *"),
     "IQ1_M": Block("int8", 16, "f32", codebooks.iq1_m, "no"),
-    "TQ1_0": Block("int4", 256, "f16", codebooks.tq1_0),
-    "TQ2_0": Block("int4", 256, "f16", codebooks.tq2_0),
-    "Q1_0": Block("int4", 128, "f16", codebooks.q1_0),
+    "TQ1_0": Block("int4", 256, "f16", codebooks.tq1_0, own="int2"),
+    "TQ2_0": Block("int4", 256, "f16", codebooks.tq2_0, own="int2"),
+    "Q1_0": Block("int4", 128, "f16", codebooks.q1_0, own="int2"),
 }
 
 
