@@ -94,8 +94,8 @@ MODEL_TYPES = (
     Row(("muse_spark",), "Muse Spark; text", "standard nodes"),
     Row(("mistral4", "mistral3"), "Mistral-Small-4; text", "latent"),
     Row(
-        ("deepseek_v32", "glm_moe_dsa", "axk2"),
-        "DeepSeek-V3.2, GLM-5, A.X K2",
+        ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4"),
+        "DeepSeek-V3.2, GLM-5, A.X K2, Mistral-Large-4 (text)",
         "latent, [with an indexer](#sparse-attention)",
     ),
     Row(
@@ -107,11 +107,6 @@ MODEL_TYPES = (
         ("dots3_note", "dots3_note_text"),
         "dots3-note; text",
         "latent, [with an indexer](#sparse-attention)",
-    ),
-    Row(
-        ("mistral_large4",),
-        "Mistral-Large-4; text",
-        "standard nodes over the latent, [with an indexer](#sparse-attention)",
     ),
     Row(("qwen4_exp", "qwen4_exp_text"), "Qwen4-Exp; text", "linear; [blocks](#sparse-attention) in standard nodes"),
     Row(("hy_v4", "hy_v4_vl"), "Hunyuan 4; text", "latent, [with an indexer](#sparse-attention)"),

@@ -453,8 +453,10 @@ class Trial:
 
 def near_all(found: Iterable[torch.Tensor | np.ndarray], want: Iterable[np.ndarray], tolerance: float) -> bool:
     """Return whether arrays are of the same shapes and near, relative to the largest of each."""
-    pairs = zip(map(np.asarray, found), want, strict=True)
-    return all(a.shape == b.shape and np.abs(a - b).max() <= tolerance * np.abs(b).max() for a, b in pairs)
+    pairs = [*zip(map(np.asarray, found), want, strict=True)]
+    if any(a.shape != b.shape for a, b in pairs):
+        return False
+    return all(np.abs(a - b).max() <= tolerance * np.abs(b).max() for a, b in pairs if b.size)
 
 
 class Seen:

@@ -113,7 +113,8 @@ def compare(indexer: Any, called: Called) -> IndexerSpec:
     if any(type(getattr(indexer, name, None)) is not torch.nn.Linear for name in linears):
         raise Unlike(f"its indexer has other projections than {', '.join(linears)}")
     features = [getattr(indexer, name).out_features for name in linears]
-    probe = probe_of(indexer, linears, draw)
+    probe = probe_of(indexer, (*linears, "q_input_norm"), draw)
+    probe._modules["q_input_norm"] = torch.nn.Identity()  # before wq_b in Mistral-Large-4
     spec = IndexerSpec(num_heads=features[2], head_size=features[1], top_k=indexer.index_topk)
     for batch, new, past, most in SIZES:
         for name, size in zip(linears, features, strict=True):

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 #: projections of gates: of a head's output as Ling 3 and dots3-note have it, of all its features as Hunyuan 4
 GATES = ("g_proj", "gate_proj")
 #: modules whose parameters a probe keeps
-KEPT = ("q_a_layernorm", "kv_a_layernorm", "k_rope_only_layernorm")
+KEPT = ("q_a_layernorm", "kv_a_layernorm", "k_rope_only_layernorm", "softmax_scaling")
 
 
 def is_latent(module: torch.nn.Module) -> bool:
@@ -61,19 +61,31 @@ def is_latent(module: torch.nn.Module) -> bool:
     return hasattr(module, "expand_kv") and isinstance(up, torch.nn.Linear) and up.bias is None
 
 
-def _query_factors(module: Any, position_ids: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the factors of queries [batch, S] that grow with the position, as Mistral-Small-4 has them."""
+def _scaled(module: Any, queries: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return queries [batch, S, heads, width] times what grows with the position: of Mistral-Small-4, and of each head
+    of Mistral-Large-4."""
+    if position_ids is None:
+        return queries
+    if (scaling := getattr(module, "softmax_scaling", None)) is not None:
+        found: torch.Tensor = scaling(queries, position_ids, head_dim_first=False)
+        return found
     rope = getattr(module.config, "rope_parameters", None) or {}
-    if position_ids is None or (beta := rope.get("llama_4_scaling_beta")) is None:
-        return None
+    if (beta := rope.get("llama_4_scaling_beta")) is None:
+        return queries
     periods = torch.floor(position_ids.float() / rope["original_max_position_embeddings"])
-    return 1 + beta * torch.log1p(periods)
+    return (queries * (1 + beta * torch.log1p(periods))[..., None, None]).to(queries.dtype)
 
 
 def _scales(module: Any) -> tuple[float, float]:
     """Return the factors of queries and of the latent, as LongCat-Flash and (of the latent) dots3-note have them."""
     latent = getattr(module, "kv_lora_scale", 1.0)
     return getattr(module, "mla_scale_q_lora", 1.0), getattr(module, "mla_scale_kv_lora", latent)
+
+
+def _low_rank(module: Any) -> int | None:
+    """Return the rank of the product that makes queries; None: it is one matrix."""
+    rank: int | None = getattr(module, "q_lora_rank", None)
+    return rank
 
 
 def _low_queries(module: Any, compressed: torch.Tensor) -> torch.Tensor:
@@ -101,7 +113,7 @@ def _projections(module: Any, x: torch.Tensor, heads: int) -> tuple[torch.Tensor
     gates = None
     if name := _gate_of(module):
         gates = getattr(module, name)(x).unflatten(-1, (heads, -1))
-    if module.q_lora_rank is None:
+    if not _low_rank(module):
         queries, low = module.q_proj(x), x
     else:
         low = _low_queries(module, compressed := module.q_a_proj(x))
@@ -209,18 +221,16 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(self, args, kwargs)
     x, heads = given["hidden_states"], self.found.spec.num_heads
     queries, low, gates = _projections(self, x, heads)
-    if (factors := _query_factors(self, given.get("position_ids"))) is not None:
-        queries = (queries * factors[..., None]).to(queries.dtype)
+    queries = _scaled(self, queries.unflatten(-1, (heads, -1)), given.get("position_ids"))
     inside = _inside(self)
     if not inside:
-        queries = queries.unflatten(-1, (heads, -1))
         nope, turning = queries.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
-        queries = torch.cat((turning, self.absorbed.queries(nope)), -1).flatten(-2)
+        queries = torch.cat((turning, self.absorbed.queries(nope)), -1)
     latent, key = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
     latent, key = self.kv_a_layernorm(latent), _turning_key(self, key)
     if (factor := _scales(self)[1]) != 1:
         latent = latent * factor
-    qkv = torch.cat((queries, key, latent), -1)
+    qkv = torch.cat((queries.flatten(-2), key, latent), -1)
     ups = (self.absorbed.k_up, self.absorbed.v_up) if inside else ()
     cache, selected, keys = given["cache"], given.get("prev_topk_indices"), None
     if self.found.indexer is not None:
@@ -268,6 +278,8 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
     """Return the CachedAttention that gives what a module gives, on random tokens."""
     if called.arguments.get("position_embeddings") is None:
         raise Unlike("it has no cosines and sines of a rotary module")
+    if module.kv_a_proj_with_mqa is None:
+        raise Unlike("it attends to keys of another layer")
     draw = drawing()
     probe = probe_of(module, [name for name, _ in module.named_children() if name not in KEPT], draw)
     if _selects(module):
@@ -293,7 +305,7 @@ class _Trial:
         self.heads = module.kv_b_proj.out_features // (self.nope + self.value)
         self.queries = spread * draw(batch, new, self.heads * (self.nope + self.rope))
         self.compressed = spread * draw(batch, new, self.rank + self.rope)
-        if module.q_lora_rank is None:
+        if not _low_rank(module):
             probe._modules["q_proj"] = Given(self.queries)
         else:
             compressed = draw(batch, new, module.q_lora_rank)
@@ -323,7 +335,7 @@ class _Trial:
             self.selected = torch.where(places < REACH, places, -1).int().numpy()[:, :, None]
             probe._modules["indexer"] = None if module.indexer is None else _Selection(chosen[:, None])
             kwargs |= {"prev_topk_indices": chosen[:, None]} if module.indexer is None else {}
-        self.factors, self.scales = _query_factors(module, kwargs.get("position_ids")), _scales(module)
+        self.positions, self.scales = kwargs.get("position_ids"), _scales(module)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
         cache, self.seen = Past(*self.past), Seen()
         kwargs |= {"attention_mask": mask, "cache": cache}
@@ -362,9 +374,8 @@ class _Trial:
         up = self.probe.kv_b_proj.weight.double().numpy()
         k_up, v_up = _halves(up, self.nope, self.value)
         batch, new = self.queries.shape[:2]
-        queries = self.queries.double().numpy().reshape(batch, new, self.heads, -1)
-        if self.factors is not None:
-            queries = queries * self.factors.numpy()[..., None, None]
+        with torch.no_grad():
+            queries = _scaled(self.probe, self.queries.double().unflatten(-1, (self.heads, -1)), self.positions).numpy()
         absorbed = np.einsum("bshn,hrn->bshr", queries[..., : self.nope], k_up)
         heads = np.concatenate((queries[..., self.nope :], absorbed), -1)
         with torch.no_grad():
