@@ -160,7 +160,12 @@ class SparseIndexer(Spec):
     op_version: int = ...
     num_heads: int  # of queries; all have the same keys
     head_size: int
-    top_k: int  # slots that a token selects, at most
+    top_k: int  # slots that a token selects, at most; a multiple of block_size
+    num_groups: int = ...  # of heads, a divisor of num_heads; each has a list of its own
+    relu: int = ...  # 0: a score is the sum of weight * (query . key)
+    block_size: int = ...  # slots that are selected together
+    best_slot: int = ...  # 1: a block has its best slot's score; 0: its last slot's, and the rest is selected, too
+    local_blocks: int = ...  # with best_slot: the blocks up to the token's own that are always among them
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpace(Spec):

@@ -7,6 +7,7 @@
 //     the method makes them so
 //   - CachedAttention: as QuantLinear; caches apart or in place, `rows` now and then with any numbers
 //   - CausalConv, GatedDelta, StateSpace: as CachedAttention; the state in place is the one apart
+//   - SparseIndexer: as CachedAttention; lists are ascending slots that the token sees, whole blocks of them, then -1
 #include <set>
 #include <vector>
 
@@ -168,6 +169,18 @@ void routing(FuzzedDataProvider& data, bool wild) {
   check_equal(QM_F32, alone.data(), weights + last * slots, slots, "one token", "the batch");
 }
 
+// Fills a cache's rows; now and then with any numbers.
+void fill_rows(FuzzedDataProvider& data, int64_t batch, int64_t tokens, int64_t past_slots, int64_t slots,
+               int32_t* rows) {
+  for (int64_t b = 0; b < batch; ++b) {
+    rows[3 * b + 1] = data.ConsumeIntegralInRange<int32_t>(0, std::min(tokens, slots));
+    rows[3 * b] = data.ConsumeIntegralInRange<int32_t>(0, tokens - rows[3 * b + 1]);
+    rows[3 * b + 2] = data.ConsumeIntegralInRange<int32_t>(0, std::min(past_slots, slots - rows[3 * b + 1]));
+  }
+  if (batch && data.ConsumeIntegralInRange(0, 15) == 0)
+    rows[data.ConsumeIntegralInRange<int64_t>(0, 3 * batch - 1)] = data.ConsumeIntegral<int32_t>();
+}
+
 // Arrays of a call of CachedAttention.
 struct AttentionArrays {
   qm_type type, cache_type;
@@ -221,13 +234,7 @@ void AttentionArrays::place(FuzzedDataProvider& data, const qm_attention& a, boo
   outputs[CachedAttention_present_value] = in_place ? inputs[CachedAttention_past_value] : value;
   auto* const rows = static_cast<int32_t*>(places[next].place(batch * 12, at_end));
   inputs[CachedAttention_rows] = {rows, 0, {2, {batch, 3}}};
-  for (int64_t b = 0; b < batch; ++b) {
-    rows[3 * b + 1] = data.ConsumeIntegralInRange<int32_t>(0, std::min(tokens, slots));
-    rows[3 * b] = data.ConsumeIntegralInRange<int32_t>(0, tokens - rows[3 * b + 1]);
-    rows[3 * b + 2] = data.ConsumeIntegralInRange<int32_t>(0, std::min(past_slots, slots - rows[3 * b + 1]));
-  }
-  if (batch && data.ConsumeIntegralInRange(0, 15) == 0)
-    rows[data.ConsumeIntegralInRange<int64_t>(0, 3 * batch - 1)] = data.ConsumeIntegral<int32_t>();
+  fill_rows(data, batch, tokens, past_slots, slots, rows);
 }
 
 void attention(FuzzedDataProvider& data, bool wild) {
@@ -462,11 +469,84 @@ void space(FuzzedDataProvider& data, bool wild) {
   stateful(data, "StateSpace", &p, p.state_window, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
 }
 
+// A list of a token in `slot`.
+void check_list(const qm_indexer& node, const int32_t* list, int64_t size, int64_t slot) {
+  int64_t count = 0;
+  while (count < size && list[count] >= 0) ++count;
+  CHECK(count > 0 && list[count - 1] <= slot, "slot %lld has a list of %lld", (long long)slot, (long long)count);
+  CHECK(count == std::min(size, slot + 1) || node.block_size > 1, "%lld slots", (long long)count);
+  CHECK(std::all_of(list + count, list + size, [](int32_t i) { return i == -1; }), "slots after -1");
+  for (int64_t i = 1; i < count; ++i) {
+    CHECK(list[i] > list[i - 1], "slot %d after %d", list[i], list[i - 1]);
+    CHECK(list[i] == list[i - 1] + 1 || list[i] % node.block_size == 0, "a block begins at %d", list[i]);
+  }
+}
+
+void indexing(FuzzedDataProvider& data, bool wild) {
+  static Guarded workspace_place;
+  char err[QM_ERROR_SIZE] = {};
+  qm_indexer node{};
+  node.op_version = 2;
+  node.num_groups = data.ConsumeIntegralInRange(1, 3);
+  node.num_heads = node.num_groups * data.ConsumeIntegralInRange(1, 20);
+  node.head_size = data.ConsumeIntegralInRange(1, 40);
+  node.block_size = data.ConsumeBool() ? 1 : data.ConsumeIntegralInRange(2, 20);
+  const int blocks = data.ConsumeIntegralInRange(1, 9);
+  node.top_k = blocks * node.block_size;
+  node.best_slot = data.ConsumeBool();
+  node.local_blocks = node.best_slot ? data.ConsumeIntegralInRange<int>(node.block_size > 1, blocks) : 0;
+  node.relu = data.ConsumeBool();
+  if (wild) set_any(data, "SparseIndexer", &node);
+  if (qm_validate("SparseIndexer", &node, nullptr, err)) {
+    CHECK(wild, "refused: %s", err);
+    return check_reason(err);
+  }
+  const int64_t width = int64_t{node.num_heads} * node.head_size, groups = node.num_groups,
+                size = node.top_k + (node.best_slot ? 0 : node.block_size - 1);
+  if (width > 4096 || size * groups > 4096) return;
+  const bool at_end = data.ConsumeBool();
+  const auto type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2)),
+             cache = data.ConsumeBool() ? QM_F32 : QM_F16;
+  int64_t batch = data.ConsumeIntegralInRange(0, 3);
+  const int64_t tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 6 : 40);
+  const int64_t past_slots = data.ConsumeIntegralInRange(0, 300),
+                length = data.ConsumeBool() ? 0 : past_slots + data.ConsumeIntegralInRange(0, 40),
+                slots = std::max(past_slots, length), features = node.head_size;
+  Arrays arrays(data, at_end);
+  auto* const rows = static_cast<int32_t*>(arrays.take(QM_F32, 3 * batch));
+  fill_rows(data, batch, tokens, past_slots, slots, rows);
+  qm_tensor inputs[] = {
+      {arrays.take(type, batch * tokens * width), type, {3, {batch, tokens, width}}},
+      {arrays.take(type, batch * tokens * features), type, {3, {batch, tokens, features}}},
+      {arrays.take(QM_F32, batch * tokens * node.num_heads), QM_F32, {3, {batch, tokens, node.num_heads}}},
+      {arrays.take(cache, batch * past_slots * features), cache, {4, {batch, 1, past_slots, features}}},
+      {rows, 0, {2, {batch, 3}}},
+      {nullptr, 0, {2, {batch, length}}}};
+  auto* const lists = static_cast<int32_t*>(arrays.take(QM_F32, batch * tokens * groups * size));
+  qm_tensor outputs[] = {{lists, 0, {4, {batch, tokens, groups, size}}},
+                         {arrays.take(cache, batch * slots * features), cache, {4, {batch, 1, slots, features}}}};
+  qm_call call{inputs, outputs, nullptr, 1, nullptr, nullptr};
+  const auto run = [&] { return qm_run("SparseIndexer", &node, &call, err); };
+  const int64_t of_lists = batch * tokens * groups * size * (type == QM_F32 ? 1 : 2);  // compared as the input's type
+  const auto workspace = [&] { return qm_workspace("SparseIndexer", &node, &call); };
+  const Outcome first = every_kernel(data, call, lists, of_lists, workspace_place, at_end, workspace, run);
+  if (first.status) return check_reason(err);
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < rows[3 * b + 1] * groups; ++i)
+      check_list(node, lists + ((b * tokens + rows[3 * b]) * groups + i) * size, size, rows[3 * b + 2] + i / groups);
+  if (!batch) return;
+  for (qm_tensor& tensor : inputs) tensor.shape.sizes[0] = 1;
+  for (qm_tensor& tensor : outputs) tensor.shape.sizes[0] = 1;
+  call.workspace = workspace_place.place(workspace(), at_end);
+  CHECK(run() == QM_OK, "%s", err);
+  check_equal(type, lists, first.bytes.data(), of_lists / batch, "one row", "the batch");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   const bool wild = data.ConsumeIntegralInRange(0, 15) == 0;
-  data.PickValueInArray({linear, linear, routing, attention, convolution, delta, space})(data, wild);
+  data.PickValueInArray({linear, linear, routing, attention, convolution, delta, space, indexing})(data, wild);
   return 0;
 }

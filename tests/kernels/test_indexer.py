@@ -12,7 +12,7 @@ from indexer import SPECS, Inputs, check, inputs
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import IndexerSpec
-from quantmoe.custom_ops.ops.sparse_indexer import ranked
+from quantmoe.custom_ops.ops.sparse_indexer import listed, ranked
 
 USABLE = [name for name, usable in native.kernels().items() if usable]
 #: of a batch: right padding, left padding, nothing new, a block's border, everything
@@ -33,7 +33,7 @@ def ragged(spec: IndexerSpec, **others: Any) -> Inputs:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_of_equal_scores_the_lower_slots_are_selected(kernel: str, spec: IndexerSpec, dtype: Any, cache: Any) -> None:
-    """Scores of small integers are exact, and many are equal: the lists are the reference's."""
+    """Scores of small integers are exact, and many are equal: the lists are the reference's, of slots and blocks."""
     a = ragged(spec, dtype=dtype, cache=cache, whole=True)
     for lanes in (1, 3):
         for found, want in zip(a.run(lanes=lanes), a.reference(), strict=True):
@@ -96,6 +96,60 @@ def test_all_scores_are_equal() -> None:
         np.testing.assert_array_equal(selected[4, 0, 0], np.arange(100))
 
 
+def test_blocks_of_equal_scores(kernel: str) -> None:
+    """The first blocks, and those that are always selected."""
+    for name, want in (
+        ("best-slots", [*range(30), *range(250, 257)]),
+        ("last-slots", [*range(48), 256]),
+        ("local-blocks-alone", [*range(238, 257)]),
+    ):
+        a = ragged(SPECS[name])
+        selected, _ = replace(a, query=np.zeros_like(a.query)).run(lanes=3)
+        for row in selected[4, 0]:
+            assert row[: len(want)].tolist() == want
+            assert (row[len(want) :] == -1).all()
+
+
+@pytest.mark.parametrize("name", ["best-slots", "last-slots"])
+def test_a_block_with_nan_is_selected(kernel: str, name: str) -> None:
+    """Where its score has a NaN; elsewhere it changes nothing."""
+    spec = SPECS[name]
+    a = inputs(spec, [[0, 1, 200]], tokens=1, past=200, length=201)
+    want = a.run()[0]
+    for at in (4 * spec.block_size + 1, 4 * spec.block_size + spec.block_size - 1):
+        past = a.past.copy()
+        past[0, 0, at] = np.nan
+        selected, _ = replace(a, past=past).run()
+        if name == "last-slots" and (at + 1) % spec.block_size:
+            np.testing.assert_array_equal(selected, want)
+        else:
+            assert all(at in row for row in selected[0, 0].tolist())
+
+
+@pytest.mark.parametrize("seen", [1, 2, 15, 16, 17, 47, 48, 63, 64, 65])
+def test_lists_near_their_size(seen: int) -> None:
+    """All slots as long as a list has room for them; one block less from then on."""
+    for name in ("best-slots", "last-slots"):
+        spec = SPECS[name]
+        a = inputs(spec, [[0, 1, seen - 1]], tokens=1, past=seen - 1, length=seen, whole=True)
+        selected, want = a.run()[0], a.reference()[0]
+        np.testing.assert_array_equal(selected, want)
+        if seen <= selected.shape[-1]:
+            assert (selected[0, 0, :, :seen] == np.arange(seen)).all()
+        else:
+            assert (selected[0, 0, :, -1] < seen - 1).all() or spec.best_slot
+
+
+def test_the_reference_in_words() -> None:
+    found = np.array([1.0, 5.0, 3.0, 3.0, 2.0, 9.0, 0.0])
+    best = IndexerSpec(num_heads=1, head_size=1, top_k=4, block_size=2, local_blocks=1)
+    assert listed(best, found).tolist() == [4, 5, 6]  # block 2 by slot 5; the token's own
+    assert listed(best, found[:5]).tolist() == [0, 1, 4]  # block 0 by slot 1
+    last = replace(best, best_slot=0, local_blocks=0)
+    assert listed(last, found).tolist() == [0, 1, 4, 5, 6]  # slots 1 and 5
+    assert listed(last, found[:6]).tolist() == [0, 1, 4, 5]
+
+
 def test_what_is_not_a_number_is_selected(kernel: str) -> None:
     """NaN is above all numbers, infinity above the others; keys of other rows, or after the token, change nothing."""
     a = inputs(SPECS["one-slot"], [[0, 2, 9], [0, 2, 9]], tokens=2, past=9, length=12)
@@ -139,6 +193,20 @@ def test_attributes_and_types_that_are_refused() -> None:
     for name in ("num_heads", "head_size", "top_k"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             replace(a, spec=replace(a.spec, **{name: 0})).run()
+    for wrong, message in (
+        ({"num_groups": 2}, "num_groups is 2, expected 1 to 1|num_groups is 2"),
+        ({"block_size": 2}, "top_k is 7, expected a multiple of block_size, 2"),
+        ({"block_size": 7}, "local_blocks is 0"),
+        ({"block_size": 7, "local_blocks": 2}, "local_blocks is 2"),
+        ({"block_size": 7, "best_slot": 0, "local_blocks": 1}, "local_blocks is 1"),
+        ({"relu": 2}, "relu is 2"),
+        ({"best_slot": -1}, "best_slot is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(a, spec=replace(a.spec, **wrong)).run()
+    odd = replace(a.spec, num_heads=3, num_groups=2)
+    with pytest.raises(ValueError, match="num_groups is 2, expected a divisor of num_heads, 3"):
+        inputs(odd, [[0, 1, 0]], tokens=1, past=4, length=4).run()
     with pytest.raises(ValueError, match="past_keys is neither float nor float16"):
         replace(a, past=a.past.astype(ml_dtypes.bfloat16)).run()
     larger = np.zeros((1, 1, 5, 16), np.float32)

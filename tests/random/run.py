@@ -452,7 +452,13 @@ def indexing(draw: Draw) -> Node:
         num_heads=draw.one_of(1, 8, draw.int(1, 140)),
         head_size=draw.one_of(16, draw.int(1, 80)),
         top_k=draw.one_of(draw.int(1, 9), draw.int(1, 900)),
+        relu=draw.int(0, 1),
     )
+    if draw.chance(0.5):
+        groups, size, blocks, best = draw.int(1, 4), draw.int(1, 40), draw.int(1, 12), draw.int(0, 1)
+        heads = groups * draw.int(1, 40)
+        spec = replace(spec, num_heads=heads, num_groups=groups, top_k=blocks * size, block_size=size, best_slot=best)
+        spec = replace(spec, local_blocks=draw.int(1, blocks) if best else 0)
     tokens, past = draw.one_of(1, draw.int(0, 20), draw.int(0, 90)), draw.one_of(0, draw.int(0, 20), draw.int(0, 700))
     counts = [draw.one_of(tokens, draw.int(0, tokens)) for _ in range(draw.int(0, 3))]
     rows = [[draw.int(0, tokens - count), count, draw.one_of(past, draw.int(0, past))] for count in counts]

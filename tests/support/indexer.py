@@ -19,6 +19,12 @@ SPECS = {
     "many-heads": IndexerSpec(num_heads=130, head_size=8, top_k=33),
     "one-slot": IndexerSpec(num_heads=4, head_size=16, top_k=1),
     "more-than-all": IndexerSpec(num_heads=4, head_size=16, top_k=4096),
+    "best-slots": IndexerSpec(
+        num_heads=3, head_size=16, top_k=40, num_groups=3, relu=0, block_size=5, best_slot=1, local_blocks=2
+    ),
+    "local-blocks-alone": IndexerSpec(num_heads=6, head_size=19, top_k=21, num_groups=2, block_size=7, local_blocks=3),
+    "last-slots": IndexerSpec(num_heads=9, head_size=24, top_k=48, block_size=16, best_slot=0),
+    "last-slots-in-groups": IndexerSpec(num_heads=4, head_size=8, top_k=6, num_groups=2, block_size=2, best_slot=0),
 }
 
 
@@ -89,24 +95,42 @@ def check(a: Inputs, selected: np.ndarray, present: np.ndarray) -> None:
         outside = np.delete(selected[b], np.s_[begin : begin + count], 0)
         assert (outside == -1).all()
         for i in range(count):
-            row = selected[b, begin + i, 0]
-            most = min(spec.top_k, past + i + 1)
-            assert (row[most:] == -1).all()
-            assert (np.diff(row[:most]) > 0).all()
-            assert row[0] >= 0
-            assert row[most - 1] <= past + i
             score, error = bounded(a, b, begin + i, want[b, 0, : past + i + 1].astype(np.float64))
-            chosen = np.isin(np.arange(len(score)), row[:most])
-            if not chosen.all():
-                assert (score - error)[~chosen].max() <= (score + error)[chosen].min()
+            for row, low, high in zip(selected[b, begin + i], score - error, score + error, strict=True):
+                check_list(spec, row, low, high)
+
+
+def check_list(spec: IndexerSpec, row: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+    """Check a list by bounds of the scores of all slots that its token sees: as many slots as the reference's, of whole
+    blocks, in order."""
+    seen, size = len(low), spec.block_size
+    most = len(sparse_indexer.listed(spec, low))
+    assert (row[most:] == -1).all()
+    assert (np.diff(row[:most]) > 0).all()
+    assert row[0] >= 0
+    assert row[most - 1] < seen
+    blocks = max(0, -(-seen // size) - spec.local_blocks) if spec.best_slot else seen // size
+    chosen = np.isin(np.arange(seen), row[:most])
+    assert chosen[blocks * size :].all()
+    chosen = chosen[: blocks * size].reshape(blocks, size)
+    assert (chosen.any(1) == chosen.all(1)).all()
+    if chosen.all():
+        return
+    found = (bound[: blocks * size].reshape(blocks, size) for bound in (low, high))
+    low, high = (bound.max(1) if spec.best_slot else bound[:, -1] for bound in found)
+    if (own := chosen.all(1)).any():
+        assert low[~own].max() <= high[own].min()
 
 
 def bounded(a: Inputs, b: int, at: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a token's scores and by how much a kernel's may differ: each fma rounds its partial sum."""
+    """Return a token's scores [num_groups, slots] and by how much a kernel's may differ: each fma rounds its partial
+    sum."""
     query = a.query[b, at].astype(np.float64).reshape(a.spec.num_heads, -1)
     weights = a.weights[b, at].astype(np.float64)[:, None]
     terms = query[:, None] * keys
-    products = np.maximum(terms.sum(2), 0)
+    products = np.maximum(terms.sum(2), 0) if a.spec.relu else terms.sum(2)
     wrong = U * np.abs(terms.cumsum(2)).sum(2) + TINY * terms.shape[2]
-    partial = np.abs((weights * products).cumsum(0)).sum(0)
-    return (weights * products).sum(0), ((np.abs(weights) * wrong).sum(0) + U * partial) * SECOND + TINY * len(weights)
+    shape = (a.spec.num_groups, -1, len(keys))
+    scores, wrong = (weights * products).reshape(shape), (np.abs(weights) * wrong).reshape(shape)
+    partial = np.abs(scores.cumsum(1)).sum(1)
+    return scores.sum(1), (wrong.sum(1) + U * partial) * SECOND + TINY * scores.shape[1]

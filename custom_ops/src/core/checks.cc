@@ -172,7 +172,19 @@ int check_indexer(const qm_indexer& indexer, char* err) {
   QM_TRY(check_node("SparseIndexer", &indexer, err));
   QM_TRY(check_range("num_heads", indexer.num_heads, 1, kMaxSize, err));
   QM_TRY(check_range("head_size", indexer.head_size, 1, kMaxSize, err));
-  return check_range("top_k", indexer.top_k, 1, kMaxSize, err);
+  QM_TRY(check_range("top_k", indexer.top_k, 1, kMaxSize, err));
+  QM_TRY(check_range("num_groups", indexer.num_groups, 1, indexer.num_heads, err));
+  if (indexer.num_heads % indexer.num_groups)
+    return fail(err, QM_INVALID, "num_groups is %d, expected a divisor of num_heads, %d", indexer.num_groups,
+                indexer.num_heads);
+  QM_TRY(check_range("relu", indexer.relu, 0, 1, err));
+  QM_TRY(check_range("block_size", indexer.block_size, 1, kMaxSize, err));
+  if (indexer.top_k % indexer.block_size)
+    return fail(err, QM_INVALID, "top_k is %d, expected a multiple of block_size, %d", indexer.top_k,
+                indexer.block_size);
+  QM_TRY(check_range("best_slot", indexer.best_slot, 0, 1, err));
+  return check_range("local_blocks", indexer.local_blocks, indexer.best_slot && indexer.block_size > 1,
+                     indexer.best_slot ? indexer.top_k / indexer.block_size : 0, err);
 }
 
 template <class Node>

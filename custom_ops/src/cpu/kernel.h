@@ -229,6 +229,10 @@ struct IndexerContext {
   }
   int64_t slot(int64_t b, int64_t token) const { return call.rows[3 * b + 2] + token; }  // as AttentionContext's
   int64_t position(int64_t b, int64_t token) const { return b * call.tokens + call.rows[3 * b] + token; }
+  // Every step() slots the last one has a score; a token in `slot` sees so many of them.
+  int64_t step() const { return node.best_slot ? 1 : node.block_size; }
+  int64_t scored(int64_t slot) const { return (slot + 1) / step(); }
+  int64_t list_size() const { return node.top_k + step() - 1; }  // a token in a lower slot selects all
   // A tile is some tokens' queries of all heads, which share the turned keys.
   int64_t tile_tokens() const { return node.num_heads < kTileQueries ? kTileQueries / node.num_heads : 1; }
   int64_t tile_rows() const { return tile_tokens() * node.num_heads; }
@@ -260,7 +264,7 @@ struct AttentionFunctions {
   // Attention of a head's tokens first .. of a row, of keys and values that it expands.
   void (*expand)(const LatentContext& latent, int64_t batch_row, int64_t head, int64_t first, int64_t tokens,
                  float* scratch);
-  // Scores of the tile's tokens [tokens, stride] for `count` blocks of slots, from block `first` on.
+  // Scores of the tile's tokens [tokens, groups, stride] for `count` blocks of keys with a score, from block `first` on.
   void (*index)(const IndexerContext& indexer, const IndexerTile& tile, int64_t first, int64_t count, float* scratch,
                 float* scores, int64_t stride);
 };
