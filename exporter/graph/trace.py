@@ -35,7 +35,14 @@ from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.lowering.paged import refusal as unpaged
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.modules import hyper_connections, latent, linear_attention, selective_scan, token_windows
+from quantmoe.exporter.graph.modules import (
+    hyper_connections,
+    indexer,
+    latent,
+    linear_attention,
+    selective_scan,
+    token_windows,
+)
 from quantmoe.exporter.graph.modules.attention import (
     GROUPED,
     RecognisedAttention,
@@ -126,7 +133,7 @@ def attention_of(
             names = (name for name, module in model.named_modules() if type(module).__name__.endswith("Attention"))
             found, plain = dict[str, RecognisedAttention](), dict.fromkeys(names, encoder.PLAIN)
         else:
-            found, plain = recognise(model, decoder, refuses, kinds, skeleton.with_states)
+            found, plain = recognise(model, decoder, refuses, kinds, indexer.compare, skeleton.with_states)
     for name, reason in plain.items() if paged else ():
         raise CheckpointError(f"{skeleton.format.ckpt.folder}: {name}: --paged: {reason}")
     sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
@@ -228,6 +235,9 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
             cache.layers.append(made)
             states = zip((made.conv_states[0], made.recurrent_states[0]), (3, 4), strict=True)
             sizes += [{t.ndim - rank: dynamic} for t, rank in states if t is not None]  # behind the window
+            if (keys := getattr(layer, "indexer_keys", None)) is not None:
+                made.indexer_keys = torch.zeros(batch, 1, past, keys.shape[3], dtype=skeleton.dtype)
+                sizes.append({0: dynamic, 2: dynamic})
         elif layer.keys is None:  # of experts alone
             cache.layers.append(layer)
         else:

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sweeps import every
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quantmoe.custom_ops.op import IndexerSpec
 from quantmoe.exporter.graph import trace
 from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -32,6 +34,7 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import open_checkpoint
 from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.targets import CPU, TARGETS
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator
@@ -326,7 +329,7 @@ SELECTING = (
     "qwen4_exp_text",
 )
 #: of these, types whose indexer is a node
-INDEXERS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4")
+INDEXERS = {*SELECTING} - {"deepseek_v4", "doge"}
 #: types that onnxruntime-genai does not run -> what it needs. Of SELECTING, Doge alone caches no keys of an indexer.
 NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and values of one size") | {
     **dict.fromkeys(INDEXERS, "layers without an indexer"),
@@ -488,8 +491,6 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
         check_attention(model_type, folder)
     nodes = Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
     indexes = model_type.partition(" ")[0] in INDEXERS and model_type != OF_OTHERS
-    if indexes:
-        assert nodes["CachedAttention"] == SIZES["num_hidden_layers"]
     assert (nodes["SparseIndexer"] > 0) == indexes
     if model_type in LATENT:
         caches = {node["bytes_per_token"] for node in inspect(tmp_path / "onnx")["attention"]}
@@ -630,6 +631,18 @@ def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path
     dry = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4", target="cuda")
     assert len(dry.plain_attention) == SIZES["num_hidden_layers"]
     assert {*dry.plain_attention.values()} == {"no CUDA kernel runs SparseIndexer"}
+
+
+@pytest.mark.parametrize("model_type", every(sorted(INDEXERS), 0))
+def test_standard_nodes_select(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What targets without a kernel of indexers have, on the CPU."""
+
+    def refusal(spec: Any) -> str:
+        return "no kernel" if isinstance(spec, IndexerSpec) else CPU.refusal(spec)
+
+    monkeypatch.setitem(TARGETS, "cpu", replace(CPU, refusal=refusal))
+    assert difference(model_type, "none", tmp_path) < 2e-5
+    assert {*inspect(tmp_path / "onnx")["plain_attention"].values()} == {"no kernel"}
 
 
 @pytest.mark.every

@@ -22,6 +22,7 @@ from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.graph.modules import indexer
 from quantmoe.exporter.graph.modules.attention import GROUPED, recognise
 from quantmoe.exporter.graph.modules.attention_inputs import rows_of
 from quantmoe.exporter.inspecting.inspect import inspect
@@ -353,7 +354,7 @@ def recognised(**config: object):
     settings = AutoConfig.for_model("qwen3_moe", **SMALL | config)
     model = AutoModelForCausalLM.from_config(settings).eval()
     model.set_attn_implementation(standard_attention.NAME)
-    return recognise(model, model.model, lambda spec: "", [GROUPED])
+    return recognise(model, model.model, lambda spec: "", [GROUPED], indexer.compare)
 
 
 def test_the_same_by_other_code_is_recognised(monkeypatch):

@@ -1,6 +1,7 @@
 """GLM-5-Next: latent attention to the best pools of tokens, delta attention, and streams of residuals.
 
-An indexer's keys are kept as in indexed.py. Behind each key lies what says its part in the key of its pool.
+On the CPU an indexer is a SparseIndexer of blocks. In standard nodes its keys are kept as in indexed.py. Behind each
+key lies what says its part in the key of its pool.
 """
 
 from __future__ import annotations
@@ -9,23 +10,32 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as glm5
 
-from quantmoe.exporter.graph.architectures.indexed import PackedCache, by_slot, chosen, placed, visible
-from quantmoe.exporter.graph.modules import hyper_connections, token_windows
+from quantmoe.custom_ops.op import IndexerSpec
+from quantmoe.exporter.graph.architectures.indexed import PackedCache, by_slot, chosen, placed
+from quantmoe.exporter.graph.modules import hyper_connections, pooled_keys, token_windows
+from quantmoe.exporter.graph.modules.attention import Called, Given, Unlike, drawing, probe_of
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 
 def prepare(model: PreTrainedModel) -> None:
     """Give attention a mask like other models', and a number of selected pools that no length changes."""
     hyper_connections.attach(model)
+    linear = [module for module in model.modules() if isinstance(module, glm5.Glm5NextTextLinearAttention)]
     for module in model.modules():
         if isinstance(module, glm5.Glm5NextTextModel):
             module.forward = MethodType(_model, module)  # type: ignore[method-assign]
         elif isinstance(module, glm5.Glm5NextTextAttention):
             module.forward = MethodType(_attention, module)  # type: ignore[method-assign]
+            indexer: Any = module.indexer
+            if indexer is not None:
+                indexer.linear = linear[:1]
+                indexer.compare = MethodType(_compare, indexer)
+                indexer.node_inputs = MethodType(_node_inputs, indexer)
 
 
 def _model(
@@ -36,10 +46,18 @@ def _model(
     cache: Any = None,
     **_: Any,
 ) -> MoeModelOutputWithPast:
-    cache = DynamicCache(config=self.config) if cache is None else cache
+    if cache is None:
+        attention = (layer.self_attn for layer in self.layers if layer.block_type != "linear_attention")
+        cache = pooled_keys.new_cache(self.config, attention)
     embeddings, (places, slots) = self.embed_tokens(input_ids), placed(attention_mask.bool())
     positions = places[:, -input_ids.shape[1] :] if position_ids is None else position_ids
-    mask = visible(attention_mask, places, positions, embeddings.dtype)
+    mask = create_causal_mask(
+        config=self.config,
+        inputs_embeds=embeddings,
+        attention_mask=attention_mask,
+        cache=cache,
+        allow_is_causal_skip=False,
+    )
     pools = token_windows.of(slots, self.config.index_kpool)
     x, selected = embeddings.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous(), None
     for layer in self.layers:
@@ -83,6 +101,56 @@ def _attention(
     k, v = self.expand_kv(latent, key)
     found, _none = grouped_attention(self, q, k, v, mask, self.scaling)
     return self.o_proj(found.flatten(2)), None, selected if self.next_skip_topk or indexer is None else None
+
+
+def _node_inputs(self: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the query, key and head_weights of a SparseIndexer whose blocks have a sum of their keys."""
+    x, layer, size = given["hidden_states"], given["cache"].layers[self.layer_idx], self.index_kpool
+    parts = torch.nn.functional.linear(x, self.index_kpool_compress_gate)
+    joined = torch.cat((self.k_norm(self.wk(x)), parts), -1)
+    taps = torch.eye(size).repeat_interleave(joined.shape[-1], 0)  # the tokens of a pool, the oldest first
+    window = next((linear.found.conv.state_window for linear in self.linear if hasattr(linear, "found")), 1)
+    tokens = pooled_keys.convolved(joined.repeat(1, 1, size), taps, layer, given["rows"], window)
+    keys, parts = tokens.unflatten(-1, (size, -1)).chunk(2, -1)
+    parts = (parts.float() + self.index_kpool_compress_ape.float()).softmax(2).to(keys.dtype)
+    weights = self.weights_proj(x).float() * (self.n_heads**-0.5 * self.softmax_scale)
+    return self.wq_b(given["q_resid"]), (keys * parts).sum(2), weights
+
+
+def _spec(self: Any) -> IndexerSpec:
+    return IndexerSpec(
+        num_heads=self.n_heads,
+        head_size=self.head_dim,
+        top_k=self.index_topk,
+        block_size=self.index_kpool,
+        best_slot=0,
+    )
+
+
+def _compare(self: Any, _: Called) -> IndexerSpec:
+    if not self.index_kpool_always_select_tail:
+        raise Unlike("its indexer does not always select the last pool")
+    draw, names = drawing(), ("wq_b", "wk", "weights_proj")
+    probe = probe_of(self, names, draw)
+    probe.layer_idx, probe.index_kpool, probe.index_topk, probe.linear = 0, 2, 4, ()
+    ape, gate = (draw(2, self.head_dim), draw(self.head_dim, 8))
+    probe.index_kpool_compress_ape, probe.index_kpool_compress_gate = (
+        torch.nn.Parameter(tensor, requires_grad=False) for tensor in (ape, gate)
+    )
+    given: dict[str, torch.Tensor] = {}
+
+    def run(mask: torch.Tensor) -> torch.Tensor:
+        batch, new = mask.shape[::2]
+        for name, size in zip(names, (self.n_heads * self.head_dim, self.head_dim, self.n_heads), strict=True):
+            probe._modules[name] = Given(draw(batch, new, size))
+            probe._modules[name].weight = torch.empty(0)
+        given.update(hidden_states=draw(batch, new, 8), q_resid=draw(batch, new, 8))
+        every = torch.ones(batch, new, dtype=torch.bool)
+        indices = type(self).forward(probe, **given, attention_mask=every, cache=None)
+        return chosen(torch.where(indices < 0, new, indices), new + 1)[..., :new]
+
+    pooled_keys.compare(_spec(probe), run, lambda known: _node_inputs(probe, {**known, **given}))
+    return _spec(self)
 
 
 def _selected(

@@ -101,20 +101,24 @@ MODEL_TYPES = (
     Row(
         ("minimax_m3_vl", "minimax_m3_vl_text"),
         "MiniMax-M3; text",
-        "one node; [blocks](#sparse-attention) in standard nodes",
+        "one node, [with an indexer](#sparse-attention) of blocks",
     ),
     Row(
         ("dots3_note", "dots3_note_text"),
         "dots3-note; text",
         "latent, [with an indexer](#sparse-attention)",
     ),
-    Row(("qwen4_exp", "qwen4_exp_text"), "Qwen4-Exp; text", "linear; [blocks](#sparse-attention) in standard nodes"),
+    Row(
+        ("qwen4_exp", "qwen4_exp_text"),
+        "Qwen4-Exp; text",
+        "linear; one node, [with an indexer](#sparse-attention) of blocks",
+    ),
     Row(("hy_v4", "hy_v4_vl"), "Hunyuan 4; text", "latent, [with an indexer](#sparse-attention)"),
     Row(("deepseek_v4",), "DeepSeek-V4", "standard nodes, [compressed keys](#sparse-attention)"),
     Row(
         ("glm5_next",),
         "GLM-5.3-Flash; text",
-        "linear; standard nodes over the latent, [with an indexer](#sparse-attention)",
+        "latent, [with an indexer](#sparse-attention) of blocks; linear",
     ),
     Row(("longcat_flash",), "LongCat-Flash, with experts that return their input", "latent, two nodes a layer"),
     Row(("afmoe", "beam", "hunyuan_v1_moe", "laguna"), "Trinity, Beam, Hunyuan-A13B, Laguna", "standard nodes"),

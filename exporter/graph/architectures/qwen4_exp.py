@@ -1,7 +1,8 @@
 """Qwen4-Exp: streams of residuals, embeddings of n-grams, and attention to the best blocks of tokens.
 
-An indexer's keys are kept as in indexed.py. A layer with embeddings of n-grams has three short convolutions: linear
-attention's, one that is dilated, and one that only delays the tokens' numbers. Their states are one tensor.
+On the CPU an indexer is a SparseIndexer of blocks. In standard nodes its keys are kept as in indexed.py. A layer with
+embeddings of n-grams has three short convolutions: linear attention's, one that is dilated, and one that only delays
+the tokens' numbers. Their states are one tensor.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
 
-from quantmoe.custom_ops.op import ConvSpec
+from quantmoe.custom_ops.op import ConvSpec, IndexerSpec
 from quantmoe.exporter.graph.architectures import mrope
 from quantmoe.exporter.graph.architectures.indexed import (
     PackedCache,
     by_slot,
     chosen,
     placed,
-    visible,
 )
-from quantmoe.exporter.graph.modules import token_windows
+from quantmoe.exporter.graph.modules import pooled_keys, token_windows
+from quantmoe.exporter.graph.modules.attention import Called, Given, drawing, probe_of
 from quantmoe.exporter.graph.modules.linear_attention import convolve
 from quantmoe.exporter.graph.modules.state_parts import StatePart, divide, join
 from quantmoe.exporter.graph.standard_attention import grouped_attention
@@ -37,6 +39,7 @@ def prepare(model: PreTrainedModel) -> None:
     """Give the model positions of one axis, a selection that no length changes, and states that are one tensor."""
     mrope.prepare(model)
     rotary = next(m for m in model.modules() if isinstance(m, qwen4.Qwen4ExpTextRotaryEmbedding))
+    linear = [module for module in model.modules() if isinstance(module, qwen4.Qwen4ExpTextGatedDeltaNet)]
     for module in model.modules():
         own: Any = module
         if isinstance(module, qwen4.Qwen4ExpTextModel):
@@ -44,6 +47,9 @@ def prepare(model: PreTrainedModel) -> None:
         elif isinstance(module, qwen4.Qwen4ExpTextAttention):
             own.rotary = (rotary,)  # no module of this one, too
             own.forward = MethodType(_attention, module)
+            own.indexer.rotary, own.indexer.linear = (rotary,), linear[:1]
+            own.indexer.compare = MethodType(_compare, own.indexer)
+            own.indexer.node_inputs = MethodType(_node_inputs, own.indexer)
         elif isinstance(module, qwen4.Qwen4ExpTextDecoderLayer) and module.ple is not None:
             own.forward = MethodType(_layer, module)
             own.ple.forward = MethodType(_injected, own.ple)
@@ -62,11 +68,19 @@ def _model(
 ) -> MoeModelOutputWithPast:
     """Qwen4ExpTextModel.forward without a history of positions: the positions of the tokens tell it."""
     embeddings = self.embed_tokens(input_ids)
-    cache = DynamicCache(config=self.config) if cache is None else cache
+    if cache is None:
+        attention = (layer.self_attn for layer in self.layers if layer.layer_type != "linear_attention")
+        cache = pooled_keys.new_cache(self.config, attention)
     tokens = placed(attention_mask.bool())
     if position_ids is None:
         position_ids = tokens[0][:, -input_ids.shape[1] :]
-    mask = visible(attention_mask, tokens[0], position_ids, embeddings.dtype)
+    mask = create_causal_mask(
+        config=self.config,
+        inputs_embeds=embeddings,
+        attention_mask=attention_mask,
+        cache=cache,
+        allow_is_causal_skip=False,
+    )
     x, tables = embeddings.repeat(1, 1, self.config.hc_count), self.rotary_emb(embeddings, position_ids)
     for layer in self.layers:
         x = layer(
@@ -106,6 +120,59 @@ def _attention(
     mask = torch.where(selected[:, None], attention_mask, torch.finfo(attention_mask.dtype).min)
     found, _none = grouped_attention(self, q, k, v, mask, self.scaling)
     return self.o_proj((found * gate.sigmoid()).flatten(-2)), None
+
+
+def _node_inputs(self: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the query, key and head_weights of a SparseIndexer whose blocks have the mean of their keys."""
+    x, layer, size = given["hidden_states"], given["cache"].layers[self.layer_idx], self.compress_ratio
+    cos, sin = given["position_embeddings"]
+    sizes = [heads * self.index_head_dim for heads in (self.index_n_heads, self.index_kv_heads)]
+    queries, keys = self.index_qk_proj(x).split(sizes, -1)
+    queries = self.q_layernorm(queries.unflatten(-1, (-1, self.index_head_dim)))
+    queries = qwen4.apply_rotary_pos_emb(queries, cos=cos, sin=sin, unsqueeze_dim=2)
+    taps = torch.full((self.index_head_dim, size), 1 / size)
+    window = next((linear.found.conv.state_window for linear in self.linear if hasattr(linear, "found")), 1)
+    means = pooled_keys.convolved(keys, taps, layer, given["rows"], window)
+    cos, sin = self.rotary[0](means, (given["position_ids"] - (size - 1)).clamp(min=0))
+    keys = qwen4.apply_rotary_pos_emb(self.k_layernorm(means)[:, None], cos=cos, sin=sin)[:, 0]
+    return queries.flatten(-2), keys, torch.ones(queries.shape[:3])
+
+
+def _spec(self: Any) -> IndexerSpec:
+    return IndexerSpec(
+        num_heads=self.index_n_heads,
+        head_size=self.index_head_dim,
+        top_k=self.block_topk * self.compress_ratio,
+        block_size=self.compress_ratio,
+        best_slot=0,
+    )
+
+
+def _compare(self: Any, _: Called) -> IndexerSpec:
+    draw = drawing()
+    probe = probe_of(self, ("index_qk_proj",), draw)
+    probe.layer_idx, probe.compress_ratio, probe.block_topk, probe.token_budget = 0, 2, 2, 4
+    probe.linear = ()
+
+    def run(mask: torch.Tensor) -> torch.Tensor:
+        made = draw(*mask.shape[::2], (self.index_n_heads + self.index_kv_heads) * self.index_head_dim)
+        probe._modules["index_qk_proj"] = Given(made)
+        found: torch.Tensor = type(self).forward(probe, made, tables(*mask.shape[::2]), mask, None)
+        return found[:, 0]
+
+    def positions(batch: int, new: int) -> torch.Tensor:
+        return torch.arange(new).repeat(batch, 1)
+
+    def tables(batch: int, new: int) -> Any:
+        return self.rotary[0](torch.zeros(1), positions(batch, new))
+
+    def inputs(given: dict[str, Any]) -> Any:
+        made = probe.index_qk_proj.values
+        known = {"position_embeddings": tables(*made.shape[:2]), "position_ids": positions(*made.shape[:2])}
+        return _node_inputs(probe, given | known | {"hidden_states": made})
+
+    pooled_keys.compare(_spec(probe), run, inputs)
+    return _spec(self)
 
 
 def _selected(

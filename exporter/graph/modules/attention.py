@@ -145,6 +145,7 @@ def recognise(
     decoder: torch.nn.Module,
     refusal: Callable[[Any], str],
     kinds: Sequence[Kind],
+    indexer: Callable[[Any, Called], IndexerSpec],
     without: Container[str] = (),
 ) -> tuple[dict[str, RecognisedAttention], dict[str, str]]:
     """Return what every attention module computes that is CachedAttention; and why the others are not. By module name.
@@ -152,7 +153,7 @@ def recognise(
     Args:
         decoder: the part of ``model`` that has the layers.
         refusal: why the target's kernels do not run a node with attributes; "" when they do.
-        kinds: of modules to look for.
+        kinds: of modules to look for. indexer: the node that selects what a module's indexer selects; raises Unlike.
         without: names of modules that are something else.
     """
     named = ((name, m) for name, m in model.named_modules() if name not in without)
@@ -169,6 +170,8 @@ def recognise(
             alike = repr((signature(module), called.window, called.table))
             if alike not in known:
                 known[alike] = of[module].compare(module, called)
+                if (own := getattr(module, "indexer", None)) is not None:
+                    known[alike] = dataclasses.replace(known[alike], indexer=indexer(own, called))
             nodes = known[alike].indexer, known[alike].spec
             if refused := next((said for node in nodes if node is not None and (said := refusal(node))), ""):
                 raise Unlike(refused)
@@ -350,6 +353,28 @@ class Given(torch.nn.Module):
         return self.values.clone()
 
 
+class Selection(Given):
+    """A module in the place of an indexer, with a given selection [batch, lists or 1, new, slots]."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.values
+
+
+def random_selection(mask: torch.Tensor, lists: int, draw: Draw) -> tuple[torch.Tensor, np.ndarray]:
+    """Return which slots are selected, [batch, lists, new, slots], and lists of those that a token sees, as the node
+    has them.
+
+    Args:
+        mask: of a trial, [batch, 1, new, slots]. lists: of a token.
+    """
+    batch, _, new, slots = mask.shape
+    own = torch.eye(new, slots, dtype=torch.bool).roll(slots - new, 1)
+    chosen = (draw(batch, lists, new, slots) > 0) | own
+    chosen[:, :, -1, 0] = False  # or a row attended to all
+    places = torch.where(chosen & (mask == 0), torch.arange(slots), REACH).sort(-1).values[..., :-1]
+    return chosen, torch.where(places < REACH, places, -1).int().transpose(1, 2).contiguous().numpy()
+
+
 class Past:
     """A stand-in for a cache, with keys and values of more tokens than a position-dependent factor ignores."""
 
@@ -373,8 +398,11 @@ def drawing() -> Draw:
 def _compare(module: Any, called: Called) -> RecognisedAttention:
     """Return the CachedAttention that gives what a module gives, on random tokens."""
     draw = drawing()
-    probe = probe_of(module, PROJECTIONS, draw)
+    probe = probe_of(module, (*PROJECTIONS, "indexer"), draw)
     probe._modules["o_proj"] = torch.nn.Identity()
+    probe.selects = getattr(module, "indexer", None) is not None
+    if probe.selects:
+        vars(probe).pop("forward", None)  # of standard nodes
     probe.features = [getattr(module, name).out_features for name in PROJECTIONS[:3]]
     return agreeing(
         lambda sizes, spread: _try(probe, called, sizes, spread, draw),
@@ -418,7 +446,7 @@ class Trial:
     Attributes:
         qkv, tables, past: what it was given; ``tables`` [batch, new, rotary_size / 2].
         output, present: what it made of them. returned: how many values it returned.
-        seen: what it asked for.
+        seen: what it asked for. selected: lists of a token; None: it attends to all.
     """
 
     probe: Any
@@ -430,6 +458,7 @@ class Trial:
     present: tuple[torch.Tensor, ...]
     returned: int
     seen: Seen
+    selected: np.ndarray | None
 
     def gives(self, found: RecognisedAttention) -> bool:
         """Return whether the operator gives the module's output."""
@@ -445,7 +474,7 @@ class Trial:
         given = gates_to_front(self.qkv, spec) if spec.gated else self.qkv
         qkv, key, value = (t.numpy() for t in (given, self.past[0], self.past[1] / found.value_scale))
         cos, sin, q_norm, k_norm, own = (t.numpy() for t in (*tables, *norms, sinks))
-        want = reference(near, qkv, key, value, rows, length, cos, sin, q_norm, k_norm, own)
+        want = reference(near, qkv, key, value, rows, length, cos, sin, q_norm, k_norm, own, selected=self.selected)
         if found.value_scale != 1:
             want = want[0] * found.value_scale, want[1], want[2] * found.value_scale
         return near_all((self.output, *self.present), want, TOLERANCE[self.spread])
@@ -499,10 +528,16 @@ def _try(probe: Any, called: Called, sizes: Sizes, spread: float, draw: Draw) ->
     for name, values in zip(PROJECTIONS[:3], qkv, strict=True):
         probe._modules[name] = Given(values)
     kwargs, tables, mask = called.again(sizes, draw)
+    selected = None
+    if probe.selects:
+        probe._modules["indexer"] = Selection(mask[..., past:] == 0)
     run_probe(probe, seen, kwargs | {"attention_mask": mask[..., past:], "cache": None})  # for the heads
+    if probe.selects:
+        chosen, selected = random_selection(mask, seen.groups, draw)
+        probe._modules["indexer"] = Selection(chosen)
     cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
     output, count = run_probe(probe, seen, kwargs | {"attention_mask": mask, "cache": cache})
-    return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
+    return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen, selected)
 
 
 def run_probe(probe: Any, seen: Seen, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -589,7 +624,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else []
     sinks = getattr(self, self.found.sinks) if self.found.sinks else None
     tables = given.get("position_embeddings") or [qkv[..., :0]] * 2
-    output = self.rows.attend(self, qkv, cache, tables, norms, sinks)
+    selection = self.rows.select(self, given) if self.found.indexer is not None else ()
+    output = self.rows.attend(self, qkv, cache, tables, norms, sinks, selection=selection)
     if self.found.value_scale != 1:
         output = output * self.found.value_scale
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from quantmoe.custom_ops.op import IndexerSpec, RowsSpec
+from quantmoe.custom_ops.op import RowsSpec
+from quantmoe.exporter.graph.modules import indexer
 from quantmoe.exporter.graph.modules.attention import REACH, TABLES, RecognisedAttention, bound
 from quantmoe.exporter.targets import Target
 
@@ -56,13 +57,13 @@ class Rows:
         norms: Sequence[torch.Tensor] = (),
         sinks: torch.Tensor | None = None,
         ups: Sequence[torch.Tensor] = (),
-        selected: torch.Tensor | None = None,
+        selection: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Return a module's node.
 
         Args:
             qkv: [B, S, ..] as the node has it. tables: the model's. norms: of queries and keys. sinks: [num_heads].
-            ups: k_up and v_up, of a node with a nope_size. selected: slots that each token sees.
+            ups: k_up and v_up, of a node with a nope_size. selection: of :meth:`select`, or slots that each token sees.
 
         Returns:
             [B, S, num_heads * output_size].
@@ -77,7 +78,7 @@ class Rows:
             past = [layer.keys, layer.values]
         else:
             past = [qkv.new_zeros((len(qkv), spec.kv_num_heads, 0, width)) for width in spec.cache_widths]
-        others = [*ups, *[None] * (2 - len(ups)), None, selected] if selected is not None else ups
+        others = [*ups, *[None] * (2 - len(ups)), None, selection[0]] if selection else ups
         output, *present = torch.ops.quantmoe.cached_attention(
             qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention, *others
         )
@@ -85,21 +86,19 @@ class Rows:
             layer.keys, layer.values = present
         else:
             cache.update(*present, module.layer_idx)
+        if len(selection) > 1:
+            cache.layers[module.layer_idx].indexer_keys = selection[1]
         return output
 
-    def select(
-        self,
-        spec: IndexerSpec,
-        past: torch.Tensor | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> Any:
-        """Return the slots that each token attends to, [B, S, 1, top_k], and the keys of all tokens.
+    def select(self, module: Any, given: Mapping[str, Any]) -> Any:
+        """Return the slots that each token attends to, [B, S, groups, slots], and an indexer's keys of all tokens.
 
         Args:
-            past: keys of the tokens before; None: there are none. The others: as the node has them.
+            given: see :func:`indexer.node_inputs`.
         """
+        spec, layers, i = module.found.indexer, given["cache"].layers, module.layer_idx
+        query, key, weights = indexer.node_inputs(module.indexer, {**given, "rows": self.rows})
+        past = getattr(layers[i], "indexer_keys", None) if i < len(layers) else None
         past = key.new_zeros((len(key), 1, 0, spec.head_size)) if past is None else past
         attributes = json.dumps(spec.attributes())
         return torch.ops.quantmoe.sparse_indexer(query, key, weights, past, self.rows, self.mask, attributes)

@@ -23,10 +23,8 @@ import torch
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.reference import attention as reference
-from quantmoe.exporter.graph.modules import indexer
 from quantmoe.exporter.graph.modules.attention import (
     NEAR,
-    REACH,
     TOLERANCE,
     Called,
     Draw,
@@ -35,6 +33,7 @@ from quantmoe.exporter.graph.modules.attention import (
     Past,
     RecognisedAttention,
     Seen,
+    Selection,
     Sizes,
     Unlike,
     agreeing,
@@ -42,6 +41,7 @@ from quantmoe.exporter.graph.modules.attention import (
     drawing,
     near_all,
     probe_of,
+    random_selection,
     run_probe,
 )
 from quantmoe.exporter.graph.placeholders import placeholder
@@ -232,33 +232,21 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         latent = latent * factor
     qkv = torch.cat((queries.flatten(-2), key, latent), -1)
     ups = (self.absorbed.k_up, self.absorbed.v_up) if inside else ()
-    cache, selected, keys = given["cache"], given.get("prev_topk_indices"), None
     if self.found.indexer is not None:
-        past = (
-            getattr(cache.layers[self.layer_idx], "indexer_keys", None) if self.layer_idx < len(cache.layers) else None
-        )
-        inputs = indexer.node_inputs(self.indexer, given | {"q_resid": low})
-        selected, keys = self.rows.select(self.found.indexer, past, *inputs)
+        selection = self.rows.select(self, given | {"q_resid": low})
+    else:
+        selection = [given["prev_topk_indices"]] if self.found.selects else []
     sinks = getattr(self, self.found.sinks).float() if self.found.sinks else None
-    tables = given["position_embeddings"]
-    output = self.rows.attend(self, qkv, cache, tables, sinks=sinks, ups=ups, selected=selected)
-    if keys is not None:
-        cache.layers[self.layer_idx].indexer_keys = keys
+    tables = given.get("position_embeddings") or [qkv[..., :0]] * 2
+    output = self.rows.attend(self, qkv, given["cache"], tables, sinks=sinks, ups=ups, selection=selection)
     if not inside or gates is not None:
         output = output.unflatten(-1, (heads, -1))
         output = output if inside else self.absorbed.outputs(output)
         output = (output if gates is None else output * gates).flatten(-2)
     rest = [None] * (self.found.outputs - 1)
     if len(rest) > 1 and self.found.selects:  # for layers without an indexer
-        rest[-1] = selected
+        rest[-1] = selection[0]
     return (self.o_proj(output), *rest)
-
-
-class _Selection(Given):
-    """A module in the place of an indexer, with a given selection [batch, 1, S, tokens]."""
-
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self.values
 
 
 class _Checked(Given):
@@ -276,7 +264,7 @@ class _Checked(Given):
 
 def _compare(module: Any, called: Called) -> RecognisedAttention:
     """Return the CachedAttention that gives what a module gives, on random tokens."""
-    if called.arguments.get("position_embeddings") is None:
+    if module.qk_rope_head_dim and called.arguments.get("position_embeddings") is None:
         raise Unlike("it has no cosines and sines of a rotary module")
     if module.kv_a_proj_with_mqa is None:
         raise Unlike("it attends to keys of another layer")
@@ -290,8 +278,6 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
         lambda trial, pair: trial.gives(*pair),
         "CachedAttention of a latent",
     )
-    if (own := getattr(module, "indexer", None)) is not None:
-        found = replace(found, indexer=indexer.compare(own, called))
     return replace(found, selects=_selects(module))
 
 
@@ -327,14 +313,11 @@ class _Trial:
         kwargs, self.tables, mask = called.again(sizes, draw)
         self.selected = None
         if _selects(module):
-            own = torch.eye(new, past + new, dtype=torch.bool).roll(past, 1)
-            chosen = (draw(batch, new, past + new) > 0) | own
-            chosen[:, -1, 0] = False  # or a row attended to all
-            seen = chosen & (mask[:, 0] == 0)
-            places = torch.where(seen, torch.arange(past + new), REACH).sort(-1).values[..., :-1]
-            self.selected = torch.where(places < REACH, places, -1).int().numpy()[:, :, None]
-            probe._modules["indexer"] = None if module.indexer is None else _Selection(chosen[:, None])
-            kwargs |= {"prev_topk_indices": chosen[:, None]} if module.indexer is None else {}
+            chosen, self.selected = random_selection(mask, 1, draw)
+            if hasattr(module, "build_attention_mask_from_topk"):  # GLM-5.3-Flash: of lists, which end with -1
+                chosen = torch.from_numpy(self.selected[:, :, 0])
+            probe._modules["indexer"] = None if module.indexer is None else Selection(chosen)
+            kwargs |= {"prev_topk_indices": chosen} if module.indexer is None else {}
         self.positions, self.scales = kwargs.get("position_ids"), _scales(module)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
         cache, self.seen = Past(*self.past), Seen()
