@@ -105,6 +105,7 @@ def print_model(found: dict[str, Any]) -> None:
     kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
     print_reasons(FLOAT_HERE, kept)
     _print_attention(found["attention"])
+    _print_indexers(found["indexers"])
     _print_linear_attention(found["linear_attention"])
     print_reasons(PLAIN_ATTENTION, found["plain_attention"])
     if no_chat := found["metadata"].get(NO_CHAT):
@@ -220,6 +221,25 @@ def _print_attention(nodes: list[dict[str, Any]]) -> None:
             rows["sliding window"] = str(a["sliding_window"])
         rows["cache"] = f"{cache}, {sum(node['bytes_per_token'] for node in group):,} bytes a token"
         _print_block(f"{len(group)} CachedAttention: {and_more([node['node'] for node in group])}", rows)
+
+
+def selection(indexer: Mapping[str, Any]) -> str:
+    """Return what a SparseIndexer of these attributes selects."""
+    size, groups = indexer["block_size"], indexer["num_groups"]
+    found = f"{indexer['top_k']:,} tokens" if size == 1 else f"{indexer['top_k'] // size:,} blocks of {size} tokens"
+    return found + (f" for each of {groups} groups of heads" if groups > 1 else "")
+
+
+def _print_indexers(nodes: list[dict[str, Any]]) -> None:
+    """SparseIndexer nodes of the same description together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in nodes:
+        groups.setdefault(str(node["attributes"]), []).append(node)
+    for group in groups.values():
+        a = group[0]["attributes"]
+        rows = {"heads": f"{a['num_heads']} of {a['head_size']}", "selects": selection(a)}
+        rows["cache"] = f"{sum(node['bytes_per_token'] for node in group):,} bytes a token"
+        _print_block(f"{len(group)} SparseIndexer: {and_more([node['node'] for node in group])}", rows)
 
 
 def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:

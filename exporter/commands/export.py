@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from quantmoe.exporter.report import (
     peak_memory,
     print_layers,
     print_reasons,
+    selection,
 )
 
 
@@ -91,6 +93,8 @@ def _plan(checkpoint: Path, outdir: Path, options: Options, *, force: bool) -> N
     print_layers((scheme, spec, found.shared[name], size) for name, (scheme, spec, size) in found.layers.items())
     if found.attention:
         console.print(found.attention)
+    for text, count in Counter(map(selection, found.indexers)).items():
+        console.print(f"{count} SparseIndexer: {text}")
     total = found.packed + found.dense
     console.print(
         f"reads {decimal(found.read)}; writes {decimal(total)}: experts {decimal(found.packed)}, "

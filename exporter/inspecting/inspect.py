@@ -21,6 +21,7 @@ from quantmoe.custom_ops.op import (
     AttentionSpec,
     ConvSpec,
     DeltaSpec,
+    IndexerSpec,
     LinearSpec,
     MoESpec,
     RouterSpec,
@@ -69,6 +70,7 @@ def inspect(
         - QMoE and MatMulNBits nodes have ``tensors`` by part instead of one tensor.
         - ``routers``: MoERouting and MoERouter nodes.
         - ``attention``: CachedAttention nodes, with the type of the cache and its bytes a token.
+        - ``indexers``: SparseIndexer nodes, with the bytes a token of their keys.
         - ``linear_attention``: GatedDelta and StateSpace nodes, and CausalConv nodes without one. ``width`` is the
           convolution's, ``state_bytes`` the bytes of all states after one token. States that standard nodes read have
           the input's name, sizes and a width of 0.
@@ -143,9 +145,9 @@ def inspect(
 
 def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str | None]]:
     """Return :func:`inspect`'s description of each kind of node, and the names of the packed weights."""
-    kinds = ("layers", "linears", "routers", "attention", "linear_attention")
+    kinds = ("layers", "linears", "routers", "attention", "indexers", "linear_attention")
     found: dict[str, list[Any]] = {kind: [] for kind in kinds}
-    layers, linears, routers, attention, linear_attention = found.values()
+    layers, linears, routers, attention, indexers, linear_attention = found.values()
     packed: set[str | None] = set()
     for node in model.graph:
         if node.domain != DOMAIN and (node.domain, node.op_type) not in OTHERS:
@@ -172,6 +174,8 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
                 routers.append({"node": node.name, "attributes": router.attributes()})
             elif node.op_type == "CachedAttention":
                 attention.append(_attention(path, node))
+            elif node.op_type == "SparseIndexer":
+                indexers.append(_indexer(path, node))
             elif node.op_type in _RECURRENT:
                 linear_attention.append(_linear_attention(path, node))
             elif node.op_type == "CausalConv" and not any(u.node.op_type in _RECURRENT for u in node.outputs[0].uses()):
@@ -340,6 +344,13 @@ def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
         + (" in blocks" if spec.block_size else ""),
         "bytes_per_token": int(width * held.itemsize),
     }
+
+
+def _indexer(path: Path, node: ir.Node) -> dict[str, Any]:
+    spec = _spec(path, node, IndexerSpec)
+    _check_runs(path, node, spec, {})
+    held = spec.head_size * _type(path, node, 3).itemsize
+    return {"node": node.name, "attributes": spec.attributes(), "bytes_per_token": int(held)}
 
 
 def _linear_attention(path: Path, node: ir.Node) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, cpu_panel
@@ -49,6 +49,7 @@ class DryRun:
         not_ort: see Report.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
+        indexers: attributes of the SparseIndexer nodes.
         activations, kv_cache, left_out, drafting, chat, tokenizer: see Report.
         attention: how many layers each type has, "" for models with one type.
     """
@@ -71,6 +72,7 @@ class DryRun:
     not_ort: dict[str, str]
     dequantized: dict[str, str]
     plain_attention: dict[str, str]
+    indexers: list[dict[str, Any]]
     activations: str
     kv_cache: str
     left_out: str
@@ -173,6 +175,9 @@ def plan(
         not_ort=report.not_ort,
         dequantized=report.dequantized,
         plain_attention=report.plain_attention,
+        indexers=[
+            found.indexer.attributes() for found in ready.parts[0].attention.found.values() if found.indexer is not None
+        ],
         activations=report.activations,
         kv_cache=report.kv_cache,
         left_out=report.left_out,
