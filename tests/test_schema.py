@@ -107,7 +107,7 @@ def test_what_an_older_version_cannot_say_is_refused(later: Schema) -> None:
     [
         ("QM_ATTR(MoERouting, u, x)", "x is of kind u, expected i, f or an enum: activation"),
         ("QM_ATTR_SINCE(MoERouting, 99, i, x, 0)", r"x is of op_version 99, MoERouting is of \d"),
-        ("QM_ATTR_SINCE(MoERouting, 1, format, x, int3)", "absent means int3, expected one of: int4"),
+        ("QM_ATTR_SINCE(MoERouting, 1, format, x, int7)", "absent means int7, expected one of: int4"),
     ],
 )
 def test_a_line_that_cannot_be(line: str, message: str) -> None:

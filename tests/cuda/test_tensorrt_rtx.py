@@ -210,7 +210,7 @@ assert parser.parse_from_file({str(folder / "bf16/model.onnx")!r}), parser.get_e
     [
         ("op_version", ir.AttrInt64("op_version", 99), "op_version is 99, this library knows 1"),
         ("w2_perm", None, "attribute w2_perm is required"),
-        ("w13_format", ir.AttrString("w13_format", "int3"), 'w13_format is "int3", the operator defines: int4'),
+        ("w13_format", ir.AttrString("w13_format", "int7"), 'w13_format is "int7", the operator defines: int4'),
     ],
 )
 def test_bad_node(folder, tmp_path, name, new, message):

@@ -125,7 +125,7 @@ def test_not_finite_row(tmp_path: Path, small: Layer) -> None:
         ("op_version", 99, "op_version is 99, this library knows 1"),
         ("w13_layout_version", 2, "w13_layout_version is 2, expected 1"),
         ("w2_layout", "marlin", 'w2_layout is "marlin", this library supports: cpu_panel'),
-        ("w13_format", "int3", 'w13_format is "int3", the operator defines: int4, int8'),
+        ("w13_format", "int7", 'w13_format is "int7", the operator defines: int4, int8'),
         ("activation", "tanh", 'activation is "tanh", the operator defines: silu'),
         ("w2_group_size", 48, "w2_zero_points 0: group_size must be -1, 16 or a multiple of 32"),
         ("gated", 2, "gated is 2, expected 0 to 1"),
