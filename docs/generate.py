@@ -151,8 +151,8 @@ def operators() -> str:
             rows["size"].append([f"`{arguments[1]}`", f"`{arguments[2]}`", said])
         elif macro in ("ATTR", "ATTR_SINCE"):
             kind, name = arguments[-3:-1] if macro == "ATTR_SINCE" else arguments[1:]
-            since = f" Since op_version {arguments[1]}; absent: `{arguments[4]}`." if macro == "ATTR_SINCE" else ""
-            rows["attribute"].append([f"`{name}`", kind, said + since])
+            since = f"Since op_version {arguments[1]}; absent: `{arguments[4]}`." if macro == "ATTR_SINCE" else ""
+            rows["attribute"].append([f"`{name}`", kind, ". ".join(filter(None, (said, since)))])
         elif macro == "PROJECTION":
             rows["attribute"].append([f"`{arguments[1]}_..`", "", "[packed weights](#packed-weights)"])
         elif macro == "STRING":

@@ -42,6 +42,8 @@ def test_operators() -> None:
         for part in named:
             assert f"| `{part[0] if isinstance(part, tuple) else part.name}` |" in section, name
         assert all(f"`{prefix}_..`" in section for prefix in operator.projections)
+        *_, last = (ROOT / f"custom_ops/ops/{operator.snake}.def").read_text(encoding="utf-8").splitlines()
+        assert last.startswith("QM_END") or generate().linked(last.removeprefix("// ")) in section, name
     for kind, values in schema.enums.items():
         section = page.partition(f"## {kind}\n")[2].partition("\n## ")[0]
         assert all(f"| `{value}` | {code} |" in section for value, code in values.items()), kind
