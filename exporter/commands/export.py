@@ -93,8 +93,8 @@ def _plan(checkpoint: Path, outdir: Path, options: Options, *, force: bool) -> N
     print_layers((scheme, spec, found.shared[name], size) for name, (scheme, spec, size) in found.layers.items())
     if found.attention:
         console.print(found.attention)
-    for text, count in Counter(map(selection, found.indexers)).items():
-        console.print(f"{count} SparseIndexer: {text}")
+    for selected, count in Counter(map(selection, found.indexers)).items():
+        console.print(f"{count} SparseIndexer: {selected}")
     total = found.packed + found.dense
     console.print(
         f"reads {decimal(found.read)}; writes {decimal(total)}: experts {decimal(found.packed)}, "

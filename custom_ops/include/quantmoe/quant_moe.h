@@ -114,7 +114,7 @@ QM_API int qm_validate(const char* op, const void* node, const qm_shape* packed,
 //
 // - QuantMoE: at most 264 MiB, or one token's activations if they are more, because long calls work in slices of
 //   tokens. Each lane that the call can use adds (max(H, I) + 128) KiB, with H and I rounded up to the group sizes.
-//   With one token, a lane adds a row. QuantLinear: the same, with I = K.
+//   With one token, a lane adds a row. QuantLinear takes as much, with I = K.
 // - CachedAttention: the sum of these parts. D is head_size. V = v_head_size and U = out_size are rounded up to 16.
 //   R is max(128, num_heads / kv_num_heads). At most 64 MiB, and 4 bytes a token. For each lane
 //   `4 (R D + 32 D + 256 V + R (2 V + 304))` bytes, 488 KB for D = V = 128.

@@ -264,7 +264,7 @@ struct AttentionFunctions {
   // Attention of a head's tokens first .. of a row, of keys and values that it expands.
   void (*expand)(const LatentContext& latent, int64_t batch_row, int64_t head, int64_t first, int64_t tokens,
                  float* scratch);
-  // Scores of the tile's tokens [tokens, groups, stride] for `count` blocks of keys with a score, from block `first` on.
+  // Scores of the tile's tokens [tokens, groups, stride] for `count` blocks of keys with scores, from block `first` on.
   void (*index)(const IndexerContext& indexer, const IndexerTile& tile, int64_t first, int64_t count, float* scratch,
                 float* scores, int64_t stride);
 };
