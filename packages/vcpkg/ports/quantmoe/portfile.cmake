@@ -1,4 +1,4 @@
-# Not built (packages/vcpkg/README.md). The sources are those of the checkout that the port lies in.
+# Never built (docs/guides/cpp.md). The sources are those of the checkout that the port lies in.
 get_filename_component(SOURCE_PATH ${CMAKE_CURRENT_LIST_DIR}/../../../.. ABSOLUTE)
 vcpkg_cmake_configure(SOURCE_PATH ${SOURCE_PATH} OPTIONS -DORT_ROOT=${CURRENT_INSTALLED_DIR})
 vcpkg_cmake_install()
