@@ -180,7 +180,7 @@ wheel-cuda: build cuda
 	  --config-settings build-dir=$(CUDA_BUILD) $(if $(CROSS),--config-settings cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tests/arm/$(CROSS).cmake) packages/cuda
 	auditwheel repair --plat auto --wheel-dir dist/cuda build/raw-cuda/*.whl
 	$(UV) --group test
-	python -m pytest tests/packages/check.py -k wheel
+	python -m pytest tests/packages/check.py -k "test_wheel or test_cuda_wheel"
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer; tiles of at most 3 rows, as the templates of
 # 16 take gcc minutes there (CMakeLists.txt). Guard pages are for the full ones, in make test, as is too little memory, which ends

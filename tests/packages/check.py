@@ -1,6 +1,7 @@
 """What is in the packages of dist and build/java: `make test-packages` calls this, as `make test` makes no packages."""
 
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -21,8 +22,19 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 NATIVES = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in (ROOT / "build/natives").glob("*/*")}
-#: the most bytes of a library
-LARGEST = {"quantmoe_ort": 8_000_000, "quantmoe_text": 6_000_000}
+#: of each library: the most bytes, for GPUs 80 MB for each of five architectures; the function that programs look up
+LIBRARIES = {
+    "quantmoe": (8_000_000, "qm_run"),
+    "quantmoe_ort": (8_000_000, "RegisterCustomOps"),
+    "quantmoe_text": (6_000_000, "qm_tokenizer_open"),
+    "quantmoe_cuda": (400_000_000, "qm_cuda_launch"),
+    "quantmoe_ort_cuda": (400_000_000, "RegisterCustomOps"),
+    "quantmoe_trt": (400_000_000, "getCreators"),
+}
+#: functions that a library may export; operator new and delete are zig's, on macOS
+EXPORTED = re.compile(
+    r"qm_\w+|RegisterCustomOps|CreateEpFactories|ReleaseEpFactory|getCreators|setLoggerFinder|Java_quantmoe_\w+|__?Z[nd]\w+|_mh_dylib_header|__dso_handle"
+)
 #: libraries that every system of a platform has
 SYSTEM = re.compile(
     r"(libc|libm|libpthread|libdl|ld-linux.*)\.so\.\d|(api-ms-win-.*|KERNEL32|ntdll|bcryptprimitives)\.dll|/usr/lib/libSystem\.B\.dylib"
@@ -53,6 +65,7 @@ def test_one_version():
         "CMakeLists.txt": f"project(quantmoe VERSION {VERSION} ",
         "packages/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n  <version>{VERSION}<",
         "samples/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n      <version>{VERSION}<",
+        "samples/java_adapters/pom.xml": f"<artifactId>quantmoe</artifactId>\n      <version>{VERSION}<",
         "packages/cuda/pyproject.toml": f'version = "{VERSION}"\ndescription',
         "packages/vcpkg/ports/quantmoe/vcpkg.json": f'"version": "{VERSION}"',
         "packages/rust/Cargo.toml": f'[workspace.package]\nversion = "{VERSION}"\n',
@@ -69,17 +82,27 @@ def test_gradle():
     assert re.findall(r'implementation\("(.+?)"\)', guide) == maven
 
 
+def check_library(name, data, glibc):
+    """Size, functions and segments of a library, and the newest glibc whose functions it may call."""
+    largest, function = LIBRARIES[Path(name).stem.removeprefix("lib")]
+    assert len(data) <= largest, name
+    exported = {entry.name for entry in lief.parse(io.BytesIO(data)).exported_functions}
+    if name.endswith(".dylib"):
+        exported = {symbol.removeprefix("_") for symbol in exported}
+    assert function in exported, name
+    assert [symbol for symbol in exported if not EXPORTED.fullmatch(symbol)] == [], name
+    if data.startswith(b"\x7fELF"):
+        check_segments(data)
+        assert newest_glibc(data) <= glibc, name
+
+
 def test_natives():
     assert NATIVES
     for name, data in NATIVES.items():
         magic = {"linux": b"\x7fELF", "win": b"MZ", "osx": b"\xcf\xfa\xed\xfe"}[name.split("-")[0]]
         assert data.startswith(magic), name
-        assert (b"qm_tokenizer_open" if "_text." in name else b"RegisterCustomOps") in data, name
-        if magic == b"\x7fELF":
-            check_segments(data)
-        if name.startswith("linux-x64/") or (name.startswith("linux-") and "_text." in name):
-            assert newest_glibc(data) <= (2, 28), name
-        assert len(data) <= next(size for library, size in LARGEST.items() if library in name), name
+        newer = name.startswith("linux-arm64/") and "_text." not in name  # the wheel's tag says it
+        check_library(name, data, (2, 99) if newer else (2, 28))
 
 
 @pytest.mark.parametrize("name", [name for name in NATIVES if "_text." in name])
@@ -171,13 +194,13 @@ def test_wheel(wheel):
         folder = f"{name}-{VERSION}.dist-info/licenses"
         assert {name: archive.read(f"{folder}/{name}") for name in LICENCES} == LICENCES
         libraries = [n for n in archive.namelist() if n.endswith((".so", ".dll", ".dylib"))]
+        glibc = min((tuple(map(int, tag)) for tag in re.findall(r"manylinux_(\d+)_(\d+)", wheel.stem)), default=())
         (begin,) = (b for tag, b in PLATFORMS.items() if re.fullmatch(f".*-{tag}", wheel.stem))
         assert libraries
         for library in libraries:
             data = archive.read(library)
             assert re.match(begin, data, re.DOTALL), library
-            if data.startswith(b"\x7fELF"):
-                check_segments(data)
+            check_library(library, data, glibc)
 
 
 @pytest.mark.parametrize("wheel", sorted((ROOT / "dist/cuda").glob("*.whl")), ids=lambda wheel: wheel.name)
