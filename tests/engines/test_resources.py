@@ -17,7 +17,7 @@ from quantmoe.custom_ops.layouts import cpu_panel
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 
-#: glibc reserves 64 MB for a thread and keeps what is freed: neither tells what a call takes. It keeps all small pieces,
+#: glibc reserves 64 MB for a thread and keeps what is freed: neither tells what a call takes. It keeps small pieces,
 #: for the words of errors: ONNX Runtime's log ends the process where it finds no memory.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 CHILD = """
