@@ -298,6 +298,24 @@ void turns_are_one_prompt_of_all(const std::string& folder) {
   }
 }
 
+void an_answer_that_ends_within_a_character_goes_on(const std::string& folder) {
+  const Generator model(folder);
+  const TextTokenizer& tokenizer = model.tokenizer();
+  const Ids prompt = tokenizer.encode("Then said", true), more = tokenizer.encode(" the captain", false);
+  Sampling any = {.temperature = 1000, .top_k = 0, .seed = 0};
+  Ids answer;
+  for (; tokenizer.decode(answer) != "\uFFFD" && any.seed < 1000; ++*any.seed) {
+    TokenCache cache(model);
+    answer = all(cache.generate(prompt, {1, any.sampler(prompt)}));
+  }
+  --*any.seed;
+  Chat chat(model);
+  CHECK(said(chat.reply("Then said", {.max_new_tokens = 1, .sampling = any})) == "\uFFFD");
+  const Ids ids = joined(joined(prompt, answer), more);
+  CHECK(said(chat.reply(" the captain", greedy(8))) == tokenizer.decode(fresh(model, ids, 8)));
+  CHECK(chat.last().prompt_tokens == ids.size());
+}
+
 void a_template_is_rendered_where_there_are_no_turns(const std::string& folder) {
   const Generator model(folder);
   Chat chat(model, "Be kind.");
@@ -378,6 +396,7 @@ int main(int, char** argv) {
   wrong_calls_are_refused(plain);
   threads_share_a_model(plain);
   text_goes_on(plain);
+  an_answer_that_ends_within_a_character_goes_on(plain);
   sampling_follows_its_seed(plain);
   turns_are_one_prompt_of_all(argv[3]);
   oldest_turns_are_dropped(argv[4]);
