@@ -46,6 +46,27 @@ public class ChatTests
     }
 
     [Fact]
+    public async Task AnAnswerThatEndsWithinACharacterGoesOn()
+    {
+        using var model = new Generator(Models.Plain);
+        var ids = new List<long>(model.Tokenizer.Encode("Then said", special: true));
+        var any = new Sampling { Temperature = 1000, TopK = 0 };
+        List<long> answer = [];
+        for (int seed = 0; model.Tokenizer.Decode(answer) != "\uFFFD" && seed < 1000; ++seed)
+        {
+            any.Seed = seed;
+            using var cache = new TokenCache(model);
+            answer = await Models.All(cache.GenerateAsync(ids, 1, any));
+        }
+        using var chat = new Chat(model);
+        Assert.Equal("\uFFFD", await Said(chat.ReplyAsync("Then said", 1, any)));
+        ids = [.. ids, .. answer, .. model.Tokenizer.Encode(" the captain", special: false)];
+        string expected = model.Tokenizer.Decode(await Models.Fresh(model, ids, 8));
+        Assert.Equal(expected, await Said(chat.ReplyAsync(" the captain", 8, Sampling.Greedy)));
+        Assert.Equal(ids.Count, chat.Last!.PromptTokens);
+    }
+
+    [Fact]
     public async Task ATemplateIsRenderedWhereThereAreNoTurns()
     {
         using var folder = new Temporary();

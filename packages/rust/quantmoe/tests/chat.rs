@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::fs;
 
 use common::{all, folder, fresh, greedy, model, Copy, TURNS};
-use quantmoe::{Chat, Error, Generator, Options, ReplyInfo, Sampling};
+use quantmoe::{Chat, Error, Generator, Options, ReplyInfo, Sampling, TokenCache};
 
 fn said(chat: &mut Chat, message: &str, options: Options) -> String {
     all(chat.reply(message, options).unwrap()).concat()
@@ -41,6 +41,26 @@ fn turns_are_one_prompt_of_all() {
             ids.extend(answer);
         }
     }
+}
+
+#[test]
+fn an_answer_that_ends_within_a_character_goes_on() {
+    let model = model("plain");
+    let tokenizer = model.tokenizer().unwrap();
+    let mut ids = tokenizer.encode("Then said", true).unwrap();
+    let one = |seed| {
+        let any = Sampling { temperature: 1000.0, top_k: 0, seed: Some(seed), ..Sampling::default() };
+        Options { max_new_tokens: 1, sampling: Some(any), ..Options::default() }
+    };
+    let first = |seed| all(TokenCache::new(&model).unwrap().generate(&ids, &one(seed)).unwrap());
+    let seed = (0..1000).find(|&seed| decoded(&model, &first(seed)) == "\u{FFFD}").unwrap();
+    let answer = first(seed);
+    let mut chat = Chat::new(&model).unwrap();
+    assert_eq!(said(&mut chat, "Then said", one(seed)), "\u{FFFD}");
+    ids.extend(answer);
+    ids.extend(tokenizer.encode(" the captain", false).unwrap());
+    assert_eq!(said(&mut chat, " the captain", greedy(8)), decoded(&model, &fresh(&model, &ids, 8)));
+    assert_eq!(chat.last().prompt_tokens, ids.len());
 }
 
 /// A template that counts messages, strips them, and drops reasoning has no turns of plain text.
@@ -131,6 +151,19 @@ fn an_answer_that_is_cancelled_stays_and_the_chat_goes_on() {
     assert!(matches!(ended, Some(Error::Cancelled)));
     assert_ne!(said(&mut chat, " And", greedy(4)), "");
     assert!(chat.last().kept_tokens > 0);
+}
+
+#[test]
+fn a_conversation_moves_to_another_thread_during_an_answer() {
+    let model = model("plain");
+    let mut chat = Chat::new(&model).unwrap();
+    let mut reply = chat.reply("Then said the captain", greedy(12)).unwrap();
+    let begin = reply.next().unwrap().unwrap();
+    let rest = std::thread::scope(|threads| {
+        threads.spawn(move || reply.collect::<Result<String, Error>>().unwrap()).join().unwrap()
+    });
+    let whole = said(&mut Chat::new(&model).unwrap(), "Then said the captain", greedy(12));
+    assert_eq!(begin + &rest, whole);
 }
 
 #[test]

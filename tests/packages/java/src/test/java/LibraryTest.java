@@ -3,6 +3,8 @@ import static org.junit.jupiter.api.Assertions.*;
 import ai.onnxruntime.*;
 import java.nio.file.*;
 import org.junit.jupiter.api.Test;
+import org.junit.jupiter.params.ParameterizedTest;
+import org.junit.jupiter.params.provider.CsvSource;
 import quantmoe.QuantMoE;
 
 class LibraryTest {
@@ -32,17 +34,19 @@ class LibraryTest {
     }
   }
 
-  @Test
-  void aPlatformThatTheJarLacksIsNamed() throws Exception {
+  @ParameterizedTest
+  @CsvSource({"Linux,s390x,linux-s390x", "Windows 11,aarch64,win-arm64"})
+  void aPlatformThatTheJarLacksIsNamed(String os, String cpu, String platform) throws Exception {
     // A class loader of its own, as the first call decides.
-    String arch = System.setProperty("os.arch", "s390x");
+    String name = System.setProperty("os.name", os), arch = System.setProperty("os.arch", cpu);
     var jar = QuantMoE.class.getProtectionDomain().getCodeSource().getLocation();
     try (var loader = new java.net.URLClassLoader(new java.net.URL[] {jar}, null)) {
       var call = loader.loadClass("quantmoe.QuantMoE").getMethod("libraryPath");
       var error = assertThrows(java.lang.reflect.InvocationTargetException.class, () -> call.invoke(null));
       assertInstanceOf(UnsupportedOperationException.class, error.getCause());
-      assertTrue(error.getCause().getMessage().contains("s390x"), error.getCause().getMessage());
+      assertTrue(error.getCause().getMessage().contains(" for " + platform + " "), error.getCause().getMessage());
     } finally {
+      System.setProperty("os.name", name);
       System.setProperty("os.arch", arch);
     }
   }
