@@ -12,7 +12,8 @@ final class Sampler {
 
   Sampler(Sampling sampling, LongStream prompt) {
     of = sampling;
-    random = of.seed == null ? new Random() : new Random(of.seed);
+    // Seeds that follow each other give Random almost the same first number, so they are spread.
+    random = of.seed == null ? new Random() : new Random(of.seed * 0x9E3779B97F4A7C15L);
     prompt.forEach(id -> seen.add((int) id));
   }
 

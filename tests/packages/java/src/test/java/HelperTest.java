@@ -282,6 +282,24 @@ class HelperTest {
     }
   }
 
+  @Test
+  void anAnswerThatEndsWithinACharacterGoesOn() {
+    try (Generator model = new Generator(folder("model")); Chat chat = new Chat(model)) {
+      long[] ids = model.tokenizer().encode("Then said", true), answer = {};
+      Options one = null;
+      for (long seed = 0; !model.tokenizer().decode(answer, false).equals("\uFFFD") && seed < 1000; ++seed) {
+        one = new Options().maxNewTokens(1).sampling(new Sampling().temperature(1000).topK(0).seed(seed));
+        try (TokenCache cache = new TokenCache(model)) {
+          answer = all(cache.generate(ids, one));
+        }
+      }
+      assertEquals("\uFFFD", said(chat.reply("Then said", one)));
+      ids = joined(joined(ids, answer), model.tokenizer().encode(" the captain", false));
+      assertEquals(model.tokenizer().decode(fresh(model, ids, 8), false), said(chat.reply(" the captain", greedy(8))));
+      assertEquals(ids.length, chat.last().promptTokens);
+    }
+  }
+
   @ParameterizedTest
   @ValueSource(strings = {"model", "hybrid"})
   void turnsAreOnePromptOfAll(String name) throws Exception {
