@@ -117,6 +117,12 @@ entries() { # COMMAND...: a sample that sets entries of the session; the library
   run "$@" --entry quantmoe.expert=disk "$model" 4 1
   { [ $code = 1 ] && grep -q 'no session entry "quantmoe.expert", expected one of' "$work/err"; } || complain "expected a refusal" "$@"
 }
+saves() { # COMMAND...: a sample that saves the cache; the tokens are printed before that fails
+  echo notes >"$work/notes"
+  run "$@" --save-state "$work/notes" "$work/stops at ends" 16 1 2 3
+  { [ $code = 1 ] && grep -qE "^$(cat "$work/plain") *$" "$work/out" && grep -q 'notes: is there, and is no saved state' "$work/err"; } ||
+    complain "expected the tokens and a refusal" "$@"
+}
 own_library() { # COMMAND...: a sample that prefers a library of one's own
   good '^[0-9]+ *$' "$@" "$work/no_library" 1 1
 }
@@ -128,11 +134,13 @@ own_library python samples/genai/generate.py
 section "samples/cpp"
 sample build/samples-cpp/generate
 entries build/samples-cpp/generate
+saves build/samples-cpp/generate
 library_of_the_folder build/samples-cpp/generate
 own_library env QUANTMOE_ORT_LIBRARY="$installed" build/samples-cpp/generate
 section "samples/java"
 sample java -jar samples/java/target/generate.jar
 entries java -jar samples/java/target/generate.jar
+saves java -jar samples/java/target/generate.jar
 bad 1 'nowhere/model.onnx' java -jar samples/java/target/generate.jar nowhere 4 1
 # A server: what is not closed grows, 2 MB a time.
 cat >"$work/Many.java" <<'JAVA'
@@ -257,6 +265,7 @@ if command -v dotnet >/dev/null; then
   section "samples/csharp"
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
   entries dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
+  saves dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
   bad 1 'nowhere/model.onnx' dotnet build/samples-csharp/bin/Generate/debug/Generate.dll nowhere 4 1
   texts dotnet build/samples-csharp/bin/Generate/debug/Generate.dll --text
 fi
