@@ -1,7 +1,7 @@
 """A token's time of one layer of DeepSeek-V3.2's sizes, with the nodes of sparse attention and in standard nodes.
 
-PYTHONPATH=tests/export:tests/support python tests/benchmarks/sparse_attention.py FOLDER [ROUNDS]: the models stay in
-FOLDER. They run in turn.
+PYTHONPATH=tests/export:tests/support python tests/benchmarks/sparse_attention.py FOLDER [ROUNDS | prompt]: the models
+stay in FOLDER. Their tokens are timed in turn; with prompt a prompt of each is.
 """
 
 from __future__ import annotations
@@ -84,10 +84,26 @@ class Token:
         return time.perf_counter() - begin
 
 
+def prompt(folder: Path, tokens: int = 4096, step: int = 512) -> None:
+    """Print after how many seconds each step of a prompt ended."""
+    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (1, tokens))
+    for name in ("node", "standard"):
+        generator, ends = Generator(folder / name, threads=2), []
+        generator.step(ids[:, :step], generator.start(1))
+        past, begin = generator.start(1), time.perf_counter()
+        for at in range(0, tokens, step):
+            _, past = generator.step(ids[:, at : at + step], past)
+            ends.append(time.perf_counter() - begin)
+        print(f"prompt of {tokens:,} tokens {name}: {', '.join(f'{end:.2f}' for end in ends)} s")
+
+
 def main() -> None:
-    folder, rounds = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20
+    folder, what = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "20"
     if not (folder / "standard").exists():
         make(folder)
+    if what == "prompt":
+        return prompt(folder)
+    rounds = int(what)
     for tokens in (2048, 4096, 16384, 65536):
         runs = [Token(folder / name, tokens) for name in ("node", "standard")]
         times = np.array([[run.seconds() for run in runs] for _ in range(rounds + 2)])[2:] * 1e3
