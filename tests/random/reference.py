@@ -61,7 +61,7 @@ class Matrix:
         self.two_levels = p.format in GGML
         self.integer = p.format in ("int4", "int8") or self.two_levels
         self.by_column = p.format in ("fp8_e4m3", "bf16", "f16")
-        self.grouped = not self.integer or bool(p.zero_points) or p.group_size != -1
+        self.grouped = self.two_levels or not self.integer or bool(p.zero_points) or p.group_size != -1
         # Groups of 16 come two to a block of 32 columns, where a product is over pieces of 32 (2.7).
         self.groups_a_block = 2 if p.group_size == 16 and not self.by_column else 1
         self.kp = up_to(k, 32) if p.group_size == -1 else up_to(k, p.group_size * self.groups_a_block)
@@ -157,7 +157,7 @@ class Matrix:
             end = self.code_bytes + 16 * size
             d = number(body[:, :, self.code_bytes : end].reshape(self.panels, self.blocks, 16, size), scale_type)
             zeros = body[:, :, end : end + 16] if self.p.zero_points else np.full(d.shape, 1 << (self.bits - 1))
-            for product in (d, d * zeros):
+            for product in (d, (d * zeros).astype(np.float32).astype(np.float64)):
                 levels.append(np.repeat(self.rows(product.transpose(0, 2, 1)), groups, axis=1))
         for which in range(1 + minima if not levels else 0):
             at = self.code_bytes + 16 * size * which

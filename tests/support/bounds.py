@@ -24,7 +24,7 @@ def weights(m: QuantizedMatrix, p: Projection) -> Weights:
         )
         values, scales = m.codes.astype(np.float64), m.scales.astype(np.float64)[:, of_group]
         zeros = np.full_like(m.scales, SCHEMES[m.kind].zero, np.float64) if m.zero_points is None else m.zero_points
-        minima = zeros.astype(np.float64)[:, of_group] * scales
+        minima = (zeros.astype(np.float64)[:, of_group] * scales).astype(np.float32).astype(np.float64)
     elif m.scales.dtype.names is None:
         scales = np.repeat(m.scales.astype(np.float64), m.block_n, axis=0)[: len(m.codes)]
         scales = np.repeat(scales, max(1, m.group_size // group), axis=1)
