@@ -284,10 +284,10 @@ def test_explain_says_where_the_cuda_kernels_are(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "query", raised(ValueError("CUDA device 0: no CUDA-capable device is detected")))
     assert verdict() == "compiled, no GPU here (CUDA device 0: no CUDA-capable device is detected)"
     monkeypatch.setattr(cuda, "query", lambda: cuda.H200)
-    monkeypatch.setattr(cuda, "problem", lambda *_: None)
-    monkeypatch.setattr(cuda, "plan", raised(ValueError("compute capability 7.5, the kernels need 8.0 or later")))
+    monkeypatch.setattr(cuda, "library", lambda: None)
+    monkeypatch.setattr(cuda, "_plan_one", raised(ValueError("compute capability 7.5, the kernels need 8.0 or later")))
     assert verdict() == "compute capability 7.5, the kernels need 8.0 or later"
-    monkeypatch.setattr(cuda, "plan", lambda problem, device: device)
+    monkeypatch.setattr(cuda, "_plan_one", lambda *_: None)
     assert verdict() == ""
     refused = Candidate("marlin", CARRIED, "w2_group_size is 48")
     assert refused.kernels == [("cuda", "w2_group_size is 48")]
