@@ -22,7 +22,6 @@ class CudaPlain : public CudaNode {
       : CudaNode(op, api, info), attributes_(qm_find_operator(op.name)->count) {
     read_attributes(info, attributes_.data());
     constants_ = read_constants(info);
-    query_device();
     check_node(info, attributes_.data(), constants_, verify);
   }
   void run(OrtKernelContext* context) const override {

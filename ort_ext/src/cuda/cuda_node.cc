@@ -58,10 +58,13 @@ qm_cuda_node_plan CudaNode::plan_of(const void* node, const qm_cuda_call& call, 
   return plan;
 }
 
-// Checks a node and its weights when a session is created.
+// Checks a node and its weights when a session is created: first what every GPU refuses, which needs none.
 void CudaNode::check_node(const OrtKernelInfo* info, const void* node, const std::vector<qm_tensor>& constants,
-                          bool verify) const {
+                          bool verify) {
   const qm_cuda_call call{constants.data(), nullptr, nullptr, nullptr, nullptr, nullptr};
+  device_ = {90, 0, 233472};
+  (void)plan_of(node, call);
+  query_device();
   const qm_cuda_node_plan plan = plan_of(node, call);
   for (size_t i = 0; i < constants.size(); ++i)
     if (is_packed(i)) check_packed(info, i, verify);

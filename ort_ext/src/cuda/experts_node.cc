@@ -12,7 +12,6 @@ namespace quantmoe {
 CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify) : CudaNode(op, api, info) {
   read_attributes(info, &moe_);
   constants_ = read_constants(info);
-  query_device();
   std::vector<qm_tensor> probe = constants_;
   probe[QuantMoE_hidden_states].type = op.type();
   probe[QuantMoE_topk_ids] = {nullptr, op.type_of(Type::I), {2, {1, 1}}};
