@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
 from quantmoe.exporter.choosing.described_model import Shared
-from quantmoe.exporter.graph.modules import latent, linear_attention, routers, shared_experts
+from quantmoe.exporter.graph.modules import indexer, latent, linear_attention, routers, shared_experts
 from quantmoe.exporter.graph.modules.attention import GROUPED, Called, Unlike, recognise
 from quantmoe.exporter.graph.modules.attention_inputs import Rows, attach
 from quantmoe.exporter.graph.passes.rank_collectives import meet, meet_before
@@ -189,7 +189,7 @@ class TinyDecoder(torch.nn.Module):
 @pytest.mark.parametrize("window", [0, 6])
 def test_attention(window: int) -> None:
     model = TinyDecoder(window=window)
-    found, left = recognise(model, model, lambda spec: "", [GROUPED])
+    found, left = recognise(model, model, lambda spec: "", [GROUPED], indexer.compare)
     assert left == {}
     spec = found["self_attn"].spec
     assert (spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size) == (2, 1, 8, 8)
@@ -200,13 +200,14 @@ def test_attention(window: int) -> None:
 @pytest.mark.parametrize("change", ["keys do not turn", "values are bent", "twice the output"])
 def test_other_attention_stays(change: str) -> None:
     model = TinyDecoder(change)
-    found, left = recognise(model, model, lambda spec: "", [GROUPED])
+    found, left = recognise(model, model, lambda spec: "", [GROUPED], indexer.compare)
     assert (found, left) == ({}, {"self_attn": "it computes something else than CachedAttention"})
 
 
 def test_attention_that_kernels_refuse_stays() -> None:
     model = TinyDecoder()
-    assert recognise(model, model, lambda spec: "too wide", [GROUPED]) == ({}, {"self_attn": "too wide"})
+    found, left = recognise(model, model, lambda spec: "too wide", [GROUPED], indexer.compare)
+    assert (found, left) == ({}, {"self_attn": "too wide"})
 
 
 def test_recognised_attention_is_one_node() -> None:
@@ -216,7 +217,7 @@ def test_recognised_attention_is_one_node() -> None:
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     unseen = torch.ones(3, 3).triu(1).bool() | (mask[:, None, None] == 0)
     want, _ = model.self_attn(x, tables, torch.zeros(2, 1, 3, 3).masked_fill(unseen, torch.finfo(torch.float32).min))
-    found, _ = recognise(model, model, lambda spec: "", [GROUPED])
+    found, _ = recognise(model, model, lambda spec: "", [GROUPED], indexer.compare)
     rows = Rows(model, CPU)
     rows.mask, rows.rows = mask, torch.tensor([[0, 3, 0], [1, 2, 0]], dtype=torch.int32)
     attach(model, found, rows, ())
