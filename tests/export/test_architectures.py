@@ -34,6 +34,7 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import open_checkpoint
 from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.report import selection
 from quantmoe.exporter.targets import CPU, TARGETS
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -492,6 +493,7 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
     nodes = Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
     indexes = model_type.partition(" ")[0] in INDEXERS and model_type != OF_OTHERS
     assert (nodes["SparseIndexer"] > 0) == indexes
+    assert len(inspect(folder)["indexers"]) == nodes["SparseIndexer"]
     if model_type in LATENT:
         caches = {node["bytes_per_token"] for node in inspect(tmp_path / "onnx")["attention"]}
         assert caches == {4 * (SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"])}
@@ -631,6 +633,11 @@ def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path
     dry = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4", target="cuda")
     assert len(dry.plain_attention) == SIZES["num_hidden_layers"]
     assert {*dry.plain_attention.values()} == {"no CUDA kernel runs SparseIndexer"}
+    assert dry.indexers == []
+    (own,) = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4").indexers[:1]
+    assert selection(own) == "6 tokens"
+    blocks = IndexerSpec(num_heads=4, head_size=128, top_k=2048, num_groups=4, block_size=128, local_blocks=1)
+    assert selection(blocks.attributes()) == "16 blocks of 128 tokens for each of 4 groups of heads"
 
 
 @pytest.mark.parametrize("model_type", every(sorted(INDEXERS), 0))
