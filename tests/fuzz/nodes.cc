@@ -525,11 +525,10 @@ void indexing(FuzzedDataProvider& data, bool wild) {
   auto* const lists = static_cast<int32_t*>(arrays.take(QM_F32, batch * tokens * groups * size));
   qm_tensor outputs[] = {{lists, 0, {4, {batch, tokens, groups, size}}},
                          {arrays.take(cache, batch * slots * features), cache, {4, {batch, 1, slots, features}}}};
-  qm_call call{inputs, outputs, nullptr, 1, nullptr, nullptr};
+  qm_call call{inputs, outputs, nullptr, 1, nullptr, nullptr, nullptr};
   const auto run = [&] { return qm_run("SparseIndexer", &node, &call, err); };
   const int64_t of_lists = batch * tokens * groups * size * (type == QM_F32 ? 1 : 2);  // compared as the input's type
-  const auto workspace = [&] { return qm_workspace("SparseIndexer", &node, &call); };
-  const Outcome first = every_kernel(data, call, lists, of_lists, workspace_place, at_end, workspace, run);
+  const Outcome first = every_kernel(data, "SparseIndexer", &node, call, lists, of_lists, workspace_place, at_end, run);
   if (first.status) return check_reason(err);
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t i = 0; i < rows[3 * b + 1] * groups; ++i)
@@ -537,7 +536,7 @@ void indexing(FuzzedDataProvider& data, bool wild) {
   if (!batch) return;
   for (qm_tensor& tensor : inputs) tensor.shape.sizes[0] = 1;
   for (qm_tensor& tensor : outputs) tensor.shape.sizes[0] = 1;
-  call.workspace = workspace_place.place(workspace(), at_end);
+  call.workspace = workspace_place.place(qm_workspace("SparseIndexer", &node, &call), at_end);
   CHECK(run() == QM_OK, "%s", err);
   check_equal(type, lists, first.bytes.data(), of_lists / batch, "one row", "the batch");
 }
