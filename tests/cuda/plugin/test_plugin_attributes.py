@@ -43,7 +43,7 @@ def test_attribute_of_another_type(driver, name, kind):
         ("op_version", 99, "op_version is 99, this library knows 1"),
         ("w13_layout_version", 1, "marlin version 2: export the model again"),
         ("w2_layout", "cpu_panel", "marlin version 2"),
-        ("w13_format", "int3", 'w13_format is "int3", the operator defines: int4, int8'),
+        ("w13_format", "int7", 'w13_format is "int7", the operator defines: int4, int8'),
         ("w13_format", "bf16", "w13_group_size is 128, the CUDA kernels take -1 for floats"),
         ("activation", "", 'activation is "", the operator defines: silu'),
         ("activation", "x" * 100_000, 'activation is "xxx'),
