@@ -96,7 +96,7 @@ def refused(call, *args, **options) -> str:
 @pytest.mark.parametrize("name", every(sorted(path.parent.name for path in FIXTURES.glob("*/config.json")), 16))
 def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypatch):
     folder, layout = FIXTURES / name, TARGETS[target].layout
-    format = find_format(open_checkpoint(folder))
+    format = find_format(open_checkpoint(folder)).with_widths(TARGETS[target].own_widths)
     linears = [entry for entry in explain(folder) if not all(name.endswith("mlp.gate") for name in entry["modules"])]
     reasons = [c.reason for entry in linears for c in entry["candidates"] if c.layout == layout]
     found = chosen(folder, tmp_path / "model", target, monkeypatch)
