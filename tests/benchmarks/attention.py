@@ -92,9 +92,9 @@ class AttentionLayer:
 def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) -> AttentionLayer:
     """cache: of FLOATS or CODES."""
     rng = np.random.default_rng(0)
-    spec = replace(spec, cache_format=cache) if cache in CODES else spec
     heads, groups, d, slots = spec.num_heads, spec.kv_num_heads, spec.head_size, past + tokens
-    half, (key, value) = spec.rotary_size // 2, spec.cache_widths
+    half, (key, value) = spec.rotary_size // 2, spec.cache_widths  # of floats, which are encoded below
+    spec = replace(spec, cache_format=cache) if cache in CODES else spec
     shapes = {
         "qkv": (1, tokens, heads * spec.query_size + groups * d + (0 if spec.key_split else groups * spec.v_head_size)),
         "past_key": (1, groups, slots, key),

@@ -2,7 +2,10 @@
 
 use std::error::Error;
 
+use quantmoe::ort::logging::LogLevel;
 use quantmoe::{Generator, Options, Sampling, TokenCache};
+
+const USAGE: &str = "usage: generate FOLDER COUNT ID...";
 
 fn main() {
     if let Err(error) = generate(&std::env::args().skip(1).collect::<Vec<_>>()) {
@@ -13,7 +16,7 @@ fn main() {
 
 fn generate(args: &[String]) -> Result<(), Box<dyn Error>> {
     let [folder, numbers @ ..] = args else {
-        return Err("usage: generate FOLDER COUNT ID...".into());
+        return Err(USAGE.into());
     };
     let number = |text: &String| {
         text.parse::<u32>()
@@ -21,9 +24,13 @@ fn generate(args: &[String]) -> Result<(), Box<dyn Error>> {
     };
     let numbers = numbers.iter().map(number).collect::<Result<Vec<_>, _>>()?;
     let [count, ids @ ..] = &numbers[..] else {
-        return Err("usage: generate FOLDER COUNT ID...".into());
+        return Err(USAGE.into());
     };
-    let model = Generator::open(folder)?;
+    if ids.is_empty() {
+        return Err(USAGE.into());
+    }
+    // What ONNX Runtime logs is in its errors.
+    let model = Generator::open_with(folder, |options| options.with_log_level(LogLevel::Fatal))?;
     let ids: Vec<i64> = ids.iter().map(|&id| id.into()).collect();
     let options = Options {
         max_new_tokens: *count as usize,

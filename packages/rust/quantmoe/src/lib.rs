@@ -21,6 +21,7 @@ mod token_cache;
 pub use chat::{Chat, Reply, ReplyInfo};
 pub use error::Error;
 pub use generator::Generator;
+pub use ort; // whose types Generator::open_with takes
 pub use quantmoe_text::{ChatTemplate, Sampling, TextError, TextStream, TextTokenizer};
 pub use token_cache::{Cancel, TokenCache, Tokens};
 

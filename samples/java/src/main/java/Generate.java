@@ -32,7 +32,7 @@ public class Generate {
         StringJoiner generated = new StringJoiner(" ");
         long[] rest = Arrays.copyOfRange(ids, cache.keep(ids), ids.length);
         for (long id : cache.generate(rest, Options.greedy().maxNewTokens(numbers[0]))) generated.add(Long.toString(id));
-        System.out.println(generated); // before the file, which may fail
+        if (numbers[0] > 0) System.out.println(generated); // before the file, which may fail
         if (save != null) cache.save(Path.of(save));
       }
     } catch (IOException | RuntimeException error) {

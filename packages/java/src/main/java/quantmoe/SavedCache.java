@@ -80,7 +80,7 @@ final class SavedCache implements AutoCloseable {
   private void check(String identity) throws IOException {
     ByteBuffer model = bytes(take("model", "U8", new long[] {identity.length()}));
     if (!StandardCharsets.US_ASCII.decode(model).toString().equals(identity)) throw bad("saved with another model: its identity is another");
-    if (!entries.containsKey("checksum")) throw bad("checksum is missing, as in files of earlier versions: save it again");
+    if (!entries.containsKey("checksum")) throw bad("checksum is missing: save it again");
     Entry checksum = take("checksum", "U32", new long[] {1});
     Entry row = entries.get("tokens");
     tokens = new long[row == null || row.shape.length == 0 ? 0 : Math.toIntExact((row.end - row.begin) / 8)];
