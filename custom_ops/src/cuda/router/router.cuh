@@ -1,5 +1,8 @@
-// MoERouter: the router's product in f32, and MoERouting of it.
+// MoERouter: the router's product in f32, and MoERouting of it. AddRMSNormRouter: the norm before it, too.
 #pragma once
+#include <cstring>
+
+#include "cuda/router/norm.cuh"
 #include "cuda/router/router.h"
 #include "cuda/router/select_experts.cuh"
 
@@ -28,13 +31,57 @@ __device__ inline void dot8(float& sum, const uint4& a, const uint4& b) {
   }
 }
 
+struct NormRouterParams {
+  RouterParams router;  // x is not read
+  NormParams norm;
+};
+
+// Eight values of T in a 16-byte word.
+template <typename T>
+__device__ inline NormPiece<T, 8> piece_of(const uint4& word) {
+  NormPiece<T, 8> piece;
+  memcpy(&piece, &word, sizeof(piece));
+  return piece;
+}
+template <typename T>
+__device__ inline uint4 word_of(const NormPiece<T, 8>& piece) {
+  uint4 word;
+  memcpy(&word, &piece, sizeof(word));
+  return word;
+}
+
+// AddRMSNorm within router_cluster: every block norms the cluster's tokens, and stores its part of them.
+template <typename T>
+struct ClusterNorm {
+  const uint4 *x, *residual, *weight;  // of the cluster's first token
+  uint4 *y, *sum;
+  float (*squares)[kRouterTokens];  // [kRouterWarps], shared memory
+  int columns;
+  float epsilon;
+  __device__ uint4 add(int64_t at, float& of_squares) const {
+    return word_of(add_pieces(piece_of<T>(x[at]), piece_of<T>(residual[at]), of_squares));
+  }
+  __device__ uint4 normed(const uint4& sum, float factor, const uint4& by) const {
+    return word_of(quantmoe::normed(piece_of<T>(sum), factor, piece_of<T>(by)));
+  }
+  __device__ float factor(int token) const {
+    float all = 0.f;
+#pragma unroll
+    for (int w = 0; w < kRouterWarps; ++w) all += squares[w][token];
+    return 1.f / sqrtf(all / static_cast<float>(columns) + epsilon);
+  }
+};
+
 // columns: a multiple of 8. A cluster takes up to eight tokens, mma's columns. A block has kTiles of 16 experts. A warp
 // has every kRouterWarps-th piece of 32 columns of all the block's experts. Lane t of four reads eight of them: what
 // mma takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. kAhead pieces are read before the kernel waits for
 // x. A shared gate's row would need a tile of its own. The last block has it besides its experts: a thread has 8
 // columns. The sums go to the token's block, which selects. Dynamic shared memory: router_shared.
-template <typename T, int kTiles, int kAhead>
-__global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid_constant__ RouterParams params) {
+//
+// With kNormed a thread adds the residual to what it multiplies, and takes what a warp adds up of the squares from all
+// others. The sums stay in registers where the pieces that are read ahead are all.
+template <typename T, int kTiles, int kAhead, bool kNormed>
+__device__ __forceinline__ void router_in_cluster(const RouterParams& params, const NormParams* norm_params) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRows = 16 * kTiles;
   extern __shared__ __align__(128) float parts[];  // [warps, rows, kRouterTokens]
@@ -50,14 +97,32 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
   const uint4* gate_row = static_cast<const uint4*>(params.weight) + static_cast<int64_t>(rows) * words;
   const uint4* tokens_at = static_cast<const uint4*>(params.x) + static_cast<int64_t>(token0) * words;
   const uint4* x = tokens_at + static_cast<int64_t>(g) * words;
-  const auto word_of = [&](int at, int piece) { return 4 * (at + piece * kRouterWarps) + t; };
+  const auto word_at = [&](int at, int piece) { return 4 * (at + piece * kRouterWarps) + t; };
+  [[maybe_unused]] const bool stores = warp % blocks == rank;  // blocks divide kRouterWarps
+  [[maybe_unused]] __shared__ float squares[kNormed ? kRouterWarps : 1][kRouterTokens];
+  [[maybe_unused]] ClusterNorm<T> norm;
+  if constexpr (kNormed) {
+    const int64_t begin = static_cast<int64_t>(token0) * words;
+    norm = {static_cast<const uint4*>(norm_params->x) + begin,
+            static_cast<const uint4*>(norm_params->residual) + begin,
+            static_cast<const uint4*>(norm_params->weight),
+            static_cast<uint4*>(norm_params->y) + begin,
+            static_cast<uint4*>(norm_params->sum) + begin,
+            squares,
+            params.columns,
+            norm_params->epsilon};
+  }
   uint4 weight[kAhead][kTiles][2];  // rows g and g + 8
+  [[maybe_unused]] uint4 by[kNormed ? kAhead : 1];
   const auto read = [&](int at) {
+    if constexpr (kNormed)
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) by[i] = word_at(at, i) < words ? norm.weight[word_at(at, i)] : uint4{};
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
 #pragma unroll
       for (int row = g; row < kRows; row += 8) {
-        const int word = word_of(at, i);
+        const int word = word_at(at, i);
         weight[i][row / 16][row / 8 % 2] =
             row < count && word < words ? weights[static_cast<unsigned>(row * words + word)] : uint4{};
       }
@@ -69,13 +134,41 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
     biases[threadIdx.x] = params.bias && threadIdx.x < count ? params.bias[first + threadIdx.x] : 0.f;
   cluster_arrive();  // all blocks are there before one stores to another
   wait_for_previous();
+  uint4 v[kAhead];
+  const int64_t own_token = static_cast<int64_t>(g) * words;
+  [[maybe_unused]] float factor = 0.f;
+  if constexpr (kNormed) {
+    float of_squares = 0.f;
+#pragma unroll 1
+    for (int at = warp; 4 * at < words; at += kRouterWarps * kAhead)
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const bool there = g < tokens && word_at(at, i) < words;
+        v[i] = there ? norm.add(own_token + word_at(at, i), of_squares) : uint4{};
+        if (there && stores) norm.sum[own_token + word_at(at, i)] = v[i];
+      }
+    of_squares += __shfl_xor_sync(~0u, of_squares, 1);
+    of_squares += __shfl_xor_sync(~0u, of_squares, 2);
+    if (t == 0) squares[warp][g] = of_squares;
+    __syncthreads();
+    factor = norm.factor(g);
+  }
   float sums[kTiles][4] = {};
 #pragma unroll 1
   for (int at = warp; 4 * at < words; at += kRouterWarps * kAhead) {
     if (at != warp) read(at);
-    uint4 v[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) v[i] = g < tokens && word_of(at, i) < words ? x[word_of(at, i)] : uint4{};
+    for (int i = 0; i < kAhead; ++i) {
+      const bool there = g < tokens && word_at(at, i) < words;
+      if constexpr (kNormed) {
+        float again = 0.f;
+        if (there && words > 4 * kRouterWarps * kAhead) v[i] = norm.add(own_token + word_at(at, i), again);
+        v[i] = norm.normed(v[i], factor, by[i]);
+        if (there && stores) norm.y[own_token + word_at(at, i)] = v[i];
+      } else {
+        v[i] = there ? x[word_at(at, i)] : uint4{};
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
 #pragma unroll
@@ -87,10 +180,16 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
       }
   }
   for (int token = 0; gate && token < tokens; ++token) {
-    const uint4* at = tokens_at + static_cast<int64_t>(token) * words;
+    const int64_t first_word = static_cast<int64_t>(token) * words;
+    [[maybe_unused]] float of_token = 0.f, again = 0.f;
+    if constexpr (kNormed) of_token = norm.factor(token);
+    const auto word = [&](int i) {
+      if constexpr (kNormed) return norm.normed(norm.add(first_word + i, again), of_token, norm.weight[i]);
+      return tokens_at[first_word + i];
+    };
     float sum = 0.f;
-    if (own < words) dot8<T>(sum, at[own], own_weight);
-    for (int i = own + kRouterThreads; i < words; i += kRouterThreads) dot8<T>(sum, at[i], gate_row[i]);
+    if (own < words) dot8<T>(sum, word(own), own_weight);
+    for (int i = own + kRouterThreads; i < words; i += kRouterThreads) dot8<T>(sum, word(i), gate_row[i]);
     sum = warp_sum(sum);
     if (lane == 0) gate_parts[warp][token] = sum;
   }
@@ -125,6 +224,16 @@ __global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid
            params.topk_weights + at);
   }
 #endif
+}
+
+template <typename T, int kTiles, int kAhead>
+__global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid_constant__ RouterParams params) {
+  router_in_cluster<T, kTiles, kAhead, false>(params, nullptr);
+}
+template <typename T, int kTiles, int kAhead>
+__global__ void __launch_bounds__(kRouterThreads, 1)
+    norm_router_cluster(const __grid_constant__ NormRouterParams params) {
+  router_in_cluster<T, kTiles, kAhead, true>(params.router, &params.norm);
 }
 
 // Any columns. kWords: they are a multiple of 8.

@@ -1,4 +1,5 @@
-// What plan and kernels of the nodes between the products share: MoERouting, MoERouter, AddRMSNorm, TokenRows.
+// What plan and kernels of the nodes between the products share: MoERouting, MoERouter, AddRMSNorm, AddRMSNormRouter,
+// TokenRows.
 #pragma once
 #include "cuda/common/host_device.h"
 #include "quantmoe/quant_moe_cuda.h"
@@ -40,10 +41,12 @@ constexpr int router_tiles_of(const qm_routing& r, int blocks) {
 constexpr int router_shared(const qm_routing& r, int blocks) {
   return 4 * (kRouterWarps * router_tiles_of(r, blocks) * 16 * kRouterTokens + select_words(r));
 }
-// MoERouter's attributes from the second on: MoERouting's.
-constexpr qm_routing routing_of(const qm_router& r) {
-  static_assert(sizeof(qm_router) == sizeof(qm_routing) + sizeof(r.hidden_size),
-                "MoERouter has MoERouting's attributes: a new one is in both");
+// Of a MoERouter or AddRMSNormRouter: MoERouting's attributes.
+template <class Router>
+constexpr qm_routing routing_of(const Router& r) {
+  static_assert(sizeof(qm_router) == sizeof(qm_routing) + sizeof(r.hidden_size) &&
+                    sizeof(qm_norm_router) == sizeof(qm_router) + sizeof(qm_norm_router::norm_epsilon),
+                "these have MoERouting's attributes: a new one is in all three");
   return {r.op_version, r.num_experts,           r.top_k,          r.method,     r.renormalize, r.n_group,
           r.topk_group, r.routed_scaling_factor, r.shared_experts, r.shared_gate};
 }

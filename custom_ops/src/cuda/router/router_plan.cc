@@ -1,6 +1,7 @@
 // MoERouting, MoERouter, AddRMSNorm and TokenRows: what the kernels take, and the router's plan. Pure; runs without a
 // GPU.
 #include <algorithm>
+#include <string>
 
 #include "core/attributes.h"
 #include "cuda/common/operators.h"
@@ -25,6 +26,26 @@ int validate_routing(const qm_routing& routing, char* err) {
   return check_routing(routing, {kMostExperts, false, "the CUDA kernel takes"}, err);
 }
 
+// The plan of a MoERouter or AddRMSNormRouter, whose first input is x.
+template <class Router>
+int plan_of(const Router& router, const char* name, const qm_tensor& x, const qm_cuda_device& device,
+            qm_cuda_node_plan& plan, char* err) {
+  QM_TRY(validate_size("hidden_size", router.hidden_size, 1, kMostColumns, err));
+  const qm_routing routing = routing_of(router);
+  QM_TRY(validate_routing(routing, err));
+  const int64_t tokens = rows_of(x.shape);
+  QM_TRY(validate_type(name, x.type, err));
+  QM_TRY(validate_size((std::string("rows of ") + name).c_str(), tokens, 0, kMostRows, err));
+  const bool words = router.hidden_size % 8 == 0, few = tokens <= kRouterFew;
+  const int32_t blocks = router_cluster_of(routing, device);
+  const bool cluster = device.sm >= 90 && router_tiles_of(routing, blocks) <= kRouterMostTiles;
+  plan.chosen[kRouterPath] = words && few && cluster ? kRouterCluster : words && !few ? kRouterTiles : kRouterRows;
+  plan.chosen[kRouterBlocks] = blocks;
+  if (plan.chosen[kRouterPath] != kRouterCluster)
+    plan.workspace_bytes = static_cast<uint64_t>(tokens) * static_cast<uint64_t>(logits_of(routing)) * 4;
+  return QM_OK;
+}
+
 }  // namespace
 
 int plan_routing(const void* node, const qm_cuda_call& call, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
@@ -39,21 +60,15 @@ int plan_router(const void* node, const qm_cuda_call& call, const qm_cuda_device
                 char* err) {
   const qm_router& router = *static_cast<const qm_router*>(node);
   QM_TRY(check_node("MoERouter", &router, err));
-  QM_TRY(validate_size("hidden_size", router.hidden_size, 1, kMostColumns, err));
-  const qm_routing routing = routing_of(router);
-  QM_TRY(validate_routing(routing, err));
-  const qm_tensor& hidden = call.inputs[MoERouter_hidden_states];
-  const int64_t tokens = rows_of(hidden.shape);
-  QM_TRY(validate_type("hidden_states", hidden.type, err));
-  QM_TRY(validate_size("rows of hidden_states", tokens, 0, kMostRows, err));
-  const bool words = router.hidden_size % 8 == 0, few = tokens <= kRouterFew;
-  const int32_t blocks = router_cluster_of(routing, device);
-  const bool cluster = device.sm >= 90 && router_tiles_of(routing, blocks) <= kRouterMostTiles;
-  plan.chosen[kRouterPath] = words && few && cluster ? kRouterCluster : words && !few ? kRouterTiles : kRouterRows;
-  plan.chosen[kRouterBlocks] = blocks;
-  if (plan.chosen[kRouterPath] != kRouterCluster)
-    plan.workspace_bytes = static_cast<uint64_t>(tokens) * static_cast<uint64_t>(logits_of(routing)) * 4;
-  return QM_OK;
+  return plan_of(router, "hidden_states", call.inputs[MoERouter_hidden_states], device, plan, err);
+}
+
+int plan_norm_router(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& plan,
+                     char* err) {
+  const qm_norm_router& router = *static_cast<const qm_norm_router*>(node);
+  QM_TRY(check_node("AddRMSNormRouter", &router, err));
+  QM_TRY(check_not_negative("norm_epsilon", router.norm_epsilon, err));
+  return plan_of(router, "x", call.inputs[AddRMSNormRouter_x], device, plan, err);
 }
 
 int plan_norm(const void* node, const qm_cuda_call& call, const qm_cuda_device&, qm_cuda_node_plan&, char* err) {
