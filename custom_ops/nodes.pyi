@@ -22,6 +22,21 @@ class AddRMSNorm(Spec):
     norm_epsilon: float
 
 @dataclass(frozen=True, kw_only=True)
+class AddRMSNormRouter(Spec):
+    op_version: int = ...
+    norm_epsilon: float
+    hidden_size: int
+    num_experts: int  # this and the next attributes are MoERouting's
+    top_k: int
+    method: str
+    renormalize: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+    shared_experts: int
+    shared_gate: int
+
+@dataclass(frozen=True, kw_only=True)
 class AllGather(Spec):
     op_version: int = ...
     rank: int  # 0 to world - 1

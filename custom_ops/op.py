@@ -5,6 +5,8 @@ Torch-free and engine-free: the exporter, the layouts, the reference and the tes
 
 from __future__ import annotations
 
+from typing import Any
+
 from quantmoe.custom_ops import nodes
 from quantmoe.custom_ops.nodes import Projection as Projection
 from quantmoe.custom_ops.schema import Spec as Spec
@@ -74,6 +76,12 @@ class LinearSpec(nodes.QuantLinear):
         )
 
 
+def _of_part(kind: Any, spec: Spec) -> Any:
+    """Return the spec of another operator, all of whose attributes a node has."""
+    names = [name for name in kind.OPERATOR.attributes if name != "op_version"]
+    return kind(**{name: getattr(spec, name) for name in names}, op_version=kind.OPERATOR.version)
+
+
 class RoutingSpec(nodes.MoERouting):
     """All attributes of a MoERouting node."""
 
@@ -94,8 +102,21 @@ class RouterSpec(nodes.MoERouter):
     @property
     def routing(self) -> RoutingSpec:
         """The MoERouting of its logits."""
-        own = {name: value for name, value in self.attributes().items() if name not in ("op_version", "hidden_size")}
-        return RoutingSpec.from_attributes(own | {"op_version": RoutingSpec.OPERATOR.version})
+        return _of_part(RoutingSpec, self)
+
+
+class NormRouterSpec(nodes.AddRMSNormRouter):
+    """All attributes of an AddRMSNormRouter node."""
+
+    @property
+    def routing(self) -> RoutingSpec:
+        """The MoERouting of its logits."""
+        return _of_part(RoutingSpec, self)
+
+    @property
+    def router(self) -> RouterSpec:
+        """The MoERouter of its y."""
+        return _of_part(RouterSpec, self)
 
 
 class AttentionSpec(nodes.CachedAttention):

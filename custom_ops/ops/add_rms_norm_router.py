@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantmoe.custom_ops.nodes import AddRMSNormRouter
-from quantmoe.custom_ops.op import NormSpec, RouterSpec
+from quantmoe.custom_ops.op import NormRouterSpec, NormSpec
 from quantmoe.custom_ops.reference import add_norm, router
 
 
 def add_rms_norm_router(
-    spec: AddRMSNormRouter,
+    spec: NormRouterSpec,
     x: np.ndarray,
     residual: np.ndarray,
     norm_weight: np.ndarray,
@@ -27,8 +26,7 @@ def add_rms_norm_router(
         y float64, the sum in x's type, topk_ids int32 and topk_weights float64. The router reads y in x's type.
     """
     y, total = add_norm(NormSpec(norm_epsilon=spec.norm_epsilon), x, residual, norm_weight)
-    own = {name: value for name, value in spec.attributes().items() if name not in ("op_version", "norm_epsilon")}
     rows = y.astype(x.dtype).reshape(-1, spec.hidden_size)
-    ids, weights = router(RouterSpec.from_attributes(own | {"op_version": RouterSpec.OPERATOR.version}), rows, weight, bias, correction_bias)
-    lead = x.shape[:-1]
-    return y, total, ids.reshape(*lead, -1), weights.reshape(*lead, -1)
+    chosen = router(spec.router, rows, weight, bias, correction_bias)
+    ids, weights = (value.reshape(*x.shape[:-1], -1) for value in chosen)
+    return y, total, ids, weights

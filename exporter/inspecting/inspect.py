@@ -24,6 +24,7 @@ from quantmoe.custom_ops.op import (
     IndexerSpec,
     LinearSpec,
     MoESpec,
+    NormRouterSpec,
     RouterSpec,
     RoutingSpec,
     SpaceSpec,
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
 
 #: operators with a recurrent state behind a CausalConv
 _RECURRENT: dict[str, type[DeltaSpec] | type[SpaceSpec]] = {"GatedDelta": DeltaSpec, "StateSpace": SpaceSpec}
+#: operators with a router's product
+_ROUTERS: dict[str, type[RouterSpec] | type[NormRouterSpec]] = {
+    "MoERouter": RouterSpec,
+    "AddRMSNormRouter": NormRouterSpec,
+}
 _CHUNK = 1 << 24
 SpecType = TypeVar("SpecType", bound=Spec)
 #: operators of ONNX Runtime's own whose weights an export packs
@@ -68,7 +74,7 @@ def inspect(
           experts included; None without a router.
         - ``linears``: QuantLinear or MatMulNBits nodes, likewise. ``rows``: rows of each module, if there are several.
         - QMoE and MatMulNBits nodes have ``tensors`` by part instead of one tensor.
-        - ``routers``: MoERouting and MoERouter nodes.
+        - ``routers``: MoERouting, MoERouter and AddRMSNormRouter nodes.
         - ``attention``: CachedAttention nodes, with the type of the cache and its bytes a token.
         - ``indexers``: SparseIndexer nodes, with the bytes a token of their keys.
         - ``linear_attention``: GatedDelta and StateSpace nodes, and CausalConv nodes without one. ``width`` is the
@@ -168,8 +174,8 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
                 routing = _spec(path, node, RoutingSpec)
                 _check_runs(path, node, routing, {})
                 routers.append({"node": node.name, "attributes": routing.attributes()})
-            elif node.op_type == "MoERouter":
-                router = _spec(path, node, RouterSpec)
+            elif node.op_type in _ROUTERS:
+                router = _spec(path, node, _ROUTERS[node.op_type])
                 _check_runs(path, node, router.routing, {})
                 routers.append({"node": node.name, "attributes": router.attributes()})
             elif node.op_type == "CachedAttention":

@@ -13,7 +13,7 @@ from cases import ROUTERS, assert_routed
 from cuda.built import SM80, TORCH, UNIT, gpu, torch
 
 from quantmoe.custom_ops import reference
-from quantmoe.custom_ops.op import NormSpec, RouterSpec, RoutingSpec, RowsSpec
+from quantmoe.custom_ops.op import NormRouterSpec, NormSpec, RouterSpec, RoutingSpec, RowsSpec
 
 PATHS = ("cluster", "rows", "tiles")
 H20 = cuda.Device(90, 78, 233472)
@@ -206,6 +206,77 @@ def test_norm_of_extremes() -> None:
     assert y[1].isnan().all()
     assert y[2].isnan().all()
     assert not y[3].any()
+
+
+def norm_router_spec(spec: RouterSpec) -> NormRouterSpec:
+    own = {name: value for name, value in spec.attributes().items() if name != "op_version"}
+    return NormRouterSpec(norm_epsilon=1e-5, **own)
+
+
+def test_the_plan_with_a_norm() -> None:
+    for spec in (QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK):
+        for tokens, device in ((1, cuda.H200), (32, cuda.H200), (33, cuda.H200), (1, SM80), (33, SM80)):
+            plan, both = (cuda.plan_node(of, "f16", 1, tokens, device) for of in (spec, norm_router_spec(spec)))
+            assert (both.workspace_bytes, [*both.chosen]) == (plan.workspace_bytes, [*plan.chosen])
+    with pytest.raises(ValueError, match="x is of type 0, the CUDA kernels take float16"):
+        cuda.plan_node(norm_router_spec(QWEN3), "f32", 1, 1)
+    with pytest.raises(ValueError, match=r"norm_epsilon is -1"):
+        cuda.plan_node(dataclasses.replace(norm_router_spec(QWEN3), norm_epsilon=-1.0), "f16", 1, 1)
+    with pytest.raises(ValueError, match="top_k is 129, the CUDA kernel takes 1 to 128"):
+        cuda.plan_node(dataclasses.replace(norm_router_spec(QWEN3), top_k=129), "f16", 1, 1)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK, router_spec(ROUTERS["most"], 1024)),
+        *(dataclasses.replace(QWEN3_5, num_experts=experts) for experts in (128, 384, 512, 640)),
+        *(dataclasses.replace(QWEN3_5, num_experts=64, hidden_size=hidden) for hidden in (8, 61, 264, 2056, 4104)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 8, 9, 32, 33, 700])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_norm_and_router(spec: RouterSpec, tokens: int, dtype: str) -> None:
+    """The sum exactly, y as AddRMSNorm's, and a router's choice of the y that was stored."""
+    both, rng = norm_router_spec(spec), np.random.default_rng(tokens)
+    _, *router = router_inputs(spec, tokens, dtype, biases=spec is not QWEN3)
+    x, residual = (tensor(rng.normal(0, 1, (tokens, spec.hidden_size)), dtype) for _ in range(2))
+    weight = tensor(rng.uniform(0.5, 2, spec.hidden_size), dtype)
+    for device in (None, H20, SM80):
+        y, total, ids, weights = twice(
+            lambda device=device: cuda.run_node(both, x, residual, weight, *router, device=device)
+        )
+        assert torch.equal(total, x + residual)
+        want, _ = reference.add_norm(NormSpec(norm_epsilon=1e-5), numbers(total), np.zeros(x.shape), numbers(weight))
+        np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] + 2.0**-20, atol=2.0**-25)
+        if not tokens:
+            assert ids.shape == weights.shape == (0, spec.routing.slots)
+            continue
+        chosen = reference.router(spec, numbers(y), *(numbers(t) for t in router))
+        off = 8 * 2.0**-24 * (spec.hidden_size**0.5 + 8)  # y is of up to twice the norm of check_router's x
+        assert_routed((ids.cpu().numpy(), weights.cpu().numpy()), chosen, 4e-6 + 2 * off, 1e-6 + off)
+
+
+@gpu
+@pytest.mark.parametrize("hidden", [64, 2056])
+def test_norm_and_router_of_extremes(hidden: int) -> None:
+    """A token of zeros has equal scores, one of infinities or NaN no number; neither changes the others."""
+    spec = norm_router_spec(dataclasses.replace(QWEN3, hidden_size=hidden))
+    x, weight, *biases = router_inputs(spec.router, 5, "f16", biases=False)
+    before = cuda.run_node(spec, x, x, weight[0].abs(), weight, *biases)
+    x[1], x[2], x[3, 5] = 0.0, 60000.0, float("nan")
+    y, total, ids, weights = cuda.run_node(spec, x, x, weight[0].abs(), weight, *biases)
+    assert not y[1].any()
+    assert torch.equal(ids[1].cpu(), torch.arange(spec.top_k, dtype=torch.int32))
+    assert total[2].isinf().all()
+    for bad in (2, 3):
+        assert y[bad].isnan().all()
+        assert torch.equal(ids[bad].cpu(), torch.arange(spec.top_k, dtype=torch.int32))
+        assert weights[bad].isnan().all()
+    for value, old in zip((y, total, ids, weights), before, strict=True):
+        assert torch.equal(value[[0, 4]], old[[0, 4]])
 
 
 def masks() -> list[tuple[np.ndarray, int, int]]:

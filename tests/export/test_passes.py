@@ -33,6 +33,7 @@ from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.graph.passes.fused_norms import type_fused_norms
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface, set_cache_type, set_state_type
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
+from quantmoe.exporter.graph.passes.norm_routers import join_norms
 from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.rank_collectives import meet_around_experts, norm_sums
 from quantmoe.exporter.graph.passes.repeated_layers import RepeatError, repeat_layers
@@ -156,6 +157,46 @@ def test_embeddings_and_their_norm_are_two_nodes() -> None:
     assert [n.op_type for n in (gather, node)] == ["Gather", "AddRMSNorm"]
     assert [*node.inputs[:2]] == [gather.outputs[0]] * 2
     assert [output.producer().inputs[0] for output in model.graph.outputs] == [node.outputs[0], gather.outputs[0]]
+
+
+NORM_ROUTER = """g (float16[b, s, 8] x, float16[b, s, 8] r, float16[8] w, float16[4, 8] gate, float[0] none,
+    int32[4, 16] u)
+    => (float16[b, s, 8] out, float16[b, s, 8] sum, float16[b, s, 8] more) {{
+    shape = Constant <value_ints = [-1, 8]> ()
+    y, sum = quantmoe.AddRMSNorm <op_version = 1, norm_epsilon = 0.5> (x, r, w)
+    rows = Reshape (y, shape)
+    ids, weights = quantmoe.MoERouter <op_version = 2, hidden_size = 8, num_experts = 4, top_k = 2,
+        method = "softmax_topk", renormalize = 1, n_group = 1, topk_group = 1, routed_scaling_factor = 1.0,
+        shared_experts = 0, shared_gate = 0> (rows, gate, none, none)
+    e = quantmoe.QuantMoE <op_version = 1> ({taken}, {ids}, weights, u, u)
+    back = Shape (x)
+    out = Reshape (e, back)
+    {last}
+}}"""
+
+
+@pytest.mark.parametrize(("last", "left"), [("more = Identity (y)", []), ("more = Reshape (rows, back)", ["Reshape"])])
+def test_a_norm_and_its_router_are_one_node(last: str, left: list[str]) -> None:
+    model = parsed(NORM_ROUTER.format(taken="rows", ids="ids", last=last))
+    join_norms(model)
+    assert ops(model)[:2] == ["Constant", "AddRMSNormRouter"]
+    assert ops(model)[2:-1] == [*left, "QuantMoE", "Shape", "Reshape"]
+    both = model.graph[1]
+    assert [value.name for value in both.inputs] == ["x", "r", "w", "gate", "none", "none"]
+    assert (both.attributes["norm_epsilon"].value, both.attributes["top_k"].value) == (0.5, 2)
+    experts = next(node for node in model.graph if node.op_type == "QuantMoE")
+    y, total, *chosen = both.outputs
+    assert [*experts.inputs[:3]] == [y, *chosen]
+    assert model.graph.outputs[1] is total
+    onnx.checker.check_model(ir.to_proto(model))
+
+
+@pytest.mark.parametrize(("taken", "ids"), [("r", "ids"), ("rows", "others")])
+def test_a_router_of_others_stays(taken: str, ids: str) -> None:
+    text = NORM_ROUTER.format(taken=taken, ids=ids, last="more = Identity (y)")
+    model = parsed(text.replace("    e = ", "    others = Identity (ids)\n    e = "))
+    join_norms(model)
+    assert {"AddRMSNorm", "MoERouter"} <= {*ops(model)}
 
 
 SUMS = """g (float16[b, 4] a, float16[b, 4] c, float16[b, 4] e, float16[4] w) => (float16[b, 4] out{more}) {{
