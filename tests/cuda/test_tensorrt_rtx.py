@@ -64,7 +64,7 @@ def test_engine(folder, tmp_path, dtype):
     assert done.returncode == 0, done.stdout + done.stderr
     nodes = [node.op_type for node in ir.load(folder / dtype / "model.onnx").graph if node.domain == "quantmoe"]
     linears = 4 if dtype == "bf16" else 8  # q, k and v are one, but where each has an input scale of its own
-    of_layers = {"QuantMoE": 2, "MoERouter": 2, "CachedAttention": 2, "AddRMSNorm": 5, "TokenRows": 1}
+    of_layers = {"QuantMoE": 2, "AddRMSNormRouter": 2, "CachedAttention": 2, "AddRMSNorm": 3, "TokenRows": 1}
     assert {op: nodes.count(op) for op in set(nodes)} == of_layers | {"QuantLinear": linears}
     assert f"{len(nodes)} quantmoe layers" in done.stdout
     assert (tmp_path / "plan").stat().st_size > 100_000
@@ -145,7 +145,7 @@ def test_engine_of_multi_token_prediction(tmp_path_factory, tmp_path, monkeypatc
     done = build(tmp_path / "model/mtp.onnx", tmp_path / "plan", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     nodes = [node.op_type for node in ir.load(tmp_path / "model/mtp.onnx").graph if node.domain == "quantmoe"]
-    assert (nodes.count("QuantMoE"), nodes.count("MoERouter")) == (1, 1)
+    assert (nodes.count("QuantMoE"), nodes.count("AddRMSNormRouter")) == (1, 1)
     assert f"{len(nodes)} quantmoe layers" in done.stdout
 
 

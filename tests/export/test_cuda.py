@@ -26,10 +26,12 @@ from quantmoe.custom_ops.op import (
     DeltaSpec,
     LinearSpec,
     MoESpec,
+    NormRouterSpec,
     NormSpec,
     RouterSpec,
     RoutingSpec,
 )
+from quantmoe.custom_ops.ops.add_rms_norm_router import add_rms_norm_router
 from quantmoe.custom_ops.ops.causal_conv import causal_conv
 from quantmoe.custom_ops.ops.gated_delta import gated_delta
 from quantmoe.custom_ops.reference import add_norm, linear, quant_moe, route, router, token_rows
@@ -120,6 +122,14 @@ class AddRMSNorm(OpRun):
         return y.astype(x.dtype), total
 
 
+class AddRMSNormRouter(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, *inputs, **attributes):
+        y, total, ids, weights = add_rms_norm_router(NormRouterSpec.from_attributes(attributes), *inputs)
+        return y.astype(total.dtype), total, ids, weights.astype(np.float32)
+
+
 class TokenRows(OpRun):
     op_domain = "quantmoe"
 
@@ -129,7 +139,7 @@ class TokenRows(OpRun):
 
 OPERATORS = [
     *(QuantMoE, QuantLinear, MoERouting, CachedAttention, CausalConv, GatedDelta),
-    *(MoERouter, AddRMSNorm, TokenRows),
+    *(MoERouter, AddRMSNorm, AddRMSNormRouter, TokenRows),
 ]
 
 
@@ -141,7 +151,7 @@ def test_operators_and_types(exported, architecture, dtype):
     assert model.opset_imports == {"": OPSET, "quantmoe": 1}
     nodes = [node for node in model.graph if node.domain != ""]
     assert {node.domain for node in nodes} == {"quantmoe"}
-    assert {node.op_type for node in nodes} >= {"QuantMoE", "MoERouter", "AddRMSNorm"}
+    assert {node.op_type for node in nodes} >= {"QuantMoE", "AddRMSNorm", "AddRMSNormRouter"}
     want = ir.DataType.FLOAT16 if dtype else ir.DataType.BFLOAT16
     assert [value.dtype for value in model.graph.inputs if value.name.startswith("past")] == [want] * 4
     assert model.graph.outputs[0].dtype == want
@@ -159,7 +169,7 @@ CACHED = ["qwen3_moe", "llama4_text", *HYBRID, "mixtral", "olmoe", "gpt_oss", "g
 def test_nodes_of_a_layer(cached):
     nodes = [ir.load(cached("qwen3_moe", layers=n) / "model.onnx").graph for n in (1, 2)]
     counts = [Counter(node.op_type for node in graph) for graph in nodes]
-    own = {"QuantLinear": 2, "CachedAttention": 1, "Reshape": 2, "MoERouter": 1, "QuantMoE": 1, "AddRMSNorm": 2}
+    own = {"QuantLinear": 2, "CachedAttention": 1, "Reshape": 1, "AddRMSNormRouter": 1, "QuantMoE": 1, "AddRMSNorm": 1}
     assert counts[1] - counts[0] == Counter(own)
     assert {node.domain for node in nodes[1]} == {"", "quantmoe"}
 
@@ -262,7 +272,8 @@ def test_every_norm_is_a_node(cached, architecture):
     """Two a layer and one after them; queries' and keys' are in CachedAttention."""
     graph = ir.load(cached(architecture) / "model.onnx").graph
     found = [node.op_type for node in graph]
-    assert found.count("AddRMSNorm") == 2 * (found.count("CachedAttention") + found.count("GatedDelta")) + 1
+    norms = found.count("AddRMSNorm") + found.count("AddRMSNormRouter")
+    assert norms == 2 * (found.count("CachedAttention") + found.count("GatedDelta")) + 1
     assert "ReduceMean" not in found
 
 
@@ -332,9 +343,9 @@ def test_attention_refuses_what_it_does_not_do(name):
 def test_routers_have_the_graphs_type(exported):
     """transformers keeps DeepSeek's weight in float32, which the node does not take."""
     graph = ir.load(exported("deepseek_v3", target="cuda") / "model.onnx").graph
-    routers = [node for node in graph if node.op_type == "MoERouter"]
+    routers = [node for node in graph if node.op_type == "AddRMSNormRouter"]
     assert routers
-    assert {value.dtype for node in routers for value in node.inputs[:2]} == {ir.DataType.BFLOAT16}
+    assert {value.dtype for node in routers for value in node.inputs[:4]} == {ir.DataType.BFLOAT16}
 
 
 def test_default_attributes_are_left_out(exported):
