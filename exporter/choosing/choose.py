@@ -458,10 +458,11 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
     """
     formats = {layout: format.with_widths(of_layout(layout).own_widths) for layout in LAYOUTS}
     for layer in moe_layers(format):
+        apart = {layout: _no_parts(replace(layer, format=own).groups(), layout) for layout, own in formats.items()}
         for group in layer.groups():
             found = [
-                Candidate(layout, None, reason)
-                if (reason := _no_parts(replace(layer, format=own).groups(), layout))
+                Candidate(layout, None, apart[layout])
+                if apart[layout]
                 else layer_candidate(replace(group, format=own), layout, of_layout(layout).default_activations)
                 for layout, own in formats.items()
             ]

@@ -115,7 +115,7 @@ def test_other_bits_of_compressed_tensors(bits: int, symmetric: bool, storage: s
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_codes_of_2_and_3_bits(bits: int, v2: bool, tmp_path: Path) -> None:
-    """As they are, or carried as int4's, in act-order and with every zero point."""
+    """Codes keep their width or are int4's, in act-order and with every zero point."""
     rng, (n, k, g) = np.random.default_rng(bits), (64, 128, 32)
     matrix = QuantizedMatrix(
         kind="int4",

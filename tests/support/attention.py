@@ -310,7 +310,7 @@ def product(x: Span, weights: np.ndarray) -> Span:
 
 
 def attend_up(a: Inputs, q: Span, caches: tuple[np.ndarray, ...], low: int, expands: bool) -> Span:
-    """As :func:`attend`, of a spec with a nope_size, by ops/cached_attention.def; q: [heads, what turns, then M]."""
+    """Return what :func:`attend` does, of a spec with a nope_size; q: [heads, what turns, then M]."""
     spec, sinks = a.spec, a.sinks.astype(np.float64)
     turning = spec.head_size - spec.v_head_size
     k_up, v_up = (up.astype(np.float64) for up in a.ups)
