@@ -1,7 +1,7 @@
 """The slow, obvious truth: QuantMoE, linear, router, norm, attention and what keeps a state in NumPy float64.
 
-Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1).
-Everything after them is exact arithmetic rounded to float64.
+Only the activation quantizers are computed in float32, because their roundings are part of the format
+(quant_moe.def, Activations). Everything after them is exact arithmetic rounded to float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLOAT_FORMATS: dict[str, tuple[np.dtype, int | None, int]] = {
 
 
 def round_activations(x: np.ndarray, activation_format: str, stored: float | None) -> np.ndarray:
-    """x f32 [T, K] in a float format, as float64 [T, K]: code * step, both as FORMAT.md 4.1 computes them in float32.
+    """x f32 [T, K] in a float format, as float64 [T, K]: code * step, both as quant_moe.def computes them in float32.
 
     Args:
         stored: the checkpoint's input scale; None where it is found from x.
@@ -118,7 +118,7 @@ def quantize_activations(x: np.ndarray, activation_format: str, stored: float | 
 
 
 def step_columns(m: QuantizedMatrix) -> int:
-    """Return how many packed columns share a step of int8_group activations (FORMAT.md 4.1)."""
+    """Return how many packed columns share a step of int8_group activations (quant_moe.def, Activations)."""
     if (group := k_group(m)) == -1:
         group = -(-m.shape[1] // 32) * 32
     return 64 if group % 64 == 0 else 32

@@ -34,7 +34,7 @@ CUSTOM_OPS = HERE.parent / "custom_ops"
 MADE = "<!-- made by docs/generate.py -->\n"
 OPERATORS = """# Operators
 
-The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) has packed weights and products.
+The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) has packed weights.
 
 - An attribute is required, unless the table says what its absence means.
 - T is float, float16 or bfloat16. I is int32 or int64.

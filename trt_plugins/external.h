@@ -1,4 +1,4 @@
-// Packed experts in the data files of an exported folder, which an engine has no bytes of (FORMAT.md 1.2,
+// Packed experts in the data files of an exported folder, which an engine has no bytes of (quant_moe.def,
 // docs/reference/expert-offloading.md). The environment says where the folder is, and what of them goes to the GPU's
 // memory.
 #pragma once

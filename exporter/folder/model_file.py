@@ -125,7 +125,7 @@ def load(path: Path) -> ir.Model:
 
 
 def _find_external(path: Path, model: ir.Model) -> None:
-    """Give nodes with external rows (FORMAT.md 1.2) the tensors that they name."""
+    """Give nodes with external rows (quant_moe.def) the tensors that they name."""
     import onnx_ir as ir
 
     from quantmoe.custom_ops.layouts import LAYOUTS

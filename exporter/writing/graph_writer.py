@@ -344,7 +344,7 @@ def _identify(region: Region, format: Format) -> None:
 
 
 def _leave_in_file(region: Region) -> None:
-    """Tell the nodes where a packed weight is, in its place (FORMAT.md 1.2)."""
+    """Tell the nodes where a packed weight is, in its place (quant_moe.def)."""
     written = region.value.const_value
     assert isinstance(written, ir.ExternalTensor)
     for node, at in region.value.uses():

@@ -1,5 +1,5 @@
-// FORMAT.md sections 2 and 4.1-4.2 written as plain scalar code, against KleidiAI's packers, quantizer and kernels, bit
-// for bit, on random matrices. Exits 1 at a difference. Argument: number of cases a family (default 1000).
+// FORMAT.md section 2 and quant_moe.def written as plain scalar code, against KleidiAI's packers, quantizer and
+// kernels, bit for bit, on random matrices. Exits 1 at a difference. Argument: number of cases a family (default 1000).
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -77,7 +77,7 @@ struct QuantizedRow {
   float step;
 };
 
-// FORMAT.md 4.1, int8_token_asym.
+// quant_moe.def, Activations: int8_token_asym.
 QuantizedRow quantize(const float* x, int64_t k) {
   float lo = 0, hi = 0;
   for (int64_t i = 0; i < k; ++i) lo = std::min(lo, x[i]), hi = std::max(hi, x[i]);
@@ -93,7 +93,7 @@ QuantizedRow quantize(const float* x, int64_t k) {
   return row;
 }
 
-// FORMAT.md 4.2.
+// quant_moe.def, Products.
 float ordered_product(const Rhs& rhs, int64_t n, const QuantizedRow& x, float rowsum, int32_t int_rowsum) {
   const int64_t k = rhs.k, g = rhs.group > 0 ? rhs.group : k;
   const int zero = 1 << (rhs.bits - 1);

@@ -1,4 +1,4 @@
-"""Our packers against KleidiAI's bytes, and FORMAT.md 4.1 and 4.2 against its quantizer and kernels.
+"""Our packers against KleidiAI's bytes, and the arithmetic of quant_moe.def against its quantizer and kernels.
 
 tests/golden/generate says how the files were made; tests/arm holds the kernels to KleidiAI's directly.
 """
@@ -54,7 +54,7 @@ def test_native_packer(golden: dict[str, np.ndarray]) -> None:
 
 
 def test_quantizer(golden: dict[str, np.ndarray]) -> None:
-    """FORMAT.md 4.1 int8_token_asym, one rounding an operation."""
+    """Activations of quant_moe.def: int8_token_asym, one rounding an operation."""
     f = np.float32
     for x, q, zero_point, step in zip(golden["x"], golden["q"], golden["zero_point"], golden["step"], strict=True):
         lo, hi = min(f(0), x.min()), max(f(0), x.max())
@@ -78,7 +78,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def test_products(golden: dict[str, np.ndarray]) -> None:
-    """FORMAT.md 4.2 in NumPy, bit for bit."""
+    """Products of quant_moe.def in NumPy, bit for bit."""
     m = matrix(golden)
     n, k = m.shape
     tail = reference_panels(m)

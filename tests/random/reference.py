@@ -1,7 +1,7 @@
 """What the packed bytes of layout cpu_panel mean, read from custom_ops/FORMAT.md section 2 alone.
 
 Independent of the layouts, of QuantizedMatrix and of custom_ops/reference.py on purpose: a mistake that packer, kernels
-and reference share is not made here again. The arithmetic of section 4 is arithmetic.py's, which is written from the
+and reference share is not made here again. The arithmetic is arithmetic.py's, which is written from the
 same text. Sections of FORMAT.md stand in parentheses.
 """
 

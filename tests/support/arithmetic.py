@@ -1,6 +1,6 @@
-"""Section 4 of FORMAT.md in float64, with a bound on how far the float32 of a kernel may be from it.
+"""The arithmetic of quant_moe.def in float64, with a bound on how far the float32 of a kernel may be from it.
 
-Written from FORMAT.md and op.def alone. Value and error go through a layer together. The error of every operation is
+Written from FORMAT.md and ops/*.def alone. Value and error go through a layer together. The error of every operation is
 counted where it is done (Higham, Accuracy and Stability of Numerical Algorithms, 3.3: a running error bound), so that
 cancellation and the size of the terms count and no factor is chosen. u = 2^-24 is half an ulp of 1 and TINY half the
 smallest subnormal number: one operation errs by at most u |result| + TINY. Bounds are of first order; SECOND is what
@@ -105,7 +105,7 @@ class Weights:
 
     @property
     def channelwise(self) -> bool:
-        """One int32 sum a row (4.2)."""
+        """One int32 sum a row (Products)."""
         return self.plain and self.group_size == -1
 
     def dequantized(self) -> np.ndarray:
@@ -160,7 +160,7 @@ class Rounded:
 
 
 def step_columns(w: Weights) -> int:
-    """Return how many packed columns of int8_group activations share a step: 4.1."""
+    """Return how many packed columns of int8_group activations share a step: Activations."""
     group = -(-w.values.shape[1] // 32) * 32 if w.group_size == -1 else w.group_size
     return 64 if group % 64 == 0 else 32
 
@@ -174,9 +174,9 @@ def minifloat(x: np.ndarray, activation_format: str) -> np.ndarray:
 
 
 def steps(m: np.ndarray, activation_format: str, stored: float) -> np.ndarray:
-    """4.1's step, in float32, of groups (or rows) whose largest magnitude is m: never less for a larger m.
+    """The step of Activations, in float32, of groups (or rows) whose largest magnitude is m: never less for a larger m.
 
-    So it is 0 where m / 448 or m / 127.5 is, at m up to 224 or 63 times the smallest subnormal number. 4.1 says 1
+    So it is 0 where m / 448 or m / 127.5 is, at m up to 224 or 63 times the smallest subnormal number. The text says 1
     there, which rounds such an x to 0 as well. Were it 1 here, the steps of all m in a range would not be between those
     of its ends.
     """
@@ -194,7 +194,7 @@ def steps(m: np.ndarray, activation_format: str, stored: float) -> np.ndarray:
 
 
 def asymmetric(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8_token_asym's s and zero point (not yet rounded), in the type of low and high: 4.1."""
+    """int8_token_asym's s and zero point (not yet rounded), in the type of low and high: Activations."""
     one = low.dtype.type
     s = np.where(high == low, one(1), one(255) / (high - low))
     a, b = low * s, high * s
@@ -213,7 +213,7 @@ def quantize(
     """x [P, K] in an activation format; its values are float32 (an error of zero) or stand for float32 near them.
 
     Args:
-        integer_products: the nvfp4 product whose codes and steps stay apart (4.2).
+        integer_products: the nvfp4 product whose codes and steps stay apart (Products).
         columns: see Rounded; x is in the packed order then.
     """
     nominal, exact = x.value.astype(np.float32), not x.error.any()
@@ -373,7 +373,7 @@ def _down(x: np.ndarray) -> np.ndarray:
 
 
 def product(x: Rounded, w: Weights) -> Span:
-    """x w^T + bias as 4.2 has it: [P, N]."""
+    """x w^T + bias as Products has it: [P, N]."""
     p, (n, k) = len(x.value), w.values.shape
     value, spread, others = (a if w.perm is None else a[:, w.perm] for a in (x.value, x.spread, x.others))
     dense = np.abs(w.dequantized())
@@ -431,7 +431,7 @@ def product(x: Rounded, w: Weights) -> Span:
 
 
 def _stepped_sums(x: Rounded, w: Weights) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int8_group's acc (4.2) and its error, [P, N], and the largest number on the way; channelwise times the scale."""
+    """int8_group's acc (Products) and its error, [P, N], and the largest number on the way; channelwise times scale."""
     assert x.steps is not None
     (p, k), n, (group, columns) = x.value.shape, len(w.values), (w.group, x.columns)
     acc, error, largest = (np.zeros((p, n)) for _ in range(3))

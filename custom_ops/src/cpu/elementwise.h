@@ -1,5 +1,5 @@
-// The elementwise passes of FORMAT.md section 4, as plain loops. Each kernel file includes this once, and gets them
-// compiled and vectorised for its own instruction set. Every operation is exactly rounded and no loop reassociates, so
+// The elementwise passes of ops/*.def, as plain loops. Each kernel file includes this once, and gets them compiled
+// and vectorised for its own instruction set. Every operation is exactly rounded and no loop reassociates, so
 // all copies agree bit for bit. Everything is in an unnamed namespace: the linker must never merge two copies.
 #pragma once
 #include "cpu/rounded_activations.h"

@@ -1,4 +1,5 @@
-// The slow, obvious kernel: FORMAT.md section 4.2 as it is written. Every other kernel must give its bytes.
+// The slow, obvious kernel: the products of quant_moe.def as they are written. Every other kernel must give
+// its bytes.
 #include <algorithm>
 
 #include "core/minifloat.h"

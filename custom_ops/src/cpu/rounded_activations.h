@@ -1,5 +1,5 @@
-// Activations rounded to the checkpoint's float formats (FORMAT.md 4.1), kept as f32. In an unnamed namespace, as
-// elementwise.h, which includes this.
+// Activations rounded to the checkpoint's float formats (quant_moe.def, Activations), kept as f32. In an
+// unnamed namespace, as elementwise.h, which includes this.
 #pragma once
 #include "cpu/scalar.h"
 

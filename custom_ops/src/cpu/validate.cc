@@ -8,7 +8,7 @@
 namespace quantmoe {
 namespace {
 
-// int32 accumulation of the channelwise products (FORMAT.md 4.2) needs 16 * 8 * 255 * K and 128 * 255 * K below 2^31.
+// int32 accumulation of the channelwise products (quant_moe.def) needs 16 * 8 * 255 * K and 128 * 255 * K below 2^31.
 constexpr int32_t kMaxFeatures = 65536;
 constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
 

@@ -12,7 +12,7 @@
 namespace quantmoe {
 namespace {
 
-// Activation sums of a block times a zero point are two 16-bit products (FORMAT.md 4.2 only asks for the exact sum).
+// Activation sums of a block times a zero point are two 16-bit products (quant_moe.def asks for the exact sum only).
 constexpr int32_t kMaxZeroPointBlock = 32768;
 
 // Why the layout does not carry such weights; null when it does. The sentence lists what it carries.

@@ -57,7 +57,7 @@ def test_other_weights_are_refused(driver, fake, layer, name):
 
 
 def test_experts_that_are_for_tensorrt_are_refused(driver, fake, layer):
-    """FORMAT.md 1.2."""
+    """quant_moe.def, Experts outside the model."""
     fake()
     op = driver.op("bf16", "i64")
     attributes = layer[0].attributes() | {"w13_external": "65536 4096 model.onnx.data"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-CASES = {  # name: bits, group_size, N (not a multiple of the panel), K (a multiple of 8: FORMAT.md 4.1)
+CASES = {  # name: bits, group_size, N (not a multiple of the panel), K (a multiple of 8: quant_moe.def, Activations)
     "int4_g32": (4, 32, 13, 96),
     "int4_g64": (4, 64, 11, 128),
     "int4_g128": (4, 128, 9, 256),

@@ -5,7 +5,7 @@
 namespace quantmoe {
 namespace {
 
-// Activation formats with a step for a group of features: of features before act-order, FORMAT.md 4.1.
+// Activation formats with a step for a group of features: of features before act-order, quant_moe.def, Activations.
 bool is_groupwise(int32_t activation_format) {
   return activation_format == k_activation_format_fp8_group128 || activation_format == k_activation_format_nvfp4 ||
          activation_format == k_activation_format_mxfp8 || activation_format == k_activation_format_mxfp4;

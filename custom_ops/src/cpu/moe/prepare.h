@@ -1,4 +1,4 @@
-// Activation rows as products read them: scaled, quantized or rounded, gathered (FORMAT.md 4.1).
+// Activation rows as products read them: scaled, quantized or rounded, gathered (quant_moe.def, Activations).
 #pragma once
 #include "cpu/moe/layer.h"
 #include "cpu/moe/route.h"

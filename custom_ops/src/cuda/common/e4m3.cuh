@@ -1,4 +1,4 @@
-// Numbers as e4m3 codes times a step (FORMAT.md 4.1).
+// Numbers as e4m3 codes times a step (quant_moe.def, Activations).
 #pragma once
 #include <stdint.h>
 

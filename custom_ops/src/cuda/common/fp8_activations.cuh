@@ -1,4 +1,4 @@
-// Activations as e4m3 codes for moe_gemm_fp8.cuh (FORMAT.md 4.1).
+// Activations as e4m3 codes for moe_gemm_fp8.cuh (quant_moe.def, Activations).
 #pragma once
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/kernels.cuh"

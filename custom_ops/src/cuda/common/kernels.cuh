@@ -121,7 +121,7 @@ struct CombineParams {
   int columns, parts;
 };
 
-// x or h in the values of an activation format, and times pre-scales (FORMAT.md 4.1).
+// x or h in the values of an activation format, and times pre-scales (quant_moe.def, Activations).
 struct RoundParams {
   RoutedPairs routing;
   int format;

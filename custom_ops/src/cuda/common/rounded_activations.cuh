@@ -1,4 +1,4 @@
-// Activations in the values of an activation format (FORMAT.md 4.1), in 16 bits, for kernels that take any weights.
+// Activations in the values of an activation format (quant_moe.def), in 16 bits, for kernels that take any weights.
 //
 // Codes and powers of two are exact in 16 bits, and so is e2m1 times e4m3. A stored f32 scale is left out, and
 // multiplies the sums (input_scale). If the step is an f32 of its own (token, group128), the product is rounded to T.
