@@ -1,10 +1,11 @@
 """Reference pages and tables made from the code at each ``make docs``.
 
-Pages are the command line, the Python API and the operators. Tables are parts of other pages, which include them.
+Pages are the command line, the Python API and the operators. Tables and notes are parts of other pages.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterable
@@ -32,6 +33,14 @@ from quantmoe.exporter.reading.gguf.header import TYPES
 HERE = Path(__file__).resolve().parent
 CUSTOM_OPS = HERE.parent / "custom_ops"
 MADE = "<!-- made by docs/generate.py -->\n"
+#: sections about architectures -> modules of the exporter whose docstrings they are
+NOTES = {
+    "Mamba-2": "modules/state_space",
+    "Selective scan": "modules/selective_scan",
+    "Experts of queries": "architectures/jetmoe",
+    "Experts of one feature": "architectures/doge",
+    "Short convolutions of Inkling": "architectures/inkling",
+}
 OPERATORS = """# Operators
 
 The operators of the domain `quantmoe`. [FORMAT.md](../../custom_ops/FORMAT.md) has packed weights.
@@ -193,6 +202,15 @@ def model_types() -> str:
     return table(["type", "models", "attention", "further tests"], rows)
 
 
+def notes() -> str:
+    """Return the sections about architectures."""
+    page = []
+    for heading, name in NOTES.items():
+        source = (HERE.parent / "exporter" / "graph" / f"{name}.py").read_text(encoding="utf-8")
+        page.append(f"## {heading}\n\n{ast.get_docstring(ast.parse(source))}\n".replace("``", "`"))
+    return "\n".join(page)
+
+
 def refused_types() -> str:
     """Return the model types that ``export`` refuses by name, those of one reason together."""
     reasons: dict[str, list[str]] = {}
@@ -281,6 +299,7 @@ TABLES = {
 
 def write() -> None:
     pages = {"commands": commands(), "python": python(), "operators": operators()}
+    pages["tables/notes"] = f"{MADE}\n{notes()}"
     pages |= {f"tables/{name}": f"{MADE}\n{make()}" for name, make in TABLES.items()}
     for name, made in pages.items():
         path = HERE / "reference" / f"{name}.md"

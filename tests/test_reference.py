@@ -50,10 +50,16 @@ def test_operators() -> None:
     assert all(f"| `{attribute.name}` |" in page for attribute in schema.projection)
 
 
+def test_notes() -> None:
+    notes = generate().notes()
+    assert all(f"## {heading}\n\n" in notes for heading in generate().NOTES)
+    assert "`keep_window_size` tokens by their values" in notes
+
+
 def test_each_table_is_in_a_page() -> None:
     texts = (page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     included = [name for text in texts for name in re.findall(r"{include} tables/(.+).md", text)]
-    assert sorted(included) == sorted(generate().TABLES)
+    assert sorted(included) == sorted([*generate().TABLES, "notes"])
     for make in generate().TABLES.values():
         header, _, *rows = (line.count(" | ") for line in make().strip().splitlines())
         assert {*rows} == {header}

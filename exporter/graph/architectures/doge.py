@@ -1,7 +1,10 @@
-"""Doge: experts of one feature, which are rows of two tables, and attention that selects tokens by their values.
+"""An expert of Doge has one feature. So it is a row of two tables, which standard nodes look up.
 
-A token's router has two keys of each expert, its row and its column. transformers 5.24 gives a prompt's tokens each
-other's scores. The graph gives each token its own, which transformers does where one token is new.
+The tables stay floats: ``--quantize`` rounds the other weights.
+
+- In a prompt, the router of transformers 5.24 mixes the scores of tokens. Exports give each token its own scores, as
+  transformers does token by token.
+- Attention selects ``keep_window_size`` tokens by their values. Of equal values the lower position is selected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""Inkling: short convolutions of keys, values, attention's outputs and the experts' outputs.
+"""Inkling's keys, values, attention's outputs and the experts' outputs each pass a CausalConv.
 
-A layer's four convolutions have one state. Scores have a bias, which follows from a token and the distance to the
-other one. Both are standard nodes beside CausalConv.
+Its four states are one tensor, ``past_key_values.N.conv_state``.
+
+- Scores have a bias that follows from a token and its distance to the other one. Standard nodes make it, so attention
+  takes more time and memory.
+- The two shared experts stay floats. ``--quantize`` rounds the routed experts and the other linears.
+- Checkpoints of floats are tested. Quantized checkpoints of Inkling are not.
 """
 
 from __future__ import annotations

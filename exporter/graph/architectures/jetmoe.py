@@ -1,6 +1,6 @@
-"""JetMoE: experts that are not on transformers' interface, and attention whose queries and outputs have experts, too.
+"""JetMoE also has experts that make queries and outputs of attention.
 
-Experts of queries and of outputs are one linear each, of all experts: a token has the outputs of its own alone.
+They are one product of all experts. A token takes the outputs of its own experts. These weights stay floats.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Selective state spaces of Mamba (Jamba) -> CausalConv and standard nodes.
+"""Jamba's state spaces (Mamba) become a CausalConv and ONNX' Scan, which goes from token to token in f32.
 
-Each channel c has N states: S_t[n, c] = exp(dt_t[c] A[n, c]) S_(t-1)[n, c] + dt_t[c] x_t[c] B_t[n].
-Its output is the sum over n of C_t[n] S_t[n, c]. The decays differ by channel and state, so no product of matrices
-makes several tokens at once. ONNX' Scan goes from token to token. All of it is f32 in any graph.
+So a prompt takes as long as its tokens one by one. ``--state-window`` is refused.
 
-As linear_attention.py, modules are recognised by what they compute.
+Each channel c has N states: ``S_t[n, c] = exp(dt_t[c] A[n, c]) S_(t-1)[n, c] + dt_t[c] x_t[c] B_t[n]``.
+Its output is the sum over n of ``C_t[n] S_t[n, c]``. The decays differ by channel and state, so no product of matrices
+makes several tokens at once.
 """
+
+# As linear_attention.py, modules are recognised by what they compute.
 
 from __future__ import annotations
 

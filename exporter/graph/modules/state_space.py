@@ -1,8 +1,14 @@
-"""Mamba-2 of transformers -> CausalConv and StateSpace.
+"""Mamba-2's state space becomes a CausalConv and a StateSpace.
 
-As linear_attention.py, modules are recognised by what they compute. Both nodes read their parts of in_proj's output, so
-that nothing is split.
+The state is f32 in any graph: ``past_key_values.N.recurrent_state`` [batch, heads, states, size].
+
+- GPUs need a state of 64, 128 or 256, and heads of a multiple of 32 features.
+- Time steps follow ``time_step_limit`` of config.json, which published models leave unlimited. Another limit is
+  refused. transformers 5.24 raises time steps to 0.001 in prompts (its pull request 48989), and exports do not.
 """
+
+# As linear_attention.py, modules are recognised by what they compute. Both nodes read their parts of in_proj's output,
+# so that nothing is split.
 
 from __future__ import annotations
 
