@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,6 +22,8 @@ from quantmoe.custom_ops.schema import read, schema, split
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
+from quantmoe.exporter.folder.files import FILES
+from quantmoe.exporter.folder.interface import PAGED_TENSORS, TENSORS, Tensor
 from quantmoe.exporter.reading.formats import FORMATS, REFUSED
 from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.gguf import GGML
@@ -257,6 +260,14 @@ def gguf_architectures() -> str:
     return table(["architecture", "models"], rows)
 
 
+def tensors(rows: tuple[Tensor, ...]) -> str:
+    return table(["name", "type and shape", "content"], [[f"`{row.name}`", row.shape, row.content] for row in rows])
+
+
+def files() -> str:
+    return table(["file", "content", "written"], [[names(row.names), row.content, row.written] for row in FILES])
+
+
 def metadata() -> str:
     """Return the keys of a model's metadata, whose meaning stands above each constant."""
     rows, said = [], []
@@ -291,6 +302,9 @@ TABLES = {
     "refused-types": refused_types,
     "formats": formats,
     "gguf-architectures": gguf_architectures,
+    "files": files,
+    "tensors": partial(tensors, TENSORS),
+    "paged-tensors": partial(tensors, PAGED_TENSORS),
     "metadata": metadata,
     "entries": entries,
     "cpu-kernels": kernels,

@@ -4,6 +4,48 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+
+class File(NamedTuple):
+    """A row of docs/reference/exported-folder.md."""
+
+    names: tuple[str, ...]
+    content: str
+    written: str
+
+
+FILES = (
+    File(("model.onnx",), "the graph and its [metadata](#metadata)", "always"),
+    File(
+        ("model.onnx.data", "model.onnx.data.1", "model.onnx.data.2"),
+        "weights; a new file begins at `--max-file-size`",
+        "always",
+    ),
+    File(("README.md",), "what runs the folder, and which files are missing, with the reason", "always"),
+    File(
+        ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"),
+        "copies, also of other licence files",
+        "if the checkpoint has them",
+    ),
+    File(("tokenizer.json",), "the [tokenizer](#the-tokenizer)", "if it can give transformers' tokens"),
+    File(
+        ("genai_config.json",),
+        "for [onnxruntime-genai](../guides/genai.md)",
+        "if onnxruntime-genai [can run the model](onnxruntime-genai.md)",
+    ),
+    File(
+        ("libquantmoe_ort.so", "libquantmoe_ort_cuda.so"),
+        "the library, for the architecture that exported; the second one with `--target cuda`",
+        "if the installation has it",
+    ),
+    File(("mtp.onnx",), "the layer that [drafts tokens](../guides/draft-tokens.md)", "with `--mtp` or `--eagle3`"),
+    File(
+        ("vision.onnx", "embeddings.onnx", "vision_processor.json"),
+        "the [vision tower](../guides/vision.md)",
+        "with `--vision`",
+    ),
+)
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: what drafts for it, with weights in the same files

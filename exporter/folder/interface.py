@@ -1,5 +1,54 @@
 """Names and sizes of a model's inputs and outputs. The names are onnxruntime-genai's."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tensor(NamedTuple):
+    """A row of docs/reference/exported-folder.md: inputs or outputs, ``*`` for several."""
+
+    name: str
+    shape: str
+    content: str
+
+
+TENSORS = (
+    Tensor("input_ids", "int64 [batch, new]", "new tokens, at least one"),
+    Tensor("attention_mask", "int64 [batch, length]", "ones for past and new tokens, zeros for padding"),
+    Tensor("position_ids", "int64 [batch, new]", "positions of the new tokens, from 0"),
+    Tensor("past_key_values.N.*", "", "[the cache](#the-cache) of layer N"),
+    Tensor(
+        "logits",
+        "[batch, 1, vocabulary]; [batch, min(new, N), vocabulary] with [`num_logits`](#logits-of-several-tokens) or "
+        "`--logits N`; [batch, new, vocabulary] with `--logits all`",
+        "in the graph's type: f32, f16 or bf16",
+    ),
+    Tensor("present.N.*", "", "the cache after the run"),
+    Tensor(
+        "hidden_states",
+        "[batch, new, features]",
+        "with `--mtp`, after the last norm; with `--eagle3`, its `fc` of three layers' outputs",
+    ),
+)
+PAGED_TENSORS = (
+    Tensor("input_ids", "int64 [num_tokens]", "new tokens, one request after the other"),
+    Tensor("cumulative_sequence_lengths", "int32 [batch_size + 1]", "where each request's tokens begin"),
+    Tensor("past_sequence_lengths", "int32 [batch_size]", "tokens in each request's cache"),
+    Tensor(
+        "block_table",
+        "int32 [batch_size, max_num_blocks]",
+        "the [blocks](../../custom_ops/ops/cached_attention.def) of each request",
+    ),
+    Tensor("logits_indices", "int32 [num_logits]", "tokens whose logits are wanted; not with `--logits all`"),
+    Tensor(
+        "past_key_values.N.*",
+        "[num_blocks, 256, KV heads, head size], the graph's type, or codes with `--cache fp8`",
+        "written in place",
+    ),
+    Tensor("logits", "[num_logits, vocabulary]; [num_tokens, vocabulary] with `--logits all`", ""),
+)
+
 #: prefix of a cache's inputs
 PAST = "past_key_values"
 #: ends of the names of what linear attention keeps: of one size however many tokens there were

@@ -30,6 +30,8 @@ from transformers import AutoTokenizer
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.cli import main
+from quantmoe.exporter.folder.files import FILES
+from quantmoe.exporter.folder.interface import PAGED, PAGED_TENSORS, TENSORS
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
@@ -131,6 +133,15 @@ def test_companion_files(exported):
     configs = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     genai = {"genai_config.json", "libquantmoe_ort.so"}
     assert names == configs | genai | {"model.onnx", "model.onnx.data", "README.md"}
+    assert names <= {name for row in FILES for name in row.names}
+
+
+def test_the_reference_has_inputs_and_outputs(exported):
+    """Each of a model, and each of a packed batch, is in the table of exported-folder.md."""
+    graph = ir.load(exported("qwen3_moe", activations="float") / "model.onnx").graph
+    found = [re.sub(r"\.\d+\..*", ".N.*", value.name) for value in (*graph.inputs, *graph.outputs)]
+    assert {*found} == {row.name for row in TENSORS} - {"hidden_states"}
+    assert PAGED.keys() < {row.name for row in PAGED_TENSORS}
 
 
 def test_the_folder_says_what_runs_it_elsewhere(exported):
