@@ -32,6 +32,7 @@ from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.families import FAMILIES
 from quantmoe.exporter.reading.gguf.header import TYPES
+from quantmoe.exporter.reading.reply_formats import FORMATS as REPLIES
 
 HERE = Path(__file__).resolve().parent
 CUSTOM_OPS = HERE.parent / "custom_ops"
@@ -268,6 +269,12 @@ def files() -> str:
     return table(["file", "content", "written"], [[names(row.names), row.content, row.written] for row in FILES])
 
 
+def chat_formats() -> str:
+    """Return the formats of replies, except the one of content alone."""
+    rows = sorted([f"`{format.name}`", format.models] for format in REPLIES if format.name)
+    return table(["`chat.format`", "models, for example"], rows)
+
+
 def metadata() -> str:
     """Return the keys of a model's metadata, whose meaning stands above each constant."""
     rows, said = [], []
@@ -302,6 +309,7 @@ TABLES = {
     "refused-types": refused_types,
     "formats": formats,
     "gguf-architectures": gguf_architectures,
+    "chat-formats": chat_formats,
     "files": files,
     "tensors": partial(tensors, TENSORS),
     "paged-tensors": partial(tensors, PAGED_TENSORS),

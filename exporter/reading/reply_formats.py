@@ -21,6 +21,7 @@ class ReplyFormat:
 
     Attributes:
         name: in metadata and errors.
+        models: examples, for docs/guides/chat.md.
         marks: texts that the template has.
         call: what begins a call, with the group ``name`` and perhaps ``id``. The arguments follow.
         parameter: what begins an argument, with the groups ``key`` and perhaps ``string``; "": the arguments are JSON.
@@ -33,6 +34,7 @@ class ReplyFormat:
     """
 
     name: str
+    models: str = ""
     marks: tuple[str, ...] = ()
     call: str = ""
     parameter: str = ""
@@ -48,6 +50,7 @@ class ReplyFormat:
 FORMATS = (
     ReplyFormat(
         "harmony",
+        "gpt-oss",
         ("<|channel|>", "<|message|>"),
         call=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+ to=(?:functions\.)?(?P<name>[\w.-]+)"
         r"| to=(?:functions\.)?(?P<name>[\w.-]+)<\|channel\|>\w+)[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
@@ -59,7 +62,8 @@ FORMATS = (
         answer=r"<\|channel\|>final(?: ?<\|constrain\|>\w+)?<\|message\|>",
     ),
     ReplyFormat(
-        "dsml",  # DeepSeek-V3.2 and later
+        "dsml",
+        "DeepSeek-V3.2, V4",
         ("｜DSML｜", "invoke"),
         call=r'(?:<｜DSML｜\w+_calls>\s*)?<｜DSML｜invoke name="(?P<name>[^"]+)">',
         parameter=r'<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<string>true|false)">',
@@ -68,6 +72,7 @@ FORMATS = (
     ),
     ReplyFormat(
         "deepseek",
+        "DeepSeek-V3, R1, V3.1",
         ("<｜tool▁call▁begin｜>",),
         call=rf"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function{_SEP})?"
         rf"(?P<name>(?!function{_SEP})[^<\n]+?)(?:{_SEP}|\s*```json)",
@@ -75,6 +80,7 @@ FORMATS = (
     ),
     ReplyFormat(
         "kimi",
+        "Kimi-K2",
         ("<|tool_call_argument_begin|>",),
         call=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+?):\d+)\s*<\|tool_call_argument_begin\|>",
@@ -82,6 +88,7 @@ FORMATS = (
     ),
     ReplyFormat(
         "minimax",
+        "MiniMax-M2",
         ("<minimax:tool_call>", "<invoke"),
         call=r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
         parameter='<parameter name="(?P<key>[^"]+)">',
@@ -90,6 +97,7 @@ FORMATS = (
     ),
     ReplyFormat(
         "mistral",
+        "Mistral, Magistral, Ministral",
         ("[TOOL_CALLS]",),
         call=rf"\[TOOL_CALLS\](?:\s*\[\s*{_NAMED}|\s*(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\])",
         tail=(r'\s*,\s*"id"\s*:\s*"[^"]*"', r"\s*\}", r"\s*\]"),
@@ -97,6 +105,7 @@ FORMATS = (
     ),
     ReplyFormat(
         "glm",
+        "GLM-4.5 and later, Laguna",
         ("<arg_key>", "<tool_call>"),
         call=r"<tool_call>\s*(?P<name>[^\s<>{]+)\s*(?=<)",
         parameter=r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>",
@@ -105,6 +114,7 @@ FORMATS = (
     ),
     ReplyFormat(
         "qwen3_coder",
+        "Qwen3-Coder, Qwen3.5, Nemotron 3, Seed-OSS",
         ("<function=", "<parameter="),
         call=r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\s]+)>",
         parameter=r"<parameter=(?P<key>[^>]+)>\n?",
@@ -113,6 +123,7 @@ FORMATS = (
     ),
     ReplyFormat(
         "hermes",
+        "Qwen3, Hermes, Granite 4",
         ("<tool_call>", '"name"', '"arguments"'),
         call=rf"<tool_call>\s*{_NAMED}",
         tail=(r"\s*\}", r"\s*</tool_call>"),
