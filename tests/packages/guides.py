@@ -56,7 +56,9 @@ def python(folder: Path, _: str) -> str:
 
 def project(folder: Path, guide: str) -> None:
     packages = f"<RestorePackagesPath>{ROOT}/build/nuget/packages</RestorePackagesPath></PropertyGroup>"
-    text = block(guide, "xml").replace("</PropertyGroup>", packages)
+    text = block("csharp", "xml").replace("</PropertyGroup>", packages)
+    if guide == "genai":
+        text = text.replace("</ItemGroup>", f"{block(guide, 'xml')}</ItemGroup>")
     (folder / "First.csproj").write_text(text, encoding="utf-8")
 
 
@@ -67,7 +69,8 @@ def csharp(folder: Path, guide: str) -> str:
 
 
 def cpp(folder: Path, guide: str) -> str:
-    (folder / "CMakeLists.txt").write_text(block(guide, "cmake"), encoding="utf-8")
+    text = block("cpp", "cmake") + (block(guide, "cmake") if guide == "genai" else "")
+    (folder / "CMakeLists.txt").write_text(text, encoding="utf-8")
     cmake(folder, folder / "build")
     return run(folder / "build/app")
 
