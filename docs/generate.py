@@ -23,7 +23,7 @@ from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
 from quantmoe.exporter.folder.files import FILES
-from quantmoe.exporter.folder.interface import PAGED_TENSORS, TENSORS, Tensor
+from quantmoe.exporter.folder.interface import ENCODER_TENSORS, PAGED_TENSORS, TENSORS, VISION_TENSORS, Tensor
 from quantmoe.exporter.reading.formats import FORMATS, REFUSED
 from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.gguf import GGML
@@ -313,6 +313,8 @@ TABLES = {
     "files": files,
     "tensors": partial(tensors, TENSORS),
     "paged-tensors": partial(tensors, PAGED_TENSORS),
+    "encoder-tensors": partial(tensors, ENCODER_TENSORS),
+    "vision-tensors": partial(tensors, VISION_TENSORS),
     "metadata": metadata,
     "entries": entries,
     "cpu-kernels": kernels,

@@ -48,6 +48,26 @@ PAGED_TENSORS = (
     ),
     Tensor("logits", "[num_logits, vocabulary]; [num_tokens, vocabulary] with `--logits all`", ""),
 )
+ENCODER_TENSORS = (
+    Tensor("input_ids", "int64 [batch, length]", "tokens"),
+    Tensor("attention_mask", "int64 [batch, length]", "ones for tokens, zeros for padding"),
+    Tensor("last_hidden_state", "f32 [batch, length, hidden size]", "output: a vector for each token"),
+    Tensor("sentence_embedding", "f32 [batch, hidden size]", "output: a vector for each text"),
+    Tensor("logits", "f32 [batch, length, labels]", "output, if the checkpoint has a head for labels"),
+)
+#: of vision.onnx, embeddings.onnx and model.onnx, one after the other: what one returns goes into the next
+VISION_TENSORS = (
+    Tensor("pixel_values", "f32 [patches, values of a patch]", "into `vision.onnx`"),
+    Tensor("image_grid_thw", "int64 [images, 3]", "into `vision.onnx`: frames, rows and columns of patches"),
+    Tensor(
+        "image_features",
+        "[image tokens, H]; [0, H] without images",
+        "from `vision.onnx` into `embeddings.onnx`: features of all images in order",
+    ),
+    Tensor("input_ids", "int64 [batch, new]", "into `embeddings.onnx`"),
+    Tensor("inputs_embeds", "[batch, new, H]", "from `embeddings.onnx` into `model.onnx`"),
+    Tensor("position_ids", "int64 [3, batch, new]", "into `model.onnx`: time, row and column"),
+)
 
 #: prefix of a cache's inputs
 PAST = "past_key_values"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+from quantmoe.exporter.folder.interface import ENCODER_TENSORS
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.writing.convert import export
@@ -99,7 +100,7 @@ def test_an_encoder(checkpoint: Path, tmp_path: Path) -> None:
     assert len(survey(checkpoint)["layers"]) == 5
     ran, feed = session(tmp_path / "onnx"), batch()
     assert {i.name: i.shape for i in ran.get_inputs()} == {key: ["batch_size", "sequence_length"] for key in feed}
-    assert [o.name for o in ran.get_outputs()] == ["last_hidden_state", "sentence_embedding", "logits"]
+    assert [*feed, *(o.name for o in ran.get_outputs())] == [row.name for row in ENCODER_TENSORS]
     hidden, vector, logits = ran.run(None, feed)
     want, labels = expected(checkpoint, feed)
     seen = feed["attention_mask"] > 0
