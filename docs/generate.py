@@ -37,13 +37,18 @@ from quantmoe.exporter.reading.reply_formats import FORMATS as REPLIES
 HERE = Path(__file__).resolve().parent
 CUSTOM_OPS = HERE.parent / "custom_ops"
 MADE = "<!-- made by docs/generate.py -->\n"
-#: sections about architectures -> modules of the exporter whose docstrings they are
+#: parts of pages -> modules whose docstrings they are
 NOTES = {
-    "Mamba-2": "modules/state_space",
-    "Selective scan": "modules/selective_scan",
-    "Experts of queries": "architectures/jetmoe",
-    "Experts of one feature": "architectures/doge",
-    "Short convolutions of Inkling": "architectures/inkling",
+    "mamba-2": "exporter/graph/modules/state_space.py",
+    "selective-scan": "exporter/graph/modules/selective_scan.py",
+    "jetmoe": "exporter/graph/architectures/jetmoe.py",
+    "doge": "exporter/graph/architectures/doge.py",
+    "inkling": "exporter/graph/architectures/inkling.py",
+    "kv-cache": "exporter/reading/formats/kv_cache.py",
+    "gguf": "exporter/reading/gguf/__init__.py",
+    "expert-map": "exporter/reading/expert_map.py",
+    "trace": "exporter/inspecting/expert_trace.py",
+    "saved-prompts": "ort_ext/runtime/saved_states.py",
 }
 OPERATORS = """# Operators
 
@@ -206,13 +211,10 @@ def model_types() -> str:
     return table(["type", "models", "attention", "further tests"], rows)
 
 
-def notes() -> str:
-    """Return the sections about architectures."""
-    page = []
-    for heading, name in NOTES.items():
-        source = (HERE.parent / "exporter" / "graph" / f"{name}.py").read_text(encoding="utf-8")
-        page.append(f"## {heading}\n\n{ast.get_docstring(ast.parse(source))}\n".replace("``", "`"))
-    return "\n".join(page)
+def note(module: str) -> str:
+    """Return a module's docstring as Markdown."""
+    source = (HERE.parent / module).read_text(encoding="utf-8")
+    return f"{ast.get_docstring(ast.parse(source))}\n".replace("``", "`")
 
 
 def refused_types() -> str:
@@ -323,7 +325,7 @@ TABLES = {
 
 def write() -> None:
     pages = {"commands": commands(), "python": python(), "operators": operators()}
-    pages["tables/notes"] = f"{MADE}\n{notes()}"
+    pages |= {f"tables/{name}": f"{MADE}\n{note(module)}" for name, module in NOTES.items()}
     pages |= {f"tables/{name}": f"{MADE}\n{make()}" for name, make in TABLES.items()}
     for name, made in pages.items():
         path = HERE / "reference" / f"{name}.md"

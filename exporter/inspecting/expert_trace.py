@@ -1,4 +1,9 @@
-"""The file that the session entry ``quantmoe.trace`` writes: routes of tokens (reference/expert-offloading)."""
+"""The session entry ``quantmoe.trace`` writes which experts each token took.
+
+The file begins with one line of JSON: ``quantmoe_trace`` (1), ``slot_bytes`` (of the CPU library) and ``layers``. Each
+layer has ``node``, ``experts`` and the ``bytes`` of one expert. Then come records of little-endian uint16: the layer,
+top_k, the number of tokens (low half, high half), and ids [tokens, top_k]. 0xFFFF means none.
+"""
 
 from __future__ import annotations
 

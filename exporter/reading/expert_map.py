@@ -1,8 +1,8 @@
-"""Which experts stand on which rank, by measured load: ``export --expert-map`` (docs/reference/slices.md).
+"""An expert map says which experts stand on which rank.
 
-The file is JSON, ``{"physical_to_logical_map": [[...], ...]}``, with the name and the form of DeepSeek's EPLB. Each
-layer of experts has a row, in the model's order. A row has the experts that the ranks hold one after the other, equally
-many for each rank. An expert may stand several times. Tokens are then spread over its copies by their positions.
+The file is JSON, ``{"physical_to_logical_map": [[...], ...]}``, in the format of DeepSeek's EPLB. Each row is a layer
+with experts: the experts that the ranks hold one after the other, equally many for each rank. Every expert appears at
+least once, and never twice in a rank. The position of a token selects its copy. Shared experts are not in it.
 """
 
 from __future__ import annotations

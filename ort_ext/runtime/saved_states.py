@@ -1,12 +1,13 @@
-"""A cache on disk: a prompt that was read once, keys, values and states, for another process.
+"""A saved prompt is a safetensors file, which Python, C#, Java, C++ and Rust read and write.
 
-A safetensors file, which C#, Java, C++ and Rust read and write, too. It has these tensors, in this order:
+It has these tensors, in this order:
 
-- ``model``: the 64 characters of ``identity`` in the model's metadata.
-- ``tokens``: int64 [n].
-- Keys and values of these tokens, by the names of the model's inputs: [1, heads, n, width].
-- ``<name>@<m>``: the states of linear attention after m tokens, without a window, for each m to go back to.
-- ``checksum``: U32 [1], the CRC-32 (zlib's) of all bytes before it, header included.
+- ``model``: uint8 [64], the characters of ``identity`` in the model's metadata.
+- ``tokens``: int64 [n], prompt and answer, without the last token, which was not run.
+- ``past_key_values.N.key`` and ``.value``: [1, heads, n, width] in the cache's type.
+- ``past_key_values.N.conv_state@M`` and ``.recurrent_state@M``: the states after M tokens, without a window, for M = n
+  and for each M that the cache can go back to.
+- ``checksum``: uint32 [1], the CRC-32 (of zlib and gzip) of all bytes of the file before it, with the header.
 """
 
 from __future__ import annotations

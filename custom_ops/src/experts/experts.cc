@@ -750,7 +750,7 @@ size_t Experts::Lease::wait(ExpertCache::Lock& lock, size_t enough, const void**
   return ready;
 }
 
-// A line of JSON, then records: FORMAT in docs/reference/expert-offloading.md.
+// A line of JSON, then records: exporter/inspecting/expert_trace.py.
 std::string Experts::header() const {
   std::string text = std::string(kTrace) + "1, \"slot_bytes\": " + std::to_string(slot_bytes()) + ", \"layers\": [";
   for (const ExpertLayer& layer : layers_) {

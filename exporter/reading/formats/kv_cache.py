@@ -1,7 +1,16 @@
-"""A checkpoint's wishes for its KV cache: compressed-tensors' kv_cache_scheme, ModelOpt's kv_cache_quant_algo, Quark's
-kv_cache_quant_config, AutoFP8's scales alone; and the scales.
+"""A cache holds floats of 16 or 32 bits, or codes of one byte: int8 or e4m3.
 
-A key or value stands for its code times the scale (compressed-tensors' QuantizedKVCache, ModelOpt's export).
+A key or value is its code times a scale. Queries are not rounded. A layer has one scale for keys and one for values.
+
+- Checkpoints with scales: compressed-tensors' ``kv_cache_scheme`` with strategy tensor, ModelOpt's
+  ``kv_cache_quant_algo``, and FP8 checkpoints. On the CPU they get codes, unless ``--cache`` says otherwise. For CUDA
+  they get codes with ``--cache fp8`` or ``--cache int8``.
+- Checkpoints without scales: ``--cache fp8`` takes e4m3 with scale 1. ``--cache int8`` takes one scale for each token
+  and head on the CPU, and is refused for CUDA.
+- ModelOpt's ``kv_cache_quant_algo`` without scales means scale 1. Other strategies (attn_head, token, dynamic), NVFP4
+  and Quark's scales leave the cache in floats, and ``export`` says so.
+- A missing or damaged scale is refused by name. ``--cache f16`` needs no scales.
+- ONNX Runtime runs caches of codes, TensorRT does not. On CUDA, e4m3 needs compute capability 9.0.
 """
 
 from __future__ import annotations

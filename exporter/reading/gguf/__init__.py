@@ -1,9 +1,23 @@
-"""A GGUF file as a checkpoint: its tensors under transformers' names, its metadata as a configuration.
+"""A GGUF file is a checkpoint: tensors under transformers' names, and metadata as a configuration.
 
-Names and keys are gguf-py's (constants.py, tensor_mapping.py). A module of blocks of the ggml type T has the
-tensor ``<module>.T`` U8 [N, bytes of a row], which formats/gguf.py decodes; floats are ``<module>.weight``.
+- It may have any name, as Ollama's ``sha256-...``. A piece of a split file may not link to another folder.
+- It may mix types, as Unsloth's UD files do. Gate and up of a layer have one type. Both may be one tensor, and experts
+  a tensor each, or MLX's ``switch_mlp``.
+- F16, BF16 and F32 are exported with as many bits, F32 outside experts only. A codebook's weights are carried as int8.
+- Some matrices of transformers are several tensors of the file. Parts of different types, and ``kv_b`` of latent
+  attention, become floats.
+- A quantized embedding stays quantized on the CPU (not MXFP4) and for ``--target ort`` in Q8_0 and Q5_0. A tied LM head
+  shares its copy.
+- Text ends at ``eos_token_id``, ``eot_token_id``, ``eom_token_id``, and at texts such as ``<|im_end|>``.
+- Draft layers (``nextn``) are left out.
+- ``export`` refuses a key that changes the computation and that it does not read of the architecture, for example
+  ``attn_logit_softcapping``. It also refuses a key or a tensor that is there twice, overlapping tensors, and more than
+  64 MB of metadata.
+- ``quantmoe inspect FILE.gguf`` shows types by part of the model, their bits and the CPU kernel.
 """
 
+# Names and keys are gguf-py's (constants.py, tensor_mapping.py). A module of blocks of the ggml type T has the tensor
+# <module>.T U8 [N, bytes of a row], which formats/gguf.py decodes; floats are <module>.weight.
 from __future__ import annotations
 
 import json
