@@ -33,12 +33,14 @@ from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.families import FAMILIES
 from quantmoe.exporter.reading.gguf.header import TYPES
 from quantmoe.exporter.reading.reply_formats import FORMATS as REPLIES
+from quantmoe.exporter.targets.ort import TAKEN
 
 HERE = Path(__file__).resolve().parent
 CUSTOM_OPS = HERE.parent / "custom_ops"
 MADE = "<!-- made by docs/generate.py -->\n"
 #: parts of pages -> modules whose docstrings they are
 NOTES = {
+    "long-rope": "exporter/graph/long_rope.py",
     "mamba-2": "exporter/graph/modules/state_space.py",
     "selective-scan": "exporter/graph/modules/selective_scan.py",
     "jetmoe": "exporter/graph/architectures/jetmoe.py",
@@ -46,6 +48,8 @@ NOTES = {
     "inkling": "exporter/graph/architectures/inkling.py",
     "kv-cache": "exporter/reading/formats/kv_cache.py",
     "gguf": "exporter/reading/gguf/__init__.py",
+    "genai": "exporter/writing/genai.py",
+    "slices": "exporter/reading/slices.py",
     "expert-map": "exporter/reading/expert_map.py",
     "trace": "exporter/inspecting/expert_trace.py",
     "saved-prompts": "ort_ext/runtime/saved_states.py",
@@ -271,6 +275,10 @@ def files() -> str:
     return table(["file", "content", "written"], [[names(row.names), row.content, row.written] for row in FILES])
 
 
+def without_library() -> str:
+    return table(["", "QMoE (experts)", "MatMulNBits (other quantized linears)"], [[*row] for row in TAKEN])
+
+
 def chat_formats() -> str:
     """Return the formats of replies, except the one of content alone."""
     rows = sorted([f"`{format.name}`", format.models] for format in REPLIES if format.name)
@@ -312,6 +320,7 @@ TABLES = {
     "formats": formats,
     "gguf-architectures": gguf_architectures,
     "chat-formats": chat_formats,
+    "without-library": without_library,
     "files": files,
     "tensors": partial(tensors, TENSORS),
     "paged-tensors": partial(tensors, PAGED_TENSORS),

@@ -50,10 +50,15 @@ def cuda_library_path() -> str:
 
 
 def experts_report(library: str) -> list[dict[str, int]]:
-    """Return counters of expert offloading: layers, slots, hits, misses, bytes_read, and on GPUs more.
+    """Return counters of expert offloading, a dict for each session of this process.
 
-    There is one dict for each session of this process whose experts the library reads, caches or traces
-    (docs/reference/expert-offloading.md).
+    In C, each library exports ``size_t qm_experts_report(char* text, size_t size)``: one line of JSON for each session,
+    or for each folder and GPU.
+
+    - ``layers``, ``slots``, ``hits``, ``misses``: their number. A hit is an expert that had a slot.
+    - CPU: ``slot_bytes`` of a slot, ``bytes_read`` from the file, ``rounds`` of experts in layers.
+    - GPU: ``missed_bytes`` of all misses, and ``bytes_read`` from the file. Misses were copied for one call
+      (``staged``), read through the bus (``not_copied``) or multiplied by the CPU (``computed``).
 
     Args:
         library: path of the loaded library.

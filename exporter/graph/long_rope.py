@@ -1,10 +1,23 @@
-"""Rotary embeddings whose frequencies follow the length of the sequence: ``longrope`` and ``dynamic`` (NTK).
+"""``longrope`` (Phi-3.5-MoE) has factors for short and for long texts. ``dynamic`` (NTK) lowers them with length.
 
-transformers overwrites a buffer with the frequencies of a run, which a graph cannot. Here they are a function of the
-run's positions. Each sequence of a batch has the frequencies of its own length, which transformers gives it when it
-runs alone.
+With ``dynamic``, nothing is scaled up to ``context_length``. ``longrope`` has a limit,
+``original_max_position_embeddings``, in the model's metadata ``short_context``. Keys in the cache keep the factors of
+the step that wrote them. So a text that grows past the limit must be run again from its first token:
+
+- ``quantmoe generate`` and ``Generator`` run all tokens again, once.
+- ``Generator.generate_batch`` and ``generate --prompts`` refuse prompts whose answers may pass the limit.
+- ``generate --speculate mtp`` refuses every ``longrope`` model. Use ``--speculate ngram``.
+- onnxruntime-genai stops at the limit: ``genai_config.json`` sets ``search.max_length`` to it at most.
+- ``export --paged`` uses the long factors for every request if the context is longer than the limit, as vLLM does.
+- Your own program must run all tokens again, in one step that has more tokens than the limit.
+
+In long texts of Phi-3.5-MoE, transformers 5.24 changes only ``long_mscale``. Microsoft's own code uses the long
+factors, and so do exports.
 """
 
+# transformers overwrites a buffer with the frequencies of a run, which a graph cannot. Here they are a function of the
+# run's positions. Each sequence of a batch has the frequencies of its own length, which transformers gives it when it
+# runs alone.
 from __future__ import annotations
 
 import inspect

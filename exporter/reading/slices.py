@@ -1,13 +1,23 @@
-"""The slice of a model that a rank has: a smaller configuration, and parts of tensors with its sizes.
+"""A rank has a smaller configuration, and parts of tensors with its sizes.
 
-A rank has rows of linears that make heads, features or logits, and columns of linears that take them. It has channels
-of convolutions, and experts' rows and columns or whole experts. The rest is in all ranks. The products of all ranks'
-columns add up to the whole model's.
-
-Columns in act-order share scales with columns anywhere. If an expert or MLP makes their features, and nothing else sees
-these, a rank takes features in the order of the columns. A linear of heads is divided by its rows instead.
+- Attention: some of the heads, and their cache. If there are more ranks than key-value heads, several ranks hold one
+  head. A latent is in all ranks.
+- Linear attention: some of the key heads and their value heads, with convolution, decays and states.
+- Short convolutions (LFM2): some of the channels, with both gates.
+- Experts: a slice of each expert. With ``--expert-parallel``: some experts whole; ids of other experts contribute zero.
+- A shared expert is divided as routed experts are. With ``--expert-parallel`` it is whole in the last rank, or in all
+  ranks if it cannot be one of the layer's experts.
+- Dense layers: a slice of their features.
+- LM head: a slice of the vocabulary. It is whole if it shares the embeddings' tensor, or if N does not divide the
+  vocabulary.
+- Embeddings, norms, routers: all of them.
 """
 
+# A rank has rows of linears that make heads, features or logits, and columns of linears that take them. The products of
+# all ranks' columns add up to the whole model's.
+#
+# Columns in act-order share scales with columns anywhere. If an expert or MLP makes their features, and nothing else
+# sees these, a rank takes features in the order of the columns. A linear of heads is divided by its rows instead.
 from __future__ import annotations
 
 import itertools

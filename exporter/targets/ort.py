@@ -8,6 +8,32 @@ from quantmoe.exporter.targets.base import ACTIVATIONS, Target
 from quantmoe.exporter.targets.cpu import CPU
 from quantmoe.ort_ext import OLDEST_ACCURACY, OLDEST_OPSET_27, OLDEST_QMOE
 
+#: rows of docs/guides/without-library.md: what weights have, and whether QMoE and MatMulNBits take it
+TAKEN = (
+    (
+        "int4, int8",
+        "group size 16, 32, 64, ... that divides hidden and intermediate size, with or without zero points; "
+        "one scale a row without them",
+        "group size a power of two from 16, with or without zero points",
+    ),
+    ("mxfp4", "group size 32, with `--dtype f16`; only CUDA has kernels", "stays float"),
+    (
+        "scales",
+        "f32, f16, bf16, written in the graph's type; with `--dtype f16` only scales that float16 holds; e8m0 of mxfp4",
+        "f32, f16, bf16, as for QMoE",
+    ),
+    ("biases", "in the graph's type", "in the graph's type"),
+    ("activation function", "silu (`swiglu`) and gpt-oss's clamped SwiGLU, gated", ""),
+    ("act-order, pre-scales, blocks of rows", "refused", "stays float"),
+    ("nvfp4, fp8, K-quants, 16-bit experts", "refused", "stays float"),
+    (
+        "activations that the checkpoint quantizes",
+        "refused; `--activations float` keeps them float, which changes results",
+        "as for QMoE",
+    ),
+    ("a router's weights on inputs (Llama-4)", "refused", ""),
+)
+
 
 def _refusal(spec: Any) -> str:
     from quantmoe.custom_ops.layouts import qmoe

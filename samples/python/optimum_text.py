@@ -1,4 +1,8 @@
-"""An exported folder in optimum's ORTModelForCausalLM: optimum_text.py FOLDER TEXT continues the text."""
+"""An exported folder in optimum's ORTModelForCausalLM: optimum_text.py FOLDER TEXT continues the text.
+
+It needs optimum-onnx 0.1, in an environment with transformers 4. optimum has no states, so models with linear attention
+do not run. Nor do models whose head width is not the hidden size divided by the number of heads, such as Qwen3-30B-A3B.
+"""
 
 import sys
 

@@ -10,6 +10,9 @@
   shares its copy.
 - Text ends at ``eos_token_id``, ``eot_token_id``, ``eom_token_id``, and at texts such as ``<|im_end|>``.
 - Draft layers (``nextn``) are left out.
+- llama.cpp's architectures ``deepseek4``, ``qwen4exp``, ``glm5-next`` and ``minimax-01`` are not read. The class of
+  ``minimax-01`` in transformers has no ``rotary_dim``. transformers has no model for others, for example ``arctic``,
+  ``deepseek``, ``grok``, ``grovemoe``, ``kimi-k3``, ``llada-moe`` and ``smallthinker``.
 - ``export`` refuses a key that changes the computation and that it does not read of the architecture, for example
   ``attn_logit_softcapping``. It also refuses a key or a tensor that is there twice, overlapping tensors, and more than
   64 MB of metadata.
