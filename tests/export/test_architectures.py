@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from sweeps import every
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quantmoe.custom_ops.op import IndexerSpec
+from quantmoe.custom_ops.op import IndexerSpec, inputs, optional_inputs
 from quantmoe.exporter.graph import trace
 from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -626,6 +627,30 @@ def test_all_tokens_are_selected_where_there_are_no_more(tmp_path: Path) -> None
     dense = attend_to(model, 14, ids)
     assert np.abs(found - dense).max() < 2e-5 * np.abs(dense).max()
     assert np.abs(attend_to(model, 6, ids) - dense).max() > 0.01 * np.abs(dense).max()
+
+
+#: types that select blocks of tokens -> how many tokens a list has
+BLOCKS = {"minimax_m3_vl_text": 6, "glm5_next": 7, "qwen4_exp_text": 7}
+
+
+@pytest.mark.parametrize("model_type", every(BLOCKS))
+def test_a_list_of_all_blocks_is_dense_attention_bit_for_bit(model_type: str, tmp_path: Path) -> None:
+    """Logits of an export and of its nodes without their lists: equal up to a list's size, and different behind it."""
+    make_checkpoint(tmp_path / "checkpoint", model_type)
+    export(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", activations="float", cache="f32")
+    shutil.copytree(tmp_path / "onnx", tmp_path / "dense")
+    model = onnx.load(tmp_path / "onnx" / "model.onnx", load_external_data=False)
+    at = [name for name, _ in (*inputs("CachedAttention"), *optional_inputs("CachedAttention"))].index("selected")
+    readers = [node for node in model.graph.node if node.op_type == "CachedAttention" and len(node.input) > at]
+    assert readers
+    for node in readers:
+        del node.input[at:]
+    onnx.save(model, tmp_path / "dense" / "model.onnx")
+    ids, size = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14)), BLOCKS[model_type]
+    for pieces in ((14,), (3, 4, 2, 5), (size, 1, 13 - size), (1,) * 14):
+        found, dense = (logits_of(tmp_path / name, ids, pieces) for name in ("onnx", "dense"))
+        assert found[:, :size].tobytes() == dense[:, :size].tobytes()
+        assert (found[:, size:] != dense[:, size:]).any(2).all()
 
 
 def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path) -> None:
