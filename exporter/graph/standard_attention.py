@@ -14,12 +14,13 @@ padding reads them. TensorRT 10.6 fuses the test for such rows wrongly when one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from quantmoe.exporter.targets import Target
 
@@ -100,6 +101,33 @@ def grouped_attention(
     return found if absorbed is None else absorbed.outputs(found), None
 
 
+def mask(
+    *args: Any,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return a mask of transformers' interface whose windows and chunks count a row's tokens, without its padding.
+
+    Args:
+        mask_function: of row, head, slot of a token, slot of a key: whether the token sees the key.
+        attention_mask: [batch, slots], True for tokens; None: all are.
+    """
+    if attention_mask is not None and mask_function is not causal_mask_function:
+        mask_function = _of_tokens(mask_function, attention_mask)
+    return eager_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+
+
+def _of_tokens(mask_function: Callable[..., Any], attention_mask: torch.Tensor) -> Callable[..., Any]:
+    """Return a mask function that is given a token's slot as it would be without padding after the row's first token.
+
+    transformers' chunks begin behind a row's padding on the left.
+    """
+    seen = attention_mask.long().cumsum(1)
+    slots = seen - 1 + (seen == 0).sum(1, keepdim=True)
+    return lambda row, head, own, slot: mask_function(row, head, slots[row, own], slots[row, slot])
+
+
 def name_of(target: Target) -> str:
     """Return which of the functions a target's graphs have."""
     return NODE if (target.opset or 0) >= ATTENTION else NAME
@@ -107,4 +135,4 @@ def name_of(target: Target) -> str:
 
 for _name, _function in ((NAME, grouped_attention), (NODE, partial(grouped_attention, one_node=True))):
     AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, eager_mask)
+    AttentionMaskInterface.register(_name, mask)

@@ -341,8 +341,6 @@ NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and
     "minimax": "a convolution in a layer with a state",
     "zaya": "a recurrent state in a layer with a convolution",
 }
-#: types of standard nodes whose sliding windows count slots: their prompts are padded on the left
-BY_SLOTS = ("afmoe", "beam", "dots3_note_text", "gemma4", "gemma4_text", "laguna", "muse_spark", "step3p7")
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
 #: types around a text model -> its row, what config.json calls it, and the prefix of its tensors
@@ -440,8 +438,7 @@ def difference(model_type: str, quantize: str, folder: Path, **sizes: Any) -> fl
         pieces += [(14,), (3, 4, 2, 5)]
     errors = [np.abs(logits_of(folder / "onnx", ids, own) - want).max() for own in pieces]
     if quantize == "none":
-        sides = (True,) if model_type.partition(" ")[0] in BY_SLOTS else (True, False)
-        errors += [padded_error(folder / "onnx", ids, want, left) for left in sides]
+        errors += [padded_error(folder / "onnx", ids, want, left) for left in (True, False)]
     return float(max(errors) / np.abs(want).max())
 
 
