@@ -67,6 +67,7 @@ class CachedAttention(Spec):
     out_size: int = ...  # features of a head's output after v_up; 0: v_head_size
     gated: int = ...  # 1: qkv begins with gates [num_heads, v_head_size]; their sigmoid multiplies the output
     block_size: int = ...  # slots of a block, a multiple of 256; 0: a row's slots lie one after the other
+    compress_rate: int = ...  # slots of a compressed key, which past_value has; a key is its value; 0: none
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Spec):

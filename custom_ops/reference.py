@@ -437,12 +437,18 @@ def attention(
             low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
             low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
             slots = np.arange(low, p + 1)
+            own = slots
             if lists is not None:
                 slots = lists[begin + i, group % lists.shape[1]]
                 slots = slots[slots >= 0]
             keys, values = (
                 decode_cache(spec, x[b, group, slots], scale) for x, scale in zip(present, scales, strict=True)
             )
+            if spec.compress_rate:
+                slots = np.arange(p + 1) if lists is None else slots
+                slots = slots[(slots + 1) % spec.compress_rate == 0]
+                read = present[1][b, group, slots], present[0][b, group, own]
+                keys = values = np.concatenate(read).astype(np.float64)
             if spec.key_split:
                 keys = np.concatenate([keys, values], 1)
                 values = keys[:, d - spec.v_head_size :]

@@ -240,7 +240,7 @@ void AttentionArrays::place(FuzzedDataProvider& data, const qm_attention& a, boo
 void attention(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_attention a{};
-  a.op_version = 6;
+  a.op_version = 7;
   a.kv_num_heads = data.ConsumeIntegralInRange(1, 3);
   a.num_heads = a.kv_num_heads * data.ConsumeIntegralInRange(1, 10);
   a.head_size = data.ConsumeIntegralInRange(1, 40);
@@ -266,6 +266,11 @@ void attention(FuzzedDataProvider& data, bool wild) {
       a.qk_norm = k_qk_norm_none;
       a.rotary_size = std::min(a.rotary_size, (a.head_size - a.v_head_size) / 2 * 2);
     }
+  }
+  if (a.cache_format == k_cache_format_none && !a.key_split && data.ConsumeIntegralInRange(0, 3) == 0) {
+    a.compress_rate = data.ConsumeIntegralInRange(1, 50);
+    a.v_head_size = a.head_size;
+    a.chunk_size = 0;
   }
   a.gated = !a.key_split && data.ConsumeBool();
   if (wild) set_any(data, "CachedAttention", &a);

@@ -94,7 +94,7 @@ LENGTHS = [(1, 255), (1, 256), (5, 0), (300, 211), (1, 0), (2, 511)]
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("name", "spec"), [(n, s) for n, s in SPECS.items() if not s.nope_size])
+@pytest.mark.parametrize(("name", "spec"), [(n, s) for n, s in SPECS.items() if not (s.nope_size or s.compress_rate)])
 def test_requests_in_blocks_have_the_bytes_that_they_have_alone(name: str, spec: AttentionSpec, cache: Any) -> None:
     a = in_blocks(spec, LENGTHS, columns=3, blocks=21, cache=cache)
     before = [cache.copy() for cache in a.past]
@@ -522,8 +522,10 @@ def test_bfloat16_caches_are_refused() -> None:
         a.run()
 
 
-#: nodes that take lists: without windows, chunks and blocks
-LISTS = {name: spec for name, spec in SPECS.items() if not spec.sliding_window and not spec.chunk_size}
+#: nodes that take lists: without windows, chunks and blocks, or with compressed keys
+LISTS = {
+    name: spec for name, spec in SPECS.items() if spec.compress_rate or not (spec.sliding_window or spec.chunk_size)
+}
 
 
 @pytest.mark.parametrize("cache", CACHES[1:], ids=str)
@@ -553,6 +555,8 @@ def test_selected_slots_on_all_kernels(spec: AttentionSpec, cache: Any, monkeypa
             continue
         assert a.selected is not None
         read = a.selected[b][a.selected[b] >= 0]
+        if spec.compress_rate:
+            read = np.append(read, np.arange(past - (spec.sliding_window or past), past))
         caches = [ones(np.empty((1, x.shape[1], past + count, x.shape[3]), x.dtype)) for x in a.past]
         for cache_, before in zip(caches, alone.past, strict=True):
             for slot in set(read.tolist()) & {*range(past)}:
@@ -581,7 +585,7 @@ def test_a_list_of_all_slots_is_dense_attention_bit_for_bit(spec: AttentionSpec,
 
 def test_a_prompt_of_lists_in_pieces() -> None:
     """Latents whose dense prompts are expanded: with lists they are absorbed, 128 tokens at a time."""
-    for spec in (UP, SPECS["nine-heads"]):
+    for spec in (UP, SPECS["nine-heads"], SPECS["compressed"]):
         a = inputs(spec, [[0, 300, 3]], tokens=300, past=3, length=303, cache=np.float16)
         a = selecting(a, 1, 40)
         whole = a.run(lanes=2)
@@ -613,6 +617,41 @@ def test_lists_of_slots_that_are_not_there_are_refused(change: dict[int, int], m
         lists[..., at] = slot
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(a, selected=lists).run()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_compressed_keys_that_are_not_read(kernel: str, bad: float) -> None:
+    """Those of slots that complete none, or that no list has, and keys before the window; others reach the output."""
+    spec = SPECS["compressed"]
+    a = inputs(spec, [[0, 2, 299]], tokens=2, past=299, length=301)
+    lists = np.full((1, 2, 1, 40), -1, np.int32)
+    lists[..., :3] = 1, 5, 200
+    for selected in (None, lists):
+        b = dataclasses.replace(a, selected=selected)
+        want = b.run()[0]
+        keys, values = (x.copy() for x in a.past)
+        keys[:, :, : 299 - spec.sliding_window + 1] = bad
+        values[:, :, np.arange(299) % 3 != 2] = bad
+        if selected is not None:
+            values[:, :, [slot for slot in range(299) if slot not in (5, 200)]] = bad
+        assert_bytes(dataclasses.replace(b, past=(keys, values)).run()[:1], (want,))
+        values[:, :, 200] = np.nan
+        assert np.isnan(dataclasses.replace(b, past=(keys, values)).run()[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compress_rate": -1}, "compress_rate is -1, expected 0 to"),
+        ({"chunk_size": 5}, "chunk_size is 5, expected 0 with a compress_rate"),
+        ({"key_split": 5}, "key_split is 5, expected 0 with a compress_rate"),
+        ({"block_size": 256}, "block_size is 256, expected 0 with a compress_rate"),
+        ({"v_head_size": 16}, "v_head_size is 16, expected head_size 32 with a compress_rate"),
+        ({"cache_format": "int8_token"}, "compress_rate is 3, expected 0 where cache_format is int8_token"),
+    ],
+)
+def test_nodes_that_cannot_have_compressed_keys(change: dict[str, Any], message: str) -> None:
+    assert message in native.refusal(dataclasses.replace(SPECS["compressed"], **change), {})
 
 
 @pytest.mark.parametrize("name", ["window", "chunks"])

@@ -414,6 +414,8 @@ def attending(draw: Draw) -> Node:
         norm_epsilon=draw.one_of(1e-6, 0.1),
         key_split=draw.one_of(0, 0, draw.int(0, d - 1)),
     )
+    if draw.chance(0.2):
+        spec = replace(spec, key_split=0, chunk_size=0, v_head_size=d, compress_rate=draw.int(1, 200))
     if spec.key_split:
         spec = replace(spec, v_head_size=min(spec.v_head_size, d))
         if draw.chance(0.5):
@@ -430,14 +432,14 @@ def attending(draw: Draw) -> Node:
         rows.append([draw.int(0, tokens - count), count, draw.one_of(past, draw.int(0, past))])
     types = {"dtype": draw.one_of(*TYPES), "cache": draw.one_of(*CACHES)}
     if isinstance(types["cache"], str):  # codes, which no latent has
-        spec = replace(spec, key_split=0, nope_size=0, out_size=0)
+        spec = replace(spec, key_split=0, nope_size=0, out_size=0, compress_rate=0)
     needed = max([count + before for _, count, before in rows], default=0)
     a = inputs(
         spec, rows, tokens, past, needed + draw.one_of(0, 0, draw.int(0, 40)), **types, seed=draw.int(0, 1 << 30)
     )
     a = replace(a, sinks=draw.one_of(np.full_like(a.sinks, -np.inf), a.sinks, 50 * a.sinks))
     lanes, lists = draw.int(2, 40), draw.one_of(0, 1, groups)
-    if lists and not (spec.sliding_window or spec.chunk_size):
+    if lists and (spec.compress_rate or not (spec.sliding_window or spec.chunk_size)):
         a = selecting(a, lists, draw.one_of(draw.int(1, 9), draw.int(1, 300)))
 
     def check() -> None:

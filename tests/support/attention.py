@@ -52,6 +52,10 @@ SPECS = {
     "gated": attention_spec(4, 2, 32, rotary_size=32, gated=1),
     "gated-odd": attention_spec(6, 2, 19, v_head_size=71, qk_norm="row", gated=1),
     "window-in-chunks": attention_spec(4, 2, 32, sliding_window=5, chunk_size=64),
+    # divisors of 303, so that the last slot of a test has a compressed key
+    "compressed": attention_spec(20, 1, 32, rotary_size=8, qk_norm="head", sliding_window=100, compress_rate=3),
+    "compressed-odd": attention_spec(6, 2, 19, softcap=3.0, compress_rate=101),
+    "compressed-each": attention_spec(70, 1, 16, sliding_window=1, compress_rate=1, gated=1),
 }
 #: types of caches, or the cache_format of their codes
 CACHES = [np.float32, np.float16, "int8", "fp8_e4m3", "int8_token"]
@@ -124,7 +128,7 @@ def inputs(
     """Random ones. Scores have a spread of about 2. cache: one of CACHES; codes get scales that no power of two is, by
     which large numbers saturate, unless the spec has them."""
     rng, batch = np.random.default_rng(seed), len(rows)
-    if cache in CODES and spec.key_split:  # no latent has codes
+    if cache in CODES and (spec.key_split or spec.compress_rate):  # which have no codes
         cache = np.float16
     if cache in CODES and spec.cache_format == "none":
         own = {"int8": (0.021, 0.017), "fp8_e4m3": (0.007, 0.0061), "int8_token": (1.0, 1.0)}[cache]
@@ -188,6 +192,15 @@ def seen(a: Inputs, b: int, i: int) -> list[tuple[slice, np.ndarray, int]]:
     lists = a.selected[b, begin + i]
     each = spec.num_heads // len(lists)
     return [(slice(each * j, each * (j + 1)), own[own >= 0], 0) for j, own in enumerate(lists)]
+
+
+def compressed(a: Inputs, b: int, i: int, slots: np.ndarray, present: list[np.ndarray]) -> np.ndarray:
+    """Return the keys that row b's i-th token sees, [groups, keys, D]. slots: of a list, if it has one."""
+    spec, p = a.spec, int(a.rows[b, 2]) + i
+    listed = slots if selects(a, b) else np.arange(p + 1)
+    window = np.arange(max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0), p + 1)
+    parts = (present[1][b][:, listed[(listed + 1) % spec.compress_rate == 0]], present[0][b][:, window])
+    return np.concatenate(parts, 1)
 
 
 def ragged(spec: AttentionSpec, **types: Any) -> Inputs:
@@ -373,6 +386,9 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         for i in range(count):
             for of, slots, low in seen(a, b, i):
                 caches = tuple(np.repeat(c[b][:, slots], heads, 0)[of] for c in present)
+                if spec.compress_rate:
+                    both, low = np.repeat(compressed(a, b, i, slots, present), heads, 0)[of], 0
+                    caches = both, both
                 if spec.key_split:
                     whole = np.concatenate(caches, 2)
                     caches = whole, whole[..., spec.head_size - spec.v_head_size :]

@@ -88,6 +88,19 @@ int check_attention(const qm_attention& attention, char* err) {
     return fail(err, QM_INVALID, "block_size is %d, expected a multiple of 256", attention.block_size);
   if (attention.block_size && attention.nope_size)
     return fail(err, QM_INVALID, "block_size is %d, expected 0 with a nope_size", attention.block_size);
+  QM_TRY(check_range("compress_rate", attention.compress_rate, 0, kMaxSlots, err));
+  if (attention.compress_rate) {
+    for (const auto& [name, value] :
+         {std::pair{"chunk_size", attention.chunk_size}, std::pair{"key_split", attention.key_split},
+          std::pair{"block_size", attention.block_size}})
+      if (value) return fail(err, QM_INVALID, "%s is %d, expected 0 with a compress_rate", name, value);
+    if (attention.v_head_size != attention.head_size)
+      return fail(err, QM_INVALID, "v_head_size is %d, expected head_size %d with a compress_rate",
+                  attention.v_head_size, attention.head_size);
+    if (attention.cache_format != k_cache_format_none)
+      return fail(err, QM_INVALID, "compress_rate is %d, expected 0 where cache_format is %s", attention.compress_rate,
+                  enum_name("cache_format", attention.cache_format));
+  }
   if (attention.gated && attention.key_split) return fail(err, QM_INVALID, "gated is 1, expected 0 with a key_split");
   if (attention.nope_size && attention.qk_norm != k_qk_norm_none)
     return fail(err, QM_INVALID, "qk_norm is %s, expected none with a nope_size",

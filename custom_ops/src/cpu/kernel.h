@@ -105,7 +105,9 @@ struct AttentionContext {
   int64_t key_width() const { return node.key_split ? node.key_split : node.head_size; }
   int64_t value_width() const { return node.key_split ? node.head_size - node.key_split : node.v_head_size; }
   // A tile is some tokens' queries of the heads of one group: its rows, the heads of a token side by side.
-  int64_t tile_tokens() const { return !call.selected && heads() < kTileQueries ? kTileQueries / heads() : 1; }
+  int64_t tile_tokens() const {
+    return !call.selected && !node.compress_rate && heads() < kTileQueries ? kTileQueries / heads() : 1;
+  }
   int64_t tile_rows() const { return heads() * tile_tokens(); }
   int64_t padded_values() const { return align_up(node.v_head_size, 16); }
   int64_t part_floats() const { return 16 + padded_values(); }  // of a row: largest score, sum, 14 unused, values
@@ -115,7 +117,8 @@ struct AttentionContext {
   int64_t values_at() const { return keys_at() + kAttentionStep * node.head_size; }
   int64_t scores_at() const { return values_at() + kAttentionBlock * padded_values(); }
   int64_t parts_at() const { return scores_at() + tile_rows() * kScoreStride; }
-  int64_t scratch_floats() const { return parts_at() + 2 * tile_rows() * part_floats(); }
+  int64_t entries_at() const { return parts_at() + 2 * tile_rows() * part_floats(); }
+  int64_t scratch_floats() const { return entries_at() + align_up(most_entries(), 16); }
 
   int64_t slot(int64_t b, int64_t token) const { return call.rows[3 * b + 2] + token; }  // of its token-th that counts
   // Where that token is in qkv and the output, and in cos and sin.
@@ -138,6 +141,31 @@ struct AttentionContext {
     return call.selected +
            (position(b, token) * call.selected_lists + group % call.selected_lists) * call.selected_size;
   }
+  // With a compress_rate, what a token sees, ascending: ~slot of compressed keys, then the slots of its window. Returns
+  // how many. out: null: they are only counted.
+  int64_t entries(int64_t b, int64_t token, int64_t group, int32_t* out) const {
+    const int64_t rate = node.compress_rate, own = slot(b, token);
+    int64_t count = 0;
+    const auto put = [&](int64_t entry) {
+      if (out) out[count] = static_cast<int32_t>(entry);
+      ++count;
+    };
+    if (selects(b)) {
+      const int32_t* const slots = list(b, token, group);
+      for (int64_t i = 0; i < call.selected_size && slots[i] >= 0; ++i)
+        if ((slots[i] + 1) % rate == 0) put(~slots[i]);
+    } else {
+      for (int64_t at = rate - 1; at <= own; at += rate) put(~at);
+    }
+    for (int64_t at = first_slot(own); at <= own; ++at) put(at);
+    return count;
+  }
+  int64_t most_entries() const {
+    if (!node.compress_rate) return 0;
+    const int64_t compressed = call.selected && call.selected_size < call.slots ? call.selected_size : call.slots;
+    const bool window = node.sliding_window && node.sliding_window < call.slots;
+    return compressed / node.compress_rate + (window ? node.sliding_window : call.slots);
+  }
   // The first slot that the token in slot p sees.
   int64_t first_slot(int64_t p) const {
     const int64_t chunk = node.chunk_size ? p / node.chunk_size * node.chunk_size : 0;
@@ -148,8 +176,8 @@ struct AttentionContext {
 
 struct AttentionTile {
   int64_t b, group, token, tokens;  // token: the first, counted from the row's first that counts
-  const int32_t* slots = nullptr;   // of a row that selects, whose tile is one token: slot i of the tile is slots[i]
-  int64_t count = 0;
+  const int32_t* slots = nullptr;   // of a tile that is one token with a list: slot i of the tile is slots[i]
+  int64_t count = 0;                // of the list's slots; 0: there is none
 };
 
 // Latent attention that multiplies by the up-projections itself (latent_attention.h). Rows of few new tokens have their

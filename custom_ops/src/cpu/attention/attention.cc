@@ -46,6 +46,7 @@ AttentionPlan plan_of(const AttentionContext& context) {
                         : context.call.selected     ? context.call.selected_size
                                                     : context.call.slots;
   plan.blocks = std::min(ceil_div(context.call.slots, kAttentionBlock), ceil_div(limit, kAttentionBlock) + 1);
+  if (context.node.compress_rate) plan.blocks = ceil_div(context.most_entries(), kAttentionBlock);
   const int64_t rows = context.heads() * std::min(context.tile_tokens(), context.call.tokens);
   const int64_t parts = groups * plan.tiles * plan.blocks * rows * context.part_floats() * 4;
   plan.split = lanes > 1 && groups * plan.tiles < 2 * lanes && parts <= kMaxPartBytes;
@@ -81,14 +82,14 @@ class AttentionRun {
   void copy(const void* past, void* present, int64_t width, int64_t task) const;
   void copy_block(const void* past, void* present, int64_t width, int64_t block) const;
   void append_tokens(int64_t batch_row, int64_t first, float* scratch) const;
-  AttentionTile tile_at(int64_t index) const;
+  AttentionTile tile_at(int64_t index, float* scratch) const;
   void whole(const AttentionTile& tile, float* scratch) const;
   void blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const;
   int64_t first_block(const AttentionTile& tile) const {
-    return tile.slots ? 0 : a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
+    return tile.count ? 0 : a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
   }
   int64_t block_count(const AttentionTile& tile) const {
-    if (tile.slots) return ceil_div(tile.count, kAttentionBlock);
+    if (tile.count) return ceil_div(tile.count, kAttentionBlock);
     return tile.tokens ? a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock - first_block(tile) + 1 : 0;
   }
 
@@ -152,13 +153,18 @@ void AttentionRun::store() const {
   });
 }
 
-// The last tiles of a row first: they take longest. No tokens: there is none of that index.
-AttentionTile AttentionRun::tile_at(int64_t index) const {
+// The last tiles of a row first: they take longest. No tokens: there is none of that index. scratch: gets what the list
+// of a tile has where keys are compressed; null: nothing.
+AttentionTile AttentionRun::tile_at(int64_t index, float* scratch) const {
   const int64_t of = index / plan_.tiles, b = of / a_.node.kv_num_heads;
   const int64_t token = (plan_.tiles - 1 - index % plan_.tiles) * a_.tile_tokens();
   AttentionTile tile{b, of % a_.node.kv_num_heads, token,
                      std::clamp<int64_t>(count_of(b) - token, 0, a_.tile_tokens())};
-  if (tile.tokens && a_.selects(b)) {
+  if (tile.tokens && a_.node.compress_rate) {
+    int32_t* const slots = scratch ? reinterpret_cast<int32_t*>(scratch + a_.entries_at()) : nullptr;
+    tile.slots = slots;
+    tile.count = a_.entries(b, token, tile.group, slots);
+  } else if (tile.tokens && a_.selects(b)) {
     tile.slots = a_.list(b, token, tile.group);
     tile.count = listed(tile.slots, a_.call.selected_size);
   }
@@ -197,19 +203,19 @@ void AttentionRun::attend() const {
   const int64_t tiles = a_.call.batch * a_.node.kv_num_heads * plan_.tiles;
   if (!plan_.split) {
     return each_task(tiles, [&](float* scratch, int64_t index) {
-      if (const AttentionTile tile = tile_at(index); tile.tokens) whole(tile, scratch);
+      if (const AttentionTile tile = tile_at(index, scratch); tile.tokens) whole(tile, scratch);
     });
   }
   int64_t all = 0, most = 0;
   for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t count = block_count(tile_at(i));
+    const int64_t count = block_count(tile_at(i, nullptr));
     all += count;
     most = std::max(most, count);
   }
   const int64_t span = std::max<int64_t>(1, all / (kTasksPerLane * lanes_of(a_.call))), pieces = ceil_div(most, span);
   std::fill_n(reinterpret_cast<int32_t*>(base_ + plan_.counters_at), tiles, 0);
   each_task(tiles * pieces, [&](float* scratch, int64_t task) {
-    blocks(tile_at(task / pieces), task / pieces, task % pieces * span, span, scratch);
+    blocks(tile_at(task / pieces, scratch), task / pieces, task % pieces * span, span, scratch);
   });
 }
 
@@ -388,7 +394,7 @@ int check_selected(const qm_attention& node, const AttentionCall& call, char* er
                 (long long)call.selected_lists, node.kv_num_heads);
   for (const auto& [name, value] : {std::pair{"sliding_window", node.sliding_window},
                                     std::pair{"chunk_size", node.chunk_size}, std::pair{"block_size", node.block_size}})
-    if (value) return fail(err, QM_INVALID, "%s is %d, expected 0 with `selected`", name, value);
+    if (value && !node.compress_rate) return fail(err, QM_INVALID, "%s is %d, expected 0 with `selected`", name, value);
   const AttentionContext context{node, call, nullptr};
   for (int64_t b = 0; b < call.batch; ++b) {
     if (!context.selects(b)) continue;

@@ -287,7 +287,7 @@ struct SlotRange {
 // What the tile's token sees of a block, counted from the block's first slot; begin >= end: nothing.
 inline SlotRange seen(const AttentionContext& context, const AttentionTile& tile, int64_t token, int64_t block) {
   const int64_t p = context.slot(tile.b, tile.token + token), first = block * kAttentionBlock;
-  if (tile.slots) return {0, std::min(kAttentionBlock, tile.count - first)};
+  if (tile.count) return {0, std::min(kAttentionBlock, tile.count - first)};
   return {std::max<int64_t>(0, context.first_slot(p) - first), std::min(kAttentionBlock, p + 1 - first)};
 }
 
@@ -335,22 +335,27 @@ template <class C>
 struct Block {
   const C *keys, *values;
   int64_t key_pitch, pitch;
-  const int32_t* slots = nullptr;  // of a tile that selects: keys and values begin at slot 0
+  const int32_t* slots = nullptr;  // of a tile with a list: keys and values begin at slot 0
 
   int64_t at(int64_t slot) const { return slots ? slots[slot] : slot; }
+  // Below 0 are compressed keys (AttentionContext::entries), which lie in the other cache.
+  const C* key(int64_t slot) const {
+    const int64_t own = at(slot);
+    return own < 0 ? values + ~own * pitch : keys + own * key_pitch;
+  }
+  const C* value(int64_t slot) const { return values + at(slot) * pitch; }
 };
 
 // The keys of 16 slots, `first` and on, to out [features][16]. Past the last slot it is the last one again: its score
 // is not used.
 template <class Isa, class C>
 void turn_slots(const AttentionContext& context, const Block<C>& cache, int64_t first, int64_t last, float* out) {
-  const auto turn = [&](const C* features, int64_t width, int64_t pitch, float* to) {
-    const C* key[16];
-    for (int j = 0; j < 16; ++j) key[j] = features + cache.at(std::min(first + j, last)) * pitch;
-    turn_keys<Isa>(key, width, to);
-  };
-  turn(cache.keys, context.key_width(), cache.key_pitch, out);
-  if (context.node.key_split) turn(cache.values, context.value_width(), cache.pitch, out + context.key_width() * 16);
+  const C* row[16];
+  for (int j = 0; j < 16; ++j) row[j] = cache.key(std::min(first + j, last));
+  turn_keys<Isa>(row, context.key_width(), out);
+  if (!context.node.key_split) return;
+  for (int j = 0; j < 16; ++j) row[j] = cache.value(std::min(first + j, last));
+  turn_keys<Isa>(row, context.value_width(), out + context.key_width() * 16);
 }
 
 // Products of the tile's queries and the block's keys.
@@ -417,14 +422,17 @@ void widen_all(const C* from, int64_t n, float* out) {
   for (; i < n; ++i) out[i] = widen(from[i]);
 }
 
-// The value of a slot. Of latent attention it begins in either cache, whose slots are features alone.
+// The value of a slot. Of latent attention it begins in either cache, whose slots are features alone. With a
+// compress_rate a key is its value.
 template <class Isa, class C>
 void widen_value(const AttentionContext& context, const Block<C>& cache, int64_t slot, float* out) {
   const int64_t v_head_size = context.node.v_head_size, split = context.node.key_split;
-  const int64_t in_keys = split ? std::max<int64_t>(0, split - (context.node.head_size - v_head_size)) : 0;
+  const int64_t in_keys = context.node.compress_rate ? v_head_size
+                          : split ? std::max<int64_t>(0, split - (context.node.head_size - v_head_size))
+                                  : 0;
   const int64_t begin = split ? context.value_width() - (v_head_size - in_keys) : 0;
-  widen_all<Isa>(cache.keys + cache.at(slot) * cache.key_pitch + context.key_width() - in_keys, in_keys, out);
-  widen_all<Isa>(cache.values + cache.at(slot) * cache.pitch + begin, v_head_size - in_keys, out + in_keys);
+  widen_all<Isa>(cache.key(slot) + context.key_width() - in_keys, in_keys, out);
+  if (in_keys < v_head_size) widen_all<Isa>(cache.value(slot) + begin, v_head_size - in_keys, out + in_keys);
 }
 
 // A block of a row's and a group's caches.

@@ -37,6 +37,8 @@ int validate_attributes(const qm_attention& attention, char* err) {
   if (attention.nope_size)
     return fail(err, QM_UNSUPPORTED, "nope_size is %d, the CUDA kernels take queries of latents (0)",
                 attention.nope_size);
+  if (attention.compress_rate)
+    return fail(err, QM_UNSUPPORTED, "compress_rate is %d, the CUDA kernels take 0", attention.compress_rate);
   if (attention.block_size && attention.key_split)
     return fail(err, QM_UNSUPPORTED, "block_size is %d, of latent attention the CUDA kernels take 0",
                 attention.block_size);
