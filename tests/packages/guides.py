@@ -17,23 +17,6 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 
 MOST_LINES = 20
-POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
-  <modelVersion>4.0.0</modelVersion>
-  <groupId>first</groupId>
-  <artifactId>first</artifactId>
-  <version>1</version>
-  <properties>
-    <maven.compiler.source>17</maven.compiler.source>
-    <maven.compiler.target>17</maven.compiler.target>
-    <project.build.sourceEncoding>UTF-8</project.build.sourceEncoding>
-  </properties>
-  <dependencies>
-DEPENDENCIES
-  </dependencies>
-</project>
-"""
-
-
 #: onnxruntime-genai as NuGet's client unpacks it
 GENAI = ROOT / "build/nuget/packages/microsoft.ml.onnxruntimegenai/0.18.0"
 
@@ -48,6 +31,12 @@ def block(guide: str, language: str) -> str:
     for named, here in paths.items():
         program = program.replace(named, str(here))
     return program
+
+
+@pytest.fixture(autouse=True)
+def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs start where they find the model as printed, as OUTDIR."""
+    monkeypatch.chdir(tmp_path)
 
 
 def python(folder: Path, _: str) -> str:
@@ -91,15 +80,13 @@ def rust(folder: Path, guide: str) -> str:
 
 
 def java(folder: Path, guide: str) -> str:
-    """Build in a Maven project of Java 17, whose dependencies are the guide's."""
     sources = folder / "src/main/java"
     sources.mkdir(parents=True)
     (folder / "Main.java").rename(sources / "Main.java")
-    (folder / "pom.xml").write_text(POM.replace("DEPENDENCIES", block(guide, "xml")), encoding="utf-8")
-    copy = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"  # that of samples/java
-    run("mvn", "-q", "-B", "-f", folder / "pom.xml", "compile", copy)
-    classes = f"{folder}/target/classes:{folder}/target/dependency/*"
-    return run("java", "-cp", classes, "Main")
+    (folder / "pom.xml").write_text(block(guide, "xml"), encoding="utf-8")
+    command = re.search(r"^mvn (.*)", (ROOT / f"docs/guides/{guide}.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert command
+    return run("mvn", *command[1].split()).replace("\x1b[0m", "")  # Maven resets colours, also in a file
 
 
 def javascript(folder: Path, _: str) -> str:
@@ -108,9 +95,8 @@ def javascript(folder: Path, _: str) -> str:
 
 
 def browser(folder: Path, _: str) -> str:
-    script, page = ROOT / "tests/packages/javascript/browser.mjs", folder / "index.html"
-    served = {"OUTDIR": os.environ["QUANTMOE_BROWSER"], "node_modules": str(ROOT / "build/javascript/node_modules")}
-    return run("node", script, served["node_modules"], page, served["OUTDIR"])
+    script, modules = ROOT / "tests/packages/javascript/browser.mjs", ROOT / "build/javascript/node_modules"
+    return run("node", script, modules, folder / "index.html", folder / "OUTDIR")
 
 
 #: a guide, the language of its blocks, the program's file, what must stand on this machine, and what runs it
@@ -146,9 +132,9 @@ def test_first_program(
     model = os.environ["QUANTMOE_BROWSER" if guide == "javascript" else "QUANTMOE_MODEL"]
     expected = quantmoe("generate", model, "--prompt", prompt[1], "--temperature", "0", *most_tokens(program))
     if guide == "genai":
-        model = greedy(model, prompt[1], tmp_path / "model")
-    if language != "html":  # the page's server knows the folder
-        program = program.replace("OUTDIR", model)
+        greedy(model, prompt[1], tmp_path / "OUTDIR")
+    else:
+        (tmp_path / "OUTDIR").symlink_to(model)
     (tmp_path / name).write_text(program, encoding="utf-8")
     assert start(tmp_path, guide).strip() == expected.strip()
 
@@ -173,21 +159,18 @@ def test_webgpu(tmp_path: Path) -> None:
         assert old in page
         page = page.replace(old, new)
     (tmp_path / "index.html").write_text(page, encoding="utf-8")
+    (tmp_path / "OUTDIR").symlink_to(model)
     assert browser(tmp_path, "").strip() == expected.strip()
 
 
 @pytest.mark.skipif(not shutil.which("npm"), reason="needs npm")
 @pytest.mark.parametrize(("language", "name"), [("js", "main.mjs"), ("html", "index.html")])
-def test_zero_points(
-    language: str, name: str, zero_points: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zero_points(language: str, name: str, zero_points: Path, tmp_path: Path) -> None:
     """Experts with zero points, which --quantize int4 writes, run in Node and in WebAssembly."""
     if language == "html" and not shutil.which("chromium"):
         pytest.skip("needs chromium")
-    monkeypatch.setenv("QUANTMOE_BROWSER", str(zero_points))
+    (tmp_path / "OUTDIR").symlink_to(zero_points)
     program = block("javascript", language)
-    if language != "html":
-        program = program.replace("OUTDIR", str(zero_points))
     (tmp_path / name).write_text(program, encoding="utf-8")
     prompt = ("--prompt", "The old house", "--temperature", "0", *most_tokens(program))
     start = browser if language == "html" else javascript
@@ -216,12 +199,11 @@ def test_samples_are_the_guide() -> None:
         assert (ROOT / "samples/javascript" / name).read_text(encoding="utf-8") == block("javascript", language)
 
 
-def greedy(model: str, prompt: str, copy: Path) -> str:
-    """Return a copy of a folder whose genai_config.json takes the likeliest tokens, as many as `quantmoe generate`."""
+def greedy(model: str, prompt: str, copy: Path) -> None:
+    """Copy a folder. The copy's genai_config.json takes the likeliest tokens, as many as `quantmoe generate`."""
     shutil.copytree(model, copy)
     file = copy / "genai_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     most = len(Tokenizer.from_file(f"{model}/tokenizer.json").encode(prompt).ids) + 512
     config["search"] |= {"do_sample": False, "max_length": most}
     file.write_text(json.dumps(config), encoding="utf-8")
-    return str(copy)
