@@ -55,7 +55,7 @@ def prose(text: str) -> Iterator[str]:
 
 def page(path: Path, text: str) -> Iterator[str]:
     yield from prose(text)
-    if path.parent.name == "guides" and len(text.encode()) > GUIDE:
+    if path.match("docs/guides/*") and len(text.encode()) > GUIDE:
         yield f"{len(text.encode())} bytes"
     if "lab" not in path.parts and "custom_ops" not in path.parts:  # measurements and the file format are numbers
         whole = [s for s in sentences(re.sub(r"(?m)^\s*\|.*$", "", text)) if s.endswith((".", ":"))]
