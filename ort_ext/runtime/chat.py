@@ -275,7 +275,7 @@ class Chat:
         if not isinstance(content, str | None):
             raise OptionError(f"content is {content!r}, expected text")
         if self.text.template is None:
-            raise OptionError("a system prompt needs a chat template, and the folder has none")
+            raise OptionError("a system prompt needs a chat template: without one, put it into the first message")
         system = [] if content is None else [{"role": "system", "content": content}]
         self.messages = system + [message for message in self.messages if not _is_system(message)]
 

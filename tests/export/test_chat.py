@@ -812,6 +812,8 @@ def test_a_reply_is_kept_as_its_parts(calling: Path, monkeypatch: pytest.MonkeyP
     for wrong in ([], [{"content": "sun"}], 5, [result | {"content": 5}]):
         with pytest.raises(OptionError, match="expected text, or messages with role and content"):
             chat.reply(wrong)
+    with pytest.raises(OptionError, match="needs a chat template: without one, put it into the first message"):
+        Chat(model, Text(calling, raw=True)).set_system("Be kind.")
 
 
 def test_commands_of_a_conversation(talking: Path, tmp_path: Path) -> None:

@@ -208,7 +208,8 @@ void wrong_calls_are_refused(const std::string& folder) {
   Chat chat(model);
   CHECK(has(refused<std::runtime_error>([&] { chat.reply("a", {.sampling = Sampling{.top_p = 1.5}}); }),
             "top_p is 1.5, expected a number above 0, at most 1"));
-  CHECK(has(refused<std::runtime_error>([&] { Chat(model, "Be kind."); }), "takes no system prompt"));
+  CHECK(has(refused<std::runtime_error>([&] { Chat(model, "Be kind."); }),
+            "takes no system prompt; put it into the first message"));
   CHECK(has(refused<std::runtime_error>([&] { model.tokenizer().encode("\xff", false); }), "not UTF-8"));
   CHECK(has(refused<std::runtime_error>([&] { model.tokenizer().decode({-1}); }), "-1: expected a token id"));
 }

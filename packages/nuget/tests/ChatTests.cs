@@ -223,7 +223,9 @@ public class ChatTests
     {
         using var folder = new Temporary();
         using (var model = new Generator(Models.Plain))
-            Assert.Contains("takes no system prompt", Assert.Throws<NotSupportedException>(() => new Chat(model, system: "Be kind.")).Message);
+            Assert.EndsWith(
+                "takes no system prompt; put it into the first message",
+                Assert.Throws<NotSupportedException>(() => new Chat(model, system: "Be kind.")).Message);
         string made = folder.Model(Models.Plain, new Dictionary<string, string> { ["no_chat"] = "the template counts messages" });
         using (var model = new Generator(made))
             Assert.Contains("chat_template.jinja: is missing", Assert.Throws<InvalidDataException>(() => new Chat(model)).Message);

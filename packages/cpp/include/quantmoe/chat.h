@@ -201,7 +201,8 @@ class Chat {
       template_.reset(detail::found(qm_template_open(detail::utf8(model.folder()).c_str())));
     raw_ = raw || (!template_ && !model.metadata("chat.begin"));
     if (system_ && (raw_ || (!template_ && !model.metadata("chat.system"))))
-      throw std::runtime_error(model.folder().string() + ": the model takes no system prompt");
+      throw std::runtime_error(model.folder().string() +
+                               ": the model takes no system prompt; put it into the first message");
     model.tokenizer();  // fails now if there is none
   }
 

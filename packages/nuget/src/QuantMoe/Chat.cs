@@ -72,7 +72,7 @@ namespace QuantMoe
             if (!raw && model.Metadata.ContainsKey("no_chat")) template = model.Template;
             this.raw = raw || (template == null && !model.Metadata.ContainsKey("chat.begin"));
             if (system != null && (this.raw || (template == null && !model.Metadata.ContainsKey("chat.system"))))
-                throw new NotSupportedException($"{model.Folder}: the model takes no system prompt");
+                throw new NotSupportedException($"{model.Folder}: the model takes no system prompt; put it into the first message");
             this.system = system;
             this.turns = turns;
             this.begin = begin;

@@ -62,7 +62,9 @@ impl Chat {
         };
         let raw = raw || (template.is_none() && !model.metadata.contains_key("chat.begin"));
         if system.is_some() && (raw || (template.is_none() && !model.metadata.contains_key("chat.system"))) {
-            return Err(Error::Invalid(format!("{folder}: the model takes no system prompt")));
+            return Err(Error::Invalid(format!(
+                "{folder}: the model takes no system prompt; put it into the first message"
+            )));
         }
         Ok(Self {
             tokenizer: generator.tokenizer()?,

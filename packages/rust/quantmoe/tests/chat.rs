@@ -202,7 +202,7 @@ fn sampling_follows_its_seed_and_its_limits() {
 #[test]
 fn what_the_model_lacks_is_refused() {
     let error = Chat::with_system(&model("plain"), "Be kind.").err().unwrap();
-    assert!(error.to_string().contains("takes no system prompt"), "{error}");
+    assert!(error.to_string().contains("takes no system prompt; put it into the first message"), "{error}");
     let copy = Copy::new(&folder("plain"), &[("no_chat", "the template counts messages")]);
     let model = Generator::open(&copy.0).unwrap();
     let error = Chat::new(&model).err().unwrap();

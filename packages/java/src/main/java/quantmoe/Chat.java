@@ -51,7 +51,7 @@ public final class Chat implements AutoCloseable {
     template = !raw && model.metadata().containsKey("no_chat") ? model.template() : null;
     this.raw = raw || (template == null && !model.metadata().containsKey("chat.begin"));
     if (system != null && (this.raw || (template == null && !model.metadata().containsKey("chat.system"))))
-      throw new UnsupportedOperationException(model.folder() + ": the model takes no system prompt");
+      throw new UnsupportedOperationException(model.folder() + ": the model takes no system prompt; put it into the first message");
     tokenizer = model.tokenizer();
     cache = new TokenCache(model);
   }

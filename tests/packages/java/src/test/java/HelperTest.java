@@ -181,7 +181,8 @@ class HelperTest {
       Answer<Long> one = cache.generate(new long[] {1}, greedy(1));
       cache.generate(new long[] {1}, greedy(1));
       assertEquals("another answer was begun", assertThrows(IllegalStateException.class, one::next).getMessage());
-      assertThrows(UnsupportedOperationException.class, () -> new Chat(model, "Be kind.", false));
+      var system = assertThrows(UnsupportedOperationException.class, () -> new Chat(model, "Be kind.", false)).getMessage();
+      assertTrue(system.endsWith(": the model takes no system prompt; put it into the first message"), system);
     }
   }
 
