@@ -401,9 +401,7 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
         wanted, used = scheme.activation_format, activation_format(scheme, options.wanted)
         if wanted == "none" != used:
             of = "in groups of 32 or 64 features" if used == "int8_group" else "per token"
-            report.activations = (
-                f"weights-only checkpoint: activations are quantized to int8 {of} (--activations float: not)"
-            )
+            report.activations = f"weights-only checkpoint: int8 activations {of}; --activations float keeps them float"
         if wanted != "none" == used:
             report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
         rounded = used != "none" and not used.startswith("fp8")  # e4m3 is multiplied as such

@@ -24,6 +24,7 @@ from quantmoe.exporter.graph.put_nodes import PackedLinear, PartOfLinear
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.writing.convert import Report, export
+from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator
 
 ARCHITECTURES = (
@@ -180,6 +181,11 @@ def check_layers(folder: Path, out: Path) -> Report:
     assert modules == [f"model.layers.{i}.mlp.experts" for i in range(len(modules))]
     assert len(modules) == len(report.layers)
     return report
+
+
+def test_int8_activations_name_the_option_for_float(checkpoint, tmp_path):
+    remark = plan(checkpoint("qwen3_moe", "W4A16"), tmp_path).activations
+    assert remark.endswith("int8 activations in groups of 32 or 64 features; --activations float keeps them float")
 
 
 def test_int8_activations_that_fp8_weights_do_not_take(checkpoint, tmp_path):
