@@ -392,7 +392,7 @@ lint: build
 	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 	lint-imports --no-cache
 	mypy
-	mypy tests/typed_user.py
+	mypy tests/typed_user.py docs/generate.py
 	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.folder.files import MODEL; MODEL.upper()'
 
 # The pages of docs/ as HTML; every link between the repository's pages is checked.

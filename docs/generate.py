@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -25,6 +25,7 @@ from quantmoe.exporter.folder import metadata as keys
 from quantmoe.exporter.folder.files import FILES
 from quantmoe.exporter.folder.interface import ENCODER_TENSORS, PAGED_TENSORS, TENSORS, VISION_TENSORS, Tensor
 from quantmoe.exporter.reading.formats import FORMATS, REFUSED
+from quantmoe.exporter.reading.formats.base import Format
 from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gguf import REFUSED as REFUSED_TYPES
@@ -153,7 +154,8 @@ def semantics(operator: str) -> str:
 def operators() -> str:
     """Return the page of op.def's operators, projections and enums."""
     page = [f"{MADE}{OPERATORS}"]
-    comment, rows = [], {}
+    comment: list[str] = []
+    rows: dict[str, list[list[str]]] = {}
     for line in read(CUSTOM_OPS).splitlines():
         if line.startswith("//"):
             comment.append(line[2:].strip())
@@ -222,7 +224,7 @@ def note(module: str) -> str:
 
 
 def refused_types() -> str:
-    """Return the model types that ``export`` refuses by name, those of one reason together."""
+    """Return the model types that ``export`` refuses by name, by reason."""
     reasons: dict[str, list[str]] = {}
     for kind, reason in UNSUPPORTED.items():
         reasons.setdefault(reason, []).append(kind)
@@ -231,9 +233,10 @@ def refused_types() -> str:
 
 def formats() -> str:
     """Return tools' formats and the types of GGUF files: how they are exported, and what is refused."""
+    found: tuple[type[Format], ...] = (*FORMATS, Unquantized)
     rows = [
         [read.tool or format.name, read.what, read.exported, on_gpus(read.cuda, read.exported), names(read.tests)]
-        for format in (*FORMATS, Unquantized)
+        for format in found
         for read in format.reads
         if format is not GGML
     ]
@@ -302,7 +305,7 @@ def entries() -> str:
     text = (HERE.parent / "ort_ext" / "src" / "common" / "entries.inc").read_text(encoding="utf-8")
     rows = []
     for said, name in re.findall(r"((?://.*\n)+)QM_ENTRY\((\w+)\)", text):
-        cpu, cuda = re.fullmatch(r"CPU: (.+) CUDA: (.+)", " ".join(re.findall("// (.+)", said))).groups()
+        cpu, cuda = " ".join(re.findall("// (.+)", said)).removeprefix("CPU: ").split(" CUDA: ")
         rows.append([f"`quantmoe.{name}`", cpu.removesuffix("."), cuda])
     return table(["entry", "CPU library", "CUDA library"], rows)
 
@@ -314,7 +317,7 @@ def kernels() -> str:
     return table(["kernel", "processors"], rows)
 
 
-TABLES = {
+TABLES: dict[str, Callable[[], str]] = {
     "model-types": model_types,
     "refused-types": refused_types,
     "formats": formats,
