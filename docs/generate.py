@@ -141,6 +141,7 @@ def text(comment: str) -> str:
 
 
 def linked(markdown: str) -> str:
+    markdown = re.sub(r"quant\\?_moe\.def, (\w+)", lambda found: f"[{found[0]}](#{found[1].lower()})", markdown)
     return re.sub(r"FORMAT\.md(?: [\d.]*\d)?", r"[\g<0>](../../custom_ops/FORMAT.md)", markdown)
 
 

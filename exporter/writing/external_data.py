@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Windows maps files at multiples of 64 KiB, Linux of a page
 ALIGNMENT = 65536
-#: lines of 64 bytes of a packed weight that engines always compare (FORMAT.md 1.1)
+#: lines of 64 bytes of a packed weight that engines always compare (quant_moe.def, Identity)
 SAMPLES, LINE = 8, 64
 #: tensors of up to this many bytes stay in the model file
 INLINE = 65536
@@ -125,6 +125,6 @@ class Region:
         )
 
     def identity(self, checkpoint: str) -> str:
-        """Return the identity of the bytes written, as a node's attribute (FORMAT.md 1.1)."""
+        """Return the identity of the bytes written, as a node's attribute (quant_moe.def, Identity)."""
         samples = new_hash().update(self._samples).hexdigest()[:32]
         return f"{self._hash.hexdigest()} {samples} {self._data.location} of {checkpoint}"

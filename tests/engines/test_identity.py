@@ -1,4 +1,4 @@
-"""Sessions refuse packed weights that are not those which the model was exported with (FORMAT.md 1.1)."""
+"""Sessions refuse packed weights that are not those which the model was exported with (quant_moe.def, Identity)."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_replacing_says_when_it_cannot_be_done_safely(checkpoint, models, tmp_pa
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_a_model_knows_its_data(models, target):
-    """FORMAT.md 1.1, of every packed weight."""
+    """quant_moe.def, Identity, of every packed weight."""
     files = models[("cpu", "cuda").index(target)]
     model, found = ir.from_proto(onnx.load_from_string(files["model.onnx"])), 0
     for node in model.graph:

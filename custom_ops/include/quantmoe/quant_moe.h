@@ -165,7 +165,7 @@ typedef struct {
 // QM_UNSUPPORTED or QM_INVALID: another format, or a group_size that the format lacks.
 QM_API int qm_quantize(const qm_quantization*, const qm_matrix*, int lanes, qm_parallel_for, void* context, char* err);
 // Packs the matrices of a QuantLinear, or of an expert of a QuantMoE, into their rows, and the reverse. The attributes
-// name the layouts (FORMAT.md 1 to 3). A QuantMoE has the matrices gate (only if `gated` is 1), up and down, and the
+// name the layouts (FORMAT.md). A QuantMoE has the matrices gate (only if `gated` is 1), up and down, and the
 // rows of w13 and w2. An array that the attributes do not name is not read. If the attributes name an array that a
 // matrix lacks, the row gets a neutral value. These are the middle zero point, the bias 0, the pre-scale 1, and the
 // order of the features. With w2_perm the rows of gate and up are packed in down's order. QM_UNSUPPORTED or QM_INVALID:

@@ -1,4 +1,4 @@
-// Compares a packed tensor with the one that a model was exported with (FORMAT.md 1.1).
+// Compares a packed tensor with the one that a model was exported with (quant_moe.def, Identity).
 #pragma once
 #include <algorithm>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Which lines of a packed tensor stand for all of them, in an identity (FORMAT.md 1.1).
+// Which lines of a packed tensor stand for all of them, in an identity (quant_moe.def, Identity).
 #pragma once
 #include <algorithm>
 #include <array>

@@ -34,7 +34,7 @@ from quantmoe.ort_ext import experts_report
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_other_weights_are_refused(driver, fake, layer, name):
-    """FORMAT.md 1.1, of what is on the device."""
+    """quant_moe.def, Identity, of what is on the device."""
     packed = {"w13": layer[2].copy(), "w2": layer[3].copy()}
     attributes = layer[0].attributes() | {f"{n}_identity": identity(rows) for n, rows in packed.items()}
 

@@ -289,7 +289,7 @@ def test_all_in_the_gpu_or_an_error(fake, layer, settings):
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_other_data_is_refused(fake, layer, settings, name):
-    """FORMAT.md 1.1, of what is in the file."""
+    """quant_moe.def, Identity, of what is in the file."""
     at = layer.offsets[name == "w2"]
     data = bytearray(layer.file.read_bytes())
     data[at + 70] ^= 1  # no sample
