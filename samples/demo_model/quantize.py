@@ -1,8 +1,11 @@
 """Rounds a trained model's linears to int4 by GPTQ: quantize.py BF16_FOLDER TEXT_FOLDER OUTPUT_FOLDER.
 
+    pip install llmcompressor     # in an environment of its own
+    python quantize.py bf16 text checkpoint
+
 Groups of 32 along K, symmetric, the columns of largest activations first; calibrated on 32,768 tokens of the King James
 Version that it was trained on. Embeddings (also the head), routers, gates of few outputs and the layer of multi-token
-prediction stay in bf16. Needs PyPI's llmcompressor.
+prediction stay in bf16.
 """
 
 import json

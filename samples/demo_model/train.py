@@ -1,5 +1,8 @@
 """Trains the demo's models on one GPU: train.py TEXT_FOLDER OUTPUT_FOLDER [--hybrid].
 
+    python train.py text bf16                             # the demo's model
+    python train.py text bf16 --hybrid --context 2048     # the hybrid
+
 TEXT_FOLDER is what text.py wrote; OUTPUT_FOLDER becomes a Hugging Face checkpoint in bf16: a small Qwen3-MoE, or with
 --hybrid a small Qwen3.5-MoE, whose layer of multi-token prediction is trained with it.
 """
@@ -199,7 +202,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--hybrid", action="store_true")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a sequence")
-    # Nine times through the text. With more steps, or less dropout and decay, the text held back gets worse (README.md)
+    # Nine times through the text. With more steps, or less dropout and decay, the text held back gets worse (docs/lab)
     parser.add_argument("--steps", type=int, default=1290)
     parser.add_argument("--tokens", type=int, default=32768, help="in a step")
     parser.add_argument("--rate", type=float, default=4e-3)
