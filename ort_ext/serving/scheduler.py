@@ -345,7 +345,7 @@ class Scheduler:
                 self._rows.put_states(row, found[-1].states)
             request.cached = len(found) * BLOCK
             self._rows.tokens[row] = request.ids[: request.cached]
-            if self.model.states:
+            if self.model.states and self._prefixes.limit:
                 answer.keep = {known * BLOCK, (len(request.ids) - TAIL) // BLOCK * BLOCK}
         self._metrics.cached.inc(request.cached)
         self._metrics.prompt.inc(len(request.ids))

@@ -80,10 +80,11 @@ def running(
     queue: int = QUEUE,
     opened: Callable[[Path], Any] = ServedModel,
     size: int | None = None,
+    prefix_cache: int = 1 << 28,
 ) -> Iterator[tuple[Server, int]]:
     """A server in this process, and its port."""
     with opened(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
-        server = Server(model, rows, capacity, queue, 1 << 28, size)
+        server = Server(model, rows, capacity, queue, prefix_cache, size)
         web = uvicorn.Server(uvicorn.Config(application(server, key), log_level="warning", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=asyncio.run, args=[web.serve([listening])])
         thread.start()
@@ -393,6 +394,21 @@ def test_states_of_a_hybrid_are_kept_too(tmp_path_factory: pytest.TempPathFactor
         with ThreadPoolExecutor(3) as pool:
             prompts = [ids, branch, ids[50:]]
             assert [text for _, text in pool.map(ask, prompts)] == [*map(expected, prompts)]
+
+
+@pytest.mark.parametrize(("prefix_cache", "parts"), [(0, 1), (1 << 28, 2)])
+def test_a_prompt_is_divided_where_states_are_kept(
+    tmp_path_factory: pytest.TempPathFactory, prefix_cache: int, parts: int
+) -> None:
+    folder = made_once(tmp_path_factory, lambda to: make(to, "hybrid"), "served-hybrid")
+    with running(folder, prefix_cache=prefix_cache) as (server, port):
+        rows, read = server.scheduler._rows, list[int]()
+        reading = rows.read
+        rows.read = lambda row, ids: read.append(len(ids)) or reading(row, ids)
+        asked = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        asked.completions.create(model=folder.name, prompt=[*range(3, 103)], max_tokens=2, temperature=0)
+    assert len(read) == parts
+    assert sum(read) == 100
 
 
 @pytest.mark.parametrize("checkpoint", ["checkpoint", "hybrid"])
