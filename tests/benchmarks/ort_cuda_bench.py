@@ -81,6 +81,7 @@ def make_graph(
     part: Slice | None,
     every: bool = False,
     paged: bool = False,
+    cache: str = "auto",
 ) -> None:
     """Write a graph in f16 whose weights are named and not there.
 
@@ -91,7 +92,7 @@ def make_graph(
             head, and other linears in FP8, a scale a row, as ModelOpt's MIXED_PRECISION without its activations.
         lm_head: "int4" or "int8"; None: f16.
         scratch: folder for the headers of a checkpoint.
-        every: logits of all tokens. paged: for serving.py, see export.
+        every: logits of all tokens. paged: for serving.py, see export. cache: see export.
     """
     import onnx_ir as ir
 
@@ -100,7 +101,7 @@ def make_graph(
     from quantmoe.exporter.graph.lowering.paged import to_paged
     from quantmoe.exporter.graph.lowering.weights import place_weights
     from quantmoe.exporter.graph.model import Skeleton
-    from quantmoe.exporter.graph.passes.defaults import drop_defaults
+    from quantmoe.exporter.graph.passes import run_passes
     from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
     from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
     from quantmoe.exporter.graph.put_nodes import put_first_nodes, put_nodes
@@ -121,7 +122,7 @@ def make_graph(
             head = chosen.source(name) == skeleton.head
             if linear.w.format == "int4" and not (head and weights == "mxfp4"):
                 chosen.linears[name] = replace(linear, w=replace(linear.w, **(experts if head else dense)))
-    attends = attention_of(skeleton, chosen, put_first_nodes(skeleton, chosen, CUDA), CUDA, "auto", paged)
+    attends = attention_of(skeleton, chosen, put_first_nodes(skeleton, chosen, CUDA), CUDA, cache, paged)
     if attends.plain:
         raise SystemExit(f"attention of standard nodes: {attends.plain}")
     put_nodes(skeleton, chosen, attends, CUDA)
@@ -135,7 +136,7 @@ def make_graph(
             graph.graph.register_initializer(table.value)
     elif not every:
         keep_last_logits(graph)
-    drop_defaults(graph)
+    run_passes(graph, CUDA.final_passes)
     drop_traces(graph)
     for value in (weight.value for weight in placed):
         assert value.dtype is not None
@@ -622,6 +623,7 @@ if __name__ == "__main__":
     parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
     parser.add_argument("--all-logits", action="store_true", help="of all tokens, not of the last")
     parser.add_argument("--paged", action="store_true", help="as export --paged, for serving.py")
+    parser.add_argument("--cache", default="auto", help="as export --cache")
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048])
     parser.add_argument("--gpu-memory", type=int, help="for experts, which are then in host memory")
@@ -651,7 +653,7 @@ if __name__ == "__main__":
         part = Slice(given.rank, given.ranks, given.expert_parallel) if given.ranks > 1 else None
         scratch = given.folder / "headers"
         weights = (given.weights, given.lm_head)
-        ends = (given.all_logits, given.paged)
+        ends = (given.all_logits, given.paged, given.cache)
         size = given.group_size or group_size_of(CONFIGS[given.model] | given.sizes)
         make_graph(given.graph, given.model, size, *weights, scratch, given.sizes, part, *ends)
     else:

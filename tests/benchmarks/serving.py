@@ -16,7 +16,7 @@ request after the other there; in the Engine they come while others run, and eve
     python tests/benchmarks/serving.py check paged plain --text FILE
 
 ``--steady 1024:1024`` has prompts and answers of these lengths instead. The first answers are shorter, so that requests
-end at different times. Its line counts the tokens after all of the first requests run, until the last one is asked for.
+end at different times. Its line is of the time after all of these have ended, until the last request is asked for.
 
 ``--own`` runs folders in the scheduler of ``quantmoe serve``, without HTTP. It makes texts of a tokenizer of words.
 ``check --own`` compares its requests with the same Generator's, which runs one after the other. Those of NAME-paged are
@@ -314,13 +314,14 @@ def steady(server: Batches | Engine | Own | Server, concurrent: int, prompt: int
     """Print a line, of the time in which as many requests run as may."""
     server.serve(Mixture(server.vocabulary).draw(2 * concurrent, seed=1), concurrent)
     rng = np.random.default_rng(0)
-    counts = [*rng.integers(1, answer, concurrent, endpoint=True).tolist(), *[answer] * concurrent]
+    counts = [*rng.integers(1, answer, concurrent, endpoint=True).tolist(), *[answer] * 2 * concurrent]
     requests = [Request(rng.integers(3, server.vocabulary, prompt).tolist(), count) for count in counts]
     server.serve(requests, concurrent)
-    begin, end = max(request.came[0] for request in requests[:concurrent]), requests[-1].asked
+    begin, end = max(request.came[-1] for request in requests[:concurrent]), requests[-1].asked
     count = sum(begin <= time < end for request in requests for time in request.came)
-    first = 1e3 * np.array([request.came[0] - request.asked for request in requests[concurrent:]])
-    between = 1e3 * np.concatenate([np.diff(request.came) for request in requests])
+    asked = [request for request in requests if begin <= request.asked < end]
+    first = 1e3 * np.array([request.came[0] - request.asked for request in asked])
+    between = 1e3 * np.concatenate([np.diff(request.came) for request in asked])
     print(
         f"{concurrent:5} at once, {prompt} in and {answer} out: {count / (end - begin):8.0f} tokens/s in "
         f"{end - begin:.1f} s, first token {np.median(first):7.1f} ms ({np.quantile(first, 0.95):.0f}), "
