@@ -191,7 +191,7 @@ def test_rows_that_cannot_be_are_named(tmp_path: Path, op: str) -> None:
 @pytest.mark.parametrize(
     ("op", "attribute", "message"),
     [
-        ("conv", "width", "width is 1, expected 2 to 64"),
+        ("conv", "width", "width is 1, expected 2 to 128"),
         ("delta", "num_k_heads", "num_v_heads is 4, expected a multiple"),
         ("space", "num_groups", "num_heads is 4, expected a multiple"),
     ],

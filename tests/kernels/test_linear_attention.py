@@ -279,8 +279,8 @@ def test_rows_that_cannot_be(make: Any, row: list[int], message: str) -> None:
     ("spec", "change", "message"),
     [
         ("conv", {"channels": 0}, "channels is 0, expected 1 to"),
-        ("conv", {"width": 1}, "width is 1, expected 2 to 64"),
-        ("conv", {"width": 65}, "width is 65, expected 2 to 64"),
+        ("conv", {"width": 1}, "width is 1, expected 2 to 128"),
+        ("conv", {"width": 129}, "width is 129, expected 2 to 128"),
         ("conv", {"state_window": 0}, "state_window is 0, expected 1 to 64"),
         ("delta", {"state_window": 65}, "state_window is 65, expected 1 to 64"),
         ("conv", {"activation": "gelu"}, 'activation is "gelu", the operator defines: none, silu'),

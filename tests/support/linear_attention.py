@@ -30,6 +30,7 @@ CONVS = {
     "2": conv_spec(257, width=2),
     "3": conv_spec(256, width=3),
     "12": conv_spec(7, width=12),
+    "128": conv_spec(3, width=128, activation="none"),
     "part": replace(conv_spec(40), x_size=61),
     "middle": replace(conv_spec(40), x_size=61, x_offset=20),
 }

@@ -64,7 +64,7 @@ int check_routing(const qm_routing& routing, const RoutingLimits& limits, char* 
 // Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, AllReduce,
 // AllReduceAddRMSNorm, AllGather, ReduceScatter.
 int check_attention(const qm_attention& attention, char* err);
-constexpr int32_t kMaxConvWidth = 64;
+constexpr int32_t kMaxConvWidth = 128;
 int check_conv(const qm_conv& conv, char* err);
 int check_reduce(const qm_reduce& reduce, char* err);
 int check_reduce_norm(const qm_reduce_norm& node, char* err);
