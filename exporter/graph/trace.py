@@ -63,6 +63,8 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.targets import Target
 
+#: the last projections of attention modules, beside whose weights a checkpoint has the scales of caches
+LAST = ("o_proj.weight", "o_b_proj.weight")
 CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "auto": ir.DataType.FLOAT16}
 
 
@@ -136,7 +138,8 @@ def attention_of(
             found, plain = recognise(model, decoder, refuses, kinds, indexer.compare, skeleton.with_states)
     for name, reason in plain.items() if paged else ():
         raise CheckpointError(f"{skeleton.format.ckpt.folder}: {name}: --paged: {reason}")
-    sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
+    last = {path: next(name for name in LAST if f"{path}.{name}" in skeleton.sources) for path in found}
+    sources = {path: skeleton.sources[f"{path}.{name}"].removesuffix(f".{name}") for path, name in last.items()}
     specs = {path: module.spec for path, module in found.items()}
     caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)
     for path, (format, k_scale, v_scale) in caches.codes.items():  # of the values that the model would cache

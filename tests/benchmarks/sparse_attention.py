@@ -1,7 +1,8 @@
-"""A token's time of one layer of DeepSeek-V3.2's sizes, with the nodes of sparse attention and in standard nodes.
+"""A token's time of layers of published sizes, with the nodes of sparse attention and in standard nodes.
 
-PYTHONPATH=tests/export:tests/support python tests/benchmarks/sparse_attention.py FOLDER [ROUNDS | prompt]: the models
-stay in FOLDER. Their tokens are timed in turn; with prompt a prompt of each is.
+PYTHONPATH=tests/export:tests/support python tests/benchmarks/sparse_attention.py FOLDER [ROUNDS | prompt] [MODEL]: the
+models stay in FOLDER. Their tokens are timed in turn; with prompt a prompt of each is. MODEL: deepseek_v32, one layer,
+or deepseek_v4, two layers, of 4 and of 128 tokens a compressed key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import onnxruntime as ort
 from test_architectures import fields, make_checkpoint
 
 from quantmoe.benchmarks.random_checkpoint import CONFIGS
+from quantmoe.exporter.graph.architectures import deepseek_v4
 from quantmoe.exporter.graph.modules import latent
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
@@ -34,7 +36,7 @@ KEPT = (
     "v_head_dim",
     "max_position_embeddings",
 )
-SIZES: dict[str, Any] = {name: CONFIGS["deepseek-v3"][name] for name in KEPT} | {
+V32: dict[str, Any] = {name: CONFIGS["deepseek-v3"][name] for name in KEPT} | {
     "num_hidden_layers": 1,
     "layer_types": fields("deepseek_v32")["layer_types"][:1],
     "mlp_layer_types": ["sparse"],
@@ -45,14 +47,36 @@ SIZES: dict[str, Any] = {name: CONFIGS["deepseek-v3"][name] for name in KEPT} | 
     "moe_intermediate_size": 256,
     "vocab_size": 512,
 }
+#: transformers' defaults
+V4: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["moe"] * 2,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "sliding_window": 128,
+    "max_position_embeddings": 1 << 20,
+    "moe_intermediate_size": 256,
+    "vocab_size": 512,
+}
+MODELS = {"deepseek_v32": V32, "deepseek_v4": V4}
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, model: str) -> None:
     """Export the model twice."""
-    make_checkpoint(folder / "checkpoint", "deepseek_v32", **SIZES)
+    make_checkpoint(folder / "checkpoint", model, **MODELS[model])
     export(folder / "checkpoint", folder / "node", quantize="int8")
-    kind = latent.KIND
-    latent.KIND = dataclasses.replace(kind, fits=lambda m: kind.fits(m) and not hasattr(m, "indexer"))
+    module: Any = deepseek_v4 if model == "deepseek_v4" else latent
+    kind = module.KIND
+    module.KIND = dataclasses.replace(kind, fits=lambda m: kind.fits(m) and not hasattr(m, "indexer"))
     export(folder / "checkpoint", folder / "standard", quantize="int8")
 
 
@@ -66,8 +90,10 @@ class Token:
         feed: dict[str, np.ndarray] = {"input_ids": np.array([[5]]), "position_ids": np.array([[tokens]])}
         feed["attention_mask"] = np.ones((1, tokens + 1), np.int64)
         for name, (_, dtype) in generator.past.items():
-            batch, heads, _, width = generator.shape(name)
-            feed[name] = rng.standard_normal((batch, heads, tokens + room, width)).astype(dtype)
+            shape = generator.shape(name)
+            if shape[-2] == 0:
+                shape[-2] = tokens + room
+            feed[name] = np.abs(rng.standard_normal(shape)).astype(dtype)  # above 0: sums of exponentials, too
         values = {i.name: ort.OrtValue.ortvalue_from_numpy(feed[i.name]) for i in self.session.get_inputs()}
         for name, value in values.items():
             self.binding.bind_ortvalue_input(name, value)
@@ -86,7 +112,7 @@ class Token:
 
 def prompt(folder: Path, tokens: int = 4096, step: int = 512) -> None:
     """Print after how many seconds each step of a prompt ended."""
-    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (1, tokens))
+    ids = np.random.default_rng(0).integers(3, V32["vocab_size"], (1, tokens))
     for name in ("node", "standard"):
         generator, ends = Generator(folder / name, threads=2), []
         generator.step(ids[:, :step], generator.start(1))
@@ -99,8 +125,9 @@ def prompt(folder: Path, tokens: int = 4096, step: int = 512) -> None:
 
 def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "20"
+    model = sys.argv[3] if len(sys.argv) > 3 else "deepseek_v32"
     if not (folder / "standard").exists():
-        make(folder)
+        make(folder, model)
     if what == "prompt":
         return prompt(folder)
     rounds = int(what)

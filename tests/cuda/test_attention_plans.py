@@ -99,6 +99,7 @@ def test_latents_that_are_refused(change: dict[str, Any], message: str) -> None:
     [
         ({"head_size": 80, "v_head_size": 80}, "head_size is 80 and v_head_size 80, the CUDA kernels take 64, 96, 128"),
         ({"v_head_size": 128}, "head_size is 64 and v_head_size 128, the CUDA kernels take 64, 96, 128"),
+        ({"compress_rate": 4}, "compress_rate is 4, the CUDA kernels take 0"),
         ({"kv_num_heads": 3}, "kv_num_heads is 3, expected a divisor of num_heads 8"),
         ({"kv_num_heads": 0}, "kv_num_heads is 0, expected 1 to 8"),
         ({"rotary_size": 66}, "rotary_size is 66, expected 0 to 64"),

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from sweeps import every
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from quantmoe.custom_ops.op import IndexerSpec, inputs, optional_inputs
 from quantmoe.exporter.graph import trace
@@ -331,7 +332,7 @@ SELECTING = (
     "qwen4_exp_text",
 )
 #: of these, types whose indexer is a node
-INDEXERS = {*SELECTING} - {"deepseek_v4", "doge"}
+INDEXERS = {*SELECTING} - {"doge"}
 #: types that onnxruntime-genai does not run -> what it needs. Of SELECTING, Doge alone caches no keys of an indexer.
 NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and values of one size") | {
     **dict.fromkeys(INDEXERS, "layers without an indexer"),
@@ -660,6 +661,25 @@ def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path
     assert selection(own) == "6 tokens"
     blocks = IndexerSpec(num_heads=4, head_size=128, top_k=2048, num_groups=4, block_size=128, local_blocks=1)
     assert selection(blocks.attributes()) == "16 blocks of 128 tokens for each of 4 groups of heads"
+
+
+@pytest.mark.every
+def test_deepseek_v4_has_standard_nodes_where_its_node_gives_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "deepseek_v4")
+    half = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", dtype="f16")
+    gates = "sums of exponentials of its gates need a graph in f32"
+    assert half.plain_attention == {f"model.layers.{i}.self_attn": gates for i in (0, 1, 3)}
+    rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 129}
+    make_checkpoint(tmp_path / "long", "deepseek_v4", compress_rates=rates)
+    long = plan(tmp_path / "long", tmp_path / "onnx", quantize="none")
+    width = "width is 129, expected 2 to 128"
+    assert long.plain_attention == {f"model.layers.{i}.self_attn": width for i in (0, 3)}
+    monkeypatch.setattr(modeling_deepseek_v4.DeepseekV4RMSNorm, "forward", lambda self, x: 1.01 * x * self.weight)
+    other = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none")
+    assert len(other.plain_attention) == SIZES["num_hidden_layers"]
+    assert {*other.plain_attention.values()} == {"it computes something else than CachedAttention with compressed keys"}
 
 
 @pytest.mark.parametrize("model_type", every(sorted(INDEXERS), 0))

@@ -1,7 +1,8 @@
 """DeepSeek-V4: attention to a window of tokens, and to compressed keys of all earlier ones.
 
-A cache keeps the key of each token, which is also its value. Behind it lies what compressed keys are made of. A window
-of tokens has one compressed key. Standard nodes make them anew in each step.
+On the CPU deepseek_v4_nodes.py has its nodes. In standard nodes a cache keeps the key of each token, which is also its
+value. Behind it lies what compressed keys are made of. A window of tokens has one compressed key. Standard nodes make
+them anew in each step.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-from quantmoe.exporter.graph.architectures.indexed import chosen, placed, visible
+from quantmoe.exporter.graph.architectures import deepseek_v4_nodes
+from quantmoe.exporter.graph.architectures.deepseek_v4_nodes import KIND as KIND
+from quantmoe.exporter.graph.architectures.indexed import chosen, placed
 from quantmoe.exporter.graph.modules import hyper_connections, token_windows
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
@@ -28,6 +32,7 @@ def prepare(model: PreTrainedModel) -> None:
         if isinstance(module, v4.DeepseekV4Model):
             module.forward = MethodType(_model, module)  # type: ignore[method-assign]
         elif isinstance(module, v4.DeepseekV4Attention):
+            deepseek_v4_nodes.prepare(module)
             module.forward = MethodType(_attention, module)  # type: ignore[method-assign]
 
 
@@ -36,16 +41,19 @@ def _model(self: Any, *args: Any, cache: Any = None, use_cache: bool = True, **k
 
     Windows begin at a row's first token, so padding is in none.
     """
-    cache = DynamicCache() if cache is None else cache
-    seen, positions = kwargs.pop("attention_mask"), kwargs.get("position_ids")
-    places, slots = placed(seen.bool())
+    attention = [layer.self_attn for layer in self.layers]
+    if cache is None:
+        cache = DynamicCache()
+        for module in attention:  # a node's compressed keys have a state
+            state = hasattr(module, "found") and module.compressor is not None
+            cache.layers.append(LinearAttentionAndFullAttentionLayer() if state else DynamicLayer())
+    positions = kwargs.get("position_ids")
+    places, slots = placed(kwargs["attention_mask"].bool())
     if positions is None:
         new = (args[0] if args else kwargs["input_ids"]).shape[1]
         kwargs["position_ids"] = positions = places[:, -new:]
-    mask = visible(seen, places, positions, self.embed_tokens.weight.dtype, self.config.sliding_window)
-    rates = {layer.self_attn.compressor.compress_rate for layer in self.layers if layer.self_attn.compressor}
-    windows = {rate: _windows(slots, positions, rate) for rate in sorted(rates)}
-    kwargs |= {"attention_mask": {"window": mask}, "windows": windows}
+    rates = {own.compressor.compress_rate for own in attention if own.compressor and not hasattr(own, "found")}
+    kwargs["windows"] = {rate: _windows(slots, positions, rate) for rate in sorted(rates)}
     return type(self).forward(self, *args, cache=cache, use_cache=False, **kwargs)
 
 

@@ -114,7 +114,7 @@ MODEL_TYPES = (
         "linear; one node, [with an indexer](#sparse-attention) of blocks",
     ),
     Row(("hy_v4", "hy_v4_vl"), "Hunyuan 4; text", "latent, [with an indexer](#sparse-attention)"),
-    Row(("deepseek_v4",), "DeepSeek-V4", "standard nodes, [compressed keys](#sparse-attention)"),
+    Row(("deepseek_v4",), "DeepSeek-V4", "one node, [with an indexer](#sparse-attention) of compressed keys"),
     Row(
         ("glm5_next",),
         "GLM-5.3-Flash; text",

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from quantmoe.custom_ops.op import AttentionSpec, IndexerSpec
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, IndexerSpec
 from quantmoe.custom_ops.reference import attention as reference
 from quantmoe.exporter.graph.standard_attention import NAME, grouped_attention
 
@@ -79,6 +79,7 @@ class RecognisedAttention:
         value_scale: of the values; the node has them without it, and it multiplies the output instead.
         indexer: of the node that selects what each token attends to; None: it attends to all, or as ``selects`` says.
         selects: it attends to what its indexer selects, or a layer's before it.
+        pooling: of the node that sums what its compressed keys are made of; None: there is none.
     """
 
     spec: AttentionSpec
@@ -89,6 +90,7 @@ class RecognisedAttention:
     value_scale: float = 1.0
     indexer: IndexerSpec | None = None
     selects: bool = False
+    pooling: ConvSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +174,7 @@ def recognise(
                 known[alike] = of[module].compare(module, called)
                 if (own := getattr(module, "indexer", None)) is not None:
                     known[alike] = dataclasses.replace(known[alike], indexer=indexer(own, called))
-            nodes = known[alike].indexer, known[alike].spec
+            nodes = known[alike].indexer, known[alike].spec, known[alike].pooling
             if refused := next((said for node in nodes if node is not None and (said := refusal(node))), ""):
                 raise Unlike(refused)
             found[name] = known[alike]
@@ -236,7 +238,9 @@ def _watch(decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> Run:
     run, hooks = Run(), []
 
     def attends(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        run.arguments[module] = bound(module, args, kwargs)
+        run.arguments[module] = given = bound(module, args, kwargs)
+        if isinstance(tables := given.get("position_embeddings"), dict):  # of several kinds of layers
+            given["position_embeddings"] = tables[module.rope_layer_type]
 
     def turns(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 2:
