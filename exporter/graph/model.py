@@ -248,6 +248,11 @@ class Skeleton(Stored):
         """Modules that keep a state from token to token."""
         return [*self.linear_attention, *self.lightning, *self.state_space, *self.selective_scan, *self.own_states]
 
+    @property
+    def keeps_states(self) -> bool:
+        """Return whether anything keeps a state from token to token, attention with compressed keys too."""
+        return bool(self.with_states) or any(hasattr(module, "state_window") for module in self.model.modules())
+
     def _recognised(
         self, what: str, recognise: Callable[[], tuple[dict[str, Found], dict[str, str]]]
     ) -> dict[str, Found]:

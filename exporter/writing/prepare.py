@@ -223,7 +223,7 @@ def prepare(
         for option in ("mtp", "eagle3", "paged", "vision", "state_window"):
             if getattr(options, option):
                 raise OptionError(f"{option} is of models that write text: {format.ckpt.folder} is an encoder")
-    if (options.state_window or 1) > 1 and not text_model.with_states:
+    if (options.state_window or 1) > 1 and not text_model.keeps_states:
         raise OptionError(f"state_window is {options.state_window}: {format.ckpt.folder} has no linear attention")
     ends = stops(text_model)
     turns, no_turns = folder_turns(format.ckpt.companions)

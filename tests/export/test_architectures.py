@@ -682,6 +682,19 @@ def test_deepseek_v4_has_standard_nodes_where_its_node_gives_something_else(
     assert {*other.plain_attention.values()} == {"it computes something else than CachedAttention with compressed keys"}
 
 
+@pytest.mark.every
+def test_deepseek_v4_verifies_drafts(tmp_path: Path) -> None:
+    """Compressed keys have a state after each token that may be the last one accepted."""
+    make_checkpoint(tmp_path / "checkpoint", "deepseek_v4")
+    export(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", logits=5, state_window=5)
+    ids = [*range(10, 17)] * 3
+    want = Generator(tmp_path / "onnx").generate(ids, 30)
+    found = Generator(tmp_path / "onnx", speculate="ngram").generate(ids, 30)
+    assert found.tokens == want.tokens
+    assert found.speculation is not None
+    assert found.speculation.drafted > found.speculation.accepted  # some were taken back
+
+
 @pytest.mark.parametrize("model_type", every(sorted(INDEXERS), 0))
 def test_standard_nodes_select(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What targets without a kernel of indexers have, on the CPU."""

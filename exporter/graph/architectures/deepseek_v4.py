@@ -36,6 +36,14 @@ def prepare(model: PreTrainedModel) -> None:
             module.forward = MethodType(_attention, module)  # type: ignore[method-assign]
 
 
+def states(model: PreTrainedModel, window: int) -> dict[str, Any]:
+    """Let compressed keys have states after each of ``window`` tokens. No module has a state alone."""
+    for module in model.modules():
+        if hasattr(module, "state_window"):
+            module.state_window = window
+    return {}
+
+
 def _model(self: Any, *args: Any, cache: Any = None, use_cache: bool = True, **kwargs: Any) -> Any:
     """DeepseekV4Model.forward with a cache of all tokens. All layers share the tokens of each window.
 

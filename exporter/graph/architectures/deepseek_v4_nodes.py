@@ -53,7 +53,8 @@ def parts_of(module: Any) -> list[Any]:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     given = bound(self, args, kwargs)
     cache, tables = given["cache"], _tables(self, given)
-    given |= {"layer": cache.layers[self.layer_idx] if self.compressor is not None else None, "rows": self.rows.rows}
+    if self.compressor is not None:
+        given |= {"layer": cache.layers[self.layer_idx], "rows": self.rows.rows, "window": self.state_window}
     qkv, given["selecting"] = _inputs(self, given, tables)
     selection = self.rows.select(self, given) if self.found.indexer is not None else ()
     norms = [torch.ones(self.head_dim), _to_front(self.kv_norm.weight.float(), tables)]
@@ -105,7 +106,7 @@ def _compressed(parts: list[Any], given: Mapping[str, Any]) -> list[torch.Tensor
         overlap = weights.shape[-1] == 2 * part.head_dim
         own = torch.eye(2).repeat_interleave(rate, 1) if overlap else torch.ones(1, rate)
         taps.append(own.repeat_interleave(part.head_dim, 0).repeat(2, 1))
-    sums = convolved(torch.cat(made, -1), torch.cat(taps), given["layer"], given["rows"], ())
+    sums = convolved(torch.cat(made, -1), torch.cat(taps), given["layer"], given["rows"], given["window"])
     windows = (positions - (rate - 1)).clamp(min=0)
     tables, keys = parts[0].rotary_emb(x, position_ids=windows, layer_type=parts[0].rope_layer_type), []
     for part, own in zip(parts, sums.split([2 * weights.shape[-1] for weights in made[1::2]], -1), strict=True):
@@ -178,7 +179,7 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
     unseen = unseen.triu(1) | unseen.tril(-NEAR if called.window else -NEW)
     mask = torch.zeros(BATCH, 1, NEW, NEW).masked_fill(unseen, torch.finfo(torch.float32).min)
     rows = torch.tensor([[0, NEW, 0]] * BATCH, dtype=torch.int32)
-    given = {"hidden_states": x, "position_ids": positions, "rows": rows}
+    given = {"hidden_states": x, "position_ids": positions, "rows": rows, "window": 1}
     given["layer"] = SimpleNamespace(conv_states={0: None}, has_previous_state={})
     try:
         with torch.no_grad():
@@ -238,6 +239,8 @@ def _probe(module: Any, draw: Draw) -> Any:
 
 def prepare(attention: Any) -> None:
     """Let a recogniser see an attention module's indexer, which is part of its compressor."""
+    if attention.compressor is not None:
+        attention.state_window = 1
     indexer = getattr(attention.compressor, "indexer", None)
     attention.__dict__["indexer"] = indexer  # no child, which would have a second name
     if indexer is not None:

@@ -109,7 +109,8 @@ def _node_inputs(self: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.
     parts = torch.nn.functional.linear(x, self.index_kpool_compress_gate)
     joined = torch.cat((self.k_norm(self.wk(x)), parts), -1)
     taps = torch.eye(size).repeat_interleave(joined.shape[-1], 0)  # the tokens of a pool, the oldest first
-    tokens = pooled_keys.convolved(joined.repeat(1, 1, size), taps, layer, given["rows"], self.linear)
+    window = pooled_keys.window_of(self.linear)
+    tokens = pooled_keys.convolved(joined.repeat(1, 1, size), taps, layer, given["rows"], window)
     keys, parts = tokens.unflatten(-1, (size, -1)).chunk(2, -1)
     parts = (parts.float() + self.index_kpool_compress_ape.float()).softmax(2).to(keys.dtype)
     weights = self.weights_proj(x).float() * (self.n_heads**-0.5 * self.softmax_scale)

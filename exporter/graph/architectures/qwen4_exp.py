@@ -131,7 +131,7 @@ def _node_inputs(self: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.
     queries = self.q_layernorm(queries.unflatten(-1, (-1, self.index_head_dim)))
     queries = qwen4.apply_rotary_pos_emb(queries, cos=cos, sin=sin, unsqueeze_dim=2)
     taps = torch.full((self.index_head_dim, size), 1 / size)
-    means = pooled_keys.convolved(keys, taps, layer, given["rows"], self.linear)
+    means = pooled_keys.convolved(keys, taps, layer, given["rows"], pooled_keys.window_of(self.linear))
     cos, sin = self.rotary[0](means, (given["position_ids"] - (size - 1)).clamp(min=0))
     keys = qwen4.apply_rotary_pos_emb(self.k_layernorm(means)[:, None], cos=cos, sin=sin)[:, 0]
     return queries.flatten(-2), keys, torch.ones(queries.shape[:3])

@@ -34,18 +34,20 @@ def new_cache(config: Any, attention: Iterable[Any]) -> Any:
     return cache
 
 
-def convolved(
-    x: torch.Tensor, taps: torch.Tensor, layer: Any, rows: torch.Tensor, linear: Iterable[Any]
-) -> torch.Tensor:
+def window_of(linear: Iterable[Any]) -> int:
+    """Return of how many tokens linear attention of the model keeps states, for blocks' keys to keep as many."""
+    return next((module.found.conv.state_window for module in linear if hasattr(module, "found")), 1)
+
+
+def convolved(x: torch.Tensor, taps: torch.Tensor, layer: Any, rows: torch.Tensor, window: int) -> torch.Tensor:
     """Return the convolution of each channel with its taps.
 
     Args:
         x: [batch, S, channels]. taps: [channels, width]. layer: of the cache.
-        linear: linear attention of the model, which keeps as many states.
+        window: of how many tokens states are kept.
     """
     if taps.shape[1] == 1:
         return x * taps[:, 0]
-    window = next((module.found.conv.state_window for module in linear if hasattr(module, "found")), 1)
     spec = ConvSpec(channels=taps.shape[0], width=taps.shape[1], activation="none", state_window=window)
     made = convolve(spec, SimpleNamespace(weight=taps.float(), bias=None), x, layer, rows)
     layer.has_previous_state[0] = True
