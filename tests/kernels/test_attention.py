@@ -639,6 +639,16 @@ def test_compressed_keys_that_are_not_read(kernel: str, bad: float) -> None:
         assert np.isnan(dataclasses.replace(b, past=(keys, values)).run()[0]).all()
 
 
+def test_lists_of_compressed_keys_alone() -> None:
+    """They have more of them than as many slots in a row. Lanes do not write into each other's memory."""
+    spec = dataclasses.replace(SPECS["compressed"], compress_rate=50, sliding_window=0)
+    a = inputs(spec, [[0, 4, 996]] * 8, tokens=4, past=996, length=1000)
+    dense, lists = a.run(), np.tile(np.arange(49, 1000, 50, np.int32), (8, 4, 1, 1))
+    lists[:, :3, :, 19] = -1
+    for lanes in (1, 40, 40, 40):
+        assert_bytes(dataclasses.replace(a, selected=lists).run(lanes=lanes), dense)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

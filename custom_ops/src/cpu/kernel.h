@@ -162,9 +162,10 @@ struct AttentionContext {
   }
   int64_t most_entries() const {
     if (!node.compress_rate) return 0;
-    const int64_t compressed = call.selected && call.selected_size < call.slots ? call.selected_size : call.slots;
+    const int64_t all = call.slots / node.compress_rate;
+    const int64_t compressed = call.selected && call.selected_size < all ? call.selected_size : all;
     const bool window = node.sliding_window && node.sliding_window < call.slots;
-    return compressed / node.compress_rate + (window ? node.sliding_window : call.slots);
+    return compressed + (window ? node.sliding_window : call.slots);
   }
   // The first slot that the token in slot p sees.
   int64_t first_slot(int64_t p) const {
