@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import typer
+from rich.console import Console
 from safetensors.numpy import load_file
 from sweeps import every
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ from quantmoe.benchmarks import bench_engines as bench_sides
 from quantmoe.benchmarks import bench_model as bench_model
 from quantmoe.benchmarks import bench_models as bench_made
 from quantmoe.benchmarks.bench_engines import LlamaCpp, OnCuda, Ours, Process, by_operator, token_ids
-from quantmoe.benchmarks.bench_model import ModelCell, TimedStep, alternate, cells, touched_bytes
+from quantmoe.benchmarks.bench_model import WARM, ModelCell, TimedStep, _timings, alternate, cells, touched_bytes
 from quantmoe.benchmarks.bench_models import gguf_types, layers_that_fit
 from quantmoe.benchmarks.random_checkpoint import CONFIGS, cut, group_size_of, parameters, quantized, write
 from quantmoe.benchmarks.random_gguf import ARCHITECTURES, write_gguf
@@ -255,6 +256,29 @@ def test_ratio_is_of_neighbours() -> None:
     assert first.bandwidth_share == pytest.approx(0.2)
     (alone,) = cells(TimedStep("prefill", 50, 0, 1), {"ours": [2.0]}, None, 10e9)
     assert alone == ModelCell("prefill", 50, 0, 1, 2000, 2000, 25, None, None)
+
+
+def test_a_side_that_begins_again_is_warm() -> None:
+    """llama.cpp's first tokens after another process has run are slow, and would count for us."""
+
+    class Side:
+        def __init__(self) -> None:
+            self.calls: list[tuple[str, int]] = []
+
+        def fill(self, depth: int, batch: int, length: int) -> None: ...
+
+        def prefill(self, tokens: int) -> float:
+            self.calls.append(("prefill", tokens))
+            return 1.0
+
+        def decode(self, steps: int) -> float:
+            self.calls.append(("decode", steps))
+            return 1.0
+
+    side = Side()
+    wanted = [TimedStep("prefill", 300, 0, 1), TimedStep("decode", 1, 0, 1)]
+    _timings(Console(quiet=True), {"ours": side}, wanted, 1, 3, 64)  # type: ignore[dict-item]
+    assert side.calls == [("prefill", WARM), ("prefill", 300)] * 2 + [("decode", WARM), ("decode", 3)] * 2
 
 
 def test_sides_alternate_and_a_peer_that_fails_is_dropped() -> None:

@@ -3,9 +3,10 @@
 Method:
 
 - Each side runs in a process of its own, where no pool's spinning threads meet another's; they alternate run by run
-  (A B A B). A run is a prompt, or a few decode steps from the same depth. The ratio is the median of the runs' own
-  ratios, as neighbours in time see the same machine. Where other work runs, too, threads that wait for each other wait
-  for that: --cpu-time with one thread compares the work alone.
+  (A B A B). A run is a prompt, or decode steps from the same depth. Before it a side takes a few tokens that are not
+  counted: after another side's run llama.cpp's first ones take two to three times as long. The ratio is the median of
+  the runs' own ratios, as neighbours in time see the same machine. Where other work runs, too, threads that wait for
+  each other wait for that: --cpu-time with one thread compares the work alone.
 - A depth's cache is random numbers for us (no time depends on them), computed tokens for llama.cpp and genai.
 - A shape's weights are random, int4 with groups of 32, and exported by our exporter. llama.cpp gets a file of the same
   sizes in Q4_0; lm_head and embeddings have the same bits on both sides. Routing is by random routers, near uniform.
@@ -54,7 +55,8 @@ PEERS = {
 }
 COMPILED = {"llama.cpp": "; that is compiled, for minutes"}
 MIN_RUNS, CELL_SECONDS = 3, 30.0
-ROOM = 64  # tokens after the deepest depth, of runs of 8 steps
+WARM = 16  # tokens of a run that are not counted
+ROOM = 64  # tokens after the deepest depth, at least; genai goes on where its last run ended
 PROFILE_LINES = 10
 
 
@@ -217,7 +219,7 @@ def bench_model(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="run both sides on the CPU or on a GPU")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="use N CPU threads a side; 0: one a CPU")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help=f"run each side N times, for {CELL_SECONDS:g} s at most")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="generate N tokens in a run")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="generate N tokens in a run")] = 32,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="count CPU seconds; needs --threads 1")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="show QuantMoE's time by node type")] = False,
     json_file: Annotated[Path | None, typer.Option("--output", help="write the results to this file, as JSON")] = None,
@@ -266,9 +268,10 @@ def bench_model(
                 sides[name] = peer
                 stack.callback(peer.close)
         cache = sides["ours"].cache_bytes()
-        wanted = _steps(console, config, cache, len(sides), prefill, depths, batch)
+        room = max(ROOM, (repeat + 2) * (WARM + steps))
+        wanted = _steps(console, config, cache, len(sides), room, prefill, depths, batch)
         reads = [] if on_gpu else [probe_read(threads, Path(temporary))]
-        timed = _timings(console, sides, wanted, repeat, steps)
+        timed = _timings(console, sides, wanted, repeat, steps, room)
         reads += [] if on_gpu else [probe_read(threads, Path(temporary))]
         done = [
             cell
@@ -386,6 +389,7 @@ def _steps(
     config: Mapping[str, Any],
     cache: Mapping[str, int],
     sides: int,
+    room: int,
     prefill: Sequence[int] | None,
     depths: Sequence[int] | None,
     batches: Sequence[int] | None,
@@ -398,7 +402,7 @@ def _steps(
     ]
     found = []
     for step in steps:
-        length = step.tokens if step.step == "prefill" else step.depth + ROOM
+        length = step.tokens if step.step == "prefill" else step.depth + room
         needed = step.batch * length * token * (1 + sides)  # ours is there twice, past and present
         if length > context:
             reason = f"the model's context is {context:,}"
@@ -412,7 +416,7 @@ def _steps(
 
 
 def _timings(
-    console: Console, sides: dict[str, Process], wanted: Sequence[TimedStep], repeat: int, steps: int
+    console: Console, sides: dict[str, Process], wanted: Sequence[TimedStep], repeat: int, steps: int, room: int
 ) -> list[tuple[TimedStep, dict[str, list[float]]]]:
     found = []
     for step in wanted:
@@ -424,10 +428,10 @@ def _timings(
 
         with console.status(str(step)):
             if step.step == "prefill":
-                times = alternate(sides, lambda side: side.prefill(step.tokens), repeat, drop)  # noqa: B023
+                times = alternate(sides, lambda side: (side.prefill(WARM), side.prefill(step.tokens))[1], repeat, drop)  # noqa: B023
             else:
                 most = max(other.depth for other in wanted if other.batch == step.batch)
-                length, ready = most + max(ROOM, (repeat + 2) * steps), dict(sides)
+                length, ready = most + room, dict(sides)
                 for name in list(ready):
                     try:
                         ready[name].fill(step.depth, step.batch, length)
@@ -436,7 +440,7 @@ def _timings(
                             raise
                         del ready[name]
                         drop(name, error)
-                times = alternate(ready, lambda side: side.decode(steps), repeat, drop)
+                times = alternate(ready, lambda side: (side.decode(WARM), side.decode(steps))[1], repeat, drop)
         found.append((step, times))
         if not console.is_terminal:  # which would show what is being measured
             each = ", ".join(f"{name} {1e3 * statistics.median(t):.4g} ms" for name, t in times.items())
