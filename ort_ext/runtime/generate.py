@@ -413,13 +413,13 @@ class Generator(OpenedModel):
     ) -> Batch:
         """Return an iterator over the new tokens of several prompts that run together.
 
-        Prompts may have different lengths. Each prompt gets the tokens that it gets alone.
+        Prompts may have different lengths. Of two almost equally likely tokens, a prompt may get another than alone.
 
         Args:
             prompts: token ids of each prompt. Each cache takes the memory of the longest prompt's cache.
             max_new_tokens: most new tokens of each prompt.
             stop: token ids that end one answer; the others go on.
-            sampling: None takes the likeliest token. With a seed each prompt gets the tokens that it gets alone.
+            sampling: None takes the likeliest token. A seed draws for each prompt as if it ran alone.
             constraints: which tokens may come, of each prompt; (): all may.
 
         Raises:

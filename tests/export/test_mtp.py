@@ -47,6 +47,8 @@ from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.opened_model import SPINNING
 from quantmoe.runtime.speculate import Head
+from quantmoe.serving.batch_cache import Rows
+from quantmoe.serving.scheduler import check_serves
 
 KINDS = ["qwen3_next", "deepseek_v3", "qwen3_5_moe_text", "glm4_moe", "mimo_v2_flash"]
 #: whose layer is the one after the last
@@ -618,6 +620,21 @@ def test_mtp_alone_is_enough_to_draft(sources, tmp_path, kind):
     assert set(states) == ({5} if kind == "qwen3_next" else set())
     with Generator(tmp_path / "model", speculate="mtp") as drafting, Generator(tmp_path / "model") as plain:
         assert drafting.greedy(PROMPT, 6).tokens == plain.greedy(PROMPT, 6).tokens
+
+
+def test_a_model_without_states_is_served_beside_its_layer(models):
+    """A server runs its rows as it runs those of a model without the layer; docs/guides/serve.md says so."""
+    prompts = [PROMPT[at:] for at in range(3)]
+    with Generator(models["deepseek_v3"]) as model:
+        check_serves(model)
+        rows, found = Rows(model, len(prompts), 48), []
+        for row, prompt in enumerate(prompts):
+            found.append([int(rows.read(row, prompt).here()[0, -1].argmax())])
+        for _ in range(4):
+            logits, ran = rows.start({row: tokens[-1] for row, tokens in enumerate(found)})
+            for row, tokens in enumerate(found):
+                tokens.append(int(logits.here()[ran.index(row), -1].argmax()))
+        assert found == [model.greedy(prompt, 5).tokens for prompt in prompts]
 
 
 @pytest.mark.every
