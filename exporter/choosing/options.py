@@ -152,7 +152,7 @@ class Options:
     expert_map: str | Path | None = option(  # noqa: RUF009
         None, "place experts by this file", "Several GPUs or processes", metavar="FILE", kind=Path
     )
-    data_parallel: bool = option(False, "split experts only, not tokens", "Several GPUs or processes")
+    data_parallel: bool = option(False, "split experts; one batch a rank", "Several GPUs or processes")
     logits: str | int | None = option(
         None,
         "give logits of the last N tokens, or all",
