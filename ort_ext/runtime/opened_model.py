@@ -35,7 +35,7 @@ from quantmoe.exporter.folder.metadata import (
 from quantmoe.exporter.folder.model_file import check_alone, load, metadata_of
 from quantmoe.exporter.memory import OnGpu, doing
 from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.targets import of_device
+from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.ort_ext import OLDEST, experts_report
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.constraint import Constraint
@@ -173,9 +173,10 @@ class OpenedModel:
             model = load(self.path)  # says which file is at fault
             if self.group is None:
                 check_alone(self.path, model.metadata_props)
-            target = model.metadata_props.get(TARGET, "cpu")
+            target = model.metadata_props.get(TARGET, CPU.name)
+            runs = target in TARGETS and TARGETS[target].device == self.device
             other = f"exported with --target {target}, which this provider does not run: "
-            raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
+            raise ModelError(f"{self.path}: {'' if runs else other}{error}") from None
 
     def _read_interface(self, speculate: str | Path | None, num_logits: int) -> None:
         """Read logits, cache and states from the session's inputs, outputs and metadata."""

@@ -275,6 +275,10 @@ def test_generation_says_what_is_wrong(exported, tmp_path):
     shutil.copyfile(exported("qwen3_moe", activations="float") / "model.onnx.data", folder / "model.onnx.data")
     with pytest.raises(ModelError, match="exported with --target cuda, which this provider does not run"):
         Generator(folder)
+    model.metadata_props["target"] = "ort"  # another name, for the device that runs
+    ir.save(model, folder / "model.onnx")
+    with pytest.raises(ModelError, match=r"model\.onnx: (?!exported with).*QuantMoEOnCuda"):
+        Generator(folder)
     for name, text in (("generation_config.json", "[]"), ("generation_config.json", '{"eos_token_id": "x"}')):
         (folder / name).write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=name):
