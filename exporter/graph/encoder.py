@@ -14,7 +14,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from transformers.modeling_outputs import ModelOutput
 
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.families import ENCODERS
+from quantmoe.exporter.reading.families import family_named
 from quantmoe.exporter.reading.sampling import read_object
 
 #: why no attention of an encoder is CachedAttention
@@ -36,7 +36,7 @@ class EncoderOutput(ModelOutput):
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    return config.model_type in ENCODERS
+    return family_named(config.model_type).encoder
 
 
 def encoder_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

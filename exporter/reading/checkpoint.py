@@ -26,6 +26,7 @@ import numpy as np
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.config_fields import text_part
+from quantmoe.exporter.reading.families import Family, family_named
 
 #: safetensors dtype name -> NumPy dtype
 DTYPES: dict[str, np.dtype] = {
@@ -66,66 +67,6 @@ OTHERS = {
     "*.onnx": "an exported model; expected the checkpoint that it was made from",
     "snapshots": "a folder of the Hugging Face cache; expected the checkpoint's, which is a folder in this one",
     "pytorch_model*.bin": "PyTorch's pickle, which is not read; expected *.safetensors, as save_pretrained writes them",
-}
-_GRANITE = {
-    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
-    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
-}
-#: model_type without _text -> ends of names that are the family's own, and what every other family calls these tensors
-OWN_NAMES = {
-    "aria": {
-        ".mlp.experts.fc1.weight": ".mlp.experts.gate_up_proj",
-        ".mlp.experts.fc2.weight": ".mlp.experts.down_proj",
-    },
-    "dbrx": {
-        ".ffn.experts.mlp.w1": ".ffn.experts.gate_proj",
-        ".ffn.experts.mlp.v1": ".ffn.experts.up_proj",
-        ".ffn.experts.mlp.w2": ".ffn.experts.down_proj",
-    },
-    "granitemoe": _GRANITE,
-    "granitemoehybrid": _GRANITE,
-    "granitemoeshared": _GRANITE,
-    "inkling": {
-        ".attn.wq_du.weight": ".self_attn.q_proj.weight",
-        ".attn.wk_dv.weight": ".self_attn.k_proj.weight",
-        ".attn.wv_dv.weight": ".self_attn.v_proj.weight",
-        ".attn.wr_du.weight": ".self_attn.r_proj.weight",
-        ".attn.wo_ud.weight": ".self_attn.o_proj.weight",
-        ".mlp.w2_md.weight": ".mlp.down_proj.weight",
-        ".mlp.experts.w2_weight": ".mlp.experts.down_proj",
-        ".mlp.shared_experts.shared_w2_weight": ".mlp.shared_experts.down_proj",
-    },
-    "jetmoe": {
-        ".mlp.input_linear.weight": ".mlp.experts.gate_up_proj",
-        ".mlp.output_linear.weight": ".mlp.experts.down_proj",
-        ".self_attention.experts.bias": ".self_attention.mixture.bias",
-    },
-    "step3p5": {f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
-}
-
-
-def _attention_rows(config: Mapping[str, int]) -> dict[str, int]:
-    size = config["head_dim"]
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
-    return {f"{name}_proj": count * size for name, count in heads.items()}
-
-
-def _delta_rows(config: Mapping[str, int]) -> dict[str, int]:
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    values = config["linear_num_value_heads"]
-    z = values * config["linear_value_head_dim"]
-    return {"in_proj_qkv": 2 * keys + z, "in_proj_z": z, "in_proj_b": values, "in_proj_a": values}
-
-
-#: model_type -> a linear whose rows are those of several in transformers' model -> how many each of them has
-DIVIDED = {"lara_mini": ("in_proj", _delta_rows), "sarvam_moe": ("query_key_value", _attention_rows)}
-#: model_type -> ends of tensors whose rows alternate between gate and up -> what transformers calls these two
-ALTERNATING = {
-    "inkling_text": {
-        ".mlp.w13_dn.weight": (".mlp.gate_proj.weight", ".mlp.up_proj.weight"),
-        ".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj"),
-        ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
-    }
 }
 #: what MLX calls a layer's experts, whose tensors it stacks
 STACKED = "switch_mlp"
@@ -185,15 +126,14 @@ class Checkpoint:
         self.config = self._json("config.json")
         generation = "generation_config.json"
         self.generation_config = self._json(generation) if (self.folder / generation).exists() else {}
-        family = self.text_config.get("model_type")
-        own = OWN_NAMES.get(family.removesuffix("_text"), {}) if isinstance(family, str) else {}
+        own = self.family
         for shard in self._shards():
             self.see(shard)
             with doing(str(shard)):
                 header = read_header(shard)
             for entry in header.values():
-                entry = self._by_experts(entry) if family == "dbrx" else entry
-                for name, part in self._divided(_renamed(entry.name, own), entry).items():
+                entry = self._by_experts(entry, own.experts_as_rows)
+                for name, part in self._divided(_renamed(entry.name, own.names), entry, own).items():
                     if name in self._entries:
                         raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
                     self._entries[name] = part
@@ -229,6 +169,11 @@ class Checkpoint:
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.folder / 'config.json'}: text_config is not an object")
         return found
+
+    @property
+    def family(self) -> Family:
+        """What the text model's type has of its own."""
+        return family_named(self.text_config.get("model_type"))
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
@@ -402,10 +347,11 @@ class Checkpoint:
             found.setdefault(module, {})[suffix] = entry
         return found
 
-    def _by_experts(self, entry: Entry) -> Entry:
-        """Return a tensor of DBRX's experts [E, rows, columns], which is stored as [E rows, columns]."""
+    def _by_experts(self, entry: Entry, marks: str) -> Entry:
+        """Return a tensor of experts [E, rows, columns], which is stored as [E rows, columns] and has ``marks`` in its
+        name."""
         count = self.text_config.get("num_experts")
-        if ".ffn.experts." not in entry.name or len(entry.shape) != 2:
+        if not marks or marks not in entry.name or len(entry.shape) != 2:
             return entry
         if type(count) is not int or count < 1 or entry.shape[0] % count:
             raise CheckpointError(
@@ -414,16 +360,15 @@ class Checkpoint:
             )
         return replace(entry, shape=(count, entry.shape[0] // count, entry.shape[1]))
 
-    def _divided(self, name: str, entry: Entry) -> dict[str, Entry]:
-        """Return a tensor under its name; of a linear of :data:`DIVIDED` or :data:`ALTERNATING` its rows under the
+    def _divided(self, name: str, entry: Entry, own: Family) -> dict[str, Entry]:
+        """Return a tensor under its name; of a linear that the family has divided or alternating, its rows under the
         names of transformers' linears."""
-        family = self.text_config.get("model_type")
-        for end, names in ALTERNATING.get(family, {}).items() if isinstance(family, str) else ():
+        for end, names in own.alternating.items():
             if name.endswith(end):
                 return self._halves(name.removesuffix(end), names, entry)
         if f".{STACKED}." in name and entry.shape:
             return _unstacked(name, entry)
-        joined, rows = DIVIDED.get(family, ("", None)) if isinstance(family, str) else ("", None)
+        joined, rows = own.divided or ("", None)
         stem, _, leaf = name.rpartition(".")
         parent, _, linear = stem.rpartition(".")
         if rows is None or linear != joined:
@@ -622,7 +567,7 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC or path.suffix.lower() == ".gguf"
 
 
-def _renamed(name: str, ends: dict[str, str]) -> str:
+def _renamed(name: str, ends: Mapping[str, str]) -> str:
     end = next((end for end in ends if name.endswith(end)), "")
     return name.removesuffix(end) + ends[end] if end else name
 

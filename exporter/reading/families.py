@@ -1,15 +1,124 @@
-"""Facts of model families that only their own checkpoints have, from config.json and tensor names."""
+"""What a model type's checkpoints have of their own: one row of :data:`FAMILIES` a type, and what layers say of
+themselves in config.json and tensor names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-#: model_type of families that read all tokens of a text at once and write none
-ENCODERS = ("openai_privacy_filter",)
-#: model_type of families whose experts are rows of tables, which no node of experts has
-_ROWS = ("doge",)
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What one model type has that others do not.
+
+    Attributes:
+        names: ends of its tensors' names -> what every other family calls these tensors.
+        divided: a linear whose rows are those of several in transformers' model, and how many each of these has, from
+            the text model's configuration.
+        alternating: ends of tensors whose rows alternate between gate and up -> what transformers calls these two.
+        alternating_experts: rows of gate and up alternate in the experts' one tensor, here and in transformers.
+        transposed: the fused tensors of experts that are [E, in, out]: all, one by its name, or those whose shape says
+            so.
+        experts_as_rows: part of the names of experts' tensors that are stored as [E rows, columns].
+        row_experts: experts are rows of tables, which no node of experts has, where config.json says is_moe.
+        encoder: it reads all tokens of a text at once and writes none.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    divided: tuple[str, Callable[[Mapping[str, int]], dict[str, int]]] | None = None
+    alternating: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    alternating_experts: bool = False
+    transposed: Literal["", "all", "down_proj", "by shape"] = ""
+    experts_as_rows: str = ""
+    row_experts: bool = False
+    encoder: bool = False
+
+
+def _attention_rows(config: Mapping[str, int]) -> dict[str, int]:
+    size = config["head_dim"]
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+    return {f"{name}_proj": count * size for name, count in heads.items()}
+
+
+def _delta_rows(config: Mapping[str, int]) -> dict[str, int]:
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"]
+    z = values * config["linear_value_head_dim"]
+    return {"in_proj_qkv": 2 * keys + z, "in_proj_z": z, "in_proj_b": values, "in_proj_a": values}
+
+
+_GRANITE = Family(
+    names={
+        ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+        ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    }
+)
+#: model_type of the text model, without _text
+FAMILIES = {
+    "aria": Family(
+        names={
+            ".mlp.experts.fc1.weight": ".mlp.experts.gate_up_proj",
+            ".mlp.experts.fc2.weight": ".mlp.experts.down_proj",
+        },
+        transposed="all",
+    ),
+    "dbrx": Family(
+        names={
+            ".ffn.experts.mlp.w1": ".ffn.experts.gate_proj",
+            ".ffn.experts.mlp.v1": ".ffn.experts.up_proj",
+            ".ffn.experts.mlp.w2": ".ffn.experts.down_proj",
+        },
+        transposed="down_proj",
+        experts_as_rows=".ffn.experts.",
+    ),
+    "doge": Family(row_experts=True),
+    "gpt_oss": Family(alternating_experts=True, transposed="all"),
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "inkling": Family(
+        names={
+            ".attn.wq_du.weight": ".self_attn.q_proj.weight",
+            ".attn.wk_dv.weight": ".self_attn.k_proj.weight",
+            ".attn.wv_dv.weight": ".self_attn.v_proj.weight",
+            ".attn.wr_du.weight": ".self_attn.r_proj.weight",
+            ".attn.wo_ud.weight": ".self_attn.o_proj.weight",
+            ".mlp.w2_md.weight": ".mlp.down_proj.weight",
+            ".mlp.experts.w2_weight": ".mlp.experts.down_proj",
+            ".mlp.shared_experts.shared_w2_weight": ".mlp.shared_experts.down_proj",
+        },
+        alternating={
+            ".mlp.w13_dn.weight": (".mlp.gate_proj.weight", ".mlp.up_proj.weight"),
+            ".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj"),
+            ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
+        },
+    ),
+    "jetmoe": Family(
+        names={
+            ".mlp.input_linear.weight": ".mlp.experts.gate_up_proj",
+            ".mlp.output_linear.weight": ".mlp.experts.down_proj",
+            ".self_attention.experts.bias": ".self_attention.mixture.bias",
+        },
+    ),
+    "lara_mini": Family(divided=("in_proj", _delta_rows)),
+    "llama4": Family(transposed="all"),
+    "openai_privacy_filter": Family(transposed="all", encoder=True),
+    "qwen3_vl_moe": Family(transposed="by shape"),
+    "sarvam_moe": Family(divided=("query_key_value", _attention_rows)),
+    "step3p5": Family(
+        names={f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")}
+    ),
+}
+_PLAIN = Family()
+
+
+def family_named(model_type: Any) -> Family:
+    """Return what a model type of config.json has of its own: nothing, where it has no row."""
+    return FAMILIES.get(model_type.removesuffix("_text"), _PLAIN) if isinstance(model_type, str) else _PLAIN
+
+
 #: how the names of the layers begin that draft in MiMo
 MIMO = "model.mtp.layers."
 #: what the names of an EAGLE-3 head's tensors begin with, and of the matrix by which the model makes its features
@@ -17,12 +126,6 @@ EAGLE3, FEATURES = "eagle3.", "features."
 #: what a layer that drafts has beside a decoder layer's tensors: one of DeepSeek-V3's and GLM-4.5's, one of MiMo's
 _DRAFTS = "eh_proj|enorm|hnorm"
 _MIMO_DRAFTS = f"{_DRAFTS}|pre_mlp_layernorm|final_layernorm"
-#: model_type of families whose rows of gate and up alternate in one tensor
-_ALTERNATING = ("gpt_oss",)
-#: model_type of families whose fused experts are [E, in, out]
-_TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text", "openai_privacy_filter")
-#: model_type of families whose fused experts are [E, in, out] unless their shape says otherwise
-_EITHER = ("qwen3_vl_moe_text",)
 
 
 def drafting_prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -46,12 +149,12 @@ def drafts_without_experts(layer: str) -> bool:
 
 def has_rows_for_experts(config: Mapping[str, Any]) -> bool:
     """Return whether a model's experts are rows of tables."""
-    return config.get("model_type") in _ROWS and config.get("is_moe") is True
+    return family_named(config.get("model_type")).row_experts and config.get("is_moe") is True
 
 
 def halves(config: Mapping[str, Any], size: int) -> tuple[slice, slice]:
     """Return the rows of gate and of up where the model keeps both in one tensor; size: rows of one."""
-    if config.get("model_type") in _ALTERNATING:
+    if family_named(config.get("model_type")).alternating_experts:
         return slice(0, None, 2), slice(1, None, 2)
     return slice(0, size), slice(size, None)
 
@@ -62,10 +165,8 @@ def is_transposed(config: Mapping[str, Any], name: str, differs: bool) -> bool:
     Args:
         name: of the tensor: down_proj, .. differs: its shape is not [E, out, in].
     """
-    family = config.get("model_type")
-    if family == "dbrx":
-        return name == "down_proj"
-    return family in _TRANSPOSED or (family in _EITHER and differs)
+    which = family_named(config.get("model_type")).transposed
+    return which in ("all", name) or (which == "by shape" and differs)
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[str]:

@@ -35,7 +35,6 @@ from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.eagle3 import take_head
 from quantmoe.exporter.reading.expert_map import placements
-from quantmoe.exporter.reading.families import ENCODERS
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
@@ -219,7 +218,7 @@ def prepare(
             for layer, spec in (pair for groups in nodes.values() for pair in groups):
                 check_webgpu(one.ckpt.folder, layer.title, bool(spec.w13.zero_points or spec.w2.zero_points))
     text_model = chosen[0][0]
-    if format.ckpt.text_config.get("model_type") in ENCODERS:
+    if format.ckpt.family.encoder:
         for option in ("mtp", "eagle3", "paged", "vision", "state_window"):
             if getattr(options, option):
                 raise OptionError(f"{option} is of models that write text: {format.ckpt.folder} is an encoder")

@@ -16,7 +16,7 @@ from transformers.models.jetmoe import modeling_jetmoe as jetmoe
 
 from quantmoe.exporter.graph.experts import TopKRouter, experts_like, put_on_interface
 
-#: parts of names that the exporter reads (checkpoint.py's OWN_NAMES) -> of the model
+#: parts of names that the exporter reads (its row of reading/families.py) -> of the model
 NAMES = {".mlp.router.layer.": ".mlp.router.", ".self_attention.mixture.": ".self_attention.experts."}
 
 
