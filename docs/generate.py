@@ -24,9 +24,9 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
 from quantmoe.exporter.folder.files import FILES
 from quantmoe.exporter.folder.interface import ENCODER_TENSORS, PAGED_TENSORS, TENSORS, VISION_TENSORS, Tensor
+from quantmoe.exporter.reading.families import UNSUPPORTED
 from quantmoe.exporter.reading.formats import FORMATS, REFUSED
 from quantmoe.exporter.reading.formats.base import Format
-from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gguf import REFUSED as REFUSED_TYPES
 from quantmoe.exporter.reading.formats.unquantized import Unquantized

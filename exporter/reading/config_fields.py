@@ -9,6 +9,7 @@ from typing import Any
 import regex
 
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.families import family_named
 
 #: of anything that config.json counts
 MAX_SIZE = 1 << 24
@@ -18,27 +19,9 @@ def text_part(config: Mapping[str, Any]) -> Any:
     """Return the language model's part of a configuration: of a model that also speaks, its thinker's."""
     thinker = config.get("thinker_config")
     config = thinker if isinstance(thinker, dict) else config
-    if config.get("model_type") == "dbrx":
-        return _dbrx(config)
+    if fields := family_named(config.get("model_type")).fields:
+        return {**config, **fields(config)}
     return config.get("text_config") or config.get("llm_config") or config
-
-
-def _dbrx(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DBRX's configuration with the names of other families."""
-    own = config.get("ffn_config")
-    inner: Mapping[str, Any] = own if isinstance(own, dict) else {}
-    activation = inner.get("ffn_act_fn")
-    named = {
-        "hidden_size": config.get("d_model"),
-        "num_hidden_layers": config.get("n_layers"),
-        "num_attention_heads": config.get("n_heads"),
-        "max_position_embeddings": config.get("max_seq_len"),
-        "intermediate_size": inner.get("ffn_hidden_size"),
-        "num_experts": inner.get("moe_num_experts"),
-        "num_experts_per_tok": inner.get("moe_top_k"),
-        "hidden_act": activation.get("name", "silu") if isinstance(activation, dict) else "silu",
-    }
-    return {**config, **named}
 
 
 @contextlib.contextmanager

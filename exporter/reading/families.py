@@ -22,6 +22,14 @@ class Family:
         transposed: the fused tensors of experts that are [E, in, out]: all, one by its name, or those whose shape says
             so.
         experts_as_rows: part of the names of experts' tensors that are stored as [E rows, columns].
+        fields: fields of config.json under the names of other families.
+        gate: what the gate of its experts is, whatever config.json calls it: gpt-oss's, or clamped before SiLU, as the
+            other half is on both sides.
+        hidden_act: what config.json does not name.
+        counts_some: experts beyond the counted ones are for images, or have no weights.
+        norm_after_expert: each expert of a token is a token of one expert to the node.
+        weighs_inputs: a router's weights are factors of the experts' inputs.
+        unsupported: what no operator computes of it; "" where all is computed.
         row_experts: experts are rows of tables, which no node of experts has, where config.json says is_moe.
         encoder: it reads all tokens of a text at once and writes none.
     """
@@ -32,6 +40,13 @@ class Family:
     alternating_experts: bool = False
     transposed: Literal["", "all", "down_proj", "by shape"] = ""
     experts_as_rows: str = ""
+    fields: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    gate: Literal["", "swiglu_oai", "swiglu_clamp"] = ""
+    hidden_act: str = ""
+    counts_some: bool = False
+    norm_after_expert: bool = False
+    weighs_inputs: bool = False
+    unsupported: str = ""
     row_experts: bool = False
     encoder: bool = False
 
@@ -49,6 +64,24 @@ def _delta_rows(config: Mapping[str, int]) -> dict[str, int]:
     return {"in_proj_qkv": 2 * keys + z, "in_proj_z": z, "in_proj_b": values, "in_proj_a": values}
 
 
+def _dbrx_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    own = config.get("ffn_config")
+    inner: Mapping[str, Any] = own if isinstance(own, dict) else {}
+    activation = inner.get("ffn_act_fn")
+    return {
+        "hidden_size": config.get("d_model"),
+        "num_hidden_layers": config.get("n_layers"),
+        "num_attention_heads": config.get("n_heads"),
+        "max_position_embeddings": config.get("max_seq_len"),
+        "intermediate_size": inner.get("ffn_hidden_size"),
+        "num_experts": inner.get("moe_num_experts"),
+        "num_experts_per_tok": inner.get("moe_top_k"),
+        "hidden_act": activation.get("name", "silu") if isinstance(activation, dict) else "silu",
+    }
+
+
+_READS = "a decoder that reads what an encoder makes"
+_TANH = "a gate of experts that tanh limits"
 _GRANITE = Family(
     names={
         ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
@@ -72,13 +105,21 @@ FAMILIES = {
         },
         transposed="down_proj",
         experts_as_rows=".ffn.experts.",
+        fields=_dbrx_fields,
     ),
+    "deepseek_v4": Family(gate="swiglu_clamp"),
+    "diffusion_gemma": Family(unsupported="diffusion, which writes many tokens at once"),
     "doge": Family(row_experts=True),
-    "gpt_oss": Family(alternating_experts=True, transposed="all"),
+    "ernie4_5_vl_moe": Family(counts_some=True),
+    "glm5_next": Family(gate="swiglu_clamp"),
+    "gpt_oss": Family(gate="swiglu_oai", alternating_experts=True, transposed="all"),
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
+    "hy_v4": Family(gate="swiglu_clamp"),
+    "hy_v4_vl": Family(gate="swiglu_clamp"),
     "inkling": Family(
+        hidden_act="silu",
         names={
             ".attn.wq_du.weight": ".self_attn.q_proj.weight",
             ".attn.wk_dv.weight": ".self_attn.k_proj.weight",
@@ -95,6 +136,8 @@ FAMILIES = {
             ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
         },
     ),
+    "inkling2": Family(unsupported=_TANH),
+    "inkling2_loop": Family(unsupported=_TANH),
     "jetmoe": Family(
         names={
             ".mlp.input_linear.weight": ".mlp.experts.gate_up_proj",
@@ -103,15 +146,25 @@ FAMILIES = {
         },
     ),
     "lara_mini": Family(divided=("in_proj", _delta_rows)),
-    "llama4": Family(transposed="all"),
-    "openai_privacy_filter": Family(transposed="all", encoder=True),
+    "lfm2_moe": Family(hidden_act="silu"),
+    "llama4": Family(transposed="all", weighs_inputs=True),
+    "longcat_flash": Family(hidden_act="silu", counts_some=True),
+    "minimax_m3_vl": Family(gate="swiglu_oai"),
+    "muse_spark": Family(norm_after_expert=True),
+    "nllb-moe": Family(unsupported=_READS),
+    "openai_privacy_filter": Family(gate="swiglu_oai", hidden_act="silu", transposed="all", encoder=True),
     "qwen3_vl_moe": Family(transposed="by shape"),
     "sarvam_moe": Family(divided=("query_key_value", _attention_rows)),
     "step3p5": Family(
-        names={f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")}
+        names={f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
+        hidden_act="silu",
     ),
+    "switch_transformers": Family(unsupported=_READS),
+    "unlimited_ocr": Family(unsupported="attention that sees the whole prompt and a window of the answer"),
 }
 _PLAIN = Family()
+#: the types of FAMILIES that are refused, and why
+UNSUPPORTED = {name: one.unsupported for name, one in FAMILIES.items() if one.unsupported}
 
 
 def family_named(model_type: Any) -> Family:

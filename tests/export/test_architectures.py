@@ -33,8 +33,8 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.families import UNSUPPORTED
 from quantmoe.exporter.reading.formats import open_checkpoint
-from quantmoe.exporter.reading.formats.experts import UNSUPPORTED
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.report import selection
 from quantmoe.exporter.targets import CPU, TARGETS

@@ -1,4 +1,4 @@
-"""The names of experts in checkpoints, and the families that have something which nothing here computes."""
+"""The names of experts in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,17 +18,6 @@ NAMINGS = (
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron
 )
-_READS = "a decoder that reads what an encoder makes"
-_TANH = "a gate of experts that tanh limits"
-#: model_type without _text -> what no operator computes of the family
-UNSUPPORTED = {
-    "diffusion_gemma": "diffusion, which writes many tokens at once",
-    "inkling2": _TANH,
-    "inkling2_loop": _TANH,
-    "nllb-moe": _READS,
-    "switch_transformers": _READS,
-    "unlimited_ocr": "attention that sees the whole prompt and a window of the answer",
-}
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 
 
@@ -45,10 +34,10 @@ def named_experts(
             text model's.
 
     Raises:
-        CheckpointError: there are none, or the family is one of UNSUPPORTED.
+        CheckpointError: there are none, or no operator computes something of the family.
     """
-    kind = ckpt.text_config.get("model_type")
-    if isinstance(kind, str) and (missing := UNSUPPORTED.get(kind.removesuffix("_text"))):
+    if missing := ckpt.family.unsupported:
+        kind = ckpt.text_config["model_type"]
         raise CheckpointError(f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported")
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():

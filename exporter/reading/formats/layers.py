@@ -25,18 +25,8 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
 }
-#: model_type of families with gpt-oss' gate, whatever their configuration calls it
-SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text", "openai_privacy_filter")
-#: model_type of families whose gate is clamped before SiLU, as the other half is on both sides
-SWIGLU_CLAMP = ("deepseek_v4", "glm5_next_text", "hy_v4", "hy_v4_vl_text")
-#: model_type of families with SiLU, whose configuration does not name it
-SILU = ("inkling_text", "lfm2_moe", "longcat_flash", "openai_privacy_filter", "step3p5")
 #: field with a layer's limit of gates after SiLU, null and 0 for none
 STEP_LIMITS = "swiglu_limits"
-#: model_type of families whose experts beyond the counted ones are for images, or have no weights
-COUNTED = ("ernie4_5_vl_moe_text", "longcat_flash")
-#: model_type of families with a norm after each expert: each expert of a token is a token of one expert to the node
-NORMED = ("muse_spark_text",)
 
 
 def moe_layers(format: Format) -> list[MoELayer]:
@@ -73,7 +63,7 @@ def _index(name: str) -> int:
 
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     """``experts``: the children of each expert; {} when they are fused."""
-    whole = format.ckpt.text_config
+    whole, family = format.ckpt.text_config, format.ckpt.family
     config = whole if format.part else of_layer(whole, _index(name))
     path = format.ckpt.folder / "config.json"
 
@@ -82,7 +72,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         if key is None:
             raise CheckpointError(f"{path}: expected one of the fields {', '.join(keys)}")
         found: Any = config[key]
-        if config.get("model_type") in COUNTED and isinstance(found, list) and found:
+        if family.counts_some and isinstance(found, list) and found:
             found = found[0]
         if type(found) is not kind or (isinstance(found, int) and found <= 0):
             raise CheckpointError(f"{path}: {key} is {found!r}, expected a positive {kind.__name__}")
@@ -94,19 +84,17 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         return float(found)
 
     num_experts = _stored_count(format, name, experts) or setting(int, *COUNTS)
-    if config.get("model_type") in COUNTED:
+    if family.counts_some:
         experts = {e: children for e, children in experts.items() if e < num_experts}
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
-    oai, clamped = (config.get("model_type") in families for families in (SWIGLU_OAI, SWIGLU_CLAMP))
+    oai, clamped = (family.gate == gate for gate in ("swiglu_oai", "swiglu_clamp"))
     limits = config.get(STEP_LIMITS)
     step = (
         number(limits[_index(name)] or 0, STEP_LIMITS) if isinstance(limits, list) and limits[_index(name) :] else 0.0
     )
-    limited = {"swiglu_oai": oai, "swiglu_clamp": clamped, "swiglu_step": bool(step)}
-    unnamed = config.get("model_type") in SILU
-    activation = (
-        "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function")
+    activation = family.hidden_act or setting(
+        str, "hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function"
     )
     if not oai and activation not in ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
@@ -120,15 +108,15 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         # Nemotron-3-Super and Muse Spark: of experts alone
         hidden_size=setting(int, "moe_latent_size", "moe_hidden_size", "hidden_size"),
         intermediate_size=setting(int, "expert_ffn_hidden_size", "moe_intermediate_size", "intermediate_size"),
-        activation=next((name for name, own in limited.items() if own), ACTIVATIONS.get(activation, "")),
+        activation=family.gate or ("swiglu_step" if step else ACTIVATIONS.get(activation, "")),
         gated=len(projections) != 2,
-        top_k=1 if config.get("model_type") in NORMED else top_k,
+        top_k=1 if family.norm_after_expert else top_k,
         scheme=scheme,
         down_scheme=down_scheme,
         # transformers' GptOssExperts; older configurations have no alpha
         swiglu_alpha=number(config.get("swiglu_alpha", 1.702), "swiglu_alpha") if oai else 0.0,
         swiglu_limit=number(config.get("swiglu_limit", 7.0), "swiglu_limit") if oai or clamped else step,
-        apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
+        apply_router_weight_on_input=family.weighs_inputs,
         format=format,
         projections=projections,
     )
