@@ -14,10 +14,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quantmoe.exporter.graph.text_models import CLASSES
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import check_sizes, text_part
+from quantmoe.exporter.reading.families import family_named
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.formats.layers import COUNTS, TOP_K
 
@@ -50,7 +50,7 @@ def configuration(format: Format, layers: int | None) -> Any:
     _check_layers(format, getattr(config, "num_layers", None) or config.num_hidden_layers)
     _check_linear_heads(format, config)
     _check_rope(format, config)
-    if config.model_type in CLASSES:  # whose heads are the outer model's
+    if family_named(config.model_type).text_class:  # whose heads are the outer model's
         outer = getattr(outer, "thinker_config", outer)
         config.tie_word_embeddings = getattr(outer, "tie_word_embeddings", False)
     if config.is_heterogeneous and config.per_layer_attributes <= {*COUNTS, *TOP_K}:

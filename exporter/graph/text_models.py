@@ -13,38 +13,23 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.encoder import encoder_model, is_encoder
-
-#: config.model_type of a text model -> folder of transformers.models and class
-CLASSES = {
-    "deepseek_ocr2_text": ("deepseek_ocr2", "DeepseekOcr2TextModel"),
-    "ernie4_5_vl_moe_text": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
-    "glm4v_moe_text": ("glm4v_moe", "Glm4vMoeTextModel"),
-    "glm5_next_text": ("glm5_next", "Glm5NextTextModel"),
-    "hy_v4_vl_text": ("hy_v4_vl", "HYV4VLTextModel"),
-    "mistral4": ("mistral4", "Mistral4Model"),
-    "mistral_large4_text": ("mistral_large4", "MistralLarge4TextModel"),
-    "muse_spark_text": ("muse_spark", "MuseSparkTextModel"),
-    "qwen3_omni_moe_text": ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
-    "qwen3_vl_moe_text": ("qwen3_vl_moe", "Qwen3VLMoeTextModel"),
-    "step3p5": ("step3p7", "Step3p7TextModel"),
-}
-#: text models with a class of their own whose names are the outer model's in checkpoints
-NAMED_OUTSIDE = ("inkling_text",)
+from quantmoe.exporter.reading.families import family_named
 
 
 def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return transformers' causal language model of a configuration, or the text model of CLASSES with a head.
+    """Return transformers' causal language model of a configuration, or its text model with a head.
 
     Raises:
         ValueError: transformers has neither.
     """
     if is_encoder(config):
         return encoder_model(config, dtype)
-    if config.model_type not in CLASSES:
+    found = family_named(config.model_type).text_class
+    if not found:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         getattr(ARCHITECTURES.get(config.model_type), "trim", lambda model: None)(model)
         return model
-    folder, name = CLASSES[config.model_type]
+    folder, name = found
     text = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     # in the family's module and of its base class, which say what the experts and the attention may be
     members = {"__module__": text.__module__, "__init__": _init, "forward": _forward, "text_class": text}
@@ -54,13 +39,13 @@ def causal_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
 
 
 def renamings(config: PreTrainedConfig, outer: str) -> list[WeightRenaming]:
-    """Return how transformers renames a published tensor of the model around a text model of CLASSES or NAMED_OUTSIDE.
+    """Return how transformers renames a published tensor of the model around a text model.
 
     Args:
         outer: that model's model_type.
     """
-    inside = config.model_type in (*CLASSES, *NAMED_OUTSIDE)
-    found = get_checkpoint_conversion_mapping(outer) if inside else None
+    own = family_named(config.model_type)
+    found = get_checkpoint_conversion_mapping(outer) if own.text_class or own.named_outside else None
     return [t for t in found or () if isinstance(t, WeightRenaming) and not isinstance(t, WeightConverter)]
 
 

@@ -172,7 +172,7 @@ class Checkpoint:
 
     @property
     def family(self) -> Family:
-        """What the text model's type has of its own."""
+        """The facts of the text model's type."""
         return family_named(self.text_config.get("model_type"))
 
     @cached_property

@@ -1,5 +1,7 @@
-"""What a model type's checkpoints have of their own: one row of :data:`FAMILIES` a type, and what layers say of
-themselves in config.json and tensor names."""
+"""Facts of model types that other types lack: a row of :data:`FAMILIES` for each, and functions of config.json.
+
+A new type needs a row if its checkpoints or its arithmetic differ from what :class:`Family` has without arguments.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What one model type has that others do not.
+    """Facts of one model type that others lack.
 
     Attributes:
         names: ends of its tensors' names -> what every other family calls these tensors.
-        divided: a linear whose rows are those of several in transformers' model, and how many each of these has, from
-            the text model's configuration.
+        divided: a linear that joins several of transformers' model, and a function of the text model's configuration:
+            their names and numbers of rows.
         alternating: ends of tensors whose rows alternate between gate and up -> what transformers calls these two.
         alternating_experts: rows of gate and up alternate in the experts' one tensor, here and in transformers.
         transposed: the fused tensors of experts that are [E, in, out]: all, one by its name, or those whose shape says
@@ -30,6 +32,10 @@ class Family:
         norm_after_expert: each expert of a token is a token of one expert to the node.
         weighs_inputs: a router's weights are factors of the experts' inputs.
         unsupported: what no operator computes of it; "" where all is computed.
+        text_class: folder of transformers.models and class of the text model, where transformers has it without a
+            language model's head; () where it has both.
+        named_outside: its tensors have names of the model around it, also without a text_class.
+        genai: onnxruntime-genai's name of the same decoder.
         row_experts: experts are rows of tables, which no node of experts has, where config.json says is_moe.
         encoder: it reads all tokens of a text at once and writes none.
     """
@@ -47,6 +53,9 @@ class Family:
     norm_after_expert: bool = False
     weighs_inputs: bool = False
     unsupported: str = ""
+    text_class: tuple[str, str] | tuple[()] = ()
+    named_outside: bool = False
+    genai: str = "llama"
     row_experts: bool = False
     encoder: bool = False
 
@@ -107,18 +116,21 @@ FAMILIES = {
         experts_as_rows=".ffn.experts.",
         fields=_dbrx_fields,
     ),
+    "deepseek_ocr2": Family(text_class=("deepseek_ocr2", "DeepseekOcr2TextModel")),
     "deepseek_v4": Family(gate="swiglu_clamp"),
     "diffusion_gemma": Family(unsupported="diffusion, which writes many tokens at once"),
     "doge": Family(row_experts=True),
-    "ernie4_5_vl_moe": Family(counts_some=True),
-    "glm5_next": Family(gate="swiglu_clamp"),
+    "ernie4_5_vl_moe": Family(text_class=("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"), counts_some=True),
+    "glm4v_moe": Family(text_class=("glm4v_moe", "Glm4vMoeTextModel")),
+    "glm5_next": Family(text_class=("glm5_next", "Glm5NextTextModel"), gate="swiglu_clamp"),
     "gpt_oss": Family(gate="swiglu_oai", alternating_experts=True, transposed="all"),
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
     "hy_v4": Family(gate="swiglu_clamp"),
-    "hy_v4_vl": Family(gate="swiglu_clamp"),
+    "hy_v4_vl": Family(text_class=("hy_v4_vl", "HYV4VLTextModel"), gate="swiglu_clamp"),
     "inkling": Family(
+        named_outside=True,
         hidden_act="silu",
         names={
             ".attn.wq_du.weight": ".self_attn.q_proj.weight",
@@ -150,12 +162,20 @@ FAMILIES = {
     "llama4": Family(transposed="all", weighs_inputs=True),
     "longcat_flash": Family(hidden_act="silu", counts_some=True),
     "minimax_m3_vl": Family(gate="swiglu_oai"),
-    "muse_spark": Family(norm_after_expert=True),
+    "mistral4": Family(text_class=("mistral4", "Mistral4Model")),
+    "mistral_large4": Family(text_class=("mistral_large4", "MistralLarge4TextModel")),
+    "mixtral": Family(genai="mistral"),
+    "muse_spark": Family(text_class=("muse_spark", "MuseSparkTextModel"), norm_after_expert=True),
     "nllb-moe": Family(unsupported=_READS),
+    "olmoe": Family(genai="olmo"),
     "openai_privacy_filter": Family(gate="swiglu_oai", hidden_act="silu", transposed="all", encoder=True),
-    "qwen3_vl_moe": Family(transposed="by shape"),
+    "qwen3_5_moe": Family(genai="qwen3_5_moe_text"),
+    "qwen3_moe": Family(genai="qwen3"),
+    "qwen3_omni_moe": Family(text_class=("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel")),
+    "qwen3_vl_moe": Family(text_class=("qwen3_vl_moe", "Qwen3VLMoeTextModel"), transposed="by shape"),
     "sarvam_moe": Family(divided=("query_key_value", _attention_rows)),
     "step3p5": Family(
+        text_class=("step3p7", "Step3p7TextModel"),
         names={f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
         hidden_act="silu",
     ),

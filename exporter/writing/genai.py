@@ -22,15 +22,13 @@ from quantmoe.exporter.folder.files import MODEL
 from quantmoe.exporter.folder.interface import BLOCK, HIDDEN, HIDDEN_OUT, PAGED, PAST, STATES, present
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.reading.config_fields import text_part
+from quantmoe.exporter.reading.families import family_named
 from quantmoe.exporter.reading.sampling import sampling_of
 from quantmoe.exporter.reading.tokenizer import NAMED, end_tokens, named_token
 from quantmoe.exporter.targets import CUDA, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-#: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
-TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_moe_text": "qwen3_5_moe_text"}
 
 #: fields that genai_config.json takes from transformers' configuration where config.json has none
 FIELDS = ("hidden_size", "max_position_embeddings", "vocab_size")
@@ -158,7 +156,7 @@ def genai_config(
     return {
         "model": tokens
         | {
-            "type": TYPES.get(text["model_type"], "llama"),
+            "type": family_named(text["model_type"]).genai,
             "vocab_size": text["vocab_size"],
             "context_length": context,
             "decoder": {
