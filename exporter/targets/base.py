@@ -43,8 +43,8 @@ class Target:
         caches: types of a float KV cache, apart from the graph's; (): the graph's type alone.
         cache_codes: ``--cache auto`` keeps the codes that the checkpoint says.
         cache_scales: a KV cache of int8 may have a scale for each token.
-        options: options of Options that not all targets have: mtp, state_window, vision, tensor_parallel, paged,
-            external_experts.
+        options: options of Options that not all targets have: mtp, eagle3, state_window, vision, tensor_parallel,
+            paged, external_experts, browser, opset.
         passes: of exporter/graph/passes, "<module>.<function>" in order: after torch.export.
         final_passes: passes that run once inputs and outputs have their names.
         opset: of ai.onnx, which replaces com.microsoft's operators; None: the trace's, and com.microsoft's too.

@@ -199,7 +199,7 @@ def _pack(
             if options.facts.own_floats:
                 expert = retyped(expert, spec)
             layout.pack(expert, spec, *rows.values())
-            return (_tensors(spec, rows, options) if layout is qmoe else rows), error
+            return (rows if options.facts.library else _tensors(spec, rows, options)), error
         except ValueError as error:
             raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.label(e)}: {error}") from None
 
@@ -214,7 +214,7 @@ def _pack(
     for name, region in regions.items():
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version)}  # fmt: skip
-        if layout is qmoe:
+        if not options.facts.library:
             own = spec.w13 if name.startswith("fc1") else spec.w2
             metadata["scale_type"] = own.scale_type
         else:
@@ -272,7 +272,7 @@ def _linear(
             made = to_matmul_nbits(weight.value, m, spec)
         else:
             layout.pack_down(m, spec.moe, row)
-        if layout is qmoe:
+        if not options.facts.library:
             made = matmul_nbits(weight.value, row, spec, options.accuracy_level)
             metadata |= {"layout": qmoe.NAME, "layout_version": str(qmoe.VERSION), "scale_type": m.scale_type}
     except ValueError as problem:

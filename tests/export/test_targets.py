@@ -15,7 +15,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.inspecting.survey import survey
-from quantmoe.exporter.targets import CPU, TARGETS, of_layout
+from quantmoe.exporter.targets import CPU, TARGETS, Target, by_name, of_layout
 from quantmoe.exporter.writing.convert import export
 
 ROOT = Path(__file__).parents[2]
@@ -32,19 +32,34 @@ def test_every_layout_has_a_target_and_every_pass_is_there() -> None:
 
 def test_a_target_is_one_object(checkpoint, tmp_path, monkeypatch):
     """Everything else reads it from the registry."""
-    acme = dataclasses.replace(CPU, name="acme", graph_types=("f16",), caches=(), default_activations=None, chunk=64)
-    monkeypatch.setitem(TARGETS, "acme", acme)
+    own = {"graph_types": ("f16",), "caches": (), "default_activations": None, "package": "the wheel acme"}
+    acme = dataclasses.replace(CPU, name="acme", **own)
+    monkeypatch.setitem(TARGETS, "acme", by_name(*TARGETS.values(), acme)["acme"])
     report = export(checkpoint("qwen3_moe"), tmp_path, target="acme")
     graph = ir.load(tmp_path / "model.onnx")
     assert graph.metadata_props["target"] == "acme"
     cache = {value.dtype for value in graph.graph.inputs if str(value.name).startswith("past_key_values")}
     assert cache == {ir.DataType.FLOAT16}
     assert {spec.w13.activation_format for _, spec in report.layers.values()} == {"none"}
-    assert '"chunk_size": 64' in (tmp_path / "genai_config.json").read_text(encoding="utf-8")
-    assert "--target acme" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "--target acme" in readme
+    assert "the wheel acme" in readme
     assert survey(checkpoint("qwen3_moe"))["refused"]["acme"] == ""
     with pytest.raises(OptionError, match=r"dtype is 'f32', expected one of: f16 \(target acme\)"):
         Options(target="acme", dtype="f32")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (dataclasses.replace(CPU, own_floats=True), "own_floats is True, .* target cpu .* layout than cpu_panel"),
+        (dataclasses.replace(CPU, layout="acme", chunk=64), "chunk is 64, .* target cpu .* device than cpu"),
+        (dataclasses.replace(CPU, layout="acme", library="libacme.so"), "library is 'libacme.so', .* device than cpu"),
+    ],
+)
+def test_a_fact_that_modules_take_from_another_target_is_refused(target: Target, message: str) -> None:
+    with pytest.raises(ValueError, match=f"target acme: {message}"):
+        by_name(*TARGETS.values(), dataclasses.replace(target, name="acme"))
 
 
 def compared(path: Path) -> Iterator[str]:
