@@ -105,9 +105,11 @@ def test_file(path: Path) -> None:
 
 
 def test_help() -> None:
+    from quantmoe.benchmarks.bench import app as bench_app
     from quantmoe.exporter.cli import app
 
-    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    apps = (typer.main.get_command(one) for one in (app, bench_app()))
+    commands = [command for one in apps for command in one.commands.values()]  # type: ignore[attr-defined]
     texts = [text for command in commands for p in command.params if (text := getattr(p, "help", None))]
     texts += [(command.help or "").split("\n\n")[0] for command in commands]
     assert len(texts) > 80

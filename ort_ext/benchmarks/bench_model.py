@@ -230,7 +230,7 @@ def bench_model(
         typer.Option(help="give a shape GGUF weights of this type", show_default="int4 and Q4_0"),
     ] = None,
 ) -> dict[str, Any]:
-    """Time a whole model: prompts, and token generation by cache depth and batch.
+    """Time a model's prompts, and token generation by cache depth and batch.
 
     Lists are given as a,b,c or by repeating an option. A shape is a model of random weights, cut to the layers that
     fit. A GGUF file is exported, and llama.cpp has the file itself.
