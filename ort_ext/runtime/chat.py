@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator as Generation
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import RLock
 from typing import Any, TypeVar
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
@@ -16,7 +20,7 @@ from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.cache import TAIL, Cache
 from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
-from quantmoe.runtime.generate import Generated, Generator
+from quantmoe.runtime.generate import ANOTHER, Generated, Generator
 from quantmoe.runtime.opened_model import need_count
 from quantmoe.runtime.reply_parser import Delta, ReplyParser
 from quantmoe.runtime.required_calls import required_calls
@@ -217,6 +221,7 @@ class Chat:
         self._run = ""
         #: messages, ``_ids`` and ``_run`` before the last answer, and the messages that it answers
         self._before: tuple[list[dict[str, Any]], list[int], str, list[dict[str, Any]]] | None = None
+        self._answering: weakref.ref[_Pieces[Any]] | None = None
 
     def reply(
         self,
@@ -228,7 +233,7 @@ class Chat:
     ) -> Iterator[str]:
         """Yield the text of the model's answer in pieces, as they come, with reasoning, calls and special tokens.
 
-        The pieces that came are part of the conversation, also if you stop early.
+        The pieces that came are part of the conversation, also if you stop early. The next reply ends this one.
 
         Args:
             message: the user's text; or messages, as the results of tools.
@@ -241,7 +246,7 @@ class Chat:
         Raises:
             OptionError: the message is no text, or another argument has a wrong type or value.
             ContextError: the message alone is too long; the conversation does not change.
-            ModelError: the template refuses the messages, or Generator.stream fails.
+            ModelError: the template refuses the messages, Generator.stream fails, or the next reply was begun.
         """
         return self._answer(
             message, max_new_tokens, stop, sampling, grammar, lambda piece, deltas: [piece] if piece else []
@@ -263,6 +268,7 @@ class Chat:
 
     def clear(self) -> None:
         """Begin a new conversation. System prompts stay."""
+        self._end_answer()
         self.messages = [message for message in self.messages if _is_system(message)]
         self._ids, self._run, self._before = [], "", None
 
@@ -276,6 +282,7 @@ class Chat:
             raise OptionError(f"content is {content!r}, expected text")
         if self.text.template is None:
             raise OptionError("a system prompt needs a chat template: without one, put it into the first message")
+        self._end_answer()
         system = [] if content is None else [{"role": "system", "content": content}]
         self.messages = system + [message for message in self.messages if not _is_system(message)]
 
@@ -285,6 +292,7 @@ class Chat:
         Returns:
             Those messages, which :meth:`reply` takes; none if there is no answer.
         """
+        self._end_answer()
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not users or self.messages[-1]["role"] != "assistant":
             return []
@@ -311,6 +319,27 @@ class Chat:
         if not isinstance(added, Sequence) or not added or not all(_is_message(m, str | None) for m in added):
             raise OptionError(f"message is {reprlib.repr(message)}, expected text, or messages with role and content")
         need_count("max_new_tokens", max_new_tokens)
+        with self.cache.gate:
+            self._end_answer()
+            pieces = _Pieces(self.cache.gate, self._begin(added, max_new_tokens, stop, sampling, grammar, give))
+            self._answering = weakref.ref(pieces)
+            return pieces
+
+    def _end_answer(self) -> None:
+        """End an answer that was left. The pieces that came are part of the conversation."""
+        left = None if self._answering is None else self._answering()
+        if left is not None:
+            left.end()
+
+    def _begin(
+        self,
+        added: Sequence[dict[str, Any]],
+        max_new_tokens: int,
+        stop: Sequence[str],
+        sampling: Sampling | None,
+        grammar: Grammar | None,
+        give: Callable[[str, list[Delta]], list[T]],
+    ) -> Generation[T, None, None]:
         own = self.text
         before = (self.messages, self._ids, self._run, [*added])
         asked, ids, rendered = self._fit([*self.messages, *added], max_new_tokens)
@@ -335,7 +364,7 @@ class Chat:
         found: Generated,
         text: TextStream,
         give: Callable[[str, list[Delta]], list[T]],
-    ) -> Iterator[T]:
+    ) -> Generation[T, None, None]:
         own, said, parser = self.text, "", self.text.parser(ids, self.arguments)
         try:
             for piece in text.pieces(token for token in found if token not in own.stop):
@@ -397,6 +426,33 @@ class Chat:
             if any(message.get("tool_calls") for message in messages):
                 raise
             return template.render_kept(messages, **variables)
+
+
+class _Pieces(Iterator[T]):
+    """Pieces of an answer, as they come, until the conversation goes on without it.
+
+    Args:
+        gate: held by each step, so that threads wait for each other.
+    """
+
+    def __init__(self, gate: RLock, pieces: Generation[T, None, None]):
+        self._gate, self._pieces, self._ended = gate, pieces, False
+
+    def __next__(self) -> T:
+        with self._gate:
+            if self._ended:
+                raise ModelError(ANOTHER)
+            return next(self._pieces)
+
+    def close(self) -> None:
+        with self._gate:
+            self._pieces.close()
+
+    def end(self) -> None:
+        """Refuse to go on, unless the answer is over."""
+        with self._gate:
+            self._ended |= inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED
+            self._pieces.close()
 
 
 def _is_message(message: Any, content: Any) -> bool:

@@ -34,6 +34,8 @@ from quantmoe.runtime.saved_states import save as save_states
 from quantmoe.runtime.speculate import Head, Lookup, OtherModel, Speculation
 
 T = TypeVar("T")
+#: error of an answer that goes on after its cache was used otherwise
+ANOTHER = "another answer was begun, or the cache was changed: give each conversation a cache of its own"
 
 
 class Generated(Iterator[int]):
@@ -50,6 +52,7 @@ class Generated(Iterator[int]):
             context is full; None until then.
 
     Args:
+        cache: what the steps read; the next answer on it ends this one.
         most: most tokens.
         stop: token ids that end the answer.
     """
@@ -57,6 +60,7 @@ class Generated(Iterator[int]):
     def __init__(
         self,
         steps: Iterator[tuple[int, np.ndarray]],
+        cache: Cache,
         prompt: int,
         most: int,
         stop: Sequence[int],
@@ -68,12 +72,17 @@ class Generated(Iterator[int]):
         self.speculation = speculation
         self._most, self._stop = most, stop
         self.prompt, self.prefill, self.decode = prompt, 0.0, 0.0
-        self._steps = steps
+        self._steps, self._cache = steps, cache
+        cache.answers += 1
+        self._number = cache.answers
         self._logits: list[np.ndarray] | None = [] if logits else None
 
     def __next__(self) -> int:
         begin = time.perf_counter()
-        token, logits = next(self._steps)
+        with self._cache.gate:
+            if self._number != self._cache.answers and self.finish_reason is None:
+                raise ModelError(ANOTHER)
+            token, logits = next(self._steps)
         if self.tokens:
             self.decode += time.perf_counter() - begin
         else:
@@ -221,6 +230,8 @@ class Generator(OpenedModel):
         self.rooms = Rooms(self)
         self.drafts = self._most_drafts() if drafts is None else drafts
         if speculate is not None:
+            if drafts is not None and drafts > self.context:
+                raise OptionError(f"drafts is {drafts}, expected a number from 1 to {self.context}")
             self.step_tokens = 1 + self.drafts
         #: the model that drafts, of multi-token prediction or another one
         self.head: Generator | None = None
@@ -302,7 +313,8 @@ class Generator(OpenedModel):
                 The path has another file, or its folder is missing.
             OptionError: the path is no path, or the cache is no cache of this model.
         """
-        save_states(self._need_cache(cache), need_path("path", path))
+        with self._need_cache(cache).gate:
+            save_states(cache, need_path("path", path))
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits after each token, f32 [tokens, vocabulary].
@@ -352,28 +364,41 @@ class Generator(OpenedModel):
         Raises:
             OptionError: an argument has a wrong type, or is outside its range.
             ModelError: the prompt is empty, or has an id outside the vocabulary. Logits are not finite. The model is a
-                layer of multi-token prediction.
+                layer of multi-token prediction. Or a later answer on the cache was begun, which ends this one.
             ContextError: the prompt does not fit into the context.
         """
         self._check_kind()
-        if cache is not None:
-            self._need_cache(cache).settle()
-        past = len(cache.tokens) if cache else 0
+        if cache is None:
+            ids, cache = self.check(ids, room=1), self.cache()  # the cache takes memory
+        with self._need_cache(cache).gate:
+            return self._stream(ids, max_new_tokens, stop, sampling, cache, logits, constraint)
+
+    def _stream(
+        self,
+        ids: Iterable[int],
+        max_new_tokens: int,
+        stop: Iterable[int],
+        sampling: Sampling | None,
+        cache: Cache,
+        logits: bool,
+        constraint: Constraint | None,
+    ) -> Generated:
+        cache.settle()
+        past = len(cache.tokens)
         ids, stop = self.check(ids, past, room=1), token_ids("stop", stop)
         need_count("max_new_tokens", max_new_tokens)
         count = min(max_new_tokens, self.context - past - len(ids))
-        cache = cache or self.cache()
         if self.chooses_there and self.speculate is None and not logits and isinstance(cache, SharedCache):
             text, longest = [*cache.tokens, *ids], past + len(ids) + count
             choice = self.in_turn(lambda: self.choose([text], longest, sampling, [constraint]))
             steps = self._steps_there(ids, count, stop, choice, cache)
             cache.generation = weakref.ref(steps)
-            return Generated(steps, len(ids), count, stop)
+            return Generated(steps, cache, len(ids), count, stop)
         sample = self.sampler(sampling, [*cache.tokens, *ids])
         if constraint is not None:
             sample = constraint.sampler(sample)
         if self.speculate is None:
-            return Generated(self._steps(ids, count, stop, sample, cache), len(ids), count, stop, logits)
+            return Generated(self._steps(ids, count, stop, sample, cache), cache, len(ids), count, stop, logits)
         draft: Lookup | Head | OtherModel = Lookup()
         if self.head is not None:
             cache.drafting = drafting = cache.drafting or self.head.cache()
@@ -381,7 +406,7 @@ class Generator(OpenedModel):
         speculation = Speculation(draft, self.drafts)
         drafted = speculation.steps(cache, ids, count, stop, sample, constraint)
         cache.generation = weakref.ref(drafted)
-        return Generated(drafted, len(ids), count, stop, logits, speculation)
+        return Generated(drafted, cache, len(ids), count, stop, logits, speculation)
 
     def generate(
         self,

@@ -353,6 +353,48 @@ def test_a_reply_that_is_left_is_in_the_conversation(talking: Path) -> None:
     assert len(chat.messages) == 4
 
 
+def test_the_next_reply_ends_the_one_before(talking: Path) -> None:
+    """The pieces that came stay, and the next reply is what it is after them. Threads that share a chat alike."""
+    chat = Chat(Generator(talking))
+    left = chat.reply("hello", 12)
+    said = next(left) + next(left)
+    text = "".join(chat.reply("more", 12))
+    with pytest.raises(ModelError, match="another answer was begun"):
+        next(left)
+    del left
+    contents = ["hello", said, "more", text]
+    assert [message["content"] for message in chat.messages] == contents
+    other = Chat(chat.model)
+    (pieces := other.reply("hello", 12)).__next__()
+    next(pieces)
+    pieces.close()
+    assert "".join(other.reply("more", 12)) == text
+    left = chat.reply("again", 12)
+    next(left)
+    chat.clear()
+    del left
+    assert chat.messages == []
+
+    ended, whole = [], []
+
+    def talk(name: int) -> None:
+        for turn in range(6):
+            try:
+                whole.append((f"{name} {turn}", "".join(chat.reply(f"{name} {turn}", 8))))
+            except ModelError as error:
+                ended.append(str(error))
+
+    threads = [threading.Thread(target=talk, args=(name,)) for name in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(whole) + len(ended) == 12
+    assert all("another answer was begun" in error for error in ended)
+    contents = [message["content"] for message in chat.messages]
+    assert {*whole} <= {*zip(contents[::2], contents[1::2], strict=True)}
+
+
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_full_context_drops_the_oldest_turns(talking: Path, tmp_path: Path, raw: bool) -> None:
     """Whole ones; what is left is run again, so each reply is that of a conversation that had only these turns."""

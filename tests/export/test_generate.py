@@ -98,6 +98,26 @@ def test_tokens_come_as_they_are_asked_for(exported):
     assert generator.generate(PROMPT, 8, stop=[1000, whole.tokens[last]]).tokens == whole.tokens[: last + 1]
 
 
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_the_next_answer_on_a_cache_ends_the_one_before(exported, speculate):
+    generator = Generator(exported("qwen3_moe", activations="float"), speculate=speculate)
+    whole = generator.generate(PROMPT, 8).tokens
+    cache = generator.cache()
+    left = generator.stream(PROMPT, 8, cache=cache)
+    assert [next(left), next(left)] == whole[:2]
+    over = generator.stream([*whole[1:2], *PROMPT], 2, cache=cache)
+    tokens = list(over)
+    with pytest.raises(ModelError, match="another answer was begun"):
+        next(left)
+    assert list(over) == []  # it was over
+    assert tokens == generator.generate([*PROMPT, *whole[:2], *PROMPT], 2).tokens
+    kept = generator.stream(PROMPT, 8, cache=cache)
+    next(kept)
+    assert cache.keep(PROMPT) == len(PROMPT) - 1
+    with pytest.raises(ModelError, match="another answer was begun"):
+        next(kept)
+
+
 def test_sampling_repeats_with_its_seed(exported):
     generator = Generator(exported("qwen3_moe", activations="float"))
     a, b, c = (generator.generate(PROMPT, 12, sampling=Sampling(2.0, 0, 1.0, seed)).tokens for seed in (1, 1, 2))

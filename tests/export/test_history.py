@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,9 @@ class Said:
         self.path, self.replies, self.prompts = folder / "model.onnx", iter(replies), []
 
     def cache(self) -> Any:
-        return SimpleNamespace(keep=lambda ids: self.prompts.append(list(ids)) or 0, tail=0, tokens=[], room=10_000)
+        return SimpleNamespace(
+            keep=lambda ids: self.prompts.append(list(ids)) or 0, tail=0, tokens=[], room=10_000, gate=threading.RLock()
+        )
 
     def check(self, ids: list[int], room: int) -> None:
         pass
