@@ -23,6 +23,8 @@ pub(crate) struct Model {
     pub context_length: usize,
     /// Longer texts are run again from their first token (longrope).
     pub short_context: usize,
+    /// Token ids are below it.
+    pub vocabulary: i64,
     pub stop_tokens: Vec<i64>,
     pub sampling: Sampling,
     pub inputs: Vec<CacheInput>,
@@ -47,10 +49,22 @@ impl Generator {
         configure: impl FnOnce(SessionBuilder) -> Result<SessionBuilder, ort::Error<SessionBuilder>>,
     ) -> Result<Self, Error> {
         let folder = folder.as_ref();
+        let file = folder.join("model.onnx");
+        if folder.as_os_str().is_empty() || !file.is_file() {
+            let given = if folder.as_os_str().is_empty() { "\"\"".into() } else { file.display().to_string() };
+            return Err(Error::Invalid(format!("{given}: missing; expected the folder of an exported model")));
+        }
         let library = std::env::var_os("QUANTMOE_ORT_LIBRARY").map_or(folder.join(library_name()), PathBuf::from);
         let session = configure(Session::builder(environment()?)?)?
-            .with_operator_library(library)? // reads the session's entries
-            .commit_from_file(folder.join("model.onnx"))?;
+            .with_operator_library(library) // reads the session's entries
+            .map_err(|error| {
+                Error::Runtime(format!(
+                    "{}; set QUANTMOE_ORT_LIBRARY to {}, for example the one in QuantMoE's wheel",
+                    error.message(),
+                    library_name()
+                ))
+            })?
+            .commit_from_file(file)?;
         Self::of_session(folder, session)
     }
 
@@ -69,10 +83,13 @@ impl Generator {
         let ids = metadata.get("eos_token_id").map_or("", String::as_str).split(',').filter(|id| !id.is_empty());
         let wrong =
             |id: &str| Error::Invalid(format!("{}: eos_token_id has {id:?}, expected a token id", folder.display()));
+        let logits = session.outputs().iter().find(|output| output.name() == "logits");
+        let size = logits.and_then(|output| output.dtype().tensor_shape()?.last().copied());
         let inputs = session.inputs().iter().filter(|input| input.name().starts_with("past_key_values."));
         let model = Model {
             context_length: number("context_length").unwrap_or(usize::MAX),
             short_context: number("short_context").unwrap_or(usize::MAX),
+            vocabulary: size.filter(|size| *size > 0).unwrap_or(i64::MAX),
             stop_tokens: ids.map(|id| id.parse().map_err(|_| wrong(id))).collect::<Result<_, _>>()?,
             sampling: Sampling::of_folder(&folder).map_err(|error| Error::Invalid(error.0))?,
             inputs: inputs.map(|input| CacheInput::new(input.name(), input.dtype())).collect::<Result<_, _>>()?,

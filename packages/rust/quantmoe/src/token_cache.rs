@@ -173,6 +173,11 @@ impl TokenCache {
         self.model.check_open()?;
         let sampling = options.sampling.clone().unwrap_or_else(|| self.model.sampling.clone());
         sampling.check().map_err(|error| Error::Argument(error.0))?;
+        let vocabulary = self.model.vocabulary;
+        if let Some(id) = ids.iter().find(|id| !(0..vocabulary).contains(*id)) {
+            let most = vocabulary - 1;
+            return Err(Error::Argument(format!("token id {id} is outside the vocabulary, 0 to {most}")));
+        }
         let ids = [&self.unread, ids].concat();
         if ids.is_empty() {
             return Err(Error::Argument("the prompt has no tokens".into()));
@@ -209,7 +214,7 @@ impl TokenCache {
                 Ok(found) => logits = found,
                 Err(error) => {
                     if !matches!(error, Error::Closed | Error::Cancelled) {
-                        self.unread = before; // an id outside the vocabulary, for example
+                        self.unread = before; // memory ran out, for example
                     }
                     return Err(error);
                 }
@@ -348,13 +353,13 @@ impl Iterator for Tokens<'_> {
 
     fn next(&mut self) -> Option<Self::Item> {
         self.left = self.left.checked_sub(1)?;
-        match self.cache.read(std::mem::take(&mut self.ids), &self.cancel) {
+        let logits = self.cache.read(std::mem::take(&mut self.ids), &self.cancel);
+        match logits.and_then(|mut logits| Ok(self.sampler.choose(&mut logits)?)) {
             Err(error) => {
                 self.left = 0;
                 Some(Err(error))
             }
-            Ok(mut logits) => {
-                let id = self.sampler.choose(&mut logits);
+            Ok(id) => {
                 if self.cache.model.stop_tokens.contains(&id) {
                     self.left = 0; // what follows an answer begins with the token that ends it
                 } else {

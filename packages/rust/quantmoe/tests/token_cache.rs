@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::{all, fresh, greedy, model};
-use quantmoe::{Cancel, Error, Options, Sampling, TokenCache};
+use quantmoe::{Cancel, Error, Generator, Options, Sampling, TokenCache};
 
 const PROMPT: [i64; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12];
 
@@ -18,6 +18,15 @@ fn an_answer_goes_on_from_its_last_token() {
         let rest = all(cache.generate(&[], &greedy(7)).unwrap());
         assert_eq!([first, rest].concat(), whole);
         assert_eq!(cache.tokens(), [&PROMPT[..], &whole[..11]].concat());
+    }
+}
+
+#[test]
+fn a_folder_without_a_model_is_named() {
+    let file = common::folder("plain").join("model.onnx");
+    for (folder, named) in [("".into(), "\"\"".into()), (file.clone(), file.join("model.onnx").display().to_string())] {
+        let error = Generator::open(&folder).err().unwrap();
+        assert_eq!(error.to_string(), format!("{named}: missing; expected the folder of an exported model"));
     }
 }
 
@@ -111,8 +120,13 @@ fn wrong_calls_are_refused_by_name() {
 fn after_a_wrong_id_the_cache_goes_on() {
     let model = model("plain");
     let mut cache = TokenCache::new(&model).unwrap();
-    let error = cache.generate(&[999999], &greedy(1)).unwrap().next().unwrap().unwrap_err();
-    assert!(matches!(error, Error::Runtime(_)), "{error}");
+    for id in [-1, 4096] {
+        let penalized =
+            Options { sampling: Some(Sampling { repetition_penalty: 2.0, ..Sampling::default() }), ..greedy(1) };
+        let error = cache.generate(&[1, id], &penalized).err().unwrap();
+        assert!(matches!(error, Error::Argument(_)), "{error}");
+        assert_eq!(error.to_string(), format!("token id {id} is outside the vocabulary, 0 to 4095"));
+    }
     assert_eq!(all(cache.generate(&PROMPT, &greedy(3)).unwrap()), fresh(&model, &PROMPT, 3));
 }
 

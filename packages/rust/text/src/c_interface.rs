@@ -252,7 +252,7 @@ pub unsafe extern "C" fn qm_sampler_new(
 /// `sampler` is open and no other thread uses it, `logits` has `size` numbers.
 #[no_mangle]
 pub unsafe extern "C" fn qm_sampler_choose(sampler: *mut Sampler, logits: *mut f32, size: usize) -> i64 {
-    guarded(-1, || Ok(unsafe { (*sampler).choose(std::slice::from_raw_parts_mut(logits, size)) }))
+    guarded(-1, || unsafe { (*sampler).choose(std::slice::from_raw_parts_mut(logits, size)) })
 }
 
 /// # Safety

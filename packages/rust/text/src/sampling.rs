@@ -109,30 +109,35 @@ impl Sampler {
         Ok(Self { sampling, random, seen: prompt.into_iter().collect(), chosen: HashMap::new() })
     }
 
-    /// Return a token id, from finite logits, which penalties change.
-    pub fn choose(&mut self, logits: &mut [f32]) -> i64 {
-        self.penalize(logits);
+    /// Return a token id, from finite logits, which penalties change. Fail if a token of the prompt has no logit.
+    pub fn choose(&mut self, logits: &mut [f32]) -> Result<i64, TextError> {
+        self.penalize(logits)?;
         let mut token = best(logits);
         if self.sampling.temperature > 0.0 {
             token = self.drawn(logits, logits[token]);
         }
         self.seen.insert(token as i64);
         *self.chosen.entry(token as i64).or_default() += 1;
-        token as i64
+        Ok(token as i64)
     }
 
-    fn penalize(&self, logits: &mut [f32]) {
+    fn penalize(&self, logits: &mut [f32]) -> Result<(), TextError> {
         let of = &self.sampling;
         let repetition = of.repetition_penalty as f32;
         if repetition != 1.0 {
             for &id in &self.seen {
-                let logit = &mut logits[id as usize];
+                let most = logits.len() - 1;
+                let logit = usize::try_from(id)
+                    .ok()
+                    .and_then(|at| logits.get_mut(at))
+                    .ok_or_else(|| TextError(format!("token id {id} is outside the vocabulary, 0 to {most}")))?;
                 *logit = if *logit < 0.0 { *logit * repetition } else { *logit / repetition };
             }
         }
         for (&id, &times) in &self.chosen {
             logits[id as usize] -= (of.presence_penalty + of.frequency_penalty * f64::from(times)) as f32;
         }
+        Ok(())
     }
 
     fn drawn(&mut self, logits: &[f32], most: f32) -> usize {
