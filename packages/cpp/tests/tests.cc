@@ -201,7 +201,9 @@ void wrong_calls_are_refused(const std::string& folder) {
   const Generator model(folder, [](Ort::SessionOptions& options) { options.SetLogSeverityLevel(4); });
   TokenCache cache(model);
   CHECK(refused<std::invalid_argument>([&] { cache.generate({}); }) == "the prompt has no tokens");
-  CHECK(has(refused<Ort::Exception>([&] { all(cache.generate({999999})); }), "out of data bounds"));
+  for (const int64_t id : {-1, 4096})
+    CHECK(refused<std::invalid_argument>([&] { cache.generate({1, id}); }) ==
+          "token id " + std::to_string(id) + " is outside the vocabulary, 0 to 4095");
   CHECK(all(cache.generate(kPrompt, {.max_new_tokens = 3})) == fresh(model, kPrompt, 3));
   Stream<int64_t> one = cache.generate({1}), other = cache.generate({1});
   CHECK(has(refused<std::logic_error>([&] { one.next(); }), "another answer was begun"));
@@ -212,6 +214,39 @@ void wrong_calls_are_refused(const std::string& folder) {
             "takes no system prompt; put it into the first message"));
   CHECK(has(refused<std::runtime_error>([&] { model.tokenizer().encode("\xff", false); }), "not UTF-8"));
   CHECK(has(refused<std::runtime_error>([&] { model.tokenizer().decode({-1}); }), "-1: expected a token id"));
+  std::vector<float> logits(8);
+  const auto choose = Sampling{.repetition_penalty = 2}.sampler({-1});
+  CHECK(refused<std::runtime_error>([&] { choose(logits); }) == "token id -1 is outside the vocabulary, 0 to 7");
+  for (const size_t most : {size_t{0}, static_cast<size_t>(-1), size_t{1} << 40})
+    CHECK(refused<std::invalid_argument>([&] { Generator(folder, {}, Drafts::ngram(most)); }) ==
+          "drafts.most is " + std::to_string(most) + ", expected a number from 1 to " +
+              std::to_string(model.context_length()));
+}
+
+void files_that_cannot_be_opened_are_named(const std::string& folder) {
+  const Generator model(folder);
+  const std::filesystem::path made = std::filesystem::temp_directory_path() / "quantmoe-cpp-files",
+                              none = made / "none";
+  std::filesystem::create_directories(made);
+  CHECK(refused<std::runtime_error>([&] { Model(""); }) == "\"\": missing; expected the folder of an exported model");
+  const std::string file = folder + "/model.onnx";
+  CHECK(refused<std::runtime_error>([&] { Model{file}; }) ==
+        file + "/model.onnx: missing; expected the folder of an exported model");
+  CHECK(refused<std::runtime_error>([&] { TokenCache::load(model, none); }) ==
+        none.string() + ": cannot be read: No such file or directory");
+  CHECK(refused<std::runtime_error>([&] { TokenCache::load(model, made); }) ==
+        made.string() + ": is a folder, expected a safetensors file");
+  TokenCache cache(model);
+  all(cache.generate({1}, {.max_new_tokens = 1}));
+  CHECK(refused<std::runtime_error>([&] { cache.save(none / "state"); }) ==
+        (none / "state").string() + ": cannot be written: No such file or directory");
+  const char* own = std::getenv("QUANTMOE_ORT_LIBRARY");
+  const std::string library = own ? own : "";
+  setenv("QUANTMOE_ORT_LIBRARY", none.c_str(), 1);
+  const std::string said = refused<Ort::Exception>([&] { Model{folder}; });
+  library.empty() ? unsetenv("QUANTMOE_ORT_LIBRARY") : setenv("QUANTMOE_ORT_LIBRARY", library.c_str(), 1);
+  CHECK(has(said, none.string()) && has(said, "; set QUANTMOE_ORT_LIBRARY to libquantmoe_ort.so, for example"));
+  std::filesystem::remove_all(made);
 }
 
 void threads_share_a_model(const std::string& folder) {
@@ -395,6 +430,7 @@ int main(int, char** argv) {
   }
   a_file_that_is_no_saved_state_is_not_replaced(plain);
   wrong_calls_are_refused(plain);
+  files_that_cannot_be_opened_are_named(plain);
   threads_share_a_model(plain);
   text_goes_on(plain);
   an_answer_that_ends_within_a_character_goes_on(plain);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -18,6 +19,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -136,6 +138,12 @@ inline std::vector<std::string> states_of(const std::vector<Past>& pasts, std::v
   return states;
 }
 
+// The error of a file that the system did not read; errno is 0 if it gave no reason.
+inline std::runtime_error unreadable(const std::filesystem::path& path) {
+  return std::runtime_error(path.string() +
+                            ": cannot be read: " + (errno ? std::generic_category().message(errno) : "it ends early"));
+}
+
 // A file that was opened and checked.
 class StateFile {
  public:
@@ -178,7 +186,7 @@ class StateFile {
     if (!std::filesystem::exists(status)) return true;
     if (!std::filesystem::is_regular_file(status)) return false;
     if (std::filesystem::file_size(path) == 0) return true;
-    if (!std::ifstream(path)) throw std::runtime_error(path.string() + ": cannot be read");
+    if (!std::ifstream(path)) throw unreadable(path);
     const std::vector<Past> none;
     try {
       const StateFile file(path, none);
@@ -222,6 +230,8 @@ class StateFile {
   // Opens a file and reads its header alone.
   StateFile(const std::filesystem::path& path, const std::vector<Past>& pasts)
       : path_(path.string()), pasts_(pasts), file_(path, std::ios::binary) {
+    if (!file_) throw unreadable(path);
+    if (std::filesystem::is_directory(path)) fail("is a folder, expected a safetensors file");
     read_header();
   }
 
@@ -232,7 +242,7 @@ class StateFile {
     int64_t length = -1;
     const int64_t size = file_.seekg(0, std::ios::end).tellg();
     file_.seekg(0).read(reinterpret_cast<char*>(&length), 8);
-    if (!file_) fail(size < 0 ? "cannot be read" : std::to_string(size) + " bytes, expected a safetensors file");
+    if (!file_) fail(std::to_string(size) + " bytes, expected a safetensors file");
     if (length < 0 || length > size - 8)
       fail("a header of " + std::to_string(length) + " bytes; is the file truncated?");
     std::string header(length, 0);
@@ -287,7 +297,7 @@ class StateFile {
     file_.seekg(0);
     for (int64_t at = 0; at < checksum.begin;) {
       const int64_t bytes = std::min<int64_t>(checksum.begin - at, static_cast<int64_t>(part.size()));
-      if (!file_.read(part.data(), bytes)) fail("cannot be read");
+      if (errno = 0; !file_.read(part.data(), bytes)) throw unreadable(path_);
       found = crc32(found, part.data(), bytes);
       at += bytes;
     }
@@ -306,8 +316,9 @@ class StateFile {
   }
 
   void read_at(const Entry& entry, int64_t from, int64_t bytes, void* to) {
+    errno = 0;
     file_.seekg(entry.begin + from).read(static_cast<char*>(to), bytes);
-    if (!file_) fail("cannot be read");
+    if (!file_) throw unreadable(path_);
   }
 
   std::string path_;
@@ -375,11 +386,14 @@ inline void save_state(const std::filesystem::path& path, const std::string& ide
     checksum = crc32(checksum, data, bytes);
   }
   file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(partial, target, error);
-  if (!file || error) {
-    std::filesystem::remove(partial, error);
-    throw std::runtime_error(path.string() + ": cannot be written");
+  std::error_code error, ignored;
+  if (file)
+    std::filesystem::rename(partial, target, error);
+  else
+    error.assign(errno ? errno : EIO, std::generic_category());
+  if (error) {
+    std::filesystem::remove(partial, ignored);
+    throw std::runtime_error(path.string() + ": cannot be written: " + error.message());
   }
 }
 

@@ -175,6 +175,7 @@ class Model {
     std::map<std::string, std::string> metadata;
     size_t context_length,
         short_context;  // texts longer than the second are run again from their first token (longrope)
+    int64_t vocabulary = std::numeric_limits<int64_t>::max();  // token ids are below it
     Ids stop_tokens;
     std::vector<Past> pasts;
     Drafts drafts;
@@ -196,6 +197,10 @@ class Model {
   Model(const std::filesystem::path& folder, const char* file,
         const std::function<void(Ort::SessionOptions&)>& configure, Drafts drafts)
       : open_(std::make_shared<Open>()) {
+    const std::filesystem::path path = folder / file;
+    if (folder.empty() || !std::filesystem::is_regular_file(path))
+      throw std::runtime_error((folder.empty() ? "\"\"" : path.string()) +
+                               ": missing; expected the folder of an exported model");
     static Ort::Env environment(ORT_LOGGING_LEVEL_ERROR, "quantmoe");
     Ort::SessionOptions options;
     if (configure) configure(options);
@@ -204,23 +209,32 @@ class Model {
 #else
     const char* own = std::getenv("QUANTMOE_ORT_LIBRARY");
     const std::filesystem::path library = own ? std::filesystem::path(own) : folder / kLibrary;
-    options.RegisterCustomOpsLibrary(library.c_str());  // reads the session's entries
+    try {
+      options.RegisterCustomOpsLibrary(library.c_str());  // reads the session's entries
+    } catch (const Ort::Exception& error) {
+      throw Ort::Exception(std::string(error.what()) + "; set QUANTMOE_ORT_LIBRARY to " + kLibrary +
+                               ", for example the one in QuantMoE's wheel",
+                           error.GetOrtErrorCode());
+    }
 #endif
     open_->folder = folder;
     open_->drafts = drafts;
     if (drafts.kind != Drafts::kNone) {
-      open_->num_logits = static_cast<int64_t>(drafts.most) + 1;
+      open_->num_logits = static_cast<int64_t>(drafts.most + 1);  // check_drafts() has the range
       const int64_t shape[] = {1};
       const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
       open_->rows = Ort::Value::CreateTensor<int64_t>(memory, &open_->num_logits, 1, shape, 1);
       options.AddInitializer("num_logits", open_->rows);
     }
-    open_->session.emplace(environment, (folder / file).c_str(), options);
+    open_->session.emplace(environment, path.c_str(), options);
     read_metadata();
   }
 
   // Fails unless a step gives the logits and the states after a token and each of its draft tokens.
   void check_drafts() const {
+    if (open_->drafts.most < 1 || open_->drafts.most > open_->context_length)
+      throw std::invalid_argument("drafts.most is " + std::to_string(open_->drafts.most) +
+                                  ", expected a number from 1 to " + std::to_string(open_->context_length));
     const int64_t tokens = open_->num_logits;
     int64_t rows = tokens, window = tokens;
     for (size_t i = 0; i < open_->session->GetOutputCount(); ++i) {
@@ -266,6 +280,9 @@ class Model {
     }
     for (size_t i = 0; i < session.GetOutputCount(); ++i) {
       const std::string name = session.GetOutputNameAllocated(i, allocator).get();
+      if (name == "logits")
+        if (const int64_t size = session.GetOutputTypeInfo(i).GetTensorTypeAndShapeInfo().GetShape().back(); size > 0)
+          open_->vocabulary = size;
       if (name != "hidden_states_out" && !(name == "hidden_states" && open_->drafts.kind == Drafts::kMtp)) continue;
       const auto type = session.GetOutputTypeInfo(i);
       const auto info = type.GetTensorTypeAndShapeInfo();
@@ -372,6 +389,10 @@ class TokenCache {
   // ends the answer is the last one. The stream ends with the cache and with the next answer.
   Stream<int64_t> generate(const Ids& ids, TokenOptions options = {}) {
     model_.check_open();
+    for (const int64_t id : ids)
+      if (id < 0 || id >= open().vocabulary)
+        throw std::invalid_argument("token id " + std::to_string(id) + " is outside the vocabulary, 0 to " +
+                                    std::to_string(open().vocabulary - 1));
     settle();
     Ids next = unread_;
     next.insert(next.end(), ids.begin(), ids.end());
@@ -473,7 +494,7 @@ class TokenCache {
         if (copies && (end == tail || end == ids.size())) keep_states();
       }
     } catch (const Ort::Exception&) {
-      unread_ = before;  // an id outside the vocabulary, for example
+      unread_ = before;  // memory ran out, for example
       throw;
     }
     return logits;
