@@ -84,5 +84,15 @@ public class DraftTests
         Assert.EndsWith(": 2 draft tokens need an export with --mtp",
             Assert.Throws<NotSupportedException>(() => new Generator(Models.Plain, drafts: Drafts.Mtp(2))).Message);
         Assert.Throws<ArgumentOutOfRangeException>(() => Drafts.Ngram(0));
+        Assert.StartsWith($"most is {int.MaxValue}, expected a number from 1 to ",
+            Assert.Throws<ArgumentOutOfRangeException>(() => new Generator(Models.Plain, drafts: Drafts.Ngram(int.MaxValue))).Message);
+    }
+
+    [Fact]
+    public void AFolderWithoutAModelIsNamed()
+    {
+        foreach (string folder in new[] { "", System.IO.Path.Combine(Models.Plain, "model.onnx") })
+            Assert.Equal((folder == "" ? "\"\"" : System.IO.Path.Combine(folder, "model.onnx")) + ": missing; expected the folder of an exported model",
+                Assert.Throws<System.IO.FileNotFoundException>(() => new Generator(folder)).Message);
     }
 }

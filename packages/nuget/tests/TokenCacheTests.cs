@@ -119,7 +119,9 @@ public class TokenCacheTests
     {
         using var model = new Generator(Models.Plain, options => options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL);
         using var cache = new TokenCache(model);
-        await Assert.ThrowsAsync<OnnxRuntimeException>(() => Models.All(cache.GenerateAsync([999999])));
+        foreach (long id in new[] { -1, 4096 })
+            Assert.StartsWith($"token id {id} is outside the vocabulary, 0 to 4095", Assert.Throws<ArgumentOutOfRangeException>(
+                () => cache.GenerateAsync([1, id], sampling: new Sampling { RepetitionPenalty = 2 })).Message);
         Assert.Equal(await Models.Fresh(model, prompt, 3), await Models.All(cache.GenerateAsync(prompt, 3, Sampling.Greedy)));
     }
 

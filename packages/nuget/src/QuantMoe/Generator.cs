@@ -24,7 +24,9 @@ namespace QuantMoe
         /// <param name="configure">Changes the session's options, for example threads, entries or an execution provider.</param>
         /// <param name="drafts">How tokens are drafted; null: they are not.</param>
         /// <param name="device">Where the model runs: as it was exported.</param>
-        /// <exception cref="OnnxRuntimeException">The folder has no model, or a damaged one.</exception>
+        /// <exception cref="FileNotFoundException">The folder has no model.</exception>
+        /// <exception cref="OnnxRuntimeException">The model is damaged.</exception>
+        /// <exception cref="ArgumentOutOfRangeException">The context has no room for so many draft tokens.</exception>
         /// <exception cref="InvalidDataException">generation_config.json is damaged.</exception>
         /// <exception cref="DllNotFoundException">A package has no library for this platform.</exception>
         /// <exception cref="NotSupportedException">
@@ -50,11 +52,14 @@ namespace QuantMoe
         {
             Folder = folder ?? throw new ArgumentNullException(nameof(folder));
             Drafts = drafts;
+            string path = Path.Combine(folder, file);
+            if (folder == "" || !File.Exists(path))
+                throw new FileNotFoundException($"{(folder == "" ? "\"\"" : path)}: missing; expected the folder of an exported model");
             using (var options = new Microsoft.ML.OnnxRuntime.SessionOptions())
             {
                 if (drafts.Most > 0)
                 {
-                    numLogits = OrtValue.CreateTensorValueFromMemory(new long[] { drafts.Most + 1 }, new long[] { 1 });
+                    numLogits = OrtValue.CreateTensorValueFromMemory(new long[] { drafts.Most + 1L }, new long[] { 1 });
                     options.AddInitializer("num_logits", numLogits);
                     // ONNX Runtime warns of logits that are more than the file declares.
                     options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR;
@@ -63,12 +68,12 @@ namespace QuantMoe
                 {
                     configure?.Invoke(options);
                     options.RegisterQuantMoe(device); // reads the session's entries
-                    Session = new InferenceSession(Path.Combine(folder, file), options);
+                    Session = new InferenceSession(path, options);
                 }
                 catch (Exception error)
                 {
                     numLogits?.Dispose();
-                    if (error is OnnxRuntimeException cause) CheckDevice(Path.Combine(folder, file), device, cause);
+                    if (error is OnnxRuntimeException cause) CheckDevice(path, device, cause);
                     throw;
                 }
             }
@@ -77,6 +82,8 @@ namespace QuantMoe
                 Metadata = Session.ModelMetadata.CustomMetadataMap;
                 ContextLength = long.TryParse(Value("context_length"), out long length) ? length : long.MaxValue;
                 ShortContext = long.TryParse(Value("short_context"), out length) ? length : long.MaxValue;
+                Vocabulary = Session.OutputMetadata.TryGetValue("logits", out NodeMetadata? logits) && logits.Dimensions[2] > 0
+                    ? logits.Dimensions[2] : long.MaxValue;
                 StopTokens = Value("eos_token_id").Split(',').Where(id => id != "").Select(long.Parse).ToArray();
                 Inputs = Session.InputNames.Where(name => name.StartsWith("past_key_values."))
                     .Select(name => new CacheInput(name, Session.InputMetadata[name])).ToArray();
@@ -98,7 +105,7 @@ namespace QuantMoe
         {
             bool cpu = device == Device.Cpu;
             string entry = "\n\u0006target\u0012" + (cpu ? "\u0004cuda" : "\u0003cpu");
-            if (!File.Exists(model) || !Encoding.GetEncoding(28591).GetString(File.ReadAllBytes(model)).Contains(entry)) return;
+            if (!Encoding.GetEncoding(28591).GetString(File.ReadAllBytes(model)).Contains(entry)) return;
             throw new NotSupportedException(
                 $"{Folder}: exported for {(cpu ? "NVIDIA GPUs" : "CPUs")}; open it with Device.{(cpu ? Device.Cuda : Device.Cpu)}, "
                 + $"or export it with --target {(cpu ? "cpu" : "cuda")}", cause);
@@ -139,6 +146,9 @@ namespace QuantMoe
         /// <summary>Longer texts are run again from their first token (longrope).</summary>
         internal long ShortContext { get; }
 
+        /// <summary>Token ids are below it.</summary>
+        internal long Vocabulary { get; }
+
         internal InferenceSession Session { get; }
 
         internal Drafts Drafts { get; }
@@ -161,7 +171,9 @@ namespace QuantMoe
             if (Drafts.Layer && Metadata.ContainsKey("short_context"))
                 throw new NotSupportedException(
                     $"{Folder}: rope_type longrope with a layer of multi-token prediction is not supported; take Drafts.Ngram");
-            long tokens = Drafts.Most + 1, rows = tokens;
+            if (Drafts.Most > ContextLength)
+                throw new ArgumentOutOfRangeException("drafts", $"most is {Drafts.Most}, expected a number from 1 to {ContextLength}");
+            long tokens = Drafts.Most + 1L, rows = tokens;
             if (!Metadata.ContainsKey("num_logits"))
                 rows = Session.OutputMetadata["logits"].Dimensions[1] == 1 ? 1 : long.TryParse(Value("logits"), out long number) ? number : tokens;
             string options = "";

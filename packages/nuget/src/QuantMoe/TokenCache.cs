@@ -156,6 +156,7 @@ namespace QuantMoe
         /// <param name="sampling">How tokens are chosen; null: as the model's makers recommend.</param>
         /// <param name="cancellationToken">Ends the answer within a step.</param>
         /// <exception cref="ArgumentException">There are no tokens to read, or they do not fit into the context.</exception>
+        /// <exception cref="ArgumentOutOfRangeException">A token is outside the vocabulary.</exception>
         /// <exception cref="InvalidOperationException">Another answer is being generated.</exception>
         /// <exception cref="ObjectDisposedException">The cache is closed, or was closed meanwhile.</exception>
         /// <exception cref="OperationCanceledException">It was cancelled.</exception>
@@ -165,6 +166,9 @@ namespace QuantMoe
         {
             if (ids == null) throw new ArgumentNullException(nameof(ids));
             if (maxNewTokens < 0) throw new ArgumentOutOfRangeException(nameof(maxNewTokens), $"maxNewTokens is {maxNewTokens}, expected a number from 0");
+            foreach (long id in ids)
+                if (id < 0 || id >= model.Vocabulary)
+                    throw new ArgumentOutOfRangeException(nameof(ids), $"token id {id} is outside the vocabulary, 0 to {model.Vocabulary - 1}");
             sampling ??= model.Sampling;
             sampling.Check();
             ThrowIfDisposed();
@@ -442,7 +446,7 @@ namespace QuantMoe
                 }
                 catch (OnnxRuntimeException) when (!cancellationToken.IsCancellationRequested && !closing)
                 {
-                    unread = before; // an id outside the vocabulary, for example
+                    unread = before; // memory ran out, for example
                     throw;
                 }
                 return logits;
