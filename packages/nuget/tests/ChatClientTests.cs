@@ -80,7 +80,21 @@ public class ChatClientTests
         ChatMessage image = new(ChatRole.User, [new DataContent("data:image/png;base64,AA==")]);
         Assert.Contains("DataContent", Assert.Throws<NotSupportedException>(() => client.GetStreamingResponseAsync([image])).Message);
         ChatMessage answer = new(ChatRole.Assistant, "Hello");
-        Assert.Contains("of assistant after 0", Assert.Throws<NotSupportedException>(() => client.GetStreamingResponseAsync([answer])).Message);
+        Assert.Contains("is not the user's", Assert.Throws<NotSupportedException>(() => client.GetStreamingResponseAsync([answer])).Message);
+        Assert.Contains("of assistant after 1",
+            Assert.Throws<NotSupportedException>(() => client.GetStreamingResponseAsync([answer, answer])).Message);
+    }
+
+    [Fact]
+    public async Task AConversationBeginsWithAGreeting()
+    {
+        using var folder = new Temporary();
+        using var model = new Generator(folder.Model(Models.Plain, Models.Turns));
+        using IChatClient client = new QuantMoeChatClient(model);
+        long[] ids = [.. model.Tokenizer.Encode("Q: \nA:", false), .. model.Tokenizer.Encode("Hello", false), .. model.Tokenizer.Encode("\nQ: Who?\nA:", false)];
+        ChatResponse response = await client.GetResponseAsync([new(ChatRole.Assistant, "Hello"), new(ChatRole.User, "Who?")], greedy);
+        Assert.Equal(ids.Length, response.Usage!.InputTokenCount);
+        Assert.Equal(model.Tokenizer.Decode((await Models.Fresh(model, ids, 8)).Where(id => !model.StopTokens.Contains(id)).ToArray()), response.Text);
     }
 
     [Fact]

@@ -11,7 +11,7 @@ namespace QuantMoe
     /// <summary>Microsoft.Extensions.AI's chat client for an exported model. Any number of threads may use it.</summary>
     /// <remarks>
     /// A request repeats its conversation. The client keeps the caches of its last conversations, so that a request runs only
-    /// what is new.
+    /// what is new. A conversation may begin with the assistant's greeting, which then answers an empty message.
     /// </remarks>
     public sealed class QuantMoeChatClient : IChatClient
     {
@@ -157,6 +157,7 @@ namespace QuantMoe
                 if (message.Role == ChatRole.System && turns.Count == 0) system = system == null ? text : system + "\n\n" + text;
                 else if (message.Role == ChatRole.Assistant && turns.Count > 0 && turns[turns.Count - 1].Text == null)
                     turns[turns.Count - 1].Text = text;
+                else if (message.Role == ChatRole.Assistant && turns.Count == 0) turns.Add(new Chat.Turn { Text = text }); // a greeting
                 else if (message.Role == ChatRole.User && (turns.Count == 0 || turns[turns.Count - 1].Text != null))
                     turns.Add(new Chat.Turn { Message = text });
                 else
