@@ -46,7 +46,7 @@ public final class Chat implements AutoCloseable {
    * @throws ModelException the folder has no tokenizer.json, or no chat template
    */
   public Chat(Generator model, String system, boolean raw) {
-    this.model = model;
+    this.model = Objects.requireNonNull(model, "model is null");
     this.system = system;
     template = !raw && model.metadata().containsKey("no_chat") ? model.template() : null;
     this.raw = raw || (template == null && !model.metadata().containsKey("chat.begin"));
@@ -68,6 +68,8 @@ public final class Chat implements AutoCloseable {
    * @param answer the answer to it
    */
   public void add(String message, String answer) {
+    Objects.requireNonNull(message, "message is null");
+    Objects.requireNonNull(answer, "answer is null");
     Turn turn = new Turn(message);
     for (long id : tokenizer.encode(answer, false)) turn.answer.add(id);
     turns.add(turn);
@@ -93,6 +95,8 @@ public final class Chat implements AutoCloseable {
    * @throws IllegalStateException the conversation or the model is closed
    */
   public Answer<String> reply(String message, Options options) {
+    Objects.requireNonNull(message, "message is null");
+    Objects.requireNonNull(options, "options is null");
     Turn turn = new Turn(message);
     long context = model.contextLength(), room = Math.min(options.maxNewTokens, context / 4);
     int dropped = 0;

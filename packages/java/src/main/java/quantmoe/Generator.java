@@ -24,6 +24,7 @@ public final class Generator implements AutoCloseable {
   final OrtSession session;
   final List<CacheInput> inputs = new ArrayList<>();
   final ReadWriteLock gate = new ReentrantReadWriteLock(); // a step reads
+  final long vocabulary; // token ids are below it
   final long shortContext; // longer texts are run again from their first token (longrope)
   private final Set<TokenCache> caches = new HashSet<>();
   private final String folder;
@@ -113,13 +114,18 @@ public final class Generator implements AutoCloseable {
   }
 
   private Generator(String folder, String file, Configure configure, Drafts drafts, Device device) {
-    this.folder = folder;
-    this.drafts = drafts;
+    this.folder = Objects.requireNonNull(folder, "folder is null");
+    this.drafts = Objects.requireNonNull(drafts, "drafts is null");
+    Objects.requireNonNull(configure, "configure is null");
+    Objects.requireNonNull(device, "device is null");
+    Path path = Path.of(folder, file);
+    if (folder.isEmpty() || !Files.isRegularFile(path))
+      throw new ModelException((folder.isEmpty() ? "\"\"" : path) + ": missing; expected the folder of an exported model");
     OnnxTensor initializer = null;
     boolean opened = false;
     try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
       configure.apply(options);
-      initializer = drafts.most > 0 ? OnnxTensor.createTensor(environment, new long[] {drafts.most + 1}) : null;
+      initializer = drafts.most > 0 ? OnnxTensor.createTensor(environment, new long[] {drafts.most + 1L}) : null;
       numLogits = initializer;
       if (numLogits != null) options.addInitializer("num_logits", numLogits); // lives as long as the session
       String library = QuantMoE.libraryPath(device);
@@ -130,7 +136,7 @@ public final class Generator implements AutoCloseable {
         options.addCUDA();
       }
       options.registerCustomOpLibrary(library); // reads the session's entries
-      session = environment.createSession(Path.of(folder, file).toString(), options);
+      session = environment.createSession(path.toString(), options);
       opened = true;
       metadata = Collections.unmodifiableMap(session.getMetadata().getCustomMetadata());
       for (NodeInfo input : session.getInputInfo().values())
@@ -140,9 +146,11 @@ public final class Generator implements AutoCloseable {
       String output = outputs.containsKey("hidden_states_out") ? "hidden_states_out" : "hidden_states";
       hidden = !outputs.containsKey(output) ? null : (TensorInfo) outputs.get(output).getInfo();
       hiddenName = hidden == null ? null : output;
-      logitsOfStep = outputs.containsKey("logits") ? ((TensorInfo) outputs.get("logits").getInfo()).getShape()[1] : 1;
+      long[] logits = outputs.containsKey("logits") ? ((TensorInfo) outputs.get("logits").getInfo()).getShape() : new long[] {1, 1, -1};
+      logitsOfStep = logits[1];
+      vocabulary = logits[2] > 0 ? logits[2] : Long.MAX_VALUE;
     } catch (OrtException error) {
-      checkDevice(Path.of(folder, file), device, error);
+      checkDevice(path, device, error);
       throw new ModelException(error);
     } finally {
       if (!opened && initializer != null) initializer.close();
@@ -216,7 +224,9 @@ public final class Generator implements AutoCloseable {
 
   /** Fail unless a step gives the logits and the states after a token and each of its draft tokens. */
   private void checkDrafts() {
-    long tokens = drafts.most + 1, rows = tokens;
+    if (drafts.most > contextLength)
+      throw new IllegalArgumentException("most is " + drafts.most + ", expected a number from 1 to " + contextLength);
+    long tokens = drafts.most + 1L, rows = tokens;
     boolean layered = drafts.kind == Drafts.Kind.MTP;
     if (layered && metadata.containsKey("short_context"))
       throw new UnsupportedOperationException(

@@ -59,7 +59,7 @@ public final class TokenCache implements AutoCloseable {
    *     {@link #save} serve prompts that begin alike. Other models can always go back.
    */
   public TokenCache(Generator model, boolean goesBack) {
-    this.model = model;
+    this.model = Objects.requireNonNull(model, "model is null");
     this.goesBack = goesBack && model.hasStates();
     layer = model.layer == null ? null : new TokenCache(model.layer);
     shares = model.value("past_present_share_buffer").equals("true");
@@ -168,6 +168,7 @@ public final class TokenCache implements AutoCloseable {
    * @return the number of tokens kept, at most all of the text except the last, whose logits are needed
    */
   public int keep(long[] ids) {
+    Objects.requireNonNull(ids, "ids is null");
     gate.lock();
     try {
       checkOpen();
@@ -195,10 +196,15 @@ public final class TokenCache implements AutoCloseable {
    * @param ids new tokens of the text
    * @param options the most tokens, and how they are chosen
    * @return the tokens of the answer, as they come
-   * @throws IllegalArgumentException there are no tokens to read, or they do not fit into the context
+   * @throws IllegalArgumentException there are no tokens to read, they do not fit into the context, or one is outside the vocabulary
    * @throws IllegalStateException the cache or the model is closed
    */
   public Answer<Long> generate(long[] ids, Options options) {
+    Objects.requireNonNull(ids, "ids is null");
+    Objects.requireNonNull(options, "options is null");
+    for (long id : ids)
+      if (id < 0 || id >= model.vocabulary)
+        throw new IllegalArgumentException("token id " + id + " is outside the vocabulary, 0 to " + (model.vocabulary - 1));
     gate.lock();
     try {
       checkOpen();
@@ -328,7 +334,7 @@ public final class TokenCache implements AutoCloseable {
       return logits;
     } catch (OrtException error) {
       RuntimeException thrown = ended(error, steps);
-      if (thrown instanceof ModelException) unread = before; // an id outside the vocabulary, for example
+      if (thrown instanceof ModelException) unread = before; // memory ran out, for example
       throw thrown;
     }
   }

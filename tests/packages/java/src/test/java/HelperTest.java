@@ -176,7 +176,16 @@ class HelperTest {
       assertEquals("the prompt has no tokens", error.getMessage());
       error = assertThrows(IllegalArgumentException.class, () -> new Sampling().topP(1.5));
       assertEquals("topP is 1.5, expected a number above 0, at most 1", error.getMessage());
-      assertThrows(ModelException.class, () -> all(cache.generate(new long[] {999999}, greedy(1))));
+      for (long id : new long[] {-1, 4096}) {
+        Options penalized = greedy(1).sampling(new Sampling().repetitionPenalty(2));
+        error = assertThrows(IllegalArgumentException.class, () -> cache.generate(new long[] {1, id}, penalized));
+        assertEquals("token id " + id + " is outside the vocabulary, 0 to 4095", error.getMessage());
+      }
+      assertEquals("options is null", assertThrows(NullPointerException.class, () -> cache.generate(PROMPT, null)).getMessage());
+      assertEquals("folder is null", assertThrows(NullPointerException.class, () -> new Generator(null)).getMessage());
+      for (String folder : List.of("", folder("model") + "/model.onnx"))
+        assertEquals((folder.isEmpty() ? "\"\"" : folder + "/model.onnx") + ": missing; expected the folder of an exported model",
+            assertThrows(ModelException.class, () -> new Generator(folder)).getMessage());
       assertArrayEquals(fresh(model, PROMPT, 3), all(cache.generate(PROMPT, greedy(3))));
       Answer<Long> one = cache.generate(new long[] {1}, greedy(1));
       cache.generate(new long[] {1}, greedy(1));
@@ -265,6 +274,9 @@ class HelperTest {
     error = assertThrows(UnsupportedOperationException.class, () -> new Generator(folder("model"), options -> {}, Drafts.mtp(2)));
     assertTrue(error.getMessage().endsWith(": 2 draft tokens need an export with --mtp"), error.getMessage());
     assertThrows(IllegalArgumentException.class, () -> Drafts.ngram(0));
+    Drafts most = Drafts.ngram(Integer.MAX_VALUE);
+    String said = assertThrows(IllegalArgumentException.class, () -> new Generator(folder("model"), options -> {}, most)).getMessage();
+    assertTrue(said.startsWith("most is 2147483647, expected a number from 1 to "), said);
   }
 
   @Test
