@@ -264,6 +264,34 @@ def test_alpine_is_refused_by_name(tmp_path: Path) -> None:
     assert "This system has musl, as Alpine does" in " ".join(done.stderr.split())
 
 
+@pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
+def test_headers_of_an_unzipped_nuget_package(tmp_path: Path) -> None:
+    """By ORT_ROOT or ORT_INCLUDE_DIR. A build folder takes another ORT_ROOT later, and keeps an ORT_INCLUDE_DIR."""
+
+    def package(name: str) -> Path:
+        headers = tmp_path / name / "build/native/include"
+        headers.mkdir(parents=True)
+        (headers / "onnxruntime_c_api.h").write_text("#define ORT_API_VERSION 31\n", encoding="utf-8")
+        return headers
+
+    first, second = package("first"), package("second")
+    project = f"cmake_minimum_required(VERSION 3.25)\nproject(a NONE)\ninclude({ROOT}/ort_ext/FindORTHeaders.cmake)\n"
+    (tmp_path / "CMakeLists.txt").write_text(project, encoding="utf-8")
+
+    def found(build: str, *options: str) -> str:
+        command = ["cmake", "-S", tmp_path, "-B", tmp_path / build, *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return re.findall("ONNX Runtime headers: (.*)", done.stdout)[0]
+
+    assert found("a", f"-DORT_ROOT={tmp_path}/first") == str(first)
+    assert found("a", f"-DORT_ROOT={tmp_path}/second") == str(second)
+    assert found("b", f"-DORT_INCLUDE_DIR={first}") == str(first)
+    assert found("b") == str(first)
+    given = found("a", f"-DORT_INCLUDE_DIR={first}", f"-DORT_ROOT={tmp_path}/second")
+    assert given == str(first)
+
+
 def test_ci_takes_each_release_of_onnx_runtime() -> None:
     """Two in a run, in turns, and all of them in `.ci/run all`; the oldest and the newest have a turn of their own."""
     (part,) = re.findall(r"^between\(\).*?^}$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.M | re.S)
