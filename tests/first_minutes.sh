@@ -76,6 +76,7 @@ variant("nan", nan=True)
 (variant("no_data") / "model.onnx.data").unlink()
 data = variant("other_data") / "model.onnx.data"
 data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
+(variant("bare") / "libquantmoe_ort.so").unlink()
 (variant("no_library") / "libquantmoe_ort.so").write_text("not a library\n")
 PYTHON
 
@@ -96,7 +97,7 @@ sample() { # COMMAND...: a sample, with good and bad input
 ^"-1": expected a number from 0$|"$model" 4 -1
 ^"99999999999999999999": expected|"$model" 4 1 99999999999999999999
 ^"": expected a number from 0$|"$model" 4 ""
-idx=999999 must be within|"$model" 4 999999
+id[x= ]+999999 [im]|"$model" 4 999999
 ^8 tokens and 1 for the answer do not fit into the model's context of 8 tokens$|"$work/context" 4 1 2 3 4 5 6 7 8
 ^logits are not finite$|"$work/nan" 4 1
 model.onnx|"$work/no_model" 4 1
@@ -105,7 +106,7 @@ not the data that this model was exported with.* of model.onnx.data of |"$work/o
 TABLE
 }
 library_of_the_folder() { # COMMAND...: a sample that takes it from there; Java's comes from its package
-  bad 1 'nowhere/libquantmoe_ort.so: cannot open shared object file' "$@" nowhere 4 1
+  bad 1 'bare/libquantmoe_ort.so: cannot open shared object file' "$@" "$work/bare" 4 1
   bad 1 'libquantmoe_ort.so: file too short' "$@" "$work/no_library" 4 1
 }
 entries() { # COMMAND...: a sample that sets entries of the session; the library's line in the log, and its errors
@@ -114,6 +115,8 @@ entries() { # COMMAND...: a sample that sets entries of the session; the library
   grep -qE 'experts = disk: memory for [0-9]+ of [0-9]+ experts' "$work/err" || complain "expected the library's line" "$@"
   run "$@" "${disk[@]}" --entry quantmoe.ram=9 "$model" 4 1
   { [ $code = 1 ] && grep -q 'quantmoe.ram is 9, expected at least' "$work/err"; } || complain "expected a refusal" "$@"
+  bad 1 '^--entyr: expected --load-state FILE, --save-state FILE or --entry NAME=VALUE$' "$@" --entyr x=y "$model" 4 1
+  bad 1 '^--entry bad: expected NAME=VALUE$' "$@" --entry bad "$model" 4 1
   run "$@" --entry quantmoe.expert=disk "$model" 4 1
   { [ $code = 1 ] && grep -q 'no session entry "quantmoe.expert", expected one of' "$work/err"; } || complain "expected a refusal" "$@"
 }

@@ -30,11 +30,15 @@ int main(int argc, char** argv) try {
       save = value;
     } else if (option == "--entry") {
       const std::string entry = value.string();
+      if (entry.find('=') == entry.npos) throw std::invalid_argument("--entry " + entry + ": expected NAME=VALUE");
       entries[entry.substr(0, entry.find('='))] = entry.substr(entry.find('=') + 1);
     } else {
       break;
     }
   }
+  if (argc > 1 && std::filesystem::path(argv[1]).string().starts_with("--"))
+    throw std::invalid_argument(std::filesystem::path(argv[1]).string() +
+                                ": expected --load-state FILE, --save-state FILE or --entry NAME=VALUE");
   if (argc < 4)
     throw std::invalid_argument(
         "usage: generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE] FOLDER COUNT ID...");

@@ -38,7 +38,10 @@ static class Generate
         for (; args.Length > 1 && args[0] is "--load-state" or "--save-state" or "--entry"; args = args[2..])
             if (args[0] == "--load-state") load = args[1];
             else if (args[0] == "--save-state") save = args[1];
-            else entries.Add(args[1].Split('=', 2));
+            else if (args[1].Contains('=')) entries.Add(args[1].Split('=', 2));
+            else throw new ArgumentException($"--entry {args[1]}: expected NAME=VALUE");
+        if (args.Length > 0 && args[0].StartsWith("--"))
+            throw new ArgumentException($"{args[0]}: expected --load-state FILE, --save-state FILE or --entry NAME=VALUE");
         if (args.Length < 3)
             throw new ArgumentException(
                 "usage: Generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE] FOLDER COUNT ID...");
@@ -89,7 +92,7 @@ static class Generate
     {
         // What ONNX Runtime logs is in its exceptions, except what the entries come to.
         options.LogSeverityLevel = entries?.Any() == true ? OrtLoggingLevel.ORT_LOGGING_LEVEL_INFO : OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL;
-        foreach (string[] entry in entries ?? []) options.AddSessionConfigEntry(entry[0], entry[^1]);
+        foreach (string[] entry in entries ?? []) options.AddSessionConfigEntry(entry[0], entry[1]);
     });
 
     static int Number(string text) =>

@@ -12,7 +12,7 @@ using QuantMoe;
 using Generator = Microsoft.ML.OnnxRuntimeGenAI.Generator;
 
 /// Conversations by onnxruntime-genai: Chat FOLDER [--stop TEXT]... [--users N] [--max-new-tokens N]. Each line that you type is a
-/// message. Ctrl-C ends the answer, Ctrl-D the program. --users gives the message to N conversations at the same time.
+/// message, except empty lines. Ctrl-C ends the answer, Ctrl-D the program. --users gives the message to N conversations at the same time.
 static class Program
 {
     static async Task<int> Main(string[] args)
@@ -37,9 +37,10 @@ static class Program
         var stop = new List<string>();
         for (; args.Length > 1 && args[0] is "--stop" or "--users" or "--max-new-tokens"; args = args[2..])
             if (args[0] == "--stop") stop.Add(args[1]);
-            else if (args[0] == "--users") users = int.Parse(args[1]);
-            else most = int.Parse(args[1]);
+            else if (args[0] == "--users") users = Number(args);
+            else most = Number(args);
         if (args.Length > 0) throw new ArgumentException($"{args[0]}: expected --stop TEXT, --users N or --max-new-tokens N");
+        if (stop.Contains("")) throw new ArgumentException("--stop is empty: expected a text");
         using Model model = Open(folder);
         using var tokenizer = new TextTokenizer(folder);
         Conversation[] conversations = Enumerable.Range(0, users).Select(_ => new Conversation(model, tokenizer, folder)).ToArray();
@@ -51,6 +52,7 @@ static class Program
         };
         while (Console.ReadLine() is string line)
         {
+            if (line == "") continue;
             cancel = new CancellationTokenSource();
             if (users == 1)
             {
@@ -64,6 +66,9 @@ static class Program
         }
         foreach (Conversation one in conversations) one.Dispose();
     }
+
+    static int Number(string[] option) => int.TryParse(option[1], out int number) && number > 0
+        ? number : throw new ArgumentException($"{option[0]} {option[1]}: expected a number from 1");
 
     /// Load the model with the package's library; the folder's is native code of whoever exported it.
     static Model Open(string folder)

@@ -1,12 +1,13 @@
 // Conversations by onnxruntime-genai: chat FOLDER [--stop TEXT]... [--users N] [--max-new-tokens N]
 //
-// Each line that you type is a message. Ctrl-C ends the answer, Ctrl-D the program. --users gives the message to N
-// conversations at the same time.
+// Each line that you type is a message, except empty lines. Ctrl-C ends the answer, Ctrl-D the program. --users gives
+// the message to N conversations at the same time.
 #include <ort_genai.h>
 #include <quantmoe/chat.h>
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <csignal>
 #include <functional>
 #include <future>
@@ -138,6 +139,14 @@ class Conversation {
   size_t prompt_ = 0, unread_;  // tokens of the last prompt; of an answer, those that the next turn runs again
 };
 
+size_t number(const std::string& name, const std::string& text) {
+  size_t found = 0;
+  const char* end = text.data() + text.size();
+  if (std::from_chars(text.data(), end, found).ptr != end || found < 1)
+    throw std::runtime_error(name + ' ' + text + ": expected a number from 1");
+  return found;
+}
+
 void chat(const std::vector<std::string>& arguments) {
   std::vector<std::string> stop;
   size_t users = 1, max_new_tokens = 512;
@@ -148,8 +157,9 @@ void chat(const std::vector<std::string>& arguments) {
     if (name == "--stop")
       stop.push_back(arguments[i + 1]);
     else
-      (name == "--users" ? users : max_new_tokens) = std::stoul(arguments[i + 1]);
+      (name == "--users" ? users : max_new_tokens) = number(name, arguments[i + 1]);
   }
+  if (std::ranges::count(stop, "")) throw std::runtime_error("--stop is empty: expected a text");
   const std::string& folder = arguments.at(0);
   const auto model = open(folder);
   const quantmoe::TextTokenizer tokenizer(folder);
@@ -157,6 +167,7 @@ void chat(const std::vector<std::string>& arguments) {
   for (size_t i = 0; i < users; ++i) conversations.emplace_back(*model, tokenizer, folder);
   std::signal(SIGINT, [](int) { cancelled = true; });
   for (std::string line; std::getline(std::cin, line);) {
+    if (line.empty()) continue;
     cancelled = false;
     if (users == 1) {
       conversations[0].reply(line, stop, max_new_tokens,

@@ -1,7 +1,7 @@
 """Conversations by onnxruntime-genai: chat.py FOLDER [--stop TEXT]... [--users N] [--max-new-tokens N]
 
-Each line that you type is a message. Ctrl-C ends the answer, Ctrl-D the program. --users gives the message to N
-conversations at the same time.
+Each line that you type is a message, except empty lines. Ctrl-C ends the answer, Ctrl-D the program. --users gives
+the message to N conversations at the same time.
 """
 
 import argparse
@@ -130,10 +130,17 @@ def main():
     parser.add_argument("--users", type=int, default=1, metavar="N", help="number of conversations (default 1)")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer")
     args = parser.parse_args()
+    for name, value in (("--users", args.users), ("--max-new-tokens", args.max_new_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} {value}: expected a number from 1")
+    if "" in args.stop:
+        raise ValueError("--stop is empty: expected a text")
     model, cancelled = open_model(args.folder), threading.Event()
     users = [Conversation(model, args.folder) for _ in range(args.users)]
     signal.signal(signal.SIGINT, lambda *_: cancelled.set())
     for line in sys.stdin:
+        if line == "\n":
+            continue
         cancelled.clear()
         options = {"stop": args.stop, "max_new_tokens": args.max_new_tokens, "cancelled": cancelled}
         answers = [user.reply(line.rstrip("\n"), **options) for user in users]

@@ -74,8 +74,10 @@ def test_three_turns(
     folder = greedy(model, tmp_path / "model", **search)
     if template:
         (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    found = said(program, folder, "--max-new-tokens", "8")
+    lines = (TURNS[0], "", *TURNS[1:])  # an empty line is no message
+    found = said(program, folder, "--max-new-tokens", "8", lines=lines)
     assert found == said(PYTHON, folder, "--max-new-tokens", "8")
+    assert found == said(PYTHON, folder, "--max-new-tokens", "8", lines=lines)
     assert len(found.split()) > 3
 
 
@@ -121,3 +123,12 @@ def test_a_cancelled_answer(program: list[str | Path], tmp_path: Path) -> None:
 def test_a_wrong_option_is_named(program: list[str | Path]) -> None:
     done = subprocess.run([*map(str, program), "folder", "--user", "8"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "--user: expected --stop TEXT, --users N or --max-new-tokens N\n")
+    for option, found in {
+        ("--users", "0"): "--users 0: expected a number from 1",
+        ("--max-new-tokens", "-1"): "--max-new-tokens -1: expected a number from 1",
+        ("--stop", ""): "--stop is empty: expected a text",
+    }.items():
+        for command in (program, PYTHON):
+            words = [*map(str, command), "folder", *option]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stderr) == (1, found + "\n")

@@ -16,9 +16,12 @@ public class Generate {
       Map<String, String> entries = new HashMap<>(), files = new HashMap<>();
       for (; args.length > 1 && args[0].matches("--(entry|load-state|save-state)"); args = Arrays.copyOfRange(args, 2, args.length)) {
         String[] entry = args[1].split("=", 2);
-        if (args[0].equals("--entry")) entries.put(entry[0], entry[entry.length - 1]);
-        else files.put(args[0], args[1]);
+        if (!args[0].equals("--entry")) files.put(args[0], args[1]);
+        else if (entry.length == 2) entries.put(entry[0], entry[1]);
+        else throw new IllegalArgumentException("--entry " + args[1] + ": expected NAME=VALUE");
       }
+      if (args.length > 0 && args[0].startsWith("--"))
+        throw new IllegalArgumentException(args[0] + ": expected --load-state FILE, --save-state FILE or --entry NAME=VALUE");
       if (args.length < 3)
         throw new IllegalArgumentException(
             "usage: Generate [--load-state FILE] [--save-state FILE] [--entry NAME=VALUE] FOLDER COUNT ID...");
