@@ -321,6 +321,8 @@ def test_nuspec(nupkg):
     assert (one["id"].text, one["version"].text) == (name, VERSION)
     assert (one["license"].get("type"), one["license"].text) == ("expression", "Apache-2.0")
     assert one["readme"].text in nupkg.namelist()
+    home = "https://github.com/quantmoe/quantmoe"
+    assert (one["projectUrl"].text, one["repository"].get("url")) == (home, f"{home}.git")
     needed = {g.get("targetFramework"): {d.get("id"): d.get("version") for d in g} for g in one["dependencies"]}
     assert set(needed) == {"net10.0", ".NETStandard2.0"}
     wanted = ("Microsoft.ML.OnnxRuntime", "1.31.1") if name == "QuantMoe" else ("QuantMoe", VERSION)
