@@ -147,26 +147,6 @@ bool Creator::read_fields(const PluginFieldCollection* given, bool runs, Node* n
   return true;
 }
 
-// An operator with a QM_CPU line and no QM_CUDA line has no kernel for GPUs.
-template <class OperatorNode>
-constexpr bool is_for_cpus_alone() {
-  bool cpu = false, cuda = false;
-#define QM_CPU(op, name) cpu |= std::is_same_v<OperatorNode, qm_##name>;
-#define QM_CUDA(op, name) cuda |= std::is_same_v<OperatorNode, qm_##name>;
-#include "op.def"
-  return cpu && !cuda;
-}
-
-template <class OperatorNode>
-IPluginV3* make(const SharedLayer& layer, const OperatorNode& node, char* error) {
-  if constexpr (is_for_cpus_alone<OperatorNode>()) {
-    fail(error, QM_UNSUPPORTED, "it has a kernel for CPUs alone; export the model with --target cuda");
-    return nullptr;
-  } else {
-    return make_plugin(layer, node, error);
-  }
-}
-
 IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given, bool runs) const {
   const std::string layer = std::string(op_) + " layer \"" + (name ? name : "") + "\":";
   auto refuse = [&](const std::string& what) {
@@ -181,7 +161,7 @@ IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given,
   const auto shared = std::make_shared<PluginLayer>(layer, std::move(values), runs, workspace_bytes);
   IPluginV3* plugin = nullptr;
 #define QM_OP(op, name, version) \
-  if (op_ == std::string_view(#op)) plugin = make(shared, node.name, error);
+  if (op_ == std::string_view(#op)) plugin = make_plugin(shared, node.name, error);
 #include "op.def"
   return plugin ? plugin : refuse(error);
 }

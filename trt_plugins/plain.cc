@@ -69,6 +69,10 @@ bool is_taken(const qm_attention& node, char* error) {
          node.block_size);
   return !node.block_size;
 }
+bool is_taken(const qm_indexer&, char* error) {
+  fail(error, QM_UNSUPPORTED, "the plug-in has no attention to selected tokens: run the model in ONNX Runtime");
+  return false;
+}
 
 template <class Node>
 IPluginV3* make_planned(const SharedLayer& layer, const char* op, const Node& node, char* error) {

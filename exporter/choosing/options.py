@@ -6,7 +6,7 @@ imports this for its help: what needs NumPy is imported in functions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -298,7 +298,8 @@ class Options:
     @property
     def facts(self) -> Target:
         """The target of the export."""
-        return TARGETS[self.target].at(self.opset)
+        target = TARGETS[self.target].at(self.opset)
+        return replace(target, lists="") if self.external_experts else target
 
     @property
     def layout(self) -> str:

@@ -136,6 +136,8 @@ def attention_of(
             found, plain = dict[str, RecognisedAttention](), dict.fromkeys(names, encoder.PLAIN)
         else:
             found, plain = recognise(model, decoder, refuses, kinds, indexer.compare, skeleton.with_states)
+            plain |= {name: reason for name, module in found.items() if (reason := _without_lists(target, module))}
+            found = {name: module for name, module in found.items() if name not in plain}
     for name, reason in plain.items() if paged else ():
         raise CheckpointError(f"{skeleton.format.ckpt.folder}: {name}: --paged: {reason}")
     last = {path: next(name for name in LAST if f"{path}.{name}" in skeleton.sources) for path in found}
@@ -146,6 +148,15 @@ def attention_of(
         if (own := found[path].value_scale) != 1 and not format.endswith("token"):
             caches.codes[path] = format, k_scale, float(np.float32(v_scale / own))
     return Attention(found, plain, rows, caches, cache)
+
+
+def _without_lists(target: Target, module: RecognisedAttention) -> str:
+    """Return why a target has no node for attention to selected tokens; "" where it has, or where all are seen."""
+    if target.lists == "all" or not (module.selects or module.indexer):
+        return ""
+    if target.lists == "latents":
+        return "" if module.spec.key_split else "the kernels read selected tokens of latents alone"
+    return "the plug-in for TensorRT has no attention to selected tokens"
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ class Target:
         session_chooses_logits: a session says how many last tokens' logits a run gives, unless ``--logits`` does.
         token_rows: one TokenRows node says where a batch's tokens are.
         latent_ups: the node of latent attention expands the latent itself.
+        lists: which attention reads lists of selected tokens: "all", or where heads share a latent; "": none.
         packed_tables: formats of embeddings that are looked up as they are packed; None: all.
         own_widths: kernels take integers of 2, 3, 5 and 6 bits.
         max_elements: of one tensor; None: no limit.
@@ -97,6 +98,7 @@ class Target:
     session_chooses_logits: bool = False
     token_rows: bool = False
     latent_ups: bool = True
+    lists: Literal["all", "latents", ""] = "all"
     packed_tables: tuple[str, ...] | None = ()
     own_widths: bool = False
     max_elements: int | None = None

@@ -46,6 +46,7 @@ CUDA = Target(
     joined=True,
     token_rows=True,
     latent_ups=False,
+    lists="latents",
     packed_tables=(),  # TensorRT has no BitShift
     max_elements=2**31 - 1,  # TensorRT's
     act_orders_apart=True,

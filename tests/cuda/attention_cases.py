@@ -29,6 +29,7 @@ class Inputs:
     dtype: str
     tensors: tuple[np.ndarray, ...]  # qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks
     length: int
+    selected: np.ndarray | None = None
 
     @classmethod
     def make(
@@ -84,7 +85,8 @@ class Inputs:
         found = []
         for _ in range(2):
             inputs = self.on_device()
-            results = cuda.attention(self.spec, *inputs[:4], self.length, *inputs[4:])
+            lists = None if self.selected is None else torch.from_numpy(self.selected).to(DEVICE)
+            results = cuda.attention(self.spec, *inputs[:4], self.length, *inputs[4:], selected=lists)
             found.append([r.cpu() for r in results])
         for one, two in zip(*found, strict=True):
             assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), "two runs differ"
@@ -99,7 +101,8 @@ class Inputs:
     def want(self) -> list[np.ndarray]:
         """What the reference says; of slots that hold nothing NaN if the cache stays where it is, else 0."""
         qkv, key, value, rows = self.tensors[:4]
-        found = reference.attention(self.spec, qkv, key, value, rows, self.length, *self.tensors[4:])
+        given = (self.spec, qkv, key, value, rows, self.length, *self.tensors[4:])
+        found = reference.attention(*given, selected=self.selected)
         if self.length <= key.shape[2]:
             for b, (_, count, past) in enumerate(rows):
                 for cache in found[1:]:

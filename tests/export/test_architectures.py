@@ -655,8 +655,11 @@ def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path
     make_checkpoint(tmp_path / "checkpoint", "glm_moe_dsa", indexer_types=["full"] * 4)
     dry = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4", target="cuda")
     assert len(dry.plain_attention) == SIZES["num_hidden_layers"]
-    assert {*dry.plain_attention.values()} == {"no CUDA kernel runs SparseIndexer"}
+    assert {*dry.plain_attention.values()} == {"head_size is 24, the CUDA kernels take 64 and 128"}
     assert dry.indexers == []
+    make_checkpoint(tmp_path / "heads", "minimax_m3_vl_text", head_dim=64, index_head_dim=64)
+    dry = plan(tmp_path / "heads", tmp_path / "onnx", quantize="int4", target="cuda")
+    assert {*dry.plain_attention.values()} == {"the kernels read selected tokens of latents alone"}
     (own,) = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4").indexers[:1]
     assert selection(own) == "6 tokens"
     blocks = IndexerSpec(num_heads=4, head_size=128, top_k=2048, num_groups=4, block_size=128, local_blocks=1)

@@ -24,6 +24,7 @@ from quantmoe.custom_ops.op import (
     AttentionSpec,
     ConvSpec,
     DeltaSpec,
+    IndexerSpec,
     LinearSpec,
     MoESpec,
     NormSpec,
@@ -32,6 +33,7 @@ from quantmoe.custom_ops.op import (
 )
 from quantmoe.custom_ops.ops.causal_conv import causal_conv
 from quantmoe.custom_ops.ops.gated_delta import gated_delta
+from quantmoe.custom_ops.ops.sparse_indexer import sparse_indexer
 from quantmoe.custom_ops.reference import add_norm, linear, quant_moe, route, router, token_rows
 from quantmoe.custom_ops.reference import attention as attend
 from quantmoe.exporter.graph import standard_attention
@@ -76,8 +78,17 @@ class CachedAttention(OpRun):
 
     def _run(self, qkv, key, value, rows, mask, *tables, **attributes):
         spec = AttentionSpec.from_attributes(attributes)
-        output, *present = attend(spec, qkv.astype(np.float64), key, value, rows, mask.shape[1], *tables)
+        selected = tables[8] if len(tables) > 8 else None
+        given = (qkv.astype(np.float64), key, value, rows, mask.shape[1], *tables[:5])
+        output, *present = attend(spec, *given, selected=selected)
         return tuple(array.astype(qkv.dtype) for array in (output, *present))
+
+
+class SparseIndexer(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, *inputs, **attributes):
+        return sparse_indexer(IndexerSpec.from_attributes(attributes), *inputs)
 
 
 class CausalConv(OpRun):
@@ -129,7 +140,7 @@ class TokenRows(OpRun):
 
 OPERATORS = [
     *(QuantMoE, QuantLinear, MoERouting, CachedAttention, CausalConv, GatedDelta),
-    *(MoERouter, AddRMSNorm, TokenRows),
+    *(MoERouter, AddRMSNorm, TokenRows, SparseIndexer),
 ]
 
 
@@ -400,6 +411,28 @@ def test_latent_attention(checkpoint, tmp_path, sizes):
     want = torch_logits(dequantized(Skeleton(find_format(open_checkpoint(source)))), ids, mask)
     found = logits(tmp_path, ids, mask)
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
+
+
+@pytest.mark.parametrize("model_type", every(["deepseek_v32", "glm_moe_dsa"], 1))
+def test_sparse_attention(tmp_path, model_type):
+    """Two nodes a layer at the widths that latents and indexers of DeepSeek-V3.2 and GLM-5 have."""
+    indexed = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    indexed |= {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 6, "num_hidden_layers": 2}
+    source = tiny.make_checkpoint(tmp_path / "checkpoint", model_type, **(SIZES["deepseek_v3"] | indexed))
+    export(source, tmp_path / "onnx", target="cuda", dtype="f16", logits="all")
+    assert inspect(tmp_path / "onnx")["plain_attention"] == {}
+    graph = ir.load(tmp_path / "onnx" / "model.onnx").graph
+    nodes = [node for node in graph if node.op_type == "CachedAttention"]
+    assert [node.inputs[13].producer().op_type for node in nodes] == ["SparseIndexer"] * 2
+    assert not [node for node in graph if node.op_type in ("Softmax", "TopK")]
+    ids = np.random.default_rng(4).integers(0, 384, (2, 9))  # of others f16 takes another slot or expert of a token
+    mask = np.ones_like(ids)
+    want = torch_logits(dequantized(Skeleton(find_format(open_checkpoint(source)))), ids, mask)
+    found = logits(tmp_path / "onnx", ids, mask)
+    assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
+    dry = plan(source, tmp_path / "tensorrt", target="cuda", external_experts=True)
+    said = "the plug-in for TensorRT has no attention to selected tokens"
+    assert (dry.indexers, [*dry.plain_attention.values()]) == ([], [said] * 2)
 
 
 @pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "llama4_text"]))

@@ -163,17 +163,22 @@ def inputs(
 
 
 def selecting(a: Inputs, lists: int, size: int, own: bool = False) -> Inputs:
-    """Return the call with random lists of at most ``size`` slots, ``lists`` a token. own: with a token's own slot."""
-    rng, batch, tokens = np.random.default_rng(3), len(a.qkv), a.qkv.shape[1]
-    selected = np.full((batch, tokens, lists, size), -1, np.int32)
-    for b, (begin, count, past) in enumerate(a.rows.tolist()):
+    """Return the call with random lists."""
+    return replace(a, selected=random_lists(a.rows.tolist(), a.qkv.shape[1], lists, size, own))
+
+
+def random_lists(rows: list[list[int]], tokens: int, lists: int, size: int, own: bool = False) -> np.ndarray:
+    """Return random lists of at most ``size`` slots, ``lists`` a token. own: with a token's own slot."""
+    rng = np.random.default_rng(3)
+    selected = np.full((len(rows), tokens, lists, size), -1, np.int32)
+    for b, (begin, count, past) in enumerate(rows):
         for i, j in np.ndindex(count, lists):
             p = past + i
             most = min(size - own, p + (not own))
             chosen = rng.choice(p + (not own), rng.integers(min(1 - own, most), most + 1), replace=False)
             chosen = np.sort(chosen).tolist() + [p] * own
             selected[b, begin + i, j, : len(chosen)] = chosen
-    return replace(a, selected=selected)
+    return selected
 
 
 def selects(a: Inputs, b: int) -> bool:

@@ -178,7 +178,7 @@ class LinearProblem:
 @dataclass
 class AttentionProblem:
     """A call of CachedAttention without data: B, S, P and max(P, L); with a block_size R, S and twice M * block_size,
-    and N and K."""
+    and N and K. lists: G and E of ``selected``."""
 
     spec: AttentionSpec
     dtype: str
@@ -189,6 +189,7 @@ class AttentionProblem:
     blocks: int
     positions: int
     own: ctypes.Structure
+    lists: tuple[int, ...] = ()
 
     def inputs(self) -> ctypes.Array[Tensor]:
         spec, (key, value) = self.spec, self.spec.cache_widths
@@ -200,7 +201,8 @@ class AttentionProblem:
             angles = (self.positions, turns)
         shapes = [(1 if spec.block_size else b, s, 0), *caches, (b, 3), (b, self.slots), angles, angles, (0,), (0,)]
         table = (b, self.slots // spec.block_size) if spec.block_size else (0, 0)
-        return tensors(spec, self.dtype, [*shapes, (spec.num_heads,), (0,), (0,), table])
+        selected = (b, s, *self.lists) if self.lists else None
+        return tensors(spec, self.dtype, [*shapes, (spec.num_heads,), (0,), (0,), table, selected])
 
     def experts(self) -> None:
         return None
@@ -225,10 +227,11 @@ def attention_problem(
     slots: int,
     blocks: int = 0,
     positions: int = 0,
+    lists: tuple[int, ...] = (),
 ) -> AttentionProblem:
     """Return a call of a node; dtype "f16" or "bf16" (or "f32", which is refused)."""
     own = node(native.library(), spec)
-    return AttentionProblem(spec, dtype, batch, tokens, past_slots, slots, blocks, positions, own)
+    return AttentionProblem(spec, dtype, batch, tokens, past_slots, slots, blocks, positions, own, lists)
 
 
 def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
@@ -470,18 +473,22 @@ def plan_attention(problem: AttentionProblem, device: Device = H200) -> Attentio
     return found
 
 
-def launch_attention(problem: AttentionProblem, plan: AttentionPlan, *tensors: torch.Tensor) -> None:
+def launch_attention(
+    problem: AttentionProblem, plan: AttentionPlan, *tensors: torch.Tensor, selected: torch.Tensor | None = None
+) -> None:
     """Enqueue on torch's current stream.
 
     Args:
         tensors: qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks, block_table (or rows, without a
             block_size), output, present_key, present_value, workspace (uint8 of plan.workspace_bytes), contiguous.
+        selected: of a problem with lists.
 
     Raises:
         ValueError: present is past's memory, but has more slots.
     """
     pointers = [_pointer(tensor) for tensor in tensors]
     inputs = [*pointers[:4], None, *pointers[4:9], None, None, pointers[9]]
+    inputs += [] if selected is None else [_pointer(selected)]
     launch(problem, plan, inputs, pointers[10:13], pointers[13], _stream())
 
 
@@ -494,11 +501,12 @@ def attention(
     length: int,
     *tables: torch.Tensor,
     block_table: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """CachedAttention on the current CUDA device: op.def's inputs, attention_mask as its length.
 
     Args:
-        tables: cos, sin, q_norm, k_norm, sinks. block_table: where the spec has a block_size.
+        tables: cos, sin, q_norm, k_norm, sinks. block_table: where the spec has a block_size. selected: lists of slots.
 
     Returns:
         output, present_key and present_value: past's memory where that has the slots, else new memory.
@@ -511,7 +519,8 @@ def attention(
     batch, tokens, _ = qkv.shape
     if block_table is None:
         before, slots = past_key.shape[2], max(past_key.shape[2], length)
-        p = attention_problem(spec, _dtype(qkv), batch, tokens, before, slots)
+        lists = () if selected is None else tuple(selected.shape[2:])
+        p = attention_problem(spec, _dtype(qkv), batch, tokens, before, slots, lists=lists)
     else:
         before = slots = block_table.shape[1] * spec.block_size
         sizes = (before, slots, len(past_key), len(tables[0]))
@@ -524,7 +533,8 @@ def attention(
         present = [past.new_full((*past.shape[:2], slots, past.shape[3]), other) for past in present]
     workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
     table = rows if block_table is None else block_table
-    launch_attention(p, chosen, qkv, past_key, past_value, rows, *tables, table, output, *present, workspace)
+    given = (qkv, past_key, past_value, rows, *tables, table)
+    launch_attention(p, chosen, *given, output, *present, workspace, selected=selected)
     return output, present[0], present[1]
 
 
@@ -563,7 +573,7 @@ def run_node(
     """Run an operator that has a QM_CUDA line on the current CUDA device: op.def's inputs and outputs.
 
     Args:
-        in_place: the state that the call makes, its last output, is in the memory of the one before.
+        in_place: the state that the call makes, its last output present_X, is in the memory of past_X.
         device: what the plan is for; None: the current one.
 
     Raises:
@@ -573,13 +583,14 @@ def run_node(
 
     op, x = spec.OPERATOR, inputs[0]
     sizes = output_shapes(op, spec.attributes(), [tensor.shape for tensor in inputs])
-    types = {"T": x.dtype, "float": torch.float32, "int32": torch.int32, "int64": torch.int64}
+    types = {"T": x.dtype, "C": x.dtype, "float": torch.float32, "int32": torch.int32, "int64": torch.int64}
     outputs = [
         torch.full(tuple(size), -9 if type_.startswith("int") else float("nan"), dtype=types[type_], device=x.device)
         for size, (_, type_) in zip(sizes, op.outputs, strict=True)
     ]
     if in_place:
-        outputs[-1] = inputs[-2]
+        past = op.outputs[-1][0].replace("present", "past")
+        outputs[-1] = inputs[[name for name, _ in op.inputs].index(past)]
     plan = plan_shapes(spec, _dtype(x), [t.shape for t in inputs], device or query(x.device.index or 0))
     workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
     launch_node(spec, plan, inputs, outputs, workspace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,18 +87,34 @@ def inputs(
     )
 
 
-def check(a: Inputs, selected: np.ndarray, present: np.ndarray) -> None:
+def check(
+    a: Inputs,
+    selected: np.ndarray,
+    present: np.ndarray,
+    bounds: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None,
+) -> None:
     """Check a kernel's lists and keys: keys as the cache's type rounds them, and no slot left out whose score is
-    certainly above a selected one's."""
-    spec, want = a.spec, a.reference()[1]
+    certainly above a selected one's.
+
+    Args:
+        bounds: as :func:`bounded`; None: of the CPU's arithmetic.
+    """
+    want = a.reference()[1]
     np.testing.assert_array_equal(present, want)
+    check_lists(a, selected, want, bounds or bounded)
+
+
+def check_lists(
+    a: Inputs, selected: np.ndarray, keys: np.ndarray, bounds: Callable[..., tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Check the lists of all tokens, of keys [B, 1, slots, head_size]."""
     for b, (begin, count, past) in enumerate(a.rows.tolist()):
         outside = np.delete(selected[b], np.s_[begin : begin + count], 0)
         assert (outside == -1).all()
         for i in range(count):
-            score, error = bounded(a, b, begin + i, want[b, 0, : past + i + 1].astype(np.float64))
+            score, error = bounds(a, b, begin + i, keys[b, 0, : past + i + 1].astype(np.float64))
             for row, low, high in zip(selected[b, begin + i], score - error, score + error, strict=True):
-                check_list(spec, row, low, high)
+                check_list(a.spec, row, low, high)
 
 
 def check_list(spec: IndexerSpec, row: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:

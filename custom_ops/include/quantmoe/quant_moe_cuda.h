@@ -111,7 +111,10 @@ typedef struct {
 // - T is QM_F16 or QM_BF16; MoERouting takes any type.
 // - CachedAttention: keys and values have 64, 96, 128, 192 or 256 features, or keys 192 and values 128. With a
 //   key_split of 288, keys have 576 and values 512, without norms. cache_format is none, int8 or, from compute
-//   capability 9.0 on, fp8_e4m3. The input `selected` is left out.
+//   capability 9.0 on, fp8_e4m3. The input `selected` needs a key_split, and has one list, or one for each head of
+//   keys.
+// - SparseIndexer: a head_size of 64 or 128, past_keys of query's type, up to 128 heads. Each group of heads counts as
+//   the next multiple of 16.
 // - CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4.
 // - GatedDelta: head sizes 64 and 128.
 // - StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.
@@ -127,9 +130,13 @@ QM_API int qm_cuda_check_node(const char* op, const void* node, const qm_cuda_no
 // Enqueues on the call's stream. `rows` stays on the device, so a launch that a CUDA graph captured serves every
 // position.
 //
-// - A row of `rows` that asks for tokens or slots that are not there stores nothing, and its output is NaN.
+// - A row of `rows` that asks for tokens or slots that are not there stores nothing, and its output is NaN, its lists
+// -1.
 // - QuantMoE: ids outside [expert_offset, expert_offset + local_experts) contribute zero.
 // - CachedAttention with a block_size: a row is a request. If there are as many tokens as requests, each has one.
+// - CachedAttention with `selected`: a list that the operator does not allow makes its token's output undefined. A row
+//   of no more tokens than a list has the bytes that it has without `selected`.
+// - SparseIndexer: scores are f32 sums of exact products, in any order. Lists are exact for these scores.
 // - MoERouting gives what quant_moe.h says, except the last bits of the weights.
 // - MoERouter: logits are f32 sums of exact products. Their order depends on the number of tokens.
 // - AllReduce: y = the sum of all ranks' x, in f32 in the order of the ranks, rounded once. All ranks have equal bytes.

@@ -98,6 +98,7 @@ class Rows:
         """
         spec, layers, i = module.found.indexer, given["cache"].layers, module.layer_idx
         query, key, weights = indexer.node_inputs(module.indexer, {**given, "rows": self.rows})
+        query, key = (x.to(given["hidden_states"].dtype) for x in (query, key))
         past = getattr(layers[i], "indexer_keys", None) if i < len(layers) else None
         past = key.new_zeros((len(key), 1, 0, spec.head_size)) if past is None else past
         attributes = json.dumps(spec.attributes())

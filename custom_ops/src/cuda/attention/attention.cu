@@ -159,18 +159,26 @@ int launch(const AttentionProblem& problem, const AttentionPlan& plan, const Att
   Launcher launcher{stream};
 
   if (node.key_split) {
+    const qm_tensor& selected = tensors.of_inputs[CachedAttention_selected];
     const int slots = plan.wgmma ? kLatentWideSlots : kLatentSlots;
     params.stage_log = slots == 64 ? 6 : 5;
     params.least_log = 0;
     params.token_blocks = all;
     params.appended = params.tokens > kFewLatentTokens;
+    if (const qm_shape& lists = selected.shape; lists.rank >= 0) {
+      params.selected = tensors.selected;
+      params.lists = static_cast<int>(lists.sizes[2]), params.list_size = static_cast<int>(lists.sizes[3]);
+      params.tiles_per_token = (params.group + plan.tile_rows - 1) / plan.tile_rows;
+      params.tiles = params.tokens * params.tiles_per_token;  // at least as many as rows without lists have
+    }
     if (all + copies == 0) return QM_OK;
     if (params.appended)
       launcher.run(latent_append_kernel(problem.type), params, dim3(all + copies), kLatentThreads, 0, true);
     const int blocks = params.tiles * params.pairs * plan.splits + (params.appended ? 0 : all + copies);
-    launcher.run(plan.wgmma ? latent_wide_kernel(problem.type) : latent_kernel(problem.type, plan.stages), params,
-                 dim3(blocks), kLatentThreads, plan.wgmma ? kLatentWideSharedBytes : latent_shared_bytes(plan.stages),
-                 true);
+    const bool lists = params.selected;
+    launcher.run(plan.wgmma ? latent_wide_kernel(problem.type, lists) : latent_kernel(problem.type, plan.stages, lists),
+                 params, dim3(blocks), kLatentThreads,
+                 plan.wgmma ? kLatentWideSharedBytes : latent_shared_bytes(plan.stages), true);
   } else if (plan.tile_rows == kFewRows) {
     if (!all) params.pairs = 0;
     if (params.pairs + copies == 0) return QM_OK;

@@ -49,6 +49,8 @@ struct AttentionParams {
   int key_width, value_width;           // of the caches
   bool cluster, deep;                   // the splits of a tile are one; kDeepStages of them
   bool appended;                        // of latent attention: the new keys are in the cache
+  const int* selected;                  // of latent attention: [batch, tokens, lists, list_size], or null
+  int list_size, lists, tiles_per_token;
 };
 
 // What a batch row says. One that asks for tokens or slots that are not there counts nothing, and its output is NaN.
@@ -170,6 +172,18 @@ __device__ inline Span span_of(const AttentionParams& params, const BatchRow& ba
   span.low = first_visible_slot(params, span.first_slot), span.full_low = first_visible_slot(params, span.last_slot);
   span.first_stage = span.low >> params.stage_log,
   span.stages = (span.last_slot >> params.stage_log) + 1 - span.first_stage;
+  span.splits = min(params.splits, (span.stages + (1 << params.least_log) - 1) >> params.least_log);
+  return span;
+}
+// Whether the row's tokens see lists of slots.
+__device__ inline bool has_lists(const AttentionParams& params, const BatchRow& batch) {
+  return params.selected && batch.past + batch.count > params.list_size;
+}
+// What a list of the token in `slot` has, at most, as if it had slots 0, 1, ..
+__device__ inline Span span_of_list(const AttentionParams& params, int slot) {
+  Span span{};
+  span.first_slot = span.last_slot = min(params.list_size, slot + 1) - 1;
+  span.stages = (span.last_slot >> params.stage_log) + 1;
   span.splits = min(params.splits, (span.stages + (1 << params.least_log) - 1) >> params.least_log);
   return span;
 }

@@ -18,8 +18,9 @@ AttentionKernel few_codes_kernel(int32_t type, int keys, int values);
 AttentionKernel many_codes_kernel(int32_t type, int keys, int values);
 AttentionKernel wide_codes_kernel(int32_t type, int keys, int values, int rows);
 // Of latent attention: on mma.sync, with the plan's stages; on wgmma; new keys to the cache where many tokens come.
-AttentionKernel latent_kernel(int32_t type, int stages);
-AttentionKernel latent_wide_kernel(int32_t type);
+// lists: of nodes with `selected`.
+AttentionKernel latent_kernel(int32_t type, int stages, bool lists);
+AttentionKernel latent_wide_kernel(int32_t type, bool lists);
 AttentionKernel latent_append_kernel(int32_t type);
 
 // The instance of a kernel's template <typename T, int DK, int DV, ..>; the last argument is kCodes.

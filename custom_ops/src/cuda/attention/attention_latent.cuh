@@ -3,6 +3,9 @@
 // them on the way into shared memory, and other blocks store them, so nothing waits for the cache. With many tokens a
 // kernel stores them first.
 //
+// With `selected` (kLists) a token's list takes the place of slots 0, 1, .. A tile is then heads of one token. Rows
+// that have no more tokens than a list are attended to as without lists, in the same order.
+//
 // A key is 36 chunks of 16 bytes in the cache of keys, then 36 in the cache of values.
 //
 //   features   0          64                                     575
@@ -101,13 +104,17 @@ struct WholeRowLayout {
 
 // A block's tile of rows, and its part of the slots that they see. Of what it copies, eight threads have a row's tile
 // of 64 values.
+template <bool kLists>
 struct LatentTile {
   static constexpr int kTiles = kLatentKeys / 64, kRowsAtOnce = kLatentThreads / 8;
   int pair, b, kv, split, first_row, rows, begin, end;  // rows: of all tiles; end: begin of a block without a part
   int old;                                              // slots that are in a cache
   const uint4 *keys, *values;                           // of the pair, in that cache
   BatchRow batch;
-  Span span;
+  Span span;                  // of a list: of its places
+  const int* list = nullptr;  // slots that the tile sees
+  int own_slot;               // of a list's token
+  int next[2];                // of a list: the slots of the next stage that the thread copies
 
   __device__ explicit LatentTile(const AttentionParams& params) {
     const int block = static_cast<int>(blockIdx.x) / params.splits;
@@ -116,8 +123,12 @@ struct LatentTile {
     first_row = (params.tiles - 1 - block / params.pairs) * params.tile_rows;  // those with most slots first
     batch = read_row(params, b);
     rows = batch.count * params.group, begin = end = 0;
-    if (first_row >= rows) return;
-    span = span_of(params, batch, first_row);
+    if (kLists && has_lists(params, batch)) {
+      find_list(params, params.tiles - 1 - block / params.pairs);
+    } else {
+      if (first_row >= rows) return;
+      span = span_of(params, batch, first_row);
+    }
     if (split >= span.splits) return;
     begin = span.begin(split), end = span.begin(split + 1);
     old = params.appended ? batch.past + batch.count : batch.past;
@@ -125,6 +136,69 @@ struct LatentTile {
         static_cast<int64_t>(pair) * (params.appended ? params.slots : params.past_slots) * kLatentHalf;
     keys = static_cast<const uint4*>(params.appended ? params.key : params.past_key) + first;
     values = static_cast<const uint4*>(params.appended ? params.value : params.past_value) + first;
+  }
+  // A tile of a token's heads. No splits: there is no such token.
+  __device__ void find_list(const AttentionParams& params, int tile) {
+    const int token = tile / params.tiles_per_token;
+    span.splits = 0;
+    if (token >= batch.count) return;
+    first_row = token * params.group + tile % params.tiles_per_token * params.tile_rows;
+    rows = (token + 1) * params.group, own_slot = batch.past + token;
+    list = params.selected + (token_of(params, token) * params.lists + (params.lists > 1 ? kv : 0)) * params.list_size;
+    span = span_of_list(params, own_slot);
+    if (list[span.last_slot] >= 0) return;
+    int low = 0, high = span.last_slot;  // places below `low` have slots, from `high` on none
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (list[middle] >= 0)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    span.first_slot = span.last_slot = low - 1;
+  }
+  // Asks for the slots of a stage of a list, -1 after its end.
+  template <int kSlots>
+  __device__ void ask(int stage) {
+#pragma unroll
+    for (int i = 0; i < kSlots / kRowsAtOnce; ++i) {
+      const int at = stage * kSlots + i * kRowsAtOnce + static_cast<int>(threadIdx.x) / 8;
+      next[i] = at <= span.last_slot ? list[at] : -1;
+    }
+  }
+  // Loads the stage of a list, and asks for the slots of the next stage.
+  template <typename T, class Layout, int kSlots>
+  __device__ void load_list(const AttentionParams& params, int stage, uint32_t to) {
+    if (stage == begin) ask<kSlots>(stage);
+    const int row = static_cast<int>(threadIdx.x) / 8, lane = threadIdx.x % 8;
+    int slots[kSlots / kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kSlots / kRowsAtOnce; ++i) slots[i] = next[i];
+    if (stage + 1 < end) ask<kSlots>(stage + 1);
+#pragma unroll
+    for (int i = 0; i < kSlots / kRowsAtOnce; ++i) {
+      const int slot = slots[i];
+      const bool seen = slot >= 0 && slot <= own_slot;
+      const uint32_t at = to + Layout::at(row, lane) + i * kRowsAtOnce * Layout::kRow;
+      if (seen && slot >= old) {
+#pragma unroll 1
+        for (int tile = 0; tile < kTiles; ++tile)
+          store16(at + tile * Layout::kTile, latent_chunk<T>(params, token_of(params, slot - batch.past),
+                                                             params.attention.num_heads + kv, tile * 8 + lane));
+        continue;
+      }
+      const int64_t offset = static_cast<int64_t>(seen ? slot : 0) * kLatentHalf + lane;
+      const uint4 *key = keys + offset, *value = values + offset - kLatentHalf;
+      const uint4* middle = lane < kLatentHalf % 8 ? key : value;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+        copy_async16_past(at + tile * Layout::kTile,
+                          (tile < kLatentHalf / 8   ? key
+                           : tile > kLatentHalf / 8 ? value
+                                                    : middle) +
+                              tile * 8,
+                          seen);
+    }
   }
   __device__ int64_t token_of(const AttentionParams& params, int index) const {
     return static_cast<int64_t>(b) * params.tokens + batch.begin + index;
@@ -158,7 +232,9 @@ struct LatentTile {
   }
   // The keys of a stage of kSlots slots, zero where no row sees them.
   template <typename T, class Layout, int kSlots>
-  __device__ void load_stage(const AttentionParams& params, int stage, uint32_t to) const {
+  __device__ void load_stage(const AttentionParams& params, int stage, uint32_t to) {
+    if constexpr (kLists)
+      if (list) return load_list<T, Layout, kSlots>(params, stage, to);
     static_assert(kSlots % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0, "each thread copies as many");
     const int row = static_cast<int>(threadIdx.x) / 8, lane = threadIdx.x % 8, first = stage * kSlots + row;
     const int64_t offset = static_cast<int64_t>(first) * kLatentHalf + lane;
@@ -206,7 +282,7 @@ __device__ __forceinline__ void add_sides(ScoreAt score_at, float (&s)[NT][4]) {
 
 // A tile of 16 rows on mma.sync, bound by memory. 4 warps share a stage's slots, two the features of their scores,
 // eight the values' columns.
-template <typename T, int kRing>
+template <typename T, int kRing, bool kLists>
 __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_constant__ AttentionParams params) {
   constexpr int kStage = kLatentSlots * kLatentKeys * 2, NT = kLatentSlots / 8, M = kLatentValues / 8 / 8;
   constexpr int kSteps = kLatentSplit / 16;  // of 16 features: a warp's
@@ -217,21 +293,21 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
   launch_dependents();
   if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
     return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
-  const LatentTile tile(params);
+  LatentTile<kLists> tile(params);
   if (tile.begin == tile.end) return;
   const Span& span = tile.span;
 
   auto at_stage = [&](int stage) { return ring_at + static_cast<uint32_t>(stage - tile.begin) % kRing * kStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
-    if (stage < tile.end) tile.load_stage<T, WholeRowLayout, kLatentSlots>(params, stage, at_stage(stage));
+    if (stage < tile.end) tile.template load_stage<T, WholeRowLayout, kLatentSlots>(params, stage, at_stage(stage));
     copy_async_commit();
   };
   // The queries lie where the last stage will, until warps have them in registers.
   const uint32_t queries_at = ring_at + (kRing - 1) * kStage;
-  tile.load_queries<T, WholeRowLayout, kFewRows, false>(params, queries_at);
+  tile.template load_queries<T, WholeRowLayout, kFewRows, false>(params, queries_at);
   copy_async_commit();
   for (int i = 0; i < kRing - 1; ++i) load(tile.begin + i);
-  tile.load_queries<T, WholeRowLayout, kFewRows, true>(params, queries_at);
+  tile.template load_queries<T, WholeRowLayout, kFewRows, true>(params, queries_at);
   copy_async_wait<kRing - 1>();
   __syncthreads();
   const int first_key = warp % 4 * 8, part = warp / 4, first_chunk = part * kLatentHalf;
@@ -241,6 +317,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
     load_matrices(query[d], queries_at + swizzled<kLatentKeys>(lane % 16, first_chunk + 2 * d + lane / 16));
 
   AttentionSums<1, M> sums(params, tile.batch, tile.first_row);
+  if (kLists && tile.list) sums.slot_of[0][0] = sums.slot_of[0][1] = span.last_slot;
   const int first_n = warp * M;
   for (int stage = tile.begin; stage < tile.end; ++stage) {
     copy_async_wait<kRing - 2>();
@@ -318,7 +395,7 @@ __device__ __forceinline__ void share_weights(const float (&s)[NT][4], WeightsOf
 // A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, and the values' columns for the
 // sums. A thread and its counterpart in the other warpgroup have the same rows. The two exchange the largest scores,
 // and weights. One long function: scores, weights and sums are registers from one stage to the next.
-template <typename T>
+template <typename T, bool kLists>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     attend_latent_wide(const __grid_constant__ AttentionParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -333,25 +410,26 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
   launch_dependents();
   if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
     return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
-  const LatentTile tile(params);
+  LatentTile<kLists> tile(params);
   if (tile.begin == tile.end) return;
   const Span& span = tile.span;
 
   auto at_stage = [&](int stage) { return ring_at + (stage - tile.begin) % kLatentWideStages * kStage; };
   auto load = [&](int stage) {
-    if (stage < tile.end) tile.load_stage<T, TileLayout<kSlots>, kSlots>(params, stage, at_stage(stage));
+    if (stage < tile.end) tile.template load_stage<T, TileLayout<kSlots>, kSlots>(params, stage, at_stage(stage));
   };
-  tile.load_queries<T, TileLayout<kRows>, kRows, false>(params, q_at);
+  tile.template load_queries<T, TileLayout<kRows>, kRows, false>(params, q_at);
   load(tile.begin);
-  tile.load_queries<T, TileLayout<kRows>, kRows, true>(params, q_at);
+  tile.template load_queries<T, TileLayout<kRows>, kRows, true>(params, q_at);
 
   float acc[M][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
 #pragma unroll
   for (int n = 0; n < M; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
-  const int slot_of[2] = {tile.batch.past + (tile.first_row + row_of) / params.group,
-                          tile.batch.past + (tile.first_row + row_of + 8) / params.group};
+  int slot_of[2] = {tile.batch.past + (tile.first_row + row_of) / params.group,
+                    tile.batch.past + (tile.first_row + row_of + 8) / params.group};
+  if (kLists && tile.list) slot_of[0] = slot_of[1] = span.last_slot;
   auto largest_of = [&](int group, int h) { return largest_at + (group * kRows + row_of + 8 * h) * 4; };
   auto weights_of = [&](int group) { return weights_at + (group * 128 + threadIdx.x % 128) * 16; };
   for (int stage = tile.begin; stage < tile.end; ++stage) {

@@ -53,6 +53,24 @@ int validate_attributes(const qm_attention& attention, char* err) {
       attention.head_size, attention.v_head_size);
 }
 
+// selected: its shape; of rank -1 without it, of rank 0 if it is not known yet.
+int validate_lists(const qm_attention& attention, const qm_shape& selected, char* err) {
+  if (selected.rank < 0) return QM_OK;
+  if (!attention.key_split)
+    return fail(err, QM_UNSUPPORTED,
+                "it has the input selected, which the CUDA kernels take with a key_split alone: export the model with "
+                "--target cuda");
+  if (attention.sliding_window || attention.chunk_size)
+    return fail(err, QM_INVALID, "sliding_window is %d and chunk_size %d, expected 0 with the input selected",
+                attention.sliding_window, attention.chunk_size);
+  const int64_t lists = selected.sizes[2];
+  if (selected.rank && lists != 1 && lists != attention.kv_num_heads)
+    return fail(err, QM_UNSUPPORTED,
+                "selected has %lld lists of a token, the CUDA kernels take one, or one for each of %d heads of keys",
+                static_cast<long long>(lists), attention.kv_num_heads);
+  return QM_OK;
+}
+
 // Of caches in blocks: tokens are of all requests.
 int validate_blocks(const AttentionProblem& problem, char* err) {
   const int64_t most = INT32_MAX / 4, heads = problem.attention.num_heads;
@@ -193,10 +211,8 @@ void plan_latent(const AttentionProblem& problem, const qm_cuda_device& device, 
 int plan_attention(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& made,
                    char* err) {
   const AttentionProblem asked(*static_cast<const qm_attention*>(node), call.inputs);
-  if (call.inputs[CachedAttention_selected].shape.rank >= 0)
-    return fail(err, QM_UNSUPPORTED,
-                "it has the input selected, which no CUDA kernel takes: export the model with --target cuda");
   QM_TRY(validate_attributes(asked.attention, err));
+  QM_TRY(validate_lists(asked.attention, call.inputs[CachedAttention_selected].shape, err));
   if (asked.type != QM_F16 && asked.type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "qkv is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)",
                 asked.type);
