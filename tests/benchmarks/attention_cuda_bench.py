@@ -47,11 +47,19 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 Call = Callable[[], object]
 
 
-def ours(spec: AttentionSpec, batch: int, tokens: int, past: int | list[int], slots: int, codes: str = "none") -> Call:
+def ours(
+    spec: AttentionSpec,
+    batch: int,
+    tokens: int,
+    past: int | list[int],
+    slots: int,
+    codes: str = "none",
+    selected: torch.Tensor | None = None,
+) -> Call:
     """Return a call on random inputs, bf16, with a cache of its own, of bf16 or of codes.
 
     Args:
-        past: tokens in the cache, of all rows or of each.
+        past: tokens in the cache, of all rows or of each. selected: lists of slots.
     """
     spec = replace(spec, cache_format=codes)
     heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
@@ -68,11 +76,13 @@ def ours(spec: AttentionSpec, batch: int, tokens: int, past: int | list[int], sl
     angles = torch.rand(batch, tokens, spec.rotary_size // 2, device="cuda")
     norm = torch.ones(d if spec.qk_norm == "head" else 0, device="cuda")
     tables = [angles.cos(), angles.sin(), norm, norm, torch.full((heads,), float("-inf"), device="cuda")]
-    p = cuda.attention_problem(spec, "bf16", batch, tokens, slots, slots)
+    lists = () if selected is None else tuple(selected.shape[2:])
+    p = cuda.attention_problem(spec, "bf16", batch, tokens, slots, slots, lists=lists)
     plan = cuda.plan_attention(p, cuda.query())
     output = random(batch, tokens, heads * v)
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
-    return lambda: cuda.launch_attention(p, plan, qkv, key, value, rows, *tables, rows, output, key, value, workspace)
+    given = (qkv, key, value, rows, *tables, rows, output, key, value, workspace)
+    return lambda: cuda.launch_attention(p, plan, *given, selected=selected)
 
 
 def packed(spec: AttentionSpec, requests: list[tuple[int, int]], slots: int, codes: str = "none") -> Call:
