@@ -11,8 +11,17 @@ from quantmoe.exporter.targets.ort import ORT
 __all__ = ["ACTIVATIONS", "CPU", "TARGETS", "Target", "by_name", "of_device", "of_layout", "with_option"]
 
 #: facts that follow from a packed layout (:func:`of_layout`), and from the device of a library (:func:`of_device`)
-OF_LAYOUT = ("kernels", "refusal", "library", "own_floats", "one_node", "packed_tables", "own_widths", "max_elements")
-OF_LAYOUT += ("act_orders_apart",)
+OF_LAYOUT = (
+    "kernels",
+    "refusal",
+    "library",
+    "own_floats",
+    "one_node",
+    "packed_tables",
+    "own_widths",
+    "max_elements",
+    "act_orders_apart",
+)
 OF_DEVICE = ("library", "library_path", "chunk")
 
 
@@ -26,7 +35,7 @@ def by_name(*targets: Target) -> dict[str, Target]:
     found: dict[str, Target] = {}
     for target in targets:
         for other in found.values():
-            shared = {"layout": OF_LAYOUT} if target.layout == other.layout else {}
+            shared: dict[str, tuple[str, ...]] = {"layout": OF_LAYOUT} if target.layout == other.layout else {}
             if target.library and other.library and target.device == other.device:
                 shared["device"] = OF_DEVICE
             for by, name in ((by, name) for by, names in shared.items() for name in names):
