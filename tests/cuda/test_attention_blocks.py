@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import cuda_kernels as cuda
 import numpy as np
@@ -25,7 +25,7 @@ NAMES = ["qwen3", "each its own", "three of 96", "window-128", "norm-row", "soft
 class Blocks(Inputs):
     """Requests whose slots are in blocks in random order; slots that no token has are NaN, or 0x7f of codes."""
 
-    table: np.ndarray
+    table: np.ndarray = field(kw_only=True)
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class Blocks(Inputs):
         rows = np.array([(begin, *length) for begin, length in zip(begins, lengths, strict=False)], np.int32)
         angles = rng.uniform(-np.pi, np.pi, (columns * 256, spec.rotary_size // 2))
         turn = [f(angles).astype(np.float32) for f in (np.cos, np.sin)]
-        return cls(spec, dtype, (qkv, *past, rows, *turn, *others), 0, table)
+        return cls(spec, dtype, (qkv, *past, rows, *turn, *others), 0, table=table)
 
     def run(self) -> list[np.ndarray]:
         found = []
