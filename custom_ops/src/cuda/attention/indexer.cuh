@@ -235,7 +235,7 @@ __device__ inline Sum sum_after(Sum x, Sum* totals) {
   return after;
 }
 
-static __global__ void __launch_bounds__(kSelectThreads) select_slots(const __grid_constant__ IndexerParams params) {
+__global__ void __launch_bounds__(kSelectThreads) select_slots(const __grid_constant__ IndexerParams params) {
   constexpr int kPasses = 3, kShift[kPasses] = {21, 10, 0}, kBits[kPasses] = {11, 11, 10};
   constexpr int kWarps = kSelectThreads / 32;
   __shared__ uint4 counters[kPasses][kSelectThreads];  // of four digits each
