@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Generation
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,13 @@ TAIL = 8
 ROOM = 1024
 
 
+@dataclass
+class AnswerCount:
+    """How many answers were begun on a cache. A result that is kept has this, and not the cache's memory."""
+
+    latest: int = 0
+
+
 class Cache:
     """KV cache of one sequence of tokens, which can go back to earlier tokens and on from there.
 
@@ -46,7 +54,7 @@ class Cache:
         progress: called by :meth:`append` with the number of tokens run so far, and with the number of all.
         generation: weak reference to the generation that uses the cache. The next user of the cache closes it if it is
             unfinished, and its draft tokens are taken back.
-        answers: number of the answer that may go on; a later answer and :meth:`keep` count on.
+        answers: the answer that may go on; a later answer and :meth:`keep` count on.
         gate: lock for each step of an answer. Threads that share the cache wait for each other.
         drafting: cache of the drafting layer for that generation; None if nothing was drafted.
     """
@@ -59,7 +67,7 @@ class Cache:
         self.progress: Callable[[int, int], None] = lambda done, total: None
         self.generation: weakref.ref[Generation[Any, None, None]] | None = None
         self.drafting: Cache | None = None
-        self.answers, self.gate = 0, threading.RLock()
+        self.answers, self.gate = AnswerCount(), threading.RLock()
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
         self._slots = 0  # tokens before the last one whose states are in the window
         self._snapshots: dict[int, dict[str, np.ndarray]] = {}
@@ -140,7 +148,7 @@ class Cache:
         left = None if self.generation is None else self.generation()
         if left is not None and inspect.getgeneratorstate(left) != inspect.GEN_RUNNING:
             self.generation = None
-            self.answers += inspect.getgeneratorstate(left) != inspect.GEN_CLOSED
+            self.answers.latest += inspect.getgeneratorstate(left) != inspect.GEN_CLOSED
             left.close()
 
     def _advance(self, ids: Sequence[int]) -> Any:
@@ -184,7 +192,7 @@ class Cache:
         """
         with self.gate:
             self.settle()
-            self.answers += 1
+            self.answers.latest += 1
             most = min(len(self.tokens), len(ids) - 1)
             same = next((at for at in range(most) if self.tokens[at] != ids[at]), max(most, 0))
             same = max(at for at in self.ends() if at <= same)

@@ -72,15 +72,15 @@ class Generated(Iterator[int]):
         self.speculation = speculation
         self._most, self._stop = most, stop
         self.prompt, self.prefill, self.decode = prompt, 0.0, 0.0
-        self._steps, self._cache = steps, cache
-        cache.answers += 1
-        self._number = cache.answers
+        self._steps, self._gate, self._answers = steps, cache.gate, cache.answers
+        self._answers.latest += 1
+        self._number = self._answers.latest
         self._logits: list[np.ndarray] | None = [] if logits else None
 
     def __next__(self) -> int:
         begin = time.perf_counter()
-        with self._cache.gate:
-            if self._number != self._cache.answers and self.finish_reason is None:
+        with self._gate:
+            if self._number != self._answers.latest and self.finish_reason is None:
                 raise ModelError(ANOTHER)
             token, logits = next(self._steps)
         if self.tokens:
