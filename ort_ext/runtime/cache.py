@@ -34,7 +34,7 @@ ROOM = 1024
 
 @dataclass
 class AnswerCount:
-    """How many answers were begun on a cache. A result that is kept has this, and not the cache's memory."""
+    """Count of the answers that were begun on a cache. A result that is kept has this, and not the cache's memory."""
 
     latest: int = 0
 

@@ -78,9 +78,10 @@ class CachedAttention(OpRun):
 
     def _run(self, qkv, key, value, rows, mask, *tables, **attributes):
         spec = AttentionSpec.from_attributes(attributes)
-        selected = tables[8] if len(tables) > 8 else None
+        # after the sinks: k_up, v_up, block_table, selected
+        block_table, selected = (tables[i] if len(tables) > i else None for i in (7, 8))
         given = (qkv.astype(np.float64), key, value, rows, mask.shape[1], *tables[:5])
-        output, *present = attend(spec, *given, selected=selected)
+        output, *present = attend(spec, *given, block_table=block_table, selected=selected)
         return tuple(array.astype(qkv.dtype) for array in (output, *present))
 
 
