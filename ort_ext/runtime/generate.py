@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import weakref
@@ -368,9 +369,7 @@ class Generator(OpenedModel):
             ContextError: the prompt does not fit into the context.
         """
         self._check_kind()
-        if cache is None:
-            ids, cache = self.check(ids, room=1), self.cache()  # the cache takes memory
-        with self._need_cache(cache).gate:
+        with contextlib.nullcontext() if cache is None else self._need_cache(cache).gate:
             return self._stream(ids, max_new_tokens, stop, sampling, cache, logits, constraint)
 
     def _stream(
@@ -379,15 +378,17 @@ class Generator(OpenedModel):
         max_new_tokens: int,
         stop: Iterable[int],
         sampling: Sampling | None,
-        cache: Cache,
+        cache: Cache | None,
         logits: bool,
         constraint: Constraint | None,
     ) -> Generated:
-        cache.settle()
-        past = len(cache.tokens)
+        if cache is not None:
+            cache.settle()
+        past = 0 if cache is None else len(cache.tokens)
         ids, stop = self.check(ids, past, room=1), token_ids("stop", stop)
         need_count("max_new_tokens", max_new_tokens)
         count = min(max_new_tokens, self.context - past - len(ids))
+        cache = self.cache() if cache is None else cache  # after the checks: it takes memory
         if self.chooses_there and self.speculate is None and not logits and isinstance(cache, SharedCache):
             text, longest = [*cache.tokens, *ids], past + len(ids) + count
             choice = self.in_turn(lambda: self.choose([text], longest, sampling, [constraint]))

@@ -621,7 +621,7 @@ def test_lists_of_slots_that_are_not_there_are_refused(change: dict[int, int], m
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_compressed_keys_that_are_not_read(kernel: str, bad: float) -> None:
-    """Those of slots that complete none, or that no list has, and keys before the window; others reach the output."""
+    """Keys before the window, and values of slots that complete none or that no list has, do not reach the output."""
     spec = SPECS["compressed"]
     a = inputs(spec, [[0, 2, 299]], tokens=2, past=299, length=301)
     lists = np.full((1, 2, 1, 40), -1, np.int32)
