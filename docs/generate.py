@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 
 import quantmoe
-from quantmoe.benchmarks.bench import app as bench_app
+from quantmoe.benchmarks.bench import app as bench_commands
 from quantmoe.custom_ops.matrix import SCALE_DTYPES
 from quantmoe.custom_ops.schema import read, schema, split
 from quantmoe.custom_ops.schemes import SCHEMES
@@ -112,7 +112,7 @@ def commands() -> str:
     page = [f"{MADE}# Command line\n\n`quantmoe COMMAND --help` shows these options in a terminal.\n"]
     found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     del found["bench"]
-    benches = typer.main.get_command(bench_app()).commands  # type: ignore[attr-defined]
+    benches = typer.main.get_command(bench_commands).commands  # type: ignore[attr-defined]
     for name, command in (found | {f"bench {name}": command for name, command in benches.items()}).items():
         usage = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in command.params if is_argument(p)]
         page.append(f"## {name}\n\n{command.help}\n\n```\nquantmoe {' '.join([name, *usage])} [OPTIONS]\n```\n")

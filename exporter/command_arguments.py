@@ -176,6 +176,8 @@ def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:
     except UsageError as error:
         command = context.command_path if (context := getattr(error, "ctx", None)) else name
         text = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+        if not text:  # a group of commands without one, whose help typer has printed
+            sys.exit(2)
         text = re.sub(r"('--[\w-]+') / '-\w'", r"\1", text)  # the long name of an option with two
         text = text.removeprefix("Invalid value: ").replace("Value error, ", "")  # pydantic's
         print(f"{command}: {text[0].lower()}{text[1:]}; {command} --help lists what there is", file=sys.stderr)

@@ -26,7 +26,7 @@ TINY = Shape(128, 256, 8, 2)
 
 def run(*arguments: str) -> str:
     """In a process of its own: ONNX Runtime's global pool is made once in a process, before any session."""
-    command = [sys.executable, "-m", "quantmoe.benchmarks.bench", "layer", *arguments]
+    command = [sys.executable, "-m", "quantmoe.exporter.cli", "bench", "layer", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

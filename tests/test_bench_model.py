@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> str:
-    command = [sys.executable, "-m", "quantmoe.benchmarks.bench", "model", *map(str, arguments)]
+    command = [sys.executable, "-m", "quantmoe.exporter.cli", "bench", "model", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -416,15 +416,13 @@ def test_a_peer_that_is_not_installed(peer: str, what: str, monkeypatch: pytest.
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "quantmoe.benchmarks.bench", "model", tmp_path],
+        [sys.executable, "-m", "quantmoe.exporter.cli", "bench", "model", tmp_path],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 1
-    assert (
-        done.stderr == f"quantmoe bench: {tmp_path / 'model.onnx'}: missing; expected an exported model or its folder\n"
-    )
+    assert done.stderr == f"quantmoe: {tmp_path / 'model.onnx'}: missing; expected an exported model or its folder\n"
 
 
 def test_a_side_that_dies_is_named() -> None:

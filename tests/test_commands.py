@@ -27,7 +27,7 @@ import typer
 from pages import generate
 from typer.testing import CliRunner
 
-from quantmoe.benchmarks.bench import app as bench_app
+from quantmoe.benchmarks.bench import app as benches
 from quantmoe.custom_ops.schema import schema
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.cli import app
@@ -145,6 +145,8 @@ def test_a_shell_completes_options() -> None:
     """
     typed = {"COMP_WORDS": "quantmoe export --ex", "COMP_CWORD": "2", "_QUANTMOE_COMPLETE": "complete_bash"}
     assert quantmoe(**typed).out.split() == ["--expert-parallel", "--expert-map", "--external-experts"]
+    typed |= {"COMP_WORDS": "quantmoe bench layer --to", "COMP_CWORD": "3"}
+    assert quantmoe(**typed).out.split() == ["--tokens"]
     script = quantmoe(_QUANTMOE_COMPLETE="source_bash").out
     assert "_QUANTMOE_COMPLETE=complete_bash" in script
 
@@ -152,7 +154,7 @@ def test_a_shell_completes_options() -> None:
 @pytest.mark.parametrize("word", ["experts", "trace", "memory-speed", "disk-speed", "ram", "json", "layers"])
 def test_no_option_means_two_things(word: str) -> None:
     """Commands that have an option in common say the same of it."""
-    commands = [of.commands for of in map(typer.main.get_command, (app, bench_app()))]
+    commands = [of.commands for of in map(typer.main.get_command, (app, benches))]
     said = {p.help for some in commands for command in some.values() for p in command.params if f"--{word}" in p.opts}
     assert len(said) == 1
 
@@ -408,9 +410,8 @@ def test_a_missing_package_is_one_line_and_said_first(name: str, tmp_path: Path)
     (command, *arguments), package = LACKING[name]
     done = quantmoe(command, *arguments, cwd=tmp_path, ABSENT=package)
     assert done.code == 1
-    who = "quantmoe bench" if command == "bench" else "quantmoe"
     extra = "bench" if package == "matplotlib" else EXTRAS[str(command)]
-    assert done.line == f"{who}: {package} is not installed; pip install 'quantmoe[{extra}]'"
+    assert done.line == f"quantmoe: {package} is not installed; pip install 'quantmoe[{extra}]'"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -524,7 +525,7 @@ def test_export_has_the_types_of_its_options() -> None:
 
 
 def test_every_command_has_its_modules() -> None:
-    assert {command.name or command.callback.__name__ for command in app.registered_commands} == MODULES.keys()
+    assert typer.main.get_command(app).commands.keys() == MODULES.keys()
     assert EXTRAS.keys() <= MODULES.keys()
 
 

@@ -9,7 +9,7 @@ import typer
 from pages import DOCS, generate
 
 import quantmoe
-from quantmoe.benchmarks.bench import app as bench_app
+from quantmoe.benchmarks.bench import app as benches
 from quantmoe.custom_ops.schema import parse, read
 from quantmoe.exporter.cli import app
 
@@ -20,7 +20,7 @@ def test_commands() -> None:
     page = generate().commands()
     found = dict(typer.main.get_command(app).commands)
     del found["bench"]
-    found |= {f"bench {name}": one for name, one in typer.main.get_command(bench_app()).commands.items()}
+    found |= {f"bench {name}": one for name, one in typer.main.get_command(benches).commands.items()}
     for name, command in found.items():
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
         assert command.help in section

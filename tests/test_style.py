@@ -105,10 +105,10 @@ def test_file(path: Path) -> None:
 
 
 def test_help() -> None:
-    from quantmoe.benchmarks.bench import app as bench_app
+    from quantmoe.benchmarks.bench import app as benches
     from quantmoe.exporter.cli import app
 
-    apps = (typer.main.get_command(one) for one in (app, bench_app()))
+    apps = (typer.main.get_command(one) for one in (app, benches))
     commands = [command for one in apps for command in one.commands.values()]  # type: ignore[attr-defined]
     texts = [text for command in commands for p in command.params if (text := getattr(p, "help", None))]
     texts += [(command.help or "").split("\n\n")[0] for command in commands]

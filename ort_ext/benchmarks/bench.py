@@ -23,7 +23,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quantmoe.benchmarks.bench_layer import FORMATS, Layer
+from quantmoe.benchmarks.bench_model import bench_model
 from quantmoe.benchmarks.child_processes import in_process
 from quantmoe.benchmarks.ggml_layer import Ggml
 from quantmoe.benchmarks.ggml_layer import library as ggml_library
@@ -46,8 +46,8 @@ from quantmoe.benchmarks.layer_sizes import SHAPES, Shape
 from quantmoe.benchmarks.machine_limits import cache_bytes, probe_int8, probe_read
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.exporter.command_arguments import check_files, listed, missing, outdated, run, terminal
-from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.command_arguments import check_files, listed, terminal
+from quantmoe.exporter.errors import ModelError
 from quantmoe.ort_ext import library_path
 from quantmoe.runtime.opened_model import runtime
 
@@ -210,7 +210,7 @@ def measure(
     """Median ms of each side over alternating calls, and the number of experts a call touches.
 
     Raises:
-        RuntimeError: the sides' outputs differ by more than the activations' rounding explains.
+        ModelError: the sides' outputs differ by more than the activations' rounding explains.
     """
     rng = np.random.default_rng(seed)
     ids = route(shape, tokens, skew, seed)
@@ -232,9 +232,7 @@ def measure(
                 outputs.append(output())
         for other in outputs[1:]:  # int8 activations on both sides, one step a token against one a block: 1 to 2 % each
             if not difference(outputs[0], other) < 0.05:
-                raise RuntimeError(
-                    f"{tokens} tokens: outputs of two sides differ by {difference(outputs[0], other):.1%}"
-                )
+                raise ModelError(f"{tokens} tokens: outputs of two sides differ by {difference(outputs[0], other):.1%}")
         if pair >= MIN_PAIRS and time.perf_counter() - started > CELL_SECONDS:
             break
     return [statistics.median(t) for t in times], len(np.unique(ids))
@@ -561,37 +559,7 @@ def draw(cells: Sequence[LayerCell], path: Path) -> None:
     plt.close(figure)
 
 
-def app() -> typer.Typer:
-    """Return the commands ``layer`` and ``model``."""
-    from quantmoe.benchmarks.bench_model import bench_model
-
-    made = typer.Typer(
-        help="Measure one layer or a whole model beside other engines.",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    made.command("layer")(bench)
-    made.command("model")(bench_model)
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command on ``arguments``, by default the process's."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        run(app(), given or ["--help"], "quantmoe bench")
-    except (CheckpointError, ModelError, OSError, RuntimeError) as error:
-        # a kernel that is not there, sides that differ, a full disk
-        sys.exit(f"quantmoe bench: {error}")
-    except MemoryError as error:
-        sys.exit(f"quantmoe bench: {str(error) or 'out of memory'}")
-    except ModuleNotFoundError as error:
-        sys.exit(f"quantmoe bench: {missing(error, 'bench')}")
-    except Exception:
-        if old := outdated("bench"):
-            sys.exit(f"quantmoe bench: {old}")
-        raise
-
-
-if __name__ == "__main__":
-    main()
+#: the commands of ``quantmoe bench``
+app = typer.Typer()
+app.command("layer")(bench)
+app.command("model")(bench_model)

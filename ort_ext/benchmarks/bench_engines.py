@@ -352,7 +352,7 @@ class LlamaCpp:
         seconds = clock() - start
         api.llama_batch_free(batch)
         if status:
-            raise RuntimeError(f"llama_decode of {rows} x {tokens} tokens at {first}: {status} {self._said[-1]}")
+            raise ModelError(f"llama_decode of {rows} x {tokens} tokens at {first}: {status} {self._said[-1]}")
         return seconds
 
     def _prompt(self, first: int, end: int) -> float:
@@ -402,7 +402,7 @@ class LlamaCpp:
                 and self._length
                 and not self._api.llama_state_seq_set_data(self._context, self._saved, len(self._saved), row)
             ):
-                raise RuntimeError("llama.cpp does not load the state of a row that it saved")
+                raise ModelError("llama.cpp does not load the state of a row that it saved")
 
     def decode(self, steps: int) -> float:
         ids = token_ids(self._shape[1], steps)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from quantmoe.custom_ops import native
+from quantmoe.exporter.errors import ModelError
 
 
 def cache_bytes() -> int:
@@ -49,5 +50,5 @@ def probe_int8(threads: int, runs: int = 20) -> float:
     """Best int8 operations/s of ``runs`` runs of the selected kernel's instructions, 10 ms each."""
     best = max(native.library().qm_probe_int8(threads) for _ in range(runs))
     if not best:
-        raise RuntimeError("no kernel for this machine (is QUANTMOE_FORCE_KERNEL set?)")
+        raise ModelError("no kernel for this machine (is QUANTMOE_FORCE_KERNEL set?)")
     return best
