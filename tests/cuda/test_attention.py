@@ -50,6 +50,17 @@ def test_long(name: str, slots: int, tokens: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize(
+    ("name", "tokens", "past"),
+    [("qwen3", 700, 0), ("qwen3", 2048, 0), ("qwen3", 600, 1000), ("qwen3.5, gated", 2048, 0), ("mimo", 700, 300),
+     ("192", 2900, 0), ("norm-row of 256", 3000, 0), ("sixteen", 3300, 0), ("deepseek, gated", 2200, 0)],
+)  # fmt: skip
+def test_many_tiles(name: str, tokens: int, past: int) -> None:
+    """More tiles than multiprocessors, which attend_ring takes in turn."""
+    check(Inputs.make(HEADS[name], "bf16", [(0, tokens, past)], tokens, tokens + past + 7))
+
+
+@gpu
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_batch_of_64(tokens: int) -> None:
     rows = [(b % tokens, tokens - b % tokens, 37 * b % 500) for b in range(64)]

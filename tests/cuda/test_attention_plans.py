@@ -47,6 +47,15 @@ def test_plans() -> None:
     assert few(1, 1, 2048, 2048, spec=HEADS["qwen3.5"]) == (16, 16, 16)
     assert (plan(qwen3, 1, 2048, 2048, 2048).tile_rows, plan(qwen3, 1, 2048, 2048, 2048).splits) == (128, 1)
     assert [plan(qwen3, 1, n, n, n).tile_rows for n in (512, 600)] == [64, 128]
+    # A block for each multiprocessor takes tile after tile where there are more of them; of codes not.
+    assert [plan(qwen3, 1, n, n, n).ring for n in (512, 600, 2048)] == [0, 132, 132]
+    assert plan(replace(qwen3, cache_format="int8"), 1, 2048, 2048, 2048).ring == 0
+    narrow = HEADS["each its own"]
+    assert [(plan(narrow, 8, n, n, n).tile_rows, plan(narrow, 8, n, n, n).ring) for n in (1024, 2048)] == [
+        (128, 0),
+        (192, 132),
+    ]
+    assert plan(qwen3, 1, 2048, 2048, 2048, device=SM80).ring == 0
     assert plan(qwen3, 1, 16, 4096, 4096).splits == 16  # of 8 tiles
     assert [plan(qwen3, 1, n, 4096, 4096).wgmma for n in (1, 2, 3, 300)] == [0, 0, 1, 1]
     assert plan(HEADS["three of 96"], 1, 300, 4096, 4096).wgmma == 0

@@ -1,11 +1,13 @@
 // CachedAttention's plan to kernel launches.
 #include <algorithm>
+#include <tuple>
 
 #include "cuda/attention/attention_append.cuh"
 #include "cuda/attention/attention_call.h"
 #include "cuda/attention/attention_kernels.h"
 #include "cuda/common/launcher.h"
 #include "cuda/common/operators.h"
+#include "cuda/common/tensor_map.h"
 
 namespace quantmoe {
 namespace {
@@ -50,6 +52,8 @@ AttentionParams params_of(const AttentionProblem& problem, const AttentionPlan& 
   params.key_width = node.key_split ? node.key_split : width;
   params.value_width = node.key_split ? width - node.key_split : value_width;
   params.least_log = least_of(plan.tile_rows, params.cluster);
+  if (plan.ring && ring_sizes(plan.tile_rows, width, value_width).keys == 128)
+    ++params.stage_log, --params.least_log;  // as many slots
   return params;
 }
 
@@ -63,10 +67,35 @@ void launch_few(Launcher& launcher, const AttentionProblem& problem, const Atten
                kFewThreads, few_shared_bytes(keys, values, plan.stages, params.cluster), true, plan.cluster);
 }
 
-// Rows of many tokens: new keys and values, then the softmax.
+// Many tiles on wgmma. Returns QM_OK, or QM_INVALID with the reason in err.
+int launch_ring(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
+                const AttentionParams& params, char* err) {
+  const qm_attention& node = problem.attention;
+  const bool paged = node.block_size > 0;
+  const cuuint64_t keys = node.head_size, values = node.v_head_size;
+  const RingSizes sizes = ring_sizes(plan.tile_rows, node.head_size, node.v_head_size);
+  RingParams ring{params, params.tiles * (paged ? node.kv_num_heads : params.pairs), {}, {}, {}};
+  QM_TRY(make_tensor_map(&ring.queries, params.queries, 2,
+                         {keys, static_cast<cuuint64_t>(params.all_tokens) * node.num_heads}, {2 * keys},
+                         {64, static_cast<cuuint32_t>(plan.tile_rows)}, true, err));
+  // A box has a head's slots: rows of its own, or one of kv_num_heads in each slot of the blocks.
+  const cuuint64_t second = paged ? node.kv_num_heads : params.slots,
+                   third = paged ? std::max<int64_t>(1, problem.blocks * node.block_size) : params.pairs;
+  const auto slots = static_cast<cuuint32_t>(sizes.keys);
+  for (const auto& [map, cache, width] :
+       {std::tuple{&ring.keys, params.key, keys}, std::tuple{&ring.values, params.value, values}})
+    QM_TRY(make_tensor_map(map, cache, 2, {width, second, third}, {2 * width, second * width * 2},
+                           {64, paged ? 1 : slots, paged ? slots : 1}, true, err));
+  launcher.run(ring_kernel(problem.type, node.head_size, node.v_head_size), ring,
+               dim3(std::min(ring.tiles * params.splits, plan.ring)), 2 * plan.tile_rows + 128, sizes.shared_bytes,
+               true);
+  return QM_OK;
+}
+
+// Rows of many tokens: new keys and values, then the softmax. Returns as launch_ring.
 template <typename T>
-void launch_many(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan, AttentionParams params,
-                 int copies) {
+int launch_many(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan, AttentionParams params,
+                int copies, char* err) {
   const qm_attention& node = problem.attention;
   const int keys = node.head_size, values = node.v_head_size;
   const bool codes = node.cache_format != k_cache_format_none;
@@ -82,6 +111,7 @@ void launch_many(Launcher& launcher, const AttentionProblem& problem, const Atte
             : (lanes == kBroad ? attention_append<T, kBroad, false> : attention_append<T, kNarrow, false>);
   const int threads = (params.heads_per_block * lanes + 31) / 32 * 32;
   launcher.run(append, params, dim3(params.token_blocks + copies), threads, 0, true);
+  if (plan.ring) return launch_ring(launcher, problem, plan, params, err);
   const dim3 grid(params.tiles * (params.block_table ? node.kv_num_heads : params.pairs), plan.splits);
   if (plan.wgmma)
     launcher.run((codes ? wide_codes_kernel : wide_kernel)(problem.type, keys, values, plan.tile_rows), params, grid,
@@ -89,6 +119,7 @@ void launch_many(Launcher& launcher, const AttentionProblem& problem, const Atte
   else
     launcher.run((codes ? many_codes_kernel : many_kernel)(problem.type, keys, values), params, grid, kAttendThreads,
                  many_shared_bytes(keys, values, codes), true);
+  return QM_OK;
 }
 
 // Adds up splits that are no cluster.
@@ -101,13 +132,13 @@ void launch_merge(Launcher& launcher, const AttentionParams& params) {
                  kAttendThreads, 0, true);
 }
 
-// Caches in blocks: requests of few tokens, then the others.
+// Caches in blocks: requests of few tokens, then the others. Returns as launch_ring.
 template <typename T>
-void launch_paged(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
-                  const AttentionTensors& tensors) {
+int launch_paged(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
+                 const AttentionTensors& tensors, char* err) {
   if (plan.few_tokens) {
     AttentionPlan few = plan;
-    few.wgmma = 0;
+    few.wgmma = few.ring = 0;
     AttentionParams params = params_of(problem, few, tensors);
     params.row_tokens = plan.few_tokens;
     launch_few(launcher, problem, few, params, 0);
@@ -118,8 +149,9 @@ void launch_paged(Launcher& launcher, const AttentionProblem& problem, const Att
     many.tile_rows = plan.many_rows, many.splits = many.cluster = 1;
     AttentionParams params = params_of(problem, many, tensors);
     params.least_tokens = plan.few_tokens + 1;
-    launch_many<T>(launcher, problem, many, params, 0);
+    QM_TRY(launch_many<T>(launcher, problem, many, params, 0, err));
   }
+  return QM_OK;
 }
 
 // Of caches in blocks: makes present what past is. Returns CUDA's status.
@@ -144,7 +176,7 @@ int launch(const AttentionProblem& problem, const AttentionPlan& plan, const Att
       return report(error, err);
     AttentionTensors in_place = tensors;
     in_place.past_key = tensors.present_key, in_place.past_value = tensors.present_value;
-    if (problem.tokens) launch_paged<T>(launcher, problem, plan, in_place);
+    if (problem.tokens) QM_TRY(launch_paged<T>(launcher, problem, plan, in_place, err));
     return report(launcher.error, err);
   }
   const bool in_place = tensors.present_key == tensors.past_key && tensors.present_value == tensors.past_value;
@@ -184,7 +216,7 @@ int launch(const AttentionProblem& problem, const AttentionPlan& plan, const Att
     if (params.pairs + copies == 0) return QM_OK;
     launch_few(launcher, problem, plan, params, copies);
   } else {
-    launch_many<T>(launcher, problem, plan, params, copies);
+    QM_TRY(launch_many<T>(launcher, problem, plan, params, copies, err));
   }
   launch_merge<T>(launcher, params);
   return report(launcher.error, err);

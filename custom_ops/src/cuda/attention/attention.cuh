@@ -12,6 +12,8 @@
 // product: float16 has all numbers of int8 and e4m3. Queries and weights are then float16, too, whatever T is. Scores
 // and sums are multiplied by the scales.
 #pragma once
+#include <cuda.h>
+
 #include <type_traits>
 
 #include "core/attributes.h"
@@ -51,6 +53,13 @@ struct AttentionParams {
   bool appended;                        // of latent attention: the new keys are in the cache
   const int* selected;                  // of latent attention: [batch, tokens, lists, list_size], or null
   int list_size, lists, tiles_per_token;
+};
+
+// What attend_ring is told. Boxes of the maps: 64 columns of a tile's query rows, and 64 columns of a stage's slots.
+struct RingParams {
+  AttentionParams attention;
+  int tiles;  // of all heads and requests
+  CUtensorMap queries, keys, values;
 };
 
 // What a batch row says. One that asks for tokens or slots that are not there counts nothing, and its output is NaN.
@@ -136,8 +145,8 @@ struct ManyTile {
 };
 // Those with most slots first. Packed rows have as many tiles as any lengths need: row r begins with tile
 // begin * group / rows + r.
-__device__ inline ManyTile many_tile(const AttentionParams& params, int rows) {
-  const int kv_heads = params.attention.kv_num_heads, block = static_cast<int>(blockIdx.x);
+__device__ inline ManyTile many_tile(const AttentionParams& params, int rows, int block) {
+  const int kv_heads = params.attention.kv_num_heads;
   if (!params.block_table) {
     const int pair = block % params.pairs;
     return {pair, pair / kv_heads, pair % kv_heads, (params.tiles - 1 - block / params.pairs) * rows};

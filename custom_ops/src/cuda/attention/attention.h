@@ -40,6 +40,20 @@ QM_CONSTEXPR int wide_shared_bytes(int rows, int keys, int values, bool codes) {
   return 1024 + rows * keys * 2 + ring_bytes(kWideKeys, keys, values, kWideStages, codes);
 }
 QM_CONSTEXPR int wide_blocks(int keys, int values) { return is_wide(keys, values) ? 1 : 2; }  // of a multiprocessor
+// attention_ring.cuh. keys: slots of a stage. registers: of a thread of the consumers.
+struct RingSizes {
+  int keys, query_buffers, registers, shared_bytes;
+};
+constexpr int kRingStages = 2, kProducerRegisters = 56;
+QM_CONSTEXPR int ring_rows(int keys) { return keys == 64 ? 192 : 128; }  // of a tile
+QM_CONSTEXPR RingSizes ring_sizes(int rows, int keys, int values) {
+  RingSizes sizes{};
+  sizes.keys = is_wide(keys, values) || keys == 64 ? 64 : 128;
+  sizes.query_buffers = keys == 256 ? 1 : 2;
+  sizes.registers = rows == 192 ? 152 : 224;
+  sizes.shared_bytes = 1024 + sizes.query_buffers * rows * keys * 2 + kRingStages * sizes.keys * (keys + values) * 2;
+  return sizes;
+}
 
 // Of latent attention, whose values are the last features of its keys (attention_latent.cuh): the widths that models
 // have, and how two caches share a key. Slots of a stage and stages of the ring, on mma.sync and on wgmma.

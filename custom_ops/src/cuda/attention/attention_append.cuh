@@ -34,26 +34,30 @@ __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __gr
   const int own = block % params.blocks_per_token * params.heads_per_block + local;
   HeadPart<T, kLanes> part(params, local < params.heads_per_block ? own : heads + 2 * kv_heads, lane);
   part.load_weights(params);
+  const int kv_head = part.query ? part.head / params.group : part.head;
+  const int of_group = part.query ? part.head % params.group : 0;
   auto load = [&](int token) {
     return part.there && token < params.all_tokens ? row_of(params, token)[part.chunk] : uint4{};
   };
   uint4 next = load(token);
 
+  BatchRow row{};
+  int batch_row = 0, row_end = 0;  // of the last token; the first token after the row's
   for (; token < params.all_tokens; token += steps) {
-    const int batch_row = row_of_token(params, token);
     HeadTurn turn;
-    int angles = token;
-    if (params.block_table) {
-      const BatchRow row = read_row(params, batch_row);
-      angles = angles_of(params, token, row.past, token - row.begin);
-    }
-    part.load_turn(params, angles, turn);
+    if (!params.block_table) part.load_turn(params, token, turn);
     const uint4 loaded = next;
     next = load(token + steps);
     issue_loads();
-
-    const BatchRow row = read_row(params, batch_row);
+    if (token >= row_end) {
+      batch_row = row_of_token(params, token);
+      row = read_row(params, batch_row);
+      row_end = !params.block_table            ? (batch_row + 1) * params.tokens
+                : batch_row + 1 < params.batch ? params.rows[3 * (batch_row + 1)]
+                                               : params.all_tokens;
+    }
     const int index = token - static_cast<int>(first_token(params, batch_row)) - row.begin;
+    if (params.block_table) part.load_turn(params, angles_of(params, token, row.past, index), turn);
     if (row.count && !is_mine(params, row)) continue;
     if (index < 0 || index >= row.count) {
       const uint32_t outside = row.valid ? 0 : Half<T>::pack(NAN, NAN);
@@ -79,10 +83,10 @@ __global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __gr
     widen<T>(x, loaded);
     part.apply(params, turn, squares, features[local], x);
     if (!part.there) continue;
-    const int kv_head = part.query ? part.head / params.group : part.head, pair = batch_row * kv_heads + kv_head;
+    const int pair = batch_row * kv_heads + kv_head;
     const Place slot = find_slot(params, batch_row, row.past + index);
     if (!part.query && !slot.there) continue;
-    const int64_t at = part.query ? queries_of(params, row, pair, kv_head, index) + part.head % params.group
+    const int64_t at = part.query ? queries_of(params, row, pair, kv_head, index) + of_group
                                   : first_slot_of(params, pair, kv_head, params.slots) + slot.at;
     const int64_t place = at * part.size + part.d;
     if (part.query) {

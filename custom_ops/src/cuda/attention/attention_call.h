@@ -36,6 +36,7 @@ struct AttentionPlan {
   int32_t wgmma;       // 1: many rows on wgmma (sm_90a); 0: mma.sync
   int32_t few_tokens;  // with a block_size: requests of up to so many tokens are tiles of few rows
   int32_t many_rows;   // with a block_size: rows of a tile of the other requests; 0: there are none
+  int32_t ring;        // on wgmma: blocks of attend_ring, one for each multiprocessor; 0: attend_wide
   uint64_t queries, sums, partial;  // byte offsets into the workspace
 };
 

@@ -8,11 +8,14 @@
 namespace quantmoe {
 
 struct AttentionParams;
+struct RingParams;
 using AttentionKernel = void (*)(AttentionParams);
+using RingKernel = void (*)(RingParams);
 
 AttentionKernel few_kernel(int32_t type, int keys, int values);
 AttentionKernel many_kernel(int32_t type, int keys, int values);
 AttentionKernel wide_kernel(int32_t type, int keys, int values, int rows);
+RingKernel ring_kernel(int32_t type, int keys, int values);
 // The same over caches of codes.
 AttentionKernel few_codes_kernel(int32_t type, int keys, int values);
 AttentionKernel many_codes_kernel(int32_t type, int keys, int values);
@@ -23,7 +26,7 @@ AttentionKernel latent_kernel(int32_t type, int stages, bool lists);
 AttentionKernel latent_wide_kernel(int32_t type, bool lists);
 AttentionKernel latent_append_kernel(int32_t type);
 
-// The instance of a kernel's template <typename T, int DK, int DV, ..>; the last argument is kCodes.
+// The instance of a kernel's template <typename T, int DK, int DV, ..>.
 #define QM_ATTENTION_INSTANCE(kernel, ...) \
   return type == QM_BF16 ? kernel<__nv_bfloat16, __VA_ARGS__> : kernel<__half, __VA_ARGS__>
 

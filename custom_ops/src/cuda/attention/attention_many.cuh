@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
   launch_dependents();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-  const ManyTile tile = many_tile(params, kRows);
+  const ManyTile tile = many_tile(params, kRows, static_cast<int>(blockIdx.x));
   const int pair = tile.pair, batch_row = tile.batch_row, kv_head = tile.kv_head, first_row = tile.first_row;
   const int split = blockIdx.y;
   const BatchRow batch = read_row(params, batch_row);

@@ -166,12 +166,19 @@ void plan_few(const AttentionProblem& problem, const qm_cuda_device& device, int
   plan->stages = deep ? kDeepStages : kFewStages;
 }
 
-// Rows of a tile of many: of smaller tiles where larger ones leave multiprocessors empty; of heads of 64 they were
-// slower. rows: of all queries of a kv head, `pairs` times.
-int rows_of_many(const AttentionPlan& plan, const qm_attention& attention, int multiprocessors, int64_t rows,
-                 int64_t pairs) {
-  if (!plan.wgmma) return many_rows(attention.head_size, attention.v_head_size);
-  return attention.head_size > 64 && ceil_div(rows, 128) * pairs <= multiprocessors ? 64 : 128;
+// Rows of a tile of many queries, whose heads have `rows` of them, `pairs` times. On wgmma tiles that do not fill the
+// multiprocessors are smaller, except of heads of 64. plan->ring: where many tiles follow each other.
+int rows_of_many(const AttentionProblem& problem, int multiprocessors, int64_t rows, int64_t pairs,
+                 AttentionPlan* plan) {
+  const qm_attention& attention = problem.attention;
+  const int keys = attention.head_size, values = attention.v_head_size;
+  if (!plan->wgmma) return many_rows(keys, values);
+  const int64_t tiles = ceil_div(rows, ring_rows(keys)) * pairs;
+  if (!has_codes(attention) && tiles > (keys == 64 ? 2 : 1) * multiprocessors) {
+    plan->ring = multiprocessors;
+    return ring_rows(keys);
+  }
+  return keys > 64 && ceil_div(rows, 128) * pairs <= multiprocessors ? 64 : 128;
 }
 
 // Caches in blocks: a request's tokens are few or many. How many it has is on the device, except where each has one.
@@ -188,7 +195,7 @@ void plan_paged(const AttentionProblem& problem, const qm_cuda_device& device, i
   }
   if (one_each && plan->few_tokens) return;
   plan->wgmma = device.sm == 90 && attention.head_size % 64 == 0;
-  plan->many_rows = rows_of_many(*plan, attention, multiprocessors, problem.tokens * group, attention.kv_num_heads);
+  plan->many_rows = rows_of_many(problem, multiprocessors, problem.tokens * group, attention.kv_num_heads, plan);
 }
 
 // On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long.
@@ -241,7 +248,7 @@ int plan_attention(const void* node, const qm_cuda_call& call, const qm_cuda_dev
     plan_few(asked, device, multiprocessors, plan);
   } else {
     plan->wgmma = device.sm == 90 && keys % 64 == 0;
-    plan->tile_rows = rows_of_many(*plan, asked.attention, multiprocessors, rows, pairs);
+    plan->tile_rows = rows_of_many(asked, multiprocessors, rows, pairs, plan);
     plan->splits = splits_of(asked, multiprocessors, kLeastOfMany, plan->wgmma ? kWideKeys : attend_keys(keys, values),
                              ceil_div(rows, plan->tile_rows) * pairs);
   }

@@ -23,13 +23,11 @@ __device__ __forceinline__ void add_values(float* acc, const uint32_t (&weights)
 
 // If some row does not see a stage's slots, a value that is not finite is added, not multiplied by zero. This adds such
 // values to the sums of the rows that see their slots, and clears them. all_at: the values of kKeys slots from
-// first_slot on, `bytes` in all. v_at: the values of the warpgroup's M tiles of eight columns.
-template <typename T, int kKeys, int M, int kThreads, int bytes>
+// first_slot on, `bytes` in all. v_at: the values of the warpgroup's M tiles of eight columns. kThreads threads call
+// it, for which `meet` waits.
+template <typename T, int kKeys, int M, int kThreads, int bytes, class Meet>
 __device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t all_at, uint32_t v_at, int first_slot,
-                                         const int (&slot_of)[2], int t, float (&acc)[M][4]) {
-  bool odd = false;
-  for (int at = threadIdx.x; at < bytes / 16; at += kThreads) odd |= is_odd(load16(all_at + at * 16), kExponent<T>);
-  if (!__syncthreads_or(odd)) return;
+                                         const int (&slot_of)[2], int t, float (&acc)[M][4], const Meet& meet) {
 #pragma unroll 1
   for (int key = 0; key < kKeys; ++key)
 #pragma unroll
@@ -40,11 +38,20 @@ __device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t
         if (first_slot + key <= slot_of[h] && first_slot + key >= first_visible_slot(params, slot_of[h]))
           acc[n][2 * h] += Half<T>::low(v), acc[n][2 * h + 1] += Half<T>::high(v);
     }
-  __syncthreads();
+  meet();
   for (int at = threadIdx.x; at < bytes / 4; at += kThreads)
     store4(all_at + at * 4, load4(all_at + at * 4) ^ only_odd(load4(all_at + at * 4), kExponent<T>));
   fence_async_proxy();
-  __syncthreads();
+  meet();
+}
+// The same where a block of kThreads threads finds some.
+template <typename T, int kKeys, int M, int kThreads, int bytes>
+__device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t all_at, uint32_t v_at, int first_slot,
+                                         const int (&slot_of)[2], int t, float (&acc)[M][4]) {
+  bool odd = false;
+  for (int at = threadIdx.x; at < bytes / 16; at += kThreads) odd |= is_odd(load16(all_at + at * 16), kExponent<T>);
+  if (__syncthreads_or(odd))
+    take_out<T, kKeys, M, kThreads, bytes>(params, all_at, v_at, first_slot, slot_of, t, acc, [] { __syncthreads(); });
 }
 
 // One long function: a stage's scores become its weights, operands of wgmma, in the registers that they are in.
@@ -64,7 +71,7 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
   launch_dependents();
 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
-  const ManyTile tile = many_tile(params, kRows);
+  const ManyTile tile = many_tile(params, kRows, static_cast<int>(blockIdx.x));
   const int pair = tile.pair, batch_row = tile.batch_row, kv_head = tile.kv_head, first_row = tile.first_row;
   const int split = blockIdx.y;
   const BatchRow batch = read_row(params, batch_row);

@@ -98,6 +98,10 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts the thread's warp, and does not wait.
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // Registers of each of the warpgroup's threads from here on.
 template <bool more, int registers>
 __device__ inline void set_registers() {
@@ -120,6 +124,25 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int pending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+// The compiler uses registers of products no earlier than here: it does not know when products are done with them.
+template <int N, int M>
+__device__ inline void keep_registers(float (&values)[N][M]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int m = 0; m < M; ++m) asm volatile("" : "+f"(values[n][m])::"memory");
+}
+template <int N, int M>
+__device__ inline void keep_registers(uint32_t (&values)[N][M]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int m = 0; m < M; ++m) asm volatile("" : "+r"(values[n][m])::"memory");
+}
+// ptxas moves a wait up, past what does not depend on it. Not past this, which has the value first; no negative one.
+__device__ inline void wait_after(float value) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p trap;\n}" ::"f"(value) : "memory");
 }
 
 // K-major B with 128-byte rows, 128-byte swizzle; 8-row groups 1024 bytes apart. A k16 step is 32 bytes, 2 of the low
@@ -244,6 +267,11 @@ QM_WGMMA_SHARED(32, __nv_bfloat16, "bf16", QM_R0 ", " QM_R1, "%16", "%17", "%18"
 QM_WGMMA_SHARED(32, __half, "f16", QM_R0 ", " QM_R1, "%16", "%17", "%18", QM_F16(0))
 QM_WGMMA_SHARED(64, __nv_bfloat16, "bf16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "%32", "%33", "%34", QM_F32(0))
 QM_WGMMA_SHARED(64, __half, "f16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "%32", "%33", "%34", QM_F32(0))
+QM_WGMMA_SHARED(128, __nv_bfloat16, "bf16",
+                QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7, "%64", "%65", "%66",
+                QM_F32(0), QM_F32(32))
+QM_WGMMA_SHARED(128, __half, "f16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7,
+                "%64", "%65", "%66", QM_F32(0), QM_F32(32))
 #undef QM_WGMMA_SHARED
 #undef QM_WGMMA
 #undef QM_WGMMA_ROWS

@@ -4,12 +4,9 @@
 namespace quantmoe {
 
 AttentionKernel wide_kernel(int32_t type, int keys, int values, int rows) {
-#define QM_TILE(DK, DV) \
-  if (keys == DK && values == DV && rows == 128) QM_ATTENTION_INSTANCE(attend_wide, DK, DV, 128, false);
 #define QM_SMALL_TILE(DK, DV) \
   if (keys == DK && values == DV && rows == 64) QM_ATTENTION_INSTANCE(attend_wide, DK, DV, 64, false);
-  QM_TILE(64, 64)
-  QM_ATTENTION_LARGE_SIZES(QM_TILE)
+  if (keys == 64 && values == 64 && rows == 128) QM_ATTENTION_INSTANCE(attend_wide, 64, 64, 128, false);
   QM_ATTENTION_LARGE_SIZES(QM_SMALL_TILE)
   return nullptr;
 }
