@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.command_arguments import with_options
 from quantmoe.exporter.commands.common_options import panel_option, parse_bytes
+from quantmoe.exporter.folder.files import CALIBRATION
 from quantmoe.exporter.report import (
     APART,
     FLOAT_HERE,
@@ -125,7 +126,6 @@ def export_in_terminal(checkpoint: Path, outdir: Path, options: Options, *, forc
     stderr = Console(stderr=True)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
-        from quantmoe.exporter.writing.calibration import CALIBRATION
         from quantmoe.exporter.writing.convert import write
 
         def progress(stage: str, done: int, total: int) -> None:

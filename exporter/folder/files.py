@@ -6,6 +6,19 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+MODEL, DATA = "model.onnx", "model.onnx.data"
+#: what drafts for it, with weights in the same files
+MTP_MODEL = "mtp.onnx"
+#: what makes its inputs of images and tokens, with weights in the same files
+VISION_MODEL, EMBEDDINGS_MODEL = "vision.onnx", "embeddings.onnx"
+#: what onnxruntime-genai reads, and how images become patches
+GENAI, PROCESSOR = "genai_config.json", "vision_processor.json"
+README = "README.md"
+#: while ``export`` runs: what a calibration text has given so far
+CALIBRATION = "quantmoe.calibration"
+#: a folder in the folder, from which transformers.js loads, and its first file of weights
+JS_FOLDER, JS_WEIGHTS = "onnx", "model.onnx_data"
+
 
 class File(NamedTuple):
     """A row of docs/reference/exported-folder.md."""
@@ -16,13 +29,13 @@ class File(NamedTuple):
 
 
 FILES = (
-    File(("model.onnx",), "the graph and its [metadata](#metadata)", "always"),
+    File((MODEL,), "the graph and its [metadata](#metadata)", "always"),
     File(
-        ("model.onnx.data", "model.onnx.data.1", "model.onnx.data.2"),
+        (DATA, f"{DATA}.1", f"{DATA}.2"),
         "weights; a new file begins at `--max-file-size`",
         "always",
     ),
-    File(("README.md",), "what runs the folder, and which files are missing, with the reason", "always"),
+    File((README,), "what runs the folder, and which files are missing, with the reason", "always"),
     File(
         ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"),
         "copies, also of other licence files",
@@ -30,7 +43,7 @@ FILES = (
     ),
     File(("tokenizer.json",), "the [tokenizer](#the-tokenizer)", "if it can give transformers' tokens"),
     File(
-        ("genai_config.json",),
+        (GENAI,),
         "for [onnxruntime-genai](../guides/genai.md)",
         "if onnxruntime-genai [can run the model](onnxruntime-genai.md)",
     ),
@@ -39,21 +52,14 @@ FILES = (
         "the library, for the architecture that exported; the second one with `--target cuda`",
         "if the installation has it",
     ),
-    File(("mtp.onnx",), "the layer that [drafts tokens](../guides/draft-tokens.md)", "with `--mtp` or `--eagle3`"),
+    File((MTP_MODEL,), "the layer that [drafts tokens](../guides/draft-tokens.md)", "with `--mtp` or `--eagle3`"),
     File(
-        ("vision.onnx", "embeddings.onnx", "vision_processor.json"),
+        (VISION_MODEL, EMBEDDINGS_MODEL, PROCESSOR),
         "the [vision tower](../guides/vision.md)",
         "with `--vision`",
     ),
 )
 
-MODEL, DATA = "model.onnx", "model.onnx.data"
-#: what drafts for it, with weights in the same files
-MTP_MODEL = "mtp.onnx"
-#: what makes its inputs of images and tokens, with weights in the same files
-VISION_MODEL, EMBEDDINGS_MODEL = "vision.onnx", "embeddings.onnx"
-#: what onnxruntime-genai reads, and how images become patches
-GENAI, PROCESSOR = "genai_config.json", "vision_processor.json"
 _WEIGHTS = re.compile(r"model\.onnx\.data(\.\d+)?(\.partial)?")
 _RANK = re.compile(r"rank(0|[1-9][0-9]*)")
 
@@ -66,6 +72,11 @@ def is_weights(name: str) -> bool:
 def weight_files(folder: Path) -> set[str]:
     """Return the names of files in the folder that an export may write weights to."""
     return {path.name for path in folder.glob(f"{DATA}*") if is_weights(path.name)}
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Return the folder in an export by slices that has a rank's model."""
+    return folder / f"rank{rank}"
 
 
 def ranks_in(folder: Path) -> dict[int, Path]:

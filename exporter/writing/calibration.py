@@ -12,6 +12,7 @@ import numpy as np
 from quantmoe.custom_ops import native
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.folder.files import CALIBRATION
 from quantmoe.exporter.folder.record import new_hash
 from quantmoe.exporter.reading.checkpoint import is_gguf
 from quantmoe.exporter.reading.formats.rounding import weighed
@@ -21,8 +22,6 @@ from quantmoe.exporter.reading.windows import WINDOW, windows_of
 from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.prepare import Prepared, open_format
 
-#: in an export's folder while it runs: what its text has given so far
-CALIBRATION = "quantmoe.calibration"
 #: measured on a core of an Intel Xeon at 2.5 GHz: weights that a token is multiplied by in a CPU second, and bytes of
 #: a checkpoint that become floats
 MULTIPLYING, DECODING = 17.5e9, 460e6

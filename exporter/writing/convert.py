@@ -14,7 +14,17 @@ from typing import Any, Unpack
 
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.errors import need_path
-from quantmoe.exporter.folder.files import DATA, EMBEDDINGS_MODEL, GENAI, MODEL, MTP_MODEL, PROCESSOR, VISION_MODEL
+from quantmoe.exporter.folder.files import (
+    CALIBRATION,
+    DATA,
+    EMBEDDINGS_MODEL,
+    GENAI,
+    MODEL,
+    MTP_MODEL,
+    PROCESSOR,
+    README,
+    VISION_MODEL,
+)
 from quantmoe.exporter.folder.metadata import (
     CHECKPOINT,
     LOGITS,
@@ -36,7 +46,7 @@ from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.reading.template import DEFAULT, read_templates
 from quantmoe.exporter.reading.tokenizer import CONFIG, TOKENIZER
 from quantmoe.exporter.targets import Target
-from quantmoe.exporter.writing.calibration import CALIBRATION, weigh
+from quantmoe.exporter.writing.calibration import weigh
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
 from quantmoe.exporter.writing.genai import (
     FIELDS,
@@ -54,7 +64,7 @@ from quantmoe.exporter.writing.genai import (
 from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.output import is_foreign, record, remove, writing
 from quantmoe.exporter.writing.prepare import Prepared, Report, check_output, prepare, rank_folders, stale_folders
-from quantmoe.exporter.writing.readme import README, readme
+from quantmoe.exporter.writing.readme import readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
 from quantmoe.exporter.writing.transformers_js import (
     LARGEST,

@@ -26,6 +26,7 @@ from quantmoe.exporter.folder.files import (
     MTP_MODEL,
     PROCESSOR,
     VISION_MODEL,
+    rank_folder,
     ranks_in,
     weight_files,
 )
@@ -281,7 +282,7 @@ def formats_of(format: Format, mtp: bool) -> list[Format]:
 
 def rank_folders(output: Path, options: Options) -> list[Path]:
     """Return the folder of each slice."""
-    return [output if part is None else output / f"rank{part.rank}" for part in options.slices]
+    return [output if part is None else rank_folder(output, part.rank) for part in options.slices]
 
 
 def stale_folders(output: Path, options: Options, force: bool) -> list[Path]:

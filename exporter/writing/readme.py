@@ -10,7 +10,6 @@ from quantmoe.exporter.targets import Target
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.slices import Slice
 
-README = "README.md"
 MADE = "`make release` in QuantMoE's sources makes it; no package registry had it when this was written."
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.folder.files import DATA, MODEL, weight_files
+from quantmoe.exporter.folder.files import DATA, JS_FOLDER, JS_WEIGHTS, MODEL, weight_files
 from quantmoe.exporter.folder.model_file import load_own
 
-FOLDER, WEIGHTS = "onnx", "model.onnx_data"
 #: bytes of a file that a browser can hold in one buffer
 LARGEST = 2 * 10**9
 
@@ -28,7 +27,7 @@ def check_onnx_folder(output: Path, force: bool) -> None:
     Raises:
         FileExistsError: it is there, and a stranger's, or ``force`` is not set.
     """
-    folder = output / FOLDER
+    folder = output / JS_FOLDER
     if os.path.lexists(folder) and not _is_own(folder):
         raise FileExistsError(f"{folder} exists and no export is known to have written it; export to another folder")
     if os.path.lexists(folder) and not force:
@@ -40,7 +39,7 @@ def write_onnx_folder(output: Path) -> None:
     import onnx_ir as ir  # it imports sympy, half a second
 
     remove_onnx_folder(output)
-    folder = output / FOLDER
+    folder = output / JS_FOLDER
     folder.mkdir()
     for name in weight_files(output):
         try:
@@ -63,10 +62,10 @@ def write_onnx_folder(output: Path) -> None:
 
 def remove_onnx_folder(output: Path) -> None:
     """Remove what an earlier export wrote there: another export has other weights."""
-    folder = output / FOLDER
+    folder = output / JS_FOLDER
     if _is_own(folder):
         for path in folder.iterdir():
-            if path.name == MODEL or re.fullmatch(rf"{re.escape(WEIGHTS)}(_\d+)?", path.name):
+            if path.name == MODEL or re.fullmatch(rf"{re.escape(JS_WEIGHTS)}(_\d+)?", path.name):
                 path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()
@@ -87,7 +86,7 @@ def check_webgpu(where: Path, layer: str, zero_points: bool) -> None:
 
 def _theirs(name: str) -> str:
     """model.onnx.data.1 -> model.onnx_data_1"""
-    return WEIGHTS + name.removeprefix(DATA).replace(".", "_")
+    return JS_WEIGHTS + name.removeprefix(DATA).replace(".", "_")
 
 
 def _is_own(folder: Path) -> bool:
