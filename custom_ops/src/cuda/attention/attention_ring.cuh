@@ -308,8 +308,8 @@ __global__ void __launch_bounds__(2 * kRows + 128, 1) attend_ring(const __grid_c
   RingPlace key_place, value_place;
   using Scores = float[NT][4];
 
-  // With two buffers of queries this loop goes round once: the sums of a tile's last stage are asked for beside the
-  // scores of the next tile's first.
+  // With two buffers of queries this loop goes round once. A tile's last sums are then asked for beside the next tile's
+  // first scores.
   constexpr bool kBeside = kQueryBuffers > 1;
 #pragma unroll 1
   while (open()) {
