@@ -507,17 +507,19 @@ def test_what_is_not_a_number_stays_in_its_head(bad: float) -> None:
 def test_plans() -> None:
     spec = delta_spec(16, 48, 128)
     small, chunk = cuda.Device(89, 128, 102400), 48 * (2 * 64 * 64 + 3 * 64 + 4) * 4
-    for tokens, batch, device, columns, cluster, chunked, chunks in (
-        (1, 1, cuda.H200, 32, 4, 0, 0),
-        (8, 32, cuda.H200, 32, 4, 0, 0),
-        (8, 1, SM80, 128, 1, 0, 0),
-        (9, 1, cuda.H200, 32, 1, 0, 0),
-        (1024, 2, small, 32, 1, 0, 0),
-        (1000, 2, SM80, 64, 1, 1, 16),
-        (8192, 1, cuda.H200, 64, 1, 2, 32),  # at once
+    then_gate, in_cluster, in_batch = range(3)
+    for tokens, batch, device, steps, chunked, chunks in (
+        (1, 1, cuda.H200, in_cluster, 0, 0),
+        (1, 2, cuda.H200, in_cluster, 0, 0),
+        (8, 3, cuda.H200, in_batch, 0, 0),
+        (8, 1, SM80, in_batch, 0, 0),
+        (9, 1, cuda.H200, then_gate, 0, 0),
+        (1024, 2, small, then_gate, 0, 0),
+        (1000, 2, SM80, then_gate, 1, 16),
+        (8192, 1, cuda.H200, then_gate, 2, 32),  # at once
     ):
         plan = cuda.plan_node(spec, "bf16", batch, tokens, device)
-        assert plan.chosen[:3] == [chunked, columns, cluster]
+        assert plan.chosen[:2] == [chunked, steps]
         outputs = 0 if tokens <= 8 else tokens * 48 * 128 * 4
         assert plan.workspace_bytes == batch * (outputs + chunks * chunk)
     assert not cuda.plan_node(DELTAS["kimi"], "bf16", 1, 1024).chosen[0]  # a decay of each key
@@ -542,11 +544,13 @@ def test_plans_of_spaces() -> None:
 
 @gpu
 @pytest.mark.parametrize("call", ["one token", "eight", "ragged few"])
-def test_without_clusters(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """What a GPU before sm_90 runs."""
+@pytest.mark.parametrize("window", [1, 3])
+def test_without_clusters(monkeypatch: pytest.MonkeyPatch, call: str, window: int) -> None:
+    """What a GPU before sm_90 runs, and every GPU for a batch."""
     monkeypatch.setattr(cuda, "query", lambda _: SM80)
-    for name in ("qwen3.6", "kimi", "small", "wide values"):
-        check_delta(DELTAS[name], "bf16", delta_inputs(DELTAS[name], "bf16", call))
+    for of in DELTAS.values():
+        spec, inputs = replace(of, state_window=window), delta_inputs(of, "bf16", call)
+        check_delta(spec, "bf16", window_of(inputs, window) if window > 1 else inputs, in_place=window == 1)
 
 
 @pytest.mark.parametrize(

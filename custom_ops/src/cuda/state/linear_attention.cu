@@ -3,7 +3,7 @@
 
 #include "cuda/common/launcher.h"
 #include "cuda/common/operators.h"
-#include "cuda/state/linear_attention.cuh"
+#include "cuda/state/linear_attention_batch.cuh"
 
 namespace quantmoe {
 namespace {
@@ -37,23 +37,18 @@ int enqueue(const qm_conv& conv, const SequenceCall<qm_conv>& call, cudaStream_t
 }
 
 template <typename T, int K, bool kPerKey>
-DeltaKernel kernel_of(const qm_cuda_node_plan& plan) {
-  const int columns = plan.chosen[kColumns];
-  return plan.chosen[kCluster] > 1     ? gated_delta<T, K, kFewDeltaColumns, DeltaNorm::kCluster, kPerKey>
-         : columns == kFewDeltaColumns ? gated_delta<T, K, kFewDeltaColumns, DeltaNorm::kLater, kPerKey>
-         : columns == 64               ? gated_delta<T, K, 64, DeltaNorm::kWhole, kPerKey>
-                                       : gated_delta<T, K, 128, DeltaNorm::kWhole, kPerKey>;
+DeltaKernel kernel_of(DeltaSteps steps, bool wide) {
+  return steps == kStepsThenGate    ? gated_delta<T, K, DeltaNorm::kLater, kPerKey>
+         : steps == kStepsInCluster ? gated_delta<T, K, DeltaNorm::kCluster, kPerKey>
+         : wide                     ? gated_delta_batch<T, K, 128, kPerKey>
+                                    : gated_delta_batch<T, K, 64, kPerKey>;
 }
 template <typename T>
-DeltaKernel kernel_of(const qm_delta& node, const qm_cuda_node_plan& plan) {
-  if (node.decay_per_key) return node.k_head_size == 64 ? kernel_of<T, 64, true>(plan) : kernel_of<T, 128, true>(plan);
-  return node.k_head_size == 64 ? kernel_of<T, 64, false>(plan) : kernel_of<T, 128, false>(plan);
-}
-
-template <typename T>
-DeltaKernel later_of(const qm_delta& node) {
-  return node.k_head_size == 64 ? gated_delta<T, 64, kFewDeltaColumns, DeltaNorm::kLater, false>
-                                : gated_delta<T, 128, kFewDeltaColumns, DeltaNorm::kLater, false>;
+DeltaKernel kernel_of(const qm_delta& node, DeltaSteps steps) {
+  const bool wide = node.v_head_size == 128;
+  if (node.decay_per_key)
+    return node.k_head_size == 64 ? kernel_of<T, 64, true>(steps, wide) : kernel_of<T, 128, true>(steps, wide);
+  return node.k_head_size == 64 ? kernel_of<T, 64, false>(steps, wide) : kernel_of<T, 128, false>(steps, wide);
 }
 
 template <typename T>
@@ -82,18 +77,23 @@ int enqueue(const qm_delta& node, const SequenceCall<qm_delta>& call, const qm_c
                      slot,
                      call.present_state != call.past_state,
                      0};
-  const auto grid = [&](int columns) { return dim3(node.v_head_size / columns, node.num_v_heads, params.batch); };
   Launcher launcher{static_cast<cudaStream_t>(made.stream)};
+  const auto run_steps = [&](DeltaSteps steps) {
+    const unsigned heads = node.num_v_heads, batch = params.batch, blocks = node.v_head_size / kDeltaColumns;
+    if (steps == kStepsInBatch)
+      launcher.run(kernel_of<T>(node, steps), params, dim3(heads, batch), 32 * kBatchDeltaWarps, 0, true);
+    else
+      launcher.run(kernel_of<T>(node, steps), params, dim3(blocks, heads, batch), kDeltaParts * kDeltaColumns, 0, true,
+                   steps == kStepsInCluster ? blocks : 1);
+  };
   if (plan.chosen[kChunked]) {
     // A window's tokens one by one: chunks have no state after each.
     params.tail = node.state_window > 1 ? node.state_window : 0;
     launch_delta_chunks(params, call.type, plan.chosen[kChunked] == kChunksOnWgmma, launcher);
     params.past_state = params.present_state;
-    if (params.tail)
-      launcher.run(later_of<T>(node), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
+    if (params.tail) run_steps(kStepsThenGate);
   } else {
-    launcher.run(kernel_of<T>(node, plan), params, grid(plan.chosen[kColumns]), kDeltaParts * plan.chosen[kColumns], 0,
-                 true, plan.chosen[kCluster]);
+    run_steps(static_cast<DeltaSteps>(plan.chosen[kSteps]));
   }
   if (plan.workspace_bytes) {
     constexpr int kHeads = kGateThreads / 32;

@@ -242,8 +242,8 @@ __device__ inline void gate_none(const DeltaParams& params, const TokenRow& row,
   for (int c = threadIdx.x % 32; c < v; c += 32) y[c] = Half<T>::from(row.valid ? 0.f : not_a_number());
 }
 
-// Blocks: columns of a head, heads, rows. The block that has all of a head norms and gates its output (kWhole). Or the
-// blocks of a cluster do, which tell each other the sums of their squares (kCluster), or delta_gate does.
+// Blocks: columns of a head, heads, rows. The blocks of a cluster norm and gate the output, and tell each other the
+// sums of their squares (kCluster), or delta_gate does.
 //
 // One long function: the state is registers from the first line to the last. What a later part needs is asked for in an
 // earlier part, before what the earlier part waits for. In order:
@@ -255,16 +255,16 @@ __device__ inline void gate_none(const DeltaParams& params, const TokenRow& row,
 //                                      every token updates the state; older states go to their slots (state_window);
 //                                      outputs are normed and gated
 //   at the end                         the state is stored
-template <typename T, int K, int C, DeltaNorm kNorm, bool kPerKey>
-__global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_constant__ DeltaParams params) {
-  constexpr int kRows = K / kDeltaParts, kChunk = kDeltaChunk<kNorm>, kWarps = kDeltaParts * C / 32;
+template <typename T, int K, DeltaNorm kNorm, bool kPerKey>
+__global__ void __launch_bounds__(kDeltaParts* kDeltaColumns) gated_delta(const __grid_constant__ DeltaParams params) {
+  constexpr int C = kDeltaColumns, kRows = K / kDeltaParts, kChunk = kDeltaChunk<kNorm>, kWarps = kDeltaParts * C / 32;
   constexpr int kOfWarp = (kChunk + kWarps - 1) / kWarps;  // tokens of a chunk that a warp prepares
   constexpr int kValues = kChunk / kDeltaParts;            // of a chunk that a thread reads
-  constexpr bool kHere = kNorm != DeltaNorm::kLater, kCluster = kNorm == DeltaNorm::kCluster;
+  constexpr bool kCluster = kNorm == DeltaNorm::kCluster;
   constexpr int kMostBlocks = 128 / C;  // of a head
   __shared__ DeltaOperands<K, kPerKey> operands[kOfWarp * kWarps];
   __shared__ float values[kChunk][C];
-  __shared__ __align__(16) float outputs[kHere ? kChunk : 1][C];
+  __shared__ float outputs[kCluster ? kChunk : 1][C];
   __shared__ float squares[kCluster ? kChunk : 1][kMostBlocks];
   if (kCluster) cluster_arrive();  // its wait tells that all blocks run
   launch_dependents();
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
       params.present_state[state_at - back * params.slot + static_cast<int64_t>(i) * v_head_size] =
           zero ? 0.f : state[i];
   };
-  if (kHere && blockIdx.x == 0)
+  if (kCluster && blockIdx.x == 0)
     for (int t = warp; t < params.tokens; t += kWarps)
       if (!row.has(t)) gate_none<T>(params, row, first_token + t, head);
   if (kCluster) cluster_wait();
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
       }
       if (part == 0) {
         output = fmaf(token.product, delta, output);
-        if (kHere)
+        if (kCluster)
           outputs[t][column] = output;
         else
           params.outputs[((first_token + row.begin + first + t) * node.num_v_heads + head) * v_head_size + own_column] =
@@ -387,8 +387,6 @@ __global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_const
     }
     __syncthreads();
     const int64_t token = first_token + row.begin + first;
-    if (kNorm == DeltaNorm::kWhole)
-      for (int t = warp; t < n; t += kWarps) gate_output<T>(params, outputs[t], token + t, head);
     if (kCluster) {  // all tokens are of one chunk
       const int blocks = gridDim.x;
       for (int t = warp; t < n; t += kWarps) {

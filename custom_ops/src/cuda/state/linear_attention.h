@@ -10,10 +10,11 @@ constexpr int kConvAhead = 8;      // whose inputs are asked for at once
 constexpr int kFewConvTokens = 8;  // of a call whose reads are asked for at once
 constexpr int kLeastConvWidth = 2, kMostConvWidth = 4;
 
-constexpr int kDeltaParts = 4;                      // lanes that share a column of a state, a quarter of its rows each
-constexpr int kFewDeltaTokens = 8;                  // up to which one kernel does all
-constexpr int kFewDeltaColumns = 32;                // of a block, where a head has several
-enum class DeltaNorm { kWhole, kCluster, kLater };  // who norms the output
+constexpr int kDeltaParts = 4;              // lanes that share a column of a state, a quarter of its rows each
+constexpr int kFewDeltaTokens = 8;          // up to which one kernel does all
+constexpr int kDeltaColumns = 32;           // of a block of gated_delta
+constexpr int kBatchDeltaWarps = 8;         // of a block of gated_delta_batch
+enum class DeltaNorm { kCluster, kLater };  // who norms gated_delta's output
 template <DeltaNorm norm>
 constexpr int kDeltaChunk = norm == DeltaNorm::kLater ? 16 : kFewDeltaTokens;  // tokens that are read ahead
 constexpr int kGateThreads = 256;                                              // a warp has a head of a token
@@ -31,10 +32,12 @@ constexpr int kChunkMatrices = recalls ? 2 : 1;
 template <bool recalls>
 constexpr int kChunkFloats = kChunkMatrices<recalls> * kChunkMatrix + kChunkFactors;
 enum ChunkProducts : int { kNoChunks, kChunksOnMma, kChunksOnWgmma };
+// How GatedDelta runs tokens one after the other: gated_delta, and delta_gate norms; a cluster's gated_delta;
+// gated_delta_batch.
+enum DeltaSteps : int { kStepsThenGate, kStepsInCluster, kStepsInBatch };
 // Places in qm_cuda_node_plan.chosen. Chunked: ChunkProducts, 64 tokens at a time on tensor cores, or one after the
-// other. Columns: of a head's state in a block. Cluster: blocks that share a head, and norm its output together. 1: a
-// block that has all of a head norms it, or another kernel does, if there is a workspace.
-enum StateChoice : int { kChunked, kColumns, kCluster };
+// other, as DeltaSteps says.
+enum StateChoice : int { kChunked, kSteps };
 constexpr int kScanShared = 149024 + 1024;  // bytes of a block of K = 128: two stages, and to align them
 
 constexpr int kSpaceColumns = 32, kSpaceThreads = 128;  // of a block of StateSpace; a warp has eight columns of a state

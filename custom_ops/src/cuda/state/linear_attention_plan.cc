@@ -68,15 +68,13 @@ int plan_delta(const void* node, const qm_cuda_call& call, const qm_cuda_device&
                 delta.a_offset);
   Size size;
   QM_TRY(read_size("qkv", call.inputs[GatedDelta_qkv], delta.num_v_heads, size, err));
-  const bool few = size.tokens <= kFewDeltaTokens;
-  plan.chosen[kColumns] = few && device.sm < 90 ? delta.v_head_size : kFewDeltaColumns;
-  plan.chosen[kCluster] = few ? delta.v_head_size / plan.chosen[kColumns] : 1;
+  // A block for each state where these are enough for most multiprocessors.
+  const bool few = size.tokens <= kFewDeltaTokens,
+             batch = device.sm < 90 || 4 * size.batch * delta.num_v_heads >= 3 * device.multiprocessors;
+  plan.chosen[kSteps] = !few ? kStepsThenGate : batch ? kStepsInBatch : kStepsInCluster;
   if (!delta.decay_per_key) plan.chosen[kChunked] = chunks_on(device, size.tokens);
   int64_t floats = few ? 0 : size.batch * size.tokens * delta.num_v_heads * delta.v_head_size;
-  if (plan.chosen[kChunked]) {
-    plan.chosen[kColumns] = kScanColumns;
-    floats += floats_of_chunks(size.batch, size.tokens, delta.num_v_heads, kChunkFloats<true>);
-  }
+  if (plan.chosen[kChunked]) floats += floats_of_chunks(size.batch, size.tokens, delta.num_v_heads, kChunkFloats<true>);
   plan.workspace_bytes = static_cast<uint64_t>(floats) * 4;
   return QM_OK;
 }
