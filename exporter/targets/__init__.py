@@ -22,7 +22,7 @@ OF_LAYOUT = (
     "max_elements",
     "act_orders_apart",
 )
-OF_DEVICE = ("library", "library_path", "chunk")
+OF_DEVICE = ("library", "library_path", "chunk", "steps_of_chunk")
 
 
 def by_name(*targets: Target) -> dict[str, Target]:

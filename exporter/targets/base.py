@@ -60,6 +60,7 @@ class Target:
         max_elements: of one tensor; None: no limit.
         act_orders_apart: gate and up of different act-orders lie beside each other, each with the columns of both.
         chunk: prompt tokens in one step.
+        steps_of_chunk: so many steps have a chunk's tokens while other requests wait for their next token.
         reserve: bytes that experts leave free beside weights and caches.
         rates: bytes a second that ``inspect --fit`` assumes: of the memory, and of what experts come through, the
             nearest first.
@@ -104,6 +105,7 @@ class Target:
     max_elements: int | None = None
     act_orders_apart: bool = False
     chunk: int
+    steps_of_chunk: int
     reserve: int
     rates: tuple[float, ...]
     provider: str = ""

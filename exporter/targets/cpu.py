@@ -50,6 +50,7 @@ CPU = Target(
     own_widths=True,
     session_chooses_logits=True,
     chunk=512,
+    steps_of_chunk=4,
     reserve=512 << 20,
     rates=(60e9, 3e9),  # two channels of DDR5, an NVMe disk
 )

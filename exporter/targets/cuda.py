@@ -51,6 +51,7 @@ CUDA = Target(
     max_elements=2**31 - 1,  # TensorRT's
     act_orders_apart=True,
     chunk=2048,
+    steps_of_chunk=2,
     reserve=1 << 30,
     rates=(1e12, 25e9, 3e9),  # a GPU's memory, 16 lanes of PCIe 4, an NVMe disk
     provider="cuda",

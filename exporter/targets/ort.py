@@ -70,6 +70,7 @@ ORT = Target(
     packed_tables=("int8",),  # ONNX Runtime's CUDA provider has no BitShift
     session_chooses_logits=True,
     chunk=CPU.chunk,
+    steps_of_chunk=CPU.steps_of_chunk,
     reserve=CPU.reserve,
     rates=CPU.rates,
 )

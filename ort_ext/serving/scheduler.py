@@ -27,8 +27,6 @@ from quantmoe.serving.served_model import ServedModel
 if TYPE_CHECKING:
     from quantmoe.serving.metrics import Metrics
 
-#: while others wait for their next token, a prompt is read in parts of a chunk's tokens divided by this
-SHARE = 4
 #: errors whose message says what is wrong
 _KNOWN = (ModelError, OptionError, MemoryError)
 
@@ -354,7 +352,8 @@ class Scheduler:
     def _read(self, answer: Answer) -> None:
         """Run a part of a prompt, and after its last part choose the first token."""
         ids, done = answer.request.ids, len(self._rows.tokens[answer.row])
-        chunk = max(self.model.chunk // SHARE, 1) if self._answers else self.model.chunk
+        steps = self.model.target.steps_of_chunk if self._answers else 1
+        chunk = max(self.model.chunk // steps, 1)
         end = min([done + chunk, len(ids), *(at for at in answer.keep if at > done)])
         logits = self._rows.read(answer.row, ids[done:end])
         self._keep(answer, done, end in answer.keep)
