@@ -166,6 +166,9 @@ def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarr
             return np.minimum(silu, limit) * np.clip(u, -limit, limit)
         case "swiglu_clamp":
             return silu_low * np.clip(u, -limit, limit)
+        case "swiglu_tanh":
+            gate_cap = spec.swiglu_alpha
+            return gate_cap * np.tanh(z / gate_cap) / (1 + np.exp(-z)) * limit * np.tanh(u / limit)
     raise ValueError(f"the reference has no activation {spec.activation!r}")
 
 

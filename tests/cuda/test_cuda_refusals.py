@@ -139,7 +139,7 @@ def test_rows_that_share_a_scale_do_not_take_an_act_order_of_w2():
     assert cuda.refusal(spec).startswith("w2_perm is 1 with w13_block_n 128; rows of w13 that share a scale cannot")
 
 
-@pytest.mark.parametrize("activation", ["swiglu_oai", "swiglu_step", "swiglu_clamp"])
+@pytest.mark.parametrize("activation", ["swiglu_oai", "swiglu_step", "swiglu_clamp", "swiglu_tanh"])
 def test_an_activation_without_its_gate_is_refused_as_on_the_cpu(activation):
     spec = replace(spec_of(2048, 768, 8), activation=activation, gated=0)
     assert cuda.refusal(spec).startswith(f"activation is {activation} with gated = 0, expected silu, ")

@@ -248,9 +248,9 @@ Outcome every_kernel(FuzzedDataProvider& data, const char* op, const void* node,
 
 // Values of op.def's enums, and names that are none.
 const char* const kNames[] = {
-    "silu", "gelu",       "gelu_tanh",       "relu2",     "swiglu_oai", "swiglu_step", "swiglu_clamp",
-    "int4", "int8",       "mxfp4",           "f32",       "f16",        "bf16",        "e8m0",
-    "none", "int8_token", "int8_token_asym", "fp8_token", "cpu_panel",  "marlin",      "head",
-    "row",  "sigmoid",    "int8_group",      "",          "?"};
+    "swiglu_tanh",  "silu", "gelu",       "gelu_tanh",       "relu2",     "swiglu_oai", "swiglu_step",
+    "swiglu_clamp", "int4", "int8",       "mxfp4",           "f32",       "f16",        "bf16",
+    "e8m0",         "none", "int8_token", "int8_token_asym", "fp8_token", "cpu_panel",  "marlin",
+    "head",         "row",  "sigmoid",    "int8_group",      "",          "?"};
 
 }  // namespace

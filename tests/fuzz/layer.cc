@@ -172,6 +172,14 @@ class Reference {
         slope = 1.2;
         break;
       }
+      case k_activation_swiglu_clamp:
+        h = silu(std::min(g, limit)) * std::clamp(u, -limit, limit);
+        break;
+      case k_activation_swiglu_tanh: {
+        const double cap = moe_.swiglu_alpha;
+        h = cap * std::tanh(g / cap) / (1 + std::exp(-g)) * limit * std::tanh(u / limit);
+        break;
+      }
       default:
         h = std::min(silu(g), limit) * std::clamp(u, -limit, limit);
     }
@@ -228,6 +236,8 @@ void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild, bool exoti
   moe->intermediate_size = data.ConsumeIntegralInRange(1, most);
   moe->activation = any_value(data, "activation");
   moe->gated = moe->activation >= k_activation_swiglu_oai || data.ConsumeBool();
+  if (moe->activation == k_activation_swiglu_tanh)
+    for (float* cap : {&moe->swiglu_alpha, &moe->swiglu_limit}) *cap = data.ConsumeFloatingPointInRange(0.01f, 50.0f);
   moe->apply_router_weight_on_input = data.ConsumeBool();
   for (qm_projection* p : {&moe->w13, &moe->w2}) {
     p->format = data.ConsumeIntegralInRange(0, k_format_int8);

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import enum
 from quantmoe.custom_ops.schemes import SCHEMES
 
 USABLE = [name for name, usable in native.kernels().items() if usable]
@@ -69,7 +70,7 @@ def test_16_bit_activations(dtype: type, kernel: str, monkeypatch: pytest.Monkey
         activation_format=st.sampled_from(["none", *INT8_ACTIVATIONS, *FLOAT_ACTIVATIONS]),
         pre_scale=st.booleans(),
         static=st.booleans(),
-        activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "swiglu_clamp"]),
+        activation=st.sampled_from(list(enum("activation"))),
         bias=st.booleans(),
         act_order=st.sampled_from(["none", "shared", "split"]),
         on_input=st.booleans(),
@@ -285,6 +286,23 @@ def test_invalid_attributes_are_named(name: str, value: object, message: str) ->
     spec = type(layer.spec).from_attributes(layer.spec.attributes() | {name: value})
     with pytest.raises(ValueError, match=message):
         native.NativeMoE(spec, layer.w13, layer.w2)
+
+
+@pytest.mark.parametrize("name", ["swiglu_alpha", "swiglu_limit"])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])
+def test_caps_are_positive(name: str, value: float) -> None:
+    layer = Case(activation="swiglu_tanh").build()
+    with pytest.raises(ValueError, match=f"{name} is .*{value:g}, expected a positive number"):
+        native.NativeMoE(dataclasses.replace(layer.spec, **{name: value}), layer.w13, layer.w2)
+
+
+def test_small_gates_and_their_factors_keep_their_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tanh that is 1 minus something loses them: the bound is relative."""
+    case = Case(activation="swiglu_tanh", activation_format="none")
+    layer, (hidden, *routed) = case.build(), case.tokens(5)
+    tokens = (hidden * np.float32(2e-4), *routed)
+    for kernel in USABLE:
+        check(layer, tokens, run(layer, tokens, kernel, monkeypatch))
 
 
 def test_an_op_version_that_the_library_does_not_know() -> None:

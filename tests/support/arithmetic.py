@@ -41,6 +41,10 @@ FLOATS = {
 # elementwise.h's exp is within 4u of the truth; so sigmoid, and z * sigmoid, within 4u, a sum and a quotient; 1 + erf
 # and 1 + tanh absolutely within 8u. Largest found on a grid of 2.5 million points: 3.9u, 5.0u, 7.0u and 3.7u.
 SIGMOID, ONE_PLUS = 6 * U, 8 * U
+# A soft cap is c m / (m + 2) with m = e^2t - 1. e^2t is within 4u, or 4u e^2t / m of m: the most, 13.7u, is where 2t
+# passes ln2 / 2. m / (m + 2) has m's relative error times 2 / (m + 2) = 0.83; five more operations round. Largest found
+# on the floats to 100: 11.5u.
+SOFTCAP = 14 * U
 #: exponents are clamped to 88, so a sigmoid is at least this
 SMALLEST_SIGMOID = math.exp(-88)
 #: where z * sigmoid(z), gelu and gelu_tanh are smallest
@@ -500,10 +504,15 @@ def activate(spec: MoESpec, gate: Span | None, up: Span) -> Span:
                 return np.minimum(z * _sigmoid(z), limit)
             case "swiglu_clamp":
                 return np.minimum(z, limit) * _sigmoid(np.minimum(z, limit))
+            case "swiglu_tanh":
+                return alpha * np.tanh(z / alpha) * _sigmoid(z)
         raise ValueError(spec.activation)
 
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         turning = TURNING["silu"] / alpha if spec.activation == "swiglu_oai" else TURNING.get(spec.activation, 0.0)
+        softcap = spec.activation == "swiglu_tanh"
+        if softcap:
+            turning = _softcap_turning(alpha)
         error = np.where(np.isfinite(z.error), z.error, 0)
         ends = [z.value - error, z.value + error]
         a = f(z.value)
@@ -517,10 +526,15 @@ def activate(spec: MoESpec, gate: Span | None, up: Span) -> Span:
             z_limited = np.abs(np.minimum(z.value, limit)) if limited else np.abs(z.value)
             argument = abs(alpha) * z_limited * U if spec.activation == "swiglu_oai" else 0
             around += (SIGMOID + argument + U) * np.abs(a) + z_limited * SMALLEST_SIGMOID
+            if softcap:
+                around += SOFTCAP * np.abs(a) + 4 * (alpha + 1) * TINY
         b, b_error = np.float64(1), np.float64(0)
         if gate is not None:
             b, b_error = up.value, np.where(np.isfinite(up.error), up.error, 0)
-            if spec.activation.startswith("swiglu"):
+            if softcap:
+                b = limit * np.tanh(b / limit)
+                b_error = b_error + SOFTCAP * np.abs(b) + 4 * (limit + 1) * TINY
+            elif spec.activation.startswith("swiglu"):
                 b = np.clip(b, -limit, limit)
             if spec.activation == "swiglu_oai":
                 b = b + 1
@@ -533,6 +547,17 @@ def activate(spec: MoESpec, gate: Span | None, up: Span) -> Span:
         certain = np.abs(h) - error > LARGEST * 2
         h = np.where(certain & ~unknown, np.inf, h)
         return Span(h, np.where(unknown | (near & ~certain), np.inf, np.where(certain, 0, error)))
+
+
+def _softcap_turning(cap: float) -> float:
+    """Return where cap tanh(z / cap) sigmoid(z) is smallest: its derivative is 0 where 1 + cap / 2 sinh(2 z / cap) (1 -
+    sigmoid(z)) is, which grows with z."""
+    low, high = -10 * max(cap, 1.0), 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = 1 + cap / 2 * np.sinh(2 * middle / cap) * (1 - _sigmoid(middle)) < 0
+        low, high = (middle, high) if below else (low, middle)
+    return (low + high) / 2
 
 
 _ERFC = np.frompyfunc(math.erfc, 1, 1)

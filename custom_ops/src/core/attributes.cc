@@ -196,6 +196,11 @@ int check_not_negative(const char* name, float value, char* err) {
   return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
 }
 
+int check_positive(const char* name, float value, char* err) {
+  if (value > 0.0f && std::isfinite(value)) return QM_OK;
+  return fail(err, QM_INVALID, "%s is %g, expected a positive number", name, value);
+}
+
 int check_finite(const char* name, float value, char* err) {
   return std::isfinite(value) ? QM_OK : fail(err, QM_INVALID, "%s is %g, expected a number", name, value);
 }

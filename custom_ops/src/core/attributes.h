@@ -45,6 +45,7 @@ int check_range(const char* name, int32_t value, int32_t low, int32_t high, char
 
 // Refuses a number below 0, an infinity, NaN.
 int check_not_negative(const char* name, float value, char* err);
+int check_positive(const char* name, float value, char* err);
 int check_finite(const char* name, float value, char* err);  // the same of an infinity and NaN alone
 
 // Refuses an activation that multiplies by a gate where there is none.

@@ -138,7 +138,7 @@ template <bool kGated>
 void activate_as(const qm_moe& moe, const float* gate, const float* up, int64_t count, float* h) {
   const float alpha = moe.swiglu_alpha, limit = moe.swiglu_limit;
   const auto times = [](float a, float u) { return kGated ? a * u : a; };
-  static_assert(count_values("activation") == 7, "a case for each");
+  static_assert(count_values("activation") == 8, "a case for each");
   switch (moe.activation) {
     case k_activation_silu:
       return map(gate, up, count, h, [=](float g, float u) { return times(silu_f32(g), u); });
@@ -168,6 +168,9 @@ void activate_as(const qm_moe& moe, const float* gate, const float* up, int64_t 
     case k_activation_swiglu_clamp:
       return map(gate, up, count, h,
                  [=](float g, float u) { return silu_f32(g > limit ? limit : g) * clamp_to(u, limit); });
+    case k_activation_swiglu_tanh:
+      return map(gate, up, count, h,
+                 [=](float g, float u) { return softcap_f32(g, alpha) * sigmoid_f32(g) * softcap_f32(u, limit); });
   }
 }
 

@@ -15,6 +15,12 @@ __device__ inline float swiglu_oai(const Activation& activation, float gate, flo
   return g * sigmoid(activation.alpha * g) * (u + 1.f);
 }
 
+// cap tanh(z / cap)
+__device__ inline float softcap(float z, float cap) { return cap * tanhf(z / cap); }
+__device__ inline float swiglu_tanh(const Activation& activation, float gate, float up) {
+  return softcap(gate, activation.alpha) * sigmoid(gate) * softcap(up, activation.limit);
+}
+
 // Not inlined, like all that is not silu: code that is not there need not be fetched, and decode is short.
 static __device__ __noinline__ float activate1(int kind, float z) {
   switch (kind) {
@@ -32,6 +38,7 @@ static __device__ __noinline__ float activate1(int kind, float z) {
 static __device__ __noinline__ float activate_other(const Activation& activation, float gate, float up) {
   if (!activation.gated) return activate1(activation.kind, up);
   if (activation.kind == k_activation_swiglu_oai) return swiglu_oai(activation, gate, up);
+  if (activation.kind == k_activation_swiglu_tanh) return swiglu_tanh(activation, gate, up);
   if (activation.kind == k_activation_swiglu_step) {
     float g = silu(gate);
     float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;
