@@ -52,7 +52,7 @@ def parts_of(module: Any) -> list[Any]:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     given = bound(self, args, kwargs)
-    cache, tables = given["cache"], _tables(self, given)
+    cache, tables = given["cache"], given["position_embeddings"][self.rope_layer_type]
     if self.compressor is not None:
         given |= {"layer": cache.layers[self.layer_idx], "rows": self.rows.rows, "window": self.state_window}
     qkv, given["selecting"] = _inputs(self, given, tables)
@@ -61,12 +61,6 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     output = self.rows.attend(self, qkv, cache, tables, norms, self.sinks.float(), selection=selection)
     grouped = self.o_a_proj(_output(self, output, tables).unflatten(-1, (self.config.o_groups, -1)))
     return self.o_b_proj(grouped.flatten(2)), None
-
-
-def _tables(self: Any, given: Mapping[str, Any]) -> Any:
-    """Return the cosines and sines of an attention module, [batch, S, pairs]."""
-    tables = given["position_embeddings"]
-    return tables[self.rope_layer_type] if isinstance(tables, dict) else tables
 
 
 def _to_front(x: torch.Tensor, tables: Any) -> torch.Tensor:
