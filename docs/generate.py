@@ -47,6 +47,7 @@ NOTES = {
     "jetmoe": "exporter/graph/architectures/jetmoe.py",
     "doge": "exporter/graph/architectures/doge.py",
     "inkling": "exporter/graph/architectures/inkling.py",
+    "inkling2": "exporter/graph/architectures/inkling2.py",
     "kv-cache": "exporter/reading/formats/kv_cache.py",
     "gguf": "exporter/reading/gguf/__init__.py",
     "genai": "exporter/writing/genai.py",

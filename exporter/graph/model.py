@@ -19,7 +19,13 @@ from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    Inkling2LoopMergeMessageQueries,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from quantmoe.custom_ops.matrix import scattered
 from quantmoe.custom_ops.op import ConvSpec, MoESpec
@@ -373,8 +379,8 @@ class Skeleton(Stored):
 
         It keeps all of it if the embeddings are the same tensor, or if the ranks do not divide it.
         """
-        head = self.model.get_output_embeddings()
-        if type(head) is not torch.nn.Linear or self.model.config.tie_word_embeddings or head.out_features % world:
+        head, tied = self.model.get_output_embeddings(), getattr(self.model.config, "tie_word_embeddings", False)
+        if type(head) is not torch.nn.Linear or tied or head.out_features % world:
             return
         with init_empty_weights():
             part = torch.nn.Linear(head.in_features, head.out_features // world, head.bias is not None)
@@ -415,7 +421,8 @@ class Skeleton(Stored):
                 continue
             shapes = [self.format.ckpt.shape(part) for part in self.joined.get(name, [source])]
             if name in self.stored_as:
-                self._check_shape(name, shapes[0], self.stored_as[name][0])
+                for shape in shapes:
+                    self._check_shape(name, shape, self.stored_as[name][0])
                 shapes = [tuple(self.tensors[name].shape)]
             rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
             self._check_or_cut(name, (rows, *shapes[0][1:]) if rows else shapes[0])
@@ -545,14 +552,17 @@ class Skeleton(Stored):
 
     def _parts(self, name: str) -> list[str]:
         """Return tensors whose rows one parameter has in this version of transformers: Kimi-Linear's three
-        convolutions, the parts of Qwen4-Exp's embeddings of n-grams."""
+        convolutions, the parts of Qwen4-Exp's embeddings of n-grams, Inkling 2 Mini's queries."""
         for transform in get_model_conversion_mapping(self.model):
-            if not isinstance(transform, WeightConverter) or [type(o) for o in transform.operations] != [Concatenate]:
+            if not isinstance(transform, WeightConverter) or len(transform.operations) != 1:
+                continue
+            operation: Any = transform.operations[0]
+            merged = type(operation) is Inkling2LoopMergeMessageQueries
+            if not merged and (type(operation) is not Concatenate or operation.dim != 0):
                 continue
             (end,) = transform.target_patterns
-            operation: Any = transform.operations[0]
-            if name.endswith(f".{end}") and operation.dim == 0:
-                shards = operation.num_shards_attribute
+            if name.endswith(f".{end}"):
+                shards = None if merged else operation.num_shards_attribute
                 numbers = range(getattr(self.model.config, shards) if shards else 1)
                 parts = (part.replace("*", str(i)) for part in transform.source_patterns for i in numbers)
                 return [name.removesuffix(end) + part for part in parts]

@@ -31,7 +31,7 @@ ATTENTION = 23
 #: what a token that is not seen adds to its score: exp() of it is 0, and in f16 no sum with it is infinite
 UNSEEN = -3e4
 #: arguments of transformers' attention functions that change the scores or which of them count, besides ours
-UNSUPPORTED = ("softcap", "attention_bias", "head_mask", "sinks", "indices", "block_indices")
+UNSUPPORTED = ("softcap", "attention_bias", "head_mask", "indices", "block_indices")
 
 
 def grouped_attention(
@@ -42,6 +42,7 @@ def grouped_attention(
     attention_mask: torch.Tensor,
     scaling: float,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     one_node: bool = False,
     **others: Any,
@@ -53,6 +54,7 @@ def grouped_attention(
         attention_mask: [batch, 1, S, L], 0 or the type's lowest number, added to the scores.
         scaling: of the scores.
         s_aux: gpt-oss's sinks, [heads]: a score of each row that has no value.
+        sinks: Inkling 2's, of each token, [batch, heads, S, 1].
         one_node: use ONNX's Attention, which has no sinks, bias or selection.
         position_bias: added to the scores, [batch, heads or groups, S or 1, L].
         others: what the mask says already (sliding_window, is_causal) or what says nothing in inference (dropout).
@@ -76,7 +78,7 @@ def grouped_attention(
         query = torch.cat((absorbed.queries(nope), turning), -1).transpose(1, 2)
     batch, heads, s, d = query.shape
     groups, length = key.shape[1:3]
-    plain = selected is None and s_aux is None and position_bias is None
+    plain = all(one is None for one in (selected, s_aux, sinks, position_bias))
     if one_node and plain and key.shape[-1] == value.shape[-1]:  # torch gives outputs the keys' width
         mask = attention_mask.clamp(min=UNSEEN)
         found = torch.onnx.ops.attention(query, key, value, mask, scale=scaling, softmax_precision=1)[0].transpose(1, 2)
@@ -93,8 +95,9 @@ def grouped_attention(
         scores = scores + position_bias.unflatten(1, (groups, -1))
     scores = scores + attention_mask.unsqueeze(2)
     if s_aux is not None:
-        sinks = s_aux.float().reshape(1, groups, heads // groups, 1, 1).expand(batch, -1, -1, s, 1)
-        scores = torch.cat((scores, sinks), -1)
+        sinks = s_aux.reshape(1, heads, 1, 1).expand(batch, -1, s, 1)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().unflatten(1, (groups, -1))), -1)
     weights = torch.softmax(scores, -1).to(value.dtype)[..., :length]
     found = torch.matmul(weights.reshape(batch, groups, heads // groups * s, length), value)
     found = found.reshape(batch, heads, s, value.shape[-1]).transpose(1, 2)

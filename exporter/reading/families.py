@@ -10,6 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+#: gates of experts with numbers of their own -> swiglu_alpha and swiglu_limit of the node: what config.json calls them,
+#: and what they are where it does not; "": the node reads none. They are gpt-oss's, DeepSeek-V4's, whose linear part is
+#: clamped before SiLU, and Inkling 2's, whose linear part tanh limits.
+GATES = {
+    "swiglu_oai": (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+    "swiglu_clamp": (("", 0.0), ("swiglu_limit", 7.0)),
+    "swiglu_tanh": (("mlp_gate_softcap", 4.0), ("mlp_up_softcap", 25.0)),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -25,8 +34,7 @@ class Family:
             so.
         experts_as_rows: part of the names of experts' tensors that are stored as [E rows, columns].
         fields: fields of config.json under the names of other families.
-        gate: what the gate of its experts is, whatever config.json calls it: gpt-oss's, or clamped before SiLU, as the
-            other half is on both sides.
+        gate: what the gate of its experts is, whatever config.json calls it: a key of :data:`GATES`.
         hidden_act: what config.json does not name.
         counts_some: experts beyond the counted ones are for images, or have no weights.
         norm_after_expert: each expert of a token is a token of one expert to the node.
@@ -47,7 +55,7 @@ class Family:
     transposed: Literal["", "all", "down_proj", "by shape"] = ""
     experts_as_rows: str = ""
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    gate: Literal["", "swiglu_oai", "swiglu_clamp"] = ""
+    gate: Literal["", "swiglu_oai", "swiglu_clamp", "swiglu_tanh"] = ""
     hidden_act: str = ""
     counts_some: bool = False
     norm_after_expert: bool = False
@@ -90,7 +98,18 @@ def _dbrx_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READS = "a decoder that reads what an encoder makes"
-_TANH = "a gate of experts that tanh limits"
+_ALTERNATING = ".mlp.experts.w13_weight", (".mlp.experts.gate_proj", ".mlp.experts.up_proj")
+_INKLING2 = Family(
+    gate="swiglu_tanh",
+    names={
+        ".mlp.experts.w2_weight": ".mlp.experts.down_proj",
+        "_sconv.weight_proj": "_sconv.weight_proj.weight",
+        ".down_weight": ".down_proj.weight",
+        ".gain_weight": ".message_gate_proj.weight",
+        ".forget_weight": ".forget_gate_proj.weight",
+    },
+    alternating=dict([_ALTERNATING]),
+)
 _GRANITE = Family(
     names={
         ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
@@ -144,12 +163,12 @@ FAMILIES = {
         },
         alternating={
             ".mlp.w13_dn.weight": (".mlp.gate_proj.weight", ".mlp.up_proj.weight"),
-            ".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj"),
+            _ALTERNATING[0]: _ALTERNATING[1],
             ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
         },
     ),
-    "inkling2": Family(unsupported=_TANH),
-    "inkling2_loop": Family(unsupported=_TANH),
+    "inkling2": _INKLING2,
+    "inkling2_loop": _INKLING2,
     "jetmoe": Family(
         names={
             ".mlp.input_linear.weight": ".mlp.experts.gate_up_proj",

@@ -4,7 +4,7 @@ Otherwise ``export`` prints the reason, and README.md in OUTDIR repeats it:
 
 - It needs keys and values of one size: ``mimo_v2_flash``, ``kimi_linear``, and model types with sparse attention.
 - It needs a convolution in a layer with a state: ``minimax`` (MiniMax-Text-01).
-- It needs a recurrent state in a layer with a convolution: ``inkling_mm_model``, ``inkling_text``, ``zaya``.
+- It needs a recurrent state in a layer with a convolution: Inkling, Inkling 2, ``zaya``.
 - It needs a layer with keys and values: encoders.
 - It runs no slices: ranks of ``--tensor-parallel``.
 - It takes ``--logits last`` or ``--logits all``: ``--logits N`` above 1.

@@ -118,6 +118,16 @@ SIXTEEN = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16}
 #: 14 tokens are more than the window, than the distances with a bias, and than the texts whose scores are not scaled
 INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4}
 INKLING |= {"sliding_window_size": 8, "rel_extent": 6, "unpadded_vocab_size": 120, "log_scaling_n_floor": 4}
+#: the norms of some queries and relative states are clipped, and gates, what they multiply and logits reach their caps
+INKLING2: dict[str, Any] = INKLING | {"qk_l2_clip_threshold": 4.0, "rel_l2_clip_threshold": 2.0}
+INKLING2 |= {"mlp_gate_softcap": 1.0, "mlp_up_softcap": 2.0, "final_logit_softcapping": 3.0}
+INKLING2 |= {"n_layers_per_attn_res_block": 2}
+#: layers 2 to 5, two blocks of them, are visited three times
+INKLING2_LOOP = INKLING2 | {"num_hidden_layers": 8, "layer_types": ["hybrid_sliding", "hybrid"] * 4}
+INKLING2_LOOP |= {"loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_gate_rank": 8}
+#: the vision tower of Inkling 2, which no test of this file runs
+INKLING_TOWER = {"model_type": "inkling2_vision", "hidden_size": 32, "num_hidden_layers": 1, "patch_size": 4}
+INKLING_TOWER |= {"num_attention_heads": 2, "posemb_grid_size": 4, "projection_hidden_dim": 32, "text_hidden_size": 64}
 #: the vision tower of Qwen's and GLM's models, which no test of this file runs
 QWEN_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 #: model_type -> what a model of several modalities has beside its text model
@@ -133,6 +143,8 @@ OUTER: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         | {"out_hidden_size": 64, "max_image_size": 64}
     },
+    "inkling2": {"vision_config": INKLING_TOWER},
+    "inkling2_loop": {"vision_config": INKLING_TOWER},
     "inkling_mm_model": {
         # fewer layers would ask scipy for their sizes
         "vision_config": {"hidden_size": 32, "num_hidden_layers": 24, "patch_size": 4, "num_attention_heads": 2},
@@ -250,6 +262,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 16},
     "granitemoeshared": {"shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+    "inkling2": INKLING2,
+    "inkling2_loop": INKLING2_LOOP,
+    "inkling2_loop_text": INKLING2_LOOP,
+    "inkling2_text": INKLING2,
     "inkling_mm_model": INKLING,
     "inkling_text": INKLING,
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16, "mamba_dt_rank": 4},
@@ -303,19 +319,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 BRIEF = ("glm4_moe_lite", "kimi_linear")
 #: MiniMax's tables of decays, which transformers makes in f32 where there are none; stored they would be in bf16
 TABLES = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-#: model_type -> fields of its own, of types that are refused, and the reason
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "inkling2_loop_text": (
-        {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 8}
-        | {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4}
-        | {
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
-            "unpadded_vocab_size": 128,
-        },
-        "inkling2_loop_text: a gate of experts that tanh limits is not supported",
-    ),
-}
 #: types that select what a token attends to: the same in any pieces of a prompt
 SELECTING = (
     "axk2",
@@ -337,10 +340,11 @@ INDEXERS = {*SELECTING} - {"doge"}
 NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and values of one size") | {
     **dict.fromkeys(INDEXERS, "layers without an indexer"),
     OF_OTHERS: "keys and values of one size",
-    "inkling_mm_model": "a recurrent state in a layer with a convolution",
-    "inkling_text": "a recurrent state in a layer with a convolution",
+    **dict.fromkeys(
+        [*(name for name in ARCHITECTURES if name.startswith("inkling")), "zaya"],
+        "a recurrent state in a layer with a convolution",
+    ),
     "minimax": "a convolution in a layer with a state",
-    "zaya": "a recurrent state in a layer with a convolution",
 }
 #: types whose text model's type is a row, too
 WRAPPERS = {"gemma4", "llama4", "qwen3_5_moe", "qwen3_omni_moe"}
@@ -357,7 +361,7 @@ LATENT = ("bailing_hybrid", "deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla"
 
 def fields(name: str) -> dict[str, Any]:
     """Small sizes, each kind of layer once, and the published mechanisms."""
-    own, model_type = ARCHITECTURES.get(name) or REFUSED.get(name, ({}, ""))[0], name.partition(" ")[0]
+    own, model_type = ARCHITECTURES[name], name.partition(" ")[0]
     if model_type in ("gemma4", "gemma4_text", "dots3_note_text"):  # whose configurations have no sizes of all layers
         return own
     published = PUBLISHED[name].fields if name in PUBLISHED else {}
@@ -518,7 +522,10 @@ def deep(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "model_type", every(["deepseek_v4", *sorted({*SELECTING, OF_OTHERS, "flex_olmo", "llama4_text"} - {"deepseek_v4"})])
+    "model_type",
+    every(
+        ["deepseek_v4", *sorted({*SELECTING, OF_OTHERS, "flex_olmo", "inkling2_text", "llama4_text"} - {"deepseek_v4"})]
+    ),
 )
 def test_a_deep_model_is_traced_once(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer layers than it has are traced; the others are copies, and give transformers' logits."""
@@ -569,23 +576,6 @@ def test_the_docs_have_the_published_mechanisms() -> None:
     assert {*runs} == accepted | WRAPPERS | INSIDE.keys()
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert f"[{len(runs)} model types]" in readme
-
-
-@pytest.mark.parametrize("model_type", every(REFUSED, 2))
-def test_a_dry_run_refuses_what_the_export_refuses(model_type: str, tmp_path: Path) -> None:
-    """In the same words, and for what the model needs."""
-    make_checkpoint(tmp_path / "checkpoint", model_type)
-    said = []
-    for call in (plan, export):
-        with pytest.raises(CheckpointError, match=REFUSED[model_type][1]) as refused:
-            call(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", activations="float")
-        said.append(str(refused.value))
-    assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals_have_the_words_of_the_table(name: str) -> None:
-    assert UNSUPPORTED[name.removesuffix("_text")] in REFUSED[name][1]
 
 
 def selecting(folder: Path, zeros: str, **fields: Any) -> tuple[np.ndarray, np.ndarray, Any]:

@@ -407,6 +407,8 @@ def test_other_families_are_refused_by_name(floats, tmp_path, architecture, miss
     for quantize in (None, "none"):
         with pytest.raises(CheckpointError, match=message):
             plan(folder, tmp_path / "model", quantize=quantize)
+        with pytest.raises(CheckpointError, match=message):
+            export(folder, tmp_path / "model", quantize=quantize)
     assert missing in survey(folder)["refused"]["cpu"]
 
 

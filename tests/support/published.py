@@ -60,6 +60,12 @@ _INKLING = {
     "route_scale": 8.0,
     "logits_mup_width_multiplier": 24.0,
 }
+_INKLING2 = {
+    "layer_types": {"hybrid", "hybrid_sliding"},
+    "conv_kernel_size": 4,
+    "route_scale": 8.0,
+    "scoring_func": "sigmoid",
+}
 
 #: model_type -> the published model; where there are others of other mechanisms, with a word behind it
 PUBLISHED: dict[str, Published] = {
@@ -635,6 +641,14 @@ PUBLISHED: dict[str, Published] = {
     ),
     "inkling_mm_model": Published("thinkingmachines/Inkling", _DEFAULTS, _INKLING),
     "inkling_text": Published("thinkingmachines/Inkling", _DEFAULTS, _INKLING),
+    **{
+        name: Published("thinkingmachines/Inkling-2-Small-MXFP8", _DEFAULTS, _INKLING2)
+        for name in ("inkling2", "inkling2_text")
+    },
+    **{
+        name: Published("thinkingmachines/Inkling-2-Mini", _DEFAULTS, _INKLING2 | {"loop_num_passes": 3})
+        for name in ("inkling2_loop", "inkling2_loop_text")
+    },
     "jamba": Published(
         "ai21labs/Jamba-v0.1",
         _KNOWN,

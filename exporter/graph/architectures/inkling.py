@@ -60,10 +60,14 @@ def attach(model: PreTrainedModel, found: dict[str, ConvSpec], rows: Rows) -> No
 
 
 def _convolution(self: Any, x: torch.Tensor, part: StatePart) -> torch.Tensor:
-    """Return what a convolution adds to its input: its last tap is 1 more."""
-    taps = self.conv1d.weight[:, 0].float()
-    own = torch.nn.functional.pad(torch.ones(1), (taps.shape[1] - 1, 0))
-    return convolve(self.spec, SimpleNamespace(weight=taps + own, bias=None), x, part, self.rows.rows)
+    return convolve(self.spec, SimpleNamespace(weight=taps_of_sum(self), bias=None), x, part, self.rows.rows)
+
+
+def taps_of_sum(convolution: Any) -> torch.Tensor:
+    """Return the taps of the sum of a convolution and its input, [channels, width]: the last tap is 1 more."""
+    taps = convolution.conv1d.weight[:, 0].float()
+    own: torch.Tensor = taps + torch.nn.functional.pad(torch.ones(1), (taps.shape[1] - 1, 0))
+    return own
 
 
 def _model(

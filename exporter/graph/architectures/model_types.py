@@ -64,6 +64,16 @@ MODEL_TYPES = (
         "standard nodes with [biases by distance](#short-convolutions-of-inkling), short convolutions",
     ),
     Row(
+        ("inkling2", "inkling2_text"),
+        "Inkling-2-Small; text",
+        "standard nodes with [mixtures of earlier layers](#earlier-layers-in-inkling-2), short convolutions",
+    ),
+    Row(
+        ("inkling2_loop", "inkling2_loop_text"),
+        "Inkling-2-Mini; text",
+        "as Inkling-2-Small: standard nodes, short convolutions; layers that are visited three times",
+    ),
+    Row(
         ("jamba",),
         "Jamba v0.1, 1.5, 1.6",
         "one node, [selective scan](#selective-scan)",

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import MAX_SIZE, check_sizes
+from quantmoe.exporter.reading.families import GATES
 from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, Format, ModuleScheme, MoELayer
 from quantmoe.exporter.reading.formats.experts import NAMINGS, named_experts
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
@@ -88,7 +89,6 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         experts = {e: children for e, children in experts.items() if e < num_experts}
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
-    oai, clamped = (family.gate == gate for gate in ("swiglu_oai", "swiglu_clamp"))
     limits = config.get(STEP_LIMITS)
     step = (
         number(limits[_index(name)] or 0, STEP_LIMITS) if isinstance(limits, list) and limits[_index(name) :] else 0.0
@@ -96,7 +96,12 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     activation = family.hidden_act or setting(
         str, "hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function"
     )
-    if not oai and activation not in ACTIVATIONS:
+    fields = GATES.get(family.gate, (("", 0.0), ("", step)))
+    alpha, limit = (number(config.get(key, usual), key) for key, usual in fields)
+    if family.gate == "swiglu_tanh" and min(alpha, limit) <= 0:
+        names = " and ".join(key for key, _ in fields)
+        raise CheckpointError(f"{path}: {names} are {alpha:g} and {limit:g}, expected positive numbers")
+    if family.gate != "swiglu_oai" and activation not in ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
     top_k = setting(int, *TOP_K)
     if top_k > num_experts:
@@ -113,9 +118,8 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         top_k=1 if family.norm_after_expert else top_k,
         scheme=scheme,
         down_scheme=down_scheme,
-        # transformers' GptOssExperts; older configurations have no alpha
-        swiglu_alpha=number(config.get("swiglu_alpha", 1.702), "swiglu_alpha") if oai else 0.0,
-        swiglu_limit=number(config.get("swiglu_limit", 7.0), "swiglu_limit") if oai or clamped else step,
+        swiglu_alpha=alpha,
+        swiglu_limit=limit,
         apply_router_weight_on_input=family.weighs_inputs,
         format=format,
         projections=projections,
