@@ -756,6 +756,14 @@ def test_rows_of_gate_and_up_that_alternate(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("caps", [(0.0, 2.0), (1.0, -2.0)])
+def test_caps_of_a_gate_are_positive(caps: tuple[float, float], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "inkling2_text", mlp_gate_softcap=caps[0], mlp_up_softcap=caps[1])
+    found = f"mlp_gate_softcap and mlp_up_softcap are {caps[0]:g} and {caps[1]:g}, expected positive numbers"
+    with pytest.raises(CheckpointError, match=rf"config\.json: {found}"):
+        plan(tmp_path, tmp_path / "onnx", quantize="none")
+
+
 @pytest.mark.every
 def test_mimos_values_are_scaled_behind_the_node(tmp_path: Path) -> None:
     """One node with its published widths on both engines. It caches values before attention_value_scale, so that codes
