@@ -551,8 +551,11 @@ class Skeleton(Stored):
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
 
     def _parts(self, name: str) -> list[str]:
-        """Return tensors whose rows one parameter has in this version of transformers: Kimi-Linear's three
-        convolutions, the parts of Qwen4-Exp's embeddings of n-grams, Inkling 2 Mini's queries."""
+        """Return tensors whose rows one parameter has in this version of transformers.
+
+        They are Kimi-Linear's three convolutions, parts of Qwen4-Exp's embeddings of n-grams, and Inkling 2 Mini's
+        queries.
+        """
         for transform in get_model_conversion_mapping(self.model):
             if not isinstance(transform, WeightConverter) or len(transform.operations) != 1:
                 continue
