@@ -340,7 +340,7 @@ def hide(graph: ir.Model, placeholders: set[str], tied: Mapping[str, str]) -> li
 def _representatives(config: Any, stack: torch.nn.ModuleList, first: int = 2) -> list[list[int]]:
     """Return the layers to trace, in groups: of a group that comes in a row the ``first`` ones and the last."""
     caches = (len({part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")}) for layer in stack)
-    if max(caches) > 1 or getattr(config, "loop_num_passes", 1) > 1:  # several caches a layer
+    if any(count > 1 for count in caches) or getattr(config, "loop_num_passes", 1) > 1:  # several caches a layer
         return [[i] for i in range(len(stack))]
     lists = {key: v for key, v in config.to_dict().items() if isinstance(v, list) and len(v) == len(stack)}
     per_layer = [[i - at for i, at in enumerate(v)] if key in LAYERS else v for key, v in lists.items()]

@@ -55,7 +55,7 @@ class Family:
     transposed: Literal["", "all", "down_proj", "by shape"] = ""
     experts_as_rows: str = ""
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    gate: Literal["", "swiglu_oai", "swiglu_clamp", "swiglu_tanh"] = ""
+    gate: str = ""
     hidden_act: str = ""
     counts_some: bool = False
     norm_after_expert: bool = False
@@ -98,7 +98,7 @@ def _dbrx_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READS = "a decoder that reads what an encoder makes"
-_ALTERNATING = ".mlp.experts.w13_weight", (".mlp.experts.gate_proj", ".mlp.experts.up_proj")
+_W13 = {".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj")}
 _INKLING2 = Family(
     gate="swiglu_tanh",
     names={
@@ -108,7 +108,7 @@ _INKLING2 = Family(
         ".gain_weight": ".message_gate_proj.weight",
         ".forget_weight": ".forget_gate_proj.weight",
     },
-    alternating=dict([_ALTERNATING]),
+    alternating=_W13,
 )
 _GRANITE = Family(
     names={
@@ -161,9 +161,9 @@ FAMILIES = {
             ".mlp.experts.w2_weight": ".mlp.experts.down_proj",
             ".mlp.shared_experts.shared_w2_weight": ".mlp.shared_experts.down_proj",
         },
-        alternating={
+        alternating=_W13
+        | {
             ".mlp.w13_dn.weight": (".mlp.gate_proj.weight", ".mlp.up_proj.weight"),
-            _ALTERNATING[0]: _ALTERNATING[1],
             ".mlp.shared_experts.shared_w13_weight": (".mlp.shared_experts.gate_proj", ".mlp.shared_experts.up_proj"),
         },
     ),
