@@ -101,6 +101,12 @@ class GatedDelta(Spec):
     z_offset: int = ...
 
 @dataclass(frozen=True, kw_only=True)
+class Hadamard(Spec):
+    op_version: int = ...
+    features: int
+    size: int  # a power of two that divides features
+
+@dataclass(frozen=True, kw_only=True)
 class MoERouter(Spec):
     op_version: int = ...
     hidden_size: int

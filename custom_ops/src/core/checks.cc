@@ -134,6 +134,17 @@ static int check_part(const char* name, int32_t size, int32_t offset, int64_t ow
               offset, (long long)own);
 }
 
+int check_rotation(const char* name, int32_t size, const char* of, int32_t features, char* err) {
+  if (size > 0 && (size & (size - 1)) == 0 && features % size == 0) return QM_OK;
+  return fail(err, QM_INVALID, "%s is %d, expected a power of two that divides %s %d", name, size, of, features);
+}
+
+int check_hadamard(const qm_hadamard& node, char* err) {
+  QM_TRY(check_node("Hadamard", &node, err));
+  QM_TRY(check_range("features", node.features, 1, 1 << 24, err));
+  return check_rotation("size", node.size, "features", node.features, err);
+}
+
 int check_conv(const qm_conv& conv, char* err) {
   QM_TRY(check_node("CausalConv", &conv, err));
   QM_TRY(check_range("channels", conv.channels, 1, 1 << 24, err));
