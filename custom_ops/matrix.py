@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
+from quantmoe.custom_ops.hadamard_matrix import rotated
 from quantmoe.custom_ops.schemes import SCHEMES
 
 #: scale types by op.def name; scales stay in the dtype the checkpoint stores
@@ -47,6 +48,8 @@ class QuantizedMatrix:
         pre_scale: optional f32 [K], multiplies the activations (AWQ's pre_quant_scale).
         bias: optional f32 [N].
         perm: optional int32 [K], act-order: column j of ``codes`` belongs to input feature perm[j].
+        hadamard: features of a block of the activations that Hadamard's matrix multiplies after the pre-scales
+            (ops/hadamard.def); 0: none.
     """
 
     kind: str
@@ -60,6 +63,7 @@ class QuantizedMatrix:
     pre_scale: np.ndarray | None = None
     bias: np.ndarray | None = None
     perm: np.ndarray | None = None
+    hadamard: int = 0
 
     def __post_init__(self) -> None:
         n, k = self.shape
@@ -128,7 +132,8 @@ class QuantizedMatrix:
     @property
     def rounds_last(self) -> bool:
         """True where float32 does not hold what :meth:`dequantize` multiplies: float64 is rounded at the end."""
-        return self.global_scale is not None or self.pre_scale is not None or self.scale_type == "f32_minima"
+        factors = self.global_scale is not None or self.pre_scale is not None or self.hadamard > 0
+        return factors or self.scale_type == "f32_minima"
 
     def dequantize(self, dtype: type = np.float64) -> np.ndarray:
         """Return the weights this matrix stands for: float64 or float32 [N, K], rounded once, columns by input
@@ -151,6 +156,8 @@ class QuantizedMatrix:
             by_feature = np.empty_like(w)
             by_feature[:, self.perm] = w
             w = by_feature
+        if self.hadamard:
+            w = rotated(w, self.hadamard)
         if self.pre_scale is not None:
             w = w * self.pre_scale.astype(np.float64)
         return w
@@ -198,7 +205,7 @@ def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         ValueError: the parts differ in what a matrix has one of; says in what.
     """
     first = parts[0]
-    for name in ("kind", "group_size", "block_n", "scale_type", "global_scale", "input_scale"):
+    for name in ("kind", "group_size", "block_n", "scale_type", "global_scale", "input_scale", "hadamard"):
         if len(values := {getattr(m, name) for m in parts}) > 1:
             raise ValueError(f"{name} differs ({', '.join(sorted(map(str, values)))})")
     for name in ("perm", "pre_scale"):
@@ -272,6 +279,11 @@ def in_order(m: QuantizedMatrix) -> QuantizedMatrix:
     return replace(m, perm=None, pre_scale=None if m.pre_scale is None else m.pre_scale[m.perm])
 
 
+def unrotated(m: QuantizedMatrix) -> QuantizedMatrix:
+    """Return a matrix for activations that come rotated: without :attr:`QuantizedMatrix.hadamard` and its signs."""
+    return replace(m, hadamard=0, pre_scale=None) if m.hadamard else m
+
+
 def gates_first(rows: int, heads: int) -> np.ndarray:
     """Return the order of rows that puts all gates before all queries.
 
@@ -310,6 +322,8 @@ def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatri
         raise ValueError(f"{m.shape[axis]} {('rows', 'columns')[axis]} in blocks of {together} are not {count} parts")
     if not axis:
         return rows_of(m, i * size, (i + 1) * size)
+    if m.hadamard and size % m.hadamard:
+        raise ValueError(f"{m.shape[axis]} columns that are rotated in blocks of {m.hadamard} are not {count} parts")
     if m.bias is not None:
         raise ValueError("columns with a bias are not divided")
     features, perm = slice(i * size, (i + 1) * size), None

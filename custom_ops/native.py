@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -198,7 +199,7 @@ def unpack_expert(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Exp
     rows = [_address(spec, "w13", w13_row), _address(spec, "w2", w2_row)]
     found = [_Unpacked(spec, projection) for projection in [*["w13"] * (2 if spec.gated else 1), "w2"]]
     *gate, up, down = _unpack(spec, rows, found)
-    return Expert(gate[0] if gate else None, up, down)
+    return Expert(gate[0] if gate else None, up, replace(down, hadamard=spec.w2_hadamard))
 
 
 def unpack_linear(spec: MoESpec, row: np.ndarray) -> QuantizedMatrix:

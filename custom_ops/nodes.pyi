@@ -152,6 +152,7 @@ class QuantMoE(Spec):
     swiglu_alpha: float
     swiglu_limit: float
     apply_router_weight_on_input: int
+    w2_hadamard: int = ...  # features of a block of h that Hadamard multiplies; 0: none; not for CUDA
     w13: Projection
     w2: Projection
 

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.hadamard_matrix import rotated
 from quantmoe.custom_ops.matrix import QuantizedMatrix, k_group
 from quantmoe.custom_ops.op import (
     AttentionSpec,
@@ -278,6 +279,9 @@ def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndar
         with np.errstate(over="ignore"):
             x = x.astype(np.float32) * m.pre_scale
         m = dataclasses.replace(m, pre_scale=None)
+    if m.hadamard:
+        x = rotated(x.astype(np.float32), m.hadamard)
+        m = dataclasses.replace(m, hadamard=0)
     if activation_format == "int8_group":
         order = np.arange(x.shape[1]) if m.perm is None else m.perm
         seen = np.empty(x.shape, np.float64)

@@ -150,6 +150,8 @@ def _check(m: QuantizedMatrix, spec: MoESpec, projection: str, what: str) -> Non
     p, n, k, _ = spec.matrices(projection)
     if m.shape != (n, k):
         raise ValueError(f"{what} has shape {list(m.shape)}, expected {[n, k]}")
+    if m.hadamard != (rotated := spec.w2_hadamard if projection == "w2" else 0):
+        raise ValueError(f"{what}'s input is rotated in blocks of {m.hadamard}, the layer's node says {rotated}")
     found = _describe(m, p.activation_format, what)
     if found.zero_points > p.zero_points:
         raise ValueError(f"{what} has zero points and the layer's node says {projection}_zero_points is 0")

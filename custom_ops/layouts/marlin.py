@@ -79,6 +79,8 @@ def describe(
     Raises:
         ValueError: naming the matrix and what it has that the layout does not carry.
     """
+    if expert.down.hadamard:
+        raise ValueError("down: its input is rotated in each run, which the CUDA kernels do not do; use --target cpu")
     if expert.gate is None:
         w13 = _project([expert.up], ["up"], activation_format)
     else:

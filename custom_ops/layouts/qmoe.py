@@ -63,6 +63,8 @@ def describe(
     expert: Expert, activation_format: str, down_activation_format: str | None = None
 ) -> tuple[Projection, Projection]:
     """Return the attributes of a layer's node (layouts/__init__.py)."""
+    if expert.down.hadamard:
+        raise ValueError("down: its input is rotated in each run, which QMoE does not do; use --target cpu")
     if expert.gate is None:
         w13 = _describe(expert.up, activation_format, "up")
     else:

@@ -20,13 +20,14 @@ from quantmoe.custom_ops.cuda import FLOATS
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, cpu_panel, join
 from quantmoe.custom_ops.layouts.panel_rows import panel_rows
-from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
+from quantmoe.custom_ops.matrix import QuantizedMatrix, joined, unrotated
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.described_model import DescribedModel, Shared
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, moe_layers
 from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert, dividing
+from quantmoe.exporter.reading.formats.rotations import Rotation
 from quantmoe.exporter.targets import ACTIVATIONS, Target, of_layout
 
 #: ends of the names of tensors whose numbers decide what a node has
@@ -89,6 +90,7 @@ class Choice:
         not_ort: with ``dense="ort"``, why a quantized linear is no MatMulNBits, "" if it is one.
         tables: name of a parameter whose rows are looked up -> the attributes of its packed form, and the linear that
             shares it, "" for none.
+        rotations: name of a node -> what multiplies its input before it.
         gated: name of a linear whose first part has each head's gates behind its queries -> heads. The file has all
             gates before all queries. :func:`trace` finds them.
     """
@@ -104,6 +106,7 @@ class Choice:
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
     tables: dict[str, tuple[LinearSpec, str]] = dataclasses.field(default_factory=dict)
     gated: dict[str, int] = dataclasses.field(default_factory=dict)
+    rotations: dict[str, Rotation] = dataclasses.field(default_factory=dict)
 
     def source(self, name: str) -> str:
         """Return what a linear is called beside the checkpoint's modules: a group's is where they are."""
@@ -156,6 +159,24 @@ def check_floats(format: Format, nodes: Mapping[str, Sequence[tuple[MoELayer, Mo
             )
 
 
+def rotations(layer: MoELayer, e: int) -> tuple[Rotation | None, int]:
+    """Return what multiplies the hidden states of expert ``e``, and the features of a block of down's rotated input.
+
+    Raises:
+        ValueError: gate and up have different rotations.
+    """
+    if not layer.projections:
+        return None, 0
+    modules: Sequence[str] = [f"{layer.name}.{e}.{projection}" for projection in layer.projections]
+    if layer.shared and e >= layer.num_experts:
+        modules = layer.shared.modules
+    inputs = {layer.format.rotation(module, layer.hidden_size) for module in modules[:-1]}
+    if len(inputs) > 1:
+        raise ValueError(f"the inputs of {' and '.join(modules[:-1])} are rotated differently, expected one rotation")
+    down = layer.format.rotation(modules[-1], layer.intermediate_size)
+    return inputs.pop(), down.size if down else 0
+
+
 def _no_parts(parts: Sequence[MoELayer], layout: str) -> str:
     """Why the groups of a layer cannot be a node each; "" where they can, or there is one."""
     own = parts[0].format.slice
@@ -203,17 +224,24 @@ def choose(
         chosen.nodes[name] = [f"{name}.groups.{i}" for i in range(len(held))] if len(own) > 1 else [name]
         for node, (group, spec) in zip(chosen.nodes[name], held, strict=True):
             chosen.experts[node], chosen.layers[node] = group, spec
+            if rotation := rotations(group, group.routed[0])[0]:
+                chosen.rotations[node] = rotation
     merged = {path for shared in chosen.shared.values() for path in (*shared.projections, shared.gate)}
     linears = {name: source for name, source in skeleton.linears.items() if name not in merged}
     for whole, parts in groups(skeleton.format, linears).items():
         sources = {part: skeleton.linears[part] for part in parts}
         floats = skeleton.type_name if target.own_floats else None
         candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales, floats)
+        rotation = Rotation.of(skeleton.format.outline().matrix_of(next(iter(sources.values()))))
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
             chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
+            if rotation:
+                chosen.rotations[whole] = rotation
             if dense == "ort" and target.library and skeleton.format.is_quantized(next(iter(sources.values()))):
                 chosen.not_ort[whole] = not_ort(skeleton, [*sources.values()], scales)
             continue
+        if rotation and not skeleton.format.is_quantized(first := next(iter(sources.values()))):
+            chosen.dequantized[f"{first}.weight"] = "its input is rotated in each run, here its weight is"
         for source in filter(skeleton.format.is_quantized, sources.values()):
             if not target.library and activation_format(skeleton.format.scheme_of(source), activations) != "none":
                 raise CheckpointError(f"{skeleton.format.ckpt.folder}: {source}: {candidate.reason}")
@@ -344,6 +372,8 @@ def _shared_like(
     outline = layer.outline()
     for e in range(layer.num_experts, layer.every):
         own = moe_spec(layer, scaled(outline.expert(e), scales)[0], layout, activations, floats)
+        if rotations(layer, e) != rotations(layer, layer.routed[0]):
+            raise ValueError("its inputs and the routed experts' are not rotated alike")
         try:
             same = join((spec.w13, spec.w2), (own.w13, own.w2)) == (spec.w13, spec.w2)
         except ValueError:
@@ -444,8 +474,8 @@ def linear_candidate(
 
 
 def linear_matrix(format: Format, modules: Sequence[str], scales: str) -> tuple[QuantizedMatrix, float]:
-    """Return the rows of a group's linears, and see :func:`rounded`."""
-    found = [rounded(format.matrix_of(module), scales) for module in modules]
+    """Return the rows of a group's linears, whose input comes rotated, and see :func:`rounded`."""
+    found = [rounded(unrotated(format.matrix_of(module)), scales) for module in modules]
     return found[0][0] if len(found) == 1 else joined([m for m, _ in found]), max(error for _, error in found)
 
 
@@ -576,6 +606,7 @@ def moe_spec(
         swiglu_alpha=layer.swiglu_alpha,
         swiglu_limit=layer.swiglu_limit,
         apply_router_weight_on_input=int(layer.apply_router_weight_on_input),
+        w2_hadamard=expert.down.hadamard,
     )
 
 
@@ -608,6 +639,8 @@ def layer_spec(
     ends = (*DECIDING, *(INPUT_SCALES if layer.format.input_scales else ()))
     decided = any(suffix.endswith(ends) for module in layer.tensors(first) for suffix in module)
     for e in others:
+        if rotations(layer, e) != rotations(layer, first):
+            raise ValueError(f"{layer.name}: experts {first} and {e} are rotated differently, expected one rotation")
         if decided or e in odd:
             other = describe(e)
             try:
@@ -668,9 +701,10 @@ def retyped_matrix(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
 
 
 def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
-    """Return the expert with its scales as asked for ("exact" or "bf16"), and the largest relative error that this
-    made."""
-    found = [None if m is None else rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
+    """Return the expert as its node has it, whose hidden states come rotated, with scales as asked for ("exact" or
+    "bf16"), and the largest relative error that this made."""
+    halves = [m and unrotated(m) for m in (expert.gate, expert.up)]
+    found = [None if m is None else rounded(m, scales) for m in (*halves, expert.down)]
     return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
 
 

@@ -28,7 +28,9 @@ def experts_forward(
         hidden_states = hidden_states[:, None].expand(tokens, count, width).reshape(-1, width)
         top_k_index, weights = top_k_index.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)
     first, *others = (
-        torch.ops.quantmoe.quant_moe(hidden_states, top_k_index, weights, node.w13, node.w2, node.attributes)
+        torch.ops.quantmoe.quant_moe(
+            node.rotate(hidden_states), top_k_index, weights, node.w13, node.w2, node.attributes
+        )
         for node in getattr(self, "groups", [self])
     )
     found: torch.Tensor = first

@@ -26,6 +26,7 @@ from quantmoe.exporter.graph.modules.attention import (
 )
 from quantmoe.exporter.graph.modules.attention_inputs import Rows, attach, widen_tables
 from quantmoe.exporter.graph.modules.norms import plain_norms
+from quantmoe.exporter.graph.modules.rotations import Rotate
 from quantmoe.exporter.graph.modules.routers import replace_routers
 from quantmoe.exporter.graph.modules.shared_experts import attach as attach_shared
 from quantmoe.exporter.graph.passes.rank_collectives import meet, meet_before
@@ -37,19 +38,20 @@ _RECORDED = "quantmoe.exporter.graph.trace"
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear whose weight and bias are packed: one QuantLinear node."""
+    """A linear whose weight and bias are packed: one QuantLinear node, after what rotates its input."""
 
     __module__ = _RECORDED
 
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype):
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, rotate: Rotate):
         super().__init__()
+        self.rotate = rotate
         self.weight = torch.empty(0, dtype=dtype)  # routers ask for its type; nothing can be multiplied by it
         self.attributes = json.dumps(spec.attributes())
         words = LAYOUTS[spec.w.layout].row_bytes(spec.moe, "w2") // 4
         self.register_buffer("w", placeholder((1, words), torch.int32), persistent=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.quantmoe.quant_linear(x, self.w, self.attributes)
+        return torch.ops.quantmoe.quant_linear(self.rotate(x), self.w, self.attributes)
 
 
 class PartOfLinear(torch.nn.Module):
@@ -96,6 +98,7 @@ def put_first_nodes(skeleton: Skeleton, chosen: Choice, target: Target) -> Rows:
     for name, spec in chosen.layers.items():
         module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
         module.attributes = json.dumps(spec.attributes())
+        module.rotate = Rotate(chosen.rotations.get(name), skeleton.dtype, bool(target.library))
         for projection in ("w13", "w2"):
             shape = (len(chosen.experts[name].ids), layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
@@ -126,7 +129,8 @@ def put_nodes(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Ta
         widen_tables(decoder_of(model))
     skeleton.take_rows()
     for name, linear in chosen.linears.items():
-        sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear, skeleton.dtype)
+        rotate = Rotate(chosen.rotations.get(name), skeleton.dtype, bool(target.library))
+        sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear, skeleton.dtype, rotate)
         if len(sizes) > 1:
             for i, part in enumerate(chosen.parts[name]):
                 model.set_submodule(part, PartOfLinear(whole, sizes, i))

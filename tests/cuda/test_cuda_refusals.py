@@ -35,11 +35,12 @@ from quantmoe.custom_ops.op import enum
         ({"gated": 2}, "gated is 2, expected 0 or 1"),
         ({"gated": -1}, "gated is -1, expected 0 or 1"),
         ({"apply_router_weight_on_input": 2}, "apply_router_weight_on_input is 2, expected 0 or 1"),
+        ({"w2_hadamard": 32}, "w2_hadamard is 32 .* no CUDA kernel does: export with --target cpu"),
     ],
 )
 def test_refusals(change, message):
     sizes = change.get("hidden", 2048), change.get("intermediate", 768), 128, change.get("group_size", 128)
-    flags = {n: change[n] for n in ("gated", "apply_router_weight_on_input") if n in change}
+    flags = {n: change[n] for n in ("gated", "apply_router_weight_on_input", "w2_hadamard") if n in change}
     spec = spec_of(*sizes, **flags)
     assert not flags or re.search(message, cuda.refusal(spec))
     layout = {name: value for name, value in change.items() if name.startswith("layout")}

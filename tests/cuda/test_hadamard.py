@@ -18,7 +18,7 @@ SHAPES = [((1, 2048), 2048), ((3, 5, 96), 32), ((7, 3), 1), ((7, 6), 2), ((64,),
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize(("shape", "size"), SHAPES)
 def test_kernel(shape: tuple[int, ...], size: int, dtype: str) -> None:
-    """Sums have one order, so the bytes are those of the CPU, whose tests have the bound."""
+    """The order of sums is fixed, so the CPU gives the same bytes. Its tests have the bound."""
     spec = Hadamard(features=shape[-1], size=size)
     x = np.random.default_rng(0).normal(0, 3, shape).astype(NUMPY[dtype])
     given = torch.from_numpy(x.view(np.int16).copy()).view(TORCH[dtype]).cuda()

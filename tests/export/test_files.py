@@ -213,7 +213,7 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
 def test_a_model_of_a_later_release_is_refused(exported, tmp_path):
     folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
     for op, name, known in (
-        ("QuantMoE", "op_version", 1),
+        ("QuantMoE", "op_version", 2),
         ("QuantMoE", "w13_layout_version", 1),
         ("MoERouting", "op_version", 2),
     ):

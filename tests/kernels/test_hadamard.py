@@ -12,8 +12,9 @@ import torch
 from arithmetic import SECOND, TINY, U
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 
+from quantmoe.custom_ops.hadamard_matrix import matrix
 from quantmoe.custom_ops.nodes import Hadamard
-from quantmoe.custom_ops.ops.hadamard import hadamard, matrix
+from quantmoe.custom_ops.ops.hadamard import hadamard
 
 TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 SHAPES = {
@@ -34,9 +35,9 @@ def rounding(dtype: Any) -> float:
 
 
 def bound(x: np.ndarray, y: np.ndarray, size: int) -> np.ndarray:
-    """How far y may be from the reference: log2(size) sums, the rounded factor, the product and the output's type.
+    """Return how far y may be from the reference: log2(size) sums, the rounded factor, the product, the output's type.
 
-    After each sum a number is at most the sum of its magnitudes, which at the end is that of the block.
+    After every sum a number is at most the sum of the block's magnitudes.
     """
     magnitudes = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], x.shape[-1] // size, size).sum(-1, keepdims=True)
     sums = np.broadcast_to(magnitudes / np.sqrt(size), (*magnitudes.shape[:-1], size)).reshape(x.shape)
@@ -63,7 +64,7 @@ def test_kernel(shape: tuple[int, ...], size: int, dtype: Any) -> None:
 
 
 def test_integers_are_exact_and_twice_is_once() -> None:
-    """Sums of small integers are exact, and 1 / sqrt(size) is a power of two: the product of H and H is all."""
+    """Small integers have exact sums, and 1 / sqrt(size) is a power of two. So two nodes give what came in."""
     spec = Hadamard(features=768, size=256)
     x = np.random.default_rng(1).integers(-8, 9, (4, 768)).astype(np.float32)
     (once,) = native.run(spec, x)

@@ -322,3 +322,23 @@ def test_no_tokens() -> None:
     assert layer.native()(
         np.empty((0, 64), np.float32), np.empty((0, 2), np.int64), np.empty((0, 2), np.float32)
     ).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"w2_hadamard": 24}, "w2_hadamard is 24, expected a power of two that divides intermediate_size 96"),
+        ({"w2_hadamard": 64}, "w2_hadamard is 64, expected a power of two that divides intermediate_size 96"),
+        ({"w2_hadamard": -1}, "w2_hadamard is -1, expected a power of two"),
+    ],
+)
+def test_blocks_of_h_that_are_refused(change: dict[str, int], text: str) -> None:
+    layer = Case().build()
+    with pytest.raises(ValueError, match=text):
+        native.NativeMoE(dataclasses.replace(layer.spec, **change), layer.w13, layer.w2)
+
+
+def test_blocks_of_h_in_act_order_are_refused() -> None:
+    layer = Case(act_order="shared").build()
+    with pytest.raises(ValueError, match="w2_hadamard is 32 with w2_perm 1, expected w2_perm 0"):
+        native.NativeMoE(dataclasses.replace(layer.spec, w2_hadamard=32), layer.w13, layer.w2)

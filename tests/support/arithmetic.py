@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quantmoe.custom_ops.hadamard_matrix import rotated
 from quantmoe.custom_ops.op import MoESpec
 
 U, TINY, SECOND = 2.0**-24, 2.0**-150, 1 + 2.0**-10
@@ -79,6 +80,7 @@ class Weights:
         pre_scale: float32 [K] by feature; or None.
         stored: the input scale; 0 when there is none.
         minima: float64 [N, G] of 2.10, what the groups' weights are less by; None where there are none.
+        hadamard: features of a block of activations that are rotated; 0: none.
     """
 
     format: str
@@ -92,6 +94,7 @@ class Weights:
     pre_scale: np.ndarray | None = None
     stored: float = 0.0
     minima: np.ndarray | None = None
+    hadamard: int = 0
 
     @property
     def two_levels(self) -> bool:
@@ -567,6 +570,17 @@ def _sigmoid(z: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-z))
 
 
+def rotate(x: Span, size: int) -> Span:
+    """Blocks of features times Hadamard's matrix: log2(size) sums of each number, a rounded factor, and a product.
+
+    After every sum a number is at most the sum of the block's magnitudes, and so is the error of a sum.
+    """
+    largest = np.abs(x.value) + x.error
+    sums, errors = (a.reshape(len(a), -1, size).sum(2) / math.sqrt(size) for a in (largest, x.error))
+    each = errors + (math.log2(size) + 2) * U * sums * SECOND + TINY
+    return Span(rotated(x.value, size), np.repeat(each, size, axis=1))
+
+
 def quant_linear(x: Span, w: Weights, activation_format: str) -> Span:
     """QuantLinear, or one matrix of a layer: x [P, K] by feature -> [P, N]."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -576,6 +590,8 @@ def quant_linear(x: Span, w: Weights, activation_format: str) -> Span:
                 x = Span(scaled, x.error * np.abs(w.pre_scale) + U * np.abs(scaled) + TINY)
             else:
                 x = Span((x.value.astype(np.float32) * w.pre_scale).astype(np.float64), x.error)
+        if w.hadamard:
+            x = rotate(x, w.hadamard)
     if activation_format == "int8_group":
         if w.perm is not None:
             x, w = Span(x.value[:, w.perm], x.error[:, w.perm]), dataclasses.replace(w, perm=None)

@@ -49,6 +49,7 @@ def weights(m: QuantizedMatrix, p: Projection) -> Weights:
         np.zeros(len(values)) if m.bias is None else m.bias.astype(np.float64),
         perm=np.arange(values.shape[1]) if p.perm and m.perm is None else m.perm,
         pre_scale=m.pre_scale,
+        hadamard=m.hadamard,
         stored=float(np.float32(m.input_scale or 0)),
         minima=None if m.kind == "q6_k" else minima,
     )

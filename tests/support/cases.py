@@ -41,6 +41,8 @@ class Case:
     bias: bool = False
     act_order: str = "none"
     on_input: bool = False
+    hadamard: int = 0
+    """of w2"""
     offset: int = 0
     total_experts: int = 0
     seed: int = 0
@@ -114,7 +116,7 @@ class Case:
         return Expert(
             self.matrix(rng, i, h, gate_perm) if self.gated else None,
             self.matrix(rng, i, h, up_perm),
-            down.matrix(rng, h, i, down_perm),
+            replace(down.matrix(rng, h, i, down_perm), hadamard=self.hadamard),
         )
 
     def build(self) -> Layer:
@@ -134,6 +136,7 @@ class Case:
             swiglu_alpha=1.702,
             swiglu_limit=7.0 if self.activation == "swiglu_oai" else 1.5,
             apply_router_weight_on_input=int(self.on_input),
+            w2_hadamard=self.hadamard,
         )
         rows = [
             native.aligned(self.experts * layout.row_bytes(spec, p)).reshape(self.experts, -1) for p in ("w13", "w2")
@@ -276,6 +279,13 @@ CASES = [
     *(Case(weights=FP8, group_size=g, block_n=48, hidden=160, activation_format="fp8_group128") for g in (-1, 128)),
     *(Case(weights=FP8, group_size=-1, activation_format="fp8_tensor", static=False, gated=g) for g in (True, False)),
     *(Case(weights=w, pre_scale=True, act_order="split") for w in ONE_OF_EACH),
+    *(
+        Case(hadamard=size, intermediate=i, activation_format=a, **other)
+        for size, i in ((1, 27), (32, 96), (64, 192), (256, 256))
+        for a in ("none", *INT8_ACTIVATIONS, "fp8_token", "mxfp4")
+        for other in ({}, {"weights": NVFP4, "pre_scale": True}, {"bias": True, "gated": False, "on_input": True})
+    ),
+    Case(weights=FP8, hadamard=32, pre_scale=True, activation_format="fp8_tensor", static=False),
     Case(weights=FP8, pre_scale=True, activation_format="fp8_tensor", static=False),
     Case(weights=("mxfp4", "e8m0", False), bias=True, activation="swiglu_oai", hidden=90, intermediate=90),
     *(

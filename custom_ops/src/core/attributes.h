@@ -50,6 +50,8 @@ int check_finite(const char* name, float value, char* err);  // the same of an i
 
 // Refuses an activation that multiplies by a gate where there is none.
 int check_activation(const qm_moe& moe, char* err);
+// Refuses blocks of h that w2 cannot have.
+int check_w2_rotation(const qm_moe& moe, char* err);
 // Refuses two projections that a layer in layout marlin cannot have together. The rows of w13, or the groups that w2's
 // activations are rounded in, cannot follow w2's order of columns.
 int check_marlin_layer(const qm_projection& w13, const qm_projection& w2, char* err);

@@ -139,6 +139,13 @@ int check_rotation(const char* name, int32_t size, const char* of, int32_t featu
   return fail(err, QM_INVALID, "%s is %d, expected a power of two that divides %s %d", name, size, of, features);
 }
 
+int check_w2_rotation(const qm_moe& moe, char* err) {
+  if (!moe.w2_hadamard) return QM_OK;
+  QM_TRY(check_rotation("w2_hadamard", moe.w2_hadamard, "intermediate_size", moe.intermediate_size, err));
+  if (!moe.w2.perm) return QM_OK;
+  return fail(err, QM_INVALID, "w2_hadamard is %d with w2_perm %d, expected w2_perm 0", moe.w2_hadamard, moe.w2.perm);
+}
+
 int check_hadamard(const qm_hadamard& node, char* err) {
   QM_TRY(check_node("Hadamard", &node, err));
   QM_TRY(check_range("features", node.features, 1, 1 << 24, err));

@@ -30,6 +30,7 @@ int check_moe(const qm_moe& moe, char* err) {
   QM_TRY(check_range("gated", moe.gated, 0, 1, err));
   QM_TRY(check_range("apply_router_weight_on_input", moe.apply_router_weight_on_input, 0, 1, err));
   QM_TRY(check_activation(moe, err));
+  QM_TRY(check_w2_rotation(moe, err));
   QM_TRY(check_cpu_panel("w13_", moe.w13, halves(moe), moe.hidden_size, err));
   return check_cpu_panel("w2_", moe.w2, 1, moe.intermediate_size, err);
 }

@@ -22,6 +22,7 @@ from quantmoe.exporter.reading import families
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.formats import kv_cache
+from quantmoe.exporter.reading.formats.rotations import Rotation
 from quantmoe.exporter.reading.formats.rounding import quantized
 from quantmoe.exporter.reading.slices import Cut, Slice
 
@@ -434,6 +435,14 @@ class Format(ABC):
             CheckpointError: naming file, tensor, found and expected.
         """
 
+    def rotation(self, module: str, features: int) -> Rotation | None:
+        """Return what multiplies the input of a linear in each run; None: nothing does.
+
+        Raises:
+            CheckpointError: it is no :class:`Rotation`; names the module and what is expected.
+        """
+        return None
+
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         """Decode one expert of a layer that the tool stores in 3-D tensors."""
         raise NotImplementedError
@@ -462,6 +471,11 @@ class Format(ABC):
             return cut.matrix(self._whole(module))
 
     def _whole(self, module: str) -> QuantizedMatrix:
+        found = self._unrotated(module)
+        rotation = self.rotation(module, found.shape[1])
+        return found if rotation is None else rotation.put(found)
+
+    def _unrotated(self, module: str) -> QuantizedMatrix:
         if self.is_quantized(module):
             return self.matrix(module)
         n, k = self.shape2d(f"{module}.weight")
@@ -536,6 +550,8 @@ class Format(ABC):
         if leaf == "weight" and self.is_quantized(module):
             return self.matrix_of(module).dequantize(np.float32)
         array = self.ckpt.tensor(name)
+        if leaf == "weight" and array.ndim == 2 and (rotation := self.rotation(module, array.shape[1])):
+            array = rotation.folded(array)
         return self.cuts[name].array(array) if name in self.cuts else array
 
     def parameter(self, name: str) -> np.ndarray:

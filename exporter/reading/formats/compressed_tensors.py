@@ -153,7 +153,13 @@ class CompressedTensors(Format):
             ("test_rotations",),
         ),
         Reads(
-            "`transform_config`: rotations of inputs or outputs (SpinQuant's R4, QuIP)",
+            "`transform_config`: Hadamard matrices that multiply inputs of linears (SpinQuant's R4, QuIP), in blocks "
+            "of a power of two, also with signs",
+            ("test_rotations",),
+            cuda="yes, except experts' down_proj",
+        ),
+        Reads(
+            "`transform_config`: other matrices on inputs, and matrices on outputs",
             ("test_rotations",),
             exported="refused: each run multiplies activations by them, which no node does",
         ),
@@ -174,8 +180,10 @@ class CompressedTensors(Format):
         found = {target: group for group in groups for target in group.targets}  # of two groups the last has a target
         in_order = sorted(found, key=lambda target: ("re:" in target, target))  # the library's, not the configuration's
         self.targets = {_compiled(target): found[target] for target in in_order}
+        self.rotated = rotations.Inputs(ckpt, transforms or {}, self._is_one_of)
         #: module -> what :meth:`group` found: it is asked several times, and patterns with a time limit take 8 us each
         self._groups: dict[str, Group] = {}
+        self._rotations: dict[str, rotations.Rotation | None] = {}
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -217,6 +225,23 @@ class CompressedTensors(Format):
             raise CheckpointError(f"{self.ckpt.folder}: {module} has quantized tensors but no config group targets it")
         self._groups[module] = found
         return found
+
+    def _is_one_of(self, module: str, targets: list[str]) -> bool:
+        """Return whether targets name a module, or its class: a linear is quantized, or ``ignore`` names it."""
+        classes = {"Linear", "Module"} if module.rpartition(".")[2] not in EMBEDDINGS else set()
+        if classes & {*targets} and (
+            self.is_quantized(module) or any(_named(module, target) for target in self.ignore)
+        ):
+            return True
+        return any(_named(module, _compiled(target)) for target in targets)
+
+    def rotation(self, module: str, features: int) -> rotations.Rotation | None:
+        if module not in self._rotations:
+            self._rotations[module] = self.rotated.rotation(module, features)
+        return self._rotations[module]
+
+    def parameters(self) -> list[str]:
+        return [name for name in super().parameters() if not name.endswith(self.rotated.ends)]
 
     def scheme(self, module: str) -> ModuleScheme:
         group, kind = self.group(module), self._kind(module)

@@ -18,14 +18,20 @@ void LayerCall::divide(size_t bytes) {
   tile_rows = std::min<int64_t>(block_rows, kernel.tile_rows);
 }
 
+// The part at `offset` of an expert's row, of a side, or of both where there is one.
+const void* ExpertMatrix::vector(int64_t expert, int64_t offset, int count, int side) const {
+  return count ? row(expert) + offset + (side < count ? side : count - 1) * parts.vector : nullptr;
+}
+
+const float* ExpertMatrix::pre_scales(int64_t expert, int side) const {
+  return static_cast<const float*>(vector(expert, parts.pre_scales, node.pre_scale, side));
+}
+
 Preparation ExpertMatrix::preparation(int64_t expert, int side, bool gather) const {
   Preparation out{};
-  const auto vector = [&](int64_t offset, int count) {
-    return row(expert) + offset + (side < count ? side : count - 1) * parts.vector;
-  };
-  if (node.pre_scale) out.pre_scale = reinterpret_cast<const float*>(vector(parts.pre_scales, node.pre_scale));
+  if (!rotated) out.pre_scale = pre_scales(expert, side);
   if (has_input_scales(node)) out.stored = reinterpret_cast<const float*>(row(expert) + parts.input_scales)[side];
-  if (node.perm && gather) out.perm = reinterpret_cast<const int32_t*>(vector(parts.perms, node.perm));
+  if (gather) out.perm = static_cast<const int32_t*>(vector(expert, parts.perms, node.perm, side));
   return out;
 }
 

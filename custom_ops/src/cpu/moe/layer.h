@@ -85,6 +85,7 @@ struct ExpertMatrix {
   const void** read{};    // [local experts] where qm_expert_rows has them, or null
   uint32_t* largest{};    // [local experts, sides] bits of the largest magnitude, for fp8_tensor
   int64_t bad_perm = -1;  // an expert whose act-order is no column order
+  bool rotated = false;   // its activations come times the pre-scales, and rotated
 
   ExpertMatrix(const qm_projection& node, const PanelMatrix& panel, const RowParts& parts, const void* rows, int sides)
       : node(node),
@@ -102,11 +103,15 @@ struct ExpertMatrix {
   // steps this is the order of the columns, too.
   bool is_expert_dependent() const { return node.pre_scale || has_input_scales(node) || (panel.stepped && node.perm); }
   Preparation preparation(int64_t expert, int side, bool gather) const;
+  const float* pre_scales(int64_t expert, int side) const;  // [k] or null
   // The same with the scale of fp8_tensor that is not stored, once `largest` is known.
   Preparation known_preparation(int64_t expert, int side, bool gather) const;
   // Whether all columns are there to gather. Checked where it is read: at load it would touch a page of every expert.
   bool check_perm(const int32_t* perm, int64_t expert);
   int check_perms(const char* name, int32_t expert_offset, char* err) const;
+
+ private:
+  const void* vector(int64_t expert, int64_t offset, int count, int side) const;
 };
 
 // A call's sizes and threads, and how far it is: in which slice of the tokens and which round of the experts.

@@ -1,4 +1,5 @@
 // QuantMoE on the CPU: the steps of layer.h, once a slice.
+#include "cpu/hadamard.h"
 #include "cpu/moe/down.h"
 #include "cpu/moe/gate_up.h"
 #include "cpu/operators.h"
@@ -25,6 +26,7 @@ struct MoERun {
         gate_up(layer, moe, call),
         down(layer, moe.w2, w2_matrix(moe), w2_parts(moe), call.w2,
              moe.apply_router_weight_on_input ? nullptr : call.topk_weights, call.output) {
+    down.w2.rotated = moe.w2_hadamard > 0;
     Arena tokens{nullptr};
     lay_out_tokens(tokens);
     layer.divide(tokens.used);
@@ -70,7 +72,26 @@ struct MoERun {
     route(ids, layer.routes);
     rows.load(ids, gate_up.w13, layer.bad);
   }
-  int run_gate_up(char* err) { return gate_up.run(rows, scratch, hidden, layer.bad, err); }
+  int run_gate_up(char* err) {
+    QM_TRY(gate_up.run(rows, scratch, hidden, layer.bad, err));
+    if (down.w2.rotated) rotate_h();
+    return QM_OK;
+  }
+  // Of the round's experts: h times w2's pre-scales, in blocks times Hadamard's matrix.
+  void rotate_h() {
+    const int64_t* const begin = layer.routes.begin;
+    const int64_t from = begin[layer.first_expert], width = moe.intermediate_size;
+    layer.for_rows(begin[layer.end_expert] - from, [&](int, int64_t first, int64_t count) {
+      int64_t expert = layer.first_expert;
+      for (int64_t position = from + first; position < from + first + count; ++position) {
+        while (position >= begin[expert + 1]) ++expert;
+        const float* const pre_scales = down.w2.pre_scales(expert, 0);
+        float* const h = hidden.h + position * width;
+        for (int64_t i = 0; pre_scales && i < width; ++i) h[i] *= pre_scales[i];
+        rotate(h, width, moe.w2_hadamard);
+      }
+    });
+  }
   int pack(char* err) {
     const auto expert = [&](int lane, int64_t e) {
       down.pack(lane, e, 0, layer.tile_count(layer.routes.rows(e)), hidden, scratch, layer.bad);
