@@ -701,8 +701,11 @@ def retyped_matrix(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
 
 
 def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
-    """Return the expert as its node has it, whose hidden states come rotated, with scales as asked for ("exact" or
-    "bf16"), and the largest relative error that this made."""
+    """Return the expert of a node, whose hidden states come rotated, and the largest relative error of its scales.
+
+    Args:
+        scales: "exact" or "bf16".
+    """
     halves = [m and unrotated(m) for m in (expert.gate, expert.up)]
     found = [None if m is None else rounded(m, scales) for m in (*halves, expert.down)]
     return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]

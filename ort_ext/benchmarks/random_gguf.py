@@ -6,6 +6,7 @@ Names come from the ``gguf`` package's map of transformers' names. A field is wr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -31,8 +32,19 @@ VECTORS = {"e_score_correction_bias": ("e_score_correction", "bias"), "dt_bias":
 ROWS = 256
 #: llama.cpp's file types (llama-quant.cpp): the type of most linears and of embeddings, of v and down in some layers
 MIXED = {"Q4_0": ("Q4_0", "Q4_0"), "Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
-#: K-quants, which gguf-py does not quantize to: where their f16 are, and those of random blocks of deviation 1
-RANDOM = {"Q4_K": ((0, 1 / 190), (2, 7.5 / 190)), "Q5_K": ((0, 1 / 380), (2, 15.5 / 380)), "Q6_K": ((208, 1 / 1400),)}
+#: types as Unsloth's files of Qwen's hybrids mix them: which names, and their type; the first that fits
+UNSLOTH = {
+    "UD-Q4_K_XL": {"lm_head|embed": "Q6_K", r"experts\.down": "Q5_K", r"experts\.": "Q4_K", "shared|attn": "Q8_0"},
+    "UD-Q3_K_XL": {"lm_head|embed": "Q6_K", r"experts\.down": "IQ4_XS", r"experts\.": "Q3_K", "shared|attn": "Q8_0"},
+}
+#: types that gguf-py does not quantize to: where their f16 are, and those of random blocks of deviation 1
+RANDOM = {
+    "Q4_K": ((0, 1 / 190), (2, 7.5 / 190)),
+    "Q5_K": ((0, 1 / 380), (2, 15.5 / 380)),
+    "Q6_K": ((208, 1 / 1400),),
+    "Q3_K": ((108, 1 / 43),),
+    "IQ4_XS": ((0, 1 / 1246),),
+}
 
 
 def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", head: str = "") -> int:
@@ -40,7 +52,7 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
 
     Args:
         config: a Hugging Face configuration.
-        weights: one of MIXED, Q8_0, MXFP4, or with ``head`` the GGMLQuantizationType of experts and other linears.
+        weights: one of MIXED, UNSLOTH, Q8_0, MXFP4, or with ``head`` the GGMLQuantizationType of experts and other linears.
         head: of lm_head and embeddings, whose linears then have one type; without it, the file type's.
 
     Raises:
@@ -104,6 +116,8 @@ def _mixed(name: str, columns: int, layers: int, weights: str) -> str:
     More bits are for lm_head, and for v and down in the first and last eighth of the layers and in every third between.
     MXFP4 is for experts.
     """
+    if weights in UNSLOTH:
+        return next(kind for names, kind in UNSLOTH[weights].items() if re.search(names, name))
     if weights in ("Q8_0", "MXFP4"):
         return weights if ".experts." in name else "Q8_0"
     most, more = MIXED.get(weights, (weights, weights))

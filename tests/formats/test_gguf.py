@@ -22,11 +22,17 @@ from hypothesis import strategies as st
 from sweeps import every
 from transformers import AutoTokenizer
 
+from quantmoe.benchmarks.random_checkpoint import CONFIGS, cut
+from quantmoe.benchmarks.random_gguf import UNSLOTH as UNSLOTH_FILES
+from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.exporter.choosing.choose import choose_experts
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.model_file import load
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting import unpack
 from quantmoe.exporter.inspecting.explain import explain
+from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model, survey
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
@@ -507,6 +513,41 @@ def test_a_file_with_unsloths_mix_of_types(tmp_path: Path) -> None:
         want = model(torch.from_numpy(LOGITS["ids"][None])).logits[0].numpy()
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-5 * np.abs(want).max())
     assert len(generator.generate([5, 6], 3).tokens) == 3
+
+
+@pytest.mark.parametrize("weights", every([*UNSLOTH_FILES], 0))
+def test_a_file_of_published_widths_loses_nothing(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four layers of Qwen3.6-35B-A3B with 4 experts, in Unsloth's types: packed weights are gguf-py's numbers.
+
+    Linear attention has its heads in another order, and so has its out_proj its columns.
+    """
+    monkeypatch.setattr("quantmoe.benchmarks.random_gguf.ROWS", 4 * 512 * 2)  # no two rows of a tensor of experts alike
+    config = cut(CONFIGS["qwen3.6-35b-a3b"], 4) | {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512}
+    path, out = tmp_path / "model.gguf", tmp_path / "out"
+    write_gguf(path, config, weights)
+    report = export(path, out)
+    assert not report.dequantized
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35MOE, 4)
+    seen, initializers, found = set(), load(out / "model.onnx").graph.initializers, inspect(out)
+    for node in found["layers"] + found["linears"]:
+        for module, matrix in unpack._matrices(node, initializers):
+            expert = re.fullmatch(r"(.*experts)\.(\d+)\.(gate|up|down)", module)
+            stem = (
+                f"{expert[1]}.{expert[3]}_proj"
+                if expert
+                else re.sub(r"expert\.(gate|up|down)$", r"expert.\1_proj", module)
+            )
+            tensor = stored[f"{names.get_name(stem)}.weight"]
+            want = gguf.dequantize(tensor.data[int(expert[2])] if expert else tensor.data, tensor.tensor_type)
+            own, seen = matrix.dequantize(np.float32), seen | {tensor.name}
+            if "linear_attn" in module:
+                own, want = np.sort(own, None), np.sort(want, None)
+            np.testing.assert_array_equal(own, want, err_msg=module)
+    quantized = {name for name, tensor in stored.items() if gguf.GGMLQuantizationType(tensor.tensor_type).name != "F32"}
+    assert quantized - seen == {"token_embd.weight"}
 
 
 #: GGUF's name -> type of a file whose types have minima

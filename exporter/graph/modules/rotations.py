@@ -20,7 +20,7 @@ def _factors(size: int) -> list[int]:
 
 
 class Rotate(torch.nn.Module):
-    """What multiplies the input [.., features] of a node. Its tensors are constants of the graph.
+    """A product with the input [.., features] of a node. Its tensors are constants of the graph.
 
     Args:
         rotation: None: nothing does.

@@ -51,7 +51,7 @@ class Reads:
         what: the tool's words for it.
         tests: fixtures that the tool wrote, by a pattern of their names, or test functions.
         exported: "same": with as many bits as in the checkpoint. "wider: ..": the same values in more bits.
-        cuda: whether CUDA kernels take it: yes, no, "yes *" with ``--scales bf16``, or "wider: .." than on the CPU.
+        cuda: whether CUDA kernels take it: yes, no, "yes *" with ``--scales bf16``, or text such as "wider: ..".
         tool: who writes it, if not the tool that the format is called by.
     """
 

@@ -156,7 +156,7 @@ class CompressedTensors(Format):
             "`transform_config`: Hadamard matrices that multiply inputs of linears (SpinQuant's R4, QuIP), in blocks "
             "of a power of two, also with signs",
             ("test_rotations",),
-            cuda="yes, except experts' down_proj",
+            cuda="same; refused for experts' down_proj",
         ),
         Reads(
             "`transform_config`: other matrices on inputs, and matrices on outputs",

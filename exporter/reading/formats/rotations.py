@@ -30,7 +30,7 @@ SCORES = {"q_attn", "k_cache"}
 
 @dataclass(frozen=True)
 class Rotation:
-    """What multiplies the input of a linear in each run: signs, then Hadamard's matrix in blocks.
+    """The factors of a linear's input in each run: signs, then Hadamard's matrix in blocks.
 
     Attributes:
         size: features of a block.
@@ -61,7 +61,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Group:
-    """What a group of the configuration does to the inputs of its targets.
+    """A group of the configuration that rotates the inputs of its targets.
 
     Attributes:
         matches: whether a module is a target. size: of a block; None: all of a module's inputs.
@@ -83,7 +83,7 @@ class Inputs:
     """Rotations of inputs of a checkpoint's linears.
 
     Args:
-        config: the transform_config, of which :func:`refusal` says nothing.
+        config: a transform_config that :func:`refusal` does not refuse.
         matches: whether a module is one of some targets.
     """
 
