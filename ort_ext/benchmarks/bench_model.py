@@ -226,7 +226,7 @@ def bench_model(
     plot: Annotated[Path | None, typer.Option(help="draw the results into this file")] = None,
     keep: Annotated[Path | None, typer.Option(help="keep the models of a shape or file in this folder")] = None,
     weights: Annotated[
-        Literal["Q4_0", "Q4_K_M", "Q5_K_M", "Q8_0", "MXFP4"] | None,
+        Literal["Q4_0", "Q4_K_M", "Q5_K_M", "Q8_0", "MXFP4", "UD-Q4_K_XL", "UD-Q3_K_XL"] | None,
         typer.Option(help="give a shape GGUF weights of this type", show_default="int4 and Q4_0"),
     ] = None,
 ) -> dict[str, Any]:

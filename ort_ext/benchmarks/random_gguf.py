@@ -52,7 +52,8 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
 
     Args:
         config: a Hugging Face configuration.
-        weights: one of MIXED, UNSLOTH, Q8_0, MXFP4, or with ``head`` the GGMLQuantizationType of experts and other linears.
+        weights: one of MIXED, UNSLOTH, Q8_0, MXFP4, or with ``head`` the GGMLQuantizationType of experts and other
+            linears.
         head: of lm_head and embeddings, whose linears then have one type; without it, the file type's.
 
     Raises:

@@ -469,7 +469,11 @@ def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> 
             "is fp8_e4m3 (kv_cache_scheme: float8 per tensor)",
         ),
         ({"quantization": {"kv_cache_quant_algo": "FP8"}}, "k_scale", "is fp8_e4m3 (kv_cache_quant_algo: FP8)"),
-        ({"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "k_scale", "stays float: NVFP4 is none of FP8, INT8"),
+        (
+            {"quantization": {"kv_cache_quant_algo": "NVFP4"}},
+            "k_scale",
+            "stays float: NVFP4 is none of FP8, INT8; --cache fp8 and --cache int8",
+        ),
         (
             {},
             "v_scale",

@@ -234,7 +234,7 @@ def moe(spec: MoESpec, w13: np.ndarray, w2: np.ndarray) -> list[tuple[Weights | 
 def expert(spec: MoESpec, w13: np.ndarray, w2: np.ndarray) -> tuple[Weights | None, Weights, Weights]:
     h, i = spec.hidden_size, spec.intermediate_size
     sides = [replace(m, pre_scale=pre) for m, pre in decode_row(spec.w13, 1 + spec.gated, i, h, w13)]
-    down = down_of(spec.w2, h, i, w2)
+    down = replace(down_of(spec.w2, h, i, w2), hadamard=spec.w2_hadamard)
     if down.perm is not None:  # row j of gate and up is row perm[j] of the checkpoint's (2.6)
         sides = [by_original_row(m, np.argsort(down.perm)) for m in sides]
     return sides[0] if spec.gated else None, sides[-1], down

@@ -292,6 +292,7 @@ def moe(draw: Draw) -> Node:
     perms = draw.one_of(0, 0, 1, 2) if gated else draw.one_of(0, 1)
     pre_scales = draw.one_of(0, 0, 1, 2) if gated else draw.one_of(0, 0, 1)
     down_perm, down_pre_scale = draw.chance(0.4), draw.chance(0.25)
+    hadamard = 0 if down_perm or draw.chance(0.7) else 2 ** draw.int(0, (i & -i).bit_length() - 1)
 
     def sides(count: int, make: Callable[[int], np.ndarray]) -> list[np.ndarray | None]:
         """Of gate and up: none, the same or two of their own; now and then an expert has none."""
@@ -307,7 +308,8 @@ def moe(draw: Draw) -> Node:
             for side, (column, factor) in enumerate(zip(columns, factors, strict=True))
         )
         order = draw.order(i) if down_perm and draw.chance(0.9) else None
-        return Expert(gate, up, draw.matrix(kinds[1], h, i, order, draw.factors(i) if down_pre_scale else None))
+        down = draw.matrix(kinds[1], h, i, order, draw.factors(i) if down_pre_scale else None)
+        return Expert(gate, up, replace(down, hadamard=hadamard))
 
     experts = [expert() for _ in range(local)]
     w13, w2 = reduce(join, (cpu_panel.describe(e, *(k.activation_format for k in kinds)) for e in experts))
@@ -326,6 +328,7 @@ def moe(draw: Draw) -> Node:
         swiglu_alpha=draw.one_of(1.702, 1.0, 0.5),
         swiglu_limit=draw.one_of(7.0, 1.5, 0.25),
         apply_router_weight_on_input=int(draw.chance(0.25)),
+        w2_hadamard=hadamard,
     )
     rows = [native.aligned(local * cpu_panel.row_bytes(spec, p)).reshape(local, -1) for p in ("w13", "w2")]
     for e, *row in zip(experts, *rows, strict=True):

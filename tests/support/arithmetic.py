@@ -573,11 +573,13 @@ def _sigmoid(z: np.ndarray) -> np.ndarray:
 def rotate(x: Span, size: int) -> Span:
     """Blocks of features times Hadamard's matrix: log2(size) sums of each number, a rounded factor, and a product.
 
-    After every sum a number is at most the sum of the block's magnitudes, and so is the error of a sum.
+    After every sum a number is at most the sum of the block's magnitudes, and so is the error of a sum. Where those may
+    overflow, nothing is known.
     """
     largest = np.abs(x.value) + x.error
     sums, errors = (a.reshape(len(a), -1, size).sum(2) / math.sqrt(size) for a in (largest, x.error))
     each = errors + (math.log2(size) + 2) * U * sums * SECOND + TINY
+    each = np.where(sums * math.sqrt(size) > LARGEST / 2, np.inf, each)
     return Span(rotated(x.value, size), np.repeat(each, size, axis=1))
 
 

@@ -8,7 +8,8 @@ A key or value is its code times a scale. Queries are not rounded. A layer has o
 - Checkpoints without scales: ``--cache fp8`` takes e4m3 with scale 1. ``--cache int8`` takes one scale for each token
   and head on the CPU, and is refused for CUDA.
 - ModelOpt's ``kv_cache_quant_algo`` without scales means scale 1. Other strategies (attn_head, token, dynamic), NVFP4
-  and Quark's scales leave the cache in floats, and ``export`` says so.
+  and Quark's scales leave the cache in floats, and ``export`` says so. ``--cache fp8`` and ``--cache int8`` then have
+  scales of their own.
 - A missing or damaged scale is refused by name. ``--cache f16`` needs no scales.
 - ONNX Runtime runs caches of codes, TensorRT does not. On CUDA, e4m3 needs compute capability 9.0.
 """
@@ -86,7 +87,7 @@ def find(ckpt: Checkpoint) -> KVCache | None:
         reason = "its scales are of what k_proj and v_proj give, before the norm and the rotary embedding"
     elif field == "kv_cache_quant_algo":
         format = {"FP8": "fp8_e4m3", "INT8": "int8"}.get(str(value), "")
-        reason = "" if format else f"{value} is none of FP8, INT8"
+        reason = "" if format else f"{value} is none of FP8, INT8; --cache fp8 and --cache int8 have codes of one byte"
     elif isinstance(value, dict):
         format, reason = _scheme(value)
     elif value == "static" or (not field and raw.get("quant_method") == "fp8"):
