@@ -447,7 +447,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
             {"quant_method": "compressed-tensors", "transform_config": {"a": 1}},
             "transform_config has a, expected config",
         ),
-        ({"quant_method": "fp_quant"}, "which is not read: each run rotates the inputs"),
+        ({"quant_method": "fp_quant"}, "which is not read: its linears rotate and round inputs by rules of their own"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({}, "no quantization configuration; supported formats"),
         ({}, "in floating point is quantized with --quantize int4 or another format, or left as it is with none"),

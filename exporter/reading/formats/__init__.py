@@ -52,7 +52,7 @@ FORMATS: tuple[type[Format], ...] = (
 REFUSED = {
     "exl3": "its weights are paths through a trellis of a computed codebook",
     "aqlm": "its weights are sums of vectors from learned codebooks",
-    "fp_quant": "each run rotates the inputs of its linears, which no node does",
+    "fp_quant": "its linears rotate and round inputs by rules of their own",
     "vptq": "its weights are vectors from learned codebooks",
 }
 
