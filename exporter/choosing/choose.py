@@ -638,8 +638,9 @@ def layer_spec(
     # share scales, as some layouts want. One whose tensors or scheme are not those of the first is damaged or differs.
     ends = (*DECIDING, *(INPUT_SCALES if layer.format.input_scales else ()))
     decided = any(suffix.endswith(ends) for module in layer.tensors(first) for suffix in module)
+    turned = rotations(layer, first)
     for e in others:
-        if rotations(layer, e) != rotations(layer, first):
+        if rotations(layer, e) != turned:
             raise ValueError(f"{layer.name}: experts {first} and {e} are rotated differently, expected one rotation")
         if decided or e in odd:
             other = describe(e)

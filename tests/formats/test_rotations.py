@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from quantmoe.custom_ops.hadamard_matrix import matrix
 from quantmoe.custom_ops.matrix import unrotated
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -211,6 +212,21 @@ def test_experts_on_other_targets(tmp_path: Path) -> None:
             CheckpointError, match=rf"experts\.0: down: its input is rotated in each run, which {who} not"
         ):
             export(folder, tmp_path / "no", target=target)
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        (r"re:.*gate_proj$", r"the inputs of .*0\.gate_proj and .*0\.up_proj are rotated differently, expected one"),
+        (r"re:.*experts\.[12]\.down_proj$", "experts 0 and 1 are rotated differently, expected one rotation"),
+    ],
+)
+def test_experts_that_are_rotated_differently(tmp_path: Path, targets: str, text: str) -> None:
+    tensors = {"model.layers.0.mlp.experts.1.down_proj.R_input.weight": torch.from_numpy(matrix(64)).float()}
+    tensors["model.layers.0.mlp.experts.0.gate_proj.R_input.weight"] = torch.from_numpy(matrix(128)).float()
+    folder = rotated_checkpoint(tmp_path / "checkpoint", [args("input", [targets])], "hadamard", None, tensors)
+    with pytest.raises(CheckpointError, match=text):
+        export(folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
